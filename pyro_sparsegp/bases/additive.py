@@ -1,0 +1,98 @@
+"""The basis of an additive kernel Σ_c k_c: one for each summand, side by side.
+
+Φ = [Φ₁ … Φ_C], so component c has mean Φ_c m_c and the residual's variances add up (Adam, Durrande and
+John, 2018, section 3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional, Sequence
+
+from torch import Tensor
+
+from ..kernels import base as kernel_base
+from .base import Basis, Component, Features, KernelFeatures
+
+__all__ = ["Additive", "AdditiveFeatures", "ExplicitFeatures"]
+
+
+class ExplicitFeatures(Basis):
+    """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of the one block, if there is one."""
+        return (self.size,) if self.size else ()
+
+    def forward(self, kernel: Any, jitter: Optional[float], name: str) -> KernelFeatures:
+        return KernelFeatures(kernel, self.size)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "features", "size": self.size}
+
+
+class AdditiveFeatures(Features):
+    """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c."""
+
+    def __init__(self, kernel: Any, parts: Sequence[Features]) -> None:
+        super().__init__(kernel, tuple(size for part in parts for size in part.sizes))
+        self.parts = list(parts)
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        return [block for part in self.parts for block in part(x)]
+
+    def components(self) -> list[Component]:
+        found: list[Component] = []
+        start = 0
+        for part in self.parts:
+            stop = start + len(part.sizes)
+            found.append((part.kernel, part, tuple(range(start, stop))))
+            start = stop
+        return found
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
+        draws = [part.prior_functions(num, num_features, x) for part in self.parts]
+        if any(draw is None for draw in draws):
+            return None
+        functions = [draw[0] for draw in draws if draw is not None]
+        return lambda x: sum(f(x) for f in functions), [w for draw in draws if draw is not None for w in draw[1]]
+
+
+class Additive(Basis):
+    """A basis for each summand of the kernel.
+
+    :param parts: one basis a summand, in the order of ``kernel.terms``.
+    """
+
+    def __init__(self, parts: Sequence[Basis]) -> None:
+        super().__init__()
+        self.num_terms = len(parts)
+        for i, part in enumerate(parts):
+            setattr(self, f"term_{i}", part)
+
+    @property
+    def parts(self) -> list[Any]:
+        """The bases of the summands."""
+        return [getattr(self, f"term_{i}") for i in range(self.num_terms)]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of all blocks."""
+        return tuple(size for part in self.parts for size in part.sizes)
+
+    def forward(self, kernel: Any, jitter: Optional[float], name: str) -> AdditiveFeatures:
+        terms = kernel_base.terms(kernel)
+        if len(terms) != self.num_terms:
+            raise ValueError(
+                f"the kernel of site {name!r} has {len(terms)} terms now, {self.num_terms} when the guide was "
+                "initialised; a kernel's structure must not change between calls."
+            )
+        parts = [part(term, jitter, f"{name}, term {i}") for i, (part, term) in enumerate(zip(self.parts, terms))]
+        return AdditiveFeatures(kernel, parts)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "additive", "parts": [part.spec() for part in self.parts]}

@@ -1,0 +1,618 @@
+"""The guide: the only place that knows Pyro's messengers."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
+from typing import Any, Optional, Union
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from pyro.infer.autoguide import AutoNormalMessenger
+from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
+from pyro.infer.autoguide.utils import deep_setattr, helpful_support_errors
+from pyro.nn import PyroModule, PyroParam
+from pyro.poutine.runtime import get_plates
+from pyro.poutine.subsample_messenger import SubsampleMessenger
+from pyro.poutine.util import site_is_subsample
+from pyro.util import check_site_shape
+from torch import Tensor
+from torch.distributions import biject_to, constraints
+
+from . import structure
+from .families import Family, SparseGP
+from .linalg import sum_blocks
+from .process import (
+    SAMPLES_ARE_VECTORISED,
+    GaussianProcess,
+    JointSite,
+    MarginalSite,
+    NodeSite,
+    PriorProcess,
+    SparsePosterior,
+)
+
+__all__ = ["AutoSparseGP", "Structure"]
+
+
+@dataclass
+class Structure:
+    """What the guide found out about the model at its first call, in plain Python: it travels in the state dict.
+
+    :param gps: for each GP site, the shapes of its module.
+    :param latents: for each other latent site, its event dimensions, shape and enclosing plates with sizes.
+    :param rows: for each observed site, how many values it had.
+    :param data_plates: plates that enclose an observed site.
+    :param dependence: for each GP site, how densities downstream depend on its values.
+    :param inner: GP sites whose values enter another GP site (an inner layer of a deep GP).
+    :param interactions: pairs of GP sites that meet in one term of a density.
+    """
+
+    gps: dict[str, dict[str, Any]] = field(default_factory=dict)
+    latents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    data_plates: list[str] = field(default_factory=list)
+    dependence: dict[str, str] = field(default_factory=dict)
+    inner: list[str] = field(default_factory=list)
+    interactions: list[list[str]] = field(default_factory=list)
+
+
+@dataclass
+class _Request:
+    """What one run of the guide is for."""
+
+    setup: bool = False  # make the modules
+    predicting: bool = False  # new inputs: latents under the data plate come from the model
+    values: dict[str, Tensor] = field(default_factory=dict)  # GP sites held at these values
+    nodes: dict[str, Tensor] = field(default_factory=dict)  # GP sites at these standardised quadrature nodes
+    posteriors: dict[str, SparsePosterior] = field(default_factory=dict)  # collected
+
+
+@dataclass
+class Probe:
+    """What a run with all latent values held fixed showed."""
+
+    densities: dict[str, Tensor]
+    posteriors: dict[str, SparsePosterior]
+    values: dict[str, Tensor]
+
+    def downstream(self) -> list[Tensor]:
+        """All the log densities, and the marginals of GP sites, in order."""
+        marginals = [part for posterior in self.posteriors.values() for part in (posterior.mean, posterior.variance)]
+        return [*self.densities.values(), *marginals]
+
+
+class AutoSparseGP(AutoNormalMessenger):
+    """A guide for a Pyro model with Gaussian process sites: a sparse variational family for each of them.
+
+    The model runs once a step: at each site the guide sees the prior, under the hyperparameters just drawn, and
+    answers with a posterior. Other latents get Pyro's mean-field normal (override :meth:`get_posterior` for
+    others) or a point estimate. The first call initialises: it finds the GP sites, places inducing inputs among
+    that call's inputs, and learns how the likelihood depends on function values; call the guide once on
+    representative inputs, all of them say, if the first mini-batch is smaller than the number of inducing points.
+
+    ``guide(*args)`` draws all sites; sites that were observed at the first call and are not now (``y=None``) come
+    from the model, so that ``guide(x_new)`` and :class:`~pyro.infer.Predictive` are posterior predictive.
+    ``guide.train()``, the default, draws function values independently of each other, which is what a likelihood
+    of single values needs; ``guide.eval()`` draws them jointly.
+
+    Each guide owns its parameters, whatever the parameter store holds; ``state_dict`` and ``load_state_dict``
+    restore everything into a freshly made guide.
+
+    :param model: a Pyro model.
+    :param families: one family for all GP sites (each gets a copy), or a mapping from site names.
+    :param init_loc_fn: how other latents start, from Pyro's ``pyro.infer.autoguide.initialization``.
+    :param init_scale: their initial standard deviation, in unconstrained space.
+    :param point_estimates: ``True``, or names of other latents, that are fitted as points (maximum a posteriori).
+    :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        families: Union[Family, Mapping[str, Family]],
+        *,
+        init_loc_fn: Callable = init_to_mean(fallback=init_to_feasible),
+        init_scale: float = 0.1,
+        point_estimates: Union[bool, Collection[str]] = False,
+        amortized_plates: tuple[str, ...] = (),
+    ) -> None:
+        if not callable(model):
+            raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
+        given = families.values() if isinstance(families, Mapping) else [families]
+        for family in given:
+            if not isinstance(family, Family):
+                hint = f"; make an instance, {family.__name__}(...)" if isinstance(family, type) else ""
+                raise ValueError(
+                    "AutoSparseGP's families must be a family, such as SVGP(64), or a mapping from GP site names to "
+                    f"families, got {family!r}{hint}"
+                )
+        super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, amortized_plates=amortized_plates)
+        # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
+        self._pyro_name = f"AutoSparseGP_{uuid.uuid4().hex[:12]}"
+        self.families = families
+        self.point_estimates = point_estimates
+        self.structure: Optional[Structure] = None
+        self._request = _Request()
+        self._checked_parameters = False
+        self.warned: set[str] = set()
+
+    # Running the model.
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Draw every site, running the model once.
+
+        :returns: latent, deterministic and observed sites' values by name.
+        :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
+        """
+        if self.structure is None:
+            self._initialise(args, kwargs)
+        if torch.is_grad_enabled() and not self._checked_parameters:
+            self._check_parameters(args, kwargs)
+        draws = super().__call__(*args, **kwargs)
+        if torch.is_grad_enabled() and self.training:
+            self._check_rows()
+        return draws
+
+    @contextmanager
+    def _requesting(self, request: _Request, median: bool = False) -> Iterator[_Request]:
+        before = self._request, self._computing_median
+        self._request, self._computing_median = request, median
+        try:
+            yield request
+        finally:
+            self._request, self._computing_median = before
+
+    def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
+        """The posterior of each GP site at these inputs, other latents at their posterior median.
+
+        An inner layer of a deep GP is at its posterior mean. Subsampling is off.
+
+        :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
+        """
+        if self.structure is None:
+            self._initialise(args, kwargs)
+        with self._requesting(_Request(predicting=True), median=True) as request, poutine.block(), whole_plates():
+            super().__call__(*args, **kwargs)
+        return request.posteriors
+
+    def at_nodes(self, nodes: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[poutine.Trace, poutine.Trace]:
+        """One run with GP sites at standardised quadrature nodes, mean + sd·node: its (model, guide) traces."""
+        with self._requesting(_Request(nodes=nodes)):
+            super().__call__(*args, **kwargs)
+        try:
+            return self.get_traces()
+        finally:
+            self.trace = poutine.Trace()  # under vmap its tensors are of no use to others
+
+    def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
+        """One draw of every site at new inputs, for prediction: subsampling is off, latents under the data plate
+        come from the model.
+
+        :param joint: draw function values jointly, in O(N³), or independently from their marginals.
+        """
+        if self.structure is None:
+            self._initialise(args, kwargs)
+        training = self.training
+        self.train(not joint)
+        try:
+            with self._requesting(_Request(predicting=True)), poutine.block(), whole_plates():
+                return super().__call__(*args, **kwargs)
+        finally:
+            self.train(training)
+
+    # Posteriors at sites.
+
+    def _pyro_sample(self, msg: Any) -> None:
+        super()._pyro_sample(msg)
+        prior = None if msg["infer"] is None else msg["infer"].get("prior")
+        if prior is not None:
+            process, event_dim = as_process(prior)
+            if process is not None:  # in ELBOs the prior process is the base measure, of density 1
+                base = PriorProcess.of(process)
+                msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
+
+    def get_posterior(self, name: str, prior: Any) -> Any:
+        """The posterior of a site, given its prior under the values drawn upstream.
+
+        Override it for sites that are no GPs, as in Pyro; what it returns for GP sites is a
+        :class:`SparsePosterior`.
+        """
+        process, event_dim = as_process(prior)
+        if process is not None:
+            return self._process_posterior(name, process, event_dim)
+        if self.structure is not None and (name not in self.structure.latents or self._is_new(name)):
+            return prior
+        self._check_local(name)
+        if self._computing_median or self._is_point(name):
+            return self._get_posterior_median(name, prior)
+        return super().get_posterior(name, prior)
+
+    def _process_posterior(self, name: str, process: GaussianProcess, event_dim: int) -> Any:
+        if getattr(self, "_outer_plates", ()):
+            raise ValueError(f"site {name!r} stands {SAMPLES_ARE_VECTORISED}")
+        process.require_place(name)
+        request = self._request
+        module = self._module(name, process)
+        if module.batch_shape != process.batch_shape:
+            raise ValueError(
+                f"site {name!r} has batch shape {tuple(process.batch_shape)} now, {tuple(module.batch_shape)} when the "
+                "guide was initialised"
+            )
+        kind: type[SparsePosterior] = SparsePosterior
+        if name in request.nodes:
+            kind = NodeSite
+        elif self.training and not self._computing_median:
+            coupled = self.structure is not None and self.structure.dependence.get(name) == structure.COUPLED
+            kind = JointSite if coupled else MarginalSite
+        posterior = module(process, name, kind)
+        request.posteriors[name] = posterior
+        if name in request.values:
+            return request.values[name]
+        if request.setup:  # a smooth function for the layers above to place their inducing inputs on
+            w = posterior.coefficients.rsample(posterior.batch_shape)
+            return process.mean + sum_blocks(posterior.features, w)
+        if self._computing_median:
+            return posterior.mean
+        if isinstance(posterior, NodeSite):
+            posterior.at_node(request.nodes[name])
+        return posterior.to_event(event_dim) if event_dim else posterior
+
+    def _module(self, name: str, process: GaussianProcess) -> SparseGP:
+        if not self._request.setup:
+            try:
+                return attrgetter(name)(self.gps)
+            except AttributeError:
+                known = [] if self.structure is None else sorted(self.structure.gps)
+                raise ValueError(
+                    f"GP site {name!r} was not there when the guide was initialised; it knows {known}"
+                ) from None
+        module = self._family(name).build(process, name)
+        deep_setattr(self, "gps." + name, module)
+        return attrgetter(name)(self.gps)
+
+    def _family(self, name: str) -> Family:
+        if not isinstance(self.families, Mapping):
+            return self.families
+        if name not in self.families:
+            raise ValueError(
+                f"no family is given for GP site {name!r}; AutoSparseGP's families has {sorted(self.families)}. Add "
+                f"{{{name!r}: SVGP(64)}}, or give one family for all GP sites."
+            )
+        return self.families[name]
+
+    # Latents that are no GPs.
+
+    def _is_point(self, name: str) -> bool:
+        points = self.point_estimates
+        return points if isinstance(points, bool) else name in points
+
+    def _is_new(self, name: str) -> bool:
+        """Whether a latent under the data plate is asked for at other data than it was fitted to."""
+        assert self.structure is not None
+        plates = self.structure.latents[name]["plates"]
+        if not any(plate in self.structure.data_plates for plate in plates):
+            return False
+        sizes = {plate.name: plate.full_size or plate.size for plate in get_plates()}
+        return self._request.predicting or any(sizes.get(plate, size) != size for plate, size in plates.items())
+
+    def _check_local(self, name: str) -> None:
+        for plate in get_plates():
+            node = self.trace.nodes.get(plate.name)
+            if node is None or plate.size == (plate.full_size or plate.size):
+                continue
+            indices = node["value"]
+            if isinstance(indices, Tensor) and (indices.is_floating_point() or indices.dim() != 1):
+                raise ValueError(
+                    f"latent site {name!r} inside pyro.plate({plate.name!r}, subsample=...) has a value for every row, "
+                    "but the plate was given data, not row numbers: write plate = pyro.plate(..., subsample_size=B) "
+                    "and index the data by plate.indices, or give subsample=indices."
+                )
+
+    def _get_params(self, name: str, prior: Any) -> tuple[Tensor, Tensor]:
+        try:
+            loc = attrgetter(name)(self.locs)
+        except AttributeError:
+            self._new_latent(name, prior)
+            loc = attrgetter(name)(self.locs)
+        return loc, loc if self._is_point(name) else attrgetter(name)(self.scales)
+
+    def _new_latent(self, name: str, prior: Any) -> None:
+        with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):
+            transform = biject_to(prior.support)
+            event_dim = transform.domain.event_dim
+            # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
+            start = self.init_loc_fn({"name": name, "fn": prior}).detach().to(self._like)
+            loc = self._adjust_plates(transform.inv(start), event_dim)
+        self._set_latent(name, loc, event_dim)
+
+    def _set_latent(self, name: str, loc: Tensor, event_dim: int) -> None:
+        deep_setattr(self, "locs." + name, PyroParam(loc, event_dim=event_dim))
+        if not self._is_point(name):
+            scale = torch.full_like(loc, self._init_scale)
+            deep_setattr(self, "scales." + name, PyroParam(scale, constraints.positive, event_dim))
+
+    # The first call.
+
+    def _initialise(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._like = _first_tensor((args, kwargs))
+        try:
+            with torch.no_grad(), poutine.block(), self._requesting(_Request(setup=True), median=True) as request:
+                super().__call__(*args, **kwargs)
+            trace = self.trace
+            self._check_sites(trace, request)
+            self.structure = self._describe(trace, request)
+            self._find_dependence(args, kwargs)
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        for name in ("gps", "locs", "scales"):
+            if name in self._modules:
+                delattr(self, name)
+        self.structure = None
+        self._checked_parameters = False
+
+    def _check_sites(self, trace: poutine.Trace, request: _Request) -> None:
+        if isinstance(self.families, Mapping):
+            for name in self.families:
+                if name not in request.posteriors:
+                    kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
+                    raise ValueError(
+                        f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(request.posteriors)}"
+                    )
+        if not request.posteriors:
+            raise ValueError("the model has no GP site: no pyro.sample(..., GaussianProcess(kernel, x)) was reached")
+        observed = [name for name in trace.observation_nodes if not trace.nodes[name]["infer"].get("_deterministic")]
+        if not observed:
+            raise ValueError(
+                "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
+                "the first SVI step, with the data, model(x, y)."
+            )
+        if not isinstance(self.point_estimates, bool):
+            unknown = [name for name in self.point_estimates if name not in trace.nodes]
+            if unknown:
+                raise ValueError(f"point_estimates names {unknown}, which are no sites of the model")
+        if pyro.settings.get("validate_infer"):
+            for name, site in trace.nodes.items():
+                if site["type"] == "sample" and not site_is_subsample(site) and name not in request.posteriors:
+                    site["log_prob"] = site["fn"].log_prob(site["value"])
+                    check_site_shape(site, float("inf"))
+
+    def _describe(self, trace: poutine.Trace, request: _Request) -> Structure:
+        found = Structure(gps={name: attrgetter(name)(self.gps).spec() for name in request.posteriors})
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:
+                continue
+            plates = {
+                frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized
+            }
+            if not site["is_observed"]:
+                transform = biject_to(site["infer"]["prior"].support)
+                shape = list(attrgetter(name + "_unconstrained")(self.locs).shape)
+                found.latents[name] = {"event_dim": transform.domain.event_dim, "shape": shape, "plates": plates}
+            elif not site["infer"].get("_deterministic"):
+                found.rows[name] = int(site["value"].numel())
+                found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
+        return found
+
+    def _probe(self, args: tuple, kwargs: dict[str, Any], values: dict[str, Tensor]) -> Probe:
+        """Run with GP sites at ``values``, other latents at their medians and the same random numbers."""
+        with _repeatable(self._like), poutine.block(), pyro.validation_enabled(False):
+            with self._requesting(_Request(values=values), median=True) as request:
+                super().__call__(*args, **kwargs)
+        densities, fixed = {}, {}
+        for name, site in self.trace.nodes.items():
+            if site["type"] != "sample" or site_is_subsample(site):
+                continue
+            fixed[name] = site["value"]
+            if name not in request.posteriors:
+                fn = site["infer"].get("prior", site["fn"])
+                densities[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), 1.0, site["mask"]))
+        return Probe(densities, request.posteriors, fixed)
+
+    @torch.no_grad()
+    def _find_dependence(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        assert self.structure is not None
+        first = self._probe(args, kwargs, {})
+        spread = {name: posterior.process.variance.sqrt() for name, posterior in first.posteriors.items()}
+        base: dict[str, Tensor] = {}
+        for name, posterior in first.posteriors.items():  # move off the mean, where a model may be degenerate
+            base[name] = posterior.mean + 0.1 * spread[name]
+
+        def evaluate(**moved: Tensor) -> list[Tensor]:
+            return self._probe(args, kwargs, base | moved).downstream()
+
+        names = list(first.posteriors)
+        for name in names:
+            self.structure.dependence[name] = structure.dependence(
+                lambda value, name=name: evaluate(**{name: value}), base[name], spread[name]
+            )
+            if len(names) > 1:
+                moved = self._probe(args, kwargs, base | {name: base[name] + spread[name]}).posteriors
+                still = self._probe(args, kwargs, base).posteriors
+                others = [other for other in names if other != name]
+                if any(
+                    not torch.equal(moved[other].mean, still[other].mean)
+                    or not torch.equal(moved[other].variance, still[other].variance)
+                    for other in others
+                ):
+                    self.structure.inner.append(name)
+        for i, f in enumerate(names):
+            for g in names[i + 1 :]:
+                if structure.interact(
+                    lambda a, b, f=f, g=g: evaluate(**{f: a, g: b}), (base[f], spread[f]), (base[g], spread[g])
+                ):
+                    self.structure.interactions.append([f, g])
+        coupled = [name for name, kind in self.structure.dependence.items() if kind == structure.COUPLED]
+        if coupled:
+            warnings.warn(
+                f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
+                "different inputs: they are drawn jointly, at a cost cubic in the number of inputs, and not integrated "
+                "by quadrature.",
+                stacklevel=4,
+            )
+
+    def _check_parameters(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        probe = self._probe(args, kwargs, {})
+        known = [site["value"].unconstrained() for site in self.trace.nodes.values() if site["type"] == "param"]
+        given = _tensors((args, kwargs))
+        outputs = [*probe.downstream(), *(posterior.kl for posterior in probe.posteriors.values())]
+        forgotten = structure.unregistered(outputs, [*known, *given])
+        if forgotten:
+            sources = {
+                f"{label} of site {name!r}": source
+                for name, posterior in probe.posteriors.items()
+                for label, source in (
+                    ("the kernel", posterior.process.kernel),
+                    ("the mean", posterior.process.mean_function),
+                )
+            }
+            raise ValueError(
+                f"these parameters would not train: {', '.join(_name_of(p, sources) for p in forgotten)}. SVI trains "
+                "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
+                "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
+                "should stay as it is."
+            )
+        self._checked_parameters = True
+
+    def _check_rows(self) -> None:
+        assert self.structure is not None
+        if "rows" in self.warned:
+            return
+        for name, site in self.trace.nodes.items():
+            rows = self.structure.rows.get(name)
+            if rows is None or not site["is_observed"]:
+                continue
+            if isinstance(site["scale"], (int, float)) and site["scale"] == 1 and site["value"].numel() < rows:
+                self.warned.add("rows")
+                warnings.warn(
+                    f"site {name!r} observes {site['value'].numel()} values in this step, {rows} in the first, and no "
+                    "plate scales them up: if this is a mini-batch, give the plate the full size, pyro.plate('data', "
+                    "size=N, subsample=x) or subsample_size=B; otherwise the KL outweighs the data.",
+                    stacklevel=4,
+                )
+
+    # State.
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The :class:`Structure`, in plain Python."""
+        return {} if self.structure is None else asdict(self.structure)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        saved = state_dict.get(prefix + "_extra_state")
+        if saved:
+            tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+            self._rebuild(Structure(**saved), tensors)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _rebuild(self, saved: Structure, tensors: dict[str, Any]) -> None:
+        now = self.structure
+        if now is None or now.gps != saved.gps or now.latents != saved.latents:
+            self._forget()
+            for name, latent in saved.latents.items():
+                like = tensors[f"locs.{name}_unconstrained"]
+                self._set_latent(name, like.new_zeros(latent["shape"]), latent["event_dim"])
+            for name, spec in saved.gps.items():
+                like = next(t for key, t in tensors.items() if key.startswith(f"gps.{name}.") and t.is_floating_point())
+                deep_setattr(self, "gps." + name, self._family(name).rebuild(spec, like, name))
+                self._like = like
+        self.structure = saved
+
+    def __getstate__(self) -> dict[str, Any]:
+        for parameter in self.parameters():  # weak references do not pickle
+            parameter.__dict__.pop("unconstrained", None)
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.trace = poutine.Trace()
+        # A copy is a guide of its own, with a name of its own.
+        self._pyro_name = f"AutoSparseGP_{uuid.uuid4().hex[:12]}"
+        for path, module in self.named_modules():
+            if path and isinstance(module, PyroModule):
+                module._pyro_name = f"{self._pyro_name}.{path}"
+
+
+@contextmanager
+def whole_plates() -> Iterator[None]:
+    """Turn subsampling off: plates with a ``subsample_size`` take all their rows."""
+    # A plate draws its indices in its constructor, from its arguments; no message can change their number.
+    original = SubsampleMessenger.__init__
+
+    @functools.wraps(original)
+    def whole(self: Any, name: str, size: Any = None, subsample_size: Any = None, subsample: Any = None, *a, **k):  # type: ignore[no-untyped-def]
+        original(self, name, size, subsample_size if subsample is not None else None, subsample, *a, **k)
+
+    SubsampleMessenger.__init__ = whole  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SubsampleMessenger.__init__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _repeatable(like: Tensor) -> Iterator[None]:
+    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+        torch.manual_seed(0)
+        yield
+
+
+def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
+    """The GP under ``.to_event`` and the number of dimensions this added, or ``None``."""
+    event_dim = 0
+    while isinstance(prior, torch.distributions.Independent):
+        event_dim += prior.reinterpreted_batch_ndims
+        prior = prior.base_dist
+    return (prior, event_dim) if isinstance(prior, GaussianProcess) else (None, 0)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [tensor for part in tree for tensor in _tensors(part)]
+
+
+def _first_tensor(tree: Any) -> Tensor:
+    floating = [tensor for tensor in _tensors(tree) if tensor.is_floating_point()]
+    return floating[0].new_empty(0) if floating else torch.empty(0)
+
+
+def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
+    """Where a parameter is found: a module's name for it, by looking through objects' attributes."""
+    for label, source in sources.items():
+        stack, seen = [source], set()
+        while stack:
+            item = stack.pop()
+            if id(item) in seen or len(seen) > 10_000:
+                continue
+            seen.add(id(item))
+            if isinstance(item, torch.nn.Module):
+                for name, value in item.named_parameters():
+                    if value is parameter:
+                        return f"{type(item).__name__}.{name} in {label}"
+                continue
+            if isinstance(item, (list, tuple)):
+                stack.extend(item)
+            elif isinstance(item, Mapping):
+                stack.extend(item.values())
+            elif callable(item) or hasattr(item, "diag"):
+                stack.extend(getattr(item, "__dict__", {}).values())
+                stack.extend(cell.cell_contents for cell in getattr(item, "__closure__", None) or ())
+                stack.append(getattr(item, "__self__", None))
+    return f"a parameter of shape {tuple(parameter.shape)}"

@@ -1,0 +1,29 @@
+"""Covariance functions of tensors; see :class:`~pyro_sparsegp.kernels.base.Kernel` for the protocol."""
+
+from .adapters import from_gpytorch, from_pyro
+from .base import Kernel, Product, Scaled, Select, Sum
+from .features import Constant, FeatureKernel, Linear, Polynomial, RandomFourier, White
+from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
+
+__all__ = [
+    "RBF",
+    "Constant",
+    "FeatureKernel",
+    "Kernel",
+    "Linear",
+    "Matern12",
+    "Matern32",
+    "Matern52",
+    "Periodic",
+    "Polynomial",
+    "Product",
+    "RandomFourier",
+    "RationalQuadratic",
+    "Scaled",
+    "Select",
+    "Stationary",
+    "Sum",
+    "White",
+    "from_gpytorch",
+    "from_pyro",
+]

@@ -1,0 +1,106 @@
+"""Kernels of other libraries: Pyro's own and GPyTorch's, as covariance functions of tensors.
+
+The modules keep their parameters. So that these train, the model must register the module, as any
+network: ``pyro.module("kernel", module)``, or an attribute of a ``PyroModule`` model.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .base import Kernel
+
+__all__ = ["from_gpytorch", "from_pyro"]
+
+
+class _FromPyro(Kernel):
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._frozen = _freeze(module)
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return self._frozen(_matrix(x), None if z is None else _matrix(z))
+
+    def diag(self, x: Tensor) -> Tensor:
+        return self._frozen(_matrix(x), diag=True)
+
+    def _repr_arguments(self) -> str:
+        return type(self.module).__name__
+
+
+def _matrix(x: Tensor) -> Tensor:
+    if x.dim() != 2:
+        raise ValueError(f"pyro.contrib.gp kernels take inputs (N, D) without batch dimensions, got {tuple(x.shape)}")
+    return x
+
+
+@functools.lru_cache(maxsize=None)
+def _frozen_class(cls: type) -> type:
+    return types.new_class(f"Frozen{cls.__name__}", (cls,), exec_body=lambda ns: ns.update(__call__=cls.forward))  # type: ignore[attr-defined]
+
+
+def _freeze(module: Any) -> Any:
+    # Reading an attribute of a PyroModule is a param or sample statement; outside its own call a PyroSample is
+    # drawn anew at every reading. Read each once, now, into a copy whose forward then sees plain tensors.
+    frozen = object.__new__(_frozen_class(type(module)))
+    contents = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    names = {*getattr(module, "_pyro_params", ()), *getattr(module, "_pyro_samples", ()), *module._parameters}
+    contents.update((name, getattr(module, name)) for name in names if not name.endswith("_unconstrained"))
+    contents.update(
+        (name, _freeze(child) if _is_pyro_kernel(child) else child) for name, child in module._modules.items()
+    )
+    vars(frozen).update(contents)
+    return frozen
+
+
+def _is_pyro_kernel(module: Any) -> bool:
+    from pyro.contrib.gp.kernels import Kernel as PyroKernel
+
+    return isinstance(module, PyroKernel)
+
+
+def from_pyro(kernel: Any) -> Kernel:
+    """A ``pyro.contrib.gp.kernels`` module as a kernel. Call it inside the model, where its priors are sampled.
+
+    :raises ValueError: if ``kernel`` is not such a module.
+    """
+    if not _is_pyro_kernel(kernel):
+        raise ValueError(f"from_pyro needs a pyro.contrib.gp.kernels.Kernel, got {type(kernel).__name__}")
+    return _FromPyro(kernel)
+
+
+class _FromGPyTorch(Kernel):
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return self.module(x, z).to_dense()
+
+    def diag(self, x: Tensor) -> Tensor:
+        return self.module(x, diag=True)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.module.batch_shape
+
+    def _repr_arguments(self) -> str:
+        return type(self.module).__name__
+
+
+def from_gpytorch(kernel: Any) -> Kernel:
+    """A ``gpytorch.kernels`` module as a kernel (needs GPyTorch).
+
+    :raises ValueError: if ``kernel`` is not such a module.
+    """
+    try:
+        from gpytorch.kernels import Kernel as GPyTorchKernel
+    except ImportError as error:
+        raise ImportError("kernels.from_gpytorch needs GPyTorch: pip install gpytorch") from error
+    if not isinstance(kernel, GPyTorchKernel):
+        raise ValueError(f"from_gpytorch needs a gpytorch.kernels.Kernel, got {type(kernel).__name__}")
+    return _FromGPyTorch(kernel)

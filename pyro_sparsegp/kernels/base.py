@@ -1,0 +1,393 @@
+"""The protocol of a covariance function and its algebra.
+
+A kernel is a small immutable object made of tensors, built anew in every run of the model from sampled
+hyperparameters. N and M count inputs, D their columns; leading batch dimensions of the hyperparameters
+broadcast: a variance is ``(...,)``, a length scale ``(..., D)``, ``(..., 1)`` or a scalar.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any, Callable, Optional, Sequence, Union
+
+import torch
+from torch import Tensor
+
+__all__ = ["Kernel", "Product", "Scaled", "Select", "Sum"]
+
+Scalar = Union[float, int, Tensor]
+PriorFunctions = Callable[[Tensor], Tensor]
+
+
+def as_tensor(value: Scalar, like: Tensor) -> Tensor:
+    """``value`` with the dtype and device of ``like``."""
+    if isinstance(value, Tensor):
+        return value.to(dtype=like.dtype, device=like.device)
+    return like.new_full((), float(value))  # no copy from the host
+
+
+def batch_of(value: Scalar, event_dim: int) -> torch.Size:
+    """The leading batch dimensions of a hyperparameter whose last ``event_dim`` dimensions are its own."""
+    if not isinstance(value, Tensor) or value.dim() <= event_dim:
+        return torch.Size()
+    return value.shape[: value.dim() - event_dim]
+
+
+class Kernel(ABC):
+    """A covariance function k(x, x').
+
+    ``k(x, z)`` is the matrix of k(xₙ, zₘ), ``(..., N, M)``; ``k(x)`` the covariance of the values at x with
+    themselves, ``(..., N, N)``, which alone carries a diagonal term such as that of :class:`White`;
+    ``k.diag(x)`` its diagonal, ``(..., N)``. ``k1 + k2``, ``k1 * k2``, ``scalar * k`` and ``k[dims]`` (acts on
+    the columns ``dims``) are kernels again. A subclass gives ``__call__`` and ``diag``; the rest has defaults.
+    """
+
+    @abstractmethod
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor: ...
+
+    @abstractmethod
+    def diag(self, x: Tensor) -> Tensor: ...
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The broadcast leading batch dimensions of the hyperparameters."""
+        return torch.Size()
+
+    @property
+    def terms(self) -> tuple[Kernel, ...]:
+        """The summands of the kernel; of all but a :class:`Sum`, the kernel itself."""
+        return (self,)
+
+    @property
+    def columns(self) -> Optional[tuple[int, ...]]:
+        """The input columns the kernel reads, or ``None`` for all of them."""
+        return None
+
+    def features(self, x: Tensor) -> Optional[Tensor]:
+        """Φ, ``(..., N, R)``, with k(x, z) = φ(x)ᵀφ(z) off the diagonal, or ``None`` if there is no finite Φ."""
+        return None
+
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+        """Draws of the spectral measure, ``(*shape, D)``, with k(x, z) ∝ E cos ωᵀ(x − z); ``None`` if unknown."""
+        return None
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        """``num`` draws of the zero-mean process as functions of inputs, x ↦ ``(num, ..., N)``.
+
+        Exact where the kernel has finite features, otherwise by ``num_features`` random Fourier features
+        (Rahimi and Recht, 2007); ``None`` if the kernel has neither.
+
+        :param x: inputs of the right dtype, device and number of columns, ``(..., N, D)``.
+        """
+        phi = self.features(x[..., :1, :])
+        if phi is not None:
+            weights = torch.randn(num, *phi.shape[:-2], phi.shape[-1], 1, dtype=x.dtype, device=x.device)
+            return lambda x: (_features(self, x) @ weights)[..., 0]
+        omega = self.frequencies((num, *self.batch_shape, num_features), x)
+        if omega is None:
+            return None
+        phase = 2 * math.pi * torch.rand(num, *self.batch_shape, 1, num_features, dtype=x.dtype, device=x.device)
+        weights = torch.randn(num, *self.batch_shape, num_features, 1, dtype=x.dtype, device=x.device)
+        amplitude = math.sqrt(2 / num_features)
+
+        def functions(x: Tensor) -> Tensor:
+            waves = torch.cos(x @ omega.mT + phase) @ weights
+            return amplitude * self.diag(x).sqrt() * waves[..., 0]
+
+        return functions
+
+    def __add__(self, other: Union[Kernel, Scalar]) -> Sum:
+        if isinstance(other, Kernel):
+            return Sum(self, other)
+        from .features import Constant
+
+        return Sum(self, Constant(other))
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Union[Kernel, Scalar]) -> Kernel:
+        if isinstance(other, Kernel):
+            return Product(self, other)
+        return Sum(*(Scaled(term, other) for term in self.terms)) if len(self.terms) > 1 else Scaled(self, other)
+
+    __rmul__ = __mul__
+
+    def __getitem__(self, dims: Union[int, slice, Sequence[int]]) -> Kernel:
+        if len(self.terms) > 1:
+            return Sum(*(Select(term, dims) for term in self.terms))
+        return Select(self, dims)
+
+    def __iter__(self) -> Any:  # k[dims] would otherwise make every kernel an endless sequence
+        raise TypeError(f"{type(self).__name__} is not iterable; a sum's summands are kernel.terms")
+
+    def _repr_arguments(self) -> str:
+        return ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._repr_arguments()})"
+
+
+def _features(kernel: Kernel, x: Tensor) -> Tensor:
+    phi = kernel.features(x)
+    if phi is None:
+        raise RuntimeError(f"{kernel!r} has features at some inputs but not at others")
+    return phi
+
+
+def describe(value: Any) -> str:
+    """A hyperparameter for ``repr``: the number, or the tensor's shape."""
+    if isinstance(value, Tensor):
+        return f"<{', '.join(map(str, value.shape))}>" if value.dim() else "<>"
+    return repr(value)
+
+
+def require_kernel(value: Any, name: str) -> Any:
+    """``value`` if it can act as a kernel: callable, with a method ``diag``."""
+    if not callable(value) or not callable(getattr(value, "diag", None)):
+        raise ValueError(
+            f"{name} must be a kernel (k(x, z), k(x) and k.diag(x)), got {type(value).__name__}; "
+            "kernels.from_pyro and kernels.from_gpytorch adapt those libraries' modules."
+        )
+    return value
+
+
+class Sum(Kernel):
+    """k(x, x') = Σ_c k_c(x, x'); nested sums are flattened, ``terms`` lists the summands."""
+
+    def __init__(self, *kernels: Kernel) -> None:
+        flat: list[Kernel] = []
+        for i, kernel in enumerate(kernels):
+            flat.extend(getattr(require_kernel(kernel, f"Sum's term {i}"), "terms", (kernel,)))
+        if not flat:
+            raise ValueError("Sum needs at least one kernel, got none")
+        self._terms = tuple(flat)
+
+    @property
+    def terms(self) -> tuple[Kernel, ...]:
+        return self._terms
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        total = self._terms[0](x, z)
+        for term in self._terms[1:]:
+            total = total + term(x, z)
+        return total
+
+    def diag(self, x: Tensor) -> Tensor:
+        total = self._terms[0].diag(x)
+        for term in self._terms[1:]:
+            total = total + term.diag(x)
+        return total
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(*(batch_shape(term) for term in self._terms))
+
+    @property
+    def columns(self) -> Optional[tuple[int, ...]]:
+        return _union(self._terms)
+
+    def features(self, x: Tensor) -> Optional[Tensor]:
+        parts = [features(term, x) for term in self._terms]
+        if any(part is None for part in parts):
+            return None
+        shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts if part is not None))
+        return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts if part is not None], -1)
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        draws = [
+            term.prior_functions(num, num_features, x) if isinstance(term, Kernel) else None for term in self._terms
+        ]
+        if any(draw is None for draw in draws):
+            return None
+
+        def functions(x: Tensor) -> Tensor:
+            total = draws[0](x)  # type: ignore[misc]
+            for draw in draws[1:]:
+                total = total + draw(x)  # type: ignore[misc]
+            return total
+
+        return functions
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self._terms))
+
+
+class Product(Kernel):
+    """k(x, x') = Π_c k_c(x, x'); an interaction where the factors read different columns."""
+
+    def __init__(self, *kernels: Kernel) -> None:
+        flat: list[Kernel] = []
+        for i, kernel in enumerate(kernels):
+            require_kernel(kernel, f"Product's factor {i}")
+            flat.extend(kernel.factors if isinstance(kernel, Product) else (kernel,))
+        if not flat:
+            raise ValueError("Product needs at least one kernel, got none")
+        self.factors = tuple(flat)
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        total = self.factors[0](x, z)
+        for factor in self.factors[1:]:
+            total = total * factor(x, z)
+        return total
+
+    def diag(self, x: Tensor) -> Tensor:
+        total = self.factors[0].diag(x)
+        for factor in self.factors[1:]:
+            total = total * factor.diag(x)
+        return total
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(*(batch_shape(factor) for factor in self.factors))
+
+    @property
+    def columns(self) -> Optional[tuple[int, ...]]:
+        return _union(self.factors)
+
+    def features(self, x: Tensor) -> Optional[Tensor]:
+        product: Optional[Tensor] = None
+        for factor in self.factors:
+            phi = features(factor, x)
+            if phi is None:
+                return None
+            # The features of a product are all products of the factors' features.
+            product = phi if product is None else (product[..., :, None] * phi[..., None, :]).flatten(-2)
+        return product
+
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+        # The spectral measure of a product is the convolution of the factors': add independent draws.
+        total: Optional[Tensor] = None
+        for factor in self.factors:
+            omega = factor.frequencies(shape, x) if isinstance(factor, Kernel) else None
+            if omega is None:
+                return None
+            total = omega if total is None else total + omega
+        return total
+
+    def __repr__(self) -> str:
+        return " * ".join(f"({f!r})" if len(getattr(f, "terms", ())) > 1 else repr(f) for f in self.factors)
+
+
+class Scaled(Kernel):
+    """k(x, x') = s·k₀(x, x') with a variance s > 0, ``(...,)``."""
+
+    def __init__(self, kernel: Kernel, variance: Scalar) -> None:
+        self.kernel = require_kernel(kernel, "Scaled's kernel")
+        self.variance = positive(variance, "the variance that scales a kernel")
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return as_tensor(self.variance, x)[..., None, None] * self.kernel(x, z)
+
+    def diag(self, x: Tensor) -> Tensor:
+        return as_tensor(self.variance, x)[..., None] * self.kernel.diag(x)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(batch_of(self.variance, 0), batch_shape(self.kernel))
+
+    @property
+    def columns(self) -> Optional[tuple[int, ...]]:
+        return columns(self.kernel)
+
+    def features(self, x: Tensor) -> Optional[Tensor]:
+        phi = features(self.kernel, x)
+        return None if phi is None else as_tensor(self.variance, x).sqrt()[..., None, None] * phi
+
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+        return self.kernel.frequencies(shape, x) if isinstance(self.kernel, Kernel) else None
+
+    def __repr__(self) -> str:
+        return f"{describe(self.variance)} * {self.kernel!r}"
+
+
+class Select(Kernel):
+    """k(x, x') = k₀(x[dims], x'[dims]): the kernel k₀ on some columns of the inputs."""
+
+    def __init__(self, kernel: Kernel, dims: Union[int, slice, Sequence[int]]) -> None:
+        self.kernel = require_kernel(kernel, "Select's kernel")
+        if isinstance(dims, slice):
+            if dims.stop is None or dims.stop < 0:
+                raise ValueError(f"k[{dims.start}:{dims.stop}] needs an explicit end: the inputs are not known yet")
+            dims = range(dims.stop)[dims]
+        dims = (dims,) if isinstance(dims, int) else tuple(int(d) for d in dims)
+        if not dims or min(dims) < 0 or len(set(dims)) < len(dims):
+            raise ValueError(f"k[dims] needs distinct column numbers of at least 0, got {dims}")
+        self.dims = dims
+
+    def _slice(self, x: Tensor) -> Tensor:
+        if max(self.dims) >= x.shape[-1]:
+            raise ValueError(f"k[{list(self.dims)}] reads column {max(self.dims)}, the inputs have {x.shape[-1]}")
+        if self.dims == tuple(range(self.dims[0], self.dims[-1] + 1)):
+            return x[..., self.dims[0] : self.dims[-1] + 1]
+        return x[..., list(self.dims)]
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return self.kernel(self._slice(x), None if z is None else self._slice(z))
+
+    def diag(self, x: Tensor) -> Tensor:
+        return self.kernel.diag(self._slice(x))
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return batch_shape(self.kernel)
+
+    @property
+    def columns(self) -> Optional[tuple[int, ...]]:
+        inner = columns(self.kernel)
+        return tuple(sorted(self.dims if inner is None else (self.dims[i] for i in inner)))
+
+    def features(self, x: Tensor) -> Optional[Tensor]:
+        return features(self.kernel, self._slice(x))
+
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+        omega = self.kernel.frequencies(shape, self._slice(x)) if isinstance(self.kernel, Kernel) else None
+        if omega is None:
+            return None
+        full = omega.new_zeros(*omega.shape[:-1], x.shape[-1])
+        full[..., list(self.dims)] = omega
+        return full
+
+    def __repr__(self) -> str:
+        inner = f"({self.kernel!r})" if isinstance(self.kernel, (Scaled, Product)) else repr(self.kernel)
+        return f"{inner}[{', '.join(map(str, self.dims))}]"
+
+
+def positive(value: Scalar, name: str) -> Scalar:
+    """``value``, checked to be above zero where that costs nothing: where it is a Python number."""
+    if isinstance(value, (int, float)) and not value > 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+    return value
+
+
+def _union(kernels: Sequence[Kernel]) -> Optional[tuple[int, ...]]:
+    used: set[int] = set()
+    for kernel in kernels:
+        read = columns(kernel)
+        if read is None:
+            return None
+        used.update(read)
+    return tuple(sorted(used))
+
+
+# Any callable with a method ``diag`` is a kernel; these read what only our own classes declare.
+
+
+def batch_shape(kernel: Any) -> torch.Size:
+    """The kernel's batch shape; empty for a callable that declares none."""
+    return getattr(kernel, "batch_shape", torch.Size())
+
+
+def columns(kernel: Any) -> Optional[tuple[int, ...]]:
+    """The columns the kernel reads; all for a callable that declares none."""
+    return getattr(kernel, "columns", None)
+
+
+def features(kernel: Any, x: Tensor) -> Optional[Tensor]:
+    """The kernel's finite features at x; none for a callable that declares none."""
+    return kernel.features(x) if hasattr(kernel, "features") else None
+
+
+def terms(kernel: Any) -> tuple[Any, ...]:
+    """The kernel's summands; itself for a callable that declares none."""
+    return getattr(kernel, "terms", (kernel,))

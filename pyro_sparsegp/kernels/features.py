@@ -1,0 +1,206 @@
+"""Kernels with a finite feature map, k(x, x') = φ(x)ᵀφ(x'), and white noise.
+
+Sparse families use these features themselves as the basis: inducing points of a kernel of rank R are
+singular beyond R points. A kernel of your own needs ``features`` alone:
+
+>>> class Trend(FeatureKernel):
+...     def features(self, x):
+...         return torch.cat([x, x.square()], -1)
+>>> Trend()(torch.ones(2, 1)).shape
+torch.Size([2, 2])
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import abstractmethod
+from typing import Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Kernel, Scalar, as_tensor, batch_of, describe, positive
+
+__all__ = ["Constant", "FeatureKernel", "Linear", "Polynomial", "RandomFourier", "White"]
+
+
+class FeatureKernel(Kernel):
+    """k(x, x') = φ(x)ᵀφ(x') with ``features(x)``, φ, of shape ``(..., N, R)``."""
+
+    @abstractmethod
+    def features(self, x: Tensor) -> Tensor: ...
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        phi = self.features(x)
+        return phi @ (phi if z is None else self.features(z)).mT
+
+    def diag(self, x: Tensor) -> Tensor:
+        return self.features(x).square().sum(-1)
+
+
+class Constant(FeatureKernel):
+    """k = s: one shared random level, of variance s, ``(...,)``."""
+
+    def __init__(self, variance: Scalar = 1.0) -> None:
+        self.variance = positive(variance, "Constant's variance")
+
+    def features(self, x: Tensor) -> Tensor:
+        root = as_tensor(self.variance, x).sqrt()[..., None, None]
+        return root.expand(*torch.broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 1)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return batch_of(self.variance, 0)
+
+    def _repr_arguments(self) -> str:
+        return describe(self.variance)
+
+
+class Linear(FeatureKernel):
+    """k = Σ_d v_d x_d x'_d: a linear function through the origin; add :class:`Constant` for an intercept.
+
+    :param variance: v > 0, prior variance of the slopes: a number, ``(..., 1)`` or one per column, ``(..., D)``.
+    """
+
+    def __init__(self, variance: Scalar = 1.0) -> None:
+        self.variance = positive(variance, "Linear's variance")
+
+    def features(self, x: Tensor) -> Tensor:
+        root = as_tensor(self.variance, x).sqrt()
+        if root.dim() and root.shape[-1] not in (1, x.shape[-1]):
+            raise ValueError(
+                f"Linear's variance has {root.shape[-1]} entries in its last dimension, the inputs have "
+                f"{x.shape[-1]} columns; give one variance, shape () or (..., 1), or one per column."
+            )
+        return x * (root[..., None, :] if root.dim() else root)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return batch_of(self.variance, 1)
+
+    def _repr_arguments(self) -> str:
+        return describe(self.variance)
+
+
+class Polynomial(FeatureKernel):
+    """k = (xᵀx' + b)^p, with all monomials up to degree p as its features.
+
+    :param degree: p, a whole number of at least 1.
+    :param bias: b ≥ 0, ``(...,)``.
+    """
+
+    def __init__(self, degree: int = 2, bias: Scalar = 1.0) -> None:
+        if int(degree) != degree or degree < 1:
+            raise ValueError(f"Polynomial's degree must be a whole number of at least 1, got {degree}")
+        if isinstance(bias, (int, float)) and bias < 0:
+            raise ValueError(f"Polynomial's bias must not be negative, got {bias}")
+        self.degree, self.bias = int(degree), bias
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return (x @ (x if z is None else z).mT + as_tensor(self.bias, x)[..., None, None]) ** self.degree
+
+    def diag(self, x: Tensor) -> Tensor:
+        return (x.square().sum(-1) + as_tensor(self.bias, x)[..., None]) ** self.degree
+
+    def features(self, x: Tensor) -> Tensor:
+        # (xᵀx' + b)^p = (aᵀa')^p with a = (x, √b); expand the power of the inner product.
+        root = as_tensor(self.bias, x).sqrt()[..., None, None]
+        shape = torch.broadcast_shapes(self.batch_shape, x.shape[:-2])
+        a = torch.cat([x.expand(*shape, *x.shape[-2:]), root.expand(*shape, x.shape[-2], 1)], -1)
+        columns = []
+        for powers in itertools.combinations_with_replacement(range(a.shape[-1]), self.degree):
+            count = math.factorial(self.degree)
+            for column in set(powers):
+                count //= math.factorial(powers.count(column))
+            columns.append(math.sqrt(count) * a[..., list(powers)].prod(-1))
+        return torch.stack(columns, -1)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return batch_of(self.bias, 0)
+
+    def _repr_arguments(self) -> str:
+        return f"{self.degree}, bias={describe(self.bias)}"
+
+
+class RandomFourier(FeatureKernel):
+    """k = (1/R) Σ_r cos ω_rᵀ(x − x')/ℓ: R random Fourier features of a stationary kernel (Rahimi and Recht, 2007).
+
+    The frequencies are drawn once, outside the model, at unit length scale, and stay fixed:
+
+    >>> frequencies = RandomFourier.draw(RBF, 256, dim=2)
+    >>> kernel = RandomFourier(frequencies, lengthscale=0.5)
+
+    :param frequencies: ω, ``(R, D)``.
+    :param lengthscale: ℓ > 0: a number, ``(..., 1)`` or one per column, ``(..., D)``.
+    """
+
+    def __init__(self, frequencies: Tensor, lengthscale: Scalar = 1.0) -> None:
+        if not isinstance(frequencies, Tensor) or frequencies.dim() != 2:
+            raise ValueError(
+                "RandomFourier's frequencies must be a tensor (R, D), such as RandomFourier.draw(kernels.RBF, R, D)"
+            )
+        self.omega = frequencies
+        self.lengthscale = positive(lengthscale, "RandomFourier's lengthscale")
+
+    @staticmethod
+    def draw(kernel: type, num: int, dim: int, like: Optional[Tensor] = None) -> Tensor:
+        """``num`` frequencies, ``(num, dim)``, of a stationary kernel class at unit length scale."""
+        return kernel.unit_frequencies((num,), torch.empty(1, dim) if like is None else like.new_empty(1, dim))  # type: ignore[attr-defined]
+
+    def features(self, x: Tensor) -> Tensor:
+        length = as_tensor(self.lengthscale, x)
+        if self.omega.shape[-1] != x.shape[-1]:
+            raise ValueError(
+                f"RandomFourier's frequencies are for {self.omega.shape[-1]} columns, the inputs have {x.shape[-1]}"
+            )
+        angle = (x / (length[..., None, :] if length.dim() else length)) @ self.omega.to(x).mT
+        return torch.cat([angle.cos(), angle.sin()], -1) / math.sqrt(self.omega.shape[0])
+
+    def diag(self, x: Tensor) -> Tensor:
+        return x.new_ones(()).expand(torch.broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
+
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+        return None  # its features are exact
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return batch_of(self.lengthscale, 1)
+
+    def _repr_arguments(self) -> str:
+        return f"{describe(self.omega)}, {describe(self.lengthscale)}"
+
+
+class White(FeatureKernel):
+    """k(x, z) = 0 and k(x) = s·I: independent noise at every row, of variance s, ``(...,)``.
+
+    It has no features: all of it is residual, and sparse families give it no coefficients.
+    """
+
+    def __init__(self, variance: Scalar = 1.0) -> None:
+        self.variance = positive(variance, "White's variance")
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        if z is None:
+            return torch.diag_embed(self.diag(x))
+        return x.new_zeros(
+            *torch.broadcast_shapes(self.batch_shape, x.shape[:-2], z.shape[:-2]), x.shape[-2], z.shape[-2]
+        )
+
+    def diag(self, x: Tensor) -> Tensor:
+        variance = as_tensor(self.variance, x)[..., None]
+        return variance.expand(torch.broadcast_shapes(variance.shape, x.shape[:-1]))
+
+    def features(self, x: Tensor) -> Tensor:
+        return x.new_zeros(*torch.broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
+        return None  # a draw must remember where it was evaluated: exact conditioning does
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return batch_of(self.variance, 0)
+
+    def _repr_arguments(self) -> str:
+        return describe(self.variance)

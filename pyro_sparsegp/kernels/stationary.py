@@ -1,0 +1,288 @@
+"""Stationary kernels: a profile g of the squared scaled distance s = Σ_d (x_d − x'_d)²/ℓ_d².
+
+Profiles are written with their slope dg/ds, which is finite at s = 0 where the usual route through √s
+gives 0·∞: values and gradients are right at coincident points, in float32 too.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Any, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from .base import Kernel, Scalar, as_tensor, batch_of, describe, positive
+
+__all__ = ["RBF", "Matern12", "Matern32", "Matern52", "Periodic", "RationalQuadratic", "Stationary"]
+
+
+def squared_distance(x: Tensor, z: Tensor) -> Tensor:
+    """‖xₙ − zₘ‖², ``(..., N, M)``, by one matrix product; rounding may leave it slightly negative."""
+    # ‖x‖² + ‖z‖² − 2xᵀz cancels least near the origin, and distances do not see a common shift.
+    centre = z.detach().mean(-2, keepdim=True)
+    x, z = x - centre, z - centre
+    x2, z2 = x.square().sum(-1, keepdim=True), z.square().sum(-1, keepdim=True)
+    left = torch.cat([x, x2, torch.ones_like(x2)], -1)
+    right = torch.cat([-2 * z, torch.ones_like(z2), z2], -1)
+    return left @ right.mT
+
+
+def _clean(s: Tensor, same: bool) -> Tensor:
+    s = s.clamp(min=0)
+    if same:  # the distance of a point to itself is 0, not rounding error
+        s = s * (1 - torch.eye(s.shape[-1], dtype=s.dtype, device=s.device))
+    return s
+
+
+class _Radial(torch.autograd.Function):
+    """g(max(s, 0)) of a :class:`Stationary` class; ``same`` says that x is z, so the diagonal is s = 0."""
+
+    @staticmethod
+    def forward(s: Tensor, profile: type[Stationary], same: bool) -> tuple[Tensor, Tensor]:
+        s = s.clamp(min=0)
+        if same:
+            s.diagonal(dim1=-2, dim2=-1).zero_()
+        return profile.value_and_slope(s)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        s, ctx.profile, ctx.same = inputs
+        ctx.save_for_backward(s, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        s, slope = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward wants the slope as a function of s
+            slope = ctx.profile.slope(_clean(s, ctx.same))
+        return grads[0] * slope, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, s: Tensor, profile: type[Stationary], same: bool) -> Any:
+        value, slope = _Radial.apply(s.movedim(in_dims[0], 0), profile, same)
+        return (value, slope), (0, 0)
+
+
+class Stationary(Kernel):
+    """k(x, x') = g(s) with s = Σ_d (x_d − x'_d)²/ℓ_d² and g(0) = 1. The variance is a factor: ``v * RBF(l)``.
+
+    :param lengthscale: ℓ > 0 in the units of the inputs: a number, ``(..., 1)`` or one per column, ``(..., D)``.
+    """
+
+    def __init__(self, lengthscale: Scalar = 1.0) -> None:
+        self.lengthscale = positive(lengthscale, f"{type(self).__name__}'s lengthscale")
+
+    @staticmethod
+    @abstractmethod
+    def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        """g(s) and dg/ds, in new memory."""
+
+    @staticmethod
+    @abstractmethod
+    def slope(s: Tensor) -> Tensor:
+        """dg/ds by differentiable operations."""
+
+    @staticmethod
+    @abstractmethod
+    def unit_frequencies(shape: Sequence[int], x: Tensor) -> Tensor:
+        """Draws ω of the spectral measure at ℓ = 1, ``(*shape, D)``, for inputs like x."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        """x/ℓ, ``(..., N, D)``."""
+        length = as_tensor(self.lengthscale, x)
+        if length.dim() and length.shape[-1] not in (1, x.shape[-1]):
+            raise ValueError(
+                f"{type(self).__name__}'s lengthscale has {length.shape[-1]} entries in its last dimension, the "
+                f"inputs have {x.shape[-1]} columns; give one length, shape () or (..., 1), or one per column, "
+                f"(..., {x.shape[-1]})."
+            )
+        return x / (length[..., None, :] if length.dim() else length)
+
+    def profile(self, s: Tensor, same: bool) -> Tensor:
+        """g(s), ``(..., N, M)``."""
+        return _Radial.apply(s, type(self), same)[0]
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        x = self.scale(x)
+        return self.profile(squared_distance(x, x if z is None else self.scale(z)), z is None)
+
+    def diag(self, x: Tensor) -> Tensor:
+        return x.new_ones(()).expand(torch.broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return batch_of(self.lengthscale, 1)
+
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+        length = as_tensor(self.lengthscale, x)
+        return self.unit_frequencies(shape, x) / (length[..., None, :] if length.dim() else length)
+
+    def _repr_arguments(self) -> str:
+        return describe(self.lengthscale)
+
+
+class RBF(Stationary):
+    """Squared exponential: k = exp(−s/2)."""
+
+    @staticmethod
+    def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        value = (-0.5 * s).exp_()
+        return value, -0.5 * value
+
+    @staticmethod
+    def slope(s: Tensor) -> Tensor:
+        return -0.5 * (-0.5 * s).exp()
+
+    @staticmethod
+    def unit_frequencies(shape: Sequence[int], x: Tensor) -> Tensor:
+        return torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
+
+
+class _Matern(Stationary):
+    """Matérn kernels share their spectral measure: Student's t with 2ν degrees of freedom."""
+
+    twice_nu: int
+
+    @classmethod
+    def unit_frequencies(cls, shape: Sequence[int], x: Tensor) -> Tensor:  # type: ignore[override]
+        normal = torch.randn(*shape, x.shape[-1], dtype=x.dtype, device=x.device)
+        chi2 = torch.randn(*shape, cls.twice_nu, dtype=x.dtype, device=x.device).square().sum(-1, keepdim=True)
+        return normal * (cls.twice_nu / chi2).sqrt()
+
+
+class Matern12(_Matern):
+    """Exponential (Ornstein-Uhlenbeck): k = exp(−√s). Its gradient at coincident points is taken as 0."""
+
+    twice_nu = 1
+
+    @staticmethod
+    def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        r = s.sqrt()
+        value = (-r).exp_()
+        return value, torch.where(r > 0, -0.5 * value / r, 0.0)
+
+    @staticmethod
+    def slope(s: Tensor) -> Tensor:
+        r = torch.where(s > 0, s, 1.0).sqrt()
+        return torch.where(s > 0, -0.5 * (-r).exp() / r, 0.0)
+
+
+class Matern32(_Matern):
+    """k = (1 + a)e^(−a), a = √(3s)."""
+
+    twice_nu = 3
+
+    @staticmethod
+    def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        a = (3 * s).sqrt_()
+        e = (-a).exp_()
+        return a.add_(1).mul_(e), e.mul_(-1.5)
+
+    @staticmethod
+    def slope(s: Tensor) -> Tensor:
+        return -1.5 * (-_safe_sqrt(3 * s)).exp()
+
+
+class Matern52(_Matern):
+    """k = (1 + a + a²/3)e^(−a), a = √(5s)."""
+
+    twice_nu = 5
+
+    @staticmethod
+    def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        a = (5 * s).sqrt_()
+        slope = (-a).exp_().mul_(1 + a)  # (1 + a)e^(−a)
+        value = (-a).exp_().mul_(a.square_().div_(3)).add_(slope)
+        return value, slope.mul_(-5 / 6)
+
+    @staticmethod
+    def slope(s: Tensor) -> Tensor:
+        return Matern32.profile(Matern32(), (5 / 3) * s, False) * (-5 / 6)
+
+
+def _safe_sqrt(s: Tensor) -> Tensor:
+    return s.clamp(min=torch.finfo(s.dtype).tiny).sqrt()
+
+
+class RationalQuadratic(Stationary):
+    """k = (1 + s/(2α))^(−α): a mixture of :class:`RBF` over length scales.
+
+    :param alpha: α > 0, ``(...,)``.
+    """
+
+    def __init__(self, lengthscale: Scalar = 1.0, alpha: Scalar = 1.0) -> None:
+        super().__init__(lengthscale)
+        self.alpha = positive(alpha, "RationalQuadratic's alpha")
+
+    # The profile is smooth at s = 0 and has a parameter: plain autograd serves.
+
+    def profile(self, s: Tensor, same: bool) -> Tensor:
+        alpha = as_tensor(self.alpha, s)[..., None, None]
+        return (-alpha * (_clean(s, same) / (2 * alpha)).log1p()).exp()
+
+    @staticmethod
+    def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
+        raise TypeError("RationalQuadratic's profile depends on alpha; call the kernel")
+
+    @staticmethod
+    def slope(s: Tensor) -> Tensor:
+        raise TypeError("RationalQuadratic's profile depends on alpha; call the kernel")
+
+    @staticmethod
+    def unit_frequencies(shape: Sequence[int], x: Tensor) -> Tensor:
+        return RBF.unit_frequencies(shape, x)
+
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+        alpha = as_tensor(self.alpha, x)
+        alpha = alpha[..., None].expand(*alpha.shape, shape[-1]) if alpha.dim() else alpha
+        # exp(−τs/2) with τ ~ Gamma(α, rate α) averages to (1 + s/(2α))^(−α).
+        tau = torch.distributions.Gamma(alpha, alpha).sample(
+            torch.Size(shape[: len(shape) - alpha.dim()]) if alpha.dim() else torch.Size(shape)
+        )
+        omega = super().frequencies(shape, x)
+        return None if omega is None else tau.sqrt()[..., None] * omega
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(batch_of(self.lengthscale, 1), batch_of(self.alpha, 0))
+
+    def _repr_arguments(self) -> str:
+        return f"{describe(self.lengthscale)}, alpha={describe(self.alpha)}"
+
+
+class Periodic(RBF):
+    """k = exp(−2 Σ_d sin²(π(x_d − x'_d)/p_d)/ℓ_d²) (MacKay, 1998): an RBF on the circle of circumference p.
+
+    :param lengthscale: ℓ > 0, without unit: relative to a circle of radius 1.
+    :param period: p > 0 in the units of the inputs, shaped like ``lengthscale``.
+    """
+
+    def __init__(self, lengthscale: Scalar = 1.0, period: Scalar = 1.0) -> None:
+        super().__init__(lengthscale)
+        self.period = positive(period, "Periodic's period")
+
+    def profile(self, s: Tensor, same: bool) -> Tensor:
+        return _Radial.apply(s, RBF, same)[0]
+
+    def scale(self, x: Tensor) -> Tensor:
+        period = as_tensor(self.period, x)
+        if period.dim() and period.shape[-1] not in (1, x.shape[-1]):
+            raise ValueError(
+                f"Periodic's period has {period.shape[-1]} entries in its last dimension, the inputs have "
+                f"{x.shape[-1]} columns; give one period or one per column."
+            )
+        angle = x * (2 * math.pi / (period[..., None, :] if period.dim() else period))
+        # ‖(cos a, sin a) − (cos a', sin a')‖² = 4 sin²((a − a')/2)
+        return torch.cat([super().scale(angle.cos()), super().scale(angle.sin())], -1)
+
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+        return None  # a discrete spectrum; sample paths fall back on exact conditioning
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(batch_of(self.lengthscale, 1), batch_of(self.period, 1))
+
+    def _repr_arguments(self) -> str:
+        return f"{describe(self.lengthscale)}, period={describe(self.period)}"

@@ -1,0 +1,98 @@
+"""Dense linear algebra: a Cholesky factorisation that never fails in silence, and Gaussian divergences."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+__all__ = ["NumericalWarning", "cholesky", "default_jitter", "gaussian_kl", "solve_lower", "sum_blocks"]
+
+_ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
+
+
+class NumericalWarning(UserWarning):
+    """A result is usable, but floating point forced a change that the user should know of."""
+
+
+def default_jitter(dtype: torch.dtype) -> float:
+    """Relative jitter of the first Cholesky attempt: 1e-8 in float64, 1e-6 in float32."""
+    return 1e-8 if dtype == torch.float64 else 1e-6
+
+
+def cholesky(
+    matrix: Tensor,
+    jitter: Optional[float] = None,
+    what: str = "matrix",
+    scale: Optional[Tensor] = None,
+) -> Tensor:
+    """Lower Cholesky factor L of A + εsI, LLᵀ = A + εsI, with ε escalated until it exists.
+
+    ε starts at ``jitter`` and grows tenfold, four times at most; s is ``scale``, by default the mean of A's
+    diagonal, so the jitter is relative. One integer per matrix is read back to see whether the factorisation
+    failed, as in :func:`torch.linalg.cholesky`; nothing else leaves the device.
+
+    :param matrix: symmetric, ``(..., M, M)``.
+    :param jitter: relative jitter; ``None`` is :func:`default_jitter` of the dtype.
+    :param what: what is factorised, for the error and the warning, such as ``"K_ZZ of site 'f'"``.
+    :param scale: s, broadcastable to ``(...,)``.
+    :returns: L, ``(..., M, M)``.
+    :raises torch.linalg.LinAlgError: (a ``RuntimeError``) naming ``what``, its size and the jitters tried.
+        The text says "input is not positive-definite", by which Pyro's HMC recognises a step to reject.
+    """
+    first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    if scale is None:
+        scale = diagonal.detach().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
+    unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) * scale[..., None, None]
+    level = first
+    for attempt in range(_ESCALATIONS + 1):
+        factor, info = torch.linalg.cholesky_ex(matrix + level * unit if level > 0 else matrix)
+        if not info.any():
+            if attempt > 0:
+                warnings.warn(
+                    f"{what} ({_size(matrix)}) needed a relative jitter above {first:.0e} for its Cholesky "
+                    f"factorisation; use float64, fewer or better spread points, or set jitter=.",
+                    NumericalWarning,
+                    stacklevel=2,
+                )
+            return factor
+        level = 10 * level if level > 0 else default_jitter(matrix.dtype)
+    problem = "it contains NaN or infinite values" if not matrix.isfinite().all() else "its eigenvalues are too small"
+    raise torch.linalg.LinAlgError(
+        f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite; {problem}. "
+        f"Relative jitters from {first:.0e} to {level / 10:.0e} were tried. Check the inputs and hyperparameters "
+        f"for NaN, use float64, use fewer or better spread points, or give GaussianProcess(..., jitter=...)."
+    )
+
+
+def _size(matrix: Tensor) -> str:
+    return " x ".join(map(str, matrix.shape)) + f", {str(matrix.dtype).removeprefix('torch.')}"
+
+
+def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
+    """L⁻¹B for a lower triangular L, ``(..., M, M)``, and B, ``(..., M, K)``."""
+    return torch.linalg.solve_triangular(factor, right, upper=False)
+
+
+def gaussian_kl(loc: Tensor, trace: Tensor, log_det: Tensor) -> Tensor:
+    """KL[N(m, S) ‖ N(0, I)] = ½(tr S + mᵀm − M − log|S|), in nats.
+
+    :param loc: m, ``(..., M)``.
+    :param trace: tr S, ``(...,)``.
+    :param log_det: log|S|, ``(...,)``.
+    """
+    return 0.5 * (trace + loc.square().sum(-1) - loc.shape[-1] - log_det)
+
+
+def sum_blocks(features: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
+    """Σ_b Φ_b w_b, ``(..., N)``; a zero without blocks."""
+    if not features:
+        return torch.zeros(())
+    total = (features[0] @ w[0][..., None])[..., 0]
+    for phi, block in zip(features[1:], w[1:]):
+        total = total + (phi @ block[..., None])[..., 0]
+    return total

@@ -1,0 +1,32 @@
+"""Gaussians over the coefficients of a basis."""
+
+from .base import Coefficients, Gaussian
+from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
+from .product import (
+    BlockCholesky,
+    CholeskyIdentity,
+    DenseFactor,
+    Diagonal,
+    DiagonalFactor,
+    FullCholesky,
+    Identity,
+    IdentityFactor,
+    Product,
+)
+
+__all__ = [
+    "BlockCholesky",
+    "BlockPlusLowRank",
+    "CholeskyIdentity",
+    "Coefficients",
+    "DenseFactor",
+    "Diagonal",
+    "DiagonalFactor",
+    "FullCholesky",
+    "Gaussian",
+    "Identity",
+    "IdentityFactor",
+    "IdentityPlusLowRank",
+    "LowRankGaussian",
+    "Product",
+]

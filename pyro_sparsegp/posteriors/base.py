@@ -1,0 +1,79 @@
+"""Gaussians over the coefficients of a basis. They know blocks of numbers, never a kernel.
+
+A module owns the variational parameters; calling it gives a fresh, disposable :class:`Gaussian` q(w) = N(m, S)
+over blocks w_b, to be held against the prior N(0, I).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..linalg import sum_blocks
+from ..modules import AbstractModule
+
+__all__ = ["Coefficients", "Gaussian"]
+
+
+class Gaussian(ABC):
+    """q(w) = N(m, S), held against N(0, I). Φ is a list of blocks ``(..., N, M_b)``."""
+
+    sizes: tuple[int, ...]
+    batch_shape: torch.Size
+
+    @property
+    @abstractmethod
+    def loc(self) -> list[Tensor]:
+        """m, a block ``(..., M_b)`` each."""
+
+    def mean(self, features: Sequence[Tensor]) -> Tensor:
+        """Φm, ``(..., N)``."""
+        return sum_blocks(features, self.loc)
+
+    @abstractmethod
+    def variance_change(self, features: Sequence[Tensor]) -> Tensor:
+        """diag(Φ(S − I)Φᵀ), ``(..., N)``: what the posterior changes of the prior's variance."""
+
+    @abstractmethod
+    def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
+        """Φ(S − I)Φᵀ, ``(..., N, N)``."""
+
+    @abstractmethod
+    def kl(self) -> Tensor:
+        """KL[N(m, S) ‖ N(0, I)] in nats, of the batch's shape."""
+
+    @abstractmethod
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        """Draws of w, a block ``(*shape, M_b)`` each; ``shape`` ends in the batch's shape."""
+
+    @abstractmethod
+    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+        """log q(w) − log N(w; 0, I)."""
+
+    @abstractmethod
+    def marginal(self, blocks: Sequence[int]) -> Gaussian:
+        """q of some of the blocks."""
+
+    @property
+    @abstractmethod
+    def covariance_matrix(self) -> Tensor:
+        """S, ``(..., M, M)``, formed: for inspection and tests, no family calls it in training."""
+
+
+class Coefficients(AbstractModule):
+    """A module that owns the parameters of a :class:`Gaussian` and builds it when called.
+
+    :param sizes: the sizes of the blocks of w.
+    :param batch_shape: independent copies, one for each output.
+    :param like: a tensor of the dtype and device wanted.
+    """
+
+    @abstractmethod
+    def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def forward(self) -> Gaussian: ...

@@ -1,0 +1,167 @@
+"""One verb for prediction: posterior draws of every site at new inputs, from a guide or from MCMC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Optional, Union
+
+import torch
+from pyro import poutine
+from pyro.infer import MCMC
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.reparam_messenger import ReparamHandler
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from .guide import AutoSparseGP, as_process, whole_plates
+from .process import GaussianProcess
+from .reparam import Whitening, unwhiten
+
+__all__ = ["predict"]
+
+Samples = Mapping[str, Tensor]
+
+
+@torch.no_grad()
+def predict(
+    model: Callable,
+    result: Union[AutoSparseGP, MCMC, Samples],
+    *args: Any,
+    num_samples: Optional[int] = None,
+    joint: bool = True,
+    data: Optional[tuple] = None,
+    **kwargs: Any,
+) -> dict[str, Tensor]:
+    """Posterior draws of every site of the model at new inputs.
+
+    Function values come from the sparse posterior of a guide, or, for MCMC draws of f at the training inputs,
+    from the process conditioned on them (:meth:`GaussianProcess.given`). Latents under a plate that holds data
+    are drawn from the model; subsampling is off.
+
+    :param model: the model. Under a guide it may differ from the guide's in what follows the latent sites.
+    :param result: a fitted guide, an ``MCMC`` that has run, or its samples, each ``(S, ...)``. MCMC may have run
+        on the model under :class:`~pyro_sparsegp.Whitening`.
+    :param args: the model's arguments at the new inputs, observations left out (``None``).
+    :param num_samples: how many draws of a guide, 100 if not given; MCMC has as many as its samples.
+    :param joint: draw a guide's function values jointly, in O(N³) a draw, or independently of each other.
+    :param data: the training arguments, ``(x, y)``, where ``result`` is a mapping of samples.
+    :param kwargs: the model's further arguments.
+    :returns: by site, ``(S, ...)``; function values are ``(S, N)``.
+    :raises ValueError: where ``result`` is none of these, or lacks the training data.
+    """
+    if isinstance(result, AutoSparseGP):
+        draws = [
+            _from_guide(model, result, joint, args, kwargs) for _ in range(100 if num_samples is None else num_samples)
+        ]
+    else:
+        samples, (old_args, old_kwargs) = _samples_and_data(result, data)
+        model = _bare(model)
+        available = len(next(iter(samples.values())))
+        if num_samples is not None and not 0 < num_samples <= available:
+            raise ValueError(f"num_samples is {num_samples}, the MCMC result has {available} draws")
+        draws = []
+        for s in range(available)[: num_samples or available]:
+            one = {name: value[s] for name, value in samples.items()}
+            known = _Known(model, one, old_args, old_kwargs)
+            draws.append(known.draw(args, kwargs))
+    if not draws:
+        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+    return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+
+
+def _values(trace: poutine.Trace) -> dict[str, Tensor]:
+    return {
+        name: site["value"]
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not site_is_subsample(site)
+    }
+
+
+def _from_guide(
+    model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any]
+) -> dict[str, Tensor]:
+    values = guide.draw(*args, joint=joint, **kwargs)
+    if model is guide.model or guide.structure is None:
+        return values
+    latent = {name: values[name] for name in (*guide.structure.latents, *guide.structure.gps) if name in values}
+    with whole_plates():
+        return _values(poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs))
+
+
+def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:
+    if isinstance(result, MCMC):
+        ran = getattr(result, "_args", None), getattr(result, "_kwargs", None)
+        if data is None and ran[0] is None:
+            raise ValueError("predict needs the training arguments: this MCMC has not run; pass data=(x, y)")
+        return result.get_samples(), (ran[0] or (), ran[1] or {}) if data is None else (tuple(data), {})
+    if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
+        if data is None:
+            raise ValueError("predict from a mapping of samples needs the training arguments: pass data=(x, y)")
+        return result, (tuple(data), {})
+    raise ValueError(
+        "predict's result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, got "
+        f"{type(result).__name__}"
+    )
+
+
+def _bare(model: Callable) -> Callable:
+    """The model under any whitening, whose draws predict takes back to function values itself."""
+    while isinstance(model, ReparamHandler) and isinstance(model.msngr.config, Whitening):
+        model = model.fn
+    return model
+
+
+class _Known(Messenger):
+    """Runs the model at new inputs given one MCMC draw at the training inputs."""
+
+    def __init__(self, model: Callable, sample: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.model, self.sample = model, sample
+        self.known: dict[str, tuple[Tensor, Tensor]] = {}
+        self.training = True
+        trace = poutine.trace(self._run).get_trace(*args, **kwargs)
+        plates = {
+            frame.name
+            for name in trace.observation_nodes
+            if not trace.nodes[name]["infer"].get("_deterministic")
+            for frame in trace.nodes[name]["cond_indep_stack"]
+        }
+        self.local = {
+            name
+            for name, site in trace.nodes.items()
+            if site["type"] == "sample" and any(frame.name in plates for frame in site["cond_indep_stack"])
+        }
+        self.training = False
+
+    def _run(self, *args: Any, **kwargs: Any) -> None:
+        with self:
+            self.model(*args, **kwargs)
+
+    def draw(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        """One draw of every site at new inputs."""
+        with whole_plates():
+            return _values(poutine.trace(self._run).get_trace(*args, **kwargs))
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if msg["is_observed"] or site_is_subsample(msg):
+            return
+        process, event_dim = as_process(msg["fn"])
+        if process is not None:
+            if self.training:
+                msg["value"] = self._function_values(name, process)
+                self.known[name] = process.x, msg["value"]
+            else:
+                given: Any = process.given(*self.known[name])
+                msg["fn"] = given.to_event(event_dim) if event_dim else given
+        elif name in self.sample and (self.training or name not in self.local):
+            msg["value"] = self.sample[name]
+
+    def _function_values(self, name: str, process: GaussianProcess) -> Tensor:
+        if name in self.sample:
+            return self.sample[name]
+        if f"{name}_whitened" in self.sample:
+            return unwhiten(process, self.sample[f"{name}_whitened"])
+        raise ValueError(
+            f"the samples hold no draws of GP site {name!r}, nor of {name}_whitened: {sorted(self.sample)}"
+        )

@@ -1,0 +1,481 @@
+"""A Gaussian process as a Pyro distribution, its sparse posterior, and the divergence between the two.
+
+The only place with the marginal formula: with a basis f = μ + φᵀw + r, r ⟂ w, and any Gaussian q(w) = N(m, S),
+
+    E f(x) = μ(x) + φ(x)ᵀm
+    Cov(f(x), f(x')) = k(x, x') + φ(x)ᵀ(S − I)φ(x')
+    KL[q ‖ p] = ½(tr S + mᵀm − M − log|S|), of the whole process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+from typing import Any, Callable, Optional, Union
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.poutine.runtime import get_plates
+from torch import Tensor
+from torch.distributions import constraints, register_kl
+
+from .bases.base import Features
+from .kernels import base as kernel_base
+from .linalg import cholesky, solve_lower, sum_blocks
+from .posteriors.base import Gaussian
+
+__all__ = ["GaussianProcess", "PriorProcess", "SparsePosterior"]
+
+Mean = Union[None, Tensor, Callable[[Tensor], Tensor]]
+
+
+class GaussianProcess(TorchDistribution):
+    """The values of f ~ GP(μ, k) at inputs x: N(μ(x), k(x, x)), with event shape ``(N,)``.
+
+    ``rsample`` and ``log_prob`` are the exact multivariate normal, in O(N³), so that prior predictive sampling
+    and NUTS are right; a sparse guide never calls them. ``.expand([P]).to_event(1)`` gives P independent
+    outputs, with event shape ``(P, N)``.
+
+    >>> x = torch.linspace(0, 1, 5)[:, None]
+    >>> f = GaussianProcess(2.0 * kernels.Matern32(0.3), x)
+    >>> f.event_shape
+    torch.Size([5])
+
+    :param kernel: a kernel, or any callable with its two methods.
+    :param x: inputs, ``(N, D)``; leading batch dimensions broadcast with those of the hyperparameters.
+    :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, or ``None`` (zero).
+    :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32.
+    :raises ValueError: if x is no matrix of finite floating point numbers, or mean or kernel do not fit.
+    """
+
+    arg_constraints: dict[str, Any] = {}
+    has_rsample = True
+
+    def __init__(
+        self,
+        kernel: Any,
+        x: Tensor,
+        mean: Mean = None,
+        jitter: Optional[float] = None,
+        validate_args: Optional[bool] = None,
+    ) -> None:
+        self.kernel = kernel_base.require_kernel(kernel, "GaussianProcess's kernel")
+        self.x = _require_inputs(x)
+        if jitter is not None and not (isinstance(jitter, (int, float)) and jitter >= 0):
+            raise ValueError(f"GaussianProcess's jitter must be None or a number of at least 0, got {jitter!r}")
+        self.jitter = jitter
+        self.mean_function = mean
+        self._scale_tril: Optional[Tensor] = None
+        self._misplaced: Optional[str] = None
+        batch_shape = torch.broadcast_shapes(kernel_base.batch_shape(kernel), x.shape[:-2])
+        if isinstance(mean, Tensor) and mean.dim() > 1:
+            batch_shape = torch.broadcast_shapes(batch_shape, mean.shape[:-1])
+        if isinstance(mean, Tensor) and mean.dim() and mean.shape[-1] not in (1, x.shape[-2]):
+            raise ValueError(
+                f"GaussianProcess's mean is a tensor of shape {tuple(mean.shape)}, the inputs have {x.shape[-2]} "
+                "rows; give one value a row, or a callable of x."
+            )
+        super().__init__(batch_shape, x.shape[-2:-1], validate_args=validate_args)
+        if self._validate_args and not x.isfinite().all():
+            raise ValueError(
+                f"GaussianProcess's x, of shape {tuple(x.shape)}, contains NaN or infinite values; drop or impute "
+                "those rows."
+            )
+
+    @property
+    def support(self) -> Any:  # type: ignore[override]
+        """Real vectors."""
+        return constraints.real_vector
+
+    @property
+    def mean(self) -> Tensor:
+        """μ(x), ``(..., N)``."""
+        return self.mean_at(self.x).expand(self._batch_shape + self._event_shape)
+
+    @property
+    def variance(self) -> Tensor:
+        """k(x, x)'s diagonal, ``(..., N)``."""
+        return self.kernel.diag(self.x).expand(self._batch_shape + self._event_shape)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """k(x, x), ``(..., N, N)``."""
+        return self.kernel(self.x)
+
+    @property
+    def scale_tril(self) -> Tensor:
+        """Cholesky factor of k(x, x), ``(..., N, N)``; computed once."""
+        if self._scale_tril is None:
+            self._scale_tril = cholesky(self.kernel(self.x), self.jitter, "the prior covariance of a GaussianProcess")
+        return self._scale_tril
+
+    def mean_at(self, x: Tensor) -> Tensor:
+        """μ at any inputs, broadcastable to ``(..., N)``.
+
+        :raises ValueError: if μ was given as a tensor of values at other inputs, or its shape does not fit.
+        """
+        mean = self.mean_function
+        if mean is None:
+            return x.new_zeros(())
+        if callable(mean):
+            value = mean(x)
+            if value.dim() and value.shape[-1] not in (1, x.shape[-2]):
+                raise ValueError(
+                    f"GaussianProcess's mean returned shape {tuple(value.shape)} for inputs {tuple(x.shape)}; it must "
+                    f"return ({x.shape[-2]},)."
+                )
+            return value
+        if x is not self.x and mean.dim() and mean.shape[-1] not in (1, x.shape[-2]):
+            raise ValueError("GaussianProcess's mean is a tensor of values at other inputs; give a callable of x")
+        return mean
+
+    def at(self, x: Tensor) -> GaussianProcess:
+        """The same process at other inputs."""
+        return GaussianProcess(self.kernel, x, self.mean_function, self.jitter)
+
+    def given(self, x: Tensor, f: Tensor) -> GaussianProcess:
+        """This process conditioned on f(x) = ``f``: predictions from NUTS draws.
+
+        μ'(·) = μ(·) + k(·, x)k(x, x)⁻¹(f − μ(x)), k'(·, ·) = k(·, ·) − k(·, x)k(x, x)⁻¹k(x, ·)
+        (Rasmussen and Williams, 2006, eq. 2.19).
+
+        :param x: inputs with known values, ``(N₀, D)``.
+        :param f: the values, ``(..., N₀)``.
+        """
+        if f.shape[-1:] != x.shape[-2:-1]:
+            raise ValueError(f"given(x, f) needs one value a row: x is {tuple(x.shape)}, f is {tuple(f.shape)}")
+        factor = cholesky(self.kernel(x), self.jitter, "the covariance at the inputs of GaussianProcess.given")
+        residual = f - (self.at(x).mean if isinstance(self.mean_function, Tensor) else self.mean_at(x))
+        white = solve_lower(factor, residual[..., None])
+
+        def mean(inputs: Tensor) -> Tensor:
+            phi = solve_lower(factor, self.kernel(x, inputs))
+            return self.mean_at(inputs) + (phi.mT @ white)[..., 0]
+
+        conditioned = GaussianProcess(_Conditioned(self.kernel, x, factor), self.x, mean, self.jitter)
+        return conditioned.expand(torch.broadcast_shapes(self.batch_shape, conditioned.batch_shape, f.shape[:-1]))
+
+    def expand(self, batch_shape: Any, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
+        """Independent copies with the given batch shape."""
+        new = self._get_checked_instance(GaussianProcess, _instance)
+        for name in ("kernel", "x", "jitter", "mean_function", "_scale_tril"):
+            setattr(new, name, getattr(self, name))
+        new._misplaced = _misplaced_in(self._event_shape[0]) or self._misplaced
+        super(GaussianProcess, new).__init__(torch.Size(batch_shape), self._event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def require_place(self, site: Optional[str] = None) -> None:
+        """Raise if this process was sampled where its values would become ``(N, N)``.
+
+        :raises ValueError: naming the site, the plate and the remedy.
+        """
+        if self._misplaced is not None:
+            where = f"site {site!r}" if site is not None else "a GaussianProcess"
+            raise ValueError(f"{where} stands {self._misplaced}")
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        """Exact joint draws, ``(*sample_shape, ..., N)``."""
+        self.require_place()
+        shape = self._extended_shape(sample_shape)
+        noise = torch.randn(shape, dtype=self.x.dtype, device=self.x.device)
+        return self.mean + (self.scale_tril @ noise[..., None])[..., 0]
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Exact log density of function values ``(..., N)``, in nats."""
+        self.require_place()
+        if self._validate_args:
+            self._validate_sample(value)
+        return dist.MultivariateNormal(self.mean, scale_tril=self.scale_tril, validate_args=False).log_prob(value)
+
+    def __repr__(self) -> str:
+        return f"GaussianProcess({self.kernel!r}, x: {tuple(self.x.shape)}, batch_shape: {tuple(self.batch_shape)})"
+
+
+class _Conditioned:
+    """The kernel of a process given its values at x."""
+
+    def __init__(self, kernel: Any, x: Tensor, factor: Tensor) -> None:
+        self.kernel, self.x, self.factor = kernel, x, factor
+        self.batch_shape = factor.shape[:-2]
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        left = solve_lower(self.factor, self.kernel(self.x, x))
+        right = left if z is None else solve_lower(self.factor, self.kernel(self.x, z))
+        return self.kernel(x, z) - left.mT @ right
+
+    def diag(self, x: Tensor) -> Tensor:
+        left = solve_lower(self.factor, self.kernel(self.x, x))
+        return (self.kernel.diag(x) - left.square().sum(-2)).clamp(min=0)
+
+    def __repr__(self) -> str:
+        return f"{self.kernel!r} given {self.x.shape[-2]} values"
+
+
+def _require_inputs(x: Any) -> Tensor:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"GaussianProcess's x must be a floating point tensor (N, D), got {kind}")
+    if x.dim() < 2:
+        raise ValueError(
+            f"GaussianProcess's x must have shape (N, D), got {tuple(x.shape)}; for one column write x[:, None]."
+        )
+    if x.shape[-2] == 0 or x.shape[-1] == 0:
+        raise ValueError(f"GaussianProcess's x must have at least one row and one column, got {tuple(x.shape)}")
+    return x
+
+
+_SAMPLE_PLATES = ("num_particles_vectorized", "_num_predictive_samples")
+
+
+def _misplaced_in(num: int) -> Optional[str]:
+    """Why the enclosing plates are no place for a process over ``num`` inputs, or ``None``."""
+    for plate in get_plates():
+        if plate.name in _SAMPLE_PLATES:
+            return SAMPLES_ARE_VECTORISED
+        if plate.dim is not None and (plate.size == num > 1 or plate.size != (plate.full_size or plate.size)):
+            return (
+                f"inside pyro.plate({plate.name!r}): its {num} function values would be drawn anew for each of the "
+                f"plate's {plate.size} rows. Sample the process before the plate and use its values inside; for "
+                "independent outputs write GaussianProcess(...).expand([P]).to_event(1)."
+            )
+    return None
+
+
+SAMPLES_ARE_VECTORISED = (
+    "inside a plate over samples (vectorize_particles=True, or Predictive(parallel=True)): function values are event "
+    "dimensions that become batch dimensions of the data, so this would be silently wrong. Use "
+    "vectorize_particles=False and Predictive(parallel=False), or predict(model, guide, ...)."
+)
+
+
+class SparsePosterior(TorchDistribution):
+    """The posterior of a Gaussian process under a finite basis and a Gaussian over its coefficients.
+
+    A distribution over the values at the process's inputs x, with event shape ``(N,)``; :meth:`at` gives it at
+    other inputs. ``rsample`` draws jointly correlated values. ``log_prob`` is relative to the prior process,
+    log dq/dp, the only base measure that a function has: log q(w) − log p(w) at the coefficients of a draw of
+    this object (kept with the last draw, as TransformedDistribution caches).
+
+    :param process: the prior at the inputs wanted.
+    :param basis: the basis under that prior's kernel.
+    :param coefficients: q(w).
+    :param name: the site, for errors.
+    """
+
+    arg_constraints: dict[str, Any] = {}
+    has_rsample = True
+
+    def __init__(self, process: GaussianProcess, basis: Features, coefficients: Gaussian, name: str = "f") -> None:
+        self.process, self.basis, self.coefficients, self.name = process, basis, coefficients, name
+        self._cache: dict[str, Any] = {}
+        batch_shape = torch.broadcast_shapes(process.batch_shape, coefficients.batch_shape)
+        super().__init__(batch_shape, process.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:  # type: ignore[override]
+        """Real vectors."""
+        return constraints.real_vector
+
+    def _cached(self, key: str, compute: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]
+
+    @property
+    def features(self) -> list[Tensor]:
+        """Φ at the inputs, a block ``(..., N, M_b)`` for each block of coefficients."""
+        return self._cached("features", lambda: self.basis(self.process.x))
+
+    @property
+    def mean(self) -> Tensor:
+        """μ + Φm, ``(..., N)``."""
+
+        def compute() -> Tensor:
+            mean = self.process.mean_at(self.process.x) + self.coefficients.mean(self.features)
+            return mean.expand(self._batch_shape + self._event_shape)
+
+        return self._cached("mean", compute)
+
+    @property
+    def variance(self) -> Tensor:
+        """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
+
+        def compute() -> Tensor:
+            prior = self.process.kernel.diag(self.process.x)
+            variance = prior + self.coefficients.variance_change(self.features)
+            floor = 10 * torch.finfo(prior.dtype).eps * prior.detach()
+            return variance.clamp(min=floor.expand(variance.shape)).expand(self._batch_shape + self._event_shape)
+
+        return self._cached("variance", compute)
+
+    @property
+    def stddev(self) -> Tensor:
+        """The square root of :attr:`variance`."""
+        return self.variance.sqrt()
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """k(x, x) + Φ(S − I)Φᵀ, ``(..., N, N)``."""
+        covariance = self.process.kernel(self.process.x) + self.coefficients.covariance_change(self.features)
+        return covariance.expand(self._batch_shape + self._event_shape * 2)
+
+    @property
+    def marginals(self) -> dist.Normal:
+        """Independent normals with this posterior's mean and variance, batch shape ``(..., N)``."""
+        return dist.Normal(self.mean, self.stddev, validate_args=False)
+
+    @property
+    def kl(self) -> Tensor:
+        """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
+        return self._cached("kl", lambda: self.coefficients.kl().expand(self._batch_shape))
+
+    @property
+    def components(self) -> Components:
+        """The posterior of each summand of the kernel, in the order of ``kernel.terms``, without the mean μ."""
+
+        def compute() -> Components:
+            parts = []
+            for term, basis, blocks in self.basis.components():
+                process = GaussianProcess(term, self.process.x, None, self.process.jitter, validate_args=False)
+                process = process.expand(self._batch_shape)
+                parts.append(SparsePosterior(process, basis, self.coefficients.marginal(blocks), self.name))
+            return Components(parts)
+
+        return self._cached("components", compute)
+
+    def at(self, x: Tensor) -> SparsePosterior:
+        """The same posterior at other inputs ``(N', D)``."""
+        process = self.process.at(x).expand(self.process.batch_shape)
+        return SparsePosterior(process, self.basis, self.coefficients, self.name)
+
+    def paths(self, num: int, num_features: int = 2048) -> Callable[[Tensor], Tensor]:
+        """``num`` sample functions, x ↦ ``(num, ..., N)``, that agree with themselves wherever they are evaluated.
+
+        By Matheron's rule (Wilson et al., 2020, eq. 8): a prior function plus φ(x)ᵀ(w − w'), where w' are that
+        function's own coefficients. The prior functions of a stationary kernel are ``num_features`` random
+        Fourier waves, those of a kernel with finite features exact. Where the kernel offers neither (a
+        :class:`~pyro_sparsegp.kernels.Periodic` or an adapted one), values are drawn exactly, conditioned on all
+        values drawn before, which costs O(n³) in the number n of points evaluated in all.
+        """
+        from .paths import sample_paths
+
+        return sample_paths(self, num, num_features)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> SparsePosterior:
+        """Independent copies with the given batch shape."""
+        return type(self)(self.process.expand(batch_shape), self.basis, self.coefficients, self.name)
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        """Joint draws of the values, ``(*sample_shape, ..., N)``, in O(N³); their coefficients are kept."""
+        shape = torch.Size(sample_shape) + self._batch_shape
+        w = self.coefficients.rsample(shape)
+        value = self.process.mean_at(self.process.x) + sum_blocks(self.features, w)
+        noise = torch.randn(shape + self._event_shape, dtype=value.dtype, device=value.device)
+        value = value + (self._residual_tril() @ noise[..., None])[..., 0]
+        self._cache["draw"] = value, w
+        return value
+
+    def _residual_tril(self) -> Tensor:
+        def compute() -> Tensor:
+            x, phi = self.process.x, self.features
+            prior = self.process.kernel(x)
+            scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+            for block in phi:
+                prior = prior - block @ block.mT
+            return cholesky(prior, self.process.jitter, f"the residual covariance of site {self.name!r}", scale)
+
+        return self._cached("residual", compute)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log dq/dp = log q(w) − log p(w) at the coefficients of the last draw, in nats.
+
+        :raises ValueError: for any other value, whose coefficients are not known.
+        """
+        drawn, w = self._cache.get("draw", (None, None))
+        if drawn is not value:
+            raise ValueError(
+                f"log_prob of the sparse posterior of site {self.name!r} is log q(w) − log p(w) at the coefficients w "
+                "of a draw; this value is not the last draw of this object, so its w is unknown."
+            )
+        return self.coefficients.log_ratio(w).expand(value.shape[:-1])
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.name!r}, x: {tuple(self.process.x.shape)}, "
+            f"coefficients: {sum(self.coefficients.sizes)}, batch_shape: {tuple(self.batch_shape)})"
+        )
+
+
+class JointSite(SparsePosterior):
+    """A site's posterior in training where the likelihood couples function values: joint draws, log_prob = KL."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """KL[q ‖ p]: the expectation of the relative log density, whatever the value."""
+        return self.kl.expand(value.shape[:-1])
+
+
+class MarginalSite(JointSite):
+    """A site's posterior in training: independent draws of its marginals, log_prob = KL."""
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        """Independent draws of the marginals, ``(*sample_shape, ..., N)``."""
+        return self.marginals.rsample(torch.Size(sample_shape))
+
+
+class NodeSite(JointSite):
+    """A site's posterior at quadrature nodes: ``rsample`` is mean + sd·node.
+
+    :param node: standardised, ``()`` or, for one node an output, ``(P,)``.
+    """
+
+    node: Tensor
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        """mean + sd·node, ``(..., N)``."""
+        return self.mean + self.stddev * (self.node[..., None] if self.node.dim() else self.node)
+
+    def at_node(self, node: Tensor) -> NodeSite:
+        """This site at a node."""
+        self.node = node
+        return self
+
+
+class Components(SequenceABC):
+    """The components of a posterior: a sequence of :class:`SparsePosterior`, one for each summand."""
+
+    def __init__(self, parts: list[SparsePosterior]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._parts[index]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __repr__(self) -> str:
+        return "[" + ", ".join(repr(part.process.kernel) for part in self._parts) + "]"
+
+
+class PriorProcess(GaussianProcess):
+    """A process as the base measure of its own posterior: ``log_prob`` is 0, for ELBOs."""
+
+    @classmethod
+    def of(cls, process: GaussianProcess) -> PriorProcess:
+        """The base measure of ``process``."""
+        new = cls.__new__(cls)
+        new.__dict__.update(process.__dict__)
+        return new
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """0, of the batch's shape."""
+        return value.new_zeros(torch.broadcast_shapes(self._batch_shape, value.shape[:-1]))
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> PriorProcess:
+        """Independent copies with the given batch shape."""
+        return PriorProcess.of(super().expand(batch_shape))
+
+
+@register_kl(SparsePosterior, GaussianProcess)
+def _kl_sparse_posterior(q: SparsePosterior, p: GaussianProcess) -> Tensor:
+    return q.kl
