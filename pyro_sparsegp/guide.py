@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, Optional, Union
 
@@ -84,9 +87,8 @@ class Probe:
     values: dict[str, Tensor]
 
     def downstream(self) -> list[Tensor]:
-        """All the log densities, and the marginals of GP sites, in order."""
-        marginals = [part for posterior in self.posteriors.values() for part in (posterior.mean, posterior.variance)]
-        return [*self.densities.values(), *marginals]
+        """All the log densities, and what GP sites make of their inputs, in order."""
+        return [*self.densities.values(), *(part for q in self.posteriors.values() for part in _inputs_of(q))]
 
 
 class AutoSparseGP(AutoNormalMessenger):
@@ -156,7 +158,8 @@ class AutoSparseGP(AutoNormalMessenger):
             self._initialise(args, kwargs)
         if torch.is_grad_enabled() and not self._checked_parameters:
             self._check_parameters(args, kwargs)
-        draws = super().__call__(*args, **kwargs)
+        with self._requesting(_Request(), self._computing_median):
+            draws = super().__call__(*args, **kwargs)
         if torch.is_grad_enabled() and self.training:
             self._check_rows()
         return draws
@@ -367,11 +370,12 @@ class AutoSparseGP(AutoNormalMessenger):
                 if name not in request.posteriors:
                     kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
                     raise ValueError(
-                        f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(request.posteriors)}"
+                        f"a family is given for {name!r}, which is {kind}; the GP sites are "
+                        f"{sorted(request.posteriors)}"
                     )
         if not request.posteriors:
             raise ValueError("the model has no GP site: no pyro.sample(..., GaussianProcess(kernel, x)) was reached")
-        observed = [name for name in trace.observation_nodes if not trace.nodes[name]["infer"].get("_deterministic")]
+        observed = [name for name, site in _sites(trace) if is_observation(site)]
         if not observed:
             raise ValueError(
                 "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
@@ -382,14 +386,14 @@ class AutoSparseGP(AutoNormalMessenger):
             if unknown:
                 raise ValueError(f"point_estimates names {unknown}, which are no sites of the model")
         if pyro.settings.get("validate_infer"):
-            for name, site in trace.nodes.items():
+            for name, site in _sites(trace):
                 if site["type"] == "sample" and not site_is_subsample(site) and name not in request.posteriors:
                     site["log_prob"] = site["fn"].log_prob(site["value"])
-                    check_site_shape(site, float("inf"))
+                    check_site_shape(site, _NO_LIMIT)
 
     def _describe(self, trace: poutine.Trace, request: _Request) -> Structure:
         found = Structure(gps={name: attrgetter(name)(self.gps).spec() for name in request.posteriors})
-        for name, site in trace.nodes.items():
+        for name, site in _sites(trace):
             if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:
                 continue
             plates = {
@@ -399,18 +403,19 @@ class AutoSparseGP(AutoNormalMessenger):
                 transform = biject_to(site["infer"]["prior"].support)
                 shape = list(attrgetter(name + "_unconstrained")(self.locs).shape)
                 found.latents[name] = {"event_dim": transform.domain.event_dim, "shape": shape, "plates": plates}
-            elif not site["infer"].get("_deterministic"):
+            elif is_observation(site):
                 found.rows[name] = int(site["value"].numel())
                 found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
         return found
 
     def _probe(self, args: tuple, kwargs: dict[str, Any], values: dict[str, Tensor]) -> Probe:
         """Run with GP sites at ``values``, other latents at their medians and the same random numbers."""
-        with _repeatable(self._like), poutine.block(), pyro.validation_enabled(False):
-            with self._requesting(_Request(values=values), median=True) as request:
-                super().__call__(*args, **kwargs)
+        request = _Request(values=values)
+        quiet = poutine.block(), pyro.validation_enabled(False)
+        with _repeatable(self._like), quiet[0], quiet[1], self._requesting(request, median=True):
+            super().__call__(*args, **kwargs)
         densities, fixed = {}, {}
-        for name, site in self.trace.nodes.items():
+        for name, site in _sites(self.trace):
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
             fixed[name] = site["value"]
@@ -428,30 +433,21 @@ class AutoSparseGP(AutoNormalMessenger):
         for name, posterior in first.posteriors.items():  # move off the mean, where a model may be degenerate
             base[name] = posterior.mean + 0.1 * spread[name]
 
-        def evaluate(**moved: Tensor) -> list[Tensor]:
+        def evaluate(moved: dict[str, Tensor]) -> list[Tensor]:
             return self._probe(args, kwargs, base | moved).downstream()
 
         names = list(first.posteriors)
         for name in names:
-            self.structure.dependence[name] = structure.dependence(
-                lambda value, name=name: evaluate(**{name: value}), base[name], spread[name]
-            )
-            if len(names) > 1:
-                moved = self._probe(args, kwargs, base | {name: base[name] + spread[name]}).posteriors
-                still = self._probe(args, kwargs, base).posteriors
-                others = [other for other in names if other != name]
-                if any(
-                    not torch.equal(moved[other].mean, still[other].mean)
-                    or not torch.equal(moved[other].variance, still[other].variance)
-                    for other in others
-                ):
-                    self.structure.inner.append(name)
-        for i, f in enumerate(names):
-            for g in names[i + 1 :]:
-                if structure.interact(
-                    lambda a, b, f=f, g=g: evaluate(**{f: a, g: b}), (base[f], spread[f]), (base[g], spread[g])
-                ):
-                    self.structure.interactions.append([f, g])
+            alone = partial(lambda f, value: evaluate({f: value}), name)
+            self.structure.dependence[name] = structure.dependence(alone, base[name], spread[name])
+            still = self._probe(args, kwargs, base).posteriors
+            moved = self._probe(args, kwargs, base | {name: base[name] + spread[name]}).posteriors
+            if any(_differ(still[other], moved[other]) for other in names if other != name):
+                self.structure.inner.append(name)
+        for f, g in itertools.combinations(names, 2):
+            both = partial(lambda f, g, a, b: evaluate({f: a, g: b}), f, g)
+            if structure.interact(both, (base[f], spread[f]), (base[g], spread[g])):
+                self.structure.interactions.append([f, g])
         coupled = [name for name, kind in self.structure.dependence.items() if kind == structure.COUPLED]
         if coupled:
             warnings.warn(
@@ -463,9 +459,10 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def _check_parameters(self, args: tuple, kwargs: dict[str, Any]) -> None:
         probe = self._probe(args, kwargs, {})
-        known = [site["value"].unconstrained() for site in self.trace.nodes.values() if site["type"] == "param"]
+        known = [site["value"].unconstrained() for _, site in _sites(self.trace) if site["type"] == "param"]
         given = _tensors((args, kwargs))
-        outputs = [*probe.downstream(), *(posterior.kl for posterior in probe.posteriors.values())]
+        marginals = [part for q in probe.posteriors.values() for part in (q.mean, q.variance, q.kl)]
+        outputs = [*probe.densities.values(), *marginals]
         forgotten = structure.unregistered(outputs, [*known, *given])
         if forgotten:
             sources = {
@@ -476,6 +473,7 @@ class AutoSparseGP(AutoNormalMessenger):
                     ("the mean", posterior.process.mean_function),
                 )
             }
+            sources |= {"the model": _mentioned(self.model)}
             raise ValueError(
                 f"these parameters would not train: {', '.join(_name_of(p, sources) for p in forgotten)}. SVI trains "
                 "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
@@ -488,7 +486,7 @@ class AutoSparseGP(AutoNormalMessenger):
         assert self.structure is not None
         if "rows" in self.warned:
             return
-        for name, site in self.trace.nodes.items():
+        for name, site in _sites(self.trace):
             rows = self.structure.rows.get(name)
             if rows is None or not site["is_observed"]:
                 continue
@@ -569,6 +567,18 @@ def _repeatable(like: Tensor) -> Iterator[None]:
         yield
 
 
+_NO_LIMIT: Any = float("inf")  # of nested plates
+
+
+def _sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
+    return list(trace.nodes.items())
+
+
+def is_observation(site: Any) -> bool:
+    """Whether a site holds data, rather than a deterministic value."""
+    return site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
+
+
 def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
     """The GP under ``.to_event`` and the number of dimensions this added, or ``None``."""
     event_dim = 0
@@ -588,15 +598,34 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [tensor for part in tree for tensor in _tensors(part)]
 
 
+def _inputs_of(posterior: SparsePosterior) -> list[Tensor]:
+    """All that a posterior's marginals take from its inputs and hyperparameters, whatever q(w) is."""
+    return [posterior.process.mean, posterior.process.variance, *posterior.features]
+
+
+def _differ(a: SparsePosterior, b: SparsePosterior) -> bool:
+    return not all(torch.equal(one, other) for one, other in zip(_inputs_of(a), _inputs_of(b)))
+
+
 def _first_tensor(tree: Any) -> Tensor:
     floating = [tensor for tensor in _tensors(tree) if tensor.is_floating_point()]
     return floating[0].new_empty(0) if floating else torch.empty(0)
 
 
+def _mentioned(model: Any) -> list[Any]:
+    """The objects that a function's code mentions by name: where a forgotten network is likely to be."""
+    model = inspect.unwrap(model)
+    code = getattr(model, "__code__", None)
+    everything = getattr(model, "__globals__", {})
+    cells = [cell.cell_contents for cell in getattr(model, "__closure__", None) or ()]
+    return [*cells, *(everything[name] for name in (code.co_names if code else ()) if name in everything)]
+
+
 def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
     """Where a parameter is found: a module's name for it, by looking through objects' attributes."""
     for label, source in sources.items():
-        stack, seen = [source], set()
+        stack: list[Any] = [source]
+        seen: set[int] = set()
         while stack:
             item = stack.pop()
             if id(item) in seen or len(seen) > 10_000:
@@ -607,6 +636,8 @@ def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
                     if value is parameter:
                         return f"{type(item).__name__}.{name} in {label}"
                 continue
+            if item is parameter:
+                return f"a parameter of shape {tuple(parameter.shape)} in {label}"
             if isinstance(item, (list, tuple)):
                 stack.extend(item)
             elif isinstance(item, Mapping):

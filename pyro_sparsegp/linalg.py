@@ -46,7 +46,7 @@ def cholesky(
     first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     if scale is None:
-        scale = diagonal.detach().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
+        scale = diagonal.detach().abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
     unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) * scale[..., None, None]
     level = first
     for attempt in range(_ESCALATIONS + 1):
@@ -62,7 +62,7 @@ def cholesky(
             return factor
         level = 10 * level if level > 0 else default_jitter(matrix.dtype)
     problem = "it contains NaN or infinite values" if not matrix.isfinite().all() else "its eigenvalues are too small"
-    raise torch.linalg.LinAlgError(
+    raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
         f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite; {problem}. "
         f"Relative jitters from {first:.0e} to {level / 10:.0e} were tried. Check the inputs and hyperparameters "
         f"for NaN, use float64, use fewer or better spread points, or give GaussianProcess(..., jitter=...)."

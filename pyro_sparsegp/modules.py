@@ -11,5 +11,5 @@ class _Meta(type(PyroModule), ABCMeta):  # type: ignore[misc]
     pass
 
 
-class AbstractModule(PyroModule, metaclass=_Meta):
+class AbstractModule(PyroModule, metaclass=_Meta):  # type: ignore[metaclass]
     """:class:`pyro.nn.PyroModule` and :class:`abc.ABC` in one."""

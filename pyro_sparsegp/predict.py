@@ -13,7 +13,7 @@ from pyro.poutine.reparam_messenger import ReparamHandler
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .guide import AutoSparseGP, as_process, whole_plates
+from .guide import AutoSparseGP, as_process, is_observation, whole_plates
 from .process import GaussianProcess
 from .reparam import Whitening, unwhiten
 
@@ -69,7 +69,7 @@ def predict(
     return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
 
 
-def _values(trace: poutine.Trace) -> dict[str, Tensor]:
+def _values(trace: Any) -> dict[str, Tensor]:
     return {
         name: site["value"]
         for name, site in trace.nodes.items()
@@ -117,14 +117,11 @@ class _Known(Messenger):
     def __init__(self, model: Callable, sample: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.model, self.sample = model, sample
-        self.known: dict[str, tuple[Tensor, Tensor]] = {}
+        self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self.training = True
         trace = poutine.trace(self._run).get_trace(*args, **kwargs)
         plates = {
-            frame.name
-            for name in trace.observation_nodes
-            if not trace.nodes[name]["infer"].get("_deterministic")
-            for frame in trace.nodes[name]["cond_indep_stack"]
+            frame.name for site in trace.nodes.values() if is_observation(site) for frame in site["cond_indep_stack"]
         }
         self.local = {
             name
@@ -150,7 +147,7 @@ class _Known(Messenger):
         if process is not None:
             if self.training:
                 msg["value"] = self._function_values(name, process)
-                self.known[name] = process.x, msg["value"]
+                self.known[name] = process.x, msg["value"], process.mean
             else:
                 given: Any = process.given(*self.known[name])
                 msg["fn"] = given.to_event(event_dim) if event_dim else given

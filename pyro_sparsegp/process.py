@@ -9,8 +9,9 @@ The only place with the marginal formula: with a basis f = μ + φᵀw + r, r �
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
-from typing import Any, Callable, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 import pyro.distributions as dist
 import torch
@@ -48,7 +49,7 @@ class GaussianProcess(TorchDistribution):
     :raises ValueError: if x is no matrix of finite floating point numbers, or mean or kernel do not fit.
     """
 
-    arg_constraints: dict[str, Any] = {}
+    arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = True
 
     def __init__(
@@ -125,15 +126,23 @@ class GaussianProcess(TorchDistribution):
                     f"return ({x.shape[-2]},)."
                 )
             return value
-        if x is not self.x and mean.dim() and mean.shape[-1] not in (1, x.shape[-2]):
-            raise ValueError("GaussianProcess's mean is a tensor of values at other inputs; give a callable of x")
+        self._require_mean_at(x)
         return mean
 
+    def _require_mean_at(self, x: Tensor) -> None:
+        mean = self.mean_function
+        if isinstance(mean, Tensor) and mean.dim() and mean.shape[-1] != 1 and x is not self.x:
+            raise ValueError("GaussianProcess's mean is a tensor of values at other inputs; give a callable of x")
+
     def at(self, x: Tensor) -> GaussianProcess:
-        """The same process at other inputs."""
+        """The same process at other inputs.
+
+        :raises ValueError: if μ was given as values at these inputs.
+        """
+        self._require_mean_at(x)
         return GaussianProcess(self.kernel, x, self.mean_function, self.jitter)
 
-    def given(self, x: Tensor, f: Tensor) -> GaussianProcess:
+    def given(self, x: Tensor, f: Tensor, mean: Optional[Tensor] = None) -> GaussianProcess:
         """This process conditioned on f(x) = ``f``: predictions from NUTS draws.
 
         μ'(·) = μ(·) + k(·, x)k(x, x)⁻¹(f − μ(x)), k'(·, ·) = k(·, ·) − k(·, x)k(x, x)⁻¹k(x, ·)
@@ -141,18 +150,18 @@ class GaussianProcess(TorchDistribution):
 
         :param x: inputs with known values, ``(N₀, D)``.
         :param f: the values, ``(..., N₀)``.
+        :param mean: μ(x), ``(..., N₀)``, where this process has its mean as values at its own inputs.
         """
         if f.shape[-1:] != x.shape[-2:-1]:
             raise ValueError(f"given(x, f) needs one value a row: x is {tuple(x.shape)}, f is {tuple(f.shape)}")
         factor = cholesky(self.kernel(x), self.jitter, "the covariance at the inputs of GaussianProcess.given")
-        residual = f - (self.at(x).mean if isinstance(self.mean_function, Tensor) else self.mean_at(x))
-        white = solve_lower(factor, residual[..., None])
+        white = solve_lower(factor, (f - (self.mean_at(x) if mean is None else mean))[..., None])
 
-        def mean(inputs: Tensor) -> Tensor:
+        def conditional_mean(inputs: Tensor) -> Tensor:
             phi = solve_lower(factor, self.kernel(x, inputs))
             return self.mean_at(inputs) + (phi.mT @ white)[..., 0]
 
-        conditioned = GaussianProcess(_Conditioned(self.kernel, x, factor), self.x, mean, self.jitter)
+        conditioned = GaussianProcess(_Conditioned(self.kernel, x, factor), self.x, conditional_mean, self.jitter)
         return conditioned.expand(torch.broadcast_shapes(self.batch_shape, conditioned.batch_shape, f.shape[:-1]))
 
     def expand(self, batch_shape: Any, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
@@ -263,7 +272,7 @@ class SparsePosterior(TorchDistribution):
     :param name: the site, for errors.
     """
 
-    arg_constraints: dict[str, Any] = {}
+    arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = True
 
     def __init__(self, process: GaussianProcess, basis: Features, coefficients: Gaussian, name: str = "f") -> None:

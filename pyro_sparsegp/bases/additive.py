@@ -6,7 +6,8 @@ John, 2018, section 3.2).
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 from torch import Tensor
 

@@ -7,7 +7,8 @@ blocks, so one set and many are the same code.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 import torch
 from pyro.nn import PyroParam

@@ -13,7 +13,7 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.infer import ELBO
-from pyro.infer.util import check_fully_reparametrized, is_validation_enabled, torch_item
+from pyro.infer.util import torch_item
 from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.distributions import kl_divergence
@@ -200,6 +200,7 @@ class TraceQuadrature_ELBO(ELBO):
 def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace) -> Tensor:
     """The bound's terms at the traces' values, summed: log densities of what is observed, minus divergences."""
     total: Any = 0.0
+    site: Any
     for name, site in model_trace.nodes.items():
         if site["type"] != "sample":
             continue
@@ -214,9 +215,14 @@ def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace
 
 
 def _divergence(guide_site: Any, model_site: Any) -> Tensor:
-    if is_validation_enabled():
-        check_fully_reparametrized(guide_site)
     q, p = guide_site["fn"], model_site["fn"]
+    if q is p:  # drawn from the model
+        return torch.zeros(())
+    if not q.has_rsample:
+        raise ValueError(
+            f"site {guide_site['name']!r} has a posterior without reparameterised draws, {q}; TraceQuadrature_ELBO has "
+            "no gradient for it. Use a reparameterised posterior, or enumerate and sum the site out in the model."
+        )
     try:
         divergence = kl_divergence(q, p)
     except NotImplementedError:

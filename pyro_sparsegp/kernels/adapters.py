@@ -39,7 +39,7 @@ def _matrix(x: Tensor) -> Tensor:
     return x
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _frozen_class(cls: type) -> type:
     return types.new_class(f"Frozen{cls.__name__}", (cls,), exec_body=lambda ns: ns.update(__call__=cls.forward))  # type: ignore[attr-defined]
 

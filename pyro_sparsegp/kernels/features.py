@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 from abc import abstractmethod
-from typing import Optional, Sequence
+from collections.abc import Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor

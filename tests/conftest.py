@@ -1,0 +1,27 @@
+import pyro
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(config, items):
+    chosen = config.getoption("-m")
+    for item in items:
+        if "slow" in item.keywords and "slow" not in chosen:
+            item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
+        if "cuda" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Every test starts in float64, seeded, with an empty parameter store."""
+    torch.set_default_dtype(torch.float64)
+    pyro.set_rng_seed(0)
+    pyro.clear_param_store()
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    return torch.device(request.param)

@@ -1,0 +1,132 @@
+"""Models and helpers that several tests share."""
+
+import pyro
+import pyro.distributions as dist
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import (
+    SVGP,
+    CoupledCovariance,
+    CoupledPrecision,
+    MeanFieldAdditive,
+    OrthogonalInducing,
+    OrthogonallyDecoupled,
+)
+
+# The registry the contract test runs over.
+FAMILIES = {
+    "SVGP": SVGP(12),
+    "OrthogonalInducing": OrthogonalInducing(6, 6),
+    "OrthogonalInducing3": OrthogonalInducing(5, [4, 3]),
+    "OrthogonallyDecoupled": OrthogonallyDecoupled(6, 6),
+    "MeanFieldAdditive": MeanFieldAdditive(6),
+    "CoupledCovariance": CoupledCovariance(6),
+    "CoupledPrecision": CoupledPrecision(6),
+    "CoupledPrecisionIdentity": CoupledPrecision(6, rank=8, base="identity"),
+}
+
+
+def additive(scale, length):
+    """A kernel with two smooth terms on columns of their own, a linear and a constant term."""
+    return (
+        scale * kernels.Matern32(length[..., :1])[0]
+        + scale * kernels.RBF(length[..., 1:])[1]
+        + kernels.Linear(1.0)
+        + kernels.Constant(1.0)
+    )
+
+
+def hyperparameters(x):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    length = pyro.sample("length", dist.LogNormal(x.new_zeros(2), 1.0).to_event(1))
+    return additive(scale, length)
+
+
+def regression(x, y=None, size=None):
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    f = pyro.sample("f", GaussianProcess(hyperparameters(x), x))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def bernoulli(x, y=None, size=None):
+    f = pyro.sample("f", GaussianProcess(hyperparameters(x), x))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def poisson(x, y=None, size=None):
+    f = pyro.sample("f", GaussianProcess(hyperparameters(x), x, mean=lambda x: x.new_ones(len(x))))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+
+
+def heteroscedastic(x, y=None, size=None):
+    kernel = hyperparameters(x)
+    f = pyro.sample("f", GaussianProcess(kernel, x))
+    g = pyro.sample("g", GaussianProcess(0.2 * kernel, x, mean=x.new_full((), -1.5)))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+
+def data(model=regression, num=60, dtype=torch.float64, device="cpu", seed=1):
+    """Inputs (N, 2) and observations fit for the model."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(num, 2, generator=generator, dtype=torch.float64)
+    f = torch.sin(6 * x[:, 0]) + x[:, 1]
+    y = f + 0.2 * torch.randn(num, generator=generator, dtype=torch.float64)
+    if model is bernoulli:
+        y = (y > 0.5).double()
+    if model is poisson:
+        y = torch.poisson((1 + f).exp(), generator=generator)
+    return x.to(device, dtype), y.to(device, dtype)
+
+
+def gaussian(kernel, noise=0.2, mean=None, jitter=None):
+    """A regression model with fixed hyperparameters."""
+
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x, mean, jitter))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    return model
+
+
+def train(model, guide, *args, steps=200, lr=0.02, loss=None, **kwargs):
+    """Steps of SVI; the losses."""
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": lr}), loss or TraceQuadrature_ELBO(10))
+    return [svi.step(*args, **kwargs) for _ in range(steps)]
+
+
+def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
+    """A guide whose bound is at its maximum by L-BFGS, and the bound."""
+    pyro.set_rng_seed(seed)
+    guide = family if isinstance(family, AutoSparseGP) else AutoSparseGP(model, family)
+    guide(*args)
+    bound = TraceQuadrature_ELBO(num_nodes)(model, guide)
+    optimiser = torch.optim.LBFGS(
+        list(guide.parameters()),
+        max_iter=iterations,
+        max_eval=2 * iterations,
+        history_size=50,
+        tolerance_grad=1e-8,
+        tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure():
+        optimiser.zero_grad()
+        loss = bound(*args)
+        loss.backward()
+        return loss
+
+    optimiser.step(closure)
+    return guide, -bound(*args).item()
+
+
+def estimate(loss, model, guide, *args, num=300, **kwargs):
+    """Mean and standard error of an ELBO's loss at fixed parameters."""
+    values = torch.tensor([loss.loss(model, guide, *args, **kwargs) for _ in range(num)])
+    return values.mean().item(), values.std().item() / num**0.5

@@ -1,0 +1,53 @@
+import pytest
+import torch
+
+from pyro_sparsegp.linalg import NumericalWarning, cholesky, default_jitter, gaussian_kl, solve_lower, sum_blocks
+
+
+def test_cholesky_adds_a_jitter_relative_to_the_diagonal():
+    a = torch.randn(5, 7)
+    matrix = 100 * a @ a.mT
+    factor = cholesky(matrix)
+    scale = default_jitter(torch.float64) * matrix.diagonal().mean()
+    torch.testing.assert_close(factor @ factor.mT, matrix + scale * torch.eye(5), rtol=1e-13, atol=1e-12)
+
+
+def test_cholesky_batches_and_zero_jitter():
+    a = torch.randn(3, 4, 6)
+    factor = cholesky(a @ a.mT, 0.0)
+    torch.testing.assert_close(factor @ factor.mT, a @ a.mT)
+
+
+def test_cholesky_escalates_and_says_so():
+    x = torch.linspace(0, 1, 300, dtype=torch.float32)
+    matrix = torch.exp(-0.5 * (x[:, None] - x).square())
+    with pytest.warns(NumericalWarning, match=r"K_ZZ of site 'f' \(300 x 300, float32\).*jitter"):
+        factor = cholesky(matrix - 3e-6 * torch.eye(300, dtype=torch.float32), what="K_ZZ of site 'f'")
+    assert factor.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", ["negative", "nan"])
+def test_cholesky_failure_names_what_size_and_jitter(bad):
+    matrix = -torch.eye(3) if bad == "negative" else torch.full((3, 3), torch.nan)
+    with pytest.raises(RuntimeError, match=r"K_ZZ of site 'f' \(3 x 3, float64\).*1e-08 to 1e-04") as error:
+        cholesky(matrix, what="K_ZZ of site 'f'")
+    assert "input is not positive-definite" in str(error.value)  # what Pyro's HMC looks for
+    assert ("contains NaN" in str(error.value)) == (bad == "nan")
+
+
+def test_gaussian_kl_is_that_of_torch():
+    a = torch.randn(2, 4, 4)
+    loc, tril = torch.randn(2, 4), torch.linalg.cholesky(a @ a.mT + torch.eye(4))
+    q = torch.distributions.MultivariateNormal(loc, scale_tril=tril)
+    p = torch.distributions.MultivariateNormal(torch.zeros(4), torch.eye(4))
+    log_det = 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    kl = gaussian_kl(loc, tril.square().sum((-2, -1)), log_det)
+    torch.testing.assert_close(kl, torch.distributions.kl_divergence(q, p))
+
+
+def test_small_helpers():
+    factor = torch.randn(3, 3).tril() + 3 * torch.eye(3)
+    b = torch.randn(3, 2)
+    torch.testing.assert_close(factor @ solve_lower(factor, b), b)
+    phi, w = [torch.randn(4, 2), torch.randn(4, 3)], [torch.randn(2), torch.randn(3)]
+    torch.testing.assert_close(sum_blocks(phi, w), torch.cat(phi, -1) @ torch.cat(w))

@@ -1,0 +1,117 @@
+"""Every Gaussian over coefficients against its own dense covariance."""
+
+import pytest
+import torch
+from torch.distributions import MultivariateNormal, kl_divergence
+
+from pyro_sparsegp.posteriors import (
+    BlockCholesky,
+    BlockPlusLowRank,
+    CholeskyIdentity,
+    Diagonal,
+    FullCholesky,
+    Identity,
+    IdentityPlusLowRank,
+)
+
+SIZES = (3, 1, 4)
+KINDS = [FullCholesky, BlockCholesky, Diagonal, Identity, CholeskyIdentity, BlockPlusLowRank, IdentityPlusLowRank]
+
+
+def random_gaussian(kind, batch=()):
+    module = kind(SIZES, batch, torch.zeros(()))
+    for parameter in module.parameters():
+        parameter.data.add_(0.4 * torch.randn(parameter.shape))
+    return module()
+
+
+def dense(q):
+    return MultivariateNormal(torch.cat(q.loc, -1), q.covariance_matrix)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("kind", KINDS)
+class TestAgainstDense:
+    def test_moments_of_functions(self, kind, batch):
+        q = random_gaussian(kind, batch)
+        features = [torch.randn(5, size) for size in SIZES]
+        phi = torch.cat(features, -1)
+        change = phi @ (q.covariance_matrix - torch.eye(sum(SIZES))) @ phi.mT
+        torch.testing.assert_close(q.covariance_change(features).expand(change.shape), change)
+        variance = change.diagonal(dim1=-2, dim2=-1)
+        torch.testing.assert_close(q.variance_change(features).expand(variance.shape), variance)
+        torch.testing.assert_close(q.mean(features), (phi @ torch.cat(q.loc, -1)[..., None])[..., 0])
+
+    def test_kl(self, kind, batch):
+        q = random_gaussian(kind, batch)
+        prior = MultivariateNormal(torch.zeros(sum(SIZES)), torch.eye(sum(SIZES)))
+        torch.testing.assert_close(q.kl().expand(batch), kl_divergence(dense(q), prior))
+        assert (q.kl() > 0).all()
+
+    def test_log_ratio(self, kind, batch):
+        q = random_gaussian(kind, batch)
+        w = q.rsample(torch.Size((6, *batch)))
+        joined = torch.cat(w, -1)
+        prior = MultivariateNormal(torch.zeros(sum(SIZES)), torch.eye(sum(SIZES)))
+        torch.testing.assert_close(q.log_ratio(w), dense(q).log_prob(joined) - prior.log_prob(joined))
+
+    def test_draws_have_the_moments(self, kind, batch):
+        q = random_gaussian(kind, batch)
+        w = torch.cat(q.rsample(torch.Size((100_000, *batch))), -1)
+        torch.testing.assert_close(w.mean(0), torch.cat(q.loc, -1), atol=0.03, rtol=0.02)
+        centred = (w - w.mean(0)).movedim(0, -1)
+        torch.testing.assert_close(centred @ centred.mT / len(w), q.covariance_matrix, atol=0.08, rtol=0.04)
+
+    @pytest.mark.parametrize("blocks", [(0,), (2,), (0, 2), (0, 1, 2)])
+    def test_marginal(self, kind, batch, blocks):
+        q = random_gaussian(kind, batch)
+        part = q.marginal(blocks)
+        rows = torch.cat([torch.arange(8).split(SIZES)[b] for b in blocks])
+        torch.testing.assert_close(torch.cat(part.loc, -1), torch.cat(q.loc, -1)[..., rows])
+        torch.testing.assert_close(part.covariance_matrix, q.covariance_matrix[..., rows[:, None], rows])
+        assert part.sizes == tuple(SIZES[b] for b in blocks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_starts_at_the_prior(kind):
+    q = kind(SIZES, (2,), torch.zeros(()))()
+    assert all((block == 0).all() for block in q.loc)
+    low_rank = kind in (BlockPlusLowRank, IdentityPlusLowRank)
+    assert q.kl().max() < (0.05 if low_rank else 1e-12)
+    torch.testing.assert_close(
+        q.covariance_matrix, torch.eye(8).expand(2, 8, 8), atol=0.1 if low_rank else 1e-12, rtol=0
+    )
+
+
+def test_block_plus_low_rank_contains_its_special_cases():
+    module = BlockPlusLowRank(SIZES, (), torch.zeros(()), rank=2)
+    for parameter in module.parameters():
+        parameter.data.add_(0.4 * torch.randn(parameter.shape))
+    precision = module().covariance_matrix.inverse()
+    # S⁻¹ = blockdiag((L_bL_bᵀ)⁻¹) + (L⁻ᵀB)(L⁻ᵀB)ᵀ
+    trils = [getattr(module, f"scale_tril_{i}") for i in range(3)]
+    blocks = torch.block_diag(*[(tril @ tril.mT).inverse() for tril in trils])
+    low = torch.cat([tril.inverse().mT @ getattr(module, f"b_{i}") for i, tril in enumerate(trils)])
+    torch.testing.assert_close(precision, blocks + low @ low.mT)
+    for i in range(3):
+        getattr(module, f"b_{i}_unconstrained").data.zero_()
+    torch.testing.assert_close(module().covariance_matrix, torch.block_diag(*[tril @ tril.mT for tril in trils]))
+
+
+def test_low_rank_forms_no_dense_matrix():
+    # 400 blocks of 8: a dense S would take 80 MB in float64; the largest tensor made is a few kB.
+    sizes = (8,) * 400
+    q = BlockPlusLowRank(sizes, (), torch.zeros(()))()
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(t.numel() for t in [out] if isinstance(t, torch.Tensor))])
+            return out
+
+    features = [torch.randn(10, 8) for _ in sizes]
+    with Watch():
+        q.kl(), q.variance_change(features), q.rsample(torch.Size())
+    assert largest <= 8 * 400
