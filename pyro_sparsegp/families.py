@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, Optional, Union
 
 import torch
-from pyro.nn import PyroModule
 from torch import Tensor
 
 from .bases import Additive, Basis, ExplicitFeatures, InducingPoints
 from .bases.initial import Initialiser, choose_inputs
 from .kernels import base as kernel_base
+from .modules import AbstractModule
 from .posteriors import (
     BlockCholesky,
     BlockPlusLowRank,
@@ -46,7 +46,7 @@ Inducing = Union[int, Tensor]
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 
 
-class SparseGP(PyroModule):
+class SparseGP(AbstractModule):
     """One site's variational module: a basis and a Gaussian over its coefficients."""
 
     def __init__(self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int]) -> None:

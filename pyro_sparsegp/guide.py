@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import uuid
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -32,6 +31,7 @@ from torch.distributions import biject_to, constraints
 from . import structure
 from .families import Family, SparseGP
 from .linalg import sum_blocks
+from .modules import unique_name
 from .process import (
     SAMPLES_ARE_VECTORISED,
     GaussianProcess,
@@ -138,7 +138,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 )
         super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, amortized_plates=amortized_plates)
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
-        self._pyro_name = f"AutoSparseGP_{uuid.uuid4().hex[:12]}"
+        self._pyro_name = unique_name("AutoSparseGP")
         self.families = families
         self.point_estimates = point_estimates
         self.structure: Optional[Structure] = None
@@ -154,15 +154,18 @@ class AutoSparseGP(AutoNormalMessenger):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
+        self.prepare(*args, **kwargs)
+        with self._requesting(_Request(), self._computing_median):
+            draws = super().__call__(*args, **kwargs)
+        self._check_rows()
+        return draws
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """What a first call does before it draws: initialise, and check that all parameters would train."""
         if self.structure is None:
             self._initialise(args, kwargs)
         if torch.is_grad_enabled() and not self._checked_parameters:
             self._check_parameters(args, kwargs)
-        with self._requesting(_Request(), self._computing_median):
-            draws = super().__call__(*args, **kwargs)
-        if torch.is_grad_enabled() and self.training:
-            self._check_rows()
-        return draws
 
     @contextmanager
     def _requesting(self, request: _Request, median: bool = False) -> Iterator[_Request]:
@@ -186,12 +189,17 @@ class AutoSparseGP(AutoNormalMessenger):
             super().__call__(*args, **kwargs)
         return request.posteriors
 
-    def at_nodes(self, nodes: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[poutine.Trace, poutine.Trace]:
-        """One run with GP sites at standardised quadrature nodes, mean + sd·node: its (model, guide) traces."""
+    def at_nodes(self, nodes: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+        """One run with GP sites at standardised quadrature nodes, mean + sd·node.
+
+        :returns: the model's trace, the guide's, and the values of all sites, the plates' row numbers among them.
+        """
         with self._requesting(_Request(nodes=nodes)):
             super().__call__(*args, **kwargs)
         try:
-            return self.get_traces()
+            self._check_rows()
+            values = {name: site["value"] for name, site in _sites(self.trace) if _is_free(site)}
+            return (*self.get_traces(), values)
         finally:
             self.trace = poutine.Trace()  # under vmap its tensors are of no use to others
 
@@ -400,9 +408,13 @@ class AutoSparseGP(AutoNormalMessenger):
                 frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized
             }
             if not site["is_observed"]:
-                transform = biject_to(site["infer"]["prior"].support)
-                shape = list(attrgetter(name + "_unconstrained")(self.locs).shape)
-                found.latents[name] = {"event_dim": transform.domain.event_dim, "shape": shape, "plates": plates}
+                own = _get(self, f"locs.{name}_unconstrained")
+                if own is not None:
+                    event_dim = biject_to(site["infer"]["prior"].support).domain.event_dim
+                    latent = {"event_dim": event_dim, "shape": list(own.shape)}
+                else:  # an overridden get_posterior has parameters of its own
+                    latent = {"event_dim": 0, "shape": None}
+                found.latents[name] = latent | {"plates": plates}
             elif is_observation(site):
                 found.rows[name] = int(site["value"].numel())
                 found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
@@ -484,7 +496,7 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def _check_rows(self) -> None:
         assert self.structure is not None
-        if "rows" in self.warned:
+        if "rows" in self.warned or not torch.is_grad_enabled() or not self.training:
             return
         for name, site in _sites(self.trace):
             rows = self.structure.rows.get(name)
@@ -520,6 +532,8 @@ class AutoSparseGP(AutoNormalMessenger):
         if now is None or now.gps != saved.gps or now.latents != saved.latents:
             self._forget()
             for name, latent in saved.latents.items():
+                if latent["shape"] is None:
+                    continue
                 like = tensors[f"locs.{name}_unconstrained"]
                 self._set_latent(name, like.new_zeros(latent["shape"]), latent["event_dim"])
             for name, spec in saved.gps.items():
@@ -537,7 +551,7 @@ class AutoSparseGP(AutoNormalMessenger):
         super().__setstate__(state)
         self.trace = poutine.Trace()
         # A copy is a guide of its own, with a name of its own.
-        self._pyro_name = f"AutoSparseGP_{uuid.uuid4().hex[:12]}"
+        self._pyro_name = unique_name("AutoSparseGP")
         for path, module in self.named_modules():
             if path and isinstance(module, PyroModule):
                 module._pyro_name = f"{self._pyro_name}.{path}"
@@ -574,6 +588,10 @@ def _sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
     return list(trace.nodes.items())
 
 
+def _is_free(site: Any) -> bool:
+    return site["type"] == "sample" and not site["is_observed"]
+
+
 def is_observation(site: Any) -> bool:
     """Whether a site holds data, rather than a deterministic value."""
     return site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
@@ -586,6 +604,13 @@ def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
         event_dim += prior.reinterpreted_batch_ndims
         prior = prior.base_dist
     return (prior, event_dim) if isinstance(prior, GaussianProcess) else (None, 0)
+
+
+def _get(module: Any, path: str) -> Any:
+    try:
+        return attrgetter(path)(module)
+    except AttributeError:
+        return None
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -612,13 +637,20 @@ def _first_tensor(tree: Any) -> Tensor:
     return floating[0].new_empty(0) if floating else torch.empty(0)
 
 
+def _closed_over(function: Any) -> list[Any]:
+    contents = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty cell
+            contents.append(cell.cell_contents)
+    return contents
+
+
 def _mentioned(model: Any) -> list[Any]:
     """The objects that a function's code mentions by name: where a forgotten network is likely to be."""
     model = inspect.unwrap(model)
     code = getattr(model, "__code__", None)
     everything = getattr(model, "__globals__", {})
-    cells = [cell.cell_contents for cell in getattr(model, "__closure__", None) or ()]
-    return [*cells, *(everything[name] for name in (code.co_names if code else ()) if name in everything)]
+    return [*_closed_over(model), *(everything[name] for name in (code.co_names if code else ()) if name in everything)]
 
 
 def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
@@ -644,6 +676,6 @@ def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
                 stack.extend(item.values())
             elif callable(item) or hasattr(item, "diag"):
                 stack.extend(getattr(item, "__dict__", {}).values())
-                stack.extend(cell.cell_contents for cell in getattr(item, "__closure__", None) or ())
+                stack.extend(_closed_over(item))
                 stack.append(getattr(item, "__self__", None))
     return f"a parameter of shape {tuple(parameter.shape)}"

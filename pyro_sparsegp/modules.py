@@ -1,10 +1,16 @@
-"""A Pyro module that can declare abstract methods."""
+"""Pyro modules that can declare abstract methods and own their parameters."""
 
+import uuid
 from abc import ABCMeta
 
 from pyro.nn import PyroModule
 
-__all__ = ["AbstractModule"]
+__all__ = ["AbstractModule", "unique_name"]
+
+
+def unique_name(kind: str) -> str:
+    """A name under which parameters meet no others in Pyro's global store, in any process."""
+    return f"{kind}_{uuid.uuid4().hex[:12]}"
 
 
 class _Meta(type(PyroModule), ABCMeta):  # type: ignore[misc]
@@ -12,4 +18,7 @@ class _Meta(type(PyroModule), ABCMeta):  # type: ignore[misc]
 
 
 class AbstractModule(PyroModule, metaclass=_Meta):  # type: ignore[metaclass]
-    """:class:`pyro.nn.PyroModule` and :class:`abc.ABC` in one."""
+    """:class:`pyro.nn.PyroModule` and :class:`abc.ABC` in one, with a name of its own until it has a parent."""
+
+    def __init__(self) -> None:
+        super().__init__(unique_name(type(self).__name__))

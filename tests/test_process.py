@@ -95,7 +95,7 @@ class TestGaussianProcess:
 
     def test_other_bad_arguments(self):
         x = torch.rand(5, 2)
-        with pytest.raises(ValueError, match="must be a kernel.*from_pyro"):
+        with pytest.raises(ValueError, match=r"must be a kernel.*from_pyro"):
             GaussianProcess(3.0, x)
         with pytest.raises(ValueError, match="jitter"):
             GaussianProcess(kernels.RBF(), x, jitter=-1.0)
@@ -178,7 +178,7 @@ class TestSparsePosterior:
         ratio = q.log_prob(value)
         assert ratio.shape == (20_000,)
         assert abs(ratio.mean() - q.kl) < 5 * ratio.std() / 20_000**0.5
-        with pytest.raises(ValueError, match="site 'f'.*not the last draw"):
+        with pytest.raises(ValueError, match=r"site 'f'.*not the last draw"):
             q.log_prob(value + 0)
         site = MarginalSite(q.process, q.basis, q.coefficients)
         torch.testing.assert_close(site.log_prob(site.rsample((3,))), q.kl.expand(3))

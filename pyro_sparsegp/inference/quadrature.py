@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pyro
@@ -14,11 +15,14 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.infer import ELBO
 from pyro.infer.util import torch_item
+from pyro.poutine.util import site_is_subsample
 from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP, Structure
+from ..likelihood import held_trace
+from ..process import NodeSite
 from ..structure import COUPLED, DATAWISE
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
@@ -86,7 +90,7 @@ class TraceQuadrature_ELBO(ELBO):
         self._nodes = torch.from_numpy(nodes)
         self._weights = torch.from_numpy(weights / weights.sum())
         self._placed: dict[Any, tuple[Tensor, Tensor]] = {}
-        self._refused: set[str] = set()
+        self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats."""
@@ -108,9 +112,7 @@ class TraceQuadrature_ELBO(ELBO):
         unwrapped = poutine.unwrap(guide)
         if not isinstance(unwrapped, AutoSparseGP):
             raise ValueError(f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}")
-        if unwrapped.structure is None:
-            with poutine.block():
-                unwrapped(*args, **kwargs)
+        unwrapped.prepare(*args, **kwargs)
         bounds = [self._bound(unwrapped, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / self.num_particles
 
@@ -133,17 +135,32 @@ class TraceQuadrature_ELBO(ELBO):
             )
         num_axes = 1 + max((axis for used in axes.values() for axis in used), default=-1)
 
-        def total(*node: Tensor) -> Tensor:
-            nodes = {
+        def at(node: tuple[Tensor, ...]) -> dict[str, Tensor]:
+            return {
                 name: node[used[0]] if len(used) == 1 else torch.stack([node[axis] for axis in used])
                 for name, used in axes.items()
             }
-            return _log_density_minus_kl(*guide.at_nodes(nodes, *args, **kwargs))
+
+        def once(*node: Tensor) -> Tensor:
+            return _log_density_minus_kl(*guide.at_nodes(at(node), *args, **kwargs)[:2])
+
+        def twice() -> Callable[..., Tensor]:
+            # The guide runs as it is; only the model's second run, with all values held, sees the nodes.
+            zeros = at((next(guide.gps.parameters()).new_zeros(()),) * num_axes)
+            _, guide_trace, values = guide.at_nodes(zeros, *args, **kwargs)
+
+            def held(*node: Tensor) -> Tensor:
+                moved = {
+                    name: _base(guide_trace.nodes[name]["fn"]).at_node(z).rsample() for name, z in at(node).items()
+                }
+                return _log_density_minus_kl(held_trace(guide.model, values | moved, args, kwargs), guide_trace)
+
+            return held
 
         if not num_axes:
-            return total()
+            return once()
         nodes, weights = self._rule(guide)
-        values = self._at_all_nodes(guide, total, nodes, num_axes)
+        values = self._at_all_nodes(guide, once, twice, nodes, num_axes)
         for _ in range(num_axes):
             values = values @ weights
         return values
@@ -155,46 +172,63 @@ class TraceQuadrature_ELBO(ELBO):
             self._placed[key] = self._nodes.to(like), self._weights.to(like)
         return self._placed[key]
 
-    def _at_all_nodes(self, guide: AutoSparseGP, total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
-        if guide._pyro_name not in self._refused:
-            mapped = total
-            for axis in range(num_axes):
-                in_dims = tuple(0 if i == num_axes - 1 - axis else None for i in range(num_axes))
-                mapped = torch.func.vmap(mapped, in_dims=in_dims, randomness="same")
+    def _at_all_nodes(
+        self, guide: AutoSparseGP, once: Callable, twice: Callable, nodes: Tensor, num_axes: int
+    ) -> Tensor:
+        """The bound's terms on the product grid, ``(K,) * num_axes``.
+
+        torch.func.vmap refuses some programs: those with an old-style autograd function or ``.item()`` on their way
+        to f run once unmapped and once mapped; those that do so after f run once for each node.
+        """
+        ways = [
+            lambda: _mapped(once, nodes, num_axes),
+            lambda: _mapped(twice(), nodes, num_axes),
+            lambda: _one_by_one(twice(), nodes, num_axes),
+        ]
+        first = self._ways.get(guide, 0)
+        for way in range(first, len(ways)):
             state = torch.get_rng_state()
             try:
-                with pyro.validation_enabled(False):
-                    return mapped(*[nodes] * num_axes)
-            except (RuntimeError, TypeError, NotImplementedError, ValueError) as error:
-                refusal = error
+                values = ways[way]()
+            except (RuntimeError, TypeError, ValueError) as error:
+                if way == len(ways) - 1:
+                    raise  # not vmap's doing
                 torch.set_rng_state(state)
-            # The model may do what vmap refuses (.item(), NumPy, a branch on f): then run it once a node.
-            values = self._one_by_one(total, nodes, num_axes)
-            self._refused.add(guide._pyro_name)
-            self._say_once(
-                guide,
-                "torch.func.vmap refuses this model, which now runs once for each quadrature node, "
-                f"{self.num_nodes**num_axes} times a step: {str(refusal).splitlines()[0]}",
-            )
-            return values
-        return self._one_by_one(total, nodes, num_axes)
-
-    def _one_by_one(self, total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
-        devices = [nodes.device] if nodes.is_cuda else []
-        values = []
-        grid = list(itertools.product(nodes, repeat=num_axes))
-        for i, node in enumerate(grid):
-            if i == len(grid) - 1:  # the last run moves the generator on
-                values.append(total(*node))
+                refusal = str(error).splitlines()[0]
                 continue
-            with torch.random.fork_rng(devices):  # every node sees the same draws of other latents
-                values.append(total(*node))
-        return torch.stack(values).reshape([len(nodes)] * num_axes)
+            self._ways[guide] = way
+            if way == 2 and way > first:
+                self._say_once(
+                    guide,
+                    "torch.func.vmap refuses what this model does with function values; it now runs once for each "
+                    f"quadrature node, {self.num_nodes**num_axes} times a step: {refusal}",
+                )
+            return values
+        raise RuntimeError("no way of evaluating the bound is left")
 
     def _say_once(self, guide: AutoSparseGP, message: str) -> None:
         if message not in guide.warned:
             guide.warned.add(message)
             warnings.warn(message, stacklevel=6)
+
+
+def _mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
+    for axis in range(num_axes):
+        in_dims = tuple(0 if i == num_axes - 1 - axis else None for i in range(num_axes))
+        total = torch.func.vmap(total, in_dims=in_dims, randomness="same")
+    with pyro.validation_enabled(False):
+        return total(*[nodes] * num_axes)
+
+
+def _one_by_one(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
+    values = [total(*node) for node in itertools.product(nodes, repeat=num_axes)]
+    return torch.stack(values).reshape([len(nodes)] * num_axes)
+
+
+def _base(fn: Any) -> NodeSite:
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    return fn
 
 
 def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace) -> Tensor:
@@ -204,7 +238,9 @@ def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace
     for name, site in model_trace.nodes.items():
         if site["type"] != "sample":
             continue
-        if site["is_observed"]:
+        if name not in guide_trace.nodes:
+            if site_is_subsample(site):
+                continue
             total = total + _sum(site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"]), site)
             continue
         total = total - _divergence(guide_trace.nodes[name], site)

@@ -47,10 +47,13 @@ def _frozen_class(cls: type) -> type:
 def _freeze(module: Any) -> Any:
     # Reading an attribute of a PyroModule is a param or sample statement; outside its own call a PyroSample is
     # drawn anew at every reading. Read each once, now, into a copy whose forward then sees plain tensors.
-    frozen = object.__new__(_frozen_class(type(module)))
+    cls: Any = type(module)
+    frozen: Any = object.__new__(_frozen_class(cls))
     contents = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    names = {*getattr(module, "_pyro_params", ()), *getattr(module, "_pyro_samples", ()), *module._parameters}
-    contents.update((name, getattr(module, name)) for name in names if not name.endswith("_unconstrained"))
+    names = {*module._pyro_params, *module._pyro_samples, *module._parameters, *module._buffers}
+    names -= {f"{name}_unconstrained" for name in module._pyro_params}
+    names -= {f"{name}_{part}" for name, (_, parts) in module._guides.items() for part in parts}  # of its own guide
+    contents.update((name, getattr(module, name)) for name in names)
     contents.update(
         (name, _freeze(child) if _is_pyro_kernel(child) else child) for name, child in module._modules.items()
     )

@@ -8,6 +8,7 @@ broadcast: a variance is ``(...,)``, a length scale ``(..., D)``, ``(..., 1)`` o
 from __future__ import annotations
 
 import math
+import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
@@ -19,6 +20,7 @@ __all__ = ["Kernel", "Product", "Scaled", "Select", "Sum"]
 
 Scalar = Union[float, int, Tensor]
 PriorFunctions = Callable[[Tensor], Tensor]
+_NUMBERS = (int, float, numbers.Real, Tensor)  # NumPy's scalars are numbers.Real
 
 
 def as_tensor(value: Scalar, like: Tensor) -> Tensor:
@@ -33,6 +35,19 @@ def batch_of(value: Scalar, event_dim: int) -> torch.Size:
     if not isinstance(value, Tensor) or value.dim() <= event_dim:
         return torch.Size()
     return value.shape[: value.dim() - event_dim]
+
+
+def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
+    """A hyperparameter of the columns of x, as a scalar or ``(..., 1, 1)`` or ``(..., 1, D)``."""
+    value = as_tensor(value, x)
+    if not value.dim():
+        return value
+    if value.shape[-1] not in (1, x.shape[-1]):
+        raise ValueError(
+            f"{name} has {value.shape[-1]} entries in its last dimension, the inputs have {x.shape[-1]} columns; "
+            f"give one number, shape () or (..., 1), or one per column, (..., {x.shape[-1]})."
+        )
+    return value[..., None, :]
 
 
 class Kernel(ABC):
@@ -77,7 +92,8 @@ class Kernel(ABC):
         """``num`` draws of the zero-mean process as functions of inputs, x ↦ ``(num, ..., N)``.
 
         Exact where the kernel has finite features, otherwise by ``num_features`` random Fourier features
-        (Rahimi and Recht, 2007); ``None`` if the kernel has neither.
+        (Rahimi and Recht, 2007); ``None`` if the kernel has neither. The batch dimensions are those of the
+        hyperparameters and of x, with independent draws along each.
 
         :param x: inputs of the right dtype, device and number of columns, ``(..., N, D)``.
         """
@@ -85,11 +101,12 @@ class Kernel(ABC):
         if phi is not None:
             weights = torch.randn(num, *phi.shape[:-2], phi.shape[-1], 1, dtype=x.dtype, device=x.device)
             return lambda x: (_features(self, x) @ weights)[..., 0]
-        omega = self.frequencies((num, *self.batch_shape, num_features), x)
+        batch = torch.broadcast_shapes(self.batch_shape, x.shape[:-2])
+        omega = self.frequencies((num, *batch, num_features), x)
         if omega is None:
             return None
-        phase = 2 * math.pi * torch.rand(num, *self.batch_shape, 1, num_features, dtype=x.dtype, device=x.device)
-        weights = torch.randn(num, *self.batch_shape, num_features, 1, dtype=x.dtype, device=x.device)
+        phase = 2 * math.pi * torch.rand(num, *batch, 1, num_features, dtype=x.dtype, device=x.device)
+        weights = torch.randn(num, *batch, num_features, 1, dtype=x.dtype, device=x.device)
         amplitude = math.sqrt(2 / num_features)
 
         def functions(x: Tensor) -> Tensor:
@@ -99,7 +116,7 @@ class Kernel(ABC):
         return functions
 
     def __add__(self, other: Union[Kernel, Scalar]) -> Sum:
-        if isinstance(other, Kernel):
+        if not isinstance(other, _NUMBERS):
             return Sum(self, other)
         from .features import Constant
 
@@ -108,7 +125,7 @@ class Kernel(ABC):
     __radd__ = __add__
 
     def __mul__(self, other: Union[Kernel, Scalar]) -> Kernel:
-        if isinstance(other, Kernel):
+        if not isinstance(other, _NUMBERS):
             return Product(self, other)
         return Sum(*(Scaled(term, other) for term in self.terms)) if len(self.terms) > 1 else Scaled(self, other)
 
@@ -196,9 +213,8 @@ class Sum(Kernel):
         return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts if part is not None], -1)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        draws = [
-            term.prior_functions(num, num_features, x) if isinstance(term, Kernel) else None for term in self._terms
-        ]
+        x = _expand(x, self.batch_shape)
+        draws = [prior_functions(term, num, num_features, x) for term in self._terms]
         if any(draw is None for draw in draws):
             return None
 
@@ -224,7 +240,7 @@ class Product(Kernel):
             flat.extend(kernel.factors if isinstance(kernel, Product) else (kernel,))
         if not flat:
             raise ValueError("Product needs at least one kernel, got none")
-        self.factors = tuple(flat)
+        self.factors: tuple[Kernel, ...] = tuple(flat)
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         total = self.factors[0](x, z)
@@ -266,8 +282,14 @@ class Product(Kernel):
             total = omega if total is None else total + omega
         return total
 
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        # Features and frequencies leave out a diagonal term; a factor that has one has no draw.
+        if any(prior_functions(factor, 1, 1, x) is None for factor in self.factors):
+            return None
+        return super().prior_functions(num, num_features, x)
+
     def __repr__(self) -> str:
-        return " * ".join(f"({f!r})" if len(getattr(f, "terms", ())) > 1 else repr(f) for f in self.factors)
+        return " * ".join(_bracketed(factor, Sum) for factor in self.factors)
 
 
 class Scaled(Kernel):
@@ -298,8 +320,12 @@ class Scaled(Kernel):
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         return self.kernel.frequencies(shape, x) if isinstance(self.kernel, Kernel) else None
 
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        draw = prior_functions(self.kernel, num, num_features, _expand(x, self.batch_shape))
+        return None if draw is None else lambda x: as_tensor(self.variance, x).sqrt()[..., None] * draw(x)
+
     def __repr__(self) -> str:
-        return f"{describe(self.variance)} * {self.kernel!r}"
+        return f"{describe(self.variance)} * {_bracketed(self.kernel, Sum)}"
 
 
 class Select(Kernel):
@@ -308,10 +334,12 @@ class Select(Kernel):
     def __init__(self, kernel: Kernel, dims: Union[int, slice, Sequence[int]]) -> None:
         self.kernel = require_kernel(kernel, "Select's kernel")
         if isinstance(dims, slice):
-            if dims.stop is None or dims.stop < 0:
-                raise ValueError(f"k[{dims.start}:{dims.stop}] needs an explicit end: the inputs are not known yet")
+            if dims.stop is None or dims.stop < 0 or (dims.start or 0) < 0:
+                raise ValueError(
+                    f"k[start:stop] needs a stop, and no number below 0, as the inputs are not known yet: got {dims}"
+                )
             dims = range(dims.stop)[dims]
-        dims = (dims,) if isinstance(dims, int) else tuple(int(d) for d in dims)
+        dims = (int(dims),) if isinstance(dims, (int, numbers.Integral)) else tuple(int(d) for d in dims)
         if not dims or min(dims) < 0 or len(set(dims)) < len(dims):
             raise ValueError(f"k[dims] needs distinct column numbers of at least 0, got {dims}")
         self.dims = dims
@@ -349,8 +377,12 @@ class Select(Kernel):
         full[..., list(self.dims)] = omega
         return full
 
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        draw = prior_functions(self.kernel, num, num_features, self._slice(x))
+        return None if draw is None else lambda x: draw(self._slice(x))
+
     def __repr__(self) -> str:
-        inner = f"({self.kernel!r})" if isinstance(self.kernel, (Scaled, Product)) else repr(self.kernel)
+        inner = _bracketed(self.kernel, (Sum, Product, Scaled))
         return f"{inner}[{', '.join(map(str, self.dims))}]"
 
 
@@ -359,6 +391,14 @@ def positive(value: Scalar, name: str) -> Scalar:
     if isinstance(value, (int, float)) and not value > 0:
         raise ValueError(f"{name} must be positive, got {value}")
     return value
+
+
+def _bracketed(kernel: Kernel, types: Any) -> str:
+    return f"({kernel!r})" if isinstance(kernel, types) else repr(kernel)
+
+
+def _expand(x: Tensor, batch: torch.Size) -> Tensor:
+    return x.expand(*torch.broadcast_shapes(batch, x.shape[:-2]), *x.shape[-2:])
 
 
 def _union(kernels: Sequence[Kernel]) -> Optional[tuple[int, ...]]:
@@ -387,6 +427,11 @@ def columns(kernel: Any) -> Optional[tuple[int, ...]]:
 def features(kernel: Any, x: Tensor) -> Optional[Tensor]:
     """The kernel's finite features at x; none for a callable that declares none."""
     return kernel.features(x) if hasattr(kernel, "features") else None
+
+
+def prior_functions(kernel: Any, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+    """Draws of the kernel's process as functions; none for a callable that declares none."""
+    return kernel.prior_functions(num, num_features, x) if hasattr(kernel, "prior_functions") else None
 
 
 def terms(kernel: Any) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .base import Kernel, Scalar, as_tensor, batch_of, describe, positive
+from .base import Kernel, Scalar, as_tensor, batch_of, describe, per_column, positive
 
 __all__ = ["Constant", "FeatureKernel", "Linear", "Polynomial", "RandomFourier", "White"]
 
@@ -68,13 +68,7 @@ class Linear(FeatureKernel):
         self.variance = positive(variance, "Linear's variance")
 
     def features(self, x: Tensor) -> Tensor:
-        root = as_tensor(self.variance, x).sqrt()
-        if root.dim() and root.shape[-1] not in (1, x.shape[-1]):
-            raise ValueError(
-                f"Linear's variance has {root.shape[-1]} entries in its last dimension, the inputs have "
-                f"{x.shape[-1]} columns; give one variance, shape () or (..., 1), or one per column."
-            )
-        return x * (root[..., None, :] if root.dim() else root)
+        return x * per_column(self.variance, x, "Linear's variance").sqrt()
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -147,16 +141,28 @@ class RandomFourier(FeatureKernel):
 
     @staticmethod
     def draw(kernel: type, num: int, dim: int, like: Optional[Tensor] = None) -> Tensor:
-        """``num`` frequencies, ``(num, dim)``, of a stationary kernel class at unit length scale."""
-        return kernel.unit_frequencies((num,), torch.empty(1, dim) if like is None else like.new_empty(1, dim))  # type: ignore[attr-defined]
+        """``num`` frequencies, ``(num, dim)``, of a stationary kernel class at unit length scale.
+
+        :raises ValueError: if ``kernel`` is not a kernel class, or has no spectral density.
+        """
+        x = torch.empty(1, dim) if like is None else like.new_empty(1, dim)
+        omega = None
+        if isinstance(kernel, type) and issubclass(kernel, Kernel):
+            omega = kernel().frequencies((num,), x)
+        if omega is None:
+            raise ValueError(
+                "RandomFourier.draw needs the class of a stationary kernel with a spectral density, such as "
+                f"kernels.RBF or kernels.Matern32, got {kernel!r}"
+            )
+        return omega
 
     def features(self, x: Tensor) -> Tensor:
-        length = as_tensor(self.lengthscale, x)
+        length = per_column(self.lengthscale, x, "RandomFourier's lengthscale")
         if self.omega.shape[-1] != x.shape[-1]:
             raise ValueError(
                 f"RandomFourier's frequencies are for {self.omega.shape[-1]} columns, the inputs have {x.shape[-1]}"
             )
-        angle = (x / (length[..., None, :] if length.dim() else length)) @ self.omega.to(x).mT
+        angle = (x / length) @ self.omega.to(x).mT
         return torch.cat([angle.cos(), angle.sin()], -1) / math.sqrt(self.omega.shape[0])
 
     def diag(self, x: Tensor) -> Tensor:

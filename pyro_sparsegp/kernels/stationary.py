@@ -14,16 +14,13 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .base import Kernel, Scalar, as_tensor, batch_of, describe, positive
+from .base import Kernel, Scalar, as_tensor, batch_of, describe, per_column, positive
 
 __all__ = ["RBF", "Matern12", "Matern32", "Matern52", "Periodic", "RationalQuadratic", "Stationary"]
 
 
 def squared_distance(x: Tensor, z: Tensor) -> Tensor:
     """‖xₙ − zₘ‖², ``(..., N, M)``, by one matrix product; rounding may leave it slightly negative."""
-    # ‖x‖² + ‖z‖² − 2xᵀz cancels least near the origin, and distances do not see a common shift.
-    centre = z.detach().mean(-2, keepdim=True)
-    x, z = x - centre, z - centre
     x2, z2 = x.square().sum(-1, keepdim=True), z.square().sum(-1, keepdim=True)
     left = torch.cat([x, x2, torch.ones_like(x2)], -1)
     right = torch.cat([-2 * z, torch.ones_like(z2), z2], -1)
@@ -92,22 +89,18 @@ class Stationary(Kernel):
 
     def scale(self, x: Tensor) -> Tensor:
         """x/ℓ, ``(..., N, D)``."""
-        length = as_tensor(self.lengthscale, x)
-        if length.dim() and length.shape[-1] not in (1, x.shape[-1]):
-            raise ValueError(
-                f"{type(self).__name__}'s lengthscale has {length.shape[-1]} entries in its last dimension, the "
-                f"inputs have {x.shape[-1]} columns; give one length, shape () or (..., 1), or one per column, "
-                f"(..., {x.shape[-1]})."
-            )
-        return x / (length[..., None, :] if length.dim() else length)
+        return x / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
 
     def profile(self, s: Tensor, same: bool) -> Tensor:
         """g(s), ``(..., N, M)``."""
         return _Radial.apply(s, type(self), same)[0]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        x = self.scale(x)
-        return self.profile(squared_distance(x, x if z is None else self.scale(z)), z is None)
+        # ‖x‖² + ‖z‖² − 2xᵀz cancels least near the origin, and distances do not see a common shift; before
+        # the scaling, whose rounding grows with the inputs' distance from the origin.
+        centre = (x if z is None else z).detach().mean(-2, keepdim=True)
+        left = self.scale(x - centre)
+        return self.profile(squared_distance(left, left if z is None else self.scale(z - centre)), z is None)
 
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(torch.broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
@@ -117,8 +110,7 @@ class Stationary(Kernel):
         return batch_of(self.lengthscale, 1)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
-        length = as_tensor(self.lengthscale, x)
-        return self.unit_frequencies(shape, x) / (length[..., None, :] if length.dim() else length)
+        return self.unit_frequencies(shape, x) / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
 
     def _repr_arguments(self) -> str:
         return describe(self.lengthscale)
@@ -268,13 +260,7 @@ class Periodic(RBF):
         return _Radial.apply(s, RBF, same)[0]
 
     def scale(self, x: Tensor) -> Tensor:
-        period = as_tensor(self.period, x)
-        if period.dim() and period.shape[-1] not in (1, x.shape[-1]):
-            raise ValueError(
-                f"Periodic's period has {period.shape[-1]} entries in its last dimension, the inputs have "
-                f"{x.shape[-1]} columns; give one period or one per column."
-            )
-        angle = x * (2 * math.pi / (period[..., None, :] if period.dim() else period))
+        angle = x * (2 * math.pi / per_column(self.period, x, "Periodic's period"))
         # ‖(cos a, sin a) − (cos a', sin a')‖² = 4 sin²((a − a')/2)
         return torch.cat([super().scale(angle.cos()), super().scale(angle.sin())], -1)
 

@@ -1,0 +1,196 @@
+"""One contract over every family, model and dtype."""
+
+import pyro
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO
+from pyro_sparsegp.families import SVGP, CoupledPrecision, MeanFieldAdditive, OrthogonalInducing
+
+from .models import FAMILIES, additive, bernoulli, data, heteroscedastic, poisson, regression, train
+
+MODELS = {m.__name__: m for m in (regression, bernoulli, poisson, heteroscedastic)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_contract(family, model, dtype, device):
+    torch.set_default_dtype(torch.float32)  # everything must follow the data instead
+    x, y = data(model, dtype=dtype, device=device)
+    guide = AutoSparseGP(model, family)
+    sites = ["f", "g"] if model is heteroscedastic else ["f"]
+
+    # It starts at the prior.
+    guide(x, y)
+    start = guide.posterior(x)
+    assert sorted(start) == sites
+    low_rank = isinstance(family, CoupledPrecision)
+    assert all(abs(q.kl) < (0.05 if low_rank else 1e-5) for q in start.values())
+    for q in start.values():
+        tolerance = 0.2 if low_rank else 1e-4
+        torch.testing.assert_close(q.variance, q.process.variance, rtol=tolerance, atol=0)
+        torch.testing.assert_close(q.mean, q.process.mean, rtol=1e-4, atol=1e-4)
+
+    # It trains: every parameter gets a gradient, nothing becomes NaN, the bound rises.
+    seen = {name: 0.0 for name, _ in guide.named_parameters()}
+
+    def watch(name):
+        def keep(gradient):
+            seen[name] = seen[name] + gradient.abs().sum()
+
+        return keep
+
+    hooks = [p.register_hook(watch(name)) for name, p in guide.named_parameters()]
+    losses = train(model, guide, x, y, steps=200)
+    assert torch.tensor(losses).isfinite().all()
+    assert sum(losses[-20:]) < sum(losses[:20])
+    assert all(total > 0 for total in seen.values()), [name for name, total in seen.items() if not total > 0]
+    assert all(p.isfinite().all() and p.dtype == dtype and p.device == x.device for p in guide.parameters())
+    for hook in hooks:
+        hook.remove()
+
+    # Shapes and the divergence.
+    new = data(model, 7, dtype, device, seed=2)[0]
+    for name, q in guide.posterior(new).items():
+        assert q.mean.shape == q.variance.shape == (7,)
+        assert q.covariance_matrix.shape == (7, 7)
+        assert q.kl.shape == ()
+        assert q.kl > 0
+        assert (q.variance > 0).all()
+        assert q.mean.dtype == dtype
+        assert len(q.components) == 4
+        assert q.paths(3, 64)(new).shape == (3, 7)
+        assert name in repr(q)
+    draws = guide(new)
+    assert draws["f"].shape == draws["y"].shape == (7,)
+    guide.eval()
+    assert guide(new)["f"].shape == (7,)
+    guide.train()
+
+    # Save and load into a freshly made guide, without a dummy call.
+    other = AutoSparseGP(model, family)
+    other.load_state_dict(guide.state_dict())
+    for name, q in other.posterior(new).items():
+        assert torch.equal(q.mean, guide.posterior(new)[name].mean)
+        assert torch.equal(q.covariance_matrix, guide.posterior(new)[name].covariance_matrix)
+    assert type(family).__name__ in repr(family)
+
+
+@pytest.mark.parametrize("family", [SVGP(12), OrthogonalInducing(6, 6), MeanFieldAdditive(6)])
+@pytest.mark.parametrize("init", ["greedy", "kmeans", lambda kernel, x, num: x[:num]])
+def test_initial_inducing_inputs(family, init):
+    family = type(family)(**{**vars(family), "init": init})
+    x, y = data()
+    guide = AutoSparseGP(regression, family)
+    guide(x, y)
+    for name, value in guide.named_parameters():
+        if "inputs" in name:
+            assert value.isfinite().all()
+            assert len(value.unique(dim=0)) == len(value)
+            if init == "greedy":  # rows of x, in the columns that the term reads
+                rows = x if value.shape[-1] == 2 else x[:, [0]] if "term_0" in name else x[:, [1]]
+                assert all((row == rows).all(-1).any() for row in value)
+
+
+def test_greedy_variance_is_the_pivoted_cholesky():
+    from pyro_sparsegp.bases import greedy_variance
+
+    kernel = additive(torch.tensor(1.0), torch.tensor([0.3, 0.4]))
+    x = torch.rand(40, 2)
+    chosen = greedy_variance(kernel, x, 10)
+    for m in range(1, 10):  # each point is where the conditional variance given the earlier ones is largest
+        cross = kernel(x, chosen[:m])
+        variance = kernel.diag(x) - (cross @ kernel(chosen[:m]).inverse() * cross).sum(-1)
+        assert torch.equal(x[variance.argmax()], chosen[m])
+
+
+def test_fixed_and_given_inducing_inputs():
+    x, y = data()
+    z = torch.rand(5, 2)
+    guide = AutoSparseGP(regression, OrthogonalInducing(z, [3, z + 0.1], trainable=False))
+    train(regression, guide, x, y, steps=3)
+    inputs = guide.gps.f.basis.inputs
+    assert [len(part) for part in inputs] == [5, 3, 5]
+    assert torch.equal(inputs[0], z)
+    assert torch.equal(inputs[2], z + 0.1)
+    assert not any("inputs" in name for name, _ in guide.named_parameters())
+    assert torch.equal(guide.state_dict()["gps.f.basis.inputs_0"], z)
+
+
+def test_additive_inputs_a_term():
+    x, y = data()
+    x[:, 1] = (4 * x[:, 1]).round()  # five distinct values: no more points than that
+    z = torch.linspace(0, 1, 4)[:, None]
+    guide = AutoSparseGP(regression, MeanFieldAdditive([z, 9, None, None]))
+    guide(x, y)
+    assert torch.equal(guide.gps.f.basis.term_0.inputs[0], z)
+    assert guide.gps.f.basis.term_1.inputs[0].shape == (5, 1)
+    assert guide.gps.f.basis.sizes == (4, 5, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (SVGP(61), r"site 'f' asks for 61 inducing points.*60 distinct"),
+        (OrthogonalInducing(40, 30), r"site 'f' asks for 70 inducing points"),
+        (SVGP(0), "number of inducing points of at least 1"),
+        (SVGP(2.5), "number of inducing points of at least 1"),
+        (SVGP(torch.rand(4, 3)), r"inducing inputs of site 'f' must be a tensor \(M, 2\), got \(4, 3\)"),
+        (SVGP(torch.full((4, 2), torch.nan)), "contain NaN"),
+        (SVGP(4, init="best"), r"init must be one of \['greedy', 'kmeans'\]"),
+        (SVGP(4, init=lambda kernel, x, num: x), r"init returned inducing inputs of shape \(60, 2\)"),
+        (MeanFieldAdditive([4, 4]), r"lists 2 entries, the kernel of site 'f' has 4 terms"),
+        (MeanFieldAdditive([4, None, None, None]), "no entry for term 1 of site 'f'"),
+    ],
+)
+def test_bad_families(family, message):
+    x, y = data()
+    guide = AutoSparseGP(regression, family)
+    with pytest.raises(ValueError, match=message):
+        guide(x, y)
+    assert guide.structure is None  # nothing half-made is left behind
+    assert not list(guide.parameters())
+
+
+def test_bad_precision_arguments():
+    with pytest.raises(ValueError, match="base must be"):
+        CoupledPrecision(4, base="full")
+    with pytest.raises(ValueError, match="rank must be"):
+        CoupledPrecision(4, rank=0)
+
+
+def test_matern_1024_in_float32_trains():
+    """A 1024-point Matern-3/2 basis in float32 on 8-dimensional uniform inputs (20 steps here, 500 when slow)."""
+    _train_1024(20)
+
+
+@pytest.mark.slow
+def test_matern_1024_in_float32_trains_500_steps():
+    _train_1024(500)
+
+
+def _train_1024(steps):
+    from pyro_sparsegp import GaussianProcess, kernels
+
+    torch.set_default_dtype(torch.float32)
+    x = torch.rand(4096, 8)
+    y = torch.sin(3 * x.sum(-1)) + 0.1 * torch.randn(4096)
+
+    def model(x, y=None, size=None):
+        scale = pyro.param("scale", torch.tensor(1.0), constraint=torch.distributions.constraints.positive)
+        length = pyro.param("length", 0.5 * torch.ones(8), constraint=torch.distributions.constraints.positive)
+        noise = pyro.param("noise", torch.tensor(0.5), constraint=torch.distributions.constraints.positive)
+        f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
+        with pyro.plate("data", size or len(x), subsample=x):
+            pyro.sample("y", pyro.distributions.Normal(f, noise), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(1024))
+    guide(x, y)
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
+    losses = []
+    for _ in range(steps):
+        rows = torch.randint(0, 4096, (256,))
+        losses.append(svi.step(x[rows], y[rows], size=4096))
+    assert torch.tensor(losses).isfinite().all()
+    assert losses[-1] < losses[0]

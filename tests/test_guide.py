@@ -1,0 +1,510 @@
+"""The guide: what it owns, remembers, restores, refuses and warns of."""
+
+import copy
+import io
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer.autoguide import init_to_value
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.families import SVGP, MeanFieldAdditive, OrthogonalInducing
+from pyro_sparsegp.process import SparsePosterior
+
+from .models import data, gaussian, heteroscedastic, regression, train
+
+RBF = kernels.RBF(0.5)
+
+
+def means(guide, x):
+    return guide.posterior(x)["f"].mean.detach()
+
+
+class TestOwnership:
+    def test_two_guides_never_meet(self):
+        x, y = data()
+        first = AutoSparseGP(regression, SVGP(7))
+        train(regression, first, x, y, steps=20)
+        before = means(first, x)
+        second = AutoSparseGP(regression, SVGP(5))
+        second(x, y)
+        assert second.gps.f.basis.sizes == (5,)
+        assert second.posterior(x)["f"].kl.abs() < 1e-10  # fresh, not the first one's
+        train(regression, second, x, y, steps=20)
+        assert torch.equal(means(first, x), before)
+
+    def test_the_parameter_store_does_not_matter(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(7))
+        train(regression, guide, x, y, steps=20)
+        before, stale = means(guide, x), pyro.get_param_store().get_state()
+        pyro.clear_param_store()
+        assert torch.equal(means(guide, x), before)
+        train(regression, guide, x, y, steps=5)
+        after = means(guide, x)
+        assert not torch.equal(after, before)
+        other = AutoSparseGP(regression, SVGP(7))
+        pyro.get_param_store().set_state(stale)
+        other.load_state_dict(guide.state_dict())
+        assert torch.equal(means(other, x), after)
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda guide: pickle.loads(pickle.dumps(guide))])
+    def test_copies_are_guides_of_their_own(self, duplicate):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(7))
+        train(regression, guide, x, y, steps=10)
+        before = means(guide, x)
+        other = duplicate(duplicate(guide))
+        assert torch.equal(means(other, x), before)
+        train(regression, other, x, y, steps=3)
+        assert torch.equal(means(guide, x), before)
+        assert not torch.equal(means(other, x), before)
+
+    def test_module_local_parameters(self):
+        x, y = data()
+        with pyro.settings.context(module_local_params=True):
+            guide = AutoSparseGP(regression, SVGP(7))
+            losses = train(regression, guide, x, y, steps=30)
+            assert losses[-1] < losses[0]
+            assert guide(x[:3])["y"].shape == (3,)
+
+    def test_learning_rates_by_name(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(7))
+        guide(x, y)
+        before = {name: value.clone() for name, value in guide.named_parameters()}
+        optim = pyro.optim.Adam(lambda name: {"lr": 0.1 if "loc_0" in name else 0.0})
+        SVI(regression, guide, optim, TraceQuadrature_ELBO(2)).step(x, y)
+        SVI(regression, guide, optim, TraceQuadrature_ELBO(2)).step(x, y)
+        moved = {name for name, value in guide.named_parameters() if not torch.equal(value, before[name])}
+        assert moved == {"gps.f.coefficients.loc_0_unconstrained"}
+
+
+class TestState:
+    def test_file_round_trip_and_resume(self):
+        x, y = data()
+        guide = AutoSparseGP(heteroscedastic, {"f": SVGP(7), "g": OrthogonalInducing(4, 3)})
+        train(heteroscedastic, guide, x, y, steps=20)
+        file = io.BytesIO()
+        torch.save(guide.state_dict(), file)
+        file.seek(0)
+        other = AutoSparseGP(heteroscedastic, {"f": SVGP(7), "g": OrthogonalInducing(4, 3)})
+        other.load_state_dict(torch.load(file, weights_only=True))
+        assert other.structure == guide.structure
+        assert list(other.state_dict()) == list(guide.state_dict())
+        assert other(x[:5])["y"].shape == (5,)  # remembers that y was observed
+        pyro.set_rng_seed(1)
+        one = train(heteroscedastic, guide, x, y, steps=5)
+        pyro.set_rng_seed(1)
+        assert train(heteroscedastic, other, x, y, steps=5) == pytest.approx(one, rel=1e-10)
+
+    def test_loading_into_a_used_guide_keeps_its_parameters(self):
+        x, y = data()
+        guide, other = AutoSparseGP(regression, SVGP(7)), AutoSparseGP(regression, SVGP(7))
+        train(regression, guide, x, y, steps=5)
+        other(x, y)
+        parameters = list(other.parameters())
+        other.load_state_dict(guide.state_dict())
+        assert all(a is b for a, b in zip(parameters, other.parameters()))
+        assert torch.equal(means(other, x), means(guide, x))
+
+    def test_loading_other_sizes_rebuilds(self):
+        x, y = data()
+        guide, other = AutoSparseGP(regression, SVGP(7)), AutoSparseGP(regression, SVGP(5))
+        train(regression, guide, x, y, steps=5)
+        other(x, y)
+        other.load_state_dict(guide.state_dict())
+        assert torch.equal(means(other, x), means(guide, x))
+
+    def test_wrong_family_or_missing_site_is_an_error(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(7))
+        guide(x, y)
+        with pytest.raises((RuntimeError, KeyError)):
+            AutoSparseGP(regression, MeanFieldAdditive(7)).load_state_dict(guide.state_dict())
+        with pytest.raises(ValueError, match="no family is given for GP site 'f'"):
+            AutoSparseGP(regression, {"h": SVGP(7)}).load_state_dict(guide.state_dict())
+
+    def test_a_fresh_guide_has_an_empty_state(self):
+        guide = AutoSparseGP(regression, SVGP(7))
+        other = AutoSparseGP(regression, SVGP(7))
+        other.load_state_dict(guide.state_dict())
+        assert other.structure is None
+
+    def test_dtype_moves(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(7))
+        train(regression, guide, x, y, steps=5)
+        guide.float()
+        assert guide.posterior(x.float())["f"].mean.dtype == torch.float32
+
+
+class TestSites:
+    def test_other_latents_are_mean_field_and_start_where_told(self):
+        x, y = data()
+        start = {"scale": torch.tensor(2.0), "length": torch.tensor([0.3, 0.4]), "noise": torch.tensor(0.1)}
+        guide = AutoSparseGP(regression, SVGP(7), init_loc_fn=init_to_value(values=start), init_scale=0.01)
+        guide(x, y)
+        for name, value in guide.median(x, y).items():
+            if name in start:
+                torch.testing.assert_close(value, start[name])
+        torch.testing.assert_close(guide.scales.noise, torch.tensor(0.01))
+
+    def test_point_estimates(self):
+        x, y = data()
+        for points in (True, ["length", "noise"]):
+            guide = AutoSparseGP(regression, SVGP(7), point_estimates=points)
+            train(regression, guide, x, y, steps=20)
+            draws = [guide(x, y) for _ in range(2)]
+            assert torch.equal(draws[0]["length"], draws[1]["length"])
+            assert torch.equal(draws[0]["scale"], draws[1]["scale"]) == (points is True)
+            names = [name for name, _ in guide.named_parameters()]
+            assert ("scales.scale_unconstrained" in names) == (points is not True)
+            assert "scales.noise_unconstrained" not in names
+            for elbo in (TraceQuadrature_ELBO(), Trace_ELBO()):
+                assert torch.tensor(elbo.loss(regression, guide, x, y)).isfinite()
+        elbo = TraceQuadrature_ELBO(2)
+        guide = AutoSparseGP(regression, SVGP(7), point_estimates=True)
+        guide(x, y)
+        assert elbo.loss(regression, guide, x, y) == elbo.loss(regression, guide, x, y)
+        with pytest.raises(ValueError, match=r"point_estimates names \['lenght'\]"):
+            AutoSparseGP(regression, SVGP(7), point_estimates=["lenght"])(x, y)
+
+    def test_get_posterior_can_be_overridden(self):
+        class Mine(AutoSparseGP):
+            def get_posterior(self, name, prior):
+                if name == "noise":
+                    return dist.LogNormal(pyro.param("mine", torch.tensor(-1.0)), 0.1)
+                return super().get_posterior(name, prior)
+
+        x, y = data()
+        guide = Mine(regression, SVGP(7))
+        losses = train(regression, guide, x, y, steps=30)
+        assert losses[-1] < losses[0]
+        assert pyro.param("mine") != -1.0
+        assert guide(x[:3])["y"].shape == (3,)
+
+    def test_draws_are_independent_in_train_and_joint_in_eval(self):
+        x, y = data()
+        guide = AutoSparseGP(gaussian(kernels.RBF(5.0)), SVGP(5))
+        guide(x, y)
+        close = torch.zeros(2, 2) + torch.tensor([[0.0], [1e-4]])
+        train_draws = torch.stack([guide(close)["f"] for _ in range(500)])
+        guide.eval()
+        eval_draws = torch.stack([guide(close)["f"] for _ in range(500)])
+        assert abs(train_draws.T.corrcoef()[0, 1]) < 0.2
+        assert eval_draws.T.corrcoef()[0, 1] > 0.99
+
+    def test_posterior_predictive(self):
+        x, y = data(num=80)
+        guide = AutoSparseGP(regression, SVGP(15))
+        train(regression, guide, x, y, steps=400)
+        new, target = data(num=40, seed=3)
+        for draws in (
+            Predictive(regression, guide=guide, num_samples=200)(new)["y"],
+            predict(regression, guide, new, num_samples=200)["y"],
+            torch.stack([guide(new)["y"] for _ in range(200)]),
+        ):
+            assert draws.shape == (200, 40)
+            assert (draws.mean(0) - target).square().mean().sqrt() < 0.35
+            inside = (draws.quantile(0.025, 0) < target) & (target < draws.quantile(0.975, 0))
+            assert inside.double().mean() > 0.8
+
+    def test_posterior_is_differentiable_in_new_inputs(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(7))
+        guide(x, y)
+        new = x[:3].clone().requires_grad_()
+        posterior = guide.posterior(new)["f"]
+        assert isinstance(posterior, SparsePosterior)
+        assert torch.autograd.grad(posterior.variance.sum(), new)[0].abs().sum() > 0
+
+    def test_subsampling_is_off_in_prediction(self):
+        x, y = data()
+
+        def model(x, y=None):
+            plate = pyro.plate("data", len(x), subsample_size=16)
+            f = pyro.sample("f", GaussianProcess(RBF, x[plate.indices]))
+            with plate:
+                local = pyro.sample("local", dist.Normal(0.0, 0.1))
+                return pyro.sample("y", dist.Normal(f + local, 0.2), obs=None if y is None else y[plate.indices])
+
+        guide = AutoSparseGP(model, SVGP(7))
+        assert torch.tensor(train(model, guide, x, y, steps=10)).isfinite().all()
+        assert guide.locs.local_unconstrained.shape == (60,)
+        new = torch.rand(33, 2)
+        assert predict(model, guide, new, num_samples=3)["local"].shape == (3, 33)
+        assert guide.posterior(new)["f"].mean.shape == (33,)
+        assert guide(x, y)["f"].shape == (16,)
+
+    def test_local_latents_at_new_inputs_come_from_the_model(self):
+        x, y = data()
+
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(RBF, x))
+            with pyro.plate("data", len(x)):
+                z = pyro.sample("z", dist.Normal(f, 0.5))
+                return pyro.sample("y", dist.Normal(z, 0.1), obs=y)
+
+        guide = AutoSparseGP(model, SVGP(7))
+        train(model, guide, x, y, steps=100)
+        assert guide(x[:4])["z"].shape == (4,)
+        draws = predict(model, guide, x, num_samples=400)  # the same number of rows, and still new
+        assert abs((draws["z"] - draws["f"]).std() - 0.5) < 0.05
+
+
+class TestRefusals:
+    def test_families(self):
+        x, y = data()
+        with pytest.raises(ValueError, match=r"no family is given for GP site 'g'.*\['f'\]"):
+            AutoSparseGP(heteroscedastic, {"f": SVGP(7)})(x, y)
+        with pytest.raises(ValueError, match="given for 'noise', which is a site that is no Gaussian process"):
+            AutoSparseGP(regression, {"f": SVGP(7), "noise": SVGP(7)})(x, y)
+        with pytest.raises(ValueError, match="given for 'h', which is no site"):
+            AutoSparseGP(regression, {"f": SVGP(7), "h": SVGP(7)})(x, y)
+        with pytest.raises(ValueError, match=r"make an instance, SVGP\(...\)"):
+            AutoSparseGP(regression, SVGP)
+        with pytest.raises(ValueError, match="families must be a family"):
+            AutoSparseGP(regression, {"f": 64})
+        with pytest.raises(ValueError, match="model must be callable"):
+            AutoSparseGP(None, SVGP(7))
+
+    def test_models(self):
+        x, _ = data()
+        with pytest.raises(ValueError, match="no GP site"):
+            AutoSparseGP(lambda: pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(1.0)), SVGP(3))()
+        with pytest.raises(ValueError, match="observes nothing"):
+            AutoSparseGP(regression, SVGP(3))(x)
+
+        def changing(x, y=None, more=False):
+            pyro.sample("f", GaussianProcess(RBF, x))
+            if more:
+                pyro.sample("g", GaussianProcess(RBF, x))
+            pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(0.0))
+
+        guide = AutoSparseGP(changing, SVGP(3))
+        guide(x)
+        with pytest.raises(ValueError, match="GP site 'g' was not there"):
+            guide(x, more=True)
+
+    def test_inputs(self):
+        x, y = data()
+        bad = x.clone()
+        bad[3, 1] = torch.nan
+        with pytest.raises(ValueError, match=r"x must have shape \(N, D\), got \(60,\)"):
+            AutoSparseGP(gaussian(RBF), SVGP(5))(x[:, 0], y)
+        guide = AutoSparseGP(gaussian(RBF), SVGP(5))
+        with pytest.raises(ValueError, match="contains NaN"):
+            guide(bad, y)
+        guide(x, y)
+        with pytest.raises(ValueError, match="contains NaN"):
+            guide(bad, y)
+
+    def test_a_failed_cholesky_names_the_site(self):
+        x, y = data()
+
+        class Broken(kernels.RBF):
+            def __call__(self, x, z=None):
+                k = super().__call__(x, z)
+                return -k if z is None else k
+
+        with pytest.raises(RuntimeError, match=r"K_ZZ of site 'f' \(5 x 5, float64\) failed"):
+            AutoSparseGP(gaussian(Broken()), SVGP(5))(x, y)
+
+    def test_a_site_inside_the_data_plate(self):
+        x, y = data()
+
+        def model(x, y=None, batch=None):
+            with pyro.plate("data", 60, subsample=batch):
+                f = pyro.sample("f", GaussianProcess(RBF, x))
+                return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+        message = r"inside pyro.plate\('data'\).*Sample the process before the plate"
+        with pytest.raises(ValueError, match="site 'f' stands " + message):
+            AutoSparseGP(model, SVGP(5))(x, y)
+        with pytest.raises(ValueError, match="site 'f' stands " + message):
+            AutoSparseGP(model, SVGP(5))(x[:20], y[:10], torch.arange(10))
+        with pytest.raises(ValueError, match="GaussianProcess stands " + message):
+            Predictive(model, num_samples=2)(x)
+
+    def test_independent_processes_inside_another_plate(self):
+        x, y = data()
+
+        def model(x, y=None):
+            with pyro.plate("tasks", 3):
+                f = pyro.sample("f", GaussianProcess(RBF, x))
+            with pyro.plate("rows", 3, dim=-2), pyro.plate("data", len(x), dim=-1):
+                return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+        guide = AutoSparseGP(model, SVGP(5))
+        train(model, guide, x, torch.stack([y, -y, 2 * y]), steps=5)
+        assert guide.posterior(x)["f"].mean.shape == (3, 60)
+
+    def test_vectorised_samples(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(5))
+        message = r"'f' stands inside a plate over samples \(vectorize_particles=True, or Predictive\(parallel=True\)\)"
+        elbo = Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=1)
+        with pytest.raises(ValueError, match=message):
+            SVI(regression, guide, pyro.optim.Adam({}), elbo).step(x, y)
+        guide(x, y)
+        with pytest.raises(ValueError, match=message):
+            SVI(regression, guide, pyro.optim.Adam({}), elbo).step(x, y)
+        with pytest.raises(ValueError, match=message):
+            Predictive(regression, guide=guide, num_samples=2, parallel=True)(x)
+        with pytest.raises(ValueError, match="inside a plate over samples"):
+            Predictive(regression, num_samples=2, parallel=True)(x)
+
+    @pytest.mark.parametrize("where", ["kernel", "inputs", "mean", "gpytorch"])
+    def test_an_unregistered_network(self, where):
+        x, y = data()
+        network = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        if where == "gpytorch":
+            module = pytest.importorskip("gpytorch").kernels.RBFKernel()
+            kernel = kernels.from_gpytorch(module)
+
+        class Warped(kernels.RBF):
+            def __init__(self, network):
+                super().__init__()
+                self.network = network
+
+            def __call__(self, x, z=None):
+                return super().__call__(self.network(x), None if z is None else self.network(z))
+
+        def model(x, y=None, register=False):
+            if register:
+                pyro.module("network", module if where == "gpytorch" else network)
+            if where == "kernel":
+                process = GaussianProcess(Warped(network), x)
+            elif where == "inputs":
+                process = GaussianProcess(RBF, network(x))
+            elif where == "mean":
+                process = GaussianProcess(RBF, x, mean=lambda x: network(x)[:, 0])
+            else:
+                process = GaussianProcess(kernel, x)
+            f = pyro.sample("f", process)
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+        name = "RBFKernel.raw_lengthscale" if where == "gpytorch" else r"Sequential.0.weight in the \w+"
+        guide = AutoSparseGP(model, SVGP(5))
+        with pytest.raises(ValueError, match=rf"would not train: {name}.*pyro.module"):
+            SVI(model, guide, pyro.optim.Adam({}), TraceQuadrature_ELBO(2)).step(x, y)
+        with pytest.raises(ValueError, match="would not train"):
+            SVI(model, guide, pyro.optim.Adam({}), Trace_ELBO()).step(x, y)
+        train(model, guide, x, y, steps=3, register=True)
+        for parameter in network.parameters():
+            parameter.requires_grad_(False)
+        if where != "gpytorch":
+            train(model, AutoSparseGP(model, SVGP(5)), x, y, steps=2)
+
+    def test_a_pyro_module_model_registers_its_network(self):
+        class Model(pyro.nn.PyroModule):
+            def __init__(self):
+                super().__init__()
+                self.network = torch.nn.Linear(2, 1)
+
+            def forward(self, x, y=None):
+                f = pyro.sample("f", GaussianProcess(RBF, self.network(x)))
+                with pyro.plate("data", len(x)):
+                    return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+        x, y = data()
+        model = Model()
+        before = model.network.weight.detach().clone()
+        guide = AutoSparseGP(model, SVGP(5))
+        train(model, guide, x, y, steps=3)
+        assert not torch.equal(model.network.weight, before)
+        assert not any("network" in name for name in guide.state_dict())
+
+    def test_a_mini_batch_without_size_warns_once(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(5))
+        svi = SVI(regression, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
+        svi.step(x, y)
+        svi.step(x[:10], y[:10], size=60)
+        svi.evaluate_loss(x[:10], y[:10])
+        with pytest.warns(UserWarning, match="site 'y' observes 10 values in this step, 60 in the first.*size=N"):
+            svi.step(x[:10], y[:10])
+        svi.step(x[:10], y[:10])
+
+    def test_local_latents_need_row_numbers(self):
+        x, y = data()
+
+        def model(x, y=None, size=None):
+            f = pyro.sample("f", GaussianProcess(RBF, x))
+            with pyro.plate("data", size or len(x), subsample=x):
+                z = pyro.sample("z", dist.Normal(f, 0.5))
+                return pyro.sample("y", dist.Normal(z, 0.1), obs=y)
+
+        guide = AutoSparseGP(model, SVGP(5))
+        guide(x, y)
+        with pytest.raises(ValueError, match=r"'z' inside pyro.plate.*plate.indices"):
+            guide(x[:10], y[:10], size=60)
+
+    def test_an_interrupted_first_call_leaves_nothing(self):
+        x, y = data()
+        fail = [True]
+
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(RBF, x))
+            if fail[0]:
+                raise KeyboardInterrupt
+            pyro.sample("y", dist.Normal(f, 0.1).to_event(1), obs=y)
+
+        guide = AutoSparseGP(model, SVGP(5))
+        with pytest.raises(KeyboardInterrupt):
+            guide(x, y)
+        assert not list(guide.parameters())
+        fail[0] = False
+        train(model, guide, x, y, steps=2)
+
+
+def test_one_data_point_and_one_inducing_point():
+    x, y = data(num=1)
+    guide = AutoSparseGP(regression, SVGP(1))
+    assert torch.tensor(train(regression, guide, x, y, steps=5)).isfinite().all()
+    assert guide(x)["y"].shape == (1,)
+
+
+def test_one_run_of_the_model_a_step():
+    x, y = data()
+    count = [0]
+
+    def model(x, y=None):
+        count[0] += 1
+        return regression(x, y)
+
+    guide = AutoSparseGP(model, SVGP(5))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    svi.step(x, y)
+    count[0] = 0
+    svi.step(x, y)
+    assert count[0] == 1
+
+
+def test_from_pyro_kernels_train_inside_a_model():
+    from pyro.contrib.gp import kernels as pyro_kernels
+
+    class Model(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.kernel = pyro_kernels.RBF(2)
+            self.kernel.lengthscale = pyro.nn.PyroSample(dist.LogNormal(0.0, 1.0))
+
+        def forward(self, x, y=None):
+            f = pyro.sample("f", GaussianProcess(kernels.from_pyro(self.kernel), x))
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    x, y = data()
+    model = Model()
+    guide = AutoSparseGP(model, SVGP(8))
+    losses = train(model, guide, x, y, steps=60)
+    assert losses[-1] < losses[0]
+    assert set(guide.structure.latents) == {"kernel.lengthscale"}
+    assert model.kernel.variance != 1.0

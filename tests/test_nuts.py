@@ -1,0 +1,156 @@
+"""The unchanged model under prior predictive sampling and NUTS, with and without whitening."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import MCMC, NUTS, Predictive
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, Whitening, WhitenReparam, kernels, predict
+from pyro_sparsegp.families import SVGP
+from pyro_sparsegp.predict import _Known
+
+from .models import data, train
+
+
+def model(x, y=None, size=None):
+    """The README's model."""
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    length = pyro.sample("length", dist.LogNormal(x.new_zeros(x.shape[-1]), 1.0).to_event(1))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def test_prior_predictive():
+    draws = Predictive(model, num_samples=5)(torch.rand(8, 2))
+    assert draws["y"].shape == (5, 8)
+
+
+def test_whitening_changes_nothing_but_the_coordinates():
+    x, y = data(num=10)
+    white = poutine.reparam(model, config=Whitening())
+    trace = poutine.trace(poutine.condition(white, {"scale": torch.tensor(1.5)})).get_trace(x, y)
+    noise, f = trace.nodes["f_whitened"]["value"], trace.nodes["f"]["value"]
+    process = GaussianProcess(1.5 * kernels.Matern32(trace.nodes["length"]["value"]), x)
+    torch.testing.assert_close(f, process.scale_tril @ noise)
+    # log p(ε) − log |L| = log p(f)
+    log_det = process.scale_tril.diagonal().log().sum()
+    density = trace.nodes["f_whitened"]["fn"].log_prob(noise) - log_det
+    torch.testing.assert_close(density, process.log_prob(f))
+    # a value given for f is taken back to ε
+    with poutine.trace():
+        result = WhitenReparam().apply({"name": "f", "fn": process, "value": f, "is_observed": False})
+    torch.testing.assert_close(result["value"], f)
+    with pytest.raises(ValueError, match="site 'z' is a Normal"):
+        WhitenReparam().apply({"name": "z", "fn": dist.Normal(0.0, 1.0), "value": None, "is_observed": False})
+
+
+def test_whitening_of_several_outputs():
+    def several(x):
+        pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x).expand([3]).to_event(1))
+
+    trace = poutine.trace(poutine.reparam(several, config=Whitening())).get_trace(torch.rand(4, 2))
+    assert trace.nodes["f_whitened"]["value"].shape == trace.nodes["f"]["value"].shape == (3, 4)
+
+
+def test_predictions_from_draws_are_the_conditional_process():
+    x, y = data(num=12)
+    new = torch.rand(5, 2)
+    sample = {"scale": torch.tensor(1.2), "length": torch.tensor([0.4, 0.6]), "noise": torch.tensor(0.2)}
+    kernel = 1.2 * kernels.Matern32(sample["length"])
+    f = GaussianProcess(kernel, x).sample()
+    many = {name: value.expand(4000, *value.shape) for name, value in (sample | {"f": f}).items()}
+    draws = predict(model, many, new, data=(x, y))
+    exact = GaussianProcess(kernel, new).given(x, f)
+    assert draws["f"].shape == draws["y"].shape == (4000, 5)
+    torch.testing.assert_close(draws["f"].mean(0), exact.mean, atol=0.06, rtol=0)
+    torch.testing.assert_close(draws["f"].T.cov(), exact.covariance_matrix, atol=0.06, rtol=0)
+    assert abs((draws["y"] - draws["f"]).std() - 0.2) < 0.01
+    # at the training inputs, the same f comes back
+    again = predict(model, many, x, data=(x, y), num_samples=3)
+    torch.testing.assert_close(again["f"], f.expand(3, 12), atol=2e-3, rtol=0)
+    white = {k: v for k, v in many.items() if k != "f"}
+    white["f_whitened"] = torch.linalg.solve(GaussianProcess(kernel, x).scale_tril, f).expand(4000, 12)
+    known = _Known(model, {k: v[0] for k, v in white.items()}, (x, y), {})
+    torch.testing.assert_close(known.known["f"][1], f)
+
+
+def test_predict_refuses():
+    x, y = data(num=12)
+    with pytest.raises(ValueError, match="must be an AutoSparseGP guide"):
+        predict(model, 3, x)
+    with pytest.raises(ValueError, match=r"pass data=\(x, y\)"):
+        predict(model, {"f": torch.zeros(2, 12)}, x)
+    with pytest.raises(ValueError, match="no draws of GP site 'f'"):
+        predict(model, {"scale": torch.ones(2)}, x, data=(x, y))
+    with pytest.raises(ValueError, match="has not run"):
+        predict(model, MCMC(NUTS(model), num_samples=1), x)
+    with pytest.raises(ValueError, match="num_samples"):
+        predict(model, {"f": torch.zeros(2, 12)}, x, data=(x, y), num_samples=3)
+
+
+def test_predict_under_another_likelihood():
+    x, y = data(num=12)
+    guide = AutoSparseGP(model, SVGP(4))
+    train(model, guide, x, y, steps=3)
+
+    def other(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(), x))
+        return pyro.sample("positive", dist.Delta((f > 0).double()).to_event(1))
+
+    assert predict(other, guide, x, num_samples=2)["positive"].shape == (2, 12)
+
+
+def test_svi_overlaps_nuts():
+    """The SVI posterior of the hyperparameters overlaps NUTS', on 40 rows."""
+    x, y = data(num=40)
+    pyro.set_rng_seed(2)
+    mcmc = MCMC(
+        NUTS(poutine.reparam(model, config=Whitening())), num_samples=150, warmup_steps=150, disable_progbar=True
+    )
+    mcmc.run(x, y)
+    exact = mcmc.get_samples()
+    guide = AutoSparseGP(model, SVGP(20))
+    train(model, guide, x, y, steps=1500, lr=0.02)
+    with torch.no_grad():
+        draws = [guide(x, y) for _ in range(400)]
+    for name in ("scale", "length", "noise"):
+        a = exact[name].log().reshape(150, -1)
+        b = torch.stack([d[name] for d in draws]).log().reshape(400, -1)
+        shift = (a.mean(0) - b.mean(0)).abs() / (a.var(0) + b.var(0)).sqrt()
+        assert (shift < 1.0).all(), (name, shift)
+    new, target = data(num=30, seed=5)
+    nuts = predict(model, mcmc, new)["f"].mean(0)
+    svi = predict(model, guide, new)["f"].mean(0)
+    assert (nuts - svi).square().mean().sqrt() < 0.15
+    assert (nuts - target).square().mean().sqrt() < 0.4
+
+
+def test_hmc_survives_a_failed_cholesky():
+    x, _ = data(num=15)
+    failures = [0]
+
+    class Fragile(kernels.RBF):
+        def __call__(self, x, z=None):
+            k = super().__call__(x, z)
+            if self.lengthscale > 1.5:
+                failures[0] += 1
+                return k * torch.nan
+            return k
+
+    def fragile(x, y):
+        length = pyro.sample("length", dist.LogNormal(-1.0, 0.5))
+        f = pyro.sample("f", GaussianProcess(Fragile(length), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    pyro.set_rng_seed(1)
+    white = poutine.reparam(fragile, config=Whitening())
+    start = {"length": torch.tensor(-0.5), "f_whitened": torch.zeros(15)}
+    mcmc = MCMC(NUTS(white), num_samples=30, warmup_steps=20, initial_params=start, disable_progbar=True)
+    mcmc.run(x, x.new_zeros(15))
+    assert failures[0] > 0
+    assert (mcmc.get_samples()["length"] <= 1.5).all()

@@ -1,0 +1,341 @@
+"""The quadrature bound: values, axes, what is drawn, and agreement with Pyro's ELBOs."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.poutine import Trace
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SVGP, CoupledPrecision, OrthogonalInducing
+from pyro_sparsegp.guide import Structure
+from pyro_sparsegp.inference.quadrature import quadrature_axes
+
+from .models import bernoulli, data, estimate, heteroscedastic, poisson, regression, train
+
+RBF = kernels.RBF(0.5)
+
+
+def fitted(model, *args, family=None, steps=40):
+    guide = AutoSparseGP(model, family or SVGP(8))
+    train(model, guide, *args, steps=steps, lr=0.05)
+    return guide
+
+
+@pytest.mark.parametrize("model", [regression, bernoulli, poisson, heteroscedastic])
+def test_three_elbos_agree(model):
+    x, y = data(model, 30)
+    guide = fitted(model, x, y, family=CoupledPrecision(5))
+    means = [
+        estimate(loss, model, guide, x, y) for loss in (Trace_ELBO(), TraceMeanField_ELBO(), TraceQuadrature_ELBO())
+    ]
+    reference = means.pop()
+    for mean, error in means:
+        assert abs(mean - reference[0]) < 5 * (error**2 + reference[1] ** 2) ** 0.5
+
+
+def test_three_elbos_agree_in_gradient():
+    x, y = data(bernoulli, 30)
+    model = gaussian_logits(RBF)
+    guide = fitted(model, x, y, steps=5)
+    parameters = list(guide.parameters())
+
+    def gradient(loss, num):
+        total = sum(loss.differentiable_loss(model, guide, x, y) for _ in range(num)) / num
+        return torch.cat([g.flatten() for g in torch.autograd.grad(total, parameters)])
+
+    exact = gradient(TraceQuadrature_ELBO(), 1)
+    for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
+        torch.testing.assert_close(gradient(loss, 600), exact, atol=0.15 * exact.abs().max().item(), rtol=0.1)
+
+
+def gaussian_logits(kernel):
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    return model
+
+
+def test_quadrature_against_a_fine_grid():
+    x, y = data(bernoulli, 20)
+    model = gaussian_logits(RBF)
+    guide = fitted(model, x, y)
+    q = guide.posterior(x)["f"]
+    t = torch.linspace(-9, 9, 4001)[:, None]
+    f = q.mean + q.stddev * t
+    weights = torch.exp(-0.5 * t**2) * (t[1] - t[0]) / (2 * torch.pi) ** 0.5
+    exact = (weights * dist.Bernoulli(logits=f).log_prob(y)).sum() - q.kl
+    assert abs(-TraceQuadrature_ELBO(30).loss(model, guide, x, y) - exact) < 1e-8
+
+
+def test_two_sites_use_the_product_grid():
+    x, y = data(heteroscedastic, 20)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(RBF, x))
+        g = pyro.sample("g", GaussianProcess(0.3 * RBF, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+    guide = fitted(model, x, y)
+    assert guide.structure.interactions == [["f", "g"]]
+    f, g = (guide.posterior(x)[name] for name in "fg")
+    # E log N(y; f, e^g) = −E g − ½ log 2π − ½ E[(y − f)²] E[e^(−2g)]
+    square = (y - f.mean).square() + f.variance
+    decay = torch.exp(-2 * g.mean + 2 * g.variance)
+    exact = (-g.mean - 0.5 * torch.log(torch.tensor(2 * torch.pi)) - 0.5 * square * decay).sum() - f.kl - g.kl
+    assert abs(-TraceQuadrature_ELBO(20).loss(model, guide, x, y) - exact) < 1e-6 * abs(exact)
+
+
+def _structure(dependence, shapes=None, inner=(), interactions=()):
+    gps = {name: {"batch_shape": (shapes or {}).get(name, [])} for name in dependence}
+    return Structure(gps=gps, dependence=dependence, inner=list(inner), interactions=[list(p) for p in interactions])
+
+
+@pytest.mark.parametrize(
+    ("structure", "axes"),
+    [
+        (_structure({"f": "elementwise"}), {"f": (0,)}),
+        (_structure({"f": "elementwise", "g": "elementwise"}), {"f": (0,), "g": (0,)}),
+        (_structure({"f": "elementwise", "g": "elementwise"}, interactions=["fg"]), {"f": (0,), "g": (1,)}),
+        (_structure({"f": "datawise"}, {"f": [2]}), {"f": (0, 1)}),
+        (_structure({"f": "datawise"}, {"f": [3]}), {}),
+        (_structure({"f": "coupled", "g": "elementwise"}), {"g": (0,)}),
+        (_structure({"f": "datawise", "g": "elementwise"}, {"f": [3]}, inner="f"), {"g": (0,)}),
+        (_structure(dict.fromkeys("fgh", "elementwise"), interactions=["fg", "gh", "fh"]), {}),
+        (
+            _structure(dict.fromkeys("fghk", "elementwise"), interactions=["fg", "gh", "fh"]),
+            {"k": (0,)},
+        ),
+        (_structure(dict.fromkeys("fgh", "elementwise"), interactions=["fg", "gh"]), {"f": (0,), "g": (1,), "h": (0,)}),
+    ],
+)
+def test_axes(structure, axes):
+    assert quadrature_axes(structure) == axes
+
+
+def test_sites_that_never_meet_share_an_axis():
+    x, y = data(num=20)
+
+    def model(x, y=None):
+        for name in "abc":
+            f = pyro.sample(name, GaussianProcess(RBF, x))
+            with pyro.plate("data_" + name, len(x)):
+                pyro.sample("y_" + name, dist.Normal(f, 0.3), obs=None if y is None else y)
+
+    guide = fitted(model, x, y)
+    single = sum(
+        dist.Normal(q.mean, 0.3).log_prob(y).sum() - q.variance.sum() / (2 * 0.3**2) - q.kl
+        for q in guide.posterior(x).values()
+    )
+    assert abs(-TraceQuadrature_ELBO(5).loss(model, guide, x, y) - single) < 1e-7 * abs(single)
+
+
+def test_deep_gp_draws_the_inner_layer():
+    x, y = data(num=25)
+
+    def model(x, y=None):
+        inner = pyro.sample("inner", GaussianProcess(RBF, x, mean=lambda x: x.sum(-1)).expand([2]).to_event(1))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), torch.cat([inner.mT, x], -1)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    guide = fitted(model, x, y)
+    assert guide.structure.inner == ["inner"]
+    assert quadrature_axes(guide.structure) == {"f": (0,)}
+    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=1500)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=1500)
+    assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
+    assert integrated[1] < drawn[1]
+    assert guide(x[:4])["y"].shape == (4,)
+    assert guide.posterior(x[:4])["inner"].mean.shape == (2, 4)
+
+
+def test_vector_valued_softmax_and_separate_outputs():
+    x, y = data(num=25)
+    label = (y > y.median()).long()
+
+    def softmax(x, y=None, outputs=2):
+        f = pyro.sample("f", GaussianProcess(RBF, x).expand([outputs]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
+
+    guide = fitted(softmax, x, label)
+    assert quadrature_axes(guide.structure) == {"f": (0, 1)}
+    sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=1500)
+    assert abs(TraceQuadrature_ELBO(15).loss(softmax, guide, x, label) - sampled[0]) < 5 * sampled[1]
+
+    def separate(x, y=None):
+        f = pyro.sample("f", GaussianProcess(RBF, x).expand([3]).to_event(1))
+        with pyro.plate("outputs", 3, dim=-2), pyro.plate("data", len(x), dim=-1):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    guide = fitted(separate, x, torch.stack([y, -y, 2 * y]))
+    assert quadrature_axes(guide.structure) == {"f": (0,)}
+    with pytest.warns(UserWarning, match="more than 2 function values.*Monte Carlo"):
+        fitted(lambda x, y=None: softmax(x, y, 3), x, label, steps=2)
+
+
+def test_coupled_likelihood_is_drawn_jointly():
+    """E_q log N(y; Af, σ²) needs the covariances of q: −½ tr(AΣAᵀ)/σ²."""
+    x, _ = data(num=20)
+    a = torch.randn(4, 20)
+    y = torch.randn(4)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(RBF, x))
+        return pyro.sample("y", dist.Normal(a @ f, 0.7).to_event(1), obs=y)
+
+    with pytest.warns(UserWarning, match="couples values of the GP site f"):
+        guide = fitted(model, x, y)
+    assert guide.structure.dependence == {"f": "coupled"}
+    q = guide.posterior(x)["f"]
+    fit = dist.Normal(a @ q.mean, 0.7).log_prob(y).sum()
+    exact = fit - (a @ q.covariance_matrix @ a.mT).trace() / (2 * 0.7**2) - q.kl
+    for loss in (TraceQuadrature_ELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
+        mean, error = estimate(loss, model, guide, x, y, num=2000)
+        assert abs(-mean - exact) < 5 * error
+
+
+def test_groups_other_plates_and_local_latents():
+    x, y = data(num=20)
+    group = torch.randint(0, 20, (50,))
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(RBF, x))
+        with pyro.plate("levels", 4):
+            level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 50):
+            z = pyro.sample("z", dist.Normal(f[group] + level[group % 4], 0.5))
+            return pyro.sample("y", dist.Normal(z, 0.2), obs=y)
+
+    guide = fitted(model, x, y[group])
+    assert guide.structure.dependence == {"f": "elementwise"}
+    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=800)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=800)
+    assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
+
+
+def test_masks_scales_and_factors():
+    x, y = data(num=20)
+    observed = torch.rand(20) < 0.5
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(RBF, x))
+        with pyro.plate("data", len(x)), pyro.poutine.mask(mask=observed), pyro.poutine.scale(scale=0.5):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+        pyro.factor("pull", -f.square().sum())
+
+    guide = fitted(model, x, y)
+    q = guide.posterior(x)["f"]
+    fit = dist.Normal(q.mean, 0.3).log_prob(y) - q.variance / (2 * 0.3**2)
+    exact = 0.5 * fit[observed].sum() - (q.mean.square() + q.variance).sum() - q.kl
+    assert abs(-TraceQuadrature_ELBO(3).loss(model, guide, x, y) - exact) < 1e-8 * abs(exact)
+
+
+class OldStyle(torch.autograd.Function):
+    """A function without setup_context, which functorch refuses wherever it stands."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 1 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("where", ["before f", "after f"])
+def test_a_model_that_vmap_refuses(where):
+    x, y = data(num=20)
+
+    class Old(kernels.RBF):
+        def __call__(self, x, z=None):
+            return OldStyle.apply(super().__call__(x, z))
+
+    def model(x, y=None, old=True):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        plate = pyro.plate("data", len(x), subsample_size=15)
+        kernel = Old(scale) if old and where == "before f" else kernels.RBF(scale)
+        f = pyro.sample("f", GaussianProcess(kernel, x[plate.indices]))
+        if old and where == "after f":
+            f = OldStyle.apply(f)
+        with plate:
+            z = pyro.sample("z", dist.Normal(f, scale))
+            return pyro.sample("y", dist.Normal(z, scale), obs=y[plate.indices])
+
+    guide = fitted(lambda x, y: model(x, y, old=False), x, y, steps=5)
+    slow = AutoSparseGP(model, SVGP(8))
+    slow.load_state_dict(guide.state_dict())
+    elbo = TraceQuadrature_ELBO(4)
+    if where == "after f":
+        with pytest.warns(UserWarning, match="vmap refuses what this model does.*4 times a step"):
+            elbo.loss(model, slow, x, y)
+    pyro.set_rng_seed(5)
+    first = elbo.loss(model, slow, x, y)
+    pyro.set_rng_seed(5)
+    assert abs(first - TraceQuadrature_ELBO(4).loss(guide.model, guide, x, y)) < 1e-9
+    assert torch.tensor(train(model, slow, x, y, steps=3, loss=elbo)).isfinite().all()
+    assert list(elbo._ways.values()) == [1 if where == "before f" else 2]
+
+
+def test_a_users_own_error_is_not_hidden():
+    x, y = data(num=20)
+
+    def model(x, y=None, broken=False):
+        f = pyro.sample("f", GaussianProcess(RBF, x))
+        if broken:
+            raise ValueError("my own mistake")
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    guide = fitted(model, x, y, steps=2)
+    with pytest.raises(ValueError, match="my own mistake"):
+        TraceQuadrature_ELBO().loss(model, guide, x, y, broken=True)
+
+
+def test_deterministic_without_other_latents_and_keeps_no_graph():
+    x, y = data(bernoulli, 20)
+    model = gaussian_logits(RBF)
+    guide = fitted(model, x, y)
+    elbo = TraceQuadrature_ELBO()
+    assert elbo.loss(model, guide, x, y) == elbo.loss(model, guide, x, y)
+    assert len(guide.trace.nodes) == len(Trace().nodes)
+    assert elbo(model, guide)(x, y).requires_grad
+
+
+def test_other_latents_are_one_draw_a_particle():
+    x, y = data(num=20)
+    guide = fitted(regression, x, y)
+    many = estimate(TraceQuadrature_ELBO(2, num_particles=20), regression, guide, x, y, num=60)
+    one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=600)
+    assert abs(many[0] - one[0]) < 5 * (many[1] ** 2 + one[1] ** 2) ** 0.5
+    assert many[1] * 60**0.5 < 0.6 * one[1] * 600**0.5
+
+
+def test_bad_arguments():
+    x, y = data(num=20)
+    with pytest.raises(ValueError, match="num_nodes"):
+        TraceQuadrature_ELBO(0)
+    with pytest.raises(ValueError, match="vectorize_particles=True"):
+        TraceQuadrature_ELBO(vectorize_particles=True, num_particles=3)
+    normal = pyro.infer.autoguide.AutoNormal(regression)
+    with pytest.raises(ValueError, match="needs an AutoSparseGP guide, got AutoNormal"):
+        SVI(regression, normal, pyro.optim.Adam({}), TraceQuadrature_ELBO()).step(x, y)
+
+    class Discrete(AutoSparseGP):
+        def get_posterior(self, name, prior):
+            if name == "z":
+                return dist.Poisson(torch.ones(()))
+            return super().get_posterior(name, prior)
+
+    def model(x, y=None):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(z + pyro.sample("f", GaussianProcess(RBF, x)), 1.0).to_event(1), obs=y)
+
+    guide = Discrete(model, OrthogonalInducing(3, 3))
+    with pytest.raises(ValueError, match="site 'z' has a posterior without reparameterised draws"):
+        TraceQuadrature_ELBO().loss(model, guide, x, y)

@@ -1,0 +1,208 @@
+"""Statements that hold exactly, or at the optimum, as tests."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.distributions import MultivariateNormal
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import (
+    SVGP,
+    CoupledCovariance,
+    CoupledPrecision,
+    InducingFamily,
+    MeanFieldAdditive,
+    OrthogonalInducing,
+    OrthogonallyDecoupled,
+)
+from pyro_sparsegp.posteriors import FullCholesky
+
+from .models import additive, data, gaussian, maximise
+
+KERNEL = 1.5 * kernels.Matern32(torch.tensor([0.4, 0.8]))
+NOISE = 0.2
+
+
+def evidence(x, y, kernel=KERNEL):
+    return MultivariateNormal(torch.zeros(len(x)), kernel(x) + NOISE**2 * torch.eye(len(x))).log_prob(y).item()
+
+
+def titsias(x, y, z, kernel=KERNEL):
+    """log N(y; 0, Q + σ²I) − tr(K − Q)/(2σ²) (Titsias, 2009, eq. 9)."""
+    q = kernel(x, z) @ torch.linalg.solve(kernel(z) + 1e-8 * kernel.diag(z).mean() * torch.eye(len(z)), kernel(z, x))
+    fit = MultivariateNormal(torch.zeros(len(x)), q + NOISE**2 * torch.eye(len(x))).log_prob(y)
+    return (fit - (kernel.diag(x).sum() - q.trace()) / (2 * NOISE**2)).item()
+
+
+class OneBlock(InducingFamily):
+    """Two sets under one full covariance."""
+
+    def sets(self):
+        return [Z1, Z2]
+
+    def new_coefficients(self):
+        return FullCholesky
+
+
+Z1, Z2 = torch.rand(6, 2, dtype=torch.float64), torch.rand(5, 2, dtype=torch.float64)
+
+
+def test_one_block_is_svgp_on_the_union():
+    x = torch.rand(9, 2)
+    process = GaussianProcess(KERNEL, x)
+    pair, union = OneBlock().build(process, "f"), SVGP(torch.cat([Z1, Z2])).build(process, "f")
+    noise = 0.3 * torch.randn(11), 0.3 * torch.randn(11, 11)
+    for module in (pair, union):
+        module.coefficients.loc_0_unconstrained.data.add_(noise[0])
+        module.coefficients.scale_tril_0_unconstrained.data.add_(noise[1])
+    one, other = pair(process, "f"), union(process, "f")
+    torch.testing.assert_close(one.mean, other.mean)
+    torch.testing.assert_close(one.covariance_matrix, other.covariance_matrix)
+    torch.testing.assert_close(one.kl, other.kl)
+
+
+def test_identity_second_block_is_the_orthogonally_decoupled_family():
+    """Salimbeni et al., 2018: mean c(x, O)a, a covariance that ignores O, and KL term ½aᵀC_OO a."""
+    x = torch.rand(9, 2)
+    process = GaussianProcess(KERNEL, x, jitter=1e-12)
+    module = OrthogonallyDecoupled(Z1, Z2).build(process, "f")
+    solve = OrthogonalInducing(Z1, Z2).build(process, "f")
+    for name, parameter in module.named_parameters():
+        if "inputs" not in name:
+            parameter.data.add_(0.3 * torch.randn(parameter.shape))
+            solve.get_parameter(name).data.copy_(parameter)
+    q, s = module(process, "f"), solve(process, "f")
+    torch.testing.assert_close(q.covariance_matrix, s.covariance_matrix)  # S₂ = I there, at its start
+    torch.testing.assert_close(q.kl, s.kl)
+    alone = SVGP(Z1).build(process, "f")
+    for part in ("loc_0", "scale_tril_0"):
+        getattr(alone.coefficients, part + "_unconstrained").data.copy_(
+            getattr(module.coefficients, part + "_unconstrained")
+        )
+    first = alone(process, "f")
+    torch.testing.assert_close(q.variance, first.variance)
+
+    def c(a, b):
+        return KERNEL(a, b) - KERNEL(a, Z1) @ torch.linalg.solve(KERNEL(Z1), KERNEL(Z1, b))
+
+    factor = torch.linalg.cholesky(c(Z2, Z2))
+    a = torch.linalg.solve_triangular(factor.mT, q.coefficients.loc[1][:, None], upper=True)
+    torch.testing.assert_close(q.mean, first.mean + (c(x, Z2) @ a)[:, 0])
+    torch.testing.assert_close(q.kl, first.kl + 0.5 * (a.mT @ c(Z2, Z2) @ a)[0, 0])
+
+
+@pytest.mark.parametrize("family", [lambda z: SVGP(z, trainable=False), lambda z: OneBlockOf(z)])
+def test_inducing_points_at_the_data_reach_the_evidence(family):
+    x, y = data(num=40)
+    _, bound = maximise(gaussian(KERNEL, NOISE), family(x), x, y, iterations=1000)
+    assert evidence(x, y) - 0.01 < bound <= evidence(x, y) + 1e-6
+
+
+class OneBlockOf(InducingFamily):
+    def __init__(self, z):
+        super().__init__(trainable=False)
+        object.__setattr__(self, "z", z)
+
+    def sets(self):
+        return [self.z[:15], self.z[15:]]
+
+    def new_coefficients(self):
+        return FullCholesky
+
+
+def test_svgp_reaches_titsias_bound():
+    x, y = data(num=80)
+    guide, bound = maximise(gaussian(KERNEL, NOISE), SVGP(10), x, y)
+    z = guide.gps.f.basis.inputs[0].detach()
+    assert titsias(x, y, z) - 0.1 < bound <= titsias(x, y, z) + 1e-6
+    assert bound < evidence(x, y)
+
+
+def test_solve_gp_lies_between_its_parts():
+    """More points never hurt, and block-diagonal is no better than full (paper 1, section 3.3)."""
+    x, y = data(num=80)
+    model = gaussian(KERNEL, NOISE)
+    z, o = x[:8], x[8:14]
+    bounds = [
+        maximise(model, family, x, y)[1]
+        for family in (
+            SVGP(z, trainable=False),
+            OrthogonallyDecoupled(z, o, trainable=False),
+            OrthogonalInducing(z, o, trainable=False),
+            SVGP(torch.cat([z, o]), trainable=False),
+        )
+    ]
+    assert bounds == sorted(bounds)
+    assert bounds[2] > bounds[1] + 0.01
+    assert bounds[3] < evidence(x, y)
+
+
+def test_two_nodes_are_exact_for_a_gaussian_likelihood():
+    x, y = data(num=30)
+    model = gaussian(KERNEL, NOISE)
+    guide, _ = maximise(model, SVGP(6), x, y, iterations=5)
+    q = guide.posterior(x)["f"]
+    closed = (dist.Normal(q.mean, NOISE).log_prob(y).sum() - q.variance.sum() / (2 * NOISE**2) - q.kl).item()
+    for num_nodes in (2, 20):
+        bound = -TraceQuadrature_ELBO(num_nodes).loss(model, guide, x, y)
+        assert math.isclose(bound, closed, rel_tol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def additive_bounds():
+    """Bounds on additive data with correlated inputs, by family; inducing inputs and hyperparameters fixed."""
+    torch.set_default_dtype(torch.float64)
+    x, y = data(num=80)
+    x = torch.stack([x[:, 0], 0.7 * x[:, 0] + 0.3 * x[:, 1]], -1)
+    kernel = additive(torch.tensor(1.0), torch.tensor([0.4, 0.4]))
+    z = torch.linspace(0, 1, 6)[:, None]
+    num = 6 + 6 + 2 + 1
+
+    def bound(kind, **options):
+        family = kind([z, z, None, None], trainable=False, **options)
+        return maximise(gaussian(kernel, NOISE), family, x, y, iterations=600)[1]
+
+    return {
+        "mean field": bound(MeanFieldAdditive),
+        "coupled": bound(CoupledPrecision),
+        "full rank": bound(CoupledPrecision, rank=num),
+        "identity, full rank": bound(CoupledPrecision, rank=num, base="identity"),
+        "covariance": bound(CoupledCovariance),
+        "evidence": evidence(x, y, kernel),
+    }
+
+
+def test_coupling_reaches_at_least_the_mean_field_bound(additive_bounds):
+    assert additive_bounds["coupled"] > additive_bounds["mean field"]
+    assert additive_bounds["covariance"] > additive_bounds["mean field"] + 1.0
+    assert additive_bounds["covariance"] < additive_bounds["evidence"] + 1e-6
+
+
+@pytest.mark.parametrize("name", ["full rank", "identity, full rank"])
+def test_full_rank_precision_reaches_the_coupled_covariance(additive_bounds, name):
+    assert abs(additive_bounds[name] - additive_bounds["covariance"]) < 0.1
+
+
+def test_mini_batches_are_unbiased():
+    """The bound on a random batch averages to the full bound, and the KL is never scaled."""
+    x, y = data(num=40)
+    model = gaussian(KERNEL, NOISE)
+    guide, _ = maximise(model, SVGP(6), x, y, iterations=5)
+    full = TraceQuadrature_ELBO(2).loss(model, guide, x, y)
+    batches = torch.arange(40).split(8)
+    parts = [TraceQuadrature_ELBO(2).loss(model, guide, x[b], y[b], size=40) for b in batches]
+    assert math.isclose(sum(parts) / 5, full, rel_tol=1e-9)
+
+    def by_indices(x, y):
+        plate = pyro.plate("data", len(x), subsample_size=8)
+        f = pyro.sample("f", GaussianProcess(KERNEL, x[plate.indices]))
+        with plate:
+            pyro.sample("y", dist.Normal(f, NOISE), obs=y[plate.indices])
+
+    other = AutoSparseGP(by_indices, SVGP(6))
+    other.load_state_dict(guide.state_dict())
+    draws = torch.tensor([TraceQuadrature_ELBO(2).loss(by_indices, other, x, y) for _ in range(1500)])
+    assert abs(draws.mean() - full) < 5 * draws.std() / len(draws) ** 0.5
