@@ -36,7 +36,8 @@ class InducingFeatures(Features):
         self.z, self.factor, self.cross = z, factor, kernel if cross is None else cross
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        phi = solve_lower(self.factor, self.cross(self.z, x)).mT
+        # Φ Lᵀ = k(x, Z), solved from the right: forward and backward together make fewer transposed copies.
+        phi = torch.linalg.solve_triangular(self.factor.mT, self.cross(x, self.z), upper=True, left=False)
         return list(phi.split(self.sizes, -1)) if len(self.sizes) > 1 else [phi]
 
     def components(self) -> list[Component]:

@@ -122,7 +122,8 @@ class Kernel(ABC):
 
         return Sum(self, Constant(other))
 
-    __radd__ = __add__
+    def __radd__(self, other: Union[Kernel, Scalar]) -> Kernel:  # type: ignore[misc]
+        return self if isinstance(other, int) and other == 0 else self + other  # sum(kernels) starts at 0
 
     def __mul__(self, other: Union[Kernel, Scalar]) -> Kernel:
         if not isinstance(other, _NUMBERS):
@@ -300,7 +301,9 @@ class Scaled(Kernel):
         self.variance = positive(variance, "the variance that scales a kernel")
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return as_tensor(self.variance, x)[..., None, None] * self.kernel(x, z)
+        variance = as_tensor(self.variance, x)[..., None, None]
+        scaled = getattr(self.kernel, "scaled", None)  # a kernel may have a cheaper way than a product
+        return variance * self.kernel(x, z) if scaled is None else scaled(variance, x, z)
 
     def diag(self, x: Tensor) -> Tensor:
         return as_tensor(self.variance, x)[..., None] * self.kernel.diag(x)

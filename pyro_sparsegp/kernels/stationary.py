@@ -35,31 +35,58 @@ def _clean(s: Tensor, same: bool) -> Tensor:
 
 
 class _Radial(torch.autograd.Function):
-    """g(max(s, 0)) of a :class:`Stationary` class; ``same`` says that x is z, so the diagonal is s = 0."""
+    """v·g(max(s, 0)) of a :class:`Stationary` class; ``same`` says that x is z, so the diagonal is s = 0.
+
+    The variance v, ``(..., 1, 1)`` or ``None`` for 1, is a factor in place: a product outside would cost three
+    more matrices a step.
+    """
 
     @staticmethod
-    def forward(s: Tensor, profile: type[Stationary], same: bool) -> tuple[Tensor, Tensor]:
+    def forward(s: Tensor, variance: Optional[Tensor], profile: type[Stationary], same: bool) -> tuple[Tensor, Tensor]:
         s = s.clamp(min=0)
         if same:
             s.diagonal(dim1=-2, dim2=-1).zero_()
-        return profile.value_and_slope(s)
+        value, slope = profile.value_and_slope(s)
+        if variance is None:
+            return value, slope
+        in_place = torch.broadcast_shapes(variance.shape, s.shape) == s.shape
+        return (value.mul_(variance), slope.mul_(variance)) if in_place else (value * variance, slope * variance)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        s, ctx.profile, ctx.same = inputs
-        ctx.save_for_backward(s, output[1])
-        ctx.mark_non_differentiable(output[1])
+        s, variance, ctx.profile, ctx.same = inputs
+        value, slope = output
+        ctx.has_variance = variance is not None
+        ctx.save_for_backward(s, slope, *((variance, value) if ctx.has_variance else ()))
+        ctx.mark_non_differentiable(slope)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        s, slope = ctx.saved_tensors
-        if torch.is_grad_enabled():  # double backward wants the slope as a function of s
-            slope = ctx.profile.slope(_clean(s, ctx.same))
-        return grads[0] * slope, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Optional[Tensor], None, None]:
+        s, slope, *rest = ctx.saved_tensors
+        grad, by_variance = grads[0], None
+        if torch.is_grad_enabled():  # double backward wants value and slope as functions of s and v
+            clean = _clean(s, ctx.same)
+            slope = ctx.profile.slope(clean) * (rest[0] if rest else 1.0)
+            if rest and ctx.needs_input_grad[1]:
+                by_variance = (grad * _Radial.apply(s, None, ctx.profile, ctx.same)[0]).sum_to_size(rest[0].shape)
+        elif rest and ctx.needs_input_grad[1]:
+            variance, value = rest
+            if variance.numel() == 1:
+                by_variance = (torch.dot(grad.reshape(-1), value.reshape(-1)) / variance.reshape(())).reshape(
+                    variance.shape
+                )
+            else:
+                by_variance = (grad * value).sum_to_size(variance.shape) / variance
+        return (grad * slope).sum_to_size(s.shape), by_variance, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, s: Tensor, profile: type[Stationary], same: bool) -> Any:
-        value, slope = _Radial.apply(s.movedim(in_dims[0], 0), profile, same)
+    def vmap(info: Any, in_dims: Any, s: Tensor, variance: Any, profile: type[Stationary], same: bool) -> Any:
+        s = s.movedim(in_dims[0], 0) if in_dims[0] is not None else s[None]
+        if variance is not None and in_dims[1] is not None:
+            variance = variance.movedim(in_dims[1], 0)
+            missing = s.dim() - variance.dim()
+            variance = variance.reshape(variance.shape[0], *[1] * missing, *variance.shape[1:])
+        value, slope = _Radial.apply(s, variance, profile, same)
         return (value, slope), (0, 0)
 
 
@@ -91,16 +118,20 @@ class Stationary(Kernel):
         """x/ℓ, ``(..., N, D)``."""
         return x / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
 
-    def profile(self, s: Tensor, same: bool) -> Tensor:
-        """g(s), ``(..., N, M)``."""
-        return _Radial.apply(s, type(self), same)[0]
+    def profile(self, s: Tensor, same: bool, variance: Optional[Tensor] = None) -> Tensor:
+        """v·g(s), ``(..., N, M)``."""
+        return _Radial.apply(s, variance, type(self), same)[0]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return self.scaled(None, x, z)
+
+    def scaled(self, variance: Optional[Tensor], x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        """v·k(x, z) for a variance v, ``(..., 1, 1)``, without a product of matrices."""
         # ‖x‖² + ‖z‖² − 2xᵀz cancels least near the origin, and distances do not see a common shift; before
         # the scaling, whose rounding grows with the inputs' distance from the origin.
         centre = (x if z is None else z).detach().mean(-2, keepdim=True)
         left = self.scale(x - centre)
-        return self.profile(squared_distance(left, left if z is None else self.scale(z - centre)), z is None)
+        return self.profile(squared_distance(left, left if z is None else self.scale(z - centre)), z is None, variance)
 
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(torch.broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
@@ -211,9 +242,10 @@ class RationalQuadratic(Stationary):
 
     # The profile is smooth at s = 0 and has a parameter: plain autograd serves.
 
-    def profile(self, s: Tensor, same: bool) -> Tensor:
+    def profile(self, s: Tensor, same: bool, variance: Optional[Tensor] = None) -> Tensor:
         alpha = as_tensor(self.alpha, s)[..., None, None]
-        return (-alpha * (_clean(s, same) / (2 * alpha)).log1p()).exp()
+        value = (-alpha * (_clean(s, same) / (2 * alpha)).log1p()).exp()
+        return value if variance is None else variance * value
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,8 +288,8 @@ class Periodic(RBF):
         super().__init__(lengthscale)
         self.period = positive(period, "Periodic's period")
 
-    def profile(self, s: Tensor, same: bool) -> Tensor:
-        return _Radial.apply(s, RBF, same)[0]
+    def profile(self, s: Tensor, same: bool, variance: Optional[Tensor] = None) -> Tensor:
+        return _Radial.apply(s, variance, RBF, same)[0]
 
     def scale(self, x: Tensor) -> Tensor:
         angle = x * (2 * math.pi / per_column(self.period, x, "Periodic's period"))

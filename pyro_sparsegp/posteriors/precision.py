@@ -19,7 +19,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..linalg import cholesky, gaussian_kl, solve_lower
+from ..linalg import cholesky, gaussian_kl, row_squares, solve_lower
 from .base import Coefficients, Gaussian
 from .product import DenseFactor, Product
 
@@ -62,10 +62,10 @@ class LowRankGaussian(Gaussian):
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
         scaled = self._scaled(features)
-        change = -self._coupled(scaled).square().sum(-1)
+        change = -row_squares(self._coupled(scaled))
         if self.trils is not None:
             for phi, v in zip(features, scaled):
-                change = change + v.square().sum(-1) - phi.square().sum(-1)
+                change = change + row_squares(v) - row_squares(phi)
         return change
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:

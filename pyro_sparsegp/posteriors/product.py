@@ -12,7 +12,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..linalg import cholesky, gaussian_kl
+from ..linalg import cholesky, gaussian_kl, row_squares
 from .base import Coefficients, Gaussian
 
 __all__ = [
@@ -49,7 +49,7 @@ class Factor(ABC):
 
     def variance_change(self, phi: Tensor) -> Tensor:
         """diag(Φ(S − I)Φᵀ)."""
-        return self.scaled(phi).square().sum(-1) - phi.square().sum(-1)
+        return row_squares(self.scaled(phi)) - row_squares(phi)
 
     def covariance_change(self, phi: Tensor) -> Tensor:
         """Φ(S − I)Φᵀ."""

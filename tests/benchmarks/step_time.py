@@ -1,0 +1,198 @@
+"""One SVGP training step against GPyTorch, pyro.contrib.gp and a hand-written floor, interleaved in one run.
+
+python tests/benchmarks/step_time.py [--device cuda] [--rounds 15] [--out table.md]
+
+The step is forward, backward and an Adam update, on 8-dimensional uniform inputs, with a Matern-3/2 kernel
+(a length scale a column, an output scale), a Gaussian likelihood and a mini-batch of a larger data set; all
+hyperparameters, inducing inputs and variational parameters are trained. Times are medians over rounds, ratios
+medians of each round's ratio, so that a machine that slows down does so for all four.
+"""
+
+import argparse
+import math
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import gpytorch
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.contrib import gp
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SVGP
+
+NUM, DIM = 100_000, 8
+SIZES = [(128, 256), (512, 1024), (1024, 1024)]
+Step = Callable[[Tensor, Tensor], float]
+
+
+def ours(z: Tensor) -> Step:
+    """pyro_sparsegp, with the hyperparameters as parameters."""
+
+    def model(x: Tensor, y: Tensor) -> None:
+        scale = pyro.param("scale", z.new_ones(()), constraint=constraints.positive)
+        length = pyro.param("length", z.new_full((DIM,), 0.7), constraint=constraints.positive)
+        noise = pyro.param("noise", z.new_full((), 0.3), constraint=constraints.positive)
+        f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
+        with pyro.plate("data", NUM, subsample=x):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(z))
+    return pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step
+
+
+def gpytorchs(z: Tensor) -> Step:
+    """GPyTorch's approximate GP, as its documentation writes it."""
+
+    class Model(gpytorch.models.ApproximateGP):
+        def __init__(self) -> None:
+            distribution = gpytorch.variational.CholeskyVariationalDistribution(len(z))
+            strategy = gpytorch.variational.VariationalStrategy(self, z, distribution, learn_inducing_locations=True)
+            super().__init__(strategy)
+            self.mean_module = gpytorch.means.ZeroMean()
+            self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.MaternKernel(1.5, ard_num_dims=DIM))
+
+        def forward(self, x: Tensor) -> gpytorch.distributions.MultivariateNormal:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    model, likelihood = Model().to(z), gpytorch.likelihoods.GaussianLikelihood().to(z)
+    objective = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=NUM)
+    optimiser = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.01)
+
+    def step(x: Tensor, y: Tensor) -> float:
+        optimiser.zero_grad()
+        loss = -objective(model(x), y)
+        loss.backward()
+        optimiser.step()
+        return loss.item()
+
+    return step
+
+
+def contrib(z: Tensor) -> Step:
+    """pyro.contrib.gp, with a mini-batch by set_data."""
+    kernel = gp.kernels.Matern32(DIM, lengthscale=torch.full((DIM,), 0.7)).to(z)
+    likelihood = gp.likelihoods.Gaussian(torch.tensor(0.09))
+    x, y = z.new_zeros(1, DIM), z.new_zeros(1)
+    jitter = 1e-4 if z.dtype == torch.float32 else 1e-6
+    model = gp.models.VariationalSparseGP(x, y, kernel, z, likelihood, num_data=NUM, whiten=True, jitter=jitter).to(z)
+    loss = pyro.infer.TraceMeanField_ELBO()
+    svi = pyro.infer.SVI(model.model, model.guide, pyro.optim.Adam({"lr": 0.01}), loss)
+
+    def step(x: Tensor, y: Tensor) -> float:
+        model.set_data(x, y)
+        return svi.step()
+
+    return step
+
+
+def floor(z: Tensor) -> Step:
+    """What an expert would write by hand in plain torch."""
+    m = len(z)
+    log_scale, log_noise = z.new_zeros(()).requires_grad_(), z.new_full((), math.log(0.3)).requires_grad_()
+    log_length = z.new_full((DIM,), math.log(0.7)).requires_grad_()
+    inputs, loc = z.clone().requires_grad_(), z.new_zeros(m).requires_grad_()
+    raw = torch.eye(m, dtype=z.dtype, device=z.device).requires_grad_()
+    eye = torch.eye(m, dtype=z.dtype, device=z.device)
+    jitter = 1e-5 if z.dtype == torch.float32 else 1e-6
+    optimiser = torch.optim.Adam([log_scale, log_noise, log_length, inputs, loc, raw], lr=0.01)
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        a, b = a / log_length.exp(), b / log_length.exp()
+        s = a.square().sum(-1)[:, None] + b.square().sum(-1) - 2 * a @ b.mT
+        r = math.sqrt(3) * s.clamp(min=1e-12).sqrt()
+        return log_scale.exp() * (1 + r) * torch.exp(-r)
+
+    def step(x: Tensor, y: Tensor) -> float:
+        optimiser.zero_grad()
+        chol = torch.linalg.cholesky(kernel(inputs, inputs) + jitter * eye)
+        phi = torch.linalg.solve_triangular(chol, kernel(inputs, x), upper=False)
+        tril = raw.tril()
+        mean = loc @ phi
+        variance = log_scale.exp() - phi.square().sum(0) + (tril.mT @ phi).square().sum(0)
+        noise = (2 * log_noise).exp()
+        fit = -0.5 * (((y - mean).square() + variance) / noise + noise.log() + math.log(2 * math.pi)).sum()
+        kl = 0.5 * (tril.square().sum() + loc @ loc - m) - tril.diagonal().abs().log().sum()
+        loss = kl - fit * NUM / len(x)
+        loss.backward()
+        optimiser.step()
+        return loss.item()
+
+    return step
+
+
+MAKERS = {"ours": ours, "GPyTorch": gpytorchs, "pyro.contrib.gp": contrib, "floor": floor}
+
+
+def measure(m: int, batch: int, dtype: torch.dtype, device: str, rounds: int) -> list[str]:
+    """One row of the table."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    data = torch.rand(NUM, DIM, dtype=dtype, device=device)
+    target = torch.sin(4 * data.sum(-1)) + 0.1 * torch.randn(NUM, dtype=dtype, device=device)
+    steps = {name: make(data[:m].clone()) for name, make in MAKERS.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 2):  # two to warm up
+        for name, step in steps.items():
+            rows = torch.randint(0, NUM, (batch,), device=device)
+            x, y = data[rows], target[rows]
+            if device != "cpu":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(2):
+                step(x, y)
+            if device != "cpu":
+                torch.cuda.synchronize()
+            if turn >= 2:
+                times[name].append((time.perf_counter() - start) / 2 * 1e3)
+    medians = [f"{statistics.median(times[name]):.1f}" for name in MAKERS]
+    ratios = [
+        f"{statistics.median(a / b for a, b in zip(times['ours'], times[other])):.2f}" for other in list(MAKERS)[1:]
+    ]
+    return [f"{m}, {batch}", str(dtype).removeprefix("torch."), *medians, *ratios]
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sizes", nargs="*", default=[f"{m},{b}" for m, b in SIZES], help="pairs M,batch")
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "float64"])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", category=gpytorch.utils.warnings.NumericalWarning)
+    name = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor() or platform.machine()
+    columns = [
+        "M, batch",
+        "dtype",
+        *(f"{name} (ms)" for name in MAKERS),
+        *(f"ours / {name}" for name in list(MAKERS)[1:]),
+    ]
+    lines = [
+        f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}, GPyTorch {gpytorch.__version__}, "
+        f"pyro-ppl {pyro.__version__}, {options.rounds} rounds",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "|" + "---|" * len(columns),
+    ]
+    print("\n".join(lines), flush=True)
+    for size in options.sizes:
+        m, batch = map(int, size.split(","))
+        for dtype in options.dtypes:
+            row = "| " + " | ".join(measure(m, batch, getattr(torch, dtype), options.device, options.rounds)) + " |"
+            lines.append(row)
+            print(row, flush=True)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
