@@ -396,7 +396,10 @@ class AutoSparseGP(AutoNormalMessenger):
         if pyro.settings.get("validate_infer"):
             for name, site in _sites(trace):
                 if site["type"] == "sample" and not site_is_subsample(site) and name not in request.posteriors:
-                    site["log_prob"] = site["fn"].log_prob(site["value"])
+                    try:
+                        site["log_prob"] = site["fn"].log_prob(site["value"])
+                    except ValueError as error:
+                        raise ValueError(f"site {name!r} has no density at its value: {error}") from error
                     check_site_shape(site, _NO_LIMIT)
 
     def _describe(self, trace: poutine.Trace, request: _Request) -> Structure:
@@ -493,6 +496,18 @@ class AutoSparseGP(AutoNormalMessenger):
                 "should stay as it is."
             )
         self._checked_parameters = True
+
+    def explain_nan(self, *args: Any, **kwargs: Any) -> str:
+        """Which sites' log densities are NaN at these arguments, for an error."""
+        with torch.no_grad():
+            densities = self._probe(args, kwargs, {}).densities
+        bad = {name: density.isnan() for name, density in densities.items()}
+        found = [f"{name!r} ({int(nan.sum())} of {nan.numel()} values)" for name, nan in bad.items() if nan.any()]
+        where = (
+            f"the log density of site {', '.join(found)} is NaN" if found else "no log density is NaN at the medians"
+        )
+        broken = [name for name, parameter in self.named_parameters() if not parameter.isfinite().all()]
+        return where + (f"; parameters {', '.join(broken)} are not finite" if broken else "")
 
     def _check_rows(self) -> None:
         assert self.structure is not None

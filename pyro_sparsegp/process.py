@@ -297,11 +297,15 @@ class SparsePosterior(TorchDistribution):
         return self._cached("features", lambda: self.basis(self.process.x))
 
     @property
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        return self._cached("moments", lambda: self.coefficients.moments(self.features))
+
+    @property
     def mean(self) -> Tensor:
         """μ + Φm, ``(..., N)``."""
 
         def compute() -> Tensor:
-            mean = self.process.mean_at(self.process.x) + self.coefficients.mean(self.features)
+            mean = self.process.mean_at(self.process.x) + self._moments[0]
             return mean.expand(self._batch_shape + self._event_shape)
 
         return self._cached("mean", compute)
@@ -312,7 +316,7 @@ class SparsePosterior(TorchDistribution):
 
         def compute() -> Tensor:
             prior = self.process.kernel.diag(self.process.x)
-            variance = prior + self.coefficients.variance_change(self.features)
+            variance = prior + self._moments[1]
             floor = 10 * torch.finfo(prior.dtype).eps * prior.detach()
             return variance.clamp(min=floor.expand(variance.shape)).expand(self._batch_shape + self._event_shape)
 

@@ -73,6 +73,31 @@ class TestAgainstDense:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_moments_together_and_their_derivatives(kind):
+    q = random_gaussian(kind)
+    features = [torch.randn(5, size, requires_grad=True) for size in SIZES]
+    one, other = q.moments(features), (q.mean(features), q.variance_change(features))
+    torch.testing.assert_close(one, other)
+    if kind is Identity:
+        return
+    weights = torch.randn(5), torch.randn(5)
+    leaves = [*features, *(t for factor in getattr(q, "factors", ()) for t in vars(factor).values())]
+    first = torch.autograd.grad(one, leaves, weights, create_graph=True)
+    second = torch.autograd.grad(other, leaves, weights, create_graph=True)
+    torch.testing.assert_close(first, second)
+    torch.testing.assert_close(torch.autograd.grad(one, leaves, weights, retain_graph=True), second)
+    again = [torch.autograd.grad(sum(g.square().sum() for g in grads), features) for grads in (first, second)]
+    torch.testing.assert_close(*again)
+
+
+def test_dense_moments_under_vmap():
+    q = random_gaussian(FullCholesky)
+    features = [torch.randn(7, 5, size) for size in SIZES]
+    mapped = torch.func.vmap(lambda *blocks: q.moments(blocks))(*features)
+    torch.testing.assert_close(mapped, (q.mean(features), q.variance_change(features)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_starts_at_the_prior(kind):
     q = kind(SIZES, (2,), torch.zeros(()))()
     assert all((block == 0).all() for block in q.loc)

@@ -12,7 +12,7 @@ from pyro_sparsegp.families import SVGP, CoupledPrecision, OrthogonalInducing
 from pyro_sparsegp.guide import Structure
 from pyro_sparsegp.inference.quadrature import quadrature_axes
 
-from .models import bernoulli, data, estimate, heteroscedastic, poisson, regression, train
+from .models import bernoulli, data, estimate, gaussian, heteroscedastic, poisson, regression, train
 
 RBF = kernels.RBF(0.5)
 
@@ -314,6 +314,20 @@ def test_other_latents_are_one_draw_a_particle():
     one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=600)
     assert abs(many[0] - one[0]) < 5 * (many[1] ** 2 + one[1] ** 2) ** 0.5
     assert many[1] * 60**0.5 < 0.6 * one[1] * 600**0.5
+
+
+def test_nan_observations_raise_and_spare_the_parameters():
+    x, y = data(num=20)
+    bad = y.clone()
+    bad[3] = torch.nan
+    with pytest.raises(ValueError, match="site 'y' has no density at its value"):
+        fitted(gaussian(RBF), x, bad)
+    guide = fitted(gaussian(RBF), x, y, steps=3)
+    before = {name: value.clone() for name, value in guide.state_dict().items() if "extra" not in name}
+    with pytest.raises(ValueError, match=r"bound is NaN: the log density of site 'y' \(1 of 20 values\)"):
+        train(gaussian(RBF), guide, x, bad, steps=1)
+    assert all(torch.equal(value, guide.state_dict()[name]) for name, value in before.items())
+    train(gaussian(RBF), guide, x, y, steps=2)
 
 
 def test_bad_arguments():

@@ -33,7 +33,7 @@ import statsmodels.api as sm
 import torch
 from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, Predictive
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels
 from pyro_sparsegp.families import SVGP, CoupledCovariance, CoupledPrecision, MeanFieldAdditive, OrthogonalInducing

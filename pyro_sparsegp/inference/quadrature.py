@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,6 @@ from pyro.distributions.util import scale_and_mask
 from pyro.infer import ELBO
 from pyro.infer.util import torch_item
 from pyro.poutine.util import site_is_subsample
-from pyro.util import warn_if_nan
 from torch import Tensor
 from torch.distributions import kl_divergence
 
@@ -93,19 +93,33 @@ class TraceQuadrature_ELBO(ELBO):
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Minus the bound, in nats."""
-        loss = torch_item(self.differentiable_loss(model, guide, *args, **kwargs))
-        warn_if_nan(loss, "loss")
-        return loss
+        """Minus the bound, in nats.
+
+        :raises ValueError: if it is NaN, naming the sites.
+        """
+        return self._value(self.differentiable_loss(model, guide, *args, **kwargs), guide, args, kwargs)
 
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Minus the bound, in nats; its gradient is added to the parameters'."""
+        """Minus the bound, in nats; its gradient is added to the parameters'.
+
+        :raises ValueError: if the bound is NaN, naming the sites, before anything reaches the parameters.
+        """
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        value = self._value(loss, guide, args, kwargs)
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
-        loss = torch_item(loss)
-        warn_if_nan(loss, "loss")
-        return loss
+        return value
+
+    def _value(self, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, Any]) -> float:
+        value = torch_item(loss)
+        if math.isnan(value):
+            unwrapped: Any = poutine.unwrap(guide)
+            why = unwrapped.explain_nan(*args, **kwargs)
+            raise ValueError(
+                f"the bound is NaN: {why}. The parameters are as they were before this step; look for NaN in the data "
+                "(poutine.mask leaves missing rows out), too large a learning rate, or a density without support here."
+            )
+        return value
 
     def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Minus the bound as a scalar tensor."""

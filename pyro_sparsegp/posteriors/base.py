@@ -37,6 +37,10 @@ class Gaussian(ABC):
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
         """diag(Φ(S − I)Φᵀ), ``(..., N)``: what the posterior changes of the prior's variance."""
 
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Φm and diag(Φ(S − I)Φᵀ) together, which a Gaussian may have at a lower cost than one by one."""
+        return self.mean(features), self.variance_change(features)
+
     @abstractmethod
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         """Φ(S − I)Φᵀ, ``(..., N, N)``."""

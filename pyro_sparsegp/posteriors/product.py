@@ -6,6 +6,7 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from pyro.nn import PyroParam
@@ -51,6 +52,10 @@ class Factor(ABC):
         """diag(Φ(S − I)Φᵀ)."""
         return row_squares(self.scaled(phi)) - row_squares(phi)
 
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """Φm and diag(Φ(S − I)Φᵀ)."""
+        return (phi @ self.loc[..., None])[..., 0], self.variance_change(phi)
+
     def covariance_change(self, phi: Tensor) -> Tensor:
         """Φ(S − I)Φᵀ."""
         scaled = self.scaled(phi)
@@ -80,6 +85,47 @@ class Factor(ABC):
         return 0.5 * (w.square().sum(-1) - self.unscale(w - self.loc).square().sum(-1) - log_det)
 
 
+def _dense_moments(phi: Tensor, loc: Tensor, tril: Tensor) -> tuple[Tensor, Tensor]:
+    return (phi @ loc[..., None])[..., 0], row_squares(phi @ tril) - row_squares(phi)
+
+
+class _DenseMoments(torch.autograd.Function):
+    """Φm and diag(Φ(LLᵀ − I)Φᵀ) of unbatched Φ, m and L.
+
+    Autograd's own way back adds up four matrices of Φ's size; this one makes the sum in place,
+    dΦ = 2 diag(c)(ΦLLᵀ − Φ) + a mᵀ for gradients a of the means and c of the variances.
+    """
+
+    @staticmethod
+    def forward(phi: Tensor, loc: Tensor, tril: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = phi @ tril
+        return phi @ loc, scaled.square().sum(-1) - phi.square().sum(-1), scaled
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, output[2])
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, c: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor]:
+        phi, loc, tril, scaled = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward wants plain operations
+            return torch.autograd.grad(  # type: ignore[return-value]
+                _dense_moments(phi, loc, tril), (phi, loc, tril), (a, c), create_graph=True
+            )
+        weighted = scaled * (2 * c)[:, None]
+        by_phi = torch.addmm(phi * (-2 * c)[:, None], weighted, tril.mT).addr_(a, loc)
+        return by_phi, a @ phi, phi.mT @ weighted
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
+        phi, loc, tril = (
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(tensors, in_dims)
+        )
+        return (*_dense_moments(phi, loc, tril), phi @ tril), (0, 0, 0)
+
+
 class DenseFactor(Factor):
     """S = LLᵀ.
 
@@ -92,6 +138,11 @@ class DenseFactor(Factor):
 
     def scaled(self, phi: Tensor) -> Tensor:
         return phi @ self.tril
+
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        if phi.dim() == 2 and self.loc.dim() == 1:
+            return _DenseMoments.apply(phi, self.loc, self.tril)[:2]
+        return super().moments(phi)
 
     def scale(self, v: Tensor) -> Tensor:
         return (self.tril @ v[..., None])[..., 0]
@@ -190,6 +241,10 @@ class Product(Gaussian):
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
         return _sum(f.variance_change(phi) for f, phi in zip(self.factors, self._join(features)))
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
+        return _sum(mean for mean, _ in parts), _sum(change for _, change in parts)
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return _sum(f.covariance_change(phi) for f, phi in zip(self.factors, self._join(features)))
