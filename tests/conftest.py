@@ -1,6 +1,11 @@
+import os
+
 import pyro
 import pytest
 import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; threads that spin for them cost dearly
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config, items):

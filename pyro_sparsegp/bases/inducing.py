@@ -76,6 +76,9 @@ class InducingPoints(Basis):
         super().__init__()
         self.sizes = tuple(z.shape[-2] for z in sets)
         self.trainable, self.columns, self.width = trainable, columns, width or sets[0].shape[-1]
+        if columns is not None:  # on the device, so that a step copies nothing there
+            index = torch.tensor(columns, device=sets[0].device)
+            self.register_buffer("column_index", index, persistent=False)
         for i, z in enumerate(sets):
             if trainable:
                 setattr(self, f"inputs_{i}", PyroParam(z.detach().clone()))
@@ -92,7 +95,7 @@ class InducingPoints(Basis):
             return z
         # The kernel never reads the other columns; what stands there does not matter.
         full = z.new_zeros(z.shape[0], self.width)
-        return full.index_copy(1, torch.tensor(self.columns, device=z.device), z)
+        return full.index_copy(1, self.column_index, z)
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
         inputs = self.inputs

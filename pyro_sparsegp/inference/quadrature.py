@@ -176,7 +176,7 @@ class TraceQuadrature_ELBO(ELBO):
         nodes, weights = self._rule(guide)
         values = self._at_all_nodes(guide, once, twice, nodes, num_axes)
         for _ in range(num_axes):
-            values = values @ weights
+            values = values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
         return values
 
     def _rule(self, guide: AutoSparseGP) -> tuple[Tensor, Tensor]:

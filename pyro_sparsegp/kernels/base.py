@@ -352,7 +352,7 @@ class Select(Kernel):
             raise ValueError(f"k[{list(self.dims)}] reads column {max(self.dims)}, the inputs have {x.shape[-1]}")
         if self.dims == tuple(range(self.dims[0], self.dims[-1] + 1)):
             return x[..., self.dims[0] : self.dims[-1] + 1]
-        return x[..., list(self.dims)]
+        return torch.stack([x[..., d] for d in self.dims], -1)  # an index list would be copied to the device
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         return self.kernel(self._slice(x), None if z is None else self._slice(z))

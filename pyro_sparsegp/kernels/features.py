@@ -12,6 +12,7 @@ torch.Size([2, 2])
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from abc import abstractmethod
@@ -108,7 +109,7 @@ class Polynomial(FeatureKernel):
             count = math.factorial(self.degree)
             for column in set(powers):
                 count //= math.factorial(powers.count(column))
-            columns.append(math.sqrt(count) * a[..., list(powers)].prod(-1))
+            columns.append(math.sqrt(count) * functools.reduce(torch.mul, (a[..., i] for i in powers)))
         return torch.stack(columns, -1)
 
     @property
