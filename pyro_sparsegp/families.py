@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Optional, Union
 
@@ -47,11 +47,16 @@ NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 
 
 class SparseGP(AbstractModule):
-    """One site's variational module: a basis and a Gaussian over its coefficients."""
+    """One site's variational module: a basis and a Gaussian over its coefficients.
 
-    def __init__(self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int]) -> None:
+    :param family: what was declared, :meth:`Family.declared`.
+    """
+
+    def __init__(
+        self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int], family: dict[str, Any]
+    ) -> None:
         super().__init__()
-        self.basis, self.coefficients = basis, coefficients
+        self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
 
     def forward(
@@ -63,7 +68,7 @@ class SparseGP(AbstractModule):
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
-        return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape)}
+        return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,14 +98,36 @@ class Family(ABC):
         """
         return self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
 
+    def declared(self) -> dict[str, Any]:
+        """The recipe in plain Python: the family's name and its numbers; of given inputs, how many there are."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.shape[-2] if value.dim() > 1 else len(value)
+            if isinstance(value, (list, tuple)):
+                return [plain(part) for part in value]
+            return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+        numbers = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in ("init", "trainable")}
+        return {"name": type(self).__name__, **numbers}
+
     def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
-        """A module of the shapes of ``spec``, with the dtype and device of ``like``."""
+        """A module of the shapes of ``spec``, with the dtype and device of ``like``.
+
+        :raises ValueError: naming the site, if ``spec`` is of another family or of other numbers.
+        """
+        if spec["family"] != self.declared():
+            raise ValueError(
+                f"the saved posterior of GP site {name!r} is {_call(spec['family'])}, this guide declares "
+                f"{_call(self.declared())}; make the guide with the saved family."
+            )
         return self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
 
     def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
         if not basis.sizes:
             raise ValueError(f"the kernel of site {name!r} is white noise alone; no basis can represent it")
-        return SparseGP(basis, self.new_coefficients()(basis.sizes, batch_shape, like), batch_shape)
+        coefficients = self.new_coefficients()(basis.sizes, batch_shape, like)
+        return SparseGP(basis, coefficients, batch_shape, self.declared())
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,6 +289,11 @@ class CoupledPrecision(AdditiveFamily):
 
     def new_coefficients(self) -> NewCoefficients:
         return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)
+
+
+def _call(declared: dict[str, Any]) -> str:
+    arguments = ", ".join(f"{key}={value!r}" for key, value in declared.items() if key != "name")
+    return f"{declared['name']}({arguments})"
 
 
 def _old_inducing(spec: dict[str, Any], like: Tensor, trainable: bool) -> InducingPoints:

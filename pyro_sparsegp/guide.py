@@ -14,9 +14,11 @@ from operator import attrgetter
 from typing import Any, Optional, Union
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
+from pyro.infer import RenyiELBO, TraceTailAdaptive_ELBO
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from pyro.infer.autoguide.utils import deep_setattr, helpful_support_errors
@@ -30,15 +32,17 @@ from torch.distributions import biject_to, constraints
 
 from . import structure
 from .families import Family, SparseGP
+from .likelihood import fill_masked
 from .linalg import sum_blocks
 from .modules import unique_name
 from .process import (
     SAMPLES_ARE_VECTORISED,
+    ExpectedSite,
     GaussianProcess,
-    JointSite,
     MarginalSite,
     NodeSite,
     PriorProcess,
+    Site,
     SparsePosterior,
 )
 
@@ -74,7 +78,7 @@ class _Request:
     setup: bool = False  # make the modules
     predicting: bool = False  # new inputs: latents under the data plate come from the model
     values: dict[str, Tensor] = field(default_factory=dict)  # GP sites held at these values
-    nodes: dict[str, Tensor] = field(default_factory=dict)  # GP sites at these standardised quadrature nodes
+    nodes: Optional[dict[str, Tensor]] = None  # GP sites at these standardised quadrature nodes
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)  # collected
 
 
@@ -154,6 +158,8 @@ class AutoSparseGP(AutoNormalMessenger):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
+        if self._request.nodes is not None:  # at_nodes calls, perhaps through a wrapper
+            return super().__call__(*args, **kwargs)
         self.prepare(*args, **kwargs)
         with self._requesting(_Request(), self._computing_median):
             draws = super().__call__(*args, **kwargs)
@@ -189,13 +195,16 @@ class AutoSparseGP(AutoNormalMessenger):
             super().__call__(*args, **kwargs)
         return request.posteriors
 
-    def at_nodes(self, nodes: dict[str, Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Tensor]]:
+    def at_nodes(
+        self, nodes: dict[str, Tensor], wrapped: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Any, Any, dict[str, Tensor]]:
         """One run with GP sites at standardised quadrature nodes, mean + sd·node.
 
+        :param wrapped: this guide, or what handlers such as ``poutine.scale`` made of it.
         :returns: the model's trace, the guide's, and the values of all sites, the plates' row numbers among them.
         """
         with self._requesting(_Request(nodes=nodes)):
-            super().__call__(*args, **kwargs)
+            wrapped(*args, **kwargs)
         try:
             self._check_rows()
             values = {name: site["value"] for name, site in _sites(self.trace) if _is_free(site)}
@@ -219,6 +228,22 @@ class AutoSparseGP(AutoNormalMessenger):
         finally:
             self.train(training)
 
+    def get_traces(self) -> tuple[poutine.Trace, poutine.Trace]:
+        """The (model, guide) traces of the last call, as in :class:`~pyro.poutine.guide.GuideMessenger`.
+
+        A GP site's density is 1 in the model's and log dq/dp in the guide's: after :meth:`eval` the difference of
+        the traces' log densities is a log importance weight; in training it is right in expectation only.
+
+        :raises ValueError: in training, under an objective that is not linear in log densities, such as RenyiELBO.
+        """
+        model_trace, guide_trace = super().get_traces()
+        for site in guide_trace.nodes.values():
+            if isinstance(_base(site["fn"]), Site):
+                site["fn"] = _paired(site["fn"])
+                if self.training:
+                    _require_linear(site["name"])
+        return model_trace, guide_trace
+
     # Posteriors at sites.
 
     def _pyro_sample(self, msg: Any) -> None:
@@ -229,6 +254,11 @@ class AutoSparseGP(AutoNormalMessenger):
             if process is not None:  # in ELBOs the prior process is the base measure, of density 1
                 base = PriorProcess.of(process)
                 msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        super()._pyro_post_sample(msg)
+        if msg["is_observed"]:
+            fill_masked(self.trace.nodes[msg["name"]])
 
     def get_posterior(self, name: str, prior: Any) -> Any:
         """The posterior of a site, given its prior under the values drawn upstream.
@@ -252,17 +282,20 @@ class AutoSparseGP(AutoNormalMessenger):
         process.require_place(name)
         request = self._request
         module = self._module(name, process)
+        self._check_dtype(name, process, module)
+        if request.predicting and not self.training and not self._computing_median:
+            self._check_size(name, process)
         if module.batch_shape != process.batch_shape:
             raise ValueError(
                 f"site {name!r} has batch shape {tuple(process.batch_shape)} now, {tuple(module.batch_shape)} when the "
                 "guide was initialised"
             )
-        kind: type[SparsePosterior] = SparsePosterior
-        if name in request.nodes:
+        kind: type[Site] = Site
+        if request.nodes is not None and name in request.nodes:
             kind = NodeSite
         elif self.training and not self._computing_median:
             coupled = self.structure is not None and self.structure.dependence.get(name) == structure.COUPLED
-            kind = JointSite if coupled else MarginalSite
+            kind = ExpectedSite if coupled else MarginalSite
         posterior = module(process, name, kind)
         request.posteriors[name] = posterior
         if name in request.values:
@@ -272,9 +305,29 @@ class AutoSparseGP(AutoNormalMessenger):
             return process.mean + sum_blocks(posterior.features, w)
         if self._computing_median:
             return posterior.mean
-        if isinstance(posterior, NodeSite):
+        if isinstance(posterior, NodeSite) and request.nodes is not None:
             posterior.at_node(request.nodes[name])
         return posterior.to_event(event_dim) if event_dim else posterior
+
+    def _check_dtype(self, name: str, process: GaussianProcess, module: SparseGP) -> None:
+        own = next(module.parameters(), process.x)
+        if own.dtype != process.x.dtype or own.device != process.x.device:
+            method = {torch.float64: "double", torch.float32: "float"}.get(process.x.dtype, f"to({process.x.dtype})")
+            remedy = f"guide.{method}()" if own.device == process.x.device else f"guide.to({str(process.x.device)!r})"
+            raise ValueError(
+                f"site {name!r} has inputs of {process.x.dtype} on {process.x.device}, the guide's parameters are "
+                f"{own.dtype} on {own.device}: convert the inputs, or call {remedy}."
+            )
+
+    def _check_size(self, name: str, process: GaussianProcess) -> None:
+        num = process.event_shape[0]
+        if num > _LARGE and name not in self.warned:
+            self.warned.add(name)
+            warnings.warn(
+                f"{num} values of GP site {name!r} are drawn jointly, at O(N³) time and O(N²) memory a draw; "
+                "predict(..., joint=False) draws them independently, in O(N).",
+                stacklevel=4,
+            )
 
     def _module(self, name: str, process: GaussianProcess) -> SparseGP:
         if not self._request.setup:
@@ -353,6 +406,11 @@ class AutoSparseGP(AutoNormalMessenger):
     # The first call.
 
     def _initialise(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch.is_inference_mode_enabled():
+            raise ValueError(
+                "the guide's first call makes its parameters, which torch.inference_mode() forbids: call it once, "
+                "guide(x, y), outside, or use torch.no_grad()."
+            )
         self._like = _first_tensor((args, kwargs))
         try:
             with torch.no_grad(), poutine.block(), self._requesting(_Request(setup=True), median=True) as request:
@@ -381,6 +439,13 @@ class AutoSparseGP(AutoNormalMessenger):
                         f"a family is given for {name!r}, which is {kind}; the GP sites are "
                         f"{sorted(request.posteriors)}"
                     )
+        fixed = [name for name, site in _sites(trace) if is_observation(site) and as_process(site["fn"])[0]]
+        if not request.posteriors and fixed:
+            raise ValueError(
+                f"GP site {fixed[0]!r} is observed: it has no posterior to approximate. Add a likelihood, such as "
+                "Normal(f, noise), and leave obs= out of the GP site; or train hyperparameters with the exact density, "
+                "by a guide without AutoSparseGP."
+            )
         if not request.posteriors:
             raise ValueError("the model has no GP site: no pyro.sample(..., GaussianProcess(kernel, x)) was reached")
         observed = [name for name, site in _sites(trace) if is_observation(site)]
@@ -399,7 +464,7 @@ class AutoSparseGP(AutoNormalMessenger):
                     try:
                         site["log_prob"] = site["fn"].log_prob(site["value"])
                     except ValueError as error:
-                        raise ValueError(f"site {name!r} has no density at its value: {error}") from error
+                        raise ValueError(f"site {name!r} has no density at its value: {_why(site, error)}") from error
                     check_site_shape(site, _NO_LIMIT)
 
     def _describe(self, trace: poutine.Trace, request: _Request) -> Structure:
@@ -474,6 +539,7 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def _check_parameters(self, args: tuple, kwargs: dict[str, Any]) -> None:
         probe = self._probe(args, kwargs, {})
+        self._check_known()
         known = [site["value"].unconstrained() for _, site in _sites(self.trace) if site["type"] == "param"]
         given = _tensors((args, kwargs))
         marginals = [part for q in probe.posteriors.values() for part in (q.mean, q.variance, q.kl)]
@@ -496,6 +562,22 @@ class AutoSparseGP(AutoNormalMessenger):
                 "should stay as it is."
             )
         self._checked_parameters = True
+
+    def _check_known(self) -> None:
+        """After a run: raise if, at a training call, the model's sites are not those the guide was initialised or
+        loaded with.
+        """
+        assert self.structure is not None
+        sites = dict(_sites(self.trace))
+        if not all(name in sites and sites[name]["is_observed"] for name in self.structure.rows):
+            return
+        free = {name for name, site in sites.items() if _is_free(site) and not site_is_subsample(site)}
+        known = {*self.structure.gps, *self.structure.latents}
+        if free != known:
+            raise ValueError(
+                f"the model's latent sites are {sorted(free)}, the guide knows {sorted(known)}: it was initialised, or "
+                "its state saved, with another model."
+            )
 
     def explain_nan(self, *args: Any, **kwargs: Any) -> str:
         """Which sites' log densities are NaN at these arguments, for an error."""
@@ -544,6 +626,17 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def _rebuild(self, saved: Structure, tensors: dict[str, Any]) -> None:
         now = self.structure
+        if now is not None:
+            for kind, here, there in (
+                ("GP sites", now.gps, saved.gps),
+                ("other latents", now.latents, saved.latents),
+                ("observed sites", now.rows, saved.rows),
+            ):
+                if here.keys() != there.keys():
+                    raise ValueError(
+                        f"the saved guide's {kind} are {sorted(there)}, this guide's are {sorted(here)}: it is the "
+                        "state of a guide of another model."
+                    )
         if now is None or now.gps != saved.gps or now.latents != saved.latents:
             self._forget()
             for name, latent in saved.latents.items():
@@ -596,6 +689,7 @@ def _repeatable(like: Tensor) -> Iterator[None]:
         yield
 
 
+_LARGE = 5000  # function values whose joint draw is slow enough to be told of
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
 
@@ -610,6 +704,51 @@ def _is_free(site: Any) -> bool:
 def is_observation(site: Any) -> bool:
     """Whether a site holds data, rather than a deterministic value."""
     return site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
+
+
+def _why(site: Any, error: ValueError) -> str:
+    nan = site["value"].isnan()
+    if nan.any():
+        return (
+            f"{int(nan.sum())} of {nan.numel()} are NaN. Drop those rows, or mask them: "
+            "poutine.mask(mask=~y.isnan()) around the site."
+        )
+    text = str(error)
+    return text if len(text) < 400 else f"{text[:300]} ... {text[-60:]}"
+
+
+def _base(fn: Any) -> Any:
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    return fn
+
+
+def _paired(fn: Any) -> Any:
+    if isinstance(fn, torch.distributions.Independent):
+        return dist.Independent(_paired(fn.base_dist), fn.reinterpreted_batch_ndims)
+    return fn.paired()
+
+
+# The code of objectives that exponentiate log densities; their loops are the callers of get_traces.
+_WEIGHTED = {
+    inspect.unwrap(method).__code__: objective.__name__
+    for objective in (RenyiELBO, TraceTailAdaptive_ELBO)
+    for method in vars(objective).values()
+    if inspect.isfunction(method)
+}
+
+
+def _require_linear(name: str) -> None:
+    frame = inspect.currentframe()
+    while frame is not None:
+        objective = _WEIGHTED.get(frame.f_code)
+        if objective is not None:
+            raise ValueError(
+                f"{objective} weighs draws by their densities; in training, GP site {name!r} has independent marginal "
+                "draws and the expectation of its density. Call guide.eval() first, for joint draws, or use "
+                "TraceQuadrature_ELBO, Trace_ELBO or TraceMeanField_ELBO."
+            )
+        frame = frame.f_back
 
 
 def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:

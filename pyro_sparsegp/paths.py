@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["sample_paths"]
 
+_MEMORY = 2**24  # numbers that the waves of one block of inputs take
+
 
 def sample_paths(posterior: SparsePosterior, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
     """``num`` functions x ↦ ``(num, ..., N)``; see :meth:`SparsePosterior.paths`."""
@@ -33,7 +35,12 @@ def sample_paths(posterior: SparsePosterior, num: int, num_features: int) -> Cal
     def path(x: Tensor) -> Tensor:
         return process.at(x).mean + function(x) + sum_blocks(basis(x), update)
 
-    return path
+    rows = max(1, _MEMORY // (num * num_features))
+
+    def by_blocks(x: Tensor) -> Tensor:
+        return path(x) if x.shape[-2] <= rows else torch.cat([path(part) for part in x.split(rows, -2)], -1)
+
+    return by_blocks
 
 
 class _Sequential:

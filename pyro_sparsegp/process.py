@@ -9,6 +9,7 @@ The only place with the marginal formula: with a basis f = μ + φᵀw + r, r �
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from typing import Any, ClassVar, Optional, Union
@@ -16,7 +17,7 @@ from typing import Any, ClassVar, Optional, Union
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.poutine.runtime import get_plates
+from pyro.poutine.runtime import am_i_wrapped, get_plates
 from torch import Tensor
 from torch.distributions import constraints, register_kl
 
@@ -61,13 +62,20 @@ class GaussianProcess(TorchDistribution):
         validate_args: Optional[bool] = None,
     ) -> None:
         self.kernel = kernel_base.require_kernel(kernel, "GaussianProcess's kernel")
-        self.x = _require_inputs(x)
+        self._misplaced: Optional[str] = None
+        self._unfit = _unfit_inputs(x)
+        if self._unfit is not None and not isinstance(x, Tensor):
+            raise ValueError(f"GaussianProcess's {self._unfit}")
+        self.x = x
         if jitter is not None and not (isinstance(jitter, (int, float)) and jitter >= 0):
             raise ValueError(f"GaussianProcess's jitter must be None or a number of at least 0, got {jitter!r}")
         self.jitter = jitter
         self.mean_function = mean
         self._scale_tril: Optional[Tensor] = None
-        self._misplaced: Optional[str] = None
+        if self._unfit is not None:
+            self._refuse_inputs()
+            super().__init__(torch.Size(), torch.Size([len(x) if x.dim() else 1]), validate_args=False)
+            return
         batch_shape = torch.broadcast_shapes(kernel_base.batch_shape(kernel), x.shape[:-2])
         if isinstance(mean, Tensor) and mean.dim() > 1:
             batch_shape = torch.broadcast_shapes(batch_shape, mean.shape[:-1])
@@ -78,10 +86,13 @@ class GaussianProcess(TorchDistribution):
             )
         super().__init__(batch_shape, x.shape[-2:-1], validate_args=validate_args)
         if self._validate_args and not x.isfinite().all():
-            raise ValueError(
-                f"GaussianProcess's x, of shape {tuple(x.shape)}, contains NaN or infinite values; drop or impute "
-                "those rows."
-            )
+            self._unfit = f"x, of shape {tuple(x.shape)}, contains NaN or infinite values; drop or impute those rows."
+            self._refuse_inputs()
+
+    def _refuse_inputs(self) -> None:
+        # Inside a Pyro program the error waits for the site, which has a name.
+        if not am_i_wrapped():
+            raise ValueError(f"GaussianProcess's {self._unfit}")
 
     @property
     def support(self) -> Any:  # type: ignore[override]
@@ -167,7 +178,7 @@ class GaussianProcess(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
         """Independent copies with the given batch shape."""
         new = self._get_checked_instance(GaussianProcess, _instance)
-        for name in ("kernel", "x", "jitter", "mean_function", "_scale_tril"):
+        for name in ("kernel", "x", "jitter", "mean_function", "_scale_tril", "_unfit"):
             setattr(new, name, getattr(self, name))
         new._misplaced = _misplaced_in(self._event_shape[0]) or self._misplaced
         super(GaussianProcess, new).__init__(torch.Size(batch_shape), self._event_shape, validate_args=False)
@@ -175,10 +186,13 @@ class GaussianProcess(TorchDistribution):
         return new
 
     def require_place(self, site: Optional[str] = None) -> None:
-        """Raise if this process was sampled where its values would become ``(N, N)``.
+        """Raise if this process has unfit inputs, or was sampled where its values would become ``(N, N)``.
 
-        :raises ValueError: naming the site, the plate and the remedy.
+        :raises ValueError: naming the site, what is wrong with the inputs or the plate, and the remedy.
         """
+        if self._unfit is not None:
+            where = "GaussianProcess's" if site is None else f"GP site {site!r}: GaussianProcess's"
+            raise ValueError(f"{where} {self._unfit}")
         if self._misplaced is not None:
             where = f"site {site!r}" if site is not None else "a GaussianProcess"
             raise ValueError(f"{where} stands {self._misplaced}")
@@ -221,17 +235,16 @@ class _Conditioned:
         return f"{self.kernel!r} given {self.x.shape[-2]} values"
 
 
-def _require_inputs(x: Any) -> Tensor:
+def _unfit_inputs(x: Any) -> Optional[str]:
+    """What is wrong with the inputs of a process, or ``None``."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"GaussianProcess's x must be a floating point tensor (N, D), got {kind}")
+        return f"x must be a floating point tensor (N, D), got {kind}; make it one with torch.as_tensor(x).double()"
     if x.dim() < 2:
-        raise ValueError(
-            f"GaussianProcess's x must have shape (N, D), got {tuple(x.shape)}; for one column write x[:, None]."
-        )
+        return f"x must have shape (N, D), got {tuple(x.shape)}; for one column write x[:, None]."
     if x.shape[-2] == 0 or x.shape[-1] == 0:
-        raise ValueError(f"GaussianProcess's x must have at least one row and one column, got {tuple(x.shape)}")
-    return x
+        return f"x must have at least one row and one column, got {tuple(x.shape)}"
+    return None
 
 
 _SAMPLE_PLATES = ("num_particles_vectorized", "_num_predictive_samples")
@@ -420,15 +433,50 @@ class SparsePosterior(TorchDistribution):
         )
 
 
-class JointSite(SparsePosterior):
+class Site(SparsePosterior):
+    """A posterior as the guide's answer at a site: joint draws.
+
+    The draw's density is relative to the prior process, the model's is 1 in the guide's own pair of traces only:
+    anyone else, who sets it against the model's exact density, is refused.
+    """
+
+    in_pair = False
+
+    def paired(self) -> Site:
+        """This answer, draws and all, as an entry of the guide's own pair of traces."""
+        new = copy.copy(self)
+        new.in_pair = True
+        return new
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log dq/dp at a draw, in nats.
+
+        :raises ValueError: outside the guide's pair of traces.
+        """
+        self._require_pair()
+        return super().log_prob(value)
+
+    def _require_pair(self) -> None:
+        if not self.in_pair:
+            raise ValueError(
+                f"the posterior of GP site {self.name!r} has a density relative to the prior process only, which can't "
+                "be set against the model's exact one: pyro.infer.Importance, psis_diagnostic, ReweightedWakeSleep and "
+                "WeighedPredictive, which run guide and model apart, do not work with this guide. After guide.eval() "
+                "and guide(*args), guide.get_traces() gives a (model, guide) pair whose log densities make importance "
+                "weights."
+            )
+
+
+class ExpectedSite(Site):
     """A site's posterior in training where the likelihood couples function values: joint draws, log_prob = KL."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         """KL[q ‖ p]: the expectation of the relative log density, whatever the value."""
+        self._require_pair()
         return self.kl.expand(value.shape[:-1])
 
 
-class MarginalSite(JointSite):
+class MarginalSite(ExpectedSite):
     """A site's posterior in training: independent draws of its marginals, log_prob = KL."""
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
@@ -436,7 +484,7 @@ class MarginalSite(JointSite):
         return self.marginals.rsample(torch.Size(sample_shape))
 
 
-class NodeSite(JointSite):
+class NodeSite(ExpectedSite):
     """A site's posterior at quadrature nodes: ``rsample`` is mean + sd·node.
 
     :param node: standardised, ``()`` or, for one node an output, ``(P,)``.

@@ -112,22 +112,43 @@ class TestState:
         assert all(a is b for a, b in zip(parameters, other.parameters()))
         assert torch.equal(means(other, x), means(guide, x))
 
-    def test_loading_other_sizes_rebuilds(self):
-        x, y = data()
-        guide, other = AutoSparseGP(regression, SVGP(7)), AutoSparseGP(regression, SVGP(5))
-        train(regression, guide, x, y, steps=5)
-        other(x, y)
-        other.load_state_dict(guide.state_dict())
-        assert torch.equal(means(other, x), means(guide, x))
-
-    def test_wrong_family_or_missing_site_is_an_error(self):
+    @pytest.mark.parametrize("used", [False, True])
+    def test_the_state_of_another_family_or_size_is_an_error(self, used):
         x, y = data()
         guide = AutoSparseGP(regression, SVGP(7))
         guide(x, y)
-        with pytest.raises((RuntimeError, KeyError)):
-            AutoSparseGP(regression, MeanFieldAdditive(7)).load_state_dict(guide.state_dict())
+        for family, said in (
+            (SVGP(5), "SVGP\\(inducing=5\\)"),
+            (OrthogonalInducing(4, 3), "OrthogonalInducing\\(inducing=4, orthogonal=3\\)"),
+            (MeanFieldAdditive(7), "MeanFieldAdditive\\(inducing=7\\)"),
+        ):
+            other = AutoSparseGP(regression, family)
+            if used:
+                other(x, y)
+            with pytest.raises(ValueError, match=rf"GP site 'f' is SVGP\(inducing=7\), this guide declares {said}"):
+                other.load_state_dict(guide.state_dict())
         with pytest.raises(ValueError, match="no family is given for GP site 'f'"):
             AutoSparseGP(regression, {"h": SVGP(7)}).load_state_dict(guide.state_dict())
+
+    def test_given_inputs_count_as_their_number(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(7))
+        guide(x, y)
+        other = AutoSparseGP(regression, SVGP(x[:7]))
+        other.load_state_dict(guide.state_dict())
+        assert torch.equal(means(other, x), means(guide, x))
+
+    def test_the_state_of_another_model_is_an_error(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(7))
+        guide(x, y)
+        for used in (False, True):
+            other = AutoSparseGP(gaussian(RBF), SVGP(7))
+            if used:
+                other(x, y)
+            with pytest.raises(ValueError, match="another model"):
+                other.load_state_dict(guide.state_dict())
+                TraceQuadrature_ELBO().loss(other.model, other, x, y)
 
     def test_a_fresh_guide_has_an_empty_state(self):
         guide = AutoSparseGP(regression, SVGP(7))
@@ -295,14 +316,65 @@ class TestRefusals:
         x, y = data()
         bad = x.clone()
         bad[3, 1] = torch.nan
-        with pytest.raises(ValueError, match=r"x must have shape \(N, D\), got \(60,\)"):
+        with pytest.raises(ValueError, match=r"GP site 'f'.*x must have shape \(N, D\), got \(60,\)"):
             AutoSparseGP(gaussian(RBF), SVGP(5))(x[:, 0], y)
+        with pytest.raises(
+            ValueError, match=r"GP site 'f'.*floating point tensor \(N, D\), got a tensor of torch.int64"
+        ):
+            AutoSparseGP(gaussian(RBF), SVGP(5))(x.long(), y)
+        with pytest.raises(ValueError, match=r"floating point tensor \(N, D\), got ndarray"):
+            AutoSparseGP(gaussian(RBF), SVGP(5))(x.numpy(), y)
         guide = AutoSparseGP(gaussian(RBF), SVGP(5))
-        with pytest.raises(ValueError, match="contains NaN"):
+        with pytest.raises(ValueError, match="GP site 'f'.*contains NaN"):
             guide(bad, y)
         guide(x, y)
-        with pytest.raises(ValueError, match="contains NaN"):
+        with pytest.raises(ValueError, match="GP site 'f'.*contains NaN"):
             guide(bad, y)
+        with pytest.raises(ValueError, match="contains NaN"):
+            Predictive(gaussian(RBF), num_samples=1)(bad)
+
+    def test_inputs_of_another_dtype(self):
+        x, y = data()
+        guide = AutoSparseGP(gaussian(RBF), SVGP(5))
+        guide(x.float(), y.float())
+        with pytest.raises(ValueError, match=r"site 'f' has inputs of torch.float64.*guide.double\(\)"):
+            guide(x, y)
+        guide.double()
+        guide(x, y)
+
+    def test_first_call_in_inference_mode(self):
+        x, y = data()
+        guide = AutoSparseGP(gaussian(RBF), SVGP(5))
+        with torch.inference_mode(), pytest.raises(ValueError, match="the guide's first call makes its parameters"):
+            guide(x, y)
+        guide(x, y)
+        with torch.inference_mode():
+            assert predict(guide.model, guide, x, num_samples=2)["y"].shape == (2, 60)
+
+    def test_an_observed_gp_site(self):
+        x, y = data()
+
+        def model(x, y=None):
+            pyro.sample("f", GaussianProcess(RBF, x), obs=y)
+
+        with pytest.raises(ValueError, match="GP site 'f' is observed.*Add a likelihood"):
+            AutoSparseGP(model, SVGP(5))(x, y)
+
+    def test_nan_in_the_data(self):
+        x, y = data()
+        y[3] = torch.nan
+        with pytest.raises(ValueError, match=r"site 'y' has no density.*1 of 60 are NaN.*poutine.mask"):
+            AutoSparseGP(gaussian(RBF), SVGP(5))(x, y)
+
+    def test_a_large_joint_draw_warns_once(self, monkeypatch):
+        monkeypatch.setattr("pyro_sparsegp.guide._LARGE", 50)
+        x, y = data()
+        guide = AutoSparseGP(gaussian(RBF), SVGP(5))
+        guide(x, y)
+        predict(guide.model, guide, x, num_samples=2, joint=False)
+        with pytest.warns(UserWarning, match="60 values of GP site 'f' are drawn jointly.*joint=False") as caught:
+            predict(guide.model, guide, x, num_samples=3)
+        assert len(caught) == 1
 
     def test_a_failed_cholesky_names_the_site(self):
         x, y = data()

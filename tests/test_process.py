@@ -180,7 +180,7 @@ class TestSparsePosterior:
         assert abs(ratio.mean() - q.kl) < 5 * ratio.std() / 20_000**0.5
         with pytest.raises(ValueError, match=r"site 'f'.*not the last draw"):
             q.log_prob(value + 0)
-        site = MarginalSite(q.process, q.basis, q.coefficients)
+        site = MarginalSite(q.process, q.basis, q.coefficients).paired()
         torch.testing.assert_close(site.log_prob(site.rsample((3,))), q.kl.expand(3))
 
     def test_registered_kl_and_the_base_measure(self):

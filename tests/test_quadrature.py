@@ -1,10 +1,12 @@
 """The quadrature bound: values, axes, what is drawn, and agreement with Pyro's ELBOs."""
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import SVI, Importance, RenyiELBO, Trace_ELBO, TraceMeanField_ELBO
 from pyro.poutine import Trace
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
@@ -318,16 +320,17 @@ def test_other_latents_are_one_draw_a_particle():
 
 def test_nan_observations_raise_and_spare_the_parameters():
     x, y = data(num=20)
+    model = gaussian(RBF)
     bad = y.clone()
     bad[3] = torch.nan
     with pytest.raises(ValueError, match="site 'y' has no density at its value"):
-        fitted(gaussian(RBF), x, bad)
-    guide = fitted(gaussian(RBF), x, y, steps=3)
+        fitted(model, x, bad)
+    guide = fitted(model, x, y, steps=3)
     before = {name: value.clone() for name, value in guide.state_dict().items() if "extra" not in name}
     with pytest.raises(ValueError, match=r"bound is NaN: the log density of site 'y' \(1 of 20 values\)"):
-        train(gaussian(RBF), guide, x, bad, steps=1)
+        train(model, guide, x, bad, steps=1)
     assert all(torch.equal(value, guide.state_dict()[name]) for name, value in before.items())
-    train(gaussian(RBF), guide, x, y, steps=2)
+    train(model, guide, x, y, steps=2)
 
 
 def test_bad_arguments():
@@ -353,3 +356,133 @@ def test_bad_arguments():
     guide = Discrete(model, OrthogonalInducing(3, 3))
     with pytest.raises(ValueError, match="site 'z' has a posterior without reparameterised draws"):
         TraceQuadrature_ELBO().loss(model, guide, x, y)
+
+
+class TestMissing:
+    @staticmethod
+    def model(x, y=None):
+        noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.5))
+        f = pyro.sample("f", GaussianProcess(RBF, x))
+        mask = x.new_ones(len(x), dtype=torch.bool) if y is None else ~y.isnan()
+        with pyro.plate("data", len(x)), pyro.poutine.mask(mask=mask):
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    @pytest.mark.parametrize("loss", [TraceQuadrature_ELBO, Trace_ELBO, TraceMeanField_ELBO])
+    @pytest.mark.parametrize("validate", [True, False])
+    def test_masked_nan_is_left_out_of_value_and_gradient(self, loss, validate):
+        x, y = data(num=30)
+        y[[3, 20]] = torch.nan
+        known = ~y.isnan()
+        with pyro.validation_enabled(validate):
+            guide = fitted(self.model, x, y, steps=10)
+            gradients = []
+            for args in ((x, y), (x[known], y[known])):
+                guide.warned.add("rows")  # fewer rows, and no mini-batch
+                pyro.set_rng_seed(0)
+                for p in guide.parameters():
+                    p.grad = None
+                elbo = TraceQuadrature_ELBO() if loss is TraceQuadrature_ELBO else loss(num_particles=500)
+                elbo.loss_and_grads(self.model, guide, *args)
+                gradients.append(torch.cat([p.grad.flatten() for p in guide.parameters()]))
+            assert all(g.isfinite().all() for g in gradients)
+            if loss is TraceQuadrature_ELBO:
+                torch.testing.assert_close(*gradients)
+
+    def test_vector_valued(self):
+        x, y = data(num=30)
+        y = torch.stack([y, -y], -1)
+        y[4] = torch.nan
+
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(RBF, x).expand([2]).to_event(1))
+            with pyro.plate("data", len(x)), pyro.poutine.mask(mask=~y.isnan().any(-1)):
+                return pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y)
+
+        known = ~y.isnan().any(-1)
+        guide = fitted(model, x, y, steps=5)
+        guide.warned.add("rows")
+        elbo = TraceQuadrature_ELBO()
+        assert elbo.loss(model, guide, x, y) == pytest.approx(elbo.loss(model, guide, x[known], y[known]))
+
+
+def test_a_nan_gradient_never_reaches_the_parameters():
+    x, y = data(num=30)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(RBF, x))
+        scale = torch.where(f < 50.0, 0.2, (f - 60.0).sqrt())  # the hidden branch has no gradient
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, scale), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(6))
+    guide(x, y)
+    before = [p.detach().clone() for p in guide.parameters()]
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TraceQuadrature_ELBO())
+    with pytest.raises(ValueError, match="gradient is not, at gps.f"):
+        svi.step(x, y)
+    assert all(torch.equal(a, b) and a.grad is None for a, b in zip(guide.parameters(), before))
+
+
+class TestHandlers:
+    @pytest.mark.parametrize("adapted", [False, True])
+    def test_scale_around_the_guide_or_the_step(self, adapted):
+        x, y = data(num=30)
+        kernel = RBF
+        if adapted:  # a program that vmap refuses before f: two runs
+            module = pytest.importorskip("gpytorch").kernels.RBFKernel()
+            kernel = kernels.from_gpytorch(module.requires_grad_(False))
+        model = gaussian(kernel)
+        guide = fitted(model, x, y, steps=5)
+        elbo = TraceQuadrature_ELBO()
+        whole = elbo.loss(model, guide, x, y)
+        assert elbo.loss(model, pyro.poutine.scale(guide, 0.5), x, y) == pytest.approx(0.5 * whole)
+        with pyro.poutine.scale(scale=0.5):
+            assert elbo.loss(model, guide, x, y) == pytest.approx(0.5 * whole)
+
+    def test_another_model_is_refused(self):
+        x, y = data(num=30)
+        model = gaussian(RBF)
+        guide = fitted(model, x, y, steps=1)
+        with pytest.raises(ValueError, match="runs the guide's own model"):
+            TraceQuadrature_ELBO().loss(pyro.poutine.scale(model, 0.5), guide, x, y)
+
+
+class TestImportanceWeights:
+    """Objectives that exponentiate densities need joint draws; Pyro's two-run samplers are refused."""
+
+    def fit(self):
+        x, y = data(num=20)
+        model = gaussian(RBF)
+        guide = AutoSparseGP(model, SVGP(20))
+        train(model, guide, x, y, steps=300, loss=TraceQuadrature_ELBO(2))
+        evidence = dist.MultivariateNormal(torch.zeros(20), RBF(x) + 0.04 * torch.eye(20)).log_prob(y)
+        return model, guide, x, y, evidence.item()
+
+    def test_renyi_needs_eval(self):
+        model, guide, x, y, evidence = self.fit()
+        renyi = RenyiELBO(alpha=0, num_particles=200)
+        with pytest.raises(ValueError, match=r"RenyiELBO weighs draws.*GP site 'f'.*guide.eval\(\)"):
+            renyi.loss(model, guide, x, y)
+        guide.eval()
+        assert -renyi.loss(model, guide, x, y) == pytest.approx(evidence, abs=0.25)
+
+    def test_the_pair_of_traces_gives_weights(self):
+        model, guide, x, y, evidence = self.fit()
+        guide.eval()
+        weights = []
+        for _ in range(200):
+            guide(x, y)
+            model_trace, guide_trace = guide.get_traces()
+            weights.append(model_trace.log_prob_sum() - guide_trace.log_prob_sum())
+        estimate = torch.stack(weights).logsumexp(0).item() - math.log(200)
+        assert estimate == pytest.approx(evidence, abs=0.25)
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_samplers_that_replay_the_model_are_refused(self, training):
+        x, y = data(num=20)
+        model = gaussian(RBF)
+        guide = AutoSparseGP(model, SVGP(5))
+        guide(x, y)
+        guide.train(training)
+        with pytest.raises(ValueError, match="GP site 'f' has a density relative to the prior process only"):
+            Importance(model, guide, 5).run(x, y)

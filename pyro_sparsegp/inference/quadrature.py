@@ -108,7 +108,23 @@ class TraceQuadrature_ELBO(ELBO):
         value = self._value(loss, guide, args, kwargs)
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
+            self._check_gradients(poutine.unwrap(guide))
         return value
+
+    def _check_gradients(self, guide: Any) -> None:
+        named = [(name, p.grad) for name, p in guide.named_parameters() if p.grad is not None]
+        if not named or torch.stack([grad.sum() for _, grad in named]).isfinite().all():
+            return
+        broken = [name for name, grad in named if not grad.isfinite().all()]
+        if not broken:
+            return  # a sum that overflows
+        for parameter in guide.parameters():
+            parameter.grad = None  # the next step adds to it
+        raise ValueError(
+            f"the bound is finite, its gradient is not, at {', '.join(broken)}. The parameters are as they were before "
+            "this step. A likely cause is a torch.where or a clamp in the model that hides an infinite branch (its "
+            "gradient is 0 times infinity): keep that branch's input harmless too; or too large a learning rate."
+        )
 
     def _value(self, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, Any]) -> float:
         value = torch_item(loss)
@@ -117,7 +133,7 @@ class TraceQuadrature_ELBO(ELBO):
             why = unwrapped.explain_nan(*args, **kwargs)
             raise ValueError(
                 f"the bound is NaN: {why}. The parameters are as they were before this step; look for NaN in the data "
-                "(poutine.mask leaves missing rows out), too large a learning rate, or a density without support here."
+                "(leave missing rows out with poutine.mask), too large a learning rate, or a density without support here."
             )
         return value
 
@@ -126,14 +142,19 @@ class TraceQuadrature_ELBO(ELBO):
         unwrapped = poutine.unwrap(guide)
         if not isinstance(unwrapped, AutoSparseGP):
             raise ValueError(f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}")
+        if model != unwrapped.model:
+            raise ValueError(
+                "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap the "
+                "model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
+            )
         unwrapped.prepare(*args, **kwargs)
-        bounds = [self._bound(unwrapped, args, kwargs) for _ in range(self.num_particles)]
+        bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / self.num_particles
 
     def _get_trace(self, model: Callable, guide: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError("TraceQuadrature_ELBO runs the model once for all nodes; it has no single trace")
 
-    def _bound(self, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         assert guide.structure is not None
         axes = quadrature_axes(guide.structure)
         drawn = [
@@ -156,18 +177,22 @@ class TraceQuadrature_ELBO(ELBO):
             }
 
         def once(*node: Tensor) -> Tensor:
-            return _log_density_minus_kl(*guide.at_nodes(at(node), *args, **kwargs)[:2])
+            return _log_density_minus_kl(*guide.at_nodes(at(node), wrapped, args, kwargs)[:2])
 
         def twice() -> Callable[..., Tensor]:
             # The guide runs as it is; only the model's second run, with all values held, sees the nodes.
             zeros = at((next(guide.gps.parameters()).new_zeros(()),) * num_axes)
-            _, guide_trace, values = guide.at_nodes(zeros, *args, **kwargs)
+            model_trace, guide_trace, values = guide.at_nodes(zeros, wrapped, args, kwargs)
+            scales = {name: site["scale"] for name, site in model_trace.nodes.items() if site["type"] == "sample"}
 
             def held(*node: Tensor) -> Tensor:
                 moved = {
                     name: _base(guide_trace.nodes[name]["fn"]).at_node(z).rsample() for name, z in at(node).items()
                 }
-                return _log_density_minus_kl(held_trace(guide.model, values | moved, args, kwargs), guide_trace)
+                trace = held_trace(guide.model, values | moved, args, kwargs)
+                for name in scales.keys() & trace.nodes.keys():  # the held run is hidden from handlers around the step
+                    trace.nodes[name]["scale"] = scales[name]
+                return _log_density_minus_kl(trace, guide_trace)
 
             return held
 
