@@ -237,11 +237,11 @@ class AutoSparseGP(AutoNormalMessenger):
         :raises ValueError: in training, under an objective that is not linear in log densities, such as RenyiELBO.
         """
         model_trace, guide_trace = super().get_traces()
-        for site in guide_trace.nodes.values():
+        for name, site in _sites(guide_trace):
             if isinstance(_base(site["fn"]), Site):
                 site["fn"] = _paired(site["fn"])
                 if self.training:
-                    _require_linear(site["name"])
+                    _require_linear(name)
         return model_trace, guide_trace
 
     # Posteriors at sites.

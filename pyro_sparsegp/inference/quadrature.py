@@ -133,7 +133,8 @@ class TraceQuadrature_ELBO(ELBO):
             why = unwrapped.explain_nan(*args, **kwargs)
             raise ValueError(
                 f"the bound is NaN: {why}. The parameters are as they were before this step; look for NaN in the data "
-                "(leave missing rows out with poutine.mask), too large a learning rate, or a density without support here."
+                "(leave missing rows out with poutine.mask), too large a learning rate, or a density without support "
+                "here."
             )
         return value
 
@@ -144,8 +145,8 @@ class TraceQuadrature_ELBO(ELBO):
             raise ValueError(f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}")
         if model != unwrapped.model:
             raise ValueError(
-                "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap the "
-                "model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
+                "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap "
+                "the model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
             )
         unwrapped.prepare(*args, **kwargs)
         bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
