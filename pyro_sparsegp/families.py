@@ -10,15 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from torch import Tensor
 
 from .bases import Additive, Basis, ExplicitFeatures, InducingPoints
+from .bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
 from .bases.initial import Initialiser, choose_inputs
 from .kernels import base as kernel_base
-from .modules import AbstractModule
 from .posteriors import (
     BlockCholesky,
     BlockPlusLowRank,
@@ -27,76 +27,51 @@ from .posteriors import (
     FullCholesky,
     IdentityPlusLowRank,
 )
-from .process import GaussianProcess, SparsePosterior
+from .process import GaussianProcess
+from .sites import FreeSites as FreeSitesModule
+from .sites import KeptSites
+from .sparse_gp import OptimalGP, ProjectedGP, SparseGP
 
 __all__ = [
+    "SGPR",
     "SVGP",
     "AdditiveFamily",
+    "CollapsedOrthogonal",
+    "ComputationAware",
     "CoupledCovariance",
     "CoupledPrecision",
+    "ExactWeightSpace",
     "Family",
+    "FreeFormFamily",
+    "FreeSites",
     "InducingFamily",
     "MeanFieldAdditive",
+    "OptimalFamily",
     "OrthogonalInducing",
     "OrthogonallyDecoupled",
+    "SiteFamily",
     "SparseGP",
+    "WeightSpace",
 ]
 
 Inducing = Union[int, Tensor]
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 
 
-class SparseGP(AbstractModule):
-    """One site's variational module: a basis and a Gaussian over its coefficients.
-
-    :param family: what was declared, :meth:`Family.declared`.
-    """
-
-    def __init__(
-        self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int], family: dict[str, Any]
-    ) -> None:
-        super().__init__()
-        self.basis, self.coefficients, self.family = basis, coefficients, family
-        self.batch_shape = torch.Size(batch_shape)
-
-    def forward(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
-    ) -> SparsePosterior:
-        """The posterior of ``process``, at its inputs and under its hyperparameters."""
-        features = self.basis(process.kernel, process.jitter, name)
-        return kind(process, features, self.coefficients(), name)
-
-    def spec(self) -> dict[str, Any]:
-        """What is needed to make the module anew before its state is loaded, in plain Python."""
-        return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
-
-
 @dataclass(frozen=True, eq=False)
 class Family(ABC):
-    """A recipe for :class:`SparseGP` modules: a basis, and a posterior over its coefficients.
-
-    A new family says how its basis starts (:meth:`new_basis`), how it is made again before its state is loaded
-    (:meth:`old_basis`), and which :class:`~pyro_sparsegp.posteriors.Coefficients` it takes.
-    """
+    """What the guide asks of a family: a fresh module, or one to load a state into."""
 
     @abstractmethod
-    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
-        """The basis, initialised from the inputs and hyperparameters of a first call."""
-
-    @abstractmethod
-    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
-        """The basis of that ``spec``, its values still to be loaded."""
-
-    @abstractmethod
-    def new_coefficients(self) -> NewCoefficients:
-        """The posterior over the coefficients, to be called with block sizes, batch shape and a tensor like it."""
-
-    def build(self, process: GaussianProcess, name: str) -> SparseGP:
+    def build(self, process: GaussianProcess, name: str) -> Any:
         """A fresh module for a site whose prior, at the guide's first call, is ``process``.
 
         :raises ValueError: naming the site, where the family does not fit its inputs or kernel.
         """
-        return self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+
+    @abstractmethod
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> Any:
+        """A module of the shapes of ``spec``, its values still to be loaded."""
 
     def declared(self) -> dict[str, Any]:
         """The recipe in plain Python: the family's name and its numbers; of given inputs, how many there are."""
@@ -108,10 +83,10 @@ class Family(ABC):
                 return [plain(part) for part in value]
             return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
-        numbers = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in ("init", "trainable")}
+        numbers = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in _NOT_DECLARED}
         return {"name": type(self).__name__, **numbers}
 
-    def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
+    def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> Any:
         """A module of the shapes of ``spec``, with the dtype and device of ``like``.
 
         :raises ValueError: naming the site, if ``spec`` is of another family or of other numbers.
@@ -121,17 +96,50 @@ class Family(ABC):
                 f"the saved posterior of GP site {name!r} is {_call(spec['family'])}, this guide declares "
                 f"{_call(self.declared())}; make the guide with the saved family."
             )
+        return self._rebuild(spec, like, name)
+
+
+_NOT_DECLARED = ("init", "trainable", "rate", "updates", "tolerance")  # they change no shape
+
+
+@dataclass(frozen=True, eq=False)
+class BasisFamily(Family):
+    """A family on a basis: it says how this starts, and how it is made again before its state is loaded."""
+
+    @abstractmethod
+    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+        """The basis, initialised from the inputs and hyperparameters of a first call."""
+
+    @abstractmethod
+    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        """The basis of that ``spec``, its values still to be loaded."""
+
+
+@dataclass(frozen=True, eq=False)
+class FreeFormFamily(BasisFamily):
+    """A recipe for :class:`SparseGP` modules: a basis, and a free posterior over its coefficients.
+
+    A new one gives, besides its basis, the :class:`~pyro_sparsegp.posteriors.Coefficients` it takes.
+    """
+
+    @abstractmethod
+    def new_coefficients(self) -> NewCoefficients:
+        """The posterior over the coefficients, to be called with block sizes, batch shape and a tensor like it."""
+
+    def build(self, process: GaussianProcess, name: str) -> SparseGP:
+        return self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
         return self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
 
     def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
-        if not basis.sizes:
-            raise ValueError(f"the kernel of site {name!r} is white noise alone; no basis can represent it")
+        _require_basis(basis, name)
         coefficients = self.new_coefficients()(basis.sizes, batch_shape, like)
         return SparseGP(basis, coefficients, batch_shape, self.declared())
 
 
 @dataclass(frozen=True, eq=False)
-class InducingFamily(Family):
+class OnInducingPoints(BasisFamily):
     """A family on inducing points of the whole kernel, in one or several sets.
 
     :param init: how counts become inputs: "greedy" (conditional variance), "kmeans", or a callable
@@ -151,6 +159,11 @@ class InducingFamily(Family):
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         return _old_inducing(spec, like, self.trainable)
+
+
+@dataclass(frozen=True, eq=False)
+class InducingFamily(OnInducingPoints, FreeFormFamily):
+    """Inducing points with a free posterior; as :class:`OnInducingPoints`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +216,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
 
 
 @dataclass(frozen=True, eq=False)
-class AdditiveFamily(Family):
+class AdditiveFamily(FreeFormFamily):
     """A family on a basis for each summand of an additive kernel Σ_c k_c.
 
     A summand with finite features (a constant, a linear term) uses those; every other has inducing points of
@@ -289,6 +302,233 @@ class CoupledPrecision(AdditiveFamily):
 
     def new_coefficients(self) -> NewCoefficients:
         return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)
+
+
+@dataclass(frozen=True, eq=False)
+class OnFeatures(BasisFamily):
+    """A family on the kernel's own finite features."""
+
+    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+        phi = kernel_base.features(process.kernel, process.x[..., :1, :])
+        if phi is None:
+            raise ValueError(
+                f"the kernel of site {name!r} has no finite features, {process.kernel!r}: weight space needs a kernel "
+                "such as Linear or Polynomial; for others take inducing points, SVGP or SGPR."
+            )
+        return ExplicitFeatures(phi.shape[-1])
+
+    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        return ExplicitFeatures(spec["size"])
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSpace(OnFeatures, FreeFormFamily):
+    """The kernel's own features with a full covariance (paper 3, eq. 8 to 10)."""
+
+    def new_coefficients(self) -> NewCoefficients:
+        return FullCholesky
+
+
+@dataclass(frozen=True, eq=False)
+class SiteFamily(Family):
+    """A family whose posterior follows from Gaussian sites N(zₙ | fₙ, 1/λₙ), read off the model's likelihood.
+
+    For likelihoods that are Gaussian in f the sites are exact and differentiable: λ = −ℓ'', λ(z − μ) = ℓ'(μ) with
+    ℓₙ(f) = log p(yₙ | f). For others they are iterated by conjugate-computation VI (Khan and Lin, 2017), λ = −E[ℓ'']
+    (cut at 0; the guide's ``site_status`` counts how often) and λ(z − m) = E[ℓ'], and kept between steps.
+    They train on all rows at once; a mini-batch raises.
+
+    :param rate: the damping of these updates, in (0, 1].
+    :param updates: how many updates a step makes. One will do with Adam; L-BFGS, whose line search wants a function
+        of the parameters alone, needs some 20 where the likelihood is not Gaussian.
+    """
+
+    rate: float = field(default=0.7, kw_only=True)
+    updates: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.rate, (int, float)) and 0 < self.rate <= 1):
+            raise ValueError(f"{type(self).__name__}'s rate must be a number in (0, 1], got {self.rate!r}")
+        if not isinstance(self.updates, int) or self.updates < 1:
+            raise ValueError(
+                f"{type(self).__name__}'s updates must be a whole number of at least 1, got {self.updates!r}"
+            )
+
+    @property
+    def reads(self) -> bool:
+        """Whether its sites are read off the model, rather than parameters."""
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class OptimalFamily(SiteFamily, BasisFamily):
+    """A basis with the posterior of its coefficients that is optimal for the sites."""
+
+    blockwise: ClassVar[bool] = False  # independent blocks of coefficients
+
+    def build(self, process: GaussianProcess, name: str) -> OptimalGP:
+        _require_matrix(process, name)
+        return self._assemble(self.new_basis(process, name), self.new_sites(process), process.batch_shape, name)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> OptimalGP:
+        basis = self.old_basis(spec["basis"], like)
+        return self._assemble(basis, self.old_sites(spec, like), spec["batch_shape"], name)
+
+    def new_sites(self, process: GaussianProcess) -> Union[KeptSites, FreeSitesModule]:
+        """The module of the sites, for the inputs of a first call."""
+        return KeptSites(process.x, process.batch_shape, process.x.shape[-1])
+
+    def old_sites(self, spec: dict[str, Any], like: Tensor) -> Union[KeptSites, FreeSitesModule]:
+        """The module of the sites of that ``spec``."""
+        return KeptSites(like, spec["batch_shape"], spec["columns"])
+
+    def _assemble(
+        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
+    ) -> OptimalGP:
+        _require_basis(basis, name)
+        return OptimalGP(basis, self.blockwise, sites, batch_shape, self.declared(), self.rate, self.updates)
+
+
+@dataclass(frozen=True, eq=False)
+class SGPR(OnInducingPoints, OptimalFamily):
+    """Inducing points with the posterior that is optimal given the likelihood (Titsias, 2009).
+
+    For a Gaussian likelihood the bound is Titsias' collapsed one, log N(y; μ, Q + σ²I) − tr(K − Q)/(2σ²) (eq. 9).
+
+    :param inducing: their number M, or the inputs ``(M, D)``.
+    """
+
+    inducing: Inducing = 64
+
+    def sets(self) -> list[Inducing]:
+        return [self.inducing]
+
+
+@dataclass(frozen=True, eq=False)
+class CollapsedOrthogonal(SGPR):
+    """SOLVE-GP with optimal independent posteriors of its sets (paper 1, eq. 27 to 30).
+
+    :param inducing: the first set: a number or inputs ``(M₁, D)``.
+    :param orthogonal: the second set, or a list of further sets.
+    """
+
+    orthogonal: Union[Inducing, Sequence[Inducing]] = 64
+    blockwise: ClassVar[bool] = True
+
+    def sets(self) -> list[Inducing]:
+        more = self.orthogonal
+        return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
+
+
+@dataclass(frozen=True, eq=False)
+class FreeSites(SGPR):
+    """Inducing points with the optimal form of q and its sites as 2N free parameters (paper 0, eq. 4 and 6).
+
+    At the optimum λₙ² = −2 ∂E[log p(yₙ | f)]/∂σₙ², with σₙ² the marginal variance; the precisions λₙ² are kept
+    non-negative, which likelihoods that are not log-concave may not ask for. The bound is not concave in these
+    parameters, and with N > M(M + 3)/2, all that a Gaussian over M coefficients has, they are more than
+    :class:`SVGP` needs: :class:`SGPR` finds the same optimum in a few updates.
+
+    :param inducing: the number M of inducing points, or the inputs ``(M, D)``.
+    """
+
+    @property
+    def reads(self) -> bool:
+        return False
+
+    def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
+        return FreeSitesModule(process.x, process.batch_shape, process.variance.sqrt())
+
+    def old_sites(self, spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
+        return FreeSitesModule(like.new_zeros(spec["rows"], spec["columns"]), spec["batch_shape"])
+
+
+@dataclass(frozen=True, eq=False)
+class ExactWeightSpace(OnFeatures, OptimalFamily):
+    """The kernel's own features with the posterior that is optimal given the likelihood (paper 3, eq. 5 and 6)."""
+
+
+@dataclass(frozen=True, eq=False)
+class ComputationAware(SiteFamily):
+    """CaGP: the posterior given i projections Sᵀz of the data (Wenger et al., 2024, eq. 5), never overconfident.
+
+    Mean μ + k(x, X)S(SᵀK̂S)⁻¹Sᵀ(z − μ), covariance k − k(x, X)S(SᵀK̂S)⁻¹Sᵀk(X, x) with K̂ = K + Λ⁻¹: the
+    variance is that of the exact posterior plus what computation was spared. One step evaluates all N² kernel entries
+    (not kept: memory is O(N·i)), and so does a posterior at new inputs.
+
+    :param num_actions: i.
+    :param actions: "sparse" (learned, one number a datum, eq. 14), "cg" (residuals of conjugate gradients), "eigen"
+        (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``, which trains if it
+        is a module.
+    :param tolerance: of "cg": the residual, relative to the first, at which it stops.
+    """
+
+    num_actions: int = 64
+    actions: Union[str, Callable] = "sparse"
+    tolerance: float = field(default=1e-4, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.num_actions, bool) or not isinstance(self.num_actions, int) or self.num_actions < 1:
+            raise ValueError(
+                f"ComputationAware's num_actions must be a whole number of at least 1, got {self.num_actions!r}"
+            )
+        if not callable(self.actions) and self.actions not in _POLICIES:
+            raise ValueError(
+                f"ComputationAware's actions must be one of {sorted(_POLICIES)} or a callable (kernel, sites) -> S, "
+                f"got {self.actions!r}"
+            )
+
+    def build(self, process: GaussianProcess, name: str) -> ProjectedGP:
+        _require_matrix(process, name)
+        sites = KeptSites(process.x, process.batch_shape, process.x.shape[-1])
+        x, kernel = process.x.detach(), process.kernel
+        if x.shape[-2] < self.num_actions:
+            raise ValueError(
+                f"site {name!r} asks for {self.num_actions} actions, the guide's first call has {x.shape[-2]} rows"
+            )
+        row = x[:1]
+        if not torch.allclose(kernel.diag(row), kernel(row, row)[..., 0], rtol=1e-4):
+            raise ValueError(
+                f"the kernel of site {name!r} has a diagonal term, such as White, which projections of data cannot "
+                "tell from noise: put the noise into the likelihood."
+            )
+        policy = self._policy(x, process.batch_shape, None)
+        return ProjectedGP(policy, sites, process.batch_shape, self.declared(), self.rate, self.updates)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ProjectedGP:
+        sites = KeptSites(like, spec["batch_shape"], spec["columns"])
+        x = like.new_zeros(spec["rows"] or self.num_actions, spec["columns"])
+        order = torch.zeros(len(x), dtype=torch.long, device=like.device)
+        policy = self._policy(x, spec["batch_shape"], order)
+        return ProjectedGP(policy, sites, spec["batch_shape"], self.declared(), self.rate, self.updates)
+
+    def _policy(self, x: Tensor, batch_shape: Sequence[int], order: Optional[Tensor]) -> Policy:
+        if self.actions == "sparse":
+            return BlockPolicy(x, self.num_actions, batch_shape, order)
+        if self.actions == "cg":
+            return KrylovPolicy(self.num_actions, self.tolerance)
+        if self.actions == "eigen":
+            return EigenPolicy(self.num_actions)
+        if self.actions == "random":
+            return RandomPolicy(x, self.num_actions, order is None)
+        assert callable(self.actions)
+        return UserPolicy(self.actions, self.num_actions)
+
+
+_POLICIES = ("cg", "eigen", "random", "sparse")
+
+
+def _require_basis(basis: Any, name: str) -> None:
+    if not basis.sizes:
+        raise ValueError(f"the kernel of site {name!r} is white noise alone; no basis can represent it")
+
+
+def _require_matrix(process: GaussianProcess, name: str) -> None:
+    if process.x.dim() != 2:
+        raise ValueError(
+            f"site {name!r} has inputs of shape {tuple(process.x.shape)}; a family on sites needs one matrix (N, D)"
+        )
 
 
 def _call(declared: dict[str, Any]) -> str:

@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from . import structure
-from .families import Family, SparseGP
-from .likelihood import fill_masked
+from .conditioning import read_sites, require_full_batch
+from .families import Family, SiteFamily
+from .likelihood import derivatives, fill_masked, held_trace, log_densities
 from .linalg import sum_blocks
 from .modules import unique_name
 from .process import (
@@ -45,6 +46,8 @@ from .process import (
     Site,
     SparsePosterior,
 )
+from .sites import KeptSites
+from .sparse_gp import SiteGP
 
 __all__ = ["AutoSparseGP", "Structure"]
 
@@ -60,6 +63,7 @@ class Structure:
     :param dependence: for each GP site, how densities downstream depend on its values.
     :param inner: GP sites whose values enter another GP site (an inner layer of a deep GP).
     :param interactions: pairs of GP sites that meet in one term of a density.
+    :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -69,6 +73,7 @@ class Structure:
     dependence: dict[str, str] = field(default_factory=dict)
     inner: list[str] = field(default_factory=list)
     interactions: list[list[str]] = field(default_factory=list)
+    quadratic: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -79,7 +84,10 @@ class _Request:
     predicting: bool = False  # new inputs: latents under the data plate come from the model
     values: dict[str, Tensor] = field(default_factory=dict)  # GP sites held at these values
     nodes: Optional[dict[str, Tensor]] = None  # GP sites at these standardised quadrature nodes
+    reading: bool = False  # sites are read off the model
+    refreshing: bool = False  # and nothing else is wanted
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)  # collected
+    ahead: dict[str, Tensor] = field(default_factory=dict)  # drawn before the run gets there
 
 
 @dataclass
@@ -148,6 +156,8 @@ class AutoSparseGP(AutoNormalMessenger):
         self.structure: Optional[Structure] = None
         self._request = _Request()
         self._checked_parameters = False
+        self._like = torch.empty(0)
+        self._last: Optional[tuple[tuple, dict[str, Any]]] = None  # the last training call, of families on sites
         self.warned: set[str] = set()
 
     # Running the model.
@@ -161,9 +171,9 @@ class AutoSparseGP(AutoNormalMessenger):
         if self._request.nodes is not None:  # at_nodes calls, perhaps through a wrapper
             return super().__call__(*args, **kwargs)
         self.prepare(*args, **kwargs)
-        with self._requesting(_Request(), self._computing_median):
+        with self._requesting(_Request(reading=self.on_sites), self._computing_median):
             draws = super().__call__(*args, **kwargs)
-        self._check_rows()
+        self._after_run(args, kwargs)
         return draws
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -172,6 +182,8 @@ class AutoSparseGP(AutoNormalMessenger):
             self._initialise(args, kwargs)
         if torch.is_grad_enabled() and not self._checked_parameters:
             self._check_parameters(args, kwargs)
+        if not self.keeps_sites:
+            self._refresh_sites()
 
     @contextmanager
     def _requesting(self, request: _Request, median: bool = False) -> Iterator[_Request]:
@@ -191,6 +203,7 @@ class AutoSparseGP(AutoNormalMessenger):
         """
         if self.structure is None:
             self._initialise(args, kwargs)
+        self._refresh_sites()
         with self._requesting(_Request(predicting=True), median=True) as request, poutine.block(), whole_plates():
             super().__call__(*args, **kwargs)
         return request.posteriors
@@ -203,10 +216,10 @@ class AutoSparseGP(AutoNormalMessenger):
         :param wrapped: this guide, or what handlers such as ``poutine.scale`` made of it.
         :returns: the model's trace, the guide's, and the values of all sites, the plates' row numbers among them.
         """
-        with self._requesting(_Request(nodes=nodes)):
+        with self._requesting(_Request(nodes=nodes, reading=self.on_sites)):
             wrapped(*args, **kwargs)
         try:
-            self._check_rows()
+            self._after_run(args, kwargs)
             values = {name: site["value"] for name, site in _sites(self.trace) if _is_free(site)}
             return (*self.get_traces(), values)
         finally:
@@ -220,6 +233,7 @@ class AutoSparseGP(AutoNormalMessenger):
         """
         if self.structure is None:
             self._initialise(args, kwargs)
+        self._refresh_sites()
         training = self.training
         self.train(not joint)
         try:
@@ -227,6 +241,125 @@ class AutoSparseGP(AutoNormalMessenger):
                 return super().__call__(*args, **kwargs)
         finally:
             self.train(training)
+
+    def _after_run(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._check_rows()
+        if not self.on_sites:
+            return
+        for name, module in self._site_modules().items():
+            require_full_batch(name, module, self.trace)
+        assert self.structure is not None
+        if self.keeps_sites and any(self.trace.nodes[name]["is_observed"] for name in self._rows_here()):
+            self._last = args, kwargs
+
+    def _rows_here(self) -> list[str]:
+        assert self.structure is not None
+        return [name for name in self.structure.rows if name in self.trace.nodes]
+
+    # Families on sites.
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the guide's dtype and device."""
+        return next(self.parameters(), self._like)
+
+    @property
+    def on_sites(self) -> bool:
+        """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
+        families = self.families.values() if isinstance(self.families, Mapping) else [self.families]
+        return any(isinstance(family, SiteFamily) for family in families)
+
+    @property
+    def keeps_sites(self) -> bool:
+        """Whether this run's sites are to be kept: in training, with gradients."""
+        return self._request.refreshing or (self.training and torch.is_grad_enabled() and not self._computing_median)
+
+    @property
+    def posteriors_so_far(self) -> dict[str, SparsePosterior]:
+        """The posteriors of GP sites that the current run has passed."""
+        return self._request.posteriors
+
+    @property
+    def drawn_ahead(self) -> dict[str, Tensor]:
+        """Values that the current run will take where it gets to these sites."""
+        return self._request.ahead
+
+    def look_ahead(self, name: str, prior: Any) -> Any:
+        """The posterior of a site that the current run has not reached; of a GP site, the one of the sites kept."""
+        process, _ = as_process(prior)
+        if process is None:
+            return self.get_posterior(name, prior)
+        return self._module(name, process)(process, name)
+
+    @property
+    def site_status(self) -> dict[str, dict[str, Any]]:
+        """For each GP site whose Gaussian sites are read off the model: how many there are, whether they are exact
+        (the likelihood is Gaussian in f), and how many had negative curvature, which was cut to 0, at the last reading.
+        """
+        assert self.structure is not None
+        self._refresh_sites()
+        return {
+            name: {
+                "sites": module.sites.precision.numel(),
+                "exact": name in self.structure.quadratic,
+                "truncated": int(module.sites.truncated),
+            }
+            for name, module in self._site_modules().items()
+            if isinstance(module.sites, KeptSites)
+        }
+
+    def _site_modules(self) -> dict[str, SiteGP]:
+        modules = {} if self.structure is None else {name: _get(self.gps, name) for name in self.structure.gps}
+        return {name: module for name, module in modules.items() if isinstance(module, SiteGP)}
+
+    def _refresh_sites(self) -> None:
+        """Read the sites at the parameters as they are now and the other latents' medians."""
+        if self._last is None or self._request.refreshing:
+            return
+        args, kwargs = self._last
+        self._last = None
+        trace = self.trace
+        try:
+            with (
+                torch.no_grad(),
+                _repeatable(self._like),
+                poutine.block(),
+                self._requesting(_Request(reading=True, refreshing=True), median=True),
+            ):
+                super().__call__(*args, **kwargs)
+        finally:
+            self.trace = trace
+
+    def _find_sites(self, args: tuple, kwargs: dict[str, Any], probe: Probe) -> None:
+        """Raise where a family on sites does not fit, and see for which likelihoods its sites are exact."""
+        assert self.structure is not None
+        for name, module in self._site_modules().items():
+            kind, family = self.structure.dependence[name], module.family["name"]
+            if name in self.structure.inner or kind == structure.COUPLED:
+                why = (
+                    "its values enter another GP site"
+                    if name in self.structure.inner
+                    else "its likelihood does not factorise: one term of a density depends on values at several inputs"
+                )
+                raise ValueError(
+                    f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood of each "
+                    f"value, but {why}. Take a family with a free posterior, such as SVGP or OrthogonalInducing."
+                )
+            posterior = probe.posteriors[name]
+            spread = posterior.process.variance.sqrt()
+            others = {other: value for other, value in probe.values.items() if other != name}
+
+            def total(f: Tensor, name: str = name, others: dict[str, Tensor] = others) -> Tensor:
+                trace = held_trace(self.model, {**others, name: f}, args, kwargs)
+                parts = log_densities(trace, self.structure.gps)  # type: ignore[union-attr]
+                return sum((part.sum() for part in parts.values()), f.new_zeros(()))
+
+            with pyro.validation_enabled(False):
+                seconds = [derivatives(total, posterior.mean + shift * spread)[1] for shift in (0.0, 0.5, -0.3)]
+            size = seconds[0].abs() + 1e-6 * seconds[0].abs().mean()
+            tolerance = 1e-6 if size.dtype == torch.float64 else 1e-3
+            if all(((second - seconds[0]).abs() <= tolerance * size).all() for second in seconds[1:]):
+                self.structure.quadratic.append(name)
 
     def get_traces(self) -> tuple[poutine.Trace, poutine.Trace]:
         """The (model, guide) traces of the last call, as in :class:`~pyro.poutine.guide.GuideMessenger`.
@@ -254,6 +387,8 @@ class AutoSparseGP(AutoNormalMessenger):
             if process is not None:  # in ELBOs the prior process is the base measure, of density 1
                 base = PriorProcess.of(process)
                 msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
+            elif msg["name"] in self._request.ahead:
+                msg["value"] = self._request.ahead[msg["name"]]
 
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)
@@ -296,10 +431,23 @@ class AutoSparseGP(AutoNormalMessenger):
         elif self.training and not self._computing_median:
             coupled = self.structure is not None and self.structure.dependence.get(name) == structure.COUPLED
             kind = ExpectedSite if coupled else MarginalSite
-        posterior = module(process, name, kind)
+        if request.refreshing and isinstance(module, SiteGP):
+            if isinstance(module.sites, KeptSites):
+                read_sites(self, name, process, module)
+            if not self._meets(name):
+                return process.mean
+        if request.reading and not request.refreshing and self._is_to_read(module):
+            sites = read_sites(self, name, process, module)
+            posterior = module(process, name, kind, sites)
+            if self.structure is not None and name not in self.structure.quadratic and self.keeps_sites:
+                module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
+        else:
+            posterior = module(process, name, kind)
         request.posteriors[name] = posterior
         if name in request.values:
             return request.values[name]
+        if request.setup and isinstance(module, SiteGP):
+            return posterior.mean
         if request.setup:  # a smooth function for the layers above to place their inducing inputs on
             w = posterior.coefficients.rsample(posterior.batch_shape)
             return process.mean + sum_blocks(posterior.features, w)
@@ -309,7 +457,15 @@ class AutoSparseGP(AutoNormalMessenger):
             posterior.at_node(request.nodes[name])
         return posterior.to_event(event_dim) if event_dim else posterior
 
-    def _check_dtype(self, name: str, process: GaussianProcess, module: SparseGP) -> None:
+    def _is_to_read(self, module: Any) -> bool:
+        if not isinstance(module, SiteGP) or not isinstance(module.sites, KeptSites):
+            return False
+        return self.keeps_sites or module.sites.empty
+
+    def _meets(self, name: str) -> bool:
+        return self.structure is not None and any(name in pair for pair in self.structure.interactions)
+
+    def _check_dtype(self, name: str, process: GaussianProcess, module: Any) -> None:
         own = next(module.parameters(), process.x)
         if own.dtype != process.x.dtype or own.device != process.x.device:
             method = {torch.float64: "double", torch.float32: "float"}.get(process.x.dtype, f"to({process.x.dtype})")
@@ -329,7 +485,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 stacklevel=4,
             )
 
-    def _module(self, name: str, process: GaussianProcess) -> SparseGP:
+    def _module(self, name: str, process: GaussianProcess) -> Any:
         if not self._request.setup:
             try:
                 return attrgetter(name)(self.gps)
@@ -424,6 +580,7 @@ class AutoSparseGP(AutoNormalMessenger):
             raise
 
     def _forget(self) -> None:
+        self._last = None
         for name in ("gps", "locs", "scales"):
             if name in self._modules:
                 delattr(self, name)
@@ -528,6 +685,7 @@ class AutoSparseGP(AutoNormalMessenger):
             both = partial(lambda f, g, a, b: evaluate({f: a, g: b}), f, g)
             if structure.interact(both, (base[f], spread[f]), (base[g], spread[g])):
                 self.structure.interactions.append([f, g])
+        self._find_sites(args, kwargs, first)
         coupled = [name for name, kind in self.structure.dependence.items() if kind == structure.COUPLED]
         if coupled:
             warnings.warn(
@@ -610,6 +768,18 @@ class AutoSparseGP(AutoNormalMessenger):
 
     # State.
 
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._refresh_sites()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._refresh_sites()  # the data stay where they are
+        self._like = args[0](self._like)
+        for module in self._site_modules().values():
+            if isinstance(module.sites, KeptSites):
+                module.sites.marginals = None
+        return super()._apply(*args, **kwargs)
+
     def get_extra_state(self) -> dict[str, Any]:
         """The :class:`Structure`, in plain Python."""
         return {} if self.structure is None else asdict(self.structure)
@@ -651,6 +821,7 @@ class AutoSparseGP(AutoNormalMessenger):
         self.structure = saved
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refresh_sites()
         for parameter in self.parameters():  # weak references do not pickle
             parameter.__dict__.pop("unconstrained", None)
         return super().__getstate__()

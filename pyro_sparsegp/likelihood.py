@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-__all__ = ["fill_masked", "held_trace"]
+__all__ = ["derivatives", "expected_derivatives", "fill_masked", "held_trace", "log_densities", "normal_nodes"]
 
 
 def held_trace(model: Callable, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
@@ -45,3 +49,86 @@ def fill_masked(site: Any) -> None:
     filler = rows.flatten(0, len(batch_shape) - 1).index_select(0, first)[0] if batch_shape else rows
     missing = ~mask.reshape(*batch_shape, *[1] * event_dim) & value.isnan()
     site["value"] = torch.where(missing, filler.nan_to_num(), rows)
+
+
+Total = Callable[[dict[str, Tensor]], Tensor]
+
+
+def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
+    """The log densities of a run's sample sites but ``skip``, one for each value, masked and scaled."""
+    return {
+        name: torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]))
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and name not in skip and not site_is_subsample(site)
+    }
+
+
+def derivatives(total: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tensor]:
+    """First and second derivatives by each value of a sum of terms with one input's values each.
+
+    :param total: f, ``(..., N)``, to a scalar.
+    :returns: both ``(..., N)``.
+    """
+    gradient = torch.func.grad(total)
+    if f.dim() == 1:
+        second, first = torch.func.grad(_summed(gradient), has_aux=True)(f)
+        return first, second
+    # Outputs may meet in a term: a pass for each keeps the diagonal.
+    seconds = []
+    for output in torch.eye(f[..., 0].numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape[:-1], 1):
+        second, first = torch.func.grad(_summed(gradient, output), has_aux=True)(f)
+        seconds.append(second * output)
+    return first, torch.stack(seconds).sum(0)
+
+
+def _summed(gradient: Callable[[Tensor], Tensor], weight: Any = 1.0) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    def total(f: Tensor) -> tuple[Tensor, Tensor]:
+        first = gradient(f)
+        return (weight * first).sum(), first
+
+    return total
+
+
+def expected_derivatives(
+    total: Total, values: Mapping[str, Tensor], name: str, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """E[ℓ'] and E[ℓ''] by the values of GP site ``name`` over K joint nodes of several GP sites.
+
+    :param total: values of GP sites, ``(..., N)`` each, to the sum of the log densities.
+    :param values: the nodes, ``(K, ..., N)`` each.
+    :param weights: ``(K,)``.
+    """
+
+    def at(node: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return derivatives(lambda f: total({**node, name: f}), node[name])
+
+    def looped() -> tuple[Tensor, Tensor]:
+        pairs = [at({key: value[k] for key, value in values.items()}) for k in range(len(weights))]
+        return torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs])
+
+    if len(weights) == 1:
+        first, second = looped()
+    else:
+        try:
+            first, second = torch.func.vmap(at, randomness="same")(dict(values))
+        except (RuntimeError, TypeError):  # a program that vmap refuses
+            first, second = looped()
+    shaped = weights.reshape(-1, *[1] * (first.dim() - 1))
+    return (shaped * first).sum(0), (shaped * second).sum(0)
+
+
+def normal_nodes(num_axes: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Standard normal nodes, ``(K, A)``, and weights, ``(K,)``: a Gauss-Hermite grid for one or two axes, scrambled
+    Sobol points in plus-minus pairs beyond.
+    """
+    if num_axes == 0:
+        return like.new_zeros(1, 0), like.new_ones(1)
+    if num_axes <= 2:
+        nodes, weights = np.polynomial.hermite_e.hermegauss(20 if num_axes == 1 else 10)
+        grid = torch.cartesian_prod(*[torch.from_numpy(nodes)] * num_axes).reshape(-1, num_axes)
+        product = torch.cartesian_prod(*[torch.from_numpy(weights / weights.sum())] * num_axes)
+        return grid.to(like), product.reshape(-1, num_axes).prod(-1).to(like)
+    uniform = torch.quasirandom.SobolEngine(num_axes, scramble=True, seed=0).draw(64, dtype=torch.float64)
+    half = math.sqrt(2) * torch.erfinv(2 * uniform.clamp(1e-6, 1 - 1e-6) - 1)
+    points = torch.cat([half, -half])
+    return points.to(like), like.new_full((len(points),), 1 / len(points))

@@ -25,6 +25,7 @@ from .bases.base import Features
 from .kernels import base as kernel_base
 from .linalg import cholesky, solve_lower, sum_blocks
 from .posteriors.base import Gaussian
+from .sites import Sites
 
 __all__ = ["GaussianProcess", "PriorProcess", "SparsePosterior"]
 
@@ -283,14 +284,25 @@ class SparsePosterior(TorchDistribution):
     :param basis: the basis under that prior's kernel.
     :param coefficients: q(w).
     :param name: the site, for errors.
+    :param sites: the Gaussian sites that q(w) comes from, if it does.
+    :param features: Φ at the inputs, if known already.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = True
 
-    def __init__(self, process: GaussianProcess, basis: Features, coefficients: Gaussian, name: str = "f") -> None:
+    def __init__(
+        self,
+        process: GaussianProcess,
+        basis: Features,
+        coefficients: Gaussian,
+        name: str = "f",
+        sites: Optional[Sites] = None,
+        features: Optional[list[Tensor]] = None,
+    ) -> None:
         self.process, self.basis, self.coefficients, self.name = process, basis, coefficients, name
-        self._cache: dict[str, Any] = {}
+        self.sites = sites
+        self._cache: dict[str, Any] = {} if features is None else {"features": features}
         batch_shape = torch.broadcast_shapes(process.batch_shape, coefficients.batch_shape)
         super().__init__(batch_shape, process.event_shape, validate_args=False)
 
@@ -352,6 +364,42 @@ class SparsePosterior(TorchDistribution):
         return dist.Normal(self.mean, self.stddev, validate_args=False)
 
     @property
+    def mathematical_variance(self) -> Tensor:
+        """The variance, ``(..., N)``, that the exact posterior given the same Gaussian sites would have.
+
+        diag(k(x, x) − k(x, X)(k(X, X) + Λ⁻¹)⁻¹k(X, x)), in O(N³) for the N training rows with λ > 0: what more data,
+        not more computation, would reduce (Wenger et al., 2024, section 2).
+
+        :raises ValueError: if the family keeps no sites.
+        """
+
+        def compute() -> Tensor:
+            if self.sites is None:
+                raise ValueError(
+                    f"the posterior of site {self.name!r} has no Gaussian sites to set the exact posterior against; "
+                    "use a family that reads them off the model, such as ComputationAware or SGPR."
+                )
+            root, x, kernel = self.sites.precision.sqrt(), self.sites.inputs, self.process.kernel
+            gram = root[..., None] * kernel(x) * root[..., None, :]
+            eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+            factor = cholesky(gram + eye, 0.0, f"I + Λ^½KΛ^½ of site {self.name!r}")
+            explained = solve_lower(factor, root[..., None] * kernel(x, self.process.x)).square().sum(-2)
+            variance = kernel.diag(self.process.x) - explained
+            return variance.clamp(min=0).expand(self._batch_shape + self._event_shape)
+
+        with torch.no_grad():
+            return self._cached("mathematical", compute)
+
+    @property
+    def computational_variance(self) -> Tensor:
+        """The part of the variance, ``(..., N)``, that stems from limited computation (Wenger et al., 2024, section 2).
+
+        :attr:`variance` minus :attr:`mathematical_variance`, at its cost. It is never negative for data projections;
+        for inducing points it may be: those can be overconfident.
+        """
+        return (self.variance - self.mathematical_variance).detach()
+
+    @property
     def kl(self) -> Tensor:
         """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
         return self._cached("kl", lambda: self.coefficients.kl().expand(self._batch_shape))
@@ -373,7 +421,7 @@ class SparsePosterior(TorchDistribution):
     def at(self, x: Tensor) -> SparsePosterior:
         """The same posterior at other inputs ``(N', D)``."""
         process = self.process.at(x).expand(self.process.batch_shape)
-        return SparsePosterior(process, self.basis, self.coefficients, self.name)
+        return SparsePosterior(process, self.basis, self.coefficients, self.name, self.sites)
 
     def paths(self, num: int, num_features: int = 2048) -> Callable[[Tensor], Tensor]:
         """``num`` sample functions, x ↦ ``(num, ..., N)``, that agree with themselves wherever they are evaluated.
@@ -390,7 +438,14 @@ class SparsePosterior(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> SparsePosterior:
         """Independent copies with the given batch shape."""
-        return type(self)(self.process.expand(batch_shape), self.basis, self.coefficients, self.name)
+        return type(self)(
+            self.process.expand(batch_shape),
+            self.basis,
+            self.coefficients,
+            self.name,
+            self.sites,
+            self._cache.get("features"),
+        )
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Joint draws of the values, ``(*sample_shape, ..., N)``, in O(N³); their coefficients are kept."""
@@ -424,7 +479,8 @@ class SparsePosterior(TorchDistribution):
                 f"log_prob of the sparse posterior of site {self.name!r} is log q(w) − log p(w) at the coefficients w "
                 "of a draw; this value is not the last draw of this object, so its w is unknown."
             )
-        return self.coefficients.log_ratio(w).expand(value.shape[:-1])
+        centred = value - self.process.mean_at(self.process.x)
+        return self.coefficients.log_ratio_at(w, centred).expand(value.shape[:-1])
 
     def __repr__(self) -> str:
         return (

@@ -1,11 +1,14 @@
 """Bases: where a function meets its finitely many coefficients."""
 
+from .actions import Actions
 from .additive import Additive, AdditiveFeatures, ExplicitFeatures
 from .base import Basis, Features, KernelFeatures
 from .inducing import InducingFeatures, InducingPoints
 from .initial import greedy_variance, k_means
+from .projection import ProjectedFeatures
 
 __all__ = [
+    "Actions",
     "Additive",
     "AdditiveFeatures",
     "Basis",
@@ -14,6 +17,7 @@ __all__ = [
     "InducingFeatures",
     "InducingPoints",
     "KernelFeatures",
+    "ProjectedFeatures",
     "greedy_variance",
     "k_means",
 ]

@@ -182,7 +182,7 @@ class TraceQuadrature_ELBO(ELBO):
 
         def twice() -> Callable[..., Tensor]:
             # The guide runs as it is; only the model's second run, with all values held, sees the nodes.
-            zeros = at((next(guide.gps.parameters()).new_zeros(()),) * num_axes)
+            zeros = at((guide.like.new_zeros(()),) * num_axes)
             model_trace, guide_trace, values = guide.at_nodes(zeros, wrapped, args, kwargs)
             scales = {name: site["scale"] for name, site in model_trace.nodes.items() if site["type"] == "sample"}
 
@@ -206,7 +206,7 @@ class TraceQuadrature_ELBO(ELBO):
         return values
 
     def _rule(self, guide: AutoSparseGP) -> tuple[Tensor, Tensor]:
-        like = next(guide.gps.parameters())
+        like = guide.like
         key = like.dtype, like.device
         if key not in self._placed:
             self._placed[key] = self._nodes.to(like), self._weights.to(like)
@@ -225,7 +225,8 @@ class TraceQuadrature_ELBO(ELBO):
             lambda: _mapped(twice(), nodes, num_axes),
             lambda: _one_by_one(twice(), nodes, num_axes),
         ]
-        first = self._ways.get(guide, 0)
+        # Families on sites read the model while the guide runs: that run stays outside of vmap.
+        first = self._ways.get(guide, 1 if guide.on_sites else 0)
         for way in range(first, len(ways)):
             state = torch.get_rng_state()
             try:

@@ -1,6 +1,7 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
+from .optimal import PrecisionFactor, optimal
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
 from .product import (
     BlockCholesky,
@@ -13,6 +14,7 @@ from .product import (
     IdentityFactor,
     Product,
 )
+from .projected import ProjectedGaussian
 
 __all__ = [
     "BlockCholesky",
@@ -28,5 +30,8 @@ __all__ = [
     "IdentityFactor",
     "IdentityPlusLowRank",
     "LowRankGaussian",
+    "PrecisionFactor",
     "Product",
+    "ProjectedGaussian",
+    "optimal",
 ]

@@ -57,6 +57,10 @@ class Gaussian(ABC):
     def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
         """log q(w) − log N(w; 0, I)."""
 
+    def log_ratio_at(self, w: Sequence[Tensor], f: Tensor) -> Tensor:
+        """log dq/dp at a draw with coefficients w and centred values f at the process's inputs."""
+        return self.log_ratio(w)
+
     @abstractmethod
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
         """q of some of the blocks."""

@@ -1,0 +1,198 @@
+"""Reading Gaussian sites off the model while the guide runs it.
+
+The guide asks at a GP site, before the model's run is over. What the run has drawn so far is held; latents that come
+later are drawn ahead, and the run takes those draws when it gets there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from .likelihood import expected_derivatives, held_trace, log_densities, normal_nodes
+from .process import GaussianProcess, SparsePosterior
+from .sites import KeptSites, Sites, update
+from .sparse_gp import SiteGP
+from .structure import DATAWISE
+
+if TYPE_CHECKING:
+    from .guide import AutoSparseGP
+
+__all__ = ["read_sites", "require_full_batch"]
+
+
+def require_full_batch(name: str, module: SiteGP, trace: poutine.Trace) -> None:
+    """Raise if a run's observed sites hold a mini-batch of the data.
+
+    :raises ValueError: naming the GP site, the plate and the families that take mini-batches.
+    """
+    for site_name, site in trace.nodes.items():
+        if site["type"] != "sample" or not site["is_observed"] or site_is_subsample(site):
+            continue
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size is not None and frame.size < frame.full_size:
+                raise ValueError(
+                    f"GP site {name!r} has the family {module.family['name']}, which trains on all data at once; site "
+                    f"{site_name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}. Give "
+                    "all rows, or take a family that trains by mini-batches, such as SVGP or OrthogonalInducing."
+                )
+
+
+def read_sites(guide: AutoSparseGP, name: str, process: GaussianProcess, module: SiteGP) -> Optional[Sites]:
+    """The sites of a GP at the current draws, or ``None`` where the run observes nothing."""
+    assert guide.structure is not None and isinstance(module.sites, KeptSites)
+    reader = _Reader(guide, name, process, module)
+    quadratic = name in guide.structure.quadratic
+    kept = module.sites(process)
+    if kept.inputs.shape != process.x.shape:
+        kept = Sites(process.x, *[torch.zeros_like(process.mean)] * 2)
+        module.sites.marginals = None
+    kept = Sites(process.x, kept.precision, kept.linear)
+    prior_mean = process.mean
+    sites = kept
+    truncated = torch.zeros((), dtype=torch.long, device=process.x.device)
+    for i in range(1 if quadratic else module.updates):
+        mean, variance = prior_mean, torch.zeros_like(prior_mean)
+        if not quadratic:
+            if i == 0 and module.sites.marginals is not None:
+                mean, variance = module.sites.marginals
+            else:
+                with torch.no_grad():
+                    posterior = module(process, name, SparsePosterior, sites)
+                    mean, variance = posterior.mean, posterior.variance
+        derivatives = reader.derivatives(mean, variance, quadratic)
+        if derivatives is None:
+            return None
+        gradient, second = derivatives
+        truncated = (second > 0).sum()
+        curvature = (-second).clamp(min=0)
+        if quadratic:
+            sites = Sites(process.x, curvature, gradient)
+        else:
+            sites = update(sites, gradient, curvature, mean, variance, prior_mean, module.rate)
+    if guide.keeps_sites:
+        module.sites.keep(sites, truncated)
+    return sites
+
+
+class _Reader:
+    """Evaluates the log densities downstream of one GP site with all else of a run held."""
+
+    def __init__(self, guide: AutoSparseGP, name: str, process: GaussianProcess, module: SiteGP) -> None:
+        self.guide, self.name, self.process, self.module = guide, name, process, module
+        structure = guide.structure
+        assert structure is not None
+        self.args, self.kwargs = guide.args_kwargs
+        self.values = {
+            other: site["value"]
+            for other, site in guide.trace.nodes.items()
+            if site["type"] == "sample"
+            and (other in structure.latents or site_is_subsample(site))
+        }
+        self.marginals = {
+            other: (q.mean.detach(), q.stddev.detach()) for other, q in guide.posteriors_so_far.items() if other != name
+        }
+        missing = {*structure.latents, *structure.gps} - {name, *self.values, *self.marginals}
+        if missing:
+            self._draw_ahead(process.mean.detach())
+        meeting = {other for pair in structure.interactions if name in pair for other in pair} - {name}
+        self.meeting = [other for other in self.marginals if other in meeting]
+        self.outputs = {
+            other: self.marginals[other][0][..., 0].numel() if structure.dependence[other] == DATAWISE else 1
+            for other in self.meeting
+        }
+        self.own_outputs = process.mean[..., 0].numel() if structure.dependence[name] == DATAWISE else 1
+
+    def _draw_ahead(self, f: Tensor) -> None:
+        ahead = _Ahead(self.guide, {**self.values, self.name: f}, self.marginals)
+        with poutine.block(), ahead:
+            self.guide.model(*self.args, **self.kwargs)
+        self.values |= ahead.drawn
+        self.guide.drawn_ahead |= ahead.drawn
+
+    def derivatives(self, mean: Tensor, variance: Tensor, quadratic: bool) -> Optional[tuple[Tensor, Tensor]]:
+        """E[ℓ'] and E[ℓ''] over N(mean, variance) and the marginals of the GP sites met; ``None`` without data."""
+        widths = [0 if quadratic else self.own_outputs, *self.outputs.values()]
+        nodes, weights = normal_nodes(sum(widths), mean)
+        parts = nodes.split(widths, -1)
+        spread = torch.where(variance > 0, variance, 1.0).sqrt() * (variance > 0)
+        start = mean if quadratic else mean.detach()
+        values = {self.name: start + spread.detach() * _per_output(parts[0], mean)}
+        if quadratic:
+            values = {self.name: start.expand(len(weights), *start.shape)}
+        for other, part in zip(self.meeting, parts[1:]):
+            loc, scale = self.marginals[other]
+            values[other] = loc + scale * _per_output(part, loc)
+        fixed = {other: loc for other, (loc, _) in self.marginals.items() if other not in values}
+        observed = False
+
+        def total(moved: dict[str, Tensor]) -> Tensor:
+            nonlocal observed
+            trace = held_trace(self.guide.model, {**self.values, **fixed, **moved}, self.args, self.kwargs)
+            require_full_batch(self.name, self.module, self._data(trace))
+            observed = observed or bool(self._data(trace).nodes)
+            skip = {*self.guide.structure.gps, *self._upstream(trace)}  # type: ignore[union-attr]
+            return sum((part.sum() for part in log_densities(trace, skip).values()), start.new_zeros(()))
+
+        with pyro.validation_enabled(False):
+            result = expected_derivatives(total, values, self.name, weights)
+        return result if observed else None
+
+    def _data(self, trace: poutine.Trace) -> Any:
+        rows = self.guide.structure.rows  # type: ignore[union-attr]
+        found = poutine.Trace()
+        found.nodes.update({name: site for name, site in trace.nodes.items() if name in rows and site["is_observed"]})
+        return found
+
+    def _upstream(self, trace: poutine.Trace) -> set[str]:
+        names = list(trace.nodes)
+        return set(names[: names.index(self.name)]) if self.name in names else set()
+
+
+def _per_output(nodes: Tensor, like: Tensor) -> Tensor:
+    """Nodes ``(K, A)`` shaped to multiply ``like``, ``(..., N)``, one axis for all outputs or one for each."""
+    if nodes.shape[-1] <= 1:
+        return nodes.reshape(len(nodes), *[1] * like.dim()) if nodes.shape[-1] else nodes.new_zeros(len(nodes), 1)
+    return nodes.reshape(len(nodes), *like.shape[:-1], 1)
+
+
+class _Ahead(Messenger):
+    """Runs the model on from held values, drawing what the guide has not yet drawn."""
+
+    def __init__(self, guide: AutoSparseGP, held: dict[str, Tensor], marginals: dict[str, Any]) -> None:
+        super().__init__()
+        self.guide, self.held, self.marginals = guide, held, marginals
+        self.drawn: dict[str, Tensor] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if msg["is_observed"] or (site_is_subsample(msg) and name not in self.held):
+            return
+        if name in self.held:
+            msg["value"] = self.held[name]
+        elif name in self.marginals:
+            msg["value"] = self.marginals[name][0]
+        else:
+            posterior = self.guide.look_ahead(name, msg["fn"])
+            if isinstance(posterior, SparsePosterior):
+                self.marginals[name] = posterior.mean.detach(), posterior.stddev.detach()
+                msg["value"] = posterior.mean.detach()
+            else:
+                value = posterior if isinstance(posterior, Tensor) else _draw(posterior, msg["fn"])
+                self.drawn[name] = msg["value"] = value
+        msg["done"] = True
+
+
+def _draw(posterior: Any, prior: Any) -> Tensor:
+    if posterior.batch_shape != prior.batch_shape:
+        posterior = posterior.expand(prior.batch_shape)
+    return posterior.rsample() if posterior.has_rsample else posterior.sample()
+
+

@@ -1,0 +1,128 @@
+"""Gaussian sites: a likelihood as N(zₙ | fₙ, 1/λₙ) at the training inputs, read off the model or free.
+
+They are held as (λ, λ(z − μ)), so that λ = 0, a masked or uninformative datum, is harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+
+from .modules import AbstractModule
+
+if TYPE_CHECKING:
+    from .process import GaussianProcess
+
+__all__ = ["FreeSites", "KeptSites", "Sites"]
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Gaussian sites at inputs.
+
+    :param inputs: X, ``(N, D)``.
+    :param precision: λ ≥ 0, ``(..., N)``.
+    :param linear: λ(z − μ), relative to the prior mean, ``(..., N)``.
+    """
+
+    inputs: Tensor
+    precision: Tensor
+    linear: Tensor
+
+
+_STEP = 3.0  # of one update of a site's mean, in standard deviations
+
+
+def update(
+    kept: Sites, gradient: Tensor, curvature: Tensor, mean: Tensor, variance: Tensor, prior_mean: Tensor, rate: float
+) -> Sites:
+    """One damped step of conjugate-computation VI (Khan and Lin, 2017, eq. 9 and 10).
+
+    The fixed point has λ = −E[ℓ''] and λ(z − m) = E[ℓ'], expectations under the marginals N(m, v). A step that
+    would move a site's pull on f by more than ``_STEP`` standard deviations is cut, which leaves the fixed point.
+
+    :param kept: the sites that the marginals come from.
+    :param gradient: E[ℓ'].
+    :param curvature: −E[ℓ''], cut at 0.
+    :param prior_mean: μ at the inputs.
+    :param rate: 1 is the undamped step.
+    """
+    precision = (1 - rate) * kept.precision + rate * curvature
+    offset = mean - prior_mean.detach()
+    pull = kept.linear - kept.precision * offset  # of the kept sites at m; E[ℓ'] at the fixed point
+    typical = precision.detach().mean(-1, keepdim=True)
+    limit = _STEP * variance.sqrt() * torch.where(precision > 0, precision, typical).detach()
+    change = rate * (gradient - pull)
+    change = change.nan_to_num(0.0).clamp(-limit, limit)
+    # z stays where it is when μ moves.
+    return Sites(kept.inputs, precision, pull + change + precision * (mean - prior_mean))
+
+
+class KeptSites(AbstractModule):
+    """Sites as they were read off the model at the last training step, or at the medians after it.
+
+    :param like: a tensor of the dtype and device wanted.
+    :param columns: D.
+    """
+
+    def __init__(self, like: Tensor, batch_shape: Sequence[int], columns: int) -> None:
+        super().__init__()
+        self.register_buffer("inputs", like.new_zeros(0, columns))
+        self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
+        self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
+        self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
+        self.marginals: Optional[tuple[Tensor, Tensor]] = None  # of the posterior that these sites gave
+
+    @property
+    def empty(self) -> bool:
+        """Whether none were ever read."""
+        return self.inputs.shape[0] == 0
+
+    def forward(self, process: GaussianProcess) -> Sites:
+        """The sites; at first ones of precision 0 at the process's own inputs."""
+        if self.empty:
+            zeros = process.x.new_zeros(process.batch_shape + process.event_shape)
+            return Sites(process.x, zeros, zeros)
+        return Sites(self.inputs, self.precision, self.linear)
+
+    def keep(self, sites: Sites, truncated: Tensor) -> None:
+        """Remember sites, without their graph; nothing is copied."""
+        self.inputs, self.precision, self.linear = (
+            part.detach() for part in (sites.inputs, sites.precision, sites.linear)
+        )
+        self.truncated = truncated
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("inputs", "precision", "linear"):
+            if prefix + name in state_dict:
+                setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
+        self.marginals = None
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class FreeSites(AbstractModule):
+    """Sites as 2N free parameters: the precision λₙ² and the linear term (paper 0, eq. 4 and 6).
+
+    :param inputs: X, ``(N, D)``.
+    :param scale: the prior standard deviation at X; the precisions start at a hundredth of the prior's.
+    """
+
+    def __init__(self, inputs: Tensor, batch_shape: Sequence[int], scale: Optional[Tensor] = None) -> None:
+        super().__init__()
+        self.register_buffer("inputs", inputs.detach())
+        shape = (*batch_shape, inputs.shape[-2])
+        start = inputs.new_full(shape, 0.1)
+        if scale is not None:
+            start = start / scale.detach().clamp(min=1e-3)
+        # λ = 0 is a saddle in this parameter: it starts away from it.
+        self.root = PyroParam(start)
+        self.linear = PyroParam(inputs.new_zeros(shape))
+
+    def forward(self, process: GaussianProcess) -> Sites:
+        """The sites."""
+        return Sites(self.inputs, self.root.square(), self.linear)
