@@ -3,7 +3,7 @@
 from . import families, kernels
 from ._version import __version__
 from .guide import AutoSparseGP
-from .inference import TraceQuadrature_ELBO
+from .inference import ProjectedLikelihood, TraceQuadrature_ELBO
 from .linalg import NumericalWarning
 from .predict import predict
 from .process import GaussianProcess, SparsePosterior
@@ -13,6 +13,7 @@ __all__ = [
     "AutoSparseGP",
     "GaussianProcess",
     "NumericalWarning",
+    "ProjectedLikelihood",
     "SparsePosterior",
     "TraceQuadrature_ELBO",
     "WhitenReparam",

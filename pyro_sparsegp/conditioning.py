@@ -6,7 +6,6 @@ later are drawn ahead, and the run takes those draws when it gets there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
 import pyro
@@ -47,11 +46,14 @@ def require_full_batch(name: str, module: SiteGP, trace: poutine.Trace) -> None:
 
 def read_sites(guide: AutoSparseGP, name: str, process: GaussianProcess, module: SiteGP) -> Optional[Sites]:
     """The sites of a GP at the current draws, or ``None`` where the run observes nothing."""
-    assert guide.structure is not None and isinstance(module.sites, KeptSites)
+    assert guide.structure is not None
+    assert isinstance(module.sites, KeptSites)
     reader = _Reader(guide, name, process, module)
     quadratic = name in guide.structure.quadratic
     kept = module.sites(process)
     if kept.inputs.shape != process.x.shape:
+        if not reader.observes():
+            return None
         kept = Sites(process.x, *[torch.zeros_like(process.mean)] * 2)
         module.sites.marginals = None
     kept = Sites(process.x, kept.precision, kept.linear)
@@ -67,7 +69,7 @@ def read_sites(guide: AutoSparseGP, name: str, process: GaussianProcess, module:
                 with torch.no_grad():
                     posterior = module(process, name, SparsePosterior, sites)
                     mean, variance = posterior.mean, posterior.variance
-        derivatives = reader.derivatives(mean, variance, quadratic)
+        derivatives = reader.derivatives(mean, variance, quadratic or module.at == "mean", quadratic)
         if derivatives is None:
             return None
         gradient, second = derivatives
@@ -90,11 +92,10 @@ class _Reader:
         structure = guide.structure
         assert structure is not None
         self.args, self.kwargs = guide.args_kwargs
-        self.values = {
-            other: site["value"]
+        self.values: dict[str, Tensor] = {
+            other: torch.as_tensor(site["value"])
             for other, site in guide.trace.nodes.items()
-            if site["type"] == "sample"
-            and (other in structure.latents or site_is_subsample(site))
+            if site["type"] == "sample" and (other in structure.latents or site_is_subsample(site))
         }
         self.marginals = {
             other: (q.mean.detach(), q.stddev.detach()) for other, q in guide.posteriors_so_far.items() if other != name
@@ -115,17 +116,23 @@ class _Reader:
         with poutine.block(), ahead:
             self.guide.model(*self.args, **self.kwargs)
         self.values |= ahead.drawn
-        self.guide.drawn_ahead |= ahead.drawn
+        self.guide.drawn_ahead.update(ahead.drawn)
 
-    def derivatives(self, mean: Tensor, variance: Tensor, quadratic: bool) -> Optional[tuple[Tensor, Tensor]]:
-        """E[ℓ'] and E[ℓ''] over N(mean, variance) and the marginals of the GP sites met; ``None`` without data."""
-        widths = [0 if quadratic else self.own_outputs, *self.outputs.values()]
+    def derivatives(
+        self, mean: Tensor, variance: Tensor, at_mean: bool, attached: bool
+    ) -> Optional[tuple[Tensor, Tensor]]:
+        """E[ℓ'] and E[ℓ''] over N(mean, variance) and the marginals of the GP sites met; ``None`` without data.
+
+        :param at_mean: take them at the mean, as for a quadratic ℓ.
+        :param attached: let gradients pass through the mean.
+        """
+        widths = [0 if at_mean else self.own_outputs, *self.outputs.values()]
         nodes, weights = normal_nodes(sum(widths), mean)
         parts = nodes.split(widths, -1)
         spread = torch.where(variance > 0, variance, 1.0).sqrt() * (variance > 0)
-        start = mean if quadratic else mean.detach()
+        start = mean if attached else mean.detach()
         values = {self.name: start + spread.detach() * _per_output(parts[0], mean)}
-        if quadratic:
+        if at_mean:
             values = {self.name: start.expand(len(weights), *start.shape)}
         for other, part in zip(self.meeting, parts[1:]):
             loc, scale = self.marginals[other]
@@ -135,9 +142,8 @@ class _Reader:
 
         def total(moved: dict[str, Tensor]) -> Tensor:
             nonlocal observed
-            trace = held_trace(self.guide.model, {**self.values, **fixed, **moved}, self.args, self.kwargs)
-            require_full_batch(self.name, self.module, self._data(trace))
-            observed = observed or bool(self._data(trace).nodes)
+            trace, data = self._held(fixed | moved)
+            observed = observed or bool(data.nodes)
             skip = {*self.guide.structure.gps, *self._upstream(trace)}  # type: ignore[union-attr]
             return sum((part.sum() for part in log_densities(trace, skip).values()), start.new_zeros(()))
 
@@ -145,11 +151,18 @@ class _Reader:
             result = expected_derivatives(total, values, self.name, weights)
         return result if observed else None
 
-    def _data(self, trace: poutine.Trace) -> Any:
+    def observes(self) -> bool:
+        """Whether the run observes data."""
+        means = {other: loc for other, (loc, _) in self.marginals.items()}
+        return bool(self._held(means | {self.name: self.process.mean.detach()})[1].nodes)
+
+    def _held(self, functions: dict[str, Tensor]) -> tuple[poutine.Trace, poutine.Trace]:
+        trace = held_trace(self.guide.model, {**self.values, **functions}, self.args, self.kwargs)
         rows = self.guide.structure.rows  # type: ignore[union-attr]
-        found = poutine.Trace()
-        found.nodes.update({name: site for name, site in trace.nodes.items() if name in rows and site["is_observed"]})
-        return found
+        data = poutine.Trace()
+        data.nodes.update({name: site for name, site in trace.nodes.items() if name in rows and site["is_observed"]})
+        require_full_batch(self.name, self.module, data)
+        return trace, data
 
     def _upstream(self, trace: poutine.Trace) -> set[str]:
         names = list(trace.nodes)
@@ -173,7 +186,8 @@ class _Ahead(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
-        if msg["is_observed"] or (site_is_subsample(msg) and name not in self.held):
+        known = {*self.held, *self.guide.structure.latents, *self.guide.structure.gps}  # type: ignore[union-attr]
+        if msg["is_observed"] or name not in known:
             return
         if name in self.held:
             msg["value"] = self.held[name]
@@ -194,5 +208,3 @@ def _draw(posterior: Any, prior: Any) -> Tensor:
     if posterior.batch_shape != prior.batch_shape:
         posterior = posterior.expand(prior.batch_shape)
     return posterior.rsample() if posterior.has_rsample else posterior.sample()
-
-

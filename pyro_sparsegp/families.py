@@ -99,7 +99,7 @@ class Family(ABC):
         return self._rebuild(spec, like, name)
 
 
-_NOT_DECLARED = ("init", "trainable", "rate", "updates", "tolerance")  # they change no shape
+_NOT_DECLARED = ("init", "trainable", "at", "rate", "updates", "tolerance")  # they change no shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,17 +336,23 @@ class SiteFamily(Family):
     For likelihoods that are Gaussian in f the sites are exact and differentiable: λ = −ℓ'', λ(z − μ) = ℓ'(μ) with
     ℓₙ(f) = log p(yₙ | f). For others they are iterated by conjugate-computation VI (Khan and Lin, 2017), λ = −E[ℓ'']
     (cut at 0; the guide's ``site_status`` counts how often) and λ(z − m) = E[ℓ'], and kept between steps.
-    They train on all rows at once; a mini-batch raises.
+    They train on all rows at once; a mini-batch raises. Prediction needs only the guide, which keeps X and the sites
+    at the medians of the other latents.
 
+    :param at: where ℓ' and ℓ'' are taken: "marginals", their expectations under q, the optimum of the bound; or
+        "mean", at q's mean, which is Newton's method for Laplace's approximation.
     :param rate: the damping of these updates, in (0, 1].
     :param updates: how many updates a step makes. One will do with Adam; L-BFGS, whose line search wants a function
         of the parameters alone, needs some 20 where the likelihood is not Gaussian.
     """
 
+    at: str = field(default="marginals", kw_only=True)
     rate: float = field(default=0.7, kw_only=True)
     updates: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
+        if self.at not in ("marginals", "mean"):
+            raise ValueError(f'{type(self).__name__}\'s at must be "marginals" or "mean", got {self.at!r}')
         if not (isinstance(self.rate, (int, float)) and 0 < self.rate <= 1):
             raise ValueError(f"{type(self).__name__}'s rate must be a number in (0, 1], got {self.rate!r}")
         if not isinstance(self.updates, int) or self.updates < 1:
@@ -386,7 +392,7 @@ class OptimalFamily(SiteFamily, BasisFamily):
         self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
     ) -> OptimalGP:
         _require_basis(basis, name)
-        return OptimalGP(basis, self.blockwise, sites, batch_shape, self.declared(), self.rate, self.updates)
+        return OptimalGP(basis, self.blockwise, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
 
 
 @dataclass(frozen=True, eq=False)
@@ -494,14 +500,14 @@ class ComputationAware(SiteFamily):
                 "tell from noise: put the noise into the likelihood."
             )
         policy = self._policy(x, process.batch_shape, None)
-        return ProjectedGP(policy, sites, process.batch_shape, self.declared(), self.rate, self.updates)
+        return ProjectedGP(policy, sites, process.batch_shape, self.declared(), self.at, self.rate, self.updates)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ProjectedGP:
         sites = KeptSites(like, spec["batch_shape"], spec["columns"])
         x = like.new_zeros(spec["rows"] or self.num_actions, spec["columns"])
         order = torch.zeros(len(x), dtype=torch.long, device=like.device)
         policy = self._policy(x, spec["batch_shape"], order)
-        return ProjectedGP(policy, sites, spec["batch_shape"], self.declared(), self.rate, self.updates)
+        return ProjectedGP(policy, sites, spec["batch_shape"], self.declared(), self.at, self.rate, self.updates)
 
     def _policy(self, x: Tensor, batch_shape: Sequence[int], order: Optional[Tensor]) -> Policy:
         if self.actions == "sparse":

@@ -63,6 +63,7 @@ class Structure:
     :param dependence: for each GP site, how densities downstream depend on its values.
     :param inner: GP sites whose values enter another GP site (an inner layer of a deep GP).
     :param interactions: pairs of GP sites that meet in one term of a density.
+    :param downstream: sites whose densities move with a GP site's values.
     :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
     """
 
@@ -73,6 +74,7 @@ class Structure:
     dependence: dict[str, str] = field(default_factory=dict)
     inner: list[str] = field(default_factory=list)
     interactions: list[list[str]] = field(default_factory=list)
+    downstream: list[str] = field(default_factory=list)
     quadratic: list[str] = field(default_factory=list)
 
 
@@ -446,8 +448,8 @@ class AutoSparseGP(AutoNormalMessenger):
         request.posteriors[name] = posterior
         if name in request.values:
             return request.values[name]
-        if request.setup and isinstance(module, SiteGP):
-            return posterior.mean
+        if request.setup and isinstance(module, SiteGP):  # of a family that is refused if a layer stands above
+            return posterior.mean + posterior.stddev * process.x.sum(-1)
         if request.setup:  # a smooth function for the layers above to place their inducing inputs on
             w = posterior.coefficients.rsample(posterior.batch_shape)
             return process.mean + sum_blocks(posterior.features, w)
@@ -677,10 +679,13 @@ class AutoSparseGP(AutoNormalMessenger):
         for name in names:
             alone = partial(lambda f, value: evaluate({f: value}), name)
             self.structure.dependence[name] = structure.dependence(alone, base[name], spread[name])
-            still = self._probe(args, kwargs, base).posteriors
-            moved = self._probe(args, kwargs, base | {name: base[name] + spread[name]}).posteriors
-            if any(_differ(still[other], moved[other]) for other in names if other != name):
+            still = self._probe(args, kwargs, base)
+            moved = self._probe(args, kwargs, base | {name: base[name] + spread[name]})
+            if any(_differ(still.posteriors[other], moved.posteriors[other]) for other in names if other != name):
                 self.structure.inner.append(name)
+            for other, density in still.densities.items():
+                if other not in self.structure.downstream and not torch.equal(density, moved.densities[other]):
+                    self.structure.downstream.append(other)
         for f, g in itertools.combinations(names, 2):
             both = partial(lambda f, g, a, b: evaluate({f: a, g: b}), f, g)
             if structure.interact(both, (base[f], spread[f]), (base[g], spread[g])):

@@ -56,9 +56,10 @@ Total = Callable[[dict[str, Tensor]], Tensor]
 
 def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
     """The log densities of a run's sample sites but ``skip``, one for each value, masked and scaled."""
+    sites: Any = trace.nodes
     return {
         name: torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]))
-        for name, site in trace.nodes.items()
+        for name, site in sites.items()
         if site["type"] == "sample" and name not in skip and not site_is_subsample(site)
     }
 

@@ -125,4 +125,6 @@ class FreeSites(AbstractModule):
 
     def forward(self, process: GaussianProcess) -> Sites:
         """The sites."""
-        return Sites(self.inputs, self.root.square(), self.linear)
+        root: Any = self.root
+        linear: Any = self.linear
+        return Sites(self.inputs, root.square(), linear)

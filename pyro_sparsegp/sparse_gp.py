@@ -48,6 +48,7 @@ class SiteGP(AbstractModule):
     """One site's variational module whose posterior follows from Gaussian sites.
 
     :param sites: where the sites are kept, or are parameters.
+    :param at: "marginals" or "mean", where sites that are iterated are read.
     :param rate: the damping of updates where sites are iterated.
     :param updates: how many updates a training step makes there.
     """
@@ -57,11 +58,13 @@ class SiteGP(AbstractModule):
         sites: Union[KeptSites, FreeSites],
         batch_shape: Sequence[int],
         family: dict[str, Any],
+        at: str = "marginals",
         rate: float = 1.0,
         updates: int = 1,
     ) -> None:
         super().__init__()
-        self.sites, self.family, self.rate, self.updates = sites, family, rate, updates
+        self.sites, self.family = sites, family
+        self.at, self.rate, self.updates = at, rate, updates
         self.batch_shape = torch.Size(batch_shape)
 
     def forward(
@@ -74,9 +77,7 @@ class SiteGP(AbstractModule):
         """The posterior of ``process`` given ``sites``, by default those kept."""
         return self.given(process, name, kind, self.sites(process) if sites is None else sites)
 
-    def given(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites
-    ) -> SparsePosterior:
+    def given(self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``."""
         raise NotImplementedError
 
@@ -91,14 +92,12 @@ class OptimalGP(SiteGP):
         super().__init__(*args, **kwargs)
         self.basis, self.blockwise = basis, blockwise
 
-    def given(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites
-    ) -> SparsePosterior:
+    def given(self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites) -> SparsePosterior:
         features = self.basis(process.kernel, process.jitter, name)
         phi = features(sites.inputs)
         groups = [(b,) for b in range(len(phi))] if self.blockwise else None
         coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
-        return kind(process, features, coefficients, name, sites, phi if sites.inputs is process.x else None)
+        return kind(process, features, coefficients, name, sites, phi if _same_rows(sites.inputs, process.x) else None)
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
@@ -115,12 +114,10 @@ class ProjectedGP(SiteGP):
         super().__init__(*args, **kwargs)
         self.policy = policy
 
-    def given(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites
-    ) -> SparsePosterior:
+    def given(self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites) -> SparsePosterior:
         actions = self.policy(process.kernel, sites, name)
         features, products = project(process.kernel, sites.inputs, actions, name)
-        here = sites.inputs is process.x
+        here = _same_rows(sites.inputs, process.x)
 
         def values(f: Tensor) -> Tensor:
             return actions.left(f[..., None])[..., 0]
@@ -133,6 +130,12 @@ class ProjectedGP(SiteGP):
         return {"basis": {"kind": "projection"}, "batch_shape": list(self.batch_shape), "family": self.family} | _rows(
             self
         )
+
+
+def _same_rows(inputs: Tensor, x: Tensor) -> bool:
+    if inputs is x or inputs.shape != x.shape:
+        return inputs is x
+    return inputs.data_ptr() == x.data_ptr() or torch.equal(inputs, x)
 
 
 def _rows(module: SiteGP) -> dict[str, Any]:

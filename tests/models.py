@@ -6,9 +6,13 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import (
+    SGPR,
     SVGP,
+    CollapsedOrthogonal,
+    ComputationAware,
     CoupledCovariance,
     CoupledPrecision,
+    FreeSites,
     MeanFieldAdditive,
     OrthogonalInducing,
     OrthogonallyDecoupled,
@@ -24,6 +28,11 @@ FAMILIES = {
     "CoupledCovariance": CoupledCovariance(6),
     "CoupledPrecision": CoupledPrecision(6),
     "CoupledPrecisionIdentity": CoupledPrecision(6, rank=8, base="identity"),
+    "SGPR": SGPR(12),
+    "CollapsedOrthogonal": CollapsedOrthogonal(6, 6),
+    "FreeSites": FreeSites(12),
+    "ComputationAwareSparse": ComputationAware(12),
+    "ComputationAwareCG": ComputationAware(12, "cg"),
 }
 
 
@@ -106,8 +115,10 @@ def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
     guide = family if isinstance(family, AutoSparseGP) else AutoSparseGP(model, family)
     guide(*args)
     bound = TraceQuadrature_ELBO(num_nodes)(model, guide)
+    bound(*args)
+    parameters = [*guide.parameters(), *dict(pyro.get_param_store().named_parameters()).values()]
     optimiser = torch.optim.LBFGS(
-        list(guide.parameters()),
+        list({id(p): p for p in parameters}.values()),
         max_iter=iterations,
         max_eval=2 * iterations,
         history_size=50,

@@ -15,6 +15,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..linalg import cholesky
 from ..modules import AbstractModule
 from ..sites import Sites
 
@@ -48,6 +49,11 @@ class Actions(ABC):
     inputs: Tensor
     noise: Tensor
     target: Tensor
+
+    @property
+    @abstractmethod
+    def log_gram(self) -> Tensor:
+        """log|SᵀS|, ``(...,)``, over the actions other than zero."""
 
     @abstractmethod
     def right(self, block: Tensor) -> Tensor:
@@ -91,6 +97,11 @@ class BlockActions(Actions):
             parts.append(columns[..., num * large :].unflatten(-1, (-1, self.sizes[-1])).sum(-1))
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
+    @property
+    def log_gram(self) -> Tensor:
+        gram = self._sum(self.weights.square()[..., None, :])[..., 0, :]
+        return torch.where(gram > 0, gram, torch.ones_like(gram)).log().sum(-1)
+
     def right(self, block: Tensor) -> Tensor:
         return self._sum(block * self.weights[..., None, :])
 
@@ -111,6 +122,13 @@ class DenseActions(Actions):
         self.scaled = root[..., None] * directions
         self.noise = torch.ones_like(self.scaled[..., 0, :])
         self.target = (directions.mT @ white(sites)[..., None])[..., 0]
+
+    @property
+    def log_gram(self) -> Tensor:
+        gram = self.scaled.mT @ self.scaled
+        empty = gram.diagonal(dim1=-2, dim2=-1) == 0
+        factor = cholesky(gram + torch.diag_embed(empty.to(gram)), 0.0, "SᵀS of actions")
+        return 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     def right(self, block: Tensor) -> Tensor:
         return block @ self.scaled
@@ -179,7 +197,8 @@ class BlockPolicy(Policy):
                 f"the sparse actions of site {name!r} are for {len(self.order)} rows, the guide's first call; got "
                 f"{sites.inputs.shape[-2]}. Make a new guide for other data, or use another policy."
             )
-        return BlockActions(sites, self.values, self.order, self.block_sizes)
+        values: Any = self.values
+        return BlockActions(sites, values, self.order, self.block_sizes)
 
 
 class _Detached(Policy):

@@ -282,16 +282,17 @@ def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace
         if name not in guide_trace.nodes:
             if site_is_subsample(site):
                 continue
-            total = total + _sum(site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"]), site)
+            total = total + weighted_sum(site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"]), site)
             continue
-        total = total - _divergence(guide_trace.nodes[name], site)
+        total = total - divergence(guide_trace.nodes[name], site)
     for name, site in guide_trace.nodes.items():  # auxiliary sites of an overridden get_posterior
         if site["type"] == "sample" and name not in model_trace.nodes:
-            total = total - _sum(site["fn"].log_prob(site["value"]), site)
+            total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)
     return total
 
 
-def _divergence(guide_site: Any, model_site: Any) -> Tensor:
+def divergence(guide_site: Any, model_site: Any) -> Tensor:
+    """KL of a latent site's posterior from its prior, or an estimate of it from the draw, with its scale and mask."""
     q, p = guide_site["fn"], model_site["fn"]
     if q is p:  # drawn from the model
         return torch.zeros(())
@@ -301,11 +302,12 @@ def _divergence(guide_site: Any, model_site: Any) -> Tensor:
             "no gradient for it. Use a reparameterised posterior, or enumerate and sum the site out in the model."
         )
     try:
-        divergence = kl_divergence(q, p)
+        value = kl_divergence(q, p)
     except NotImplementedError:
-        divergence = q.log_prob(guide_site["value"]) - p.log_prob(guide_site["value"])
-    return _sum(divergence, guide_site)
+        value = q.log_prob(guide_site["value"]) - p.log_prob(guide_site["value"])
+    return weighted_sum(value, guide_site)
 
 
-def _sum(value: Tensor, site: Any) -> Tensor:
+def weighted_sum(value: Tensor, site: Any) -> Tensor:
+    """The sum of a site's terms, with its scale and mask."""
     return scale_and_mask(value, site["scale"], site["mask"]).sum()

@@ -58,10 +58,13 @@ class ProjectedGaussian(Gaussian):
         fit = self.white.square().sum(-1) - (weights.square() * self.noise).sum(-1)
         return 0.5 * (trace - self.sizes[0] + fit + of_g - of_d)
 
-    def log_evidence(self) -> Tensor:
-        """log N(ỹ; 0, SᵀK̂S), in nats: eq. 9."""
+    def log_evidence(self, log_gram: Tensor) -> Tensor:
+        """log N(ỹ; 0, SᵀK̂S) for orthonormalised S, in nats (eq. 9): −½(ỹᵀG⁻¹ỹ + log|G| − log|SᵀS| + i log 2π).
+
+        :param log_gram: log|SᵀS|.
+        """
         of_g, _ = self._log_dets()
-        return -0.5 * (self.white.square().sum(-1) + of_g + self.sizes[0] * math.log(2 * math.pi))
+        return -0.5 * (self.white.square().sum(-1) + of_g - log_gram + self.sizes[0] * math.log(2 * math.pi))
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         return [self.white.expand(*shape, -1)]

@@ -1,0 +1,407 @@
+"""Computation-aware GPs (paper 2) against dense algebra, and its statements as tests."""
+
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.distributions import constraints
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, ProjectedLikelihood, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.bases import actions as actions_module
+from pyro_sparsegp.bases.actions import local_blocks
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
+
+from .models import bernoulli, data, gaussian, maximise, regression, train
+from .test_theorems import KERNEL, NOISE, evidence
+
+POLICIES = ("sparse", "cg", "eigen", "random")
+
+
+def fitted(x, y, family, model=None):
+    """A guide that has read the data."""
+    guide = AutoSparseGP(model or gaussian(KERNEL, NOISE), family)
+    guide(x, y)
+    return guide
+
+
+def given(matrix):
+    """The family of fixed actions."""
+    return ComputationAware(matrix.shape[1], lambda kernel, sites: matrix)
+
+
+def exact(x, y, new, kernel=KERNEL):
+    gain = kernel(new, x) @ torch.linalg.inv(kernel(x) + NOISE**2 * torch.eye(len(x)))
+    return gain @ y, kernel(new) - gain @ kernel(x, new)
+
+
+def nll(x, y, s, mean=0.0):
+    """Eq. 9 and lemma S2 in dense algebra: minus the projected-data log likelihood."""
+    g = s.mT @ (KERNEL(x) + NOISE**2 * torch.eye(len(x))) @ s
+    target = s.mT @ (y - mean)
+    fit = target @ torch.linalg.solve(g, target)
+    return (0.5 * (fit + g.logdet() - (s.mT @ s).logdet() + s.shape[1] * math.log(2 * math.pi))).item()
+
+
+def loss_11(x, y, s):
+    """Eq. 11 in dense algebra: minus the bound."""
+    n, i = s.shape
+    k = KERNEL(x)
+    g = s.mT @ (k + NOISE**2 * torch.eye(n)) @ s
+    v = torch.linalg.solve(g, s.mT @ y)
+    mean = k @ s @ v
+    variance = k - k @ s @ torch.linalg.solve(g, s.mT @ k)
+    terms = ((y - mean).square().sum() + variance.trace()) / NOISE**2
+    terms = terms + (n - i) * math.log(NOISE**2) + n * math.log(2 * math.pi) + v @ s.mT @ k @ s @ v
+    terms = terms - torch.linalg.solve(g, s.mT @ k @ s).trace() + g.logdet() - (s.mT @ s).logdet()
+    return 0.5 * terms.item()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bound_and_posterior_are_the_papers(policy):
+    x, y = data(num=45)
+    new = torch.rand(8, 2)
+    guide = fitted(x, y, ComputationAware(7, policy))  # 45 = 7·6 + 3: blocks of two sizes
+    if policy == "sparse":
+        guide.gps.f.policy.values_unconstrained.data.add_(torch.rand(45))
+    q = guide.posterior(new)["f"]
+    s = q.basis.actions.matrix
+    assert s.shape == (45, 7)
+    if policy == "sparse":
+        assert ((s != 0).sum(-1) == 1).all()
+        assert sorted((s != 0).sum(0).tolist()) == [6] * 4 + [7] * 3
+    loss = TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
+    assert abs(loss - loss_11(x, y, s)) < 1e-8 * abs(loss)
+    projected = ProjectedLikelihood().loss(guide.model, guide, x, y)
+    assert abs(projected - nll(x, y, s)) < 1e-8 * abs(projected)
+    # Eq. 5.
+    c = s @ torch.linalg.solve(s.mT @ (KERNEL(x) + NOISE**2 * torch.eye(45)) @ s, s.mT)
+    torch.testing.assert_close(q.mean, KERNEL(new, x) @ c @ y)
+    covariance = KERNEL(new) - KERNEL(new, x) @ c @ KERNEL(x, new)
+    torch.testing.assert_close(q.covariance_matrix, covariance)
+    torch.testing.assert_close(q.variance, covariance.diagonal())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_never_overconfident_and_exact_with_all_actions(policy):
+    x, y = data(num=45)
+    new = torch.cat([torch.rand(40, 2), x[:10], 5 + torch.rand(5, 2)])
+    mean, covariance = exact(x, y, new)
+    for num in (1, 5, 20):
+        q = fitted(x, y, ComputationAware(num, policy)).posterior(new)["f"]
+        assert (q.variance >= covariance.diagonal() - 1e-9).all()
+        torch.testing.assert_close(q.mathematical_variance, covariance.diagonal(), atol=1e-9, rtol=1e-7)
+        assert (q.computational_variance >= -1e-9).all()
+        assert q.computational_variance.max() > 1e-3
+    q = fitted(x, y, ComputationAware(45, policy, tolerance=0.0)).posterior(new)["f"]
+    torch.testing.assert_close(q.mean, mean, atol=1e-7, rtol=1e-6)
+    torch.testing.assert_close(q.covariance_matrix, covariance, atol=1e-8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "user"])
+def test_variance_falls_along_nested_spans(policy):
+    x, y = data(num=64)
+    new = torch.rand(30, 2)
+    draws = torch.randn(64, 16)
+    variances = []
+    for num in (2, 4, 8, 16):
+        family = given(draws[:, :num]) if policy == "user" else ComputationAware(num, policy)
+        guide = fitted(x, y, family)
+        if policy == "random":  # columns of one draw
+            guide.gps.f.policy.draws = draws[:, :num]
+        variances.append(guide.posterior(new)["f"].variance)
+    for wide, narrow in itertools.pairwise(variances):
+        assert (narrow <= wide + 1e-10).all()
+        assert narrow.sum() < wide.sum() - 1e-3
+
+
+def test_blocks_of_twice_as_many_are_halves():
+    x = torch.rand(64, 3)
+    coarse, fine = local_blocks(x, 8).reshape(8, 8), local_blocks(x, 16).reshape(16, 4)
+    sets = [set(block.tolist()) for block in coarse]
+    assert all(any(set(block.tolist()) <= one for one in sets) for block in fine)
+    spread = torch.stack([x[block].var(0).sum() for block in coarse]).mean()
+    assert spread < 0.4 * x.var(0).sum()  # neighbours
+    assert sorted(local_blocks(torch.rand(17, 2), 5).tolist()) == list(range(17))
+
+
+def test_posterior_depends_on_the_span_alone():
+    """Lemma S4."""
+    x, y = data(num=40)
+    s, remix = torch.randn(40, 6), torch.randn(6, 6) + 3 * torch.eye(6)
+    one, other = (fitted(x, y, given(m)).posterior(x)["f"] for m in (s, s @ remix))
+    torch.testing.assert_close(one.mean, other.mean)
+    torch.testing.assert_close(one.covariance_matrix, other.covariance_matrix)
+    torch.testing.assert_close(one.kl, other.kl)
+
+
+def test_cg_actions_are_residuals_of_conjugate_gradients():
+    """Algorithm S1 with residual actions, iteratively; its span is the Krylov space of section S3.1."""
+    x, y = data(num=40)
+    khat = KERNEL(x) + NOISE**2 * torch.eye(40)
+    num = 6
+    q = fitted(x, y, ComputationAware(num, "cg")).posterior(x)["f"]
+    precision, v, residuals = torch.zeros(40, 40), torch.zeros(40), []
+    for _ in range(num):
+        residual = y - khat @ v
+        action = residual
+        z = khat @ action
+        d = action - precision @ z
+        eta = z @ d
+        precision = precision + d[:, None] * d / eta
+        v = v + d * (action @ residual) / eta
+        residuals.append(residual)
+    torch.testing.assert_close(q.mean, KERNEL(x) @ v, atol=1e-8, rtol=1e-6)
+    torch.testing.assert_close(q.covariance_matrix, KERNEL(x) - KERNEL(x) @ precision @ KERNEL(x), atol=1e-8, rtol=1e-5)
+    krylov = torch.stack([torch.linalg.matrix_power(khat, j) @ y for j in range(num)], -1)
+    for other in (torch.stack(residuals, -1), krylov / krylov.norm(dim=0)):
+        a, b = torch.linalg.qr(q.basis.actions.matrix)[0], torch.linalg.qr(other)[0]
+        assert torch.linalg.svdvals(a.mT @ b).min() > 1 - 1e-6
+
+
+def test_cg_stops_at_its_tolerance():
+    x, y = data(num=200)
+    khat = KERNEL(x) + NOISE**2 * torch.eye(200)
+    for tolerance in (1e-1, 1e-2, 1e-4):
+        q = fitted(x, y, ComputationAware(200, "cg", tolerance=tolerance)).posterior(x)["f"]
+        s = q.basis.actions.matrix
+        used = int((s != 0).any(0).sum())
+        s = s[:, :used]
+        residuals = []
+        for num in (used - 1, used):
+            part = s[:, :num]
+            residuals.append(
+                (y - khat @ part @ torch.linalg.solve(part.mT @ khat @ part, part.mT @ y)).norm() / y.norm()
+            )
+        assert residuals[1] <= tolerance < residuals[0]
+
+
+def test_eigenvectors_of_many_rows(monkeypatch):
+    x, y = data(num=120)
+    exact_vectors = fitted(x, y, ComputationAware(10, "eigen")).posterior(x)["f"].basis.actions.matrix
+    monkeypatch.setattr(actions_module, "_EXACT", 50)
+    monkeypatch.setattr(actions_module, "_WHOLE", 50)
+    monkeypatch.setattr(actions_module, "_MEMORY", 1000)
+    iterated = fitted(x, y, ComputationAware(10, "eigen")).posterior(x)["f"].basis.actions.matrix
+    a, b = torch.linalg.qr(exact_vectors)[0], torch.linalg.qr(iterated)[0]
+    assert torch.linalg.svdvals(a.mT @ b).min() > 0.999
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_of_the_kernel_change_nothing(policy, monkeypatch):
+    """Values and gradients with kernel blocks dropped and recomputed are those without."""
+    x, y = data(num=50)
+
+    def gradients():
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(learned, ComputationAware(6, policy))
+        loss = TraceQuadrature_ELBO(2).loss_and_grads(learned, guide, x, y)
+        own = [p.grad for p in guide.parameters()]
+        return [torch.tensor(loss), *own, *(p.grad for _, p in pyro.get_param_store().named_parameters())]
+
+    whole = gradients()
+    monkeypatch.setattr(actions_module, "_MEMORY", 50 * 7)
+    for a, b in zip(whole, gradients()):
+        torch.testing.assert_close(a, b)
+
+
+def learned(x, y=None):
+    length = pyro.param("length", torch.tensor([0.4, 0.8]), constraint=constraints.positive)
+    scale = pyro.param("scale", torch.tensor(1.0), constraint=constraints.positive)
+    noise = pyro.param("noise", torch.tensor(NOISE), constraint=constraints.positive)
+    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def test_sparse_gradients_are_finite_differences():
+    x, y = data(num=30)
+    guide = AutoSparseGP(learned, ComputationAware(5))
+    elbo = TraceQuadrature_ELBO(2)
+    guide(x, y)
+    values = guide.gps.f.policy.values_unconstrained
+    values.data.add_(0.3 * torch.randn(30))
+    elbo.loss_and_grads(learned, guide, x, y)
+    leaves = {"values": values, **dict(pyro.get_param_store().named_parameters())}
+    for leaf in {
+        name: leaf for name, leaf in leaves.items() if name in ("values", "length", "scale", "noise")
+    }.values():
+        gradient = leaf.grad.flatten()
+        for index in range(min(3, leaf.numel())):
+            ends = []
+            for step in (1e-5, -1e-5):
+                leaf.data.view(-1)[index] += step
+                ends.append(elbo.loss(learned, guide, x, y))
+                leaf.data.view(-1)[index] -= step
+            assert abs(gradient[index] - (ends[0] - ends[1]) / 2e-5) < 1e-4 * max(1, abs(gradient[index]))
+
+
+def test_worst_case_error():
+    """Theorem S2, through its representer: ‖k^σ(x, ·) − Σ aⱼ k^σ(xⱼ, ·)‖² = K_i(x, x) + σ², off the data."""
+    x, y = data(num=30)
+    new = torch.rand(5, 2)
+    q = fitted(x, y, ComputationAware(6)).posterior(new)["f"]
+    s = q.basis.actions.matrix
+    khat = KERNEL(x) + NOISE**2 * torch.eye(30)
+    a = s @ torch.linalg.solve(s.mT @ khat @ s, s.mT @ KERNEL(x, new))
+    norm = KERNEL.diag(new) + NOISE**2 - 2 * (a * KERNEL(x, new)).sum(0) + (a * (khat @ a)).sum(0)
+    torch.testing.assert_close(norm, q.variance + NOISE**2)
+
+
+def test_training_by_projected_data_generalises_worse():
+    """Figures S1 and S2: the bound of eq. 11 against the likelihood of eq. 9, averaged over data sets."""
+    gaps = []
+    for seed in range(3):
+        x, y = data(num=200, seed=seed)
+        new, target = data(num=300, seed=seed + 50)
+        scores = []
+        for loss in (TraceQuadrature_ELBO(2), ProjectedLikelihood()):
+            pyro.clear_param_store()
+            pyro.set_rng_seed(seed)
+            guide = AutoSparseGP(learned, ComputationAware(8))
+            losses = train(learned, guide, x, y, steps=200, lr=0.05, loss=loss)
+            assert losses[-1] < losses[0]
+            q = guide.posterior(new)["f"]
+            scale = (q.variance + pyro.param("noise") ** 2).sqrt()
+            scores.append(-dist.Normal(q.mean, scale).log_prob(target).mean().item())
+        gaps.append(scores[1] - scores[0])
+    assert sum(gaps) / 3 > 0.02
+
+
+def test_projected_likelihood_keeps_other_terms_and_refuses_other_families():
+    x, y = data(num=30)
+
+    def model(x, y=None, z=None):
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+        pyro.sample("z", dist.Normal(level, 0.1), obs=z)
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    s = torch.randn(30, 4)
+    guide = AutoSparseGP(model, given(s), point_estimates=True)
+    loss = ProjectedLikelihood().loss(model, guide, x, y, torch.tensor(0.2))
+    level = guide.median(x, y, torch.tensor(0.2))["level"]
+    rest = dist.Normal(level, 0.1).log_prob(torch.tensor(0.2)) + dist.Normal(0.0, 1.0).log_prob(level)
+    assert abs(loss - (nll(x, y, s) - rest.item())) < 1e-8
+    for refused, args in ((AutoSparseGP(regression, SVGP(5)), (x, y)), (AutoSparseGP(regression, SGPR(5)), (x, y))):
+        with pytest.raises(ValueError, match=r"family ComputationAware.*site 'f' is not"):
+            ProjectedLikelihood().loss(regression, refused, *args)
+    x, y = data(bernoulli, 30)
+    with pytest.raises(ValueError, match="Gaussian in the function values"):
+        ProjectedLikelihood().loss(bernoulli, AutoSparseGP(bernoulli, ComputationAware(5)), x, y)
+
+
+def test_variance_at_an_inducing_point_off_the_data():
+    """Figure 1: SVGP is certain of f at an inducing point far from the data, CaGP is not."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.rand(40, 1, generator=generator), 2 + torch.rand(40, 1, generator=generator)])
+    y = torch.sin(6 * x[:, 0]) + 0.05 * torch.randn(80, generator=generator)
+    kernel = kernels.Matern32(0.5)
+    gap = torch.tensor([[1.5]])
+    model = gaussian(kernel, 0.3)
+    z = torch.tensor([[0.2], [0.6], [1.5], [2.3], [2.8]])
+    svgp, _ = maximise(model, SVGP(z, trainable=False), x, y)
+    sgpr = fitted(x, y, SGPR(z, trainable=False), model)
+    aware = fitted(x, y, ComputationAware(5), model)
+    gain = kernel(gap, x) @ torch.linalg.inv(kernel(x) + 0.09 * torch.eye(80))
+    truth = (kernel(gap) - gain @ kernel(x, gap)).item()
+    variances = {
+        name: guide.posterior(gap)["f"].variance.item()
+        for name, guide in (("svgp", svgp), ("sgpr", sgpr), ("aware", aware))
+    }
+    assert variances["svgp"] < 0.8 * truth
+    assert abs(variances["svgp"] - variances["sgpr"]) < 1e-3
+    assert variances["aware"] >= truth
+    assert sgpr.posterior(gap)["f"].computational_variance < 0
+    assert aware.posterior(gap)["f"].computational_variance >= 0
+
+
+def test_mutual_information_is_largest_for_eigenvectors():
+    """Lemma S5: ½ log|I + σ⁻²SᵀKS| of orthonormal actions."""
+    x, y = data(num=60)
+    information = {}
+    for policy in POLICIES:
+        s = torch.linalg.qr(fitted(x, y, ComputationAware(6, policy)).posterior(x)["f"].basis.actions.matrix)[0]
+        information[policy] = 0.5 * torch.logdet(torch.eye(6) + s.mT @ KERNEL(x) @ s / NOISE**2).item()
+    assert max(information, key=information.get) == "eigen"
+    assert information["random"] < information["sparse"]
+
+
+def test_trainable_policy_of_ones_own():
+    x, y = data(num=40)
+
+    class Locations(torch.nn.Module):
+        """Soft averages around learned places."""
+
+        def __init__(self):
+            super().__init__()
+            self.places = torch.nn.Parameter(x[:6].clone())
+
+        def forward(self, kernel, sites):
+            return torch.exp(-20 * torch.cdist(sites.inputs, self.places).square())
+
+    policy = Locations()
+    guide = AutoSparseGP(learned, ComputationAware(6, policy))
+    before = policy.places.detach().clone()
+    losses = train(learned, guide, x, y, steps=50)
+    assert losses[-1] < losses[0]
+    assert any("places" in name for name, _ in guide.named_parameters())
+    assert (guide.gps.f.policy.policy.places - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (lambda: ComputationAware(0), "num_actions must be a whole number"),
+        (lambda: ComputationAware(5, "best"), r"actions must be one of \['cg', 'eigen', 'random', 'sparse'\]"),
+        (lambda: ComputationAware(31), "site 'f' asks for 31 actions, the guide's first call has 30 rows"),
+        (lambda: ComputationAware(5, lambda k, s: torch.ones(3, 5)), r"must be a tensor \(30, 5\), got \(3, 5\)"),
+        (lambda: ComputationAware(5, lambda k, s: torch.full((30, 5), torch.nan)), "contain NaN"),
+    ],
+)
+def test_bad_arguments(family, message):
+    x, y = data(num=30)
+    with pytest.raises(ValueError, match=message):
+        fitted(x, y, family())
+
+
+def test_other_numbers_of_rows():
+    x, y = data(num=30)
+    guide = fitted(x, y, ComputationAware(5))
+    with pytest.raises(ValueError, match="for 30 rows, the guide's first call; got 20"):
+        guide(x[:20], y[:20])
+    guide = fitted(x, y, ComputationAware(5, "cg"))
+    with pytest.warns(UserWarning, match="no plate scales them up"):
+        guide(x[:20], y[:20])
+    assert guide.gps.f.sites.inputs.shape == (20, 2)
+
+
+def test_components_and_paths():
+    x, y = data(num=40)
+    kernel = kernels.RBF(0.5)[0] + 0.5 * kernels.Matern32(0.4)[1] + kernels.Constant(1.0)
+    q = fitted(x, y, ComputationAware(8), gaussian(kernel, NOISE)).posterior(torch.rand(6, 2))["f"]
+    assert len(q.components) == 3
+    torch.testing.assert_close(sum(part.mean for part in q.components), q.mean)
+    s = q.basis.actions.matrix
+    c = s @ torch.linalg.solve(s.mT @ (kernel(x) + NOISE**2 * torch.eye(40)) @ s, s.mT)
+    new = q.process.x
+    for term, part in zip(kernel.terms, q.components):
+        torch.testing.assert_close(part.mean, term(new, x) @ c @ y)
+        torch.testing.assert_close(part.variance, (term(new) - term(new, x) @ c @ term(x, new)).diagonal())
+    draws = q.paths(4000, 4000)(new)
+    torch.testing.assert_close(draws.mean(0), q.mean, atol=0.08, rtol=0)
+    torch.testing.assert_close(draws.T.cov(), q.covariance_matrix, atol=0.08, rtol=0.1)
+    joint = q.rsample((4000,))
+    torch.testing.assert_close(joint.T.cov(), q.covariance_matrix, atol=0.08, rtol=0.1)
+
+
+def test_all_actions_reach_the_evidence():
+    x, y = data(num=40)
+    for policy in POLICIES:
+        guide = fitted(x, y, ComputationAware(40, policy, tolerance=0.0))
+        bound = -TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
+        assert abs(bound - evidence(x, y)) < 1e-6

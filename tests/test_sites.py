@@ -1,0 +1,516 @@
+"""Posteriors from Gaussian sites: closed forms, fixed points, state, errors."""
+
+import copy
+import math
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from torch.distributions import MultivariateNormal, constraints
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.families import (
+    SGPR,
+    SVGP,
+    CollapsedOrthogonal,
+    ComputationAware,
+    ExactWeightSpace,
+    FreeSites,
+    SiteFamily,
+    WeightSpace,
+)
+
+from .models import bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression, train
+from .test_theorems import KERNEL, NOISE, evidence, titsias
+
+LIKELIHOODS = {
+    "bernoulli": lambda f: dist.Bernoulli(logits=f),
+    "poisson": lambda f: dist.Poisson(f.exp()),
+    "gamma": lambda f: dist.Gamma(2.0, (-f).exp()),
+    "negative_binomial": lambda f: dist.NegativeBinomial(5.0, logits=f),
+}
+
+
+def with_likelihood(likelihood, mean=None):
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x, mean))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", likelihood(f), obs=y)
+
+    return model
+
+
+def observations(name, num=60):
+    x, y = data({"bernoulli": bernoulli, "gamma": regression}.get(name, poisson), num)
+    return x, y.abs() + 0.1 if name == "gamma" else y
+
+
+def learned(x, y=None):
+    """Regression with parameters everywhere: a mean, a length, a noise."""
+    length = pyro.param("length", torch.tensor([0.4, 0.8]), constraint=constraints.positive)
+    noise = pyro.param("noise", torch.tensor(NOISE), constraint=constraints.positive)
+    level = pyro.param("level", torch.tensor(0.3))
+    f = pyro.sample("f", GaussianProcess(1.5 * kernels.Matern32(length), x, mean=lambda x: level + 0.0 * x[:, 0]))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def gradients(loss, model, guide, *args):
+    """The gradient of a loss by the model's parameters."""
+    loss.loss_and_grads(model, guide, *args)
+    store = pyro.get_param_store()
+    return {name: store._params[name].grad.clone() for name in ("length", "noise", "level")}
+
+
+def test_sgpr_is_titsias_bound():
+    x, y = data(num=80)
+    z = x[:10] + 0.01
+    guide = AutoSparseGP(gaussian(KERNEL, NOISE), SGPR(z, trainable=False))
+    bound = -TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
+    assert abs(bound - titsias(x, y, z)) < 1e-9 * abs(bound)
+    assert guide.site_status == {"f": {"sites": 80, "exact": True, "truncated": 0}}
+    # The dense posterior, at other inputs.
+    new = torch.rand(7, 2)
+    q = guide.posterior(new)["f"]
+    kzz = KERNEL(z) + 1e-8 * KERNEL.diag(z).mean() * torch.eye(10)
+    sigma = torch.linalg.inv(kzz + KERNEL(z, x) @ KERNEL(x, z) / NOISE**2)
+    torch.testing.assert_close(q.mean, KERNEL(new, z) @ sigma @ KERNEL(z, x) @ y / NOISE**2, rtol=1e-6, atol=1e-7)
+    middle = torch.linalg.inv(kzz) - sigma
+    torch.testing.assert_close(
+        q.covariance_matrix, KERNEL(new) - KERNEL(new, z) @ middle @ KERNEL(z, new), atol=1e-7, rtol=1e-5
+    )
+
+
+def test_sgpr_gradients_are_the_dense_bounds():
+    x, y = data(num=50)
+    z = x[:8] + 0.01
+    guide = AutoSparseGP(learned, SGPR(z, trainable=False))
+    found = gradients(TraceQuadrature_ELBO(2), learned, guide, x, y)
+    store = pyro.get_param_store()
+    parameters = {name: store[name].detach().clone().requires_grad_() for name in found}
+    k = 1.5 * kernels.Matern32(parameters["length"])
+    q = k(x, z) @ torch.linalg.solve(k(z) + 1e-8 * 1.5 * torch.eye(8), k(z, x))
+    variance = parameters["noise"] ** 2
+    mean = parameters["level"].expand(50)
+    bound = MultivariateNormal(mean, q + variance * torch.eye(50)).log_prob(y)
+    (-bound + (k.diag(x).sum() - q.trace()) / (2 * variance)).backward()
+    for name, gradient in found.items():
+        by_value = parameters[name].grad
+        if name != "level":  # the store's leaves are unconstrained logarithms
+            by_value = by_value * parameters[name].detach()
+        torch.testing.assert_close(gradient, by_value, rtol=1e-5, atol=1e-6)
+
+
+def test_collapsed_orthogonal_is_the_dense_bound():
+    """Paper 1, eq. 30, in dense algebra."""
+    x, y = data(num=60)
+    z, o = x[:6] + 0.01, x[20:25] - 0.01
+    guide = AutoSparseGP(gaussian(KERNEL, NOISE, jitter=1e-12), CollapsedOrthogonal(z, o, trainable=False))
+    bound = -TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
+    identity = torch.eye(60)
+
+    def c(a, b):
+        return KERNEL(a, b) - KERNEL(a, z) @ torch.linalg.solve(KERNEL(z), KERNEL(z, b))
+
+    a = KERNEL(x, z) @ torch.linalg.solve(KERNEL(z), KERNEL(z, x)) + NOISE**2 * identity
+    cff, cfv, cvv = c(x, x), c(x, o), c(o, o)
+    mean = cvv @ torch.linalg.solve(cvv + cfv.mT @ torch.linalg.solve(a, cfv), cfv.mT @ torch.linalg.solve(a, y))
+    covariance = cvv @ torch.linalg.solve(cvv + cfv.mT @ cfv / NOISE**2, cvv)
+    b = cfv @ torch.linalg.solve(cvv, cfv.mT)
+    dense = MultivariateNormal(cfv @ torch.linalg.solve(cvv, mean), a).log_prob(y)
+    dense = dense - (cff - b @ torch.linalg.solve(b + NOISE**2 * identity, b)).trace() / (2 * NOISE**2)
+    covariance = (covariance + covariance.mT) / 2
+    dense = dense - torch.distributions.kl_divergence(
+        MultivariateNormal(mean, covariance), MultivariateNormal(torch.zeros(5), cvv)
+    )
+    assert abs(bound - dense) < 1e-7 * abs(bound)
+    alone = AutoSparseGP(gaussian(KERNEL, NOISE), SGPR(z, trainable=False))
+    union = AutoSparseGP(gaussian(KERNEL, NOISE), SGPR(torch.cat([z, o]), trainable=False))
+    bounds = [-TraceQuadrature_ELBO(2).loss(g.model, g, x, y) for g in (alone, guide, union)]
+    assert bounds == sorted(bounds)
+    assert bounds[1] - bounds[0] > 1
+
+
+def test_exact_weight_space_is_bayesian_linear_regression():
+    x, y = data(num=40)
+    kernel = kernels.Linear(torch.tensor([1.0, 2.0])) + kernels.Constant(0.7)
+    guide = AutoSparseGP(gaussian(kernel, NOISE), ExactWeightSpace())
+    bound = -TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
+    assert abs(bound - evidence(x, y, kernel)) < 1e-9 * abs(bound)
+    new = torch.rand(5, 2)
+    q = guide.posterior(new)["f"]
+    gain = kernel(new, x) @ torch.linalg.inv(kernel(x) + NOISE**2 * torch.eye(40))
+    torch.testing.assert_close(q.mean, gain @ y)
+    torch.testing.assert_close(q.covariance_matrix, kernel(new) - gain @ kernel(x, new), atol=1e-9, rtol=1e-6)
+    assert len(list(guide.parameters())) == 0
+    free, best = maximise(gaussian(kernel, NOISE), WeightSpace(), x, y)
+    assert bound - 1e-3 < best <= bound + 1e-6
+    assert free.gps.f.basis.sizes == (3,)
+    with pytest.raises(ValueError, match="site 'f' has no finite features"):
+        AutoSparseGP(gaussian(KERNEL), ExactWeightSpace())(x, y)
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+def test_iterated_sites_reach_the_optimum_of_a_free_posterior(name):
+    x, y = observations(name)
+    model = with_likelihood(LIKELIHOODS[name])
+    z = x[:10] + 0.01
+    guide = AutoSparseGP(model, SGPR(z, trainable=False))
+    elbo = TraceQuadrature_ELBO(20)
+    losses = [elbo.loss(model, guide, x, y) for _ in range(25)]
+    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=20)
+    assert abs(-losses[-1] - best) < 1e-4
+    assert guide.site_status["f"] == {"sites": 60, "exact": False, "truncated": 0}
+    # Evaluation leaves q alone.
+    with torch.no_grad():
+        again = [elbo.loss(model, guide, x, y) for _ in range(3)]
+    assert again[0] == again[1] == again[2]
+    assert abs(again[0] - losses[-1]) < 1e-5
+
+
+def test_updates_within_a_step_converge_at_once():
+    x, y = observations("poisson")
+    model = with_likelihood(LIKELIHOODS["poisson"])
+    z = x[:10] + 0.01
+    elbo = TraceQuadrature_ELBO(20)
+    slow, fast = (
+        AutoSparseGP(model, SGPR(z, trainable=False)),
+        AutoSparseGP(model, SGPR(z, trainable=False, updates=25)),
+    )
+    converged = [elbo.loss(model, slow, x, y) for _ in range(30)][-1]
+    assert abs(elbo.loss(model, fast, x, y) - converged) < 1e-4
+
+
+def test_counts_far_from_the_prior_do_not_overflow():
+    x, _ = data(num=60)
+    y = torch.poisson(torch.exp(8 + x[:, 0]))
+    model = with_likelihood(LIKELIHOODS["poisson"], mean=torch.tensor(-5.0))
+    guide = AutoSparseGP(model, SGPR(40))
+    elbo = TraceQuadrature_ELBO(20)
+    losses = [elbo.loss(model, guide, x, y) for _ in range(200)]
+    assert torch.tensor(losses).isfinite().all()
+    q = guide.posterior(x)["f"]
+    assert (q.mean - (8 + x[:, 0])).abs().mean() < 0.2
+
+
+@pytest.mark.parametrize("at", ["mean", "marginals"])
+@pytest.mark.parametrize("actions", ["sparse", "cg", "eigen", "random"])
+def test_bernoulli_with_all_actions_is_the_dense_newton_method(at, actions):
+    x, y = observations("bernoulli", 40)
+    family = ComputationAware(40, actions, tolerance=0.0, at=at, rate=1.0)
+    guide = AutoSparseGP(with_likelihood(LIKELIHOODS["bernoulli"]), family)
+    for _ in range(40):
+        guide(x, y)
+    k = KERNEL(x)
+    mean, variance = torch.zeros(40), k.diagonal()
+    nodes, weights = [torch.as_tensor(part) for part in _hermite(20)]
+    for _ in range(40):  # f ← (K⁻¹ + Λ)⁻¹(Λm + ℓ'), Rasmussen and Williams, 2006, algorithm 3.1
+        f = mean[:, None] + (variance.sqrt()[:, None] * nodes if at == "marginals" else 0.0 * nodes)
+        p = torch.sigmoid(f)
+        gradient, curvature = (y[:, None] - p) @ weights, (p * (1 - p)) @ weights
+        gain = torch.linalg.solve(torch.eye(40) + k * curvature, k)
+        mean, variance = gain @ (curvature * mean + gradient), gain.diagonal()
+    q = guide.posterior(x)["f"]
+    torch.testing.assert_close(q.mean, mean, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(q.variance, variance, atol=1e-6, rtol=1e-6)
+
+
+def _hermite(num):
+    import numpy as np
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(num)
+    return nodes, weights / weights.sum()
+
+
+def test_student_t_curvature_is_cut_and_counted():
+    x, y = data(num=60)
+    y[::7] += 4.0
+    model = with_likelihood(lambda f: dist.StudentT(3.0, f, 0.2))
+    z = x[:10] + 0.01
+    guide = AutoSparseGP(model, SGPR(z, trainable=False))
+    losses = [TraceQuadrature_ELBO(20).loss(model, guide, x, y) for _ in range(40)]
+    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=20)
+    assert best - 0.1 < -losses[-1] < best + 1e-6
+    assert 0 < guide.site_status["f"]["truncated"] <= 20
+    assert (guide.gps.f.sites.precision >= 0).all()
+    aware = AutoSparseGP(model, ComputationAware(30))
+    losses = [TraceQuadrature_ELBO(20).loss(model, aware, x, y) for _ in range(40)]
+    assert torch.tensor(losses).isfinite().all()
+    assert (aware.posterior(x)["f"].variance > 0).all()
+    assert losses[-1] < losses[0]
+
+
+def test_free_sites_have_the_papers_optimum():
+    """Paper 0, eq. 4 and 6: λ² = −2 ∂E[log p]/∂σ², which is E[exp f] for counts, and the bound is SGPR's."""
+    x, y = observations("poisson", 30)
+    model = with_likelihood(LIKELIHOODS["poisson"])
+    z = x[:8] + 0.01
+    guide, bound = maximise(model, FreeSites(z, trainable=False), x, y, num_nodes=20, iterations=3000)
+    sgpr = AutoSparseGP(model, SGPR(z, trainable=False))
+    best = [-TraceQuadrature_ELBO(20).loss(model, sgpr, x, y) for _ in range(40)][-1]
+    assert best - 1e-2 < bound < best + 1e-6
+    # 2N = 60 numbers for M(M + 3)/2 = 44: not unique, unless N is small.
+    few_x, few_y = x[:8], y[:8]
+    guide, _ = maximise(model, FreeSites(z, trainable=False), few_x, few_y, num_nodes=20, iterations=5000)
+    q = guide.posterior(few_x)["f"]
+    rate = (q.mean + q.variance / 2).exp()
+    torch.testing.assert_close(guide.gps.f.sites.root.square(), rate, rtol=0.02, atol=0.02)
+
+
+def test_masked_rows_are_dropped_rows():
+    x, y = data(num=50)
+    missing = y.clone()
+    missing[::3] = torch.nan
+
+    def masked(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)), poutine.mask(mask=y.isfinite() if y is not None else torch.tensor(True)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    kept = missing.isfinite()
+    z, new = x[:8] + 0.01, torch.rand(6, 2)
+    for family in (SGPR(z, trainable=False), ComputationAware(33, "eigen"), ComputationAware(33, "cg", tolerance=0.0)):
+        whole, part = AutoSparseGP(masked, family), AutoSparseGP(gaussian(KERNEL, NOISE), family)
+        elbo = TraceQuadrature_ELBO(2)
+        assert abs(elbo.loss(masked, whole, x, missing) - elbo.loss(part.model, part, x[kept], y[kept])) < 1e-6
+        torch.testing.assert_close(whole.posterior(new)["f"].mean, part.posterior(new)["f"].mean, atol=1e-7, rtol=1e-6)
+        assert (whole.gps.f.sites.precision[::3] == 0).all()
+    # A block without data is an action without effect.
+    y[:] = torch.nan
+    y[-1] = 0.0
+    guide = AutoSparseGP(masked, ComputationAware(10))
+    assert math.isfinite(train(masked, guide, x, y, steps=3)[-1])
+    assert all(p.isfinite().all() for p in guide.parameters())
+
+
+def test_two_functions_meet():
+    """y = Normal(f, exp g): sites of f average over g, sites of g over f; the fixed point is the mean-field optimum."""
+    x, y = data(num=40)
+    z = x[:8] + 0.01
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        g = pyro.sample("g", GaussianProcess(0.2 * KERNEL, x, mean=x.new_full((), -1.5)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+    guide = AutoSparseGP(model, SGPR(z, trainable=False))
+    losses = [TraceQuadrature_ELBO(10).loss(model, guide, x, y) for _ in range(60)]
+    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=10, iterations=1000)
+    assert abs(-losses[-1] - best) < 0.02
+    assert guide.site_status["f"]["exact"]
+    assert not guide.site_status["g"]["exact"]
+    # One of each kind.
+    mixed = AutoSparseGP(model, {"f": ComputationAware(20), "g": SVGP(8)})
+    losses = train(model, mixed, x, y, steps=100)
+    assert losses[-1] < losses[0]
+    assert predict(model, mixed, x[:5], num_samples=3)["y"].shape == (3, 5)
+
+
+def test_latents_after_the_process():
+    """Noise drawn after f, and a latent for each datum downstream of f."""
+    x, y = data(num=30)
+
+    def late(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.5))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    def early(x, y=None):
+        noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.5))
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    values = []
+    for model in (late, early):
+        guide = AutoSparseGP(model, SGPR(x[:8] + 0.01, trainable=False))
+        guide(x, y)
+        pyro.set_rng_seed(3)
+        values.append(TraceQuadrature_ELBO(2).loss(model, guide, x, y))
+    assert abs(values[0] - values[1]) < 1e-9 * abs(values[0])
+
+    def local(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(f, 0.3))
+            return pyro.sample("y", dist.Bernoulli(logits=3 * z), obs=y)
+
+    guide = AutoSparseGP(local, SGPR(8))
+    losses = train(local, guide, x, (y > 0).double(), steps=200)
+    assert sum(losses[-20:]) < sum(losses[:20])
+    assert guide.site_status["f"]["exact"]  # given z
+
+
+def test_outputs_and_several_observed_sites():
+    x, y = data(num=40)
+    pair = torch.stack([y, 1 - y])
+
+    def model(x, y=None, count=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("count", dist.Poisson(f[0].exp()), obs=count)
+            with pyro.plate("outputs", 2):
+                return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    count = torch.poisson(y.exp())
+    for family in (SGPR(x[:8] + 0.01, trainable=False), ComputationAware(20), ComputationAware(20, "cg")):
+        guide = AutoSparseGP(model, family)
+        losses = [TraceQuadrature_ELBO(20).loss(model, guide, x, pair, count) for _ in range(30)]
+        q = guide.posterior(torch.rand(7, 2))["f"]
+        assert q.mean.shape == (2, 7)
+        assert abs(losses[-1] - losses[-2]) < 1e-4
+        if isinstance(family, SGPR):
+            _, best = maximise(model, SVGP(x[:8] + 0.01, trainable=False), x, pair, count, num_nodes=20)
+            assert abs(-losses[-1] - best) < 1e-3
+
+    def softmax(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=torch.stack([f[0], f[1], 0 * f[0]], -1)), obs=y)
+
+    labels = (3 * (y - y.min()) / (y.max() - y.min() + 1e-3)).floor()
+    guide = AutoSparseGP(softmax, SGPR(x[:8] + 0.01, trainable=False))
+    losses = [TraceQuadrature_ELBO(10).loss(softmax, guide, x, labels) for _ in range(40)]
+    _, best = maximise(softmax, SVGP(x[:8] + 0.01, trainable=False), x, labels, num_nodes=10)
+    assert abs(-losses[-1] - best) < 1e-3
+
+
+def test_likelihoods_that_do_not_fit_are_refused():
+    x, y = data(num=30)
+
+    def coupled(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f.cumsum(-1) / 10, 0.3), obs=y)
+
+    def deep(x, y=None):
+        inner = pyro.sample("inner", GaussianProcess(KERNEL, x))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), inner[:, None]))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    with pytest.raises(ValueError, match=r"GP site 'f' has the family SGPR.*does not factorise"):
+        AutoSparseGP(coupled, SGPR(5))(x, y)
+    with pytest.raises(ValueError, match=r"GP site 'inner' has the family ComputationAware.*enter another GP site"):
+        AutoSparseGP(deep, {"inner": ComputationAware(5), "f": SVGP(5)})(x, y)
+    mixed = AutoSparseGP(deep, {"inner": SVGP(5), "f": SVGP(5)})
+    mixed(x, y)
+    white = gaussian(KERNEL + kernels.White(0.1))
+    with pytest.raises(ValueError, match="diagonal term, such as White"):
+        AutoSparseGP(white, ComputationAware(5))(x, y)
+
+
+def test_mini_batches_are_refused():
+    x, y = data(num=30)
+    for family in (SGPR(5), FreeSites(5), ComputationAware(5, "cg"), ComputationAware(5)):
+        guide = AutoSparseGP(regression, family)
+        guide(x, y)
+        name = family.declared()["name"]
+        with pytest.raises(ValueError, match=f"family {name}, which trains on all data at once.*10 of the 30.*SVGP"):
+            guide(x[:10], y[:10], size=30)
+
+    def sampled(x, y=None):
+        plate = pyro.plate("data", len(x), subsample_size=10)
+        f = pyro.sample("f", GaussianProcess(KERNEL, x[plate.indices]))
+        with plate:
+            return pyro.sample("y", dist.Normal(f, 0.3), obs=None if y is None else y[plate.indices])
+
+    with pytest.raises(ValueError, match="all data at once"):
+        TraceQuadrature_ELBO(2).loss(sampled, AutoSparseGP(sampled, SGPR(5)), x, y)
+
+
+@pytest.mark.parametrize("arguments", [{"at": "mode"}, {"rate": 0.0}, {"rate": 1.5}, {"updates": 0}, {"updates": 1.5}])
+def test_bad_arguments(arguments):
+    with pytest.raises(ValueError, match=f"SGPR's {next(iter(arguments))} must be"):
+        SGPR(5, **arguments)
+
+
+SITE_FAMILIES = {
+    "SGPR": SGPR(8),
+    "FreeSites": FreeSites(8),
+    "sparse": ComputationAware(8),
+    "cg": ComputationAware(8, "cg"),
+    "random": ComputationAware(8, "random"),
+}
+
+
+@pytest.mark.parametrize("model", [regression, bernoulli, heteroscedastic], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("family", SITE_FAMILIES.values(), ids=SITE_FAMILIES)
+def test_state(family, model):
+    x, y = data(model, 40)
+    new = torch.rand(6, 2)
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=5)
+    expected = guide.posterior(new)
+    assert all(torch.equal(guide.posterior(new)[name].mean, q.mean) for name, q in expected.items())
+    other = AutoSparseGP(model, family)
+    other.load_state_dict(guide.state_dict())
+    for restored in (other, copy.deepcopy(guide), pickle.loads(pickle.dumps(guide))):
+        for name, q in restored.posterior(new).items():
+            torch.testing.assert_close(q.mean, expected[name].mean, rtol=0, atol=0)
+            torch.testing.assert_close(q.variance, expected[name].variance, rtol=0, atol=0)
+    resumed = train(model, other, x, y, steps=3)  # on the loaded state
+    assert torch.tensor(resumed).isfinite().all()
+    torch.set_default_dtype(torch.float32)
+    guide.float()
+    q = guide.posterior(new.float())["f"]
+    assert q.mean.dtype == torch.float32
+    torch.testing.assert_close(q.mean.double(), expected["f"].mean, rtol=1e-2, atol=1e-2)
+    assert set(predict(model, guide, new.float(), num_samples=2)) >= {"f", "y"}
+
+
+def test_prediction_uses_the_sites_of_the_final_parameters():
+    x, y = data(num=40)
+    guide = AutoSparseGP(learned, SGPR(8))
+    train(learned, guide, x, y, steps=20)
+    before = guide.gps.f.sites.precision.clone()
+    guide.posterior(x[:3])
+    noise = pyro.param("noise").detach()
+    torch.testing.assert_close(guide.gps.f.sites.precision, (noise**-2).expand(40))
+    assert not torch.equal(before, guide.gps.f.sites.precision)
+
+
+@pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8)])
+def test_training_by_lbfgs_in_double_and_adam_in_single_precision(family):
+    x, y = data(num=60)
+    _, bound = maximise(learned, family, x, y, iterations=100)
+    start = -TraceQuadrature_ELBO(2).loss(learned, AutoSparseGP(learned, family), x, y)
+    assert math.isfinite(bound)
+    pyro.clear_param_store()
+    torch.set_default_dtype(torch.float32)
+    guide = AutoSparseGP(learned, family)
+    losses = train(learned, guide, x.float(), y.float(), steps=150, lr=0.05)
+    assert losses[-1] < losses[0]
+    assert bound > max(start, -losses[-1]) - 0.5
+
+
+def test_importance_weights_of_the_exact_posterior_are_the_evidence():
+    x, y = data(num=30)
+    for family in (ComputationAware(30), ComputationAware(30, "eigen"), ComputationAware(30, "random")):
+        guide = AutoSparseGP(gaussian(KERNEL, NOISE), family)
+        guide(x, y)
+        guide.eval()
+        for _ in range(3):
+            guide(x, y)
+            model_trace, guide_trace = guide.get_traces()
+            weight = model_trace.log_prob_sum() - guide_trace.log_prob_sum()
+            assert abs(weight - evidence(x, y)) < 1e-3
+    guide(torch.rand(4, 2))
+    with pytest.raises(ValueError, match="values at the training inputs"):
+        guide.get_traces()[1].log_prob_sum()
+
+
+def test_every_family_on_sites_is_declared_with_its_numbers():
+    families = (SGPR(3), CollapsedOrthogonal(3, 4), ComputationAware(5, "cg"), FreeSites(3), ExactWeightSpace())
+    assert all(isinstance(family, SiteFamily) for family in families)
+    assert ComputationAware(5, "cg").declared() == {"name": "ComputationAware", "num_actions": 5, "actions": "cg"}
+    x, y = data(num=20)
+    guide = AutoSparseGP(gaussian(KERNEL), ComputationAware(5, "cg"))
+    guide(x, y)
+    with pytest.raises(ValueError, match=r"num_actions=5.*num_actions=6"):
+        AutoSparseGP(gaussian(KERNEL), ComputationAware(6, "cg")).load_state_dict(guide.state_dict())
