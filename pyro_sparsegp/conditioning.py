@@ -67,7 +67,8 @@ def read_sites(guide: AutoSparseGP, name: str, process: GaussianProcess, module:
                 mean, variance = module.sites.marginals
             else:
                 with torch.no_grad():
-                    posterior = module(process, name, SparsePosterior, sites)
+                    first = i == 0 and module.sites.empty
+                    posterior = module(process, name, SparsePosterior, None if first else sites)
                     mean, variance = posterior.mean, posterior.variance
         derivatives = reader.derivatives(mean, variance, quadratic or module.at == "mean", quadratic)
         if derivatives is None:

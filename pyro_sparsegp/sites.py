@@ -112,6 +112,8 @@ class FreeSites(AbstractModule):
     :param scale: the prior standard deviation at X; the precisions start at a hundredth of the prior's.
     """
 
+    empty = False
+
     def __init__(self, inputs: Tensor, batch_shape: Sequence[int], scale: Optional[Tensor] = None) -> None:
         super().__init__()
         self.register_buffer("inputs", inputs.detach())

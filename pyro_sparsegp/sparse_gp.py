@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .bases import Basis
-from .bases.actions import Policy
+from .bases.actions import Actions, DenseActions, Policy
 from .bases.projection import project
 from .modules import AbstractModule
 from .posteriors import Coefficients, ProjectedGaussian, optimal
@@ -75,7 +75,13 @@ class SiteGP(AbstractModule):
         sites: Optional[Sites] = None,
     ) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``, by default those kept."""
+        if sites is None and self.sites.empty:
+            return self.unread(process, name, kind)
         return self.given(process, name, kind, self.sites(process) if sites is None else sites)
+
+    def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
+        """The prior, before any sites are read."""
+        return self.given(process, name, kind, self.sites(process))
 
     def given(self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``."""
@@ -115,8 +121,22 @@ class ProjectedGP(SiteGP):
         self.policy = policy
 
     def given(self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites) -> SparsePosterior:
-        actions = self.policy(process.kernel, sites, name)
-        features, products = project(process.kernel, sites.inputs, actions, name)
+        return self._project(process, name, kind, sites, self.policy(process.kernel, sites, name))
+
+    def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
+        none = process.x.new_zeros((*process.batch_shape, 1))
+        sites = Sites(process.x[:1], none, none)
+        return self._project(process, name, kind, sites, DenseActions(sites, none[..., None]))
+
+    def _project(
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior],
+        sites: Sites,
+        actions: Actions,
+    ) -> SparsePosterior:
+        features, products = project(process.kernel, actions, name)
         here = _same_rows(sites.inputs, process.x)
 
         def values(f: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ __all__ = [
     "local_blocks",
 ]
 
-_MEMORY = 2**24  # numbers in one block of a kernel matrix
+_MEMORY = 2**21  # numbers in one block of a kernel matrix: what a CPU's caches like; a GPU takes 32 times that
+_GROUPS = 32  # of rows, in tiles of a kernel matrix
 _WHOLE = 2**27  # numbers in a kernel matrix that is kept while a policy runs
 _EXACT = 3000  # rows up to which eigenvectors come from a dense decomposition
 
@@ -58,6 +59,10 @@ class Actions(ABC):
     @abstractmethod
     def right(self, block: Tensor) -> Tensor:
         """AS for A ``(..., B, N)`` with columns in the order of :attr:`inputs`."""
+
+    def gram(self, kernel: Any) -> Tensor:
+        """k(X, X)S, ``(..., N, i)``, with rows in the data's order."""
+        return kernel_times(kernel, self.inputs, self)
 
     @abstractmethod
     def left(self, columns: Tensor) -> Tensor:
@@ -90,12 +95,7 @@ class BlockActions(Actions):
 
     def _sum(self, columns: Tensor) -> Tensor:
         """Sums of ``(..., B, N)`` over each block of columns, ``(..., B, i)``."""
-        large = self.sizes[0]
-        num = self.sizes.count(large)
-        parts = [columns[..., : num * large].unflatten(-1, (num, large)).sum(-1)]
-        if num < len(self.sizes):
-            parts.append(columns[..., num * large :].unflatten(-1, (-1, self.sizes[-1])).sum(-1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return _sums(columns, self.sizes, -1)
 
     @property
     def log_gram(self) -> Tensor:
@@ -106,8 +106,54 @@ class BlockActions(Actions):
         return self._sum(block * self.weights[..., None, :])
 
     def left(self, columns: Tensor) -> Tensor:
-        weighted = columns.index_select(-2, self.order) * self.weights[..., None]
-        return self._sum(weighted.mT).mT
+        return _sums(columns.index_select(-2, self.order) * self.weights[..., None], self.sizes, -2)
+
+    def gram(self, kernel: Any) -> Tensor:
+        # Tiles above the diagonal serve both of their sides: half of the kernel's entries are enough.
+        num = self.inputs.shape[-2]
+        side = int(_memory(self.inputs) ** 0.5)
+        groups = min(-(-num // side), _GROUPS, len(self.sizes))
+        if groups < 2 or self.sizes[0] > 4 * side:
+            products = kernel_times(kernel, self.inputs, self)
+        else:
+            edges = [0]
+            for size in self.sizes:
+                edges.append(edges[-1] + size)
+            cuts = [round(g * len(self.sizes) / groups) for g in range(groups + 1)]
+            grid: list[list[Tensor]] = [[None] * groups for _ in range(groups)]  # type: ignore[list-item]
+            for g in range(groups):
+                for h in range(g, groups):
+                    self._tiles(kernel, edges, cuts, g, h, grid)
+            products = torch.cat([torch.cat(row, -1) for row in grid], -2)
+        return products.index_select(-2, self.order.argsort())
+
+    def _tiles(self, kernel: Any, edges: list[int], cuts: list[int], g: int, h: int, grid: list[list[Tensor]]) -> None:
+        columns = slice(edges[cuts[h]], edges[cuts[h + 1]])
+        wanted = max(1, _memory(self.inputs) // (columns.stop - columns.start) // self.sizes[0])
+        right, below = [], []
+        for start in range(cuts[g], cuts[g + 1], wanted):
+            stop = min(start + wanted, cuts[g + 1])
+            rows = slice(edges[start], edges[stop])
+
+            def tile(
+                x: Tensor, z: Tensor, by_row: Tensor, by_column: Tensor, own: list[int] = self.sizes[start:stop]
+            ) -> tuple[Tensor, ...]:
+                block = kernel(x, z)
+                side = _sums(block * by_column[..., None, :], self.sizes[cuts[h] : cuts[h + 1]], -1)
+                return (side,) if g == h else (side, _sums(block * by_row[..., None], own, -2).mT)
+
+            arguments = (
+                self.inputs[rows],
+                self.inputs[columns],
+                self.weights[..., rows],
+                self.weights[..., columns],
+            )
+            found = _dropping(tile, *arguments)
+            right.append(found[0])
+            below.extend(found[1:])
+        grid[g][h] = torch.cat(right, -2)
+        if g != h:
+            grid[h][g] = torch.cat(below, -1)
 
 
 class DenseActions(Actions):
@@ -149,19 +195,40 @@ def white(sites: Sites) -> Tensor:
     return sites.linear * torch.where(positive, sites.precision, 1.0).rsqrt() * positive
 
 
+def _sums(values: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
+    """Sums over consecutive blocks of a dimension, the last or the one before; equal sizes stand together."""
+    large = sizes[0]
+    num = sizes.count(large)
+    if num == len(sizes):
+        return values.unflatten(dim, (num, large)).sum(dim)
+    cut = num * large
+    rest = values.shape[dim] - cut
+    first, second = values.split([cut, rest], dim)
+    parts = [first.unflatten(dim, (num, large)).sum(dim), second.unflatten(dim, (-1, sizes[-1])).sum(dim)]
+    return torch.cat(parts, dim)
+
+
+def _memory(x: Tensor) -> int:
+    return _MEMORY if x.device.type == "cpu" else 32 * _MEMORY
+
+
+def _dropping(function: Callable, *args: Tensor) -> Any:
+    """``function(*args)``, with what it makes on the way dropped, and made again on the way back."""
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
 def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
     """k(x, X)S, ``(..., B, i)``: blocks of the kernel matrix are formed, used and dropped, on the way back too."""
 
     def product(rows: Tensor) -> Tensor:
         return actions.right(kernel(rows, actions.inputs))
 
-    num = max(1, _MEMORY // actions.inputs.shape[-2])
+    num = max(1, _memory(x) // actions.inputs.shape[-2])
     if x.shape[-2] <= num:
         return product(x)
-    if not torch.is_grad_enabled():
-        return torch.cat([product(rows) for rows in x.split(num, -2)], -2)
-    parts = [checkpoint(product, rows, use_reentrant=False, preserve_rng_state=False) for rows in x.split(num, -2)]
-    return torch.cat(parts, -2)
+    return torch.cat([_dropping(product, rows) for rows in x.split(num, -2)], -2)
 
 
 # Policies: modules that choose actions anew in each run.
@@ -338,7 +405,7 @@ def _whitened(kernel: Any, sites: Sites) -> Callable[[Tensor], Tensor]:
     if num * num <= _WHOLE:
         matrix = kernel(x, x)
         return lambda v: root * (matrix @ (root * v))
-    rows = max(1, _MEMORY // num)
+    rows = max(1, _memory(x) // num)
     return lambda v: root * torch.cat([kernel(part, x) @ (root * v) for part in x.split(rows, -2)], -2)
 
 

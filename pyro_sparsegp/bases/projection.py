@@ -54,9 +54,9 @@ class ProjectedFeatures(Features):
         return draw, [solve_lower(self.factor, (values + noise)[..., None])[..., 0]]
 
 
-def project(kernel: Any, x: Tensor, actions: Actions, name: str) -> tuple[ProjectedFeatures, Tensor]:
-    """The basis under ``actions`` and k(x, X)S at the training inputs x = X, ``(..., N, i)``."""
-    products = kernel_times(kernel, x, actions)
+def project(kernel: Any, actions: Actions, name: str) -> tuple[ProjectedFeatures, Tensor]:
+    """The basis under ``actions`` and k(x, X)S at the training inputs, ``(..., N, i)``."""
+    products = actions.gram(kernel)
     gram = actions.left(products)
     gram = (gram + gram.mT) / 2 + torch.diag_embed(actions.noise)
     factor = cholesky(gram, 0.0, f"SᵀK̂S of site {name!r}")
