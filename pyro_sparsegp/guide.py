@@ -449,7 +449,9 @@ class AutoSparseGP(AutoNormalMessenger):
         if name in request.values:
             return request.values[name]
         if request.setup and isinstance(module, SiteGP):  # of a family that is refused if a layer stands above
-            return posterior.mean + posterior.stddev * process.x.sum(-1)
+            line = process.x.sum(-1)
+            spread = (line - line.mean()).abs().amax().clamp(min=torch.finfo(line.dtype).tiny)
+            return posterior.mean + posterior.stddev * (line - line.mean()) / spread
         if request.setup:  # a smooth function for the layers above to place their inducing inputs on
             w = posterior.coefficients.rsample(posterior.batch_shape)
             return process.mean + sum_blocks(posterior.features, w)

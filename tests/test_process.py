@@ -9,6 +9,7 @@ from torch.distributions import kl_divergence
 from pyro_sparsegp import GaussianProcess, kernels
 from pyro_sparsegp.families import SVGP, CoupledCovariance, CoupledPrecision, MeanFieldAdditive, OrthogonalInducing
 from pyro_sparsegp.process import MarginalSite, PriorProcess, SparsePosterior
+from pyro_sparsegp.sites import KeptSites, Sites
 
 from .models import FAMILIES, additive
 
@@ -20,13 +21,16 @@ def mean_function(x):
 
 
 def posterior(family, kernel=KERNEL, x=None, mean=mean_function, batch=(), spread=0.3):
-    """A posterior with random variational parameters."""
+    """A posterior with random variational parameters, or sites."""
     x = torch.rand(20, 2) if x is None else x
     process = GaussianProcess(kernel, x, mean, 1e-10).expand(batch)
     module = family.build(process, "f")
     for name, parameter in module.named_parameters():
         if "inputs" not in name:
             parameter.data.add_(spread * torch.randn(parameter.shape))
+    if isinstance(getattr(module, "sites", None), KeptSites):
+        shape = (*batch, len(x))
+        module.sites.keep(Sites(process.x, 2 * torch.rand(shape), torch.randn(shape)), torch.tensor(0))
     return module(process, "f")
 
 

@@ -254,7 +254,7 @@ def main() -> None:
     options = parser.parse_args()
     lines = [
         f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, GPyTorch "
-        f"{gpytorch.__version__}; {options.seconds:g} s of training for each method and rate of {options.rates}, split 0",
+        f"{gpytorch.__version__}; {options.seconds:g} s of training for each method and rate of {options.rates}",
         "",
         "| set (rows) | method | rate | epoch | NLL | RMSE | abs(0.95 − coverage) | noise sd | seconds "
         "| paper: NLL, RMSE, time |",
