@@ -74,7 +74,7 @@ def read_sites(guide: AutoSparseGP, name: str, process: GaussianProcess, module:
         if derivatives is None:
             return None
         gradient, second = derivatives
-        truncated = (second > 0).sum()
+        truncated = (second > 1e-6 * second.abs().amax()).sum()  # beyond rounding
         curvature = (-second).clamp(min=0)
         if quadratic:
             sites = Sites(process.x, curvature, gradient)

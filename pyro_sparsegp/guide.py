@@ -323,6 +323,7 @@ class AutoSparseGP(AutoNormalMessenger):
         trace = self.trace
         try:
             with (
+                torch.inference_mode(False),  # what is kept must serve training, too
                 torch.no_grad(),
                 _repeatable(self._like),
                 poutine.block(),
@@ -440,8 +441,9 @@ class AutoSparseGP(AutoNormalMessenger):
                 return process.mean
         if request.reading and not request.refreshing and self._is_to_read(module):
             sites = read_sites(self, name, process, module)
-            posterior = module(process, name, kind, sites)
-            if self.structure is not None and name not in self.structure.quadratic and self.keeps_sites:
+            quadratic = self.structure is not None and name in self.structure.quadratic
+            posterior = module(process, name, kind, sites, sites is not None and quadratic and not self._meets(name))
+            if not quadratic and self.keeps_sites:
                 module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
         else:
             posterior = module(process, name, kind)

@@ -73,17 +73,24 @@ class SiteGP(AbstractModule):
         name: str,
         kind: type[SparsePosterior] = SparsePosterior,
         sites: Optional[Sites] = None,
+        exact: bool = False,
     ) -> SparsePosterior:
-        """The posterior of ``process`` given ``sites``, by default those kept."""
+        """The posterior of ``process`` given ``sites``, by default those kept.
+
+        :param exact: whether the sites are the likelihood itself, so that an optimal q(w) is where the bound is
+            stationary.
+        """
         if sites is None and self.sites.empty:
             return self.unread(process, name, kind)
-        return self.given(process, name, kind, self.sites(process) if sites is None else sites)
+        return self.given(process, name, kind, self.sites(process) if sites is None else sites, exact)
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         """The prior, before any sites are read."""
-        return self.given(process, name, kind, self.sites(process))
+        return self.given(process, name, kind, self.sites(process), False)
 
-    def given(self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites) -> SparsePosterior:
+    def given(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
+    ) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``."""
         raise NotImplementedError
 
@@ -98,11 +105,17 @@ class OptimalGP(SiteGP):
         super().__init__(*args, **kwargs)
         self.basis, self.blockwise = basis, blockwise
 
-    def given(self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites) -> SparsePosterior:
+    def given(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
+    ) -> SparsePosterior:
         features = self.basis(process.kernel, process.jitter, name)
         phi = features(sites.inputs)
         groups = [(b,) for b in range(len(phi))] if self.blockwise else None
-        coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
+        if exact:  # the bound's gradient by q(w) is 0 there: none has to be found
+            with torch.no_grad():
+                coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
+        else:
+            coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
         return kind(process, features, coefficients, name, sites, phi if _same_rows(sites.inputs, process.x) else None)
 
     def spec(self) -> dict[str, Any]:
@@ -120,7 +133,9 @@ class ProjectedGP(SiteGP):
         super().__init__(*args, **kwargs)
         self.policy = policy
 
-    def given(self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites) -> SparsePosterior:
+    def given(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
+    ) -> SparsePosterior:
         return self._project(process, name, kind, sites, self.policy(process.kernel, sites, name))
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:

@@ -475,6 +475,16 @@ def test_prediction_uses_the_sites_of_the_final_parameters():
     assert not torch.equal(before, guide.gps.f.sites.precision)
 
 
+def test_prediction_in_inference_mode_between_steps():
+    x, y = data(num=40)
+    guide = AutoSparseGP(learned, SGPR(8))
+    train(learned, guide, x, y, steps=3)
+    with torch.inference_mode():
+        inside = guide.posterior(x[:3])["f"].mean.clone()
+    torch.testing.assert_close(inside, guide.posterior(x[:3])["f"].mean.detach())
+    assert math.isfinite(train(learned, guide, x, y, steps=3)[-1])
+
+
 @pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8)])
 def test_training_by_lbfgs_in_double_and_adam_in_single_precision(family):
     x, y = data(num=60)

@@ -3,40 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ..linalg import cholesky, solve_lower
-from .product import Factor, Product
+from .product import DenseFactor, Factor, Product
 
 __all__ = ["PrecisionFactor", "optimal"]
 
 
-class PrecisionFactor(Factor):
-    """S = (LLᵀ)⁻¹.
+class PrecisionFactor(DenseFactor):
+    """S = (LLᵀ)⁻¹, with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a triangular solve.
 
-    :param tril: L, ``(..., M, M)``.
+    :param factor: L, ``(..., M, M)``.
     """
 
-    def __init__(self, loc: Tensor, tril: Tensor) -> None:
-        super().__init__(loc)
-        self.tril = tril
-
-    def scaled(self, phi: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.tril.mT, phi, upper=True, left=False)
-
-    def scale(self, v: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.tril.mT, v[..., None], upper=True)[..., 0]
+    def __init__(self, loc: Tensor, factor: Tensor) -> None:
+        eye = torch.eye(loc.shape[-1], dtype=factor.dtype, device=factor.device)
+        super().__init__(loc, solve_lower(factor, eye).mT)
+        self.factor = factor
 
     def unscale(self, v: Tensor) -> Tensor:
-        return (self.tril.mT @ v[..., None])[..., 0]
+        return (self.factor.mT @ v[..., None])[..., 0]
 
-    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        eye = torch.eye(self.loc.shape[-1], dtype=self.tril.dtype, device=self.tril.device)
-        log_det = -2 * self.tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return solve_lower(self.tril, eye).square().sum((-2, -1)), log_det
+
+class _WeightedGram(torch.autograd.Function):
+    """ΦᵀΛΦ of an unbatched Φ. Its gradient is symmetric: the way back is one product with Φ, autograd's own two."""
+
+    @staticmethod
+    def forward(phi: Tensor, weights: Tensor) -> Tensor:
+        return phi.mT @ (phi * weights[:, None])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        phi, weights = ctx.saved_tensors
+        half = phi @ (grad + grad.mT)  # differentiable again, as the rest
+        by_weights = 0.5 * (half * phi).sum(-1) if ctx.needs_input_grad[1] else None
+        return half * weights[:, None], by_weights
+
+
+def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
+    """ΦᵀΛΦ, ``(..., M, M)``, for Φ ``(..., N, M)`` and the diagonal of Λ ``(..., N)``."""
+    if phi.dim() == 2 and weights.dim() == 1:
+        return _WeightedGram.apply(phi, weights)
+    return phi.mT @ (phi * weights[..., None])
 
 
 def optimal(
@@ -60,7 +76,7 @@ def optimal(
     sizes = [block.shape[-1] for block in features]
     phi = features[0] if len(features) == 1 else torch.cat(list(features), -1)
     eye = torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device)
-    whole = eye + phi.mT @ (phi * precision[..., None])
+    whole = eye + weighted_gram(phi, precision)
     what = f"I + ΦᵀΛΦ of site {name!r}"
     factor = cholesky(whole, 0.0, what)
     loc = torch.cholesky_solve((phi.mT @ linear[..., None]), factor)[..., 0]

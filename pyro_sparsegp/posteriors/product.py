@@ -6,7 +6,7 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from pyro.nn import PyroParam
@@ -107,15 +107,16 @@ class _DenseMoments(torch.autograd.Function):
         ctx.mark_non_differentiable(output[2])
 
     @staticmethod
-    def backward(ctx: Any, a: Tensor, c: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, a: Tensor, c: Tensor, _: Any) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
         phi, loc, tril, scaled = ctx.saved_tensors
+        needs = ctx.needs_input_grad
         if torch.is_grad_enabled():  # double backward wants plain operations
-            return torch.autograd.grad(  # type: ignore[return-value]
-                _dense_moments(phi, loc, tril), (phi, loc, tril), (a, c), create_graph=True
-            )
+            wanted = [t for t, need in zip((phi, loc, tril), needs) if need]
+            found = iter(torch.autograd.grad(_dense_moments(phi, loc, tril), wanted, (a, c), create_graph=True))
+            return tuple(next(found) if need else None for need in needs)  # type: ignore[return-value]
         weighted = scaled * (2 * c)[:, None]
         by_phi = torch.addmm(phi * (-2 * c)[:, None], weighted, tril.mT).addr_(a, loc)
-        return by_phi, a @ phi, phi.mT @ weighted
+        return by_phi, a @ phi if needs[1] else None, phi.mT @ weighted if needs[2] else None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
