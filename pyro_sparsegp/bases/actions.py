@@ -35,7 +35,7 @@ __all__ = [
 
 _MEMORY = 2**21  # numbers in one block of a kernel matrix: what a CPU's caches like; a GPU takes 32 times that
 _GROUPS = 32  # of rows, in tiles of a kernel matrix
-_WHOLE = 2**27  # numbers in a kernel matrix that is kept while a policy runs
+_WHOLE = 2**29  # numbers in a kernel matrix that is kept while a policy runs: 2 GiB in float32
 _EXACT = 3000  # rows up to which eigenvectors come from a dense decomposition
 
 

@@ -233,7 +233,7 @@ METHODS: dict[str, tuple[Callable, torch.dtype, tuple[str, ...]]] = {
     "SGPR L-BFGS": (ours(lambda s: SGPR(min(1024, len(s.x) // 2)), lbfgs=True), torch.float64, ("parkinsons",)),
     "SVGP": (ours(lambda s: SVGP(min(1024, len(s.x) // 2)), batch=1024), torch.float32, ()),
     "CGGP": (with_gpytorch(cg=True), torch.float32, ("parkinsons",)),
-    "CaGP-CG": (ours(lambda s: ComputationAware(512, "cg")), torch.float32, ()),
+    "CaGP-CG": (ours(lambda s: ComputationAware(512, "cg")), torch.float32, ("parkinsons", "bike")),
     "CaGP-Opt": (ours(lambda s: ComputationAware(512)), torch.float32, ()),
     "CaGP-Opt L-BFGS": (ours(lambda s: ComputationAware(512), lbfgs=True), torch.float64, ("parkinsons",)),
 }
