@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .likelihood import expected_derivatives, held_trace, log_densities, normal_nodes
 from .process import GaussianProcess, SparsePosterior
-from .sites import KeptSites, Sites, update
-from .sparse_gp import SiteGP
+from .sites import KeptSites, Sites, update, within_reach
+from .sparse_gp import ProjectedGP, SiteGP
 from .structure import DATAWISE
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def read_sites(guide: AutoSparseGP, name: str, process: GaussianProcess, module:
             sites = Sites(process.x, curvature, gradient)
         else:
             sites = update(sites, gradient, curvature, mean, variance, prior_mean, module.rate)
+            if isinstance(module, ProjectedGP):
+                sites = within_reach(sites, mean, variance, prior_mean)
     if guide.keeps_sites:
         module.sites.keep(sites, truncated)
     return sites
@@ -149,7 +151,8 @@ class _Reader:
             return sum((part.sum() for part in log_densities(trace, skip).values()), start.new_zeros(()))
 
         with pyro.validation_enabled(False):
-            result = expected_derivatives(total, values, self.name, weights)
+            standard = None if at_mean else _per_output(parts[0], mean) / spread.detach()
+            result = expected_derivatives(total, values, self.name, weights, standard)
         return result if observed else None
 
     def observes(self) -> bool:

@@ -335,9 +335,13 @@ class SiteFamily(Family):
 
     For likelihoods that are Gaussian in f the sites are exact and differentiable: λ = −ℓ'', λ(z − μ) = ℓ'(μ) with
     ℓₙ(f) = log p(yₙ | f). For others they are iterated by conjugate-computation VI (Khan and Lin, 2017), λ = −E[ℓ'']
-    (cut at 0; the guide's ``site_status`` counts how often) and λ(z − m) = E[ℓ'], and kept between steps.
-    They train on all rows at once; a mini-batch raises. Prediction needs only the guide, which keeps X and the sites
-    at the medians of the other latents.
+    (by Stein's identity, which sees kinks; cut at 0, and the guide's ``site_status`` counts how often) and λ(z − m) =
+    E[ℓ'], and kept between steps. Gradients pass through the last update only: where q is the bound's optimum this
+    is the whole gradient, under data projections with a likelihood that is not Gaussian it is an approximation.
+
+    A call with data and gradients enabled is a training step; others leave the sites alone. They train on all rows at
+    once; a mini-batch raises. Prediction needs only the guide, which keeps X and the sites at the medians of the other
+    latents.
 
     :param at: where ℓ' and ℓ'' are taken: "marginals", their expectations under q, the optimum of the bound; or
         "mean", at q's mean, which is Newton's method for Laplace's approximation.
@@ -464,8 +468,8 @@ class ComputationAware(SiteFamily):
 
     :param num_actions: i.
     :param actions: "sparse" (learned, one number a datum, eq. 14), "cg" (residuals of conjugate gradients), "eigen"
-        (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``, which trains if it
-        is a module.
+        (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``; of a module, a
+        copy trains, ``guide.gps.f.policy.policy``. Sparse and random actions belong to the rows of the first call.
     :param tolerance: of "cg": the residual, relative to the first, at which it stops.
     """
 

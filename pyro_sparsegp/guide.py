@@ -37,6 +37,7 @@ from .likelihood import derivatives, fill_masked, held_trace, log_densities
 from .linalg import sum_blocks
 from .modules import unique_name
 from .process import (
+    SAMPLE_PLATES,
     SAMPLES_ARE_VECTORISED,
     ExpectedSite,
     GaussianProcess,
@@ -273,8 +274,8 @@ class AutoSparseGP(AutoNormalMessenger):
 
     @property
     def keeps_sites(self) -> bool:
-        """Whether this run's sites are to be kept: in training, with gradients."""
-        return self._request.refreshing or (self.training and torch.is_grad_enabled() and not self._computing_median)
+        """Whether this run's sites are to be kept: with gradients, it is a step of training."""
+        return self._request.refreshing or (torch.is_grad_enabled() and not self._computing_median)
 
     @property
     def posteriors_so_far(self) -> dict[str, SparsePosterior]:
@@ -298,7 +299,8 @@ class AutoSparseGP(AutoNormalMessenger):
         """For each GP site whose Gaussian sites are read off the model: how many there are, whether they are exact
         (the likelihood is Gaussian in f), and how many had negative curvature, which was cut to 0, at the last reading.
         """
-        assert self.structure is not None
+        if self.structure is None:
+            raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
         self._refresh_sites()
         return {
             name: {
@@ -336,6 +338,12 @@ class AutoSparseGP(AutoNormalMessenger):
     def _find_sites(self, args: tuple, kwargs: dict[str, Any], probe: Probe) -> None:
         """Raise where a family on sites does not fit, and see for which likelihoods its sites are exact."""
         assert self.structure is not None
+        for site, density in probe.densities.items() if self._site_modules() else ():
+            if not density.isfinite().all():
+                raise ValueError(
+                    f"the log density of site {site!r} is not finite at {int((~density.isfinite()).sum())} of "
+                    f"{density.numel()} values: look for infinite data, or data outside of the distribution's support."
+                )
         for name, module in self._site_modules().items():
             kind, family = self.structure.dependence[name], module.family["name"]
             if name in self.structure.inner or kind == structure.COUPLED:
@@ -349,7 +357,6 @@ class AutoSparseGP(AutoNormalMessenger):
                     f"value, but {why}. Take a family with a free posterior, such as SVGP or OrthogonalInducing."
                 )
             posterior = probe.posteriors[name]
-            spread = posterior.process.variance.sqrt()
             others = {other: value for other, value in probe.values.items() if other != name}
 
             def total(f: Tensor, name: str = name, others: dict[str, Tensor] = others) -> Tensor:
@@ -357,11 +364,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 parts = log_densities(trace, self.structure.gps)  # type: ignore[union-attr]
                 return sum((part.sum() for part in parts.values()), f.new_zeros(()))
 
-            with pyro.validation_enabled(False):
-                seconds = [derivatives(total, posterior.mean + shift * spread)[1] for shift in (0.0, 0.5, -0.3)]
-            size = seconds[0].abs() + 1e-6 * seconds[0].abs().mean()
-            tolerance = 1e-6 if size.dtype == torch.float64 else 1e-3
-            if all(((second - seconds[0]).abs() <= tolerance * size).all() for second in seconds[1:]):
+            if _is_quadratic(total, posterior.mean, posterior.process.variance.sqrt()):
                 self.structure.quadratic.append(name)
 
     def get_traces(self) -> tuple[poutine.Trace, poutine.Trace]:
@@ -409,13 +412,18 @@ class AutoSparseGP(AutoNormalMessenger):
             return self._process_posterior(name, process, event_dim)
         if self.structure is not None and (name not in self.structure.latents or self._is_new(name)):
             return prior
+        if getattr(prior.support, "is_discrete", False):
+            raise ValueError(
+                f"site {name!r} is discrete and not observed. If it is data, the guide's first call needs them, "
+                "model(x, y); a discrete latent has to be summed out in the model."
+            )
         self._check_local(name)
         if self._computing_median or self._is_point(name):
             return self._get_posterior_median(name, prior)
         return super().get_posterior(name, prior)
 
     def _process_posterior(self, name: str, process: GaussianProcess, event_dim: int) -> Any:
-        if getattr(self, "_outer_plates", ()):
+        if getattr(self, "_outer_plates", ()) or any(plate.name in SAMPLE_PLATES for plate in get_plates()):
             raise ValueError(f"site {name!r} stands {SAMPLES_ARE_VECTORISED}")
         process.require_place(name)
         request = self._request
@@ -435,7 +443,8 @@ class AutoSparseGP(AutoNormalMessenger):
             coupled = self.structure is not None and self.structure.dependence.get(name) == structure.COUPLED
             kind = ExpectedSite if coupled else MarginalSite
         if request.refreshing and isinstance(module, SiteGP):
-            if isinstance(module.sites, KeptSites):
+            # Iterated sites stay: to look at a guide must not change how it trains.
+            if isinstance(module.sites, KeptSites) and self.structure and name in self.structure.quadratic:
                 read_sites(self, name, process, module)
             if not self._meets(name):
                 return process.mean
@@ -443,7 +452,7 @@ class AutoSparseGP(AutoNormalMessenger):
             sites = read_sites(self, name, process, module)
             quadratic = self.structure is not None and name in self.structure.quadratic
             posterior = module(process, name, kind, sites, sites is not None and quadratic and not self._meets(name))
-            if not quadratic and self.keeps_sites:
+            if sites is not None and not quadratic and self.keeps_sites:
                 module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
         else:
             posterior = module(process, name, kind)
@@ -472,7 +481,8 @@ class AutoSparseGP(AutoNormalMessenger):
         return self.structure is not None and any(name in pair for pair in self.structure.interactions)
 
     def _check_dtype(self, name: str, process: GaussianProcess, module: Any) -> None:
-        own = next(module.parameters(), process.x)
+        kept = module.sites.inputs if isinstance(module, SiteGP) else process.x
+        own = next(module.parameters(), kept)
         if own.dtype != process.x.dtype or own.device != process.x.device:
             method = {torch.float64: "double", torch.float32: "float"}.get(process.x.dtype, f"to({process.x.dtype})")
             remedy = f"guide.{method}()" if own.device == process.x.device else f"guide.to({str(process.x.device)!r})"
@@ -869,6 +879,26 @@ def _repeatable(like: Tensor) -> Iterator[None]:
         yield
 
 
+def _is_quadratic(total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor) -> bool:
+    """Whether a sum of terms with one input's values each is quadratic in f, with curvature wherever it has slope."""
+    generator = torch.Generator().manual_seed(0)
+    tolerance = 1e-6 if f.dtype == torch.float64 else 1e-3
+    with pyro.validation_enabled(False):
+        slope, curvature = derivatives(total, f)
+        size = curvature.abs() + 1e-6 * curvature.abs().mean()
+        if ((slope != 0) & (curvature >= 0)).any():
+            return False
+        for _ in range(3):  # in directions of their own for all values: outputs may meet in a term
+            step = spread * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
+            slope_there, curvature_there = derivatives(total, f + step)
+            expected = slope + curvature * step
+            if ((curvature_there - curvature).abs() > tolerance * size).any():
+                return False
+            if f.dim() == 1 and ((slope_there - expected).abs() > tolerance * (slope.abs() + size * step.abs())).any():
+                return False
+    return True
+
+
 _LARGE = 5000  # function values whose joint draw is slow enough to be told of
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
@@ -963,7 +993,10 @@ def _inputs_of(posterior: SparsePosterior) -> list[Tensor]:
 
 
 def _differ(a: SparsePosterior, b: SparsePosterior) -> bool:
-    return not all(torch.equal(one, other) for one, other in zip(_inputs_of(a), _inputs_of(b)))
+    def seen(q: SparsePosterior) -> list[Tensor]:  # the features of a family that has read no sites show nothing
+        return [*_inputs_of(q), q.process.kernel(q.process.x[..., :1, :], q.process.x)]
+
+    return not all(torch.equal(one, other) for one, other in zip(seen(a), seen(b)))
 
 
 def _first_tensor(tree: Any) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -91,17 +91,25 @@ def _summed(gradient: Callable[[Tensor], Tensor], weight: Any = 1.0) -> Callable
 
 
 def expected_derivatives(
-    total: Total, values: Mapping[str, Tensor], name: str, weights: Tensor
+    total: Total, values: Mapping[str, Tensor], name: str, weights: Tensor, scores: Optional[Tensor] = None
 ) -> tuple[Tensor, Tensor]:
     """E[ℓ'] and E[ℓ''] by the values of GP site ``name`` over K joint nodes of several GP sites.
 
     :param total: values of GP sites, ``(..., N)`` each, to the sum of the log densities.
     :param values: the nodes, ``(K, ..., N)`` each.
     :param weights: ``(K,)``.
+    :param scores: (f − m)/v at the nodes, ``(K, ..., N)``: then E[ℓ''] is E[ℓ'(f − m)]/v (Stein, 1981), the gradient
+        of the quadrature itself, which sees kinks of ℓ and needs no second derivative.
     """
 
     def at(node: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return derivatives(lambda f: total({**node, name: f}), node[name])
+        def moved(f: Tensor) -> Tensor:
+            return total({**node, name: f})
+
+        if scores is None:
+            return derivatives(moved, node[name])
+        first = torch.func.grad(moved)(node[name])
+        return first, first
 
     def looped() -> tuple[Tensor, Tensor]:
         pairs = [at({key: value[k] for key, value in values.items()}) for k in range(len(weights))]
@@ -115,6 +123,8 @@ def expected_derivatives(
         except (RuntimeError, TypeError):  # a program that vmap refuses
             first, second = looped()
     shaped = weights.reshape(-1, *[1] * (first.dim() - 1))
+    if scores is not None:
+        second = second * scores
     return (shaped * first).sum(0), (shaped * second).sum(0)
 
 

@@ -248,13 +248,13 @@ def _unfit_inputs(x: Any) -> Optional[str]:
     return None
 
 
-_SAMPLE_PLATES = ("num_particles_vectorized", "_num_predictive_samples")
+SAMPLE_PLATES = ("num_particles_vectorized", "_num_predictive_samples")
 
 
 def _misplaced_in(num: int) -> Optional[str]:
     """Why the enclosing plates are no place for a process over ``num`` inputs, or ``None``."""
     for plate in get_plates():
-        if plate.name in _SAMPLE_PLATES:
+        if plate.name in SAMPLE_PLATES:
             return SAMPLES_ARE_VECTORISED
         if plate.dim is not None and (plate.size == num > 1 or plate.size != (plate.full_size or plate.size)):
             return (
@@ -517,7 +517,8 @@ class Site(SparsePosterior):
             raise ValueError(
                 f"the posterior of GP site {self.name!r} has a density relative to the prior process only, which can't "
                 "be set against the model's exact one: pyro.infer.Importance, psis_diagnostic, ReweightedWakeSleep and "
-                "WeighedPredictive, which run guide and model apart, do not work with this guide. After guide.eval() "
+                "WeighedPredictive, which run guide and model apart, do not work with this guide, nor does "
+                "vectorize_particles=True. After guide.eval() "
                 "and guide(*args), guide.get_traces() gives a (model, guide) pair whose log densities make importance "
                 "weights."
             )

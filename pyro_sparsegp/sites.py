@@ -36,6 +36,8 @@ class Sites:
 
 
 _STEP = 3.0  # of one update of a site's mean, in standard deviations
+_CAREFUL = 0.15  # share of the rate where the curvature is cut
+_REACH = 10.0  # of a site's mean from the marginal's, where data are projected
 
 
 def update(
@@ -45,6 +47,7 @@ def update(
 
     The fixed point has λ = −E[ℓ''] and λ(z − m) = E[ℓ'], expectations under the marginals N(m, v). A step that
     would move a site's pull on f by more than ``_STEP`` standard deviations is cut, which leaves the fixed point.
+    Data without any pull or curvature (masked ones) are dropped at once.
 
     :param kept: the sites that the marginals come from.
     :param gradient: E[ℓ'].
@@ -52,15 +55,30 @@ def update(
     :param prior_mean: μ at the inputs.
     :param rate: 1 is the undamped step.
     """
-    precision = (1 - rate) * kept.precision + rate * curvature
-    offset = mean - prior_mean.detach()
-    pull = kept.linear - kept.precision * offset  # of the kept sites at m; E[ℓ'] at the fixed point
-    typical = precision.detach().mean(-1, keepdim=True)
-    limit = _STEP * variance.sqrt() * torch.where(precision > 0, precision, typical).detach()
-    change = rate * (gradient - pull)
+    gone = (gradient == 0) & (curvature == 0)
+    # Where ℓ is not concave here, a full step jumps to and fro.
+    pace = torch.where(curvature > 0, rate, _CAREFUL * rate)
+    precision = torch.where(gone, 0.0, (1 - pace) * kept.precision + pace * curvature)
+    pull = kept.linear - kept.precision * (mean - prior_mean.detach())  # of the kept sites at m; E[ℓ'] at the end
+    size = torch.maximum(precision, precision.mean(-1, keepdim=True)) + 0.01 / variance
+    limit = _STEP * variance.sqrt() * size.detach()
+    change = pace * (gradient - pull)
     change = change.nan_to_num(0.0).clamp(-limit, limit)
     # z stays where it is when μ moves.
-    return Sites(kept.inputs, precision, pull + change + precision * (mean - prior_mean))
+    linear = torch.where(gone, 0.0, pull + change + precision * (mean - prior_mean))
+    return Sites(kept.inputs, precision, linear)
+
+
+def within_reach(sites: Sites, mean: Tensor, variance: Tensor, prior_mean: Tensor) -> Sites:
+    """Sites with precisions raised so that |z − m| ≤ ``_REACH`` √(v + 1/λ̄), their pull on f at m kept.
+
+    Projected data are a sum of z's; as λ → 0 (negative curvature, cut), z = m + E[ℓ']/λ runs away.
+    """
+    pull = sites.linear - sites.precision * (mean - prior_mean)
+    typical = sites.precision.detach().mean(-1, keepdim=True)
+    spread = (variance + 1 / typical.clamp(min=torch.finfo(typical.dtype).tiny)).sqrt()
+    precision = torch.maximum(sites.precision, pull.detach().abs() / (_REACH * spread))
+    return Sites(sites.inputs, precision, pull + precision * (mean - prior_mean))
 
 
 class KeptSites(AbstractModule):

@@ -405,3 +405,23 @@ def test_all_actions_reach_the_evidence():
         guide = fitted(x, y, ComputationAware(40, policy, tolerance=0.0))
         bound = -TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
         assert abs(bound - evidence(x, y)) < 1e-6
+
+
+def test_dependent_actions_span_what_they_span():
+    x, y = data(num=30)
+    s = torch.randn(30, 3)
+    doubled = torch.cat([s[:, :1], 2 * s[:, :1], s[:, 1:], s.sum(-1, keepdim=True), 0 * s[:, :1]], -1)
+    one, other = fitted(x, y, given(s)), fitted(x, y, given(doubled))
+    torch.testing.assert_close(one.posterior(x)["f"].mean, other.posterior(x)["f"].mean)
+    torch.testing.assert_close(one.posterior(x)["f"].variance, other.posterior(x)["f"].variance)
+    losses = [TraceQuadrature_ELBO(2).loss(g.model, g, x, y) for g in (one, other)]
+    assert abs(losses[0] - losses[1]) < 1e-8
+    nothing = fitted(x, y, given(0 * s)).posterior(x)["f"]
+    torch.testing.assert_close(nothing.variance, nothing.process.variance)
+
+
+def test_residual_actions_without_a_residual():
+    x, _ = data(num=30)
+    q = fitted(x, torch.zeros(30), ComputationAware(10, "cg")).posterior(x)["f"]
+    assert q.variance.mean() < 0.2 * q.process.variance.mean()
+    assert (q.mean == 0).all()

@@ -6,6 +6,7 @@ rows with λ = 0 drop out. The posterior depends on the span of S alone (lemma S
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Union
@@ -303,6 +304,9 @@ class KrylovPolicy(_Detached):
         shape = torch.broadcast_shapes(start.shape, multiply(start[..., None])[..., 0].shape)
         start = start.expand(shape)
         first = start.norm(dim=-1, keepdim=True)
+        # Data at the prior mean leave no residual to start from.
+        start = torch.where(first > 0, start, safe_root(sites.precision).expand(shape))
+        first = start.norm(dim=-1, keepdim=True)
         tiny = torch.finfo(start.dtype).tiny
         chosen = start.new_zeros(*shape, min(self.num, shape[-1]))
         q = start / first.clamp(min=tiny)
@@ -367,7 +371,7 @@ class RandomPolicy(_Detached):
 
 
 class UserPolicy(Policy):
-    """Actions from a callable ``(kernel, sites) -> S``, ``(..., N, i)``; if it is a module, it trains.
+    """Actions from a callable ``(kernel, sites) -> S``, ``(..., N, i)``; if it is a module, a copy of it trains.
 
     :param policy: the callable.
     """
@@ -376,7 +380,7 @@ class UserPolicy(Policy):
         super().__init__()
         self.num = num
         if isinstance(policy, torch.nn.Module):
-            self.policy = policy
+            self.policy = copy.deepcopy(policy)  # each guide owns its parameters
         else:
             self.__dict__["policy"] = policy
 
@@ -395,7 +399,17 @@ def _orthonormal(matrix: Tensor, precision: Tensor) -> Tensor:
     """Orthonormal columns with the span of Λ^-½S, over the rows with λ > 0."""
     positive = precision > 0
     scale = torch.where(positive, precision, 1.0).rsqrt() * positive
-    return torch.linalg.qr(scale[..., None] * matrix)[0]
+    scaled = scale[..., None] * matrix
+    directions, triangle = torch.linalg.qr(scaled)
+    pivots = triangle.diagonal(dim1=-2, dim2=-1).abs()
+    level = matrix.shape[-2] * torch.finfo(pivots.dtype).eps
+    if (pivots > level * pivots.amax(-1, keepdim=True)).all():
+        return directions
+    # Dependent columns: Q is padded with directions that nobody asked for.
+    left, values, _ = torch.linalg.svd(scaled, full_matrices=False)
+    return (
+        left * (values > level * values.amax(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny))[..., None, :]
+    )
 
 
 def _whitened(kernel: Any, sites: Sites) -> Callable[[Tensor], Tensor]:
