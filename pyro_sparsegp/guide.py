@@ -33,7 +33,7 @@ from torch.distributions import biject_to, constraints
 from . import structure
 from .conditioning import read_sites, require_full_batch
 from .families import Family, SiteFamily
-from .likelihood import derivatives, fill_masked, held_trace, log_densities
+from .likelihood import fill_masked, held_trace, is_quadratic, log_densities
 from .linalg import sum_blocks
 from .modules import unique_name
 from .process import (
@@ -364,7 +364,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 parts = log_densities(trace, self.structure.gps)  # type: ignore[union-attr]
                 return sum((part.sum() for part in parts.values()), f.new_zeros(()))
 
-            if _is_quadratic(total, posterior.mean, posterior.process.variance.sqrt()):
+            if is_quadratic(total, posterior.mean, posterior.process.variance.sqrt()):
                 self.structure.quadratic.append(name)
 
     def get_traces(self) -> tuple[poutine.Trace, poutine.Trace]:
@@ -877,26 +877,6 @@ def _repeatable(like: Tensor) -> Iterator[None]:
     with torch.random.fork_rng([like.device] if like.is_cuda else []):
         torch.manual_seed(0)
         yield
-
-
-def _is_quadratic(total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor) -> bool:
-    """Whether a sum of terms with one input's values each is quadratic in f, with curvature wherever it has slope."""
-    generator = torch.Generator().manual_seed(0)
-    tolerance = 1e-6 if f.dtype == torch.float64 else 1e-3
-    with pyro.validation_enabled(False):
-        slope, curvature = derivatives(total, f)
-        size = curvature.abs() + 1e-6 * curvature.abs().mean()
-        if ((slope != 0) & (curvature >= 0)).any():
-            return False
-        for _ in range(3):  # in directions of their own for all values: outputs may meet in a term
-            step = spread * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
-            slope_there, curvature_there = derivatives(total, f + step)
-            expected = slope + curvature * step
-            if ((curvature_there - curvature).abs() > tolerance * size).any():
-                return False
-            if f.dim() == 1 and ((slope_there - expected).abs() > tolerance * (slope.abs() + size * step.abs())).any():
-                return False
-    return True
 
 
 _LARGE = 5000  # function values whose joint draw is slow enough to be told of

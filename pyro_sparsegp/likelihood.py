@@ -7,13 +7,22 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Optional
 
 import numpy as np
+import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-__all__ = ["derivatives", "expected_derivatives", "fill_masked", "held_trace", "log_densities", "normal_nodes"]
+__all__ = [
+    "derivatives",
+    "expected_derivatives",
+    "fill_masked",
+    "held_trace",
+    "is_quadratic",
+    "log_densities",
+    "normal_nodes",
+]
 
 
 def held_trace(model: Callable, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
@@ -80,6 +89,26 @@ def derivatives(total: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, T
         second, first = torch.func.grad(_summed(gradient, output), has_aux=True)(f)
         seconds.append(second * output)
     return first, torch.stack(seconds).sum(0)
+
+
+def is_quadratic(total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor) -> bool:
+    """Whether a sum of terms with one input's values each is quadratic in f, with curvature wherever it has slope."""
+    generator = torch.Generator().manual_seed(0)
+    tolerance = 1e-6 if f.dtype == torch.float64 else 1e-3
+    with pyro.validation_enabled(False):
+        slope, curvature = derivatives(total, f)
+        size = curvature.abs() + 1e-6 * curvature.abs().mean()
+        if ((slope != 0) & (curvature >= 0)).any():
+            return False
+        for _ in range(3):  # in directions of their own for all values: outputs may meet in a term
+            step = spread * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
+            slope_there, curvature_there = derivatives(total, f + step)
+            expected = slope + curvature * step
+            if ((curvature_there - curvature).abs() > tolerance * size).any():
+                return False
+            if f.dim() == 1 and ((slope_there - expected).abs() > tolerance * (slope.abs() + size * step.abs())).any():
+                return False
+    return True
 
 
 def _summed(gradient: Callable[[Tensor], Tensor], weight: Any = 1.0) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
