@@ -57,7 +57,7 @@ def update(
     """
     gone = (gradient == 0) & (curvature == 0)
     # Where ℓ is not concave here, a full step jumps to and fro.
-    pace = torch.where(curvature > 0, rate, _CAREFUL * rate)
+    pace = rate * (_CAREFUL + (1 - _CAREFUL) * (curvature > 0).to(curvature))
     precision = torch.where(gone, 0.0, (1 - pace) * kept.precision + pace * curvature)
     pull = kept.linear - kept.precision * (mean - prior_mean.detach())  # of the kept sites at m; E[ℓ'] at the end
     size = torch.maximum(precision, precision.mean(-1, keepdim=True)) + 0.01 / variance

@@ -21,10 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import gpytorch
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -259,8 +255,8 @@ def main() -> None:
         "| paper: NLL, RMSE, time |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    figure, axes = plt.subplots(1, len(options.sets), figsize=(4.5 * len(options.sets), 3.6), squeeze=False)
-    for name, axis in zip(options.sets, axes[0]):
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in options.sets}
+    for name in options.sets:
         split = load(options.data, name)
         if options.rows:
             split = Split(split.x[: options.rows], split.y[: options.rows], split.valid, split.test)
@@ -275,15 +271,29 @@ def main() -> None:
                 theirs = PAPER.get((name, method))
                 paper = "" if theirs is None else f"{theirs[0]:.3f}, {theirs[1]:.3f}, {theirs[2]}"
                 lines.append(f"| {name} ({len(split.x)}) | {method} | {row} | {paper} |")
-                axis.plot(*zip(*curve), label=method)
+                curves[name][method] = curve
             print(lines[-1], flush=True)
             if options.out:
                 options.out.write_text("\n".join(lines) + "\n")
+    if options.plot:
+        draw(curves, options.plot)
+
+
+def draw(curves: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> None:
+    """Learning curves, a panel a set."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(curves), figsize=(4.5 * len(curves), 3.6), squeeze=False)
+    for (name, methods), axis in zip(curves.items(), axes[0]):
+        for method, curve in methods.items():
+            axis.plot(*zip(*curve), label=method)
         axis.set(title=name, xlabel="seconds of training", ylabel="test NLL", xscale="log")
         axis.legend(fontsize=7)
-        if options.plot:
-            figure.tight_layout()
-            figure.savefig(options.plot, dpi=110)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def one(trainer: Callable, split: Split, options: argparse.Namespace) -> tuple[Any, Any]:
