@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .bases import Basis
-from .bases.actions import Actions, DenseActions, Policy
-from .bases.projection import project
+from .bases.actions import DenseActions, Policy, UserPolicy
+from .bases.projection import ProjectedFeatures, project
+from .kernels import Kernel
 from .modules import AbstractModule
 from .posteriors import Coefficients, ProjectedGaussian, optimal
 from .process import GaussianProcess, SparsePosterior
@@ -132,26 +133,49 @@ class ProjectedGP(SiteGP):
     def __init__(self, policy: Policy, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.policy = policy
+        self._remembered: Optional[tuple[list[Any], tuple[ProjectedFeatures, Tensor]]] = None
 
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
     ) -> SparsePosterior:
-        return self._project(process, name, kind, sites, self.policy(process.kernel, sites, name))
+        if torch.is_grad_enabled():
+            self._remembered = None
+            features, products = project(process.kernel, self.policy(process.kernel, sites, name), name)
+        else:
+            features, products = self._projected_before(process.kernel, sites, name)
+        return self._posterior(process, name, kind, sites, features, products)
+
+    def _projected_before(self, kernel: Any, sites: Sites, name: str) -> tuple[ProjectedFeatures, Tensor]:
+        """The projection, which visits all pairs of rows, of the last call if nothing has changed since."""
+        state = [sites.inputs, sites.precision, sites.linear, *self.policy.parameters(), *self.policy.buffers()]
+        key = _contents(kernel)
+        if key is None or isinstance(self.policy, UserPolicy):
+            return project(kernel, self.policy(kernel, sites, name), name)
+        key = [*key, *(part.detach().clone() for part in state)]
+        if self._remembered is None or not _equal(self._remembered[0], key):
+            self._remembered = key, project(kernel, self.policy(kernel, sites, name), name)
+        return self._remembered[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_remembered": None}
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         none = process.x.new_zeros((*process.batch_shape, 1))
         sites = Sites(process.x[:1], none, none)
-        return self._project(process, name, kind, sites, DenseActions(sites, none[..., None]))
+        return self._posterior(
+            process, name, kind, sites, *project(process.kernel, DenseActions(sites, none[..., None]), name)
+        )
 
-    def _project(
+    def _posterior(
         self,
         process: GaussianProcess,
         name: str,
         kind: type[SparsePosterior],
         sites: Sites,
-        actions: Actions,
+        features: ProjectedFeatures,
+        products: Tensor,
     ) -> SparsePosterior:
-        features, products = project(process.kernel, actions, name)
+        actions = features.actions
         here = _same_rows(sites.inputs, process.x)
 
         def values(f: Tensor) -> Tensor:
@@ -165,6 +189,37 @@ class ProjectedGP(SiteGP):
         return {"basis": {"kind": "projection"}, "batch_shape": list(self.batch_shape), "family": self.family} | _rows(
             self
         )
+
+
+def _contents(item: Any) -> Optional[list[Any]]:
+    """All the numbers and tensors that a kernel of ours is made of, or ``None`` if it holds anything else."""
+    if isinstance(item, Tensor):
+        return [item.detach().clone()]
+    if item is None or isinstance(item, (bool, int, float, str)):
+        return [item]
+    if isinstance(item, Kernel) and type(item).__module__.startswith(__package__ or "pyro_sparsegp"):
+        item = [type(item).__qualname__, *vars(item).values()]
+    if not isinstance(item, (list, tuple)):
+        return None
+    found: list[Any] = [len(item)]
+    for part in item:
+        inner = _contents(part)
+        if inner is None:
+            return None
+        found.extend(inner)
+    return found
+
+
+def _equal(one: list[Any], other: list[Any]) -> bool:
+    if len(one) != len(other):
+        return False
+    for a, b in zip(one, other):
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not torch.equal(a, b):
+                return False
+        elif type(a) is not type(b) or a != b:
+            return False
+    return True
 
 
 def _same_rows(inputs: Tensor, x: Tensor) -> bool:

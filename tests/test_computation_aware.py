@@ -1,5 +1,6 @@
 """Computation-aware GPs (paper 2) against dense algebra, and its statements as tests."""
 
+import copy
 import itertools
 import math
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, ProjectedLikelihood, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import (
+    AutoSparseGP,
+    GaussianProcess,
+    ProjectedLikelihood,
+    TraceQuadrature_ELBO,
+    kernels,
+    predict,
+    sparse_gp,
+)
 from pyro_sparsegp.bases import actions as actions_module
 from pyro_sparsegp.bases.actions import local_blocks
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
@@ -425,3 +434,57 @@ def test_residual_actions_without_a_residual():
     q = fitted(x, torch.zeros(30), ComputationAware(10, "cg")).posterior(x)["f"]
     assert q.variance.mean() < 0.2 * q.process.variance.mean()
     assert (q.mean == 0).all()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_prediction_visits_the_pairs_of_rows_once(policy, monkeypatch):
+    x, y = data(num=40)
+    new = torch.rand(5, 2)
+    guide = AutoSparseGP(learned, ComputationAware(6, policy))
+    train(learned, guide, x, y, steps=3)
+    passes = []
+    plain = sparse_gp.project
+    monkeypatch.setattr(sparse_gp, "project", lambda *args: passes.append(1) or plain(*args))
+    with torch.no_grad():
+        first = guide.posterior(new)["f"]
+        again = guide.posterior(new)["f"]
+        predict(learned, guide, new, num_samples=4)
+        at_data = guide.posterior(x)["f"]
+    assert len(passes) == 1
+    torch.testing.assert_close(first.mean, again.mean, rtol=0, atol=0)
+    torch.testing.assert_close(guide.posterior(x)["f"].variance, at_data.variance)  # with gradients: computed anew
+    for change in ("length", "policy", "state", "training"):
+        with torch.no_grad():
+            before = guide.posterior(new)["f"].mean
+        if change == "length":
+            dict(pyro.get_param_store().named_parameters())["length"].data.add_(0.1)
+        elif change == "training":
+            train(learned, guide, x, y, steps=1)
+        elif change == "state":
+            guide.gps.f.sites.linear = 2 * guide.gps.f.sites.linear
+        elif policy == "sparse":
+            guide.gps.f.policy.values_unconstrained.data.add_(torch.rand(40))
+        elif policy == "random":
+            guide.gps.f.policy.draws.add_(torch.randn(40, 6))
+        else:
+            continue
+        with torch.no_grad():
+            after = guide.posterior(new)["f"].mean
+        assert (before - after).abs().max() > 1e-6
+        torch.testing.assert_close(after, guide.posterior(new)["f"].mean)
+    assert copy.deepcopy(guide).gps.f._remembered is None
+
+
+def test_kernels_of_ones_own_are_never_remembered():
+    x, y = data(num=30)
+    level = torch.tensor(1.0)
+
+    class Mine(kernels.RBF):
+        def __call__(self, x, z=None):
+            return level * super().__call__(x, z)
+
+    guide = fitted(x, y, ComputationAware(5), gaussian(Mine(0.4), NOISE))
+    with torch.no_grad():
+        before = guide.posterior(x)["f"].mean
+        level.mul_(0.1)
+        assert (guide.posterior(x)["f"].mean - before).abs().max() > 1e-3
