@@ -3,7 +3,7 @@
 from . import families, kernels
 from ._version import __version__
 from .guide import AutoSparseGP
-from .inference import ProjectedLikelihood, TraceQuadrature_ELBO
+from .inference import ExpectationPropagation, ProjectedLikelihood, TraceQuadrature_ELBO
 from .linalg import NumericalWarning
 from .predict import predict
 from .process import GaussianProcess, SparsePosterior
@@ -11,6 +11,7 @@ from .reparam import Whitening, WhitenReparam
 
 __all__ = [
     "AutoSparseGP",
+    "ExpectationPropagation",
     "GaussianProcess",
     "NumericalWarning",
     "ProjectedLikelihood",

@@ -18,6 +18,7 @@ from torch import Tensor
 from .bases import Additive, Basis, ExplicitFeatures, InducingPoints
 from .bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
 from .bases.initial import Initialiser, choose_inputs
+from .expectation_gp import ExpectationGP
 from .kernels import base as kernel_base
 from .posteriors import (
     BlockCholesky,
@@ -41,6 +42,7 @@ __all__ = [
     "CoupledCovariance",
     "CoupledPrecision",
     "ExactWeightSpace",
+    "ExpectationFamily",
     "Family",
     "FreeFormFamily",
     "FreeSites",
@@ -50,6 +52,7 @@ __all__ = [
     "OrthogonalInducing",
     "OrthogonallyDecoupled",
     "SiteFamily",
+    "SparseEP",
     "SparseGP",
     "WeightSpace",
 ]
@@ -364,11 +367,6 @@ class SiteFamily(Family):
                 f"{type(self).__name__}'s updates must be a whole number of at least 1, got {self.updates!r}"
             )
 
-    @property
-    def reads(self) -> bool:
-        """Whether its sites are read off the model, rather than parameters."""
-        return True
-
 
 @dataclass(frozen=True, eq=False)
 class OptimalFamily(SiteFamily, BasisFamily):
@@ -441,10 +439,6 @@ class FreeSites(SGPR):
 
     :param inducing: the number M of inducing points, or the inputs ``(M, D)``.
     """
-
-    @property
-    def reads(self) -> bool:
-        return False
 
     def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
         return FreeSitesModule(process.x, process.batch_shape, process.variance.sqrt())
@@ -524,6 +518,40 @@ class ComputationAware(SiteFamily):
             return RandomPolicy(x, self.num_actions, order is None)
         assert callable(self.actions)
         return UserPolicy(self.actions, self.num_actions)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectationFamily(BasisFamily):
+    """A basis with the posterior of its coefficients given expectation propagation's sites.
+
+    It trains by :class:`~pyro_sparsegp.ExpectationPropagation`; latents that are no GPs are points.
+    """
+
+    def build(self, process: GaussianProcess, name: str) -> ExpectationGP:
+        return self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ExpectationGP:
+        return self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
+
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> ExpectationGP:
+        _require_basis(basis, name)
+        return ExpectationGP(basis, batch_shape, like, self.declared())
+
+
+@dataclass(frozen=True, eq=False)
+class SparseEP(OnInducingPoints, ExpectationFamily):
+    """Inducing points with expectation propagation's posterior (Hernández-Lobato and Hernández-Lobato, 2016).
+
+    "Scalable Gaussian Process Classification via Expectation Propagation": a Gaussian site
+    exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw) stands for each datum's factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df (paper 4, eq. 2).
+
+    :param inducing: their number M, or the inputs ``(M, D)``.
+    """
+
+    inducing: Inducing = 64
+
+    def sets(self) -> list[Inducing]:
+        return [self.inducing]
 
 
 _POLICIES = ("cg", "eigen", "random", "sparse")

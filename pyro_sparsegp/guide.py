@@ -32,7 +32,8 @@ from torch.distributions import biject_to, constraints
 
 from . import structure
 from .conditioning import read_sites, require_full_batch
-from .families import Family, SiteFamily
+from .expectation_gp import ExpectationGP
+from .families import ExpectationFamily, Family, SiteFamily
 from .likelihood import fill_masked, held_trace, is_quadratic, log_densities
 from .linalg import sum_blocks
 from .modules import unique_name
@@ -89,6 +90,7 @@ class _Request:
     nodes: Optional[dict[str, Tensor]] = None  # GP sites at these standardised quadrature nodes
     reading: bool = False  # sites are read off the model
     refreshing: bool = False  # and nothing else is wanted
+    processes: Optional[dict[str, GaussianProcess]] = None  # GP sites' priors are wanted, and nothing else
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)  # collected
     ahead: dict[str, Tensor] = field(default_factory=dict)  # drawn before the run gets there
 
@@ -127,7 +129,8 @@ class AutoSparseGP(AutoNormalMessenger):
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names.
     :param init_loc_fn: how other latents start, from Pyro's ``pyro.infer.autoguide.initialization``.
     :param init_scale: their initial standard deviation, in unconstrained space.
-    :param point_estimates: ``True``, or names of other latents, that are fitted as points (maximum a posteriori).
+    :param point_estimates: ``True``, or names of other latents, that are fitted as points (maximum a posteriori); by
+        default none is, but for families of expectation propagation, which takes points only.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
     """
 
@@ -138,7 +141,7 @@ class AutoSparseGP(AutoNormalMessenger):
         *,
         init_loc_fn: Callable = init_to_mean(fallback=init_to_feasible),
         init_scale: float = 0.1,
-        point_estimates: Union[bool, Collection[str]] = False,
+        point_estimates: Union[bool, Collection[str], None] = None,
         amortized_plates: tuple[str, ...] = (),
     ) -> None:
         if not callable(model):
@@ -155,9 +158,9 @@ class AutoSparseGP(AutoNormalMessenger):
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         self._pyro_name = unique_name("AutoSparseGP")
         self.families = families
-        self.point_estimates = point_estimates
+        self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.structure: Optional[Structure] = None
-        self._request = _Request()
+        self._idle = self._request = _Request()
         self._checked_parameters = False
         self._like = torch.empty(0)
         self._last: Optional[tuple[tuple, dict[str, Any]]] = None  # the last training call, of families on sites
@@ -228,6 +231,24 @@ class AutoSparseGP(AutoNormalMessenger):
         finally:
             self.trace = poutine.Trace()  # under vmap its tensors are of no use to others
 
+    def priors(
+        self, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[dict[str, GaussianProcess], dict[str, Tensor], poutine.Trace]:
+        """One run with other latents at their points, for expectation propagation.
+
+        :returns: the GP sites' priors under them; the values of latents and the plates' row numbers; the run's trace.
+        """
+        processes: dict[str, GaussianProcess] = {}
+        with self._requesting(_Request(processes=processes), median=True):
+            super().__call__(*args, **kwargs)
+        self._check_rows()
+        values = {
+            name: torch.as_tensor(site["value"])
+            for name, site in _sites(self.trace)
+            if _is_free(site) and name not in processes
+        }
+        return processes, values, self.trace
+
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One draw of every site at new inputs, for prediction: subsampling is off, latents under the data plate
         come from the model.
@@ -269,8 +290,15 @@ class AutoSparseGP(AutoNormalMessenger):
     @property
     def on_sites(self) -> bool:
         """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
-        families = self.families.values() if isinstance(self.families, Mapping) else [self.families]
-        return any(isinstance(family, SiteFamily) for family in families)
+        return any(isinstance(family, SiteFamily) for family in self.declared_families())
+
+    @property
+    def by_expectation(self) -> bool:
+        """Whether a GP site has a family of expectation propagation, which :class:`ExpectationPropagation` trains."""
+        return any(isinstance(family, ExpectationFamily) for family in self.declared_families())
+
+    def declared_families(self) -> list[Family]:
+        return list(self.families.values()) if isinstance(self.families, Mapping) else [self.families]
 
     @property
     def keeps_sites(self) -> bool:
@@ -375,6 +403,11 @@ class AutoSparseGP(AutoNormalMessenger):
 
         :raises ValueError: in training, under an objective that is not linear in log densities, such as RenyiELBO.
         """
+        if self.by_expectation and self._request is self._idle and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "the guide has a family of expectation propagation, whose sites no gradient trains: take "
+                "ExpectationPropagation(model, guide, optim) in the place of SVI, or a family such as SVGP."
+            )
         model_trace, guide_trace = super().get_traces()
         for name, site in _sites(guide_trace):
             if isinstance(_base(site["fn"]), Site):
@@ -436,6 +469,9 @@ class AutoSparseGP(AutoNormalMessenger):
                 f"site {name!r} has batch shape {tuple(process.batch_shape)} now, {tuple(module.batch_shape)} when the "
                 "guide was initialised"
             )
+        if request.processes is not None:
+            request.processes[name] = process
+            return process.mean
         kind: type[Site] = Site
         if request.nodes is not None and name in request.nodes:
             kind = NodeSite
@@ -482,6 +518,7 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def _check_dtype(self, name: str, process: GaussianProcess, module: Any) -> None:
         kept = module.sites.inputs if isinstance(module, SiteGP) else process.x
+        kept = module.gram if isinstance(module, ExpectationGP) else kept
         own = next(module.parameters(), kept)
         if own.dtype != process.x.dtype or own.device != process.x.device:
             method = {torch.float64: "double", torch.float32: "float"}.get(process.x.dtype, f"to({process.x.dtype})")

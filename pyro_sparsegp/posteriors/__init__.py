@@ -1,7 +1,7 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
-from .optimal import PrecisionFactor, optimal
+from .optimal import PrecisionFactor, from_natural, optimal, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
 from .product import (
     BlockCholesky,
@@ -33,5 +33,7 @@ __all__ = [
     "PrecisionFactor",
     "Product",
     "ProjectedGaussian",
+    "from_natural",
     "optimal",
+    "weighted_gram",
 ]

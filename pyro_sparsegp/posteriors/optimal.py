@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..linalg import cholesky, solve_lower
 from .product import DenseFactor, Factor, Product
 
-__all__ = ["PrecisionFactor", "optimal"]
+__all__ = ["PrecisionFactor", "from_natural", "optimal", "weighted_gram"]
 
 
 class PrecisionFactor(DenseFactor):
@@ -73,18 +74,32 @@ def optimal(
     :param groups: blocks that share a covariance; ``None`` is all of them.
     :param name: the site, for errors.
     """
-    sizes = [block.shape[-1] for block in features]
     phi = features[0] if len(features) == 1 else torch.cat(list(features), -1)
-    eye = torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device)
-    whole = eye + weighted_gram(phi, precision)
+    gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
+    return from_natural(gram, pull, [block.shape[-1] for block in features], groups, name)
+
+
+def from_natural(
+    gram: Tensor,
+    pull: Tensor,
+    sizes: Sequence[int],
+    groups: Optional[Sequence[Sequence[int]]] = None,
+    name: str = "f",
+) -> Product:
+    """q(w) with precision P = I + G and Pm = r, or its best approximation by independent groups of blocks.
+
+    :param gram: G = ΦᵀΛΦ, ``(..., M, M)``.
+    :param pull: r = Φᵀλ(z − μ), ``(..., M)``.
+    :param sizes: the sizes of the blocks of w.
+    :param groups: as in :func:`optimal`.
+    """
+    whole = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     what = f"I + ΦᵀΛΦ of site {name!r}"
     factor = cholesky(whole, 0.0, what)
-    loc = torch.cholesky_solve((phi.mT @ linear[..., None]), factor)[..., 0]
+    loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
     if groups is None or len(groups) == 1:
         return Product(sizes, [PrecisionFactor(loc, factor)], [tuple(range(len(sizes)))])
-    edges = [0]
-    for size in sizes:
-        edges.append(edges[-1] + size)
+    edges = [0, *itertools.accumulate(sizes)]
     factors: list[Factor] = []
     for group in groups:
         start, stop = edges[group[0]], edges[group[-1] + 1]

@@ -1,0 +1,131 @@
+"""A GP site's module under expectation propagation: sites of the data, and q(w) in natural parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .bases import Basis
+from .modules import AbstractModule
+from .posteriors import from_natural, weighted_gram
+from .process import GaussianProcess, SparsePosterior
+
+__all__ = ["ExpectationGP"]
+
+_BUFFERS = ("precision", "linear", "rows", "gram", "pull")
+
+
+class ExpectationGP(AbstractModule):
+    """q(w) ∝ N(w; 0, I) Πₙ exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw): precision P = I + Σₙ νₙφₙφₙᵀ, Pm = Σₙ bₙφₙ.
+
+    Prediction needs P and Pm alone. The rows φₙ are those under which the sites were last refined: what was added is
+    what is taken away, however far the hyperparameters have moved.
+
+    :param like: a tensor of the dtype and device wanted.
+    """
+
+    precision: Tensor  # ν, (..., N)
+    linear: Tensor  # b, (..., N)
+    rows: Tensor  # φ, (..., N, M), or without rows after training on all data at once
+    gram: Tensor  # Σ νφφᵀ, (..., M, M)
+    pull: Tensor  # Σ bφ, (..., M)
+
+    def __init__(self, basis: Basis, batch_shape: Sequence[int], like: Tensor, family: dict[str, Any]) -> None:
+        super().__init__()
+        self.basis, self.family = basis, family
+        self.batch_shape = torch.Size(batch_shape)
+        size = sum(basis.sizes)  # type: ignore[misc]
+        self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
+        self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
+        self.register_buffer("rows", like.new_zeros(0, size))
+        self.register_buffer("gram", like.new_zeros(*batch_shape, size, size))
+        self.register_buffer("pull", like.new_zeros(*batch_shape, size))
+        self._unsummed: Optional[Tensor] = None  # rows of all data, whose sums are yet to be taken
+
+    @property
+    def empty(self) -> bool:
+        """Whether no site was ever refined."""
+        return self.precision.shape[-1] == 0
+
+    def forward(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        """The posterior of ``process``, at its inputs and under its hyperparameters."""
+        features = self.basis(process.kernel, process.jitter, name)
+        self.settle()
+        return kind(process, features, from_natural(self.gram, self.pull, features.sizes, None, name), name)
+
+    @torch.no_grad()
+    def keep_all(self, rows: Tensor, precision: Tensor, linear: Tensor) -> None:
+        """Take over sites of all data at once; their sums are taken when they are asked for."""
+        self.precision, self.linear = precision, linear
+        self._unsummed = rows
+
+    @torch.no_grad()
+    def keep_some(self, index: Tensor, rows: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the sites of some data in the place of those they had.
+
+        :param index: their row numbers, distinct, ``(B,)``.
+        :returns: what this adds to P, ``(..., M, M)``, and to Pm, ``(..., M)``: still to be added.
+        """
+        old = self.rows[..., index, :]
+        gram = weighted_gram(rows, precision) - weighted_gram(old, self.precision[..., index])
+        pull = rows.mT @ linear[..., None] - old.mT @ self.linear[..., index, None]
+        self.rows[..., index, :] = rows
+        self.precision[..., index] = precision
+        self.linear[..., index] = linear
+        return gram, pull[..., 0]
+
+    @torch.no_grad()
+    def make_room(self, num: int, rows: Tensor) -> None:
+        """Have sites for ``num`` data, none of them refined yet, and their rows.
+
+        :param rows: features of some of them: of their shape but for the number.
+        """
+        if self._unsummed is not None:
+            self.settle()
+        if self.precision.shape[-1] != num:
+            self.precision = rows.new_zeros(*self.batch_shape, num)
+            self.linear = torch.zeros_like(self.precision)
+            self.gram, self.pull = torch.zeros_like(self.gram), torch.zeros_like(self.pull)
+            self.rows = self.rows[..., :0, :]
+        if self.rows.shape[-2] != num:
+            self.rows = rows.new_zeros(*rows.shape[:-2], num, rows.shape[-1])
+
+    def sums(self, rows: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ νφφᵀ and Σ bφ, of the batch's shape."""
+        gram, pull = weighted_gram(rows, precision), (rows.mT @ linear[..., None])[..., 0]
+        return gram.expand(self.gram.shape), pull.expand(self.pull.shape)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the sums that are due."""
+        if self._unsummed is not None:
+            self.rows, self._unsummed = self._unsummed, None
+            self.gram, self.pull = self.sums(self.rows, self.precision, self.linear)
+
+    def spec(self) -> dict[str, Any]:
+        """What is needed to make the module anew before its state is loaded, in plain Python."""
+        return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.settle()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return super().__getstate__()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._unsummed = None
+        for name in _BUFFERS:
+            if prefix + name in state_dict:
+                setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,784 @@
+"""Expectation propagation against closed forms, dense algebra and itself."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch.distributions import constraints
+
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    kernels,
+    predict,
+)
+from pyro_sparsegp.distributions import Probit
+from pyro_sparsegp.families import SGPR, SVGP, SparseEP
+from pyro_sparsegp.inference.tilted import tilted
+
+from .models import bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression
+
+MODELS = {m.__name__: m for m in (regression, bernoulli, poisson)}
+Z = torch.linspace(0, 4, 8, dtype=torch.float64)[:, None]
+
+
+def normal_cdf(f):
+    return 0.5 * torch.erfc(-f / math.sqrt(2))
+
+
+def probit(x, y=None, size=None):
+    length = pyro.param("length", x.new_tensor(0.8), constraint=constraints.positive)
+    scale = pyro.param("scale", x.new_tensor(1.5), constraint=constraints.positive)
+    f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(length), x, mean=x.new_tensor(0.2)))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", Probit(f), obs=y)
+
+
+def classes(num=40, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = 4 * torch.rand(num, 1, generator=generator)
+    noise = 0.3 * torch.randn(num, generator=generator)
+    return x, (torch.sin(2 * x[:, 0]) + noise > 0).to(x)
+
+
+def start(model, *args, family=None, **kwargs):
+    guide = AutoSparseGP(model, family or SparseEP(Z.to(args[0])))
+    return guide, ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.02}), **kwargs)
+
+
+def converge(ep, *args, **kwargs):
+    for _ in range(4000):
+        loss = ep.sweep(*args, **kwargs)
+        if ep.status["f"]["change"] < 1e-11:
+            return loss
+    raise AssertionError(f"no convergence: {ep.status}")
+
+
+def reference(x, y, z, kernel, prior_mean, sweeps=300):
+    """Paper 4's EP for the probit over the inducing values, sequential and dense: eq. 14 to 28 with the errata of 20,
+    23 and 24, log Z by Gaussians' log normalisers (eq. 3 and 28). The values are of f minus its prior mean.
+    """
+    k_zz = kernel(z) + 1e-8 * kernel.diag(z).mean() * torch.eye(len(z))
+    upsilon = torch.linalg.solve(k_zz, kernel(z, x)).mT  # a row a datum
+    s = kernel.diag(x) - (upsilon * kernel(x, z)).sum(-1)
+    sign = 2 * y - 1
+    nu, mu = torch.zeros(len(x)), torch.zeros(len(x))
+
+    def normaliser(precision, linear):
+        return 0.5 * (linear @ torch.linalg.solve(precision, linear) - torch.logdet(precision))
+
+    def natural():
+        return k_zz.inverse() + upsilon.mT @ (nu[:, None] * upsilon), upsilon.mT @ mu
+
+    def cavity(i):
+        precision, linear = natural()
+        precision = precision - nu[i] * torch.outer(upsilon[i], upsilon[i])
+        linear = linear - mu[i] * upsilon[i]
+        covariance = precision.inverse()
+        return precision, linear, upsilon[i] @ covariance @ linear, upsilon[i] @ covariance @ upsilon[i]
+
+    for _ in range(sweeps):
+        for i in range(len(x)):
+            _, _, m, v = cavity(i)
+            b = v + s[i] + 1
+            u = sign[i] * (m + prior_mean) / b.sqrt()
+            ratio = dist.Normal(0.0, 1.0).log_prob(u).exp() / normal_cdf(u)
+            alpha = sign[i] * ratio / b.sqrt()
+            beta = ratio * (u + ratio) / b
+            nu[i] = 1 / (1 / beta - v)
+            mu[i] = (alpha + m * beta) / (1 - v * beta)
+    precision, linear = natural()
+    log_z = normaliser(precision, linear) - normaliser(k_zz.inverse(), torch.zeros(len(z)))
+    for i in range(len(x)):
+        without, pull, m, v = cavity(i)
+        log_z += normal_cdf(sign[i] * (m + prior_mean) / (v + s[i] + 1).sqrt()).log()
+        log_z += normaliser(without, pull) - normaliser(precision, linear)
+    return nu, mu, log_z
+
+
+class TestProbit:
+    def test_density(self):
+        f = torch.tensor([-60.0, -5.0, -1e-3, 0.0, 1e-3, 4.0, 30.0])
+        q = Probit(f)
+        torch.testing.assert_close(q.log_prob(torch.ones(7)), torch.special.log_ndtr(f))
+        torch.testing.assert_close(q.log_prob(torch.zeros(7)), torch.special.log_ndtr(-f))
+        slope = torch.func.vmap(torch.func.grad(lambda f: Probit(f, validate_args=False).log_prob(torch.ones(()))))(f)
+        exact = (dist.Normal(0.0, 1.0).log_prob(f) - torch.special.log_ndtr(f)).exp()
+        torch.testing.assert_close(slope, exact)
+        draws = Probit(torch.full((20_000,), 0.4)).sample()
+        assert abs(draws.mean() - q.expand((7,)).mean.new_tensor(0.6554)) < 0.02
+        with pytest.raises(ValueError):
+            Probit(f, validate_args=True).log_prob(torch.full((7,), 2.0))
+
+    def test_sites_and_log_z_are_the_closed_forms(self):
+        x, y = classes()
+        guide, ep = start(probit, x, damping=0.8)
+        loss = converge(ep, x, y)
+        nu, mu, log_z = reference(x, y, Z, 1.5 * kernels.RBF(0.8), 0.2, sweeps=40)
+        torch.testing.assert_close(guide.gps.f.precision, nu, atol=1e-8, rtol=1e-8)
+        torch.testing.assert_close(guide.gps.f.linear, mu, atol=1e-8, rtol=1e-8)
+        assert abs(loss + log_z) < 1e-8
+
+    @pytest.mark.parametrize("gradient", ["matched", "exact"])
+    def test_gradients_are_finite_differences_at_convergence(self, gradient):
+        x, y = classes(25)
+
+        def model(x, y=None):
+            length = pyro.param("length", x.new_tensor(0.8), constraint=constraints.positive)
+            noise = pyro.param("noise", x.new_tensor(0.4), constraint=constraints.positive)
+            level = pyro.param("level", x.new_tensor(0.2))
+            f = pyro.sample("f", GaussianProcess(1.5 * kernels.RBF(length), x, mean=level))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", Probit(f / noise), obs=y)
+
+        _, ep = start(model, x, damping=1.0, gradient=gradient)
+        converge(ep, x, y)
+        found = gradients(ep, x, y)
+        assert len(found) == 4
+
+        def log_z():
+            return -converge(ep, x, y)
+
+        for p, gradient_of_p in found.items():
+            for place in ([0], [p.numel() - 1]):
+                epsilon = 1e-4
+                with torch.no_grad():
+                    p.view(-1)[place] += epsilon
+                    above = log_z()
+                    p.view(-1)[place] -= 2 * epsilon
+                    below = log_z()
+                    p.view(-1)[place] += epsilon
+                expected = (above - below) / (2 * epsilon)
+                assert abs(gradient_of_p.view(-1)[place].item() + expected) < 1e-5 * max(1, abs(expected))
+
+    def test_the_exact_gradient_is_that_of_log_z_with_sites_held(self):
+        x, y = classes(25)
+        _, ep = start(probit, x, gradient="exact")
+        for _ in range(2):
+            ep.sweep(x, y)
+        found = gradients(ep, x, y)
+        for p, gradient_of_p in found.items():
+            place = p.numel() - 1
+            values = []
+            for epsilon in (1e-5, -1e-5):
+                with torch.no_grad():
+                    p.view(-1)[place] += epsilon
+                    values.append(ep.evaluate_loss(x, y))
+                    p.view(-1)[place] -= epsilon
+            expected = (values[0] - values[1]) / 2e-5
+            assert abs(gradient_of_p.view(-1)[place].item() - expected) < 1e-5 * max(1, abs(expected))
+        # and the other one is another, away from convergence.
+        ep.gradient = "matched"
+        other = gradients(ep, x, y)
+        assert any((other[p] - found[p]).abs().max() > 1e-3 for p in found)
+
+    def test_closer_to_the_truth_than_variational_inference(self):
+        """Three data: the truth by a product rule over their function values."""
+        x, y = torch.tensor([[0.0], [0.7], [2.0]]), torch.tensor([1.0, 1.0, 0.0])
+        kernel = 30.0 * kernels.RBF(0.8)
+
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(kernel, x, jitter=1e-10))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", Probit(f), obs=y)
+
+        axis = torch.linspace(-30, 30, 121)
+        f = torch.cartesian_prod(axis, axis, axis)
+        prior = dist.MultivariateNormal(torch.zeros(3), kernel(x))
+        weights = (prior.log_prob(f) + Probit(f).log_prob(y).sum(-1)).softmax(0)
+        mean = weights @ f
+        variance = weights @ (f - mean).square()
+        guide, ep = start(model, x, family=SparseEP(x, trainable=False))
+        converge(ep, x, y)
+        vi, _ = maximise(model, SVGP(x, trainable=False), x, y, num_nodes=40)
+        p, q = guide.posterior(x)["f"], vi.posterior(x)["f"]
+        assert ((p.mean - mean).abs() < 0.5 * (q.mean - mean).abs()).all()
+        assert ((p.variance - variance).abs() < 0.5 * (q.variance - variance).abs()).all()
+
+    @pytest.mark.slow
+    def test_closer_to_nuts_than_variational_inference(self):
+        from pyro.infer import MCMC, NUTS
+
+        from pyro_sparsegp import Whitening
+
+        x, y = classes(12, seed=3)
+
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(50.0 * kernels.RBF(0.8), x, jitter=1e-6))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", Probit(f), obs=y)
+
+        pyro.set_rng_seed(0)
+        nuts = NUTS(pyro.poutine.reparam(model, config=Whitening()))
+        mcmc = MCMC(nuts, num_samples=2500, warmup_steps=300, disable_progbar=True)
+        mcmc.run(x, y)
+        new = torch.linspace(-1, 5, 30)[:, None]
+        draws = predict(model, mcmc, new, data=(x, y))["f"]
+        guide, ep = start(model, x, family=SparseEP(x, trainable=False))
+        converge(ep, x, y)
+        vi, _ = maximise(model, SVGP(x, trainable=False), x, y, num_nodes=30)
+
+        def errors(guide):
+            q = guide.posterior(new)["f"]
+            probability = normal_cdf(q.mean / (1 + q.variance).sqrt())
+            return [
+                (found - truth).abs().mean().item()
+                for found, truth in (
+                    (probability, normal_cdf(draws).mean(0)),
+                    (q.mean, draws.mean(0)),
+                    (q.stddev, draws.std(0)),
+                )
+            ]
+
+        ep_errors, vi_errors = errors(guide), errors(vi)
+        print(ep_errors, vi_errors)
+        assert ep_errors[0] < vi_errors[0]  # the mean of f is within the chain's own error for both
+        assert ep_errors[2] < 0.5 * vi_errors[2]
+
+
+def gradients(ep, *args):
+    """The gradient of the loss by each parameter that the optimiser is given."""
+    seen = {}
+
+    class Watch(pyro.optim.PyroOptim):
+        def __init__(self):
+            super().__init__(torch.optim.SGD, {"lr": 0.0})
+
+        def __call__(self, params, *args, **kwargs):
+            seen.update({p: p.grad.clone() for p in params if p.grad is not None})
+
+    optim, ep.optim = ep.optim, Watch()
+    sites = {k: v.clone() for k, v in ep.guide.gps.f.state_dict().items()}
+    ep.step(*args)
+    ep.guide.gps.f.load_state_dict(sites)
+    ep.optim = optim
+    return seen
+
+
+class TestGaussianLikelihood:
+    kernel = 1.3 * kernels.Matern32(0.9)
+
+    @pytest.mark.parametrize("power", [1.0, 0.5, 0.01])
+    def test_power_ep_is_the_closed_form(self, power):
+        """log N(y; μ, Q + αD + σ²I) − (1 − α)/(2α) Σ log(1 + αd/σ²): Bui, Yan and Turner, 2017, section 3.3."""
+        x, _ = classes(30)
+        y = torch.sin(2 * x[:, 0]) + 0.3 * torch.randn(30)
+        noise = 0.3
+        model = gaussian(self.kernel, noise, mean=torch.tensor(0.5), jitter=1e-10)
+        guide, ep = start(model, x, damping=1.0, power=power)
+        loss = converge(ep, x, y)
+        cross = self.kernel(x, Z)
+        q = cross @ torch.linalg.solve(self.kernel(Z), cross.mT)
+        d = self.kernel.diag(x) - q.diagonal()
+        covariance = q + torch.diag(power * d + noise**2)
+        normal = dist.MultivariateNormal(torch.full((30,), 0.5), covariance)
+        correction = 0.0 if power == 1 else (1 - power) / (2 * power) * torch.log1p(power * d / noise**2).sum()
+        assert abs(-loss - (normal.log_prob(y) - correction)) < 1e-6
+        new = torch.linspace(-1, 5, 9)[:, None]
+        posterior = guide.posterior(new)["f"]
+        reach = self.kernel(new, Z) @ torch.linalg.solve(self.kernel(Z), cross.mT)
+        expected = 0.5 + reach @ torch.linalg.solve(covariance, y - 0.5)
+        torch.testing.assert_close(posterior.mean, expected, atol=1e-6, rtol=1e-6)
+
+    def test_little_power_is_titsias_bound(self):
+        x, _ = classes(30)
+        y = torch.sin(2 * x[:, 0]) + 0.3 * torch.randn(30)
+        model = gaussian(self.kernel, 0.3)
+        _, ep = start(model, x, damping=1.0, power=1e-4)
+        loss = converge(ep, x, y)
+        sgpr = AutoSparseGP(model, SGPR(Z))
+        assert abs(loss - TraceQuadrature_ELBO(2).loss(model, sgpr, x, y)) < 1e-2
+
+    def test_noise_far_below_the_nodes_spacing(self):
+        x, _ = classes(12)
+        y = torch.sin(2 * x[:, 0])
+        model = gaussian(self.kernel, 1e-3, jitter=1e-10)
+        _, ep = start(model, x, family=SparseEP(x[:9]), damping=1.0)
+        loss = converge(ep, x, y)
+        cross = self.kernel(x, x[:9])
+        q = cross @ torch.linalg.solve(self.kernel(x[:9]), cross.mT)
+        fitc = q + torch.diag(self.kernel.diag(x) - q.diagonal() + 1e-6)
+        assert abs(loss + dist.MultivariateNormal(torch.zeros(12), fitc).log_prob(y)) < 1e-4
+
+
+@pytest.mark.parametrize("model", [bernoulli, poisson])
+def test_little_power_is_variational_inference(model):
+    x, y = data(model, 40)
+    z = x[::5]
+
+    def fixed(x, y=None, size=None):
+        values = {"scale": torch.tensor(1.0), "length": torch.tensor([0.3, 0.5])}
+        with pyro.condition(data=values):
+            return model(x, y, size)
+
+    guide, ep = start(fixed, x, family=SparseEP(z, trainable=False), damping=0.7, power=1e-3)
+    for _ in range(300):
+        ep.sweep(x, y)
+    vi, bound = maximise(fixed, SVGP(z, trainable=False), x, y, num_nodes=30)
+    p, q = guide.posterior(x)["f"], vi.posterior(x)["f"]
+    torch.testing.assert_close(p.mean, q.mean, atol=2e-3, rtol=0)
+    torch.testing.assert_close(p.variance, q.variance, atol=2e-3, rtol=0)
+    assert abs(-ep.evaluate_loss(x, y) - bound) < 0.1
+
+
+class TestTilted:
+    @pytest.mark.parametrize("power", [1.0, 0.3])
+    @pytest.mark.parametrize(
+        "likelihood",
+        [
+            (lambda f: dist.Normal(f, 0.01).log_prob(torch.tensor([0.4, 1.0, -2.0])), 1e-6),
+            (lambda f: dist.StudentT(3.0, f, 0.2).log_prob(torch.tensor([0.4, 6.0, -2.0])), 5e-3),  # two widths
+            (lambda f: dist.Poisson(f.exp(), validate_args=False).log_prob(torch.tensor([0.0, 3.0, 400.0])), 1e-6),
+            (lambda f: Probit(f * torch.tensor([1.0, -1.0, 1.0])).log_prob(torch.ones(3)), 5e-8),
+            (lambda f: Probit(f * torch.tensor([4.0, -4.0, 5.0])).log_prob(torch.ones(3)), 1e-5),
+            (lambda f: torch.zeros_like(f), 1e-10),
+        ],
+        ids=["narrow", "student", "poisson", "probit", "steep", "masked"],
+    )
+    def test_moments(self, likelihood, power):
+        likelihood, tolerance = likelihood
+        mean, variance = torch.tensor([0.0, 1.0, -1.5]), torch.tensor([1.0, 0.2, 3.0])
+        found = tilted(likelihood, mean, variance, mean, variance.sqrt(), power, 48, passes=5)
+        f = torch.linspace(-20, 20, 400_001)[:, None]
+        logits = power * likelihood(f.expand(-1, 3)) + dist.Normal(mean, variance.sqrt()).log_prob(f)
+        logits = logits.nan_to_num(-math.inf)
+        weights = logits.softmax(0)
+        expected = (weights * f).sum(0)
+        torch.testing.assert_close(found.log_z, logits.logsumexp(0) + math.log(1e-4), atol=tolerance, rtol=0)
+        torch.testing.assert_close(found.mean, expected, atol=tolerance, rtol=0)
+        torch.testing.assert_close(found.variance, (weights * (f - expected) ** 2).sum(0), atol=tolerance, rtol=0)
+
+
+class TestMiniBatches:
+    @pytest.mark.parametrize("given", [False, True])
+    def test_reach_the_fixed_point_of_all_data(self, given):
+        x, y = classes(60)
+
+        def subsampled(x, y=None):
+            plate = pyro.plate("data", 60, subsample_size=15)
+            with plate as rows:
+                pass
+            f = pyro.sample("f", GaussianProcess(1.5 * kernels.RBF(0.8), x[rows], mean=x.new_tensor(0.2)))
+            with plate:
+                pyro.sample("y", Probit(f), obs=y[rows])
+
+        _, whole = start(probit, x)
+        loss = converge(whole, x, y)
+        if given:
+            guide, ep = start(probit, x, damping=0.99)
+        else:
+            guide, ep = start(subsampled, x, damping=0.99)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(100):
+            for rows in torch.randperm(60, generator=generator).split(15):
+                if given:
+                    ep.sweep(x[rows], y[rows], size=60, indices=rows)
+                else:
+                    ep.sweep(x, y)
+        precision = whole.guide.gps.f.precision
+        torch.testing.assert_close(guide.gps.f.precision, precision, atol=1e-8, rtol=1e-8)
+        new = torch.linspace(0, 4, 7)[:, None]
+        p, q = guide.posterior(*([new] if given else [x, y]))["f"], whole.guide.posterior(new)["f"]
+        if given:
+            torch.testing.assert_close(p.mean, q.mean, atol=1e-7, rtol=0)
+            torch.testing.assert_close(p.variance, q.variance, atol=1e-7, rtol=0)
+            assert abs(ep.evaluate_loss(x, y) - loss) < 1e-7  # all data at once, after mini-batches
+
+    def test_estimates_of_the_loss_average_to_it(self):
+        x, y = classes(60)
+        _, ep = start(probit, x, damping=0.9)
+        for rows in torch.arange(60).split(15):
+            ep.sweep(x[rows], y[rows], size=60, indices=rows)
+        whole = ep.evaluate_loss(x, y)
+        parts = [ep.evaluate_loss(x[rows], y[rows], size=60, indices=rows) for rows in torch.arange(60).split(15)]
+        assert abs(sum(parts) / 4 - whole) < 1e-9
+
+    def test_training_with_moving_hyperparameters(self):
+        """The rows added are the rows taken away: no cavity goes wrong while the length scale moves by far."""
+        x, y = classes(60)
+        guide, ep = start(probit, x, damping=0.99)
+        ep.optim = pyro.optim.Adam({"lr": 0.1})
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(40):
+            for rows in torch.randperm(60, generator=generator).split(15):
+                ep.step(x[rows], y[rows], size=60, indices=rows)
+                assert ep.status["f"]["skipped"] == ep.status["f"]["cut"] == 0
+        f = guide.gps.f
+        gram, pull = f.sums(f.rows, f.precision, f.linear)
+        torch.testing.assert_close(f.gram, gram)
+        torch.testing.assert_close(f.pull, pull)
+        loss = ep.evaluate_loss(x, y)
+        pyro.clear_param_store()
+        _, whole = start(probit, x)
+        losses = [whole.step(x, y) for _ in range(300)]
+        assert abs(loss - losses[-1]) < 1
+
+    def test_errors(self):
+        x, y = classes(60)
+        _, ep = start(probit, x)
+        with pytest.raises(ValueError, match="does not say which"):
+            ep.step(x[:10], y[:10], size=60)
+        with pytest.raises(ValueError, match="distinct row numbers from 0 to 59"):
+            ep.step(x[:10], y[:10], size=60, indices=torch.zeros(10, dtype=torch.long))
+        with pytest.raises(ValueError, match="a tensor of 10 row numbers"):
+            ep.step(x[:10], y[:10], size=60, indices=torch.arange(9))
+        with pytest.raises(ValueError, match="no plate holds a part"):
+            ep.step(x, y, indices=torch.arange(60))
+        ep.step(x, y)
+        with pytest.raises(ValueError, match="has sites of 60 data, this call brings 50"):
+            ep.step(x[:50], y[:50])
+        _, exact = start(probit, x, gradient="exact")
+        rows = torch.arange(10)
+        with pytest.raises(ValueError, match="needs all data in each step"):
+            exact.step(x[:10], y[:10], size=60, indices=rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_contract(model, dtype, device):
+    torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
+    x, y = data(model, dtype=dtype, device=device)
+    family = SparseEP(12)
+    guide = AutoSparseGP(model, family)
+    guide(x, y)
+    start = guide.posterior(x)["f"]
+    torch.testing.assert_close(start.variance, start.process.variance, rtol=1e-4, atol=0)
+    assert abs(start.kl) < 1e-5
+
+    ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.02}))
+    seen = {name: 0.0 for name, _ in guide.named_parameters()}
+
+    def watch(name):
+        def keep(gradient):
+            seen[name] = seen[name] + gradient.abs().sum()
+
+        return keep
+
+    hooks = [p.register_hook(watch(name)) for name, p in guide.named_parameters()]
+    losses = [ep.step(x, y) for _ in range(100)]
+    assert torch.tensor(losses).isfinite().all()
+    assert sum(losses[-20:]) < sum(losses[:20])
+    assert all(total > 0 for total in seen.values()), seen
+    assert all(p.isfinite().all() and p.dtype == dtype and p.device == x.device for p in guide.parameters())
+    for hook in hooks:
+        hook.remove()
+    assert not any(name.startswith("scales") for name, _ in guide.named_parameters())  # points
+
+    new = data(model, 7, dtype, device, seed=2)[0]
+    q = guide.posterior(new)["f"]
+    assert q.mean.shape == q.variance.shape == (7,)
+    assert q.mean.dtype == dtype
+    assert q.kl > 0
+    assert (q.variance > 0).all()
+    assert q.paths(3, 64)(new).shape == (3, 7)
+    assert guide(new)["y"].shape == (7,)
+    assert predict(model, guide, new, num_samples=4)["f"].shape == (4, 7)
+    guide.eval()
+    assert guide(new)["f"].shape == (7,)
+    guide.train()
+
+    other = AutoSparseGP(model, family)
+    other.load_state_dict(guide.state_dict())
+    assert torch.equal(other.posterior(new)["f"].mean, q.mean)
+    again = ExpectationPropagation(model, other, pyro.optim.Adam({"lr": 0.02}))
+    assert again.evaluate_loss(x, y) == pytest.approx(ep.evaluate_loss(x, y), rel=1e-5)
+    assert again.step(x, y) == pytest.approx(ep.step(x, y), rel=1e-5)
+
+
+def test_ep_is_near_the_exact_evidence():
+    """Gaussian likelihood, Z = X: the evidence itself."""
+    x, _ = classes(20)
+    y = torch.sin(x[:, 0])
+    kernel = kernels.RBF(0.8)
+    model = gaussian(kernel, 0.3, jitter=1e-10)
+    _, ep = start(model, x, family=SparseEP(x, trainable=False), damping=1.0)
+    for _ in range(5):
+        loss = ep.sweep(x, y)
+    exact = dist.MultivariateNormal(torch.zeros(20), kernel(x) + 0.09 * torch.eye(20)).log_prob(y)
+    assert abs(loss + exact) < 1e-5
+
+
+class TestModels:
+    def test_values_seen_several_times(self):
+        """Terms that are not one for each value, and a missing row."""
+        x, _ = classes(15)
+        groups = torch.tensor([0, 3, 3, 7, 9, 9, 9, 14, 2, 2, 5])
+        y = torch.linspace(-1, 1, 11)
+        y[4] = torch.nan
+        kernel = kernels.RBF(0.8)
+
+        def grouped(y):
+            f = pyro.sample("f", GaussianProcess(kernel, x))
+            with pyro.plate("rows", 11), pyro.poutine.mask(mask=~y.isnan()):
+                pyro.sample("y", dist.StudentT(5.0, f[groups], 0.3), obs=y)
+
+        def plain(y):
+            f = pyro.sample("f", GaussianProcess(kernel, x[groups[~y.isnan()]]))
+            with pyro.plate("rows", 10):
+                pyro.sample("y", dist.StudentT(5.0, f, 0.3), obs=y[~y.isnan()])
+
+        guide, ep = start(grouped, x, family=SparseEP(Z), damping=0.8)
+        converge(ep, y)
+        precision = guide.gps.f.precision
+        assert (precision[[1, 4, 6, 8]].abs() < 1e-9).all()  # never observed
+        assert (precision[[0, 3, 7]] > 0.1).all()
+        # Row by row the cavities differ where a value has several terms; without repeats the two are one.
+        single = torch.tensor([0, 3, 3, 7, 5, 1, 2, 14, 4, 6, 8]).unique()
+        groups, y = single, torch.linspace(-1, 1, len(single))
+
+        def once(y):
+            f = pyro.sample("f", GaussianProcess(kernel, x))
+            with pyro.plate("rows", len(groups)):
+                pyro.sample("y", dist.StudentT(5.0, f[groups], 0.3), obs=y)
+
+        def direct(y):
+            f = pyro.sample("f", GaussianProcess(kernel, x[groups]))
+            with pyro.plate("rows", len(groups)):
+                pyro.sample("y", dist.StudentT(5.0, f, 0.3), obs=y)
+
+        _, one = start(once, x, family=SparseEP(Z), damping=0.8)
+        _, two = start(direct, x, family=SparseEP(Z), damping=0.8)
+        assert converge(one, y) == pytest.approx(converge(two, y), abs=1e-8)
+
+    def test_replicates_along_a_second_dimension(self):
+        x, _ = classes(12)
+        y = torch.sin(x) + 0.2 * torch.randn(12, 3)
+        kernel = kernels.RBF(0.8)
+
+        def model(y):
+            f = pyro.sample("f", GaussianProcess(kernel, x, jitter=1e-10))
+            with pyro.plate("data", 12, dim=-2), pyro.plate("replicates", 3, dim=-1):
+                pyro.sample("y", dist.Normal(f[:, None], 0.3), obs=y)
+
+        _, ep = start(model, x, family=SparseEP(x, trainable=False), damping=1.0)
+        for _ in range(5):
+            loss = ep.sweep(y)
+        covariance = kernel(x).repeat_interleave(3, 0).repeat_interleave(3, 1) + 0.09 * torch.eye(36)
+        assert abs(loss + dist.MultivariateNormal(torch.zeros(36), covariance).log_prob(y.reshape(-1))) < 1e-5
+
+    def test_independent_outputs(self):
+        x, y = classes(20)
+        ys = torch.stack([y, 1 - y])
+
+        def both(ys):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x).expand([2]).to_event(1))
+            with pyro.plate("outputs", 2, dim=-2), pyro.plate("data", 20, dim=-1):
+                pyro.sample("y", Probit(f), obs=ys)
+
+        def one(y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            with pyro.plate("data", 20):
+                pyro.sample("y", Probit(f), obs=y)
+
+        guide, ep = start(both, x)
+        single, alone = start(one, x)
+        assert converge(ep, ys) == pytest.approx(2 * converge(alone, y), abs=1e-8)
+        torch.testing.assert_close(guide.gps.f.precision[0], single.gps.f.precision)
+
+    def test_two_processes_that_do_not_meet(self):
+        x, y = classes(20)
+
+        def model(y, counts):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            g = pyro.sample("g", GaussianProcess(kernels.Matern32(1.0), x))
+            with pyro.plate("data", 20):
+                pyro.sample("y", Probit(f), obs=y)
+                pyro.sample("counts", dist.Poisson(g.exp()), obs=counts)
+
+        def one(y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            with pyro.plate("data", 20):
+                pyro.sample("y", Probit(f), obs=y)
+
+        counts = torch.arange(20.0) % 4
+        guide, ep = start(model, x)
+        single, alone = start(one, x)
+        converge(ep, y, counts)
+        converge(alone, y)
+        torch.testing.assert_close(guide.gps.f.precision, single.gps.f.precision)
+        assert (guide.gps.g.precision > 0).all()
+        assert sorted(ep.status) == ["f", "g"]
+
+    def test_latents_are_points_at_their_mode(self):
+        """Gaussian likelihood, Z = X: the maximum of evidence and prior, by dense algebra."""
+        x, _ = classes(30)
+        y = torch.sin(2 * x[:, 0]) + 0.3 * torch.randn(30)
+
+        def model(y):
+            noise = pyro.sample("noise", dist.LogNormal(0.0, 0.5))
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            with pyro.plate("data", 30):
+                pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+        guide, ep = start(model, x, family=SparseEP(x, trainable=False), damping=1.0)
+        for rate in (0.05, 0.01, 0.002):
+            ep.optim = pyro.optim.Adam({"lr": rate})
+            for _ in range(150):
+                loss = ep.step(y)
+        grid = torch.linspace(0.1, 1.0, 901)
+        joint = [
+            dist.MultivariateNormal(torch.zeros(30), kernels.RBF(0.8)(x) + s**2 * torch.eye(30)).log_prob(y)
+            + dist.LogNormal(0.0, 0.5).log_prob(s)
+            for s in grid
+        ]
+        best = torch.stack(joint).argmax()
+        assert abs(guide.median(y)["noise"] - grid[best]) < 2e-3
+        assert abs(loss + joint[best]) < 1e-3
+
+    def test_vmap_refused(self):
+        x, y = classes(15)
+
+        def model(x, y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            assert f.sum().item() < 1e9
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", Probit(f), obs=y)
+
+        def same(x, y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", Probit(f), obs=y)
+
+        _, ep = start(model, x)
+        _, other = start(same, x)
+        assert ep.sweep(x, y, num=5) == pytest.approx(other.sweep(x, y, num=5), abs=1e-10)
+
+
+class TestRobustness:
+    def test_student_t_with_outliers(self):
+        x, _ = classes(60)
+        y = torch.sin(2 * x[:, 0]) + 0.1 * torch.randn(60)
+        y[::10] += 5.0
+
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.StudentT(3.0, f, 0.1), obs=y)
+
+        guide, ep = start(model, x, damping=0.5)
+        for _ in range(100):
+            loss = ep.sweep(x, y)
+        assert math.isfinite(loss)
+        status = ep.status["f"]
+        assert status["negative"] > 0
+        assert status["converged"]
+        new = torch.linspace(0.2, 3.8, 30)[:, None]
+        assert (guide.posterior(new)["f"].mean - torch.sin(2 * new[:, 0])).square().mean().sqrt() < 0.15
+
+    def test_negative_precisions_that_outweigh_the_rest_are_cut(self):
+        x, y = classes(20)
+        guide, ep = start(probit, x)
+        ep.sweep(x, y, num=3)
+        guide.gps.f.precision = torch.full((20,), -5.0)
+        loss = ep.sweep(x, y)
+        assert math.isfinite(loss)
+        assert ep.status["f"]["cut"] == 1
+        assert abs(converge(ep, x, y) - converge(start(probit, x)[1], x, y)) < 1e-9
+
+    def test_cavities_without_variance_are_skipped(self):
+        x, y = classes(20)
+        guide, ep = start(probit, x)
+        ep.sweep(x, y, num=30)
+        precision = guide.gps.f.precision.clone()
+        guide.gps.f.precision = torch.where(torch.arange(20) < 10, precision, -0.08)
+        loss = ep.sweep(x, y)
+        assert math.isfinite(loss)
+        assert abs(converge(ep, x, y) - converge(start(probit, x)[1], x, y)) < 1e-9
+
+    def test_nan_changes_nothing(self):
+        x, y = classes(20)
+        guide, ep = start(probit, x)
+        for _ in range(3):
+            ep.step(x, y)
+        before = {k: v.clone() for k, v in guide.state_dict().items() if torch.is_tensor(v)}
+        bad = y.clone()
+        bad[3] = torch.nan
+        with pytest.raises(ValueError, match=r"log density of site 'y'.*NaN"):
+            ep.step(x, bad)
+        for key, value in before.items():
+            assert torch.equal(guide.state_dict()[key], value)
+        assert math.isfinite(ep.step(x, y))
+
+    def test_one_datum(self):
+        x, y = torch.tensor([[0.5]]), torch.tensor([1.0])
+        _, ep = start(probit, x, family=SparseEP(x, trainable=False), damping=1.0)
+        loss = ep.sweep(x, y, num=3)
+        assert loss == pytest.approx(-normal_cdf(torch.tensor(0.2) / math.sqrt(2.5)).log().item(), abs=1e-6)
+
+
+class TestSchedules:
+    def test_outer_waits_for_convergence(self):
+        x, y = classes(30)
+        _, ep = start(probit, x, schedule="outer", tolerance=1e-8)
+        first = ep.step(x, y)
+        assert ep.status["f"]["converged"]
+        _, held = start(probit, x, tolerance=1e-8)
+        pyro.clear_param_store()
+        assert first == pytest.approx(converge(held, x, y), abs=1e-6)
+
+    def test_all_reach_the_same_optimum(self):
+        x, y = classes(30)
+        ends = []
+        for options in ({}, {"gradient": "exact"}, {"schedule": "outer", "damping": 0.9}):
+            pyro.clear_param_store()
+            _, ep = start(probit, x, family=SparseEP(Z, trainable=False), **options)
+            ep.optim = pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.97})
+            for _ in range(120):
+                loss = ep.step(x, y)
+            ends.append(loss)
+        assert max(ends) - min(ends) < 0.02
+
+
+class TestErrors:
+    def test_arguments(self):
+        guide = AutoSparseGP(probit, SparseEP(4))
+        adam = pyro.optim.Adam({"lr": 0.01})
+        for options, message in (
+            ({"damping": 0}, "damping must be a number in"),
+            ({"power": 1.5}, "power must be a number in"),
+            ({"schedule": "both"}, "schedule must be one of"),
+            ({"gradient": "none"}, "gradient must be one of"),
+            ({"num_nodes": 2}, "num_nodes must be a whole number of at least 4"),
+            ({"group": object()}, "torch.distributed"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                ExpectationPropagation(probit, guide, adam, **options)
+        with pytest.raises(ValueError, match="optim must be a Pyro optimiser"):
+            ExpectationPropagation(probit, guide, torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1))
+        with pytest.raises(ValueError, match="SparseEP"):
+            ExpectationPropagation(probit, AutoSparseGP(probit, SVGP(4)), adam)
+        with pytest.raises(ValueError, match="guide's own model"):
+            ExpectationPropagation(regression, guide, adam)
+
+    def test_models_it_cannot_integrate(self):
+        x, y = data(heteroscedastic)
+        guide = AutoSparseGP(heteroscedastic, SparseEP(6))
+        with pytest.raises(ValueError, match="meets another GP site"):
+            ExpectationPropagation(heteroscedastic, guide, pyro.optim.Adam({"lr": 0.01})).step(x, y)
+
+        def softmax(x, y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x).expand([3]).to_event(1))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
+
+        guide = AutoSparseGP(softmax, SparseEP(6))
+        with pytest.raises(ValueError, match="depends on several of its values"):
+            ExpectationPropagation(softmax, guide, pyro.optim.Adam({"lr": 0.01})).step(x, torch.zeros(60))
+
+    def test_more_than_points(self):
+        x, y = data(regression)
+        guide = AutoSparseGP(regression, SparseEP(6), point_estimates=["noise"])
+        with pytest.raises(ValueError, match="as points"):
+            ExpectationPropagation(regression, guide, pyro.optim.Adam({"lr": 0.01})).step(x, y)
+
+    @pytest.mark.parametrize("loss", [TraceQuadrature_ELBO(), pyro.infer.Trace_ELBO()])
+    def test_svi_is_refused(self, loss):
+        x, y = data(regression)
+        guide = AutoSparseGP(regression, SparseEP(6))
+        svi = pyro.infer.SVI(regression, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+        with pytest.raises(ValueError, match="ExpectationPropagation"):
+            svi.step(x, y)
