@@ -726,8 +726,8 @@ class TestSchedules:
         for options in ({}, {"gradient": "exact"}, {"schedule": "outer", "damping": 0.9}):
             pyro.clear_param_store()
             _, ep = start(probit, x, family=SparseEP(Z, trainable=False), **options)
-            ep.optim = pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.97})
-            for _ in range(120):
+            ep.optim = pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.985})
+            for _ in range(250):
                 loss = ep.step(x, y)
             ends.append(loss)
         assert max(ends) - min(ends) < 0.02
