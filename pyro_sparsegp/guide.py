@@ -34,7 +34,7 @@ from . import structure
 from .conditioning import read_sites, require_full_batch
 from .expectation_gp import ExpectationGP
 from .families import ExpectationFamily, Family, SiteFamily
-from .likelihood import fill_masked, held_trace, is_quadratic, log_densities
+from .likelihood import fill_masked, held_trace, is_quadratic, log_densities, without_event
 from .linalg import sum_blocks
 from .modules import unique_name
 from .process import (
@@ -410,7 +410,7 @@ class AutoSparseGP(AutoNormalMessenger):
             )
         model_trace, guide_trace = super().get_traces()
         for name, site in _sites(guide_trace):
-            if isinstance(_base(site["fn"]), Site):
+            if isinstance(without_event(site["fn"])[0], Site):
                 site["fn"] = _paired(site["fn"])
                 if self.training:
                     _require_linear(name)
@@ -944,12 +944,6 @@ def _why(site: Any, error: ValueError) -> str:
     return text if len(text) < 400 else f"{text[:300]} ... {text[-60:]}"
 
 
-def _base(fn: Any) -> Any:
-    while isinstance(fn, torch.distributions.Independent):
-        fn = fn.base_dist
-    return fn
-
-
 def _paired(fn: Any) -> Any:
     if isinstance(fn, torch.distributions.Independent):
         return dist.Independent(_paired(fn.base_dist), fn.reinterpreted_batch_ndims)
@@ -980,10 +974,7 @@ def _require_linear(name: str) -> None:
 
 def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
     """The GP under ``.to_event`` and the number of dimensions this added, or ``None``."""
-    event_dim = 0
-    while isinstance(prior, torch.distributions.Independent):
-        event_dim += prior.reinterpreted_batch_ndims
-        prior = prior.base_dist
+    prior, event_dim = without_event(prior)
     return (prior, event_dim) if isinstance(prior, GaussianProcess) else (None, 0)
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "is_quadratic",
     "log_densities",
     "normal_nodes",
+    "without_event",
 ]
 
 
@@ -58,6 +59,15 @@ def fill_masked(site: Any) -> None:
     filler = rows.flatten(0, len(batch_shape) - 1).index_select(0, first)[0] if batch_shape else rows
     missing = ~mask.reshape(*batch_shape, *[1] * event_dim) & value.isnan()
     site["value"] = torch.where(missing, filler.nan_to_num(), rows)
+
+
+def without_event(fn: Any) -> tuple[Any, int]:
+    """The distribution under ``.to_event`` and the number of dimensions this added."""
+    event_dim = 0
+    while isinstance(fn, torch.distributions.Independent):
+        event_dim += fn.reinterpreted_batch_ndims
+        fn = fn.base_dist
+    return fn, event_dim
 
 
 Total = Callable[[dict[str, Tensor]], Tensor]

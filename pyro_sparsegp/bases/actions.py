@@ -435,7 +435,7 @@ def local_blocks(x: Tensor, num: int) -> Tensor:
     halves of those for num where the sizes allow.
     """
     x = x.detach()
-    scaled = (x - x.mean(0)) / x.std(0).clamp(min=torch.finfo(x.dtype).eps)
+    scaled = (x - x.mean(0)) / x.std(0, correction=0).clamp(min=torch.finfo(x.dtype).eps)
     host = scaled.cpu()
     parts: list[Tensor] = []
     stack = [(torch.arange(len(host)), _sizes(len(host), num))]

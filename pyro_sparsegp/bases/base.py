@@ -7,6 +7,7 @@ always k − φφᵀ, so the features alone say everything.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Optional
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..kernels import base as kernel_base
 from ..modules import AbstractModule
 
-__all__ = ["Basis", "Features", "KernelFeatures"]
+__all__ = ["Basis", "CrossFeatures", "Features", "KernelFeatures"]
 
 Component = tuple[Any, "Features", tuple[int, ...]]
 
@@ -41,6 +42,35 @@ class Features(ABC):
         ``None`` where the kernel can draw no functions or their coefficients are not known.
         """
         return None
+
+
+class CrossFeatures(Features):
+    """φ from covariances with f: of the whole f, or of a summand f_c, whose own kernel these are then.
+
+    :param cross: the covariance of this function with f; of f itself it is the kernel.
+    """
+
+    def __init__(self, kernel: Any, sizes: tuple[int, ...]) -> None:
+        super().__init__(kernel, sizes)
+        self.cross = kernel
+
+    @abstractmethod
+    def coefficients_of(self, draw: Callable) -> list[Tensor]:
+        """The coefficients w' of a draw of f as a function, ``(num, ..., M_b)`` a block."""
+
+    def components(self) -> list[Component]:
+        found: list[Component] = []
+        for term in kernel_base.terms(self.kernel):
+            part = copy.copy(self)
+            part.cross = term
+            found.append((term, part, tuple(range(len(self.sizes)))))
+        return found
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
+        if self.cross is not self.kernel:
+            return None
+        draw = kernel_base.prior_functions(self.kernel, num, num_features, x)
+        return None if draw is None else (draw, self.coefficients_of(draw))
 
 
 class Basis(AbstractModule):

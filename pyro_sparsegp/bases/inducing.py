@@ -14,47 +14,33 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..kernels import base as kernel_base
 from ..linalg import cholesky, solve_lower
-from .base import Basis, Component, Features
+from .base import Basis, CrossFeatures
 
 __all__ = ["InducingFeatures", "InducingPoints"]
 
 
-class InducingFeatures(Features):
+class InducingFeatures(CrossFeatures):
     """φ(x) = L⁻¹k(Z, x) with LLᵀ = k(Z, Z), for Z the union of the sets.
 
     :param kernel: k, the kernel of f.
     :param z: Z, ``(M, D)``, in the full columns of the inputs.
     :param sizes: the sizes of the sets; they add up to M.
     :param factor: L, ``(..., M, M)``.
-    :param cross: the covariance of this function with f; of a summand f_c it is k_c.
     """
 
-    def __init__(self, kernel: Any, z: Tensor, sizes: tuple[int, ...], factor: Tensor, cross: Any = None) -> None:
+    def __init__(self, kernel: Any, z: Tensor, sizes: tuple[int, ...], factor: Tensor) -> None:
         super().__init__(kernel, sizes)
-        self.z, self.factor, self.cross = z, factor, kernel if cross is None else cross
+        self.z, self.factor = z, factor
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         # Φ Lᵀ = k(x, Z), solved from the right: forward and backward together make fewer transposed copies.
         phi = torch.linalg.solve_triangular(self.factor.mT, self.cross(x, self.z), upper=True, left=False)
         return list(phi.split(self.sizes, -1)) if len(self.sizes) > 1 else [phi]
 
-    def components(self) -> list[Component]:
-        blocks = tuple(range(len(self.sizes)))
-        return [
-            (term, InducingFeatures(self.kernel, self.z, self.sizes, self.factor, term), blocks)
-            for term in kernel_base.terms(self.kernel)
-        ]
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
-        if self.cross is not self.kernel or not hasattr(self.kernel, "prior_functions"):
-            return None
-        draw = self.kernel.prior_functions(num, num_features, x)
-        if draw is None:
-            return None
+    def coefficients_of(self, draw: Callable) -> list[Tensor]:
         w = solve_lower(self.factor, draw(self.z)[..., None])[..., 0]
-        return draw, list(w.split(self.sizes, -1))
+        return list(w.split(self.sizes, -1))
 
 
 class InducingPoints(Basis):

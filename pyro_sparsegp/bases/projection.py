@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels import base as kernel_base
 from ..linalg import cholesky, solve_lower
 from .actions import Actions, kernel_times
-from .base import Component, Features
+from .base import CrossFeatures
 
 __all__ = ["ProjectedFeatures", "project"]
 
 
-class ProjectedFeatures(Features):
+class ProjectedFeatures(CrossFeatures):
     """ψ(x) = R⁻¹Sᵀk(X, x) with RRᵀ = SᵀKS + D, the covariance of f with h = R⁻¹(Sᵀ(f(X) − μ) + ε), h ~ N(0, I).
 
     :param kernel: k.
     :param actions: S.
     :param factor: R, ``(..., i, i)``.
-    :param cross: the covariance of this function with f; of a summand f_c it is k_c.
     """
 
-    def __init__(self, kernel: Any, actions: Actions, factor: Tensor, cross: Any = None) -> None:
+    def __init__(self, kernel: Any, actions: Actions, factor: Tensor) -> None:
         super().__init__(kernel, (factor.shape[-1],))
-        self.actions, self.factor, self.cross = actions, factor, kernel if cross is None else cross
+        self.actions, self.factor = actions, factor
 
     def of(self, products: Tensor) -> list[Tensor]:
         """Φ from k(x, X)S."""
@@ -36,22 +34,11 @@ class ProjectedFeatures(Features):
     def __call__(self, x: Tensor) -> list[Tensor]:
         return self.of(kernel_times(self.cross, x, self.actions))
 
-    def components(self) -> list[Component]:
-        return [
-            (term, ProjectedFeatures(self.kernel, self.actions, self.factor, term), (0,))
-            for term in kernel_base.terms(self.kernel)
-        ]
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
-        if self.cross is not self.kernel or not hasattr(self.kernel, "prior_functions"):
-            return None
-        draw = self.kernel.prior_functions(num, num_features, x)
-        if draw is None:
-            return None
+    def coefficients_of(self, draw: Callable) -> list[Tensor]:
         # right(A) is AS for rows A, in the order of the actions' inputs.
         values = self.actions.right(draw(self.actions.inputs)[..., None, :])[..., 0, :]
         noise = self.actions.noise.sqrt() * torch.randn_like(values)
-        return draw, [solve_lower(self.factor, (values + noise)[..., None])[..., 0]]
+        return [solve_lower(self.factor, (values + noise)[..., None])[..., 0]]
 
 
 def project(kernel: Any, actions: Actions, name: str) -> tuple[ProjectedFeatures, Tensor]:

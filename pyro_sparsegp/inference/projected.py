@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..bases import ProjectedFeatures
 from ..guide import AutoSparseGP, Structure
+from ..likelihood import without_event
 from .quadrature import divergence, weighted_sum
 
 __all__ = ["ProjectedLikelihood"]
@@ -87,9 +88,7 @@ class ProjectedLikelihood(ELBO):
 
 
 def _evidence(name: str, site: Any, guide_site: Any, structure: Structure) -> Tensor:
-    q = guide_site["fn"]
-    while isinstance(q, torch.distributions.Independent):
-        q = q.base_dist
+    q, _ = without_event(guide_site["fn"])
     if not isinstance(q.basis, ProjectedFeatures) or name not in structure.quadratic:
         raise ValueError(
             "ProjectedLikelihood is for GP sites of the family ComputationAware whose likelihood is Gaussian in the "

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP, Structure
-from ..likelihood import held_trace
+from ..likelihood import held_trace, without_event
 from ..process import NodeSite
 from ..structure import COUPLED, DATAWISE
 
@@ -187,9 +187,10 @@ class TraceQuadrature_ELBO(ELBO):
             scales = {name: site["scale"] for name, site in model_trace.nodes.items() if site["type"] == "sample"}
 
             def held(*node: Tensor) -> Tensor:
-                moved = {
-                    name: _base(guide_trace.nodes[name]["fn"]).at_node(z).rsample() for name, z in at(node).items()
-                }
+                moved = {}
+                for name, z in at(node).items():
+                    site: NodeSite = without_event(guide_trace.nodes[name]["fn"])[0]
+                    moved[name] = site.at_node(z).rsample()
                 trace = held_trace(guide.model, values | moved, args, kwargs)
                 for name in scales.keys() & trace.nodes.keys():  # the held run is hidden from handlers around the step
                     trace.nodes[name]["scale"] = scales[name]
@@ -264,12 +265,6 @@ def _mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
 def _one_by_one(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
     values = [total(*node) for node in itertools.product(nodes, repeat=num_axes)]
     return torch.stack(values).reshape([len(nodes)] * num_axes)
-
-
-def _base(fn: Any) -> NodeSite:
-    while isinstance(fn, torch.distributions.Independent):
-        fn = fn.base_dist
-    return fn
 
 
 def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace) -> Tensor:
