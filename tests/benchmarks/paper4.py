@@ -5,10 +5,10 @@ python tests/benchmarks/paper4.py PART --data DIR [--out DIR] [--repeats 3] [--s
 PART is table1, banana, image, pima, mnist, flights or tables (which only writes paper4.md from what the others left).
 DIR holds the data, ``<set>.npz`` with X and y. Probit likelihood; squared exponential kernel with a length scale a
 column (starting at the median distance of inputs), an amplitude (1) and additive noise (0.1); inducing inputs start
-at random training rows, the same for all methods. SEP is ExpectationPropagation with damping 0.5 and
-a rate a parameter (× 1.02, × 0.5: SignRates), "outer" the same at convergence only, which stands in for the paper's GFITC; SVGP trains by L-BFGS,
-as the paper's SVI does, or where data come in mini-batches by the same Adadelta(0.9, 1e-5) as SEP with damping 0.99,
-and by Adam(0.01). Times are of training alone.
+at random training rows, the same for all methods. SEP is ExpectationPropagation with damping 0.5 and a rate a
+parameter (× 1.02, × 0.5: SignRates); "outer" the same at convergence only, which stands in for the paper's GFITC;
+SVGP trains by L-BFGS, as the paper's SVI does, or where data come in mini-batches by the same Adadelta(0.9, 1e-5) as
+SEP with damping 0.99, and by Adam(0.01). Times are of training alone.
 """
 
 import argparse
