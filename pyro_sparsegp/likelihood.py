@@ -16,6 +16,7 @@ from torch import Tensor
 
 __all__ = [
     "derivatives",
+    "element_log_densities",
     "expected_derivatives",
     "fill_masked",
     "held_trace",
@@ -81,6 +82,22 @@ def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str,
         for name, site in sites.items()
         if site["type"] == "sample" and name not in skip and not site_is_subsample(site)
     }
+
+
+def element_log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
+    """As :func:`log_densities`, with dimensions that ``.to_event`` has added up taken apart again."""
+    sites: Any = trace.nodes
+    found = {}
+    for name, site in sites.items():
+        if site["type"] != "sample" or name in skip or site_is_subsample(site):
+            continue
+        fn, event_dim = without_event(site["fn"])
+        scale, mask = (
+            part.reshape(*part.shape, *[1] * event_dim) if isinstance(part, Tensor) and part.dim() else part
+            for part in (site["scale"], site["mask"])
+        )
+        found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
+    return found
 
 
 def derivatives(total: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from pyro_sparsegp import (
     AutoSparseGP,
     ExpectationPropagation,
     GaussianProcess,
+    NumericalWarning,
     TraceQuadrature_ELBO,
     kernels,
     predict,
@@ -388,6 +389,17 @@ class TestMiniBatches:
             torch.testing.assert_close(p.variance, q.variance, atol=1e-7, rtol=0)
             assert abs(ep.evaluate_loss(x, y) - loss) < 1e-7  # all data at once, after mini-batches
 
+    def test_a_first_visit_moves_and_sweeps_go_on(self):
+        x, y = classes(60)
+        guide, ep = start(probit, x, damping=0.9)
+        rows = torch.arange(15)
+        ep.sweep(x[rows], y[rows], size=60, indices=rows)
+        assert ep.status["f"]["change"] > 0.1
+        ep.sweep(x[rows], y[rows], size=60, indices=rows, num=50)
+        before = guide.gps.f.precision.clone()
+        ep.sweep(x[rows], y[rows], size=60, indices=rows, num=50)
+        torch.testing.assert_close(guide.gps.f.precision, before, atol=1e-4, rtol=0)
+
     def test_estimates_of_the_loss_average_to_it(self):
         x, y = classes(60)
         _, ep = start(probit, x, damping=0.9)
@@ -424,7 +436,7 @@ class TestMiniBatches:
             ep.step(x[:10], y[:10], size=60)
         with pytest.raises(ValueError, match="distinct row numbers from 0 to 59"):
             ep.step(x[:10], y[:10], size=60, indices=torch.zeros(10, dtype=torch.long))
-        with pytest.raises(ValueError, match="a tensor of 10 row numbers"):
+        with pytest.raises(ValueError, match="must be 10 row numbers"):
             ep.step(x[:10], y[:10], size=60, indices=torch.arange(9))
         with pytest.raises(ValueError, match="no plate holds a part"):
             ep.step(x, y, indices=torch.arange(60))
@@ -560,6 +572,62 @@ class TestModels:
         covariance = kernel(x).repeat_interleave(3, 0).repeat_interleave(3, 1) + 0.09 * torch.eye(36)
         assert abs(loss + dist.MultivariateNormal(torch.zeros(36), covariance).log_prob(y.reshape(-1))) < 1e-5
 
+    def test_sums_over_events_are_taken_apart(self):
+        x, _ = classes(20)
+        y = torch.sin(2 * x[:, 0]) + 0.2 * torch.randn(20)
+
+        def event(y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            pyro.sample("y", dist.Normal(f, 0.3).to_event(1), obs=y)
+
+        def outputs(ys, rows=None):
+            rows = torch.arange(20) if rows is None else rows
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x[rows]).expand([2]).to_event(1))
+            with pyro.plate("data", 20, subsample=rows):
+                pyro.sample("y", dist.Normal(f.mT, 0.3).to_event(1), obs=ys[rows])
+
+        _, one = start(event, x, damping=1.0)
+        guide, two = start(outputs, x, damping=1.0)
+        ys = torch.stack([y, y], -1)
+        assert converge(two, ys) == pytest.approx(2 * converge(one, y), abs=1e-8)
+        part, batches = start(outputs, x, damping=1.0)
+        for _ in range(40):
+            for rows in torch.arange(20).split(5):
+                batches.sweep(ys, rows)
+        torch.testing.assert_close(part.gps.f.precision, guide.gps.f.precision)
+
+    def test_one_density_of_several_values_is_refused(self):
+        x, y = classes(20)
+
+        def model(y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            pyro.factor("y", dist.Normal(f, 0.3).log_prob(y).sum())
+
+        with pytest.raises(ValueError, match="site 'y' has one log density for several values of GP site 'f'"):
+            start(model, x)[1].sweep(y)
+
+    def test_a_site_shared_by_two_processes(self):
+        """Its terms count once: of one process or of the other."""
+        x, y = classes(20)
+        first = torch.arange(20) < 8
+
+        def shared(y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            g = pyro.sample("g", GaussianProcess(kernels.Matern32(1.0), x))
+            with pyro.plate("data", 20):
+                pyro.sample("y", Probit(torch.where(first, f, g)), obs=y)
+
+        def apart(y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            g = pyro.sample("g", GaussianProcess(kernels.Matern32(1.0), x))
+            with pyro.plate("data", 20):
+                with pyro.poutine.mask(mask=first):
+                    pyro.sample("y", Probit(f), obs=y)
+                with pyro.poutine.mask(mask=~first):
+                    pyro.sample("z", Probit(g), obs=y)
+
+        assert converge(start(shared, x)[1], y) == pytest.approx(converge(start(apart, x)[1], y), abs=1e-9)
+
     def test_independent_outputs(self):
         x, y = classes(20)
         ys = torch.stack([y, 1 - y])
@@ -674,7 +742,8 @@ class TestRobustness:
         guide, ep = start(probit, x)
         ep.sweep(x, y, num=3)
         guide.gps.f.precision = torch.full((20,), -5.0)
-        loss = ep.sweep(x, y)
+        with pytest.warns(NumericalWarning, match="dropped sites of negative precision"):
+            loss = ep.sweep(x, y)
         assert math.isfinite(loss)
         assert ep.status["f"]["cut"] == 1
         assert abs(converge(ep, x, y) - converge(start(probit, x)[1], x, y)) < 1e-9
@@ -688,6 +757,20 @@ class TestRobustness:
         loss = ep.sweep(x, y)
         assert math.isfinite(loss)
         assert abs(converge(ep, x, y) - converge(start(probit, x)[1], x, y)) < 1e-9
+
+    def test_a_likelihood_far_from_log_concave_stays_bounded(self):
+        x = torch.linspace(-3, 3, 60)[:, None]
+        y = torch.sin(2 * x[:, 0]) + torch.randn(60)
+
+        def model(y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            with pyro.plate("data", 60):
+                pyro.sample("y", dist.Cauchy(f, 0.1), obs=y)
+
+        guide, ep = start(model, x, family=SparseEP(torch.linspace(-3, 3, 10)[:, None]), damping=0.1)
+        for _ in range(150):
+            assert math.isfinite(ep.sweep(y))
+        assert guide.posterior(y)["f"].mean.abs().max() < 3
 
     def test_nan_changes_nothing(self):
         x, y = classes(20)

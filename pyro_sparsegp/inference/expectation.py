@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,11 +18,11 @@ from torch import Tensor
 from ..expectation_gp import ExpectationGP
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..linalg import cholesky, row_squares
+from ..linalg import NumericalWarning, cholesky, row_squares
 from ..process import GaussianProcess
 from ..structure import ELEMENTWISE, NONE
 from .distributed import Workers
-from .terms import Terms
+from .terms import Findings, Terms
 from .tilted import Tilted, log_normaliser, tilted
 
 __all__ = ["ExpectationPropagation"]
@@ -64,7 +65,7 @@ class _Cavity:
     valid: Tensor
     loc: Tensor
     cov: Tensor
-    marginal: tuple[Tensor, Tensor]  # q's mean and variance of the sites' own rows
+    marginal: tuple[Tensor, Tensor]  # q's mean and variance
 
 
 @dataclass
@@ -76,14 +77,31 @@ class _State:
     log_normaliser: Tensor  # G(q) − G(p)
 
 
+_SLOWEST = 1 / 64
+
+
+@dataclass
+class _Pace:
+    """A share of the damping's ρ, which falls where updates go astray: with likelihoods that are not log-concave.
+
+    :param change: the last sweep's largest move, and the sites from which it started.
+    """
+
+    now: float = 1.0
+    ceiling: float = 1.0
+    change: float = math.inf
+    start: Optional[tuple[Tensor, Tensor]] = None
+
+
 @dataclass
 class _Status:
     """Of one GP site's last sweep; in tensors, so that a step reads nothing back."""
 
-    sites: int = 0
+    sites: Any = 0
     skipped: Any = 0
     negative: Any = 0
     cut: int = 0
+    cuts_seen: int = 0
     change: Any = math.nan
 
 
@@ -121,7 +139,8 @@ class ExpectationPropagation:
     :param tolerance: convergence, as the largest move of a marginal in its standard deviations.
     :param max_sweeps: the most sweeps that wait for it.
     :param group: a ``torch.distributed`` process group: each process gives its own share of the data, and all end
-        up with the same q and parameters; loss and status are of all data.
+        up with the same q and parameters; loss and status are of all data. All start from the first process's
+        parameters: inducing inputs that are given as a number are placed among its share.
     :raises ValueError: for arguments that do not fit, naming them.
     """
 
@@ -147,13 +166,15 @@ class ExpectationPropagation:
             if value not in choices:
                 raise ValueError(f"ExpectationPropagation's {argument} must be one of {choices}, got {value!r}")
         for argument, share in (("damping", damping), ("power", power)):
-            if not (isinstance(share, (int, float)) and 0 < share <= 1):
+            if isinstance(share, bool) or not (isinstance(share, (int, float)) and 0 < share <= 1):
                 raise ValueError(f"ExpectationPropagation's {argument} must be a number in (0, 1], got {share!r}")
         for argument, number, least in (("num_nodes", num_nodes, 4), ("max_sweeps", max_sweeps, 1)):
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise ValueError(
                     f"ExpectationPropagation's {argument} must be a whole number of at least {least}, got {number!r}"
                 )
+        if not (isinstance(tolerance, (int, float)) and tolerance >= 0):
+            raise ValueError(f"ExpectationPropagation's tolerance must be a number of at least 0, got {tolerance!r}")
         if not isinstance(optim, pyro.optim.PyroOptim):
             raise ValueError(
                 "ExpectationPropagation's optim must be a Pyro optimiser, such as pyro.optim.Adam({'lr': 0.01}), got "
@@ -172,7 +193,8 @@ class ExpectationPropagation:
         self.damping, self.power, self.schedule, self.gradient = float(damping), float(power), schedule, gradient
         self.num_nodes, self.tolerance, self.max_sweeps = num_nodes, float(tolerance), max_sweeps
         self.workers = Workers(group)
-        self._terms: Optional[Terms] = None
+        self._findings = Findings()
+        self._paces: dict[str, _Pace] = {}
         self._status: dict[str, _Status] = {}
         self._agreed = self._checked = False
         self._seen: dict[str, int] = {}
@@ -205,12 +227,13 @@ class ExpectationPropagation:
     def status(self) -> dict[str, dict[str, Any]]:
         """For each GP site, of its last sweep: how many sites there are; how many were skipped, their cavities having
         no positive variance; how many have negative precision (likelihoods that are not log-concave); how often such
-        precisions were cut to 0 since without that q had no covariance; the largest move of a marginal, in standard
-        deviations, and whether it was below the tolerance.
+        sites were dropped since with them q had no covariance, which also slows the updates down for a while; the
+        largest move of a marginal, in standard deviations, and whether it was below the tolerance. Of a mini-batch,
+        all but the first and "cut" are of its own data.
         """
         return {
             name: {
-                "sites": status.sites,
+                "sites": int(status.sites),
                 "skipped": int(status.skipped),
                 "negative": int(status.negative),
                 "cut": status.cut,
@@ -223,6 +246,8 @@ class ExpectationPropagation:
     # One call.
 
     def _work(self, args: tuple, kwargs: dict[str, Any], indices: Optional[Tensor], sweeps: int, train: bool) -> float:
+        if indices is not None:
+            indices = torch.as_tensor(indices)
         if indices is not None and "indices" in inspect.signature(self.model).parameters:
             kwargs = kwargs | {"indices": indices}
         guide = self.guide
@@ -230,7 +255,7 @@ class ExpectationPropagation:
             guide.prepare(*args, **kwargs)
             self._check_fit()
             processes, values, trace = guide.priors(args, kwargs)
-            terms = Terms(guide, values, processes, args, kwargs, self._terms)
+            terms = Terms(guide, values, processes, args, kwargs, self._findings)
             runs = [self._run(name, process, terms, trace, indices) for name, process in processes.items()]
         sites: Any = capture.trace.nodes
         parameters = list(dict.fromkeys(site["value"].unconstrained() for site in sites.values()))
@@ -238,7 +263,6 @@ class ExpectationPropagation:
             self._agreed = True
             self.workers.agree(parameters)
             return self._work(args, kwargs, indices, sweeps, train)
-        self._terms = terms
         # With sites that say nothing yet, log Z tells more of the prior than of the data.
         untouched = self.schedule == "inner" and any(run.module.empty for run in runs)
         loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, (args, kwargs))
@@ -325,7 +349,7 @@ class ExpectationPropagation:
                     "pyro.plate('data', N, subsample=x)"
                 )
             return None, here
-        if len(terms.plates) > 1 or not terms.aligned(name):
+        if len(terms.plates) > 1 or name not in self._findings.rowwise:
             raise ValueError(
                 f"the data of GP site {name!r} come in part, and not one for each of its values: a site needs all "
                 "terms of its value at once. Give all data in each step."
@@ -344,8 +368,11 @@ class ExpectationPropagation:
                     "keeps a site for each datum. Give their numbers, ep.step(..., indices=rows), or write "
                     "plate = pyro.plate('data', N, subsample_size=B) and index the data by plate.indices."
                 )
-        elif not isinstance(indices, Tensor) or indices.shape != (size,) or indices.is_floating_point():
-            raise ValueError(f"indices must be a tensor of {size} row numbers, as the data given, got {indices!r}")
+        elif indices.shape != (size,) or indices.is_floating_point() or indices.dtype == torch.bool:
+            raise ValueError(
+                f"indices must be {size} row numbers, as many as the data given, got {indices.dtype} of shape "
+                f"{tuple(indices.shape)}"
+            )
         elif len(indices.unique()) < size or int(indices.min()) < 0 or int(indices.max()) >= full:
             raise ValueError(f"indices must be distinct row numbers from 0 to {full - 1}")
         return indices.to(process.x.device), full
@@ -403,7 +430,7 @@ class ExpectationPropagation:
             precision.rsqrt(),
             self.power,
             self.num_nodes,
-            2 if run.index is None and run.name in self._factors else 5,
+            5 if run.index is not None else 2 if run.name in self._factors else 7,
         )
         found = 1 / at.variance - 1 / variance
         drawn = (at.mean - prior_mean) / at.variance - cavity.mean / variance
@@ -439,13 +466,22 @@ class ExpectationPropagation:
         eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         factor, info = torch.linalg.cholesky_ex(gram + eye)
         if info.any():
-            # Negative precisions of some sites outweigh the rest: without them q exists.
+            # Negative precisions of some sites outweigh the rest: without these sites q exists.
             self._status.setdefault(run.name, _Status()).cut += 1
-            run.precision = run.precision.clamp(min=0)
+            if run.name not in self.guide.warned:
+                self.guide.warned.add(run.name)
+                warnings.warn(
+                    f"expectation propagation at GP site {run.name!r} dropped sites of negative precision, with which "
+                    "q had no covariance: the likelihood is not log-concave, and the updates may not converge. Look at "
+                    "ep.status; lower damping (0.1) and power (0.5) help.",
+                    NumericalWarning,
+                    stacklevel=6,
+                )
+            run.precision, run.linear = _without_negative(run.precision, run.linear)
             if run.index is None:
                 gram, pull = self.workers.sum(*module.sums(run.rows, run.precision, run.linear))
             else:
-                module.precision = module.precision.clamp(min=0)
+                module.precision, module.linear = _without_negative(module.precision, module.linear)
                 gram, pull = self._resum(module)
             factor = cholesky(gram + eye, 0.0, f"q's precision at site {run.name!r}")
         return factor, torch.cholesky_solve(pull[..., None], factor)[..., 0], pull
@@ -469,17 +505,38 @@ class ExpectationPropagation:
         more = torch.where(usable, precision - run.precision, 0.0)
         shift = torch.where(usable, linear - run.linear, 0.0)
         mean, spread = cavity.marginal[0], cavity.marginal[1].clamp(min=0).sqrt()
-        new = run.precision + self.damping * more, run.linear + self.damping * shift
+        rate = self.damping * self._paces.setdefault(run.name, _Pace()).now
+        # Each site by itself may at most double its marginal's variance, and move its mean by 3 standard deviations.
+        size = spread.square().clamp(min=torch.finfo(spread.dtype).tiny)
+        added = torch.maximum(rate * more, -0.5 / size)
+        limit = 3 * (1 + added * size) / size.sqrt()
+        pull = (rate * (shift - more * mean)).clamp(-limit, limit)
+        new = run.precision + added, run.linear + pull + added * mean
         status = self._status.setdefault(run.name, _Status())
         status.sites = run.num
         status.skipped, status.negative = (~usable).sum(), (new[0] < 0).sum()
         moves = torch.maximum((more * spread.square()).abs(), ((shift - more * mean) * spread).abs())
         status.change = moves.amax() if moves.numel() else moves.sum()
         if self.workers.num > 1:
-            counts = self.workers.sum(status.skipped.double(), status.negative.double())
-            status.skipped, status.negative = counts
+            counts = status.skipped.to(moves), status.negative.to(moves), moves.new_tensor(float(run.num))
+            status.skipped, status.negative, status.sites = self.workers.sum(*counts)
             status.change = self.workers.largest(status.change)
-        return new
+        return self._careful(run, *new, cut=status.cut > status.cuts_seen)
+
+    def _careful(self, run: _Run, precision: Tensor, linear: Tensor, cut: bool) -> tuple[Tensor, Tensor]:
+        """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there."""
+        pace, status = self._paces[run.name], self._status[run.name]
+        change = float(status.change)
+        start, status.cuts_seen = pace.start, status.cut
+        astray = cut or change > max(2 * pace.change, 0.5)
+        if start is not None and astray:
+            pace.ceiling = pace.now = max(0.6 * pace.now, _SLOWEST)
+            pace.start, pace.change = None, math.inf
+            return start
+        pace.now = max(0.6 * pace.now, _SLOWEST) if cut else min(1.1 * pace.now, pace.ceiling)
+        if run.index is None and not astray:
+            pace.start, pace.change = (run.precision, run.linear), change
+        return precision, linear
 
     @torch.no_grad()
     def _keep(self, run: _Run, precision: Tensor, linear: Tensor) -> None:
@@ -567,8 +624,12 @@ def _cavity(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: T
         valid=valid,
         loc=loc[..., None, :] + shift[..., None] * solved,
         cov=cov + (precision * across / left)[..., None] * solved,
-        marginal=(centre, spread),
+        marginal=(centre_here, spread_here),
     )
+
+
+def _without_negative(precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+    return precision.clamp(min=0), torch.where(precision < 0, 0.0, linear)
 
 
 def _log_normaliser_of(factor: Tensor, loc: Tensor, pull: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import pyro
@@ -9,10 +10,25 @@ import torch
 from torch import Tensor
 
 from ..guide import AutoSparseGP
-from ..likelihood import held_trace, log_densities
+from ..likelihood import element_log_densities, held_trace
 from ..process import GaussianProcess
 
-__all__ = ["Terms"]
+__all__ = ["Findings", "Terms"]
+
+
+@dataclass
+class Findings:
+    """What was found out about a model's terms in one run and holds in others.
+
+    :param owners: by GP site and site downstream, the number of the value that each term depends on, −1 for none;
+        ``None`` where the numbers are the places.
+    :param rowwise: GP sites of which each term stands in the row of its value.
+    :param looped: vmap has refused the model.
+    """
+
+    owners: dict[str, dict[str, Optional[Tensor]]] = field(default_factory=dict)
+    rowwise: set[str] = field(default_factory=set)
+    looped: bool = False
 
 
 class Terms:
@@ -20,7 +36,8 @@ class Terms:
 
     :param values: of all latents and of the plates' row numbers.
     :param processes: the GP sites' priors in that run.
-    :param like: those of an earlier run of the model: what was found out about it need not be found again.
+    :param findings: of earlier runs.
+    :raises ValueError: naming the site, if one number is the log density of several values.
     """
 
     def __init__(
@@ -30,14 +47,14 @@ class Terms:
         processes: dict[str, GaussianProcess],
         args: tuple,
         kwargs: dict[str, Any],
-        like: Optional[Terms] = None,
+        findings: Findings,
     ) -> None:
         assert guide.structure is not None
         self.structure, self.model, self.args, self.kwargs = guide.structure, guide.model, args, kwargs
-        self.looped: bool = like is not None and like.looped  # vmap has refused this model
+        self.findings = findings
         self.values = values | {name: process.mean.detach() for name, process in processes.items()}
         trace = held_trace(self.model, self.values, args, kwargs)
-        parts = log_densities(trace, self.structure.gps)
+        parts = element_log_densities(trace, self.structure.gps)
         downstream = [name for name in parts if name in self.structure.downstream]
         self.factors = {name: _subsampling(trace.nodes[name]) for name in downstream}
         self.plates = {
@@ -47,49 +64,70 @@ class Terms:
             if frame.full_size is not None and frame.size < frame.full_size
         }
         self.differentiable = any(parts[name].requires_grad for name in downstream)
-        self._owners: dict[str, dict[str, Optional[Tensor]]] = {}
-        for name in processes if downstream else ():
-            known = like._owners[name] if like is not None and name in like._owners and like.aligned(name) else None
-            if known is not None and all(parts[site].shape == self.values[name].shape for site in known):
-                self._owners[name] = known
-            else:
-                self._owners[name] = self._find_owners(name, processes[name], downstream)
-        owned = {site for owners in self._owners.values() for site in owners}
+        shapes = {name: parts[name].shape for name in downstream}
+        if not self._known(shapes):
+            self._find(processes, downstream)
         zero = guide.like.new_zeros(())
         #: log densities without a GP value: of latents, and of other data.
         self.priors: Tensor = zero
         self.rest: Tensor = zero
         for name, part in parts.items():
-            if name in self.structure.latents and name not in owned:
+            free = [owners[name] for owners in findings.owners.values() if name in owners]
+            if not free and name in self.structure.latents:
                 self.priors = self.priors + part.sum()
-            elif name not in owned:
+            elif not free:
                 self.rest = self.rest + part.sum()
-        for owners in self._owners.values():
+            elif all(owner is not None for owner in free):
+                unowned = torch.stack([owner < 0 for owner in free if owner is not None]).all(0)
+                self.rest = self.rest + torch.where(unowned, part, 0.0).sum()
+
+    def _known(self, shapes: dict[str, torch.Size]) -> bool:
+        """Whether what was found holds for terms of these shapes: where they stand in rows of their values."""
+        found = self.findings
+        if not found.owners or found.rowwise != set(found.owners):
+            return False
+        return all(
+            site in shapes and shapes[site] == (self.values[name].shape if owner is None else owner.shape)
+            for name, owners in found.owners.items()
+            for site, owner in owners.items()
+        )
+
+    def _find(self, processes: dict[str, GaussianProcess], downstream: list[str]) -> None:
+        found = self.findings
+        every = {name: self._owners(name, processes[name], downstream) for name in processes if downstream}
+        found.owners, found.rowwise = {}, set()
+        for name, owners in every.items():
+            shape = self.values[name].shape
+            numbers = torch.arange(shape.numel(), device=self.values[name].device).reshape(shape)
+            own: dict[str, Optional[Tensor]] = {}
             for site, owner in owners.items():
-                if owner is not None:
-                    self.rest = self.rest + parts[site][owner < 0].sum()
+                if (owner < 0).all():
+                    continue
+                shared = any((others[site] >= 0).any() for other, others in every.items() if other != name)
+                # A term without a value, such as a masked one, may stand in its row, if it is nobody else's.
+                in_place = owner.shape == shape and bool(((owner == numbers) | ((owner < 0) & (not shared))).all())
+                own[site] = None if in_place else owner
+            found.owners[name] = own
+            if all(owner is None or _rowwise(owner, shape[-1]) for owner in own.values()):
+                found.rowwise.add(name)
 
     def __contains__(self, name: str) -> bool:
-        return bool(self._owners.get(name))
-
-    def aligned(self, name: str) -> bool:
-        """Whether each term's place is that of its value, so that values of some rows have all their terms."""
-        return all(owner is None for owner in self._owners[name].values())
+        return bool(self.findings.owners.get(name))
 
     def log_density(self, name: str, nodes: Tensor) -> Tensor:
         """log p(yₙ | fₙ) at nodes ``(K, ..., N)`` of GP site ``name``, of the same shape, without plates' scales."""
-        owners = self._owners[name]
+        owners = self.findings.owners[name]
 
         def at(f: Tensor) -> dict[str, Tensor]:
             return self._parts(name, f, owners)
 
         with pyro.validation_enabled(False):
             parts = None
-            if not self.looped:
+            if not self.findings.looped:
                 try:
                     parts = torch.func.vmap(at, randomness="same")(nodes)
                 except (RuntimeError, TypeError):
-                    self.looped = True
+                    self.findings.looped = True
             if parts is None:
                 each = [at(node) for node in nodes]
                 parts = {site: torch.stack([part[site] for part in each]) for site in owners}
@@ -103,51 +141,56 @@ class Terms:
                 kept = owner >= 0
                 flat = flat.index_add(1, owner[kept], part[:, kept].to(flat.dtype))
                 total = total + flat.reshape(nodes.shape)
-        return total.expand(nodes.shape)
+        return total.expand(nodes.shape).to(nodes.dtype)
 
     def _parts(self, name: str, f: Tensor, sites: Any) -> dict[str, Tensor]:
         trace = held_trace(self.model, self.values | {name: f}, self.args, self.kwargs)
         skip = [site for site in trace.nodes if site not in sites]
-        return {site: part / self.factors[site] for site, part in log_densities(trace, skip).items()}
+        return {site: part / self.factors[site] for site, part in element_log_densities(trace, skip).items()}
 
     @torch.no_grad()
-    def _find_owners(self, name: str, process: GaussianProcess, sites: list[str]) -> dict[str, Optional[Tensor]]:
-        """For each site that f reaches, the number of the value that each term depends on, −1 for none; ``None``
-        where the numbers are the places.
-        """
+    def _owners(self, name: str, process: GaussianProcess, sites: list[str]) -> dict[str, Tensor]:
+        """For each site, the number of the value of GP site ``name`` that each term depends on, −1 for none."""
         f, spread = self.values[name], process.variance.sqrt()
         numbers = torch.arange(f.numel(), device=f.device).reshape(f.shape)
 
         def at(value: Tensor) -> dict[str, Tensor]:
             return self._parts(name, value, sites)
 
-        owners: dict[str, Tensor] = {}
         with pyro.validation_enabled(False):
             base = at(f)
+            owners = {site: torch.full_like(part, -1, dtype=torch.long) for site, part in base.items()}
             for step in (spread, -spread, 0.1 * spread):  # a term may be flat on one side
-                moved = at(f + step)
-                changed = {site: _differ(moved[site], base[site]) for site in sites}
-                found = {
-                    site: torch.zeros(part.shape, dtype=torch.long, device=f.device) for site, part in base.items()
-                }
+                moved = {site: _differ(part, base[site]) for site, part in at(f + step).items()}
+                found = {site: torch.zeros_like(owner) for site, owner in owners.items()}
                 for bit in range(max(f.numel() - 1, 1).bit_length()):
-                    part = at(torch.where((numbers >> bit) & 1 == 1, f + step, f))
+                    chosen = (numbers >> bit) & 1 == 1
+                    these, others = at(torch.where(chosen, f + step, f)), at(torch.where(chosen, f, f + step))
                     for site in sites:
-                        found[site] |= _differ(part[site], base[site]).long() << bit
+                        on, off = _differ(these[site], base[site]), _differ(others[site], base[site])
+                        if (on & off).any():
+                            raise ValueError(
+                                f"site {site!r} has one log density for several values of GP site {name!r}: "
+                                "expectation propagation needs one for each. Use a distribution of single values, in "
+                                "a plate or with .to_event, or take SVI with TraceQuadrature_ELBO."
+                            )
+                        found[site] |= on.long() << bit
                 for site in sites:
-                    found[site] = torch.where(
-                        changed[site], found[site], owners.get(site, torch.full_like(found[site], -1))
-                    )
-                    owners[site] = found[site]
+                    owners[site] = torch.where(moved[site], found[site], owners[site])
                 if all((owner >= 0).all() for owner in owners.values()):
                     break
-        own: dict[str, Optional[Tensor]] = {}
-        for site, owner in owners.items():
-            if (owner < 0).all():
-                continue
-            in_place = owner.shape == f.shape and ((owner == numbers) | (owner < 0)).all()
-            own[site] = None if in_place else owner
-        return own
+        return owners
+
+
+def _rowwise(owner: Tensor, rows: int) -> bool:
+    """Whether terms stand, along one of their dimensions, in the rows of their values, and each has one."""
+    if (owner < 0).any():
+        return False
+    places = torch.arange(rows, device=owner.device)
+    return any(
+        size == rows and bool((owner % rows == places.reshape(-1, *[1] * (owner.dim() - dim - 1))).all())
+        for dim, size in enumerate(owner.shape)
+    )
 
 
 def _differ(a: Tensor, b: Tensor) -> Tensor:

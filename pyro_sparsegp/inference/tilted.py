@@ -76,6 +76,8 @@ def tilted(
         first = (weights * (nodes - centre)).sum(0) / total
         second = (weights * (nodes - centre - first).square()).sum(0) / total
         log_z = peak + total.log() + spacing.log()
+        # Mass on one node: all that is known is that the density is narrower than their spacing.
+        second = torch.where(second.isfinite(), torch.maximum(second, (spacing / 8).square()), second)
         result = Tilted(log_z, centre + first, second, torch.where(counts, nodes, centre), values, counts, spacing)
         centre = torch.where(first.isfinite(), centre + first, centre)
         spread = torch.where(second > (spacing / 4).square(), second.sqrt(), spacing / 4)
