@@ -8,12 +8,14 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from .bases import Basis
+from .bases import Basis, KernelFeatures
 from .bases.actions import DenseActions, Policy, UserPolicy
 from .bases.projection import ProjectedFeatures, project
+from .blocks import is_long
 from .kernels import Kernel
+from .kernels import base as kernel_base
 from .modules import AbstractModule
-from .posteriors import Coefficients, ProjectedGaussian, optimal
+from .posteriors import Coefficients, ProjectedGaussian, optimal, optimal_of
 from .process import GaussianProcess, SparsePosterior
 from .sites import FreeSites, KeptSites, Sites
 
@@ -26,12 +28,15 @@ class SparseGP(AbstractModule):
     :param family: what was declared, :meth:`Family.declared`.
     """
 
+    rows: Optional[Tensor]  # inputs of training, where the kernel's diagonal depends on them
+
     def __init__(
         self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int], family: dict[str, Any]
     ) -> None:
         super().__init__()
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
+        self.register_buffer("rows", None)
 
     def forward(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
@@ -40,9 +45,30 @@ class SparseGP(AbstractModule):
         features = self.basis(process.kernel, process.jitter, name)
         return kind(process, features, self.coefficients(), name)
 
+    def predict(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        """The posterior at new inputs, where the kernel's diagonal is that in the company of the training inputs."""
+        return self(process if self.rows is None else process.relative_to(self.rows), name, kind)
+
+    @property
+    def num_seen(self) -> int:
+        """How many inputs of training it knows."""
+        return 0 if self.rows is None else self.rows.shape[-2]
+
+    def see(self, x: Tensor) -> None:
+        """Take note of inputs of training, for a kernel whose diagonal depends on them: most rows count, then last."""
+        if self.rows is None or x.shape[-2] >= self.rows.shape[-2]:
+            self.rows = x.detach()
+
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
         return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        rows = state_dict.get(prefix + "rows")
+        self.rows = None if rows is None else torch.empty_like(rows, device=_device(self))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class SiteGP(AbstractModule):
@@ -85,6 +111,20 @@ class SiteGP(AbstractModule):
             return self.unread(process, name, kind)
         return self.given(process, name, kind, self.sites(process) if sites is None else sites, exact)
 
+    def predict(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        """The posterior at new inputs, where the kernel's diagonal is that in the company of the sites' inputs."""
+        return self(process if self.sites.empty else process.relative_to(self.sites.inputs), name, kind)
+
+    @property
+    def num_seen(self) -> int:
+        """How many inputs of training it knows."""
+        return self.sites.inputs.shape[-2]
+
+    def see(self, x: Tensor) -> None:
+        """Nothing: the sites know the inputs of training."""
+
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         """The prior, before any sites are read."""
         return self.given(process, name, kind, self.sites(process), False)
@@ -110,6 +150,8 @@ class OptimalGP(SiteGP):
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
     ) -> SparsePosterior:
         features = self.basis(process.kernel, process.jitter, name)
+        if isinstance(features, KernelFeatures):
+            return self._in_weight_space(process, name, kind, sites, features, exact)
         phi = features(sites.inputs)
         groups = [(b,) for b in range(len(phi))] if self.blockwise else None
         if exact:  # the bound's gradient by q(w) is 0 there: none has to be found
@@ -118,6 +160,43 @@ class OptimalGP(SiteGP):
         else:
             coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
         return kind(process, features, coefficients, name, sites, phi if _same_rows(sites.inputs, process.x) else None)
+
+    def _in_weight_space(
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior],
+        sites: Sites,
+        features: KernelFeatures,
+        exact: bool,
+        absorb: bool = False,
+    ) -> SparsePosterior:
+        if not is_long(sites.inputs):
+            features.explicit(sites.inputs)  # with its graph, for the marginals
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
+            sums = features.gram(sites.inputs, sites.precision, sites.linear, absorb)
+            coefficients = optimal_of(features.sizes, *sums, None, name)
+        return kind(process, features, coefficients, name, sites)
+
+    def predict(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        """The posterior at new inputs. In weight space the kernel's diagonal acts on the training data too (eq. 12):
+
+        q(w) is the optimum for sites of variance 1/λₙ + c(xₙ), those of ∫ p(y | f) N(f | φᵀw, c) df for a Gaussian p.
+        """
+        sites = self.sites(process)
+        if self.sites.empty or not kernel_base.depends_on_rows(process.kernel):
+            return super().predict(process, name, kind)
+        settled = process.relative_to(sites.inputs)
+        features = self.basis(settled.kernel, settled.jitter, name)
+        if not isinstance(features, KernelFeatures):
+            return super().predict(settled, name, kind)
+        return self._in_weight_space(settled, name, kind, sites, features, False, True)
+
+    def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
+        none = process.x.new_zeros((*process.batch_shape, 1))
+        return self.given(process, name, kind, Sites(process.x[:1], none, none), False)
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
@@ -189,6 +268,10 @@ class ProjectedGP(SiteGP):
         return {"basis": {"kind": "projection"}, "batch_shape": list(self.batch_shape), "family": self.family} | _rows(
             self
         )
+
+
+def _device(module: AbstractModule) -> torch.device:
+    return next(module.parameters()).device
 
 
 def _contents(item: Any) -> Optional[list[Any]]:

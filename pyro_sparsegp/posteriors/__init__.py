@@ -1,7 +1,7 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
-from .optimal import PrecisionFactor, optimal
+from .optimal import PrecisionFactor, optimal, optimal_of
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
 from .product import (
     BlockCholesky,
@@ -34,4 +34,5 @@ __all__ = [
     "Product",
     "ProjectedGaussian",
     "optimal",
+    "optimal_of",
 ]

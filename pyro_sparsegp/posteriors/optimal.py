@@ -11,7 +11,7 @@ from torch import Tensor
 from ..linalg import cholesky, solve_lower
 from .product import DenseFactor, Factor, Product
 
-__all__ = ["PrecisionFactor", "optimal"]
+__all__ = ["PrecisionFactor", "optimal", "optimal_of", "weighted_gram"]
 
 
 class PrecisionFactor(DenseFactor):
@@ -75,11 +75,22 @@ def optimal(
     """
     sizes = [block.shape[-1] for block in features]
     phi = features[0] if len(features) == 1 else torch.cat(list(features), -1)
-    eye = torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device)
-    whole = eye + weighted_gram(phi, precision)
+    return optimal_of(sizes, weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0], groups, name)
+
+
+def optimal_of(
+    sizes: Sequence[int],
+    gram: Tensor,
+    right: Tensor,
+    groups: Optional[Sequence[Sequence[int]]] = None,
+    name: str = "f",
+) -> Product:
+    """:func:`optimal` from sums over the data: ΦᵀΛΦ, ``(..., M, M)``, and Φᵀλ(z − μ), ``(..., M)``."""
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    whole = eye + gram
     what = f"I + ΦᵀΛΦ of site {name!r}"
     factor = cholesky(whole, 0.0, what)
-    loc = torch.cholesky_solve((phi.mT @ linear[..., None]), factor)[..., 0]
+    loc = torch.cholesky_solve(right[..., None], factor)[..., 0]
     if groups is None or len(groups) == 1:
         return Product(sizes, [PrecisionFactor(loc, factor)], [tuple(range(len(sizes)))])
     edges = [0]
