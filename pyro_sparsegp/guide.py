@@ -35,7 +35,6 @@ from .conditioning import observes, read_sites, repeatable, require_full_batch
 from .families import Family, SiteFamily
 from .kernels import base as kernel_base
 from .likelihood import fill_masked, held_trace, is_quadratic, log_densities
-from .linalg import sum_blocks
 from .modules import unique_name
 from .process import (
     SAMPLE_PLATES,
@@ -492,7 +491,7 @@ class AutoSparseGP(AutoNormalMessenger):
             return posterior.mean + posterior.stddev * (line - line.mean()) / spread
         if request.setup:  # a smooth function for the layers above to place their inducing inputs on
             w = posterior.coefficients.rsample(posterior.batch_shape)
-            return process.mean + sum_blocks(posterior.features, w)
+            return process.mean + posterior.basis.function(process.x, w)
         if self._computing_median:
             return posterior.mean
         if isinstance(posterior, NodeSite) and request.nodes is not None:

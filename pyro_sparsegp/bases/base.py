@@ -8,11 +8,12 @@ always k − φφᵀ, so the features alone say everything.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 from torch import Tensor
 
+from ..linalg import sum_blocks
 from ..modules import AbstractModule
 from ..posteriors.base import Gaussian
 
@@ -39,6 +40,10 @@ class Features(ABC):
         :param known: Φ at x, if it is known.
         """
         return (*coefficients.moments(self(x) if known is None else known), None)
+
+    def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
+        """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each."""
+        return sum_blocks(self(x), w)
 
     @abstractmethod
     def components(self) -> list[Component]:

@@ -6,7 +6,7 @@ what a block needs on the way back is made again there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -133,6 +133,15 @@ class KernelFeatures(Features):
         parts = [dropping(moments, x[rows]) for rows in blocks_of(x)]
         mean, change, diagonal = (torch.cat(part, -1) for part in zip(*parts))
         return mean, change, diagonal
+
+    def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
+        if not is_long(x):
+            return super().function(x, w)
+
+        def values(rows: Tensor) -> Tensor:
+            return super(KernelFeatures, self).function(rows, w)
+
+        return torch.cat([dropping(values, x[rows]) for rows in blocks_of(x)], -1)
 
     def components(self) -> list[Component]:
         return [(self.kernel, self, tuple(range(len(self.sizes))))]
