@@ -90,9 +90,7 @@ def test_events_at_cells_are_poisson_counts():
 
     _, by_counts = maximise(binned, SVGP(grid[::4], trainable=False), grid, counts, num_nodes=20)
     events = grid.repeat_interleave(counts.long(), 0)
-    _, by_events = maximise(
-        cox(lambda: kernel), SVGP(grid[::4], trainable=False), grid, areas, events, num_nodes=20
-    )
+    _, by_events = maximise(cox(lambda: kernel), SVGP(grid[::4], trainable=False), grid, areas, events, num_nodes=20)
     constant = ((counts + 1).lgamma() - counts * areas.log()).sum()
     assert abs(by_counts + constant - by_events) < 1e-4
 

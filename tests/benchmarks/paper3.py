@@ -247,9 +247,9 @@ def split(path: Path, seed: int, device: str) -> dict[str, tuple[Tensor, Tensor]
 def table(options: argparse.Namespace) -> None:
     """Table 1."""
     lines = [
-        f"{platform.machine()}, {options.device}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, float32; "
-        f"at most {options.seconds:g} s of training a method, {options.seeds} seed(s); rates {options.rate:g} for networks "
-        f"and {options.rest:g} for the rest.",
+        f"{platform.machine()}, {options.device}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, "
+        f"float32; at most {options.seconds:g} s of training a method, {options.seeds} seed(s); rates {options.rate:g} "
+        f"for networks and {options.rest:g} for the rest.",
         "",
         "| set (rows) | method | MAE | RMSE | NLL | seconds | iterations | paper: MAE, RMSE, NLL, seconds (V100) |",
         "|---|---|---|---|---|---|---|---|",
@@ -309,7 +309,12 @@ def function(options: argparse.Namespace) -> None:
     figure, axes = plt.subplots(2, 4, figsize=(16, 6.5))
     print(f"n = {options.points}: method, MAE, RMSE and NLL of f + noise at 1000 points, noise sd, seconds")
     for column, (label, title) in enumerate(
-        [("GP", "GP, RBF"), ("DKL", "DKL, RBF base"), ("DBK-c", "DBK without correction"), ("DBK", "DBK with correction")]
+        [
+            ("GP", "GP, RBF"),
+            ("DKL", "DKL, RBF base"),
+            ("DBK-c", "DBK without correction"),
+            ("DBK", "DBK with correction"),
+        ]
     ):
         torch.manual_seed(0)
         pyro.set_rng_seed(0)
@@ -318,7 +323,9 @@ def function(options: argparse.Namespace) -> None:
         mean, variance = method.predict(grid, x, y)
         noise = float(method.noise(x).detach().sqrt())
         test = truth(grid[:, 0]) + 0.1 * torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(grid)
-        print(label, *(f"{value:.4f}" for value in scores(mean, variance, test)), f"{noise:.4f} {spent:.0f}", flush=True)
+        print(
+            label, *(f"{value:.4f}" for value in scores(mean, variance, test)), f"{noise:.4f} {spent:.0f}", flush=True
+        )
         t, mean, spread = grid[:, 0].cpu(), mean.cpu(), 2 * variance.sqrt().cpu()
         axis = axes[0, column]
         axis.plot(x[:, 0].cpu(), y.cpu(), ".", color="0.6", ms=3)

@@ -108,7 +108,10 @@ def steps(options: argparse.Namespace) -> None:
         out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         first, seconds, memory = (float(part) for part in out[-3:])
         points.append((math.log(size), math.log(seconds)))
-        print(f"| {size} | {first:.1f} | {seconds:.3f} | {memory:.2f} | {4 * size * options.rank / 2**30:.3f} |", flush=True)
+        print(
+            f"| {size} | {first:.1f} | {seconds:.3f} | {memory:.2f} | {4 * size * options.rank / 2**30:.3f} |",
+            flush=True,
+        )
     n, t = zip(*points)
     slope = np.polyfit(n, t, 1)[0]
     print(f"\nLog-log slope of the step's time: {slope:.3f}")
@@ -128,7 +131,8 @@ def elevation(options: argparse.Namespace) -> None:
     print(
         f"{platform.machine()}, {options.device}, {torch.get_num_threads()} thread(s); {len(x)} rows to train on, "
         f"{len(new)} to test; r = {options.rank}, width {options.width}; target's sd {scale:.0f} m\n\n"
-        "| method | steps | training (s) | prediction (s) | RMSE (standardised) | RMSE (m) | NLL |\n|---|---|---|---|---|---|---|"
+        "| method | steps | training (s) | prediction (s) | RMSE (standardised) | RMSE (m) | NLL |\n"
+        "|---|---|---|---|---|---|---|"
     )
 
     def report(label: str, guide: AutoSparseGP, count: int, spent: float) -> None:
@@ -141,7 +145,8 @@ def elevation(options: argparse.Namespace) -> None:
             rmse = error.mean().sqrt().item()
         taken = clock(x) - start
         print(
-            f"| {label} | {count} | {spent:.0f} | {taken:.1f} | {rmse:.4f} | {rmse * scale:.1f} | {nll:.3f} |", flush=True
+            f"| {label} | {count} | {spent:.0f} | {taken:.1f} | {rmse:.4f} | {rmse * scale:.1f} | {nll:.3f} |",
+            flush=True,
         )
 
     model = Regression(x, options.rank, options.width)
@@ -159,8 +164,7 @@ def elevation(options: argparse.Namespace) -> None:
 
     exact, _ = trainer(model, ExactWeightSpace(), options.rate)
     start = clock(x)
-    with torch.no_grad():
-        exact(x, y)
+    exact(x, y)
     report("exact posterior, that network", exact, count, spent + clock(x) - start)
 
     model = Regression(x, options.rank, options.width)
