@@ -156,7 +156,10 @@ class GaussianProcess(TorchDistribution):
 
     def relative_to(self, rows: Tensor) -> GaussianProcess:
         """The same process with the diagonal term that its kernel has in the company of ``rows``, ``(N₀, D)``."""
-        kernel = kernel_base.relative_to(self.kernel, rows)
+        return self.with_kernel(kernel_base.relative_to(self.kernel, rows))
+
+    def with_kernel(self, kernel: Any) -> GaussianProcess:
+        """The process at the same inputs and of the same mean, with another kernel of the same batch shape."""
         if kernel is self.kernel:
             return self
         new = copy.copy(self)

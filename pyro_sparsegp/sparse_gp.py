@@ -12,10 +12,10 @@ from .bases import Basis, KernelFeatures
 from .bases.actions import DenseActions, Policy, UserPolicy
 from .bases.projection import ProjectedFeatures, project
 from .blocks import is_long
-from .kernels import Kernel
 from .kernels import base as kernel_base
+from .memory import Held, Memory, contents, equal
 from .modules import AbstractModule
-from .posteriors import Coefficients, ProjectedGaussian, optimal, optimal_of
+from .posteriors import Coefficients, Gaussian, ProjectedGaussian, optimal, optimal_of
 from .process import GaussianProcess, SparsePosterior
 from .sites import FreeSites, KeptSites, Sites
 
@@ -37,6 +37,7 @@ class SparseGP(AbstractModule):
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
         self.register_buffer("rows", None)
+        self._memory = Memory()
 
     def forward(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
@@ -49,7 +50,12 @@ class SparseGP(AbstractModule):
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
     ) -> SparsePosterior:
         """The posterior at new inputs, where the kernel's diagonal is that in the company of the training inputs."""
-        return self(process if self.rows is None else process.relative_to(self.rows), name, kind)
+        rows = self.rows
+        if rows is not None and kernel_base.depends_on_rows(process.kernel):
+            key = contents([process.kernel, Held(rows)])
+            kernel = self._memory.recall(key, lambda: kernel_base.relative_to(process.kernel, rows))
+            process = process.with_kernel(kernel)
+        return self(process, name, kind)
 
     @property
     def num_seen(self) -> int:
@@ -145,6 +151,7 @@ class OptimalGP(SiteGP):
     def __init__(self, basis: Basis, blockwise: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.basis, self.blockwise = basis, blockwise
+        self._memory = Memory()
 
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
@@ -169,12 +176,11 @@ class OptimalGP(SiteGP):
         sites: Sites,
         features: KernelFeatures,
         exact: bool,
-        absorb: bool = False,
     ) -> SparsePosterior:
         if not is_long(sites.inputs):
             features.explicit(sites.inputs)  # with its graph, for the marginals
         with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
-            sums = features.gram(sites.inputs, sites.precision, sites.linear, absorb)
+            sums = features.gram(sites.inputs, sites.precision, sites.linear)
             coefficients = optimal_of(features.sizes, *sums, None, name)
         return kind(process, features, coefficients, name, sites)
 
@@ -188,11 +194,21 @@ class OptimalGP(SiteGP):
         sites = self.sites(process)
         if self.sites.empty or not kernel_base.depends_on_rows(process.kernel):
             return super().predict(process, name, kind)
-        settled = process.relative_to(sites.inputs)
-        features = self.basis(settled.kernel, settled.jitter, name)
-        if not isinstance(features, KernelFeatures):
-            return super().predict(settled, name, kind)
-        return self._in_weight_space(settled, name, kind, sites, features, False, True)
+
+        def condition() -> tuple[Any, Optional[Gaussian]]:
+            kernel = kernel_base.relative_to(process.kernel, sites.inputs)
+            features = self.basis(kernel, process.jitter, name)
+            if not isinstance(features, KernelFeatures):
+                return kernel, None
+            sums = features.gram(sites.inputs, sites.precision, sites.linear, absorb=True)
+            return kernel, optimal_of(features.sizes, *sums, None, name)
+
+        key = contents([process.kernel, Held(sites.inputs), Held(sites.precision), Held(sites.linear)])
+        kernel, coefficients = self._memory.recall(key, condition)
+        settled = process.with_kernel(kernel)
+        if coefficients is None:
+            return self.given(settled, name, kind, sites, False)
+        return kind(settled, self.basis(kernel, process.jitter, name), coefficients, name, sites)
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         none = process.x.new_zeros((*process.batch_shape, 1))
@@ -227,11 +243,11 @@ class ProjectedGP(SiteGP):
     def _projected_before(self, kernel: Any, sites: Sites, name: str) -> tuple[ProjectedFeatures, Tensor]:
         """The projection, which visits all pairs of rows, of the last call if nothing has changed since."""
         state = [sites.inputs, sites.precision, sites.linear, *self.policy.parameters(), *self.policy.buffers()]
-        key = _contents(kernel)
+        key = contents(kernel)
         if key is None or isinstance(self.policy, UserPolicy):
             return project(kernel, self.policy(kernel, sites, name), name)
         key = [*key, *(part.detach().clone() for part in state)]
-        if self._remembered is None or not _equal(self._remembered[0], key):
+        if self._remembered is None or not equal(self._remembered[0], key):
             self._remembered = key, project(kernel, self.policy(kernel, sites, name), name)
         return self._remembered[1]
 
@@ -272,37 +288,6 @@ class ProjectedGP(SiteGP):
 
 def _device(module: AbstractModule) -> torch.device:
     return next(module.parameters()).device
-
-
-def _contents(item: Any) -> Optional[list[Any]]:
-    """All the numbers and tensors that a kernel of ours is made of, or ``None`` if it holds anything else."""
-    if isinstance(item, Tensor):
-        return [item.detach().clone()]
-    if item is None or isinstance(item, (bool, int, float, str)):
-        return [item]
-    if isinstance(item, Kernel) and type(item).__module__.startswith(__package__ or "pyro_sparsegp"):
-        item = [type(item).__qualname__, *vars(item).values()]
-    if not isinstance(item, (list, tuple)):
-        return None
-    found: list[Any] = [len(item)]
-    for part in item:
-        inner = _contents(part)
-        if inner is None:
-            return None
-        found.extend(inner)
-    return found
-
-
-def _equal(one: list[Any], other: list[Any]) -> bool:
-    if len(one) != len(other):
-        return False
-    for a, b in zip(one, other):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not torch.equal(a, b):
-                return False
-        elif type(a) is not type(b) or a != b:
-            return False
-    return True
 
 
 def _same_rows(inputs: Tensor, x: Tensor) -> bool:

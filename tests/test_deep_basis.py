@@ -9,7 +9,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import MCMC, NUTS, Predictive
+from pyro.infer import MCMC, NUTS, Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
@@ -25,7 +26,7 @@ from pyro_sparsegp.families import (
 )
 from pyro_sparsegp.kernels import DeepBasis
 
-from .models import data, maximise, train
+from .models import data, estimate, maximise, train
 
 NOISE = 0.2
 
@@ -300,6 +301,46 @@ def test_features_collapse_to_rank_one_without_correction_and_not_with_it():
 # Blocks of rows.
 
 
+@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
+def test_blocks_of_several_outputs(family, monkeypatch):
+    x, y = data(num=45)
+    y = torch.stack([y, torch.cos(5 * x[:, 1])], -1)
+    results = []
+    for whole in (1000, 16):
+        monkeypatch.setattr(blocks, "_WHOLE", whole)
+        monkeypatch.setattr(blocks, "_BLOCK", 8)
+        pyro.clear_param_store()
+        network = mlp()
+
+        def model(x, y=None, network=network):
+            pyro.module("network", network)
+            scale = pyro.param("scale", torch.tensor([1.0, 0.5]))
+            f = pyro.sample("f", GaussianProcess(scale * DeepBasis(network), x).to_event(1))
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(f.mT, NOISE).to_event(1), obs=y)
+
+        guide = AutoSparseGP(model, family)
+        loss = TraceQuadrature_ELBO(2).loss_and_grads(model, guide, x, y)
+        q = guide.posterior(2 * x)["f"]
+        gradients = [p.grad.clone() for p in network.parameters()]
+        results.append((torch.tensor(loss), *gradients, q.mean.detach(), q.variance.detach()))
+        assert q.mean.shape == (2, 45)
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
+def test_objectives_agree(family):
+    x, y = data(num=20)
+    model = deep(mlp())
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=20)
+    bound = TraceQuadrature_ELBO(2).loss(model, guide, x, y)
+    for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
+        mean, error = estimate(loss, model, guide, x, y)
+        assert abs(mean - bound) < 5 * error + 1e-6
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "_WHOLE", 16)
@@ -332,6 +373,8 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
     likelihood, wrap = STREAMED[case]
     x, y = data(num=45)
     y = y.abs().round() if case == "poisson" else y
+    order = squares(mlp(), x).argsort()  # the largest row is in the last block, not the first
+    x, y = x[order], y[order]
     if case == "sum":  # [0] reads one column
         wrap = lambda k: 0.5 * k + kernels.Linear(0.3) + 2.0 * k  # noqa: E731
     results = []
@@ -481,6 +524,39 @@ def test_state_and_copies_keep_the_level(family):
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
     network.double()
+
+
+@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
+def test_predictions_visit_the_training_rows_once(family, monkeypatch):
+    network, (x, y) = mlp(), data(num=30)
+    model = deep(network)
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=3)
+    visits = []
+    plain = DeepBasis.relative_to
+    monkeypatch.setattr(DeepBasis, "relative_to", lambda k, rows: visits.append(1) or plain(k, rows))
+    new = torch.rand(3, 2)
+    with torch.no_grad():
+        before = guide.posterior(new)["f"]
+        again = guide.posterior(new + 0.1)["f"]
+        predict(model, guide, new, num_samples=5)
+    assert len(visits) == 1
+    assert (before.mean - again.mean).abs().max() > 1e-6
+    torch.testing.assert_close(guide.posterior(new)["f"].variance, before.variance)
+    for change in ("weights", "rows", "training"):
+        with torch.no_grad():
+            before = guide.posterior(new)["f"]
+            if change == "weights":
+                network[2].weight.mul_(1.1)
+            elif change == "rows" and isinstance(family, WeightSpace):
+                guide.gps.f.rows.mul_(4.0)
+            elif change == "rows":
+                guide.gps.f.sites.precision = 0.5 * guide.gps.f.sites.precision
+        if change == "training":
+            train(model, guide, x, y, steps=1)
+        with torch.no_grad():
+            assert (guide.posterior(new)["f"].variance - before.variance).abs().max() > 1e-8
+    assert copy.deepcopy(guide).gps.f._memory._last is None
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
@@ -657,6 +733,25 @@ def with_blocks(call):
 def test_networks_of_other_shapes_raise(network, message):
     with pytest.raises(ValueError, match=message):
         DeepBasis(network)(torch.rand(20, 2))
+
+
+def test_networks_that_differ_from_call_to_call_raise():
+    for layer in (nn.Dropout(0.5), nn.BatchNorm1d(16)):
+        network = nn.Sequential(nn.Linear(2, 16), layer, nn.Linear(16, 3))
+        with pytest.raises(ValueError, match=rf"{type(layer).__name__} in training mode at '1'.*network.eval\(\)"):
+            DeepBasis(network)
+        DeepBasis(network.eval())
+
+    class Bayesian(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = PyroSample(dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    with pytest.raises(ValueError, match=r"draws \['weight'\] anew at each call.*pyro.sample"):
+        DeepBasis(Bayesian())
 
 
 def test_no_network_raises():

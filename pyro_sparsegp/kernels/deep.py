@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
-from torch import Tensor
+from pyro.nn import PyroModule
+from torch import Tensor, nn
 
 from ..blocks import blocks_of, dropping
 from ..linalg import row_squares
@@ -28,8 +29,8 @@ class DeepBasis(FeatureKernel):
     evaluated now, and the row asked for. Guides and :meth:`GaussianProcess.given` call it with the training inputs.
     Without the correction, training tends to a kernel of rank one and vanishing uncertainty (theorem 1).
 
-    In a model the network must be registered, ``pyro.module("net", net)``, and the kernel is built in each run. Its
-    output must depend on each row alone: no dropout, no batch normalisation in training mode. Sums, products, scaled
+    In a model the network must be registered, ``pyro.module("net", net)``, and the kernel is built in each run. It is
+    evaluated several times a run, in parts: its output must depend on the row alone. Sums, products, scaled
     and column-selecting kernels carry the diagonal along: a summand or factor is corrected by itself. A kernel of
     your own with other features is a :class:`FeatureKernel`.
 
@@ -40,12 +41,15 @@ class DeepBasis(FeatureKernel):
 
     :param network: a module, or any callable of tensors, (N, D) to (N, r).
     :param variance_correction: whether k has the diagonal term c.
-    :raises ValueError: if the network is not callable, or does not give one row of features for each row.
+    :raises ValueError: if the network is not callable, does not give one row of features for each row, or has layers in
+        training mode (dropout, batch normalisation) or weights (``PyroSample``) that differ from call to call.
     """
 
     def __init__(self, network: Callable[[Tensor], Tensor], variance_correction: bool = True) -> None:
         if not callable(network) or isinstance(network, type):
             raise ValueError(f"DeepBasis's network must be a module or a callable (N, D) -> (N, r), got {network!r}")
+        if isinstance(network, nn.Module):
+            _require_repeatable(network)
         self.network, self.variance_correction = network, bool(variance_correction)
         self.level: Optional[Tensor] = None  # maxₙ ‖φ(xₙ)‖², if known
 
@@ -108,8 +112,36 @@ class DeepBasis(FeatureKernel):
         return None if self.variance_correction else super().prior_functions(num, num_features, x)
 
     def _repr_arguments(self) -> str:
-        name = type(self.network).__name__ if isinstance(self.network, torch.nn.Module) else _name(self.network)
+        name = type(self.network).__name__ if isinstance(self.network, nn.Module) else _name(self.network)
         return name if self.variance_correction else f"{name}, variance_correction=False"
+
+
+_UNREPEATABLE = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+def _require_repeatable(network: nn.Module) -> None:
+    for name, part in network.named_modules():
+        if part.training and isinstance(part, _UNREPEATABLE):
+            raise ValueError(
+                f"DeepBasis's network has a {type(part).__name__} in training mode at {name or 'its top'!r}, whose "
+                "output differs from call to call; call network.eval(), or use LayerNorm and weight decay."
+            )
+        if isinstance(part, PyroModule) and part._pyro_samples:
+            raise ValueError(
+                f"DeepBasis's network draws {sorted(part._pyro_samples)} anew at each call, and a kernel calls it "
+                "several times. Draw the weights by pyro.sample in the model and give DeepBasis a function of them."
+            )
 
 
 def _name(network: Any) -> str:
