@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["blocks_of", "dropping", "is_long"]
+__all__ = ["blocks_of", "by_rows", "dropping", "is_long"]
 
 _WHOLE = 2**15  # rows that are taken at once; above, blocks
 _BLOCK = 2**12  # rows of a block: what a CPU's caches like; a GPU takes 32 times that
@@ -32,3 +32,24 @@ def dropping(function: Callable, *args: Tensor) -> Any:
     if not torch.is_grad_enabled():
         return function(*args)
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
+    """The tensors ``(..., N)`` that ``function`` gives at inputs ``(N, D)``, evaluated in blocks if these are many."""
+    slices = blocks_of(x)
+    if len(slices) == 1:
+        return function(x)
+    if torch.is_grad_enabled():
+        parts = [dropping(function, x[rows]) for rows in slices]
+        return tuple(torch.cat(part, -1) for part in zip(*parts))
+    # Small results that stay would break up the memory that the next block could have used again.
+    whole: Optional[tuple[Tensor, ...]] = None
+    for rows in slices:
+        found = function(x[rows])
+        if whole is None:
+            whole = tuple(part.new_empty(*part.shape[:-1], x.shape[0]) for part in found)
+        for part, into in zip(found, whole):
+            into[..., rows] = part
+        del found, part
+    assert whole is not None
+    return whole

@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..blocks import blocks_of, dropping, is_long
+from ..blocks import blocks_of, by_rows, dropping, is_long
 from ..kernels import base as kernel_base
 from ..linalg import row_squares
 from ..posteriors.base import Gaussian
@@ -130,18 +130,11 @@ class KernelFeatures(Features):
             found = self._explicit(settled, rows)
             return (*coefficients.moments([found.features]), found.diagonal)
 
-        parts = [dropping(moments, x[rows]) for rows in blocks_of(x)]
-        mean, change, diagonal = (torch.cat(part, -1) for part in zip(*parts))
+        mean, change, diagonal = by_rows(moments, x)
         return mean, change, diagonal
 
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
-        if not is_long(x):
-            return super().function(x, w)
-
-        def values(rows: Tensor) -> Tensor:
-            return super(KernelFeatures, self).function(rows, w)
-
-        return torch.cat([dropping(values, x[rows]) for rows in blocks_of(x)], -1)
+        return by_rows(lambda rows: (super(KernelFeatures, self).function(rows, w),), x)[0]
 
     def components(self) -> list[Component]:
         return [(self.kernel, self, tuple(range(len(self.sizes))))]

@@ -9,7 +9,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from ..blocks import blocks_of, dropping
+from ..blocks import by_rows
 from ..linalg import row_squares
 from .base import Explicit, PriorFunctions
 from .features import FeatureKernel
@@ -76,9 +76,7 @@ class DeepBasis(FeatureKernel):
         return torch.maximum(self.level, squares)
 
     def _squares(self, x: Tensor) -> Tensor:
-        if len(slices := blocks_of(x)) == 1:
-            return row_squares(self.features(x))
-        return torch.cat([dropping(lambda rows: row_squares(self.features(rows)), x[rows]) for rows in slices])
+        return by_rows(lambda rows: (row_squares(self.features(rows)),), x)[0]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         phi = self.features(x)
