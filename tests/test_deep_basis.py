@@ -641,6 +641,27 @@ def test_contract(family, kernel, dtype, device):
     assert torch.equal(other.posterior(new)["f"].variance, guide.posterior(new)["f"].variance)
 
 
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
+def test_components_of_a_sum(family):
+    network, (x, y) = mlp(), data(num=30)
+    model = deep(network, wrap=lambda k: kernels.Constant(1.0) + 0.5 * k + kernels.White(0.1) + kernels.Linear(2.0))
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=20)
+    new = torch.rand(6, 2)
+    q = guide.posterior(new)["f"]
+    assert len(q.components) == 4
+    torch.testing.assert_close(sum(part.mean for part in q.components), q.mean)
+    m, s = q.coefficients.loc[0], q.coefficients.covariance_matrix
+    phi = 0.5**0.5 * network(new)
+    deep_one = q.components[1]
+    level = 0.5 * (squares(network, x).max() - squares(network, new)).clamp(min=0)
+    torch.testing.assert_close(deep_one.mean, phi @ m[1:6])
+    torch.testing.assert_close(deep_one.variance, (phi @ s[1:6, 1:6] * phi).sum(-1) + level)
+    torch.testing.assert_close(q.components[2].variance, torch.full((6,), 0.1))
+    torch.testing.assert_close(q.components[2].mean, torch.zeros(6))
+    torch.testing.assert_close(q.components[3].variance, (2 * new @ s[6:, 6:] * new).sum(-1))
+
+
 def test_paths_have_the_residual():
     network, (x, y) = mlp(), data(num=30)
     model = deep(network)

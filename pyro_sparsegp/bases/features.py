@@ -137,7 +137,11 @@ class KernelFeatures(Features):
         return by_rows(lambda rows: (super(KernelFeatures, self).function(rows, w),), x)[0]
 
     def components(self) -> list[Component]:
-        return [(self.kernel, self, tuple(range(len(self.sizes))))]
+        blocks = tuple(range(len(self.sizes)))
+        terms = kernel_base.terms(self.kernel)
+        if len(terms) == 1:
+            return [(self.kernel, self, blocks)]
+        return [(term, _TermFeatures(terms, i, self.size), blocks) for i, term in enumerate(terms)]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
         if not self.sizes or kernel_base.prior_functions(self.kernel, 1, 1, x) is None:
@@ -145,3 +149,25 @@ class KernelFeatures(Features):
         phi = self(x[..., :1, :])[0]
         w = torch.randn(num, *phi.shape[:-2], phi.shape[-1], dtype=x.dtype, device=x.device)
         return lambda x: (self(x)[0] @ w[..., None])[..., 0], [w]
+
+
+class _TermFeatures(Features):
+    """The features of one summand, at their place among those of all, with zeros for the others'."""
+
+    def __init__(self, terms: Sequence[Any], index: int, size: int) -> None:
+        super().__init__(terms[index], (size,) if size else ())
+        self.terms, self.index = terms, index
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        phi = self._of(self.index, x)
+        before = sum(self._of(i, x[..., :1, :]).shape[-1] for i in range(self.index))
+        after = sum(self.sizes) - before - phi.shape[-1]
+        return [torch.nn.functional.pad(phi, (before, after))] if self.sizes else []
+
+    def _of(self, index: int, x: Tensor) -> Tensor:
+        phi = kernel_base.features(self.terms[index], x)
+        assert phi is not None  # the sum has features
+        return phi
+
+    def components(self) -> list[Component]:
+        return [(self.kernel, self, tuple(range(len(self.sizes))))]
