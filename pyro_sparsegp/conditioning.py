@@ -6,6 +6,8 @@ later are drawn ahead, and the run takes those draws when it gets there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Optional
 
 import pyro
@@ -24,7 +26,7 @@ from .structure import DATAWISE
 if TYPE_CHECKING:
     from .guide import AutoSparseGP
 
-__all__ = ["read_sites", "require_full_batch"]
+__all__ = ["observes", "read_sites", "repeatable", "require_full_batch"]
 
 
 def require_full_batch(name: str, module: SiteGP, trace: poutine.Trace) -> None:
@@ -85,6 +87,34 @@ def read_sites(guide: AutoSparseGP, name: str, process: GaussianProcess, module:
     if guide.keeps_sites:
         module.sites.keep(sites, truncated)
     return sites
+
+
+def observes(guide: AutoSparseGP) -> bool:
+    """Whether the run that the guide is in will observe data: the model is run ahead, its GP sites at their means."""
+    assert guide.structure is not None
+    args, kwargs = guide.args_kwargs
+    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(guide.like), _AtMeans():
+        trace = poutine.trace(guide.model).get_trace(*args, **kwargs)
+    return any(name in guide.structure.rows and site["is_observed"] for name, site in trace.nodes.items())
+
+
+@contextmanager
+def repeatable(like: Tensor) -> Iterator[None]:
+    """The same random numbers each time, and the global generator as it was."""
+    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+        torch.manual_seed(0)
+        yield
+
+
+class _AtMeans(Messenger):
+    """Holds GP sites at their prior means."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn = msg["fn"]
+        while isinstance(fn, torch.distributions.Independent):
+            fn = fn.base_dist
+        if isinstance(fn, GaussianProcess) and not msg["is_observed"]:
+            msg["value"], msg["done"] = fn.mean, True
 
 
 class _Reader:

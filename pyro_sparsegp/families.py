@@ -130,7 +130,10 @@ class FreeFormFamily(BasisFamily):
         """The posterior over the coefficients, to be called with block sizes, batch shape and a tensor like it."""
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
-        return self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+        module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+        if kernel_base.depends_on_rows(process.kernel):
+            module.see(process.x)
+        return module
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
         return self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
@@ -326,7 +329,11 @@ class OnFeatures(BasisFamily):
 
 @dataclass(frozen=True, eq=False)
 class WeightSpace(OnFeatures, FreeFormFamily):
-    """The kernel's own features with a full covariance (paper 3, eq. 8 to 10)."""
+    """The kernel's own features with a full covariance (paper 3, eq. 8 to 10): any likelihood, by mini-batches.
+
+    Under a :class:`~pyro_sparsegp.kernels.DeepBasis` a step's variance correction is relative to the batch, that of
+    predictions to the training inputs that the guide has seen in one call: call it on all of them once.
+    """
 
     def new_coefficients(self) -> NewCoefficients:
         return FullCholesky
@@ -449,7 +456,14 @@ class FreeSites(SGPR):
 
 @dataclass(frozen=True, eq=False)
 class ExactWeightSpace(OnFeatures, OptimalFamily):
-    """The kernel's own features with the posterior that is optimal given the likelihood (paper 3, eq. 5 and 6)."""
+    """The kernel's own features with the posterior that is optimal given the likelihood (paper 3, eq. 5, 6 and 12).
+
+    A step takes O(NR²) time for R features. Beyond 32,768 rows on a CPU (a million on a GPU) these are formed in
+    blocks and dropped, on the way back too, so that memory is O(N + BR) with B rows a block: a network's output must
+    then depend on each row alone. Under a :class:`~pyro_sparsegp.kernels.DeepBasis` the bound is that of eq. 11, and
+    predictions are those of eq. 12, from sites of variance 1/λₙ + c(xₙ): exact for a likelihood that is Gaussian in
+    f, for others the correction of the sites' Gaussian approximation.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,10 +506,13 @@ class ComputationAware(SiteFamily):
                 f"site {name!r} asks for {self.num_actions} actions, the guide's first call has {x.shape[-2]} rows"
             )
         row = x[:1]
-        if not torch.allclose(kernel.diag(row), kernel(row, row)[..., 0], rtol=1e-4):
+        if kernel_base.depends_on_rows(kernel) or not torch.allclose(
+            kernel.diag(row), kernel(row, row)[..., 0], rtol=1e-4
+        ):
             raise ValueError(
-                f"the kernel of site {name!r} has a diagonal term, such as White, which projections of data cannot "
-                "tell from noise: put the noise into the likelihood."
+                f"the kernel of site {name!r} has a diagonal term, such as White or a DeepBasis' correction, which "
+                "projections of data cannot tell from noise: put the noise into the likelihood, or turn the correction "
+                "off."
             )
         policy = self._policy(x, process.batch_shape, None)
         return ProjectedGP(policy, sites, process.batch_shape, self.declared(), self.at, self.rate, self.updates)
@@ -528,6 +545,11 @@ class ExpectationFamily(BasisFamily):
     """
 
     def build(self, process: GaussianProcess, name: str) -> ExpectationGP:
+        if kernel_base.depends_on_rows(process.kernel):
+            raise ValueError(
+                f"the kernel of site {name!r} has a variance correction, {process.kernel!r}, which expectation "
+                "propagation does not know: take variance_correction=False, or WeightSpace with SVI."
+            )
         return self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ExpectationGP:

@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from . import structure
-from .conditioning import read_sites, require_full_batch
+from .conditioning import observes, read_sites, repeatable, require_full_batch
 from .expectation_gp import ExpectationGP
 from .families import ExpectationFamily, Family, SiteFamily
+from .kernels import base as kernel_base
 from .likelihood import fill_masked, held_trace, is_quadratic, log_densities, without_event
-from .linalg import sum_blocks
 from .modules import unique_name
 from .process import (
     SAMPLE_PLATES,
@@ -91,6 +91,8 @@ class _Request:
     reading: bool = False  # sites are read off the model
     refreshing: bool = False  # and nothing else is wanted
     processes: Optional[dict[str, GaussianProcess]] = None  # GP sites' priors are wanted, and nothing else
+    seeing: bool = False  # modules take note of all the training inputs, and nothing else is wanted
+    observing: Optional[bool] = None  # whether data are observed; None is not known
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)  # collected
     ahead: dict[str, Tensor] = field(default_factory=dict)  # drawn before the run gets there
 
@@ -103,9 +105,10 @@ class Probe:
     posteriors: dict[str, SparsePosterior]
     values: dict[str, Tensor]
 
-    def downstream(self) -> list[Tensor]:
-        """All the log densities, and what GP sites make of their inputs, in order."""
-        return [*self.densities.values(), *(part for q in self.posteriors.values() for part in _inputs_of(q))]
+    def downstream(self, moved: Collection[str] = ()) -> list[Tensor]:
+        """All the log densities, and what GP sites other than those ``moved`` make of their inputs, in order."""
+        others = [q for name, q in self.posteriors.items() if name not in moved]
+        return [*self.densities.values(), *(part for q in others for part in _inputs_of(q))]
 
 
 class AutoSparseGP(AutoNormalMessenger):
@@ -165,6 +168,7 @@ class AutoSparseGP(AutoNormalMessenger):
         self._like = torch.empty(0)
         self._last: Optional[tuple[tuple, dict[str, Any]]] = None  # the last training call, of families on sites
         self.warned: set[str] = set()
+        self._row_counts: dict[str, tuple[int, int]] = {}  # of a GP's rows in a mini-batch, and in all the data
 
     # Running the model.
 
@@ -210,7 +214,11 @@ class AutoSparseGP(AutoNormalMessenger):
         if self.structure is None:
             self._initialise(args, kwargs)
         self._refresh_sites()
-        with self._requesting(_Request(predicting=True), median=True) as request, poutine.block(), whole_plates():
+        with (
+            self._requesting(_Request(predicting=True, observing=False), median=True) as request,
+            poutine.block(),
+            whole_plates(),
+        ):
             super().__call__(*args, **kwargs)
         return request.posteriors
 
@@ -222,7 +230,7 @@ class AutoSparseGP(AutoNormalMessenger):
         :param wrapped: this guide, or what handlers such as ``poutine.scale`` made of it.
         :returns: the model's trace, the guide's, and the values of all sites, the plates' row numbers among them.
         """
-        with self._requesting(_Request(nodes=nodes, reading=self.on_sites)):
+        with self._requesting(_Request(nodes=nodes, reading=self.on_sites, observing=True)):
             wrapped(*args, **kwargs)
         try:
             self._after_run(args, kwargs)
@@ -261,13 +269,14 @@ class AutoSparseGP(AutoNormalMessenger):
         training = self.training
         self.train(not joint)
         try:
-            with self._requesting(_Request(predicting=True)), poutine.block(), whole_plates():
+            with self._requesting(_Request(predicting=True, observing=False)), poutine.block(), whole_plates():
                 return super().__call__(*args, **kwargs)
         finally:
             self.train(training)
 
     def _after_run(self, args: tuple, kwargs: dict[str, Any]) -> None:
         self._check_rows()
+        self._count_rows()
         if not self.on_sites:
             return
         for name, module in self._site_modules().items():
@@ -275,6 +284,13 @@ class AutoSparseGP(AutoNormalMessenger):
         assert self.structure is not None
         if self.keeps_sites and any(self.trace.nodes[name]["is_observed"] for name in self._rows_here()):
             self._last = args, kwargs
+
+    def _count_rows(self) -> None:
+        for name, (rows, _) in self._row_counts.items():
+            for site_name in self._rows_here():
+                for frame in self.trace.nodes[site_name]["cond_indep_stack"]:
+                    if frame.size == rows and frame.full_size is not None:
+                        self._row_counts[name] = rows, int(frame.full_size)
 
     def _rows_here(self) -> list[str]:
         assert self.structure is not None
@@ -355,9 +371,9 @@ class AutoSparseGP(AutoNormalMessenger):
             with (
                 torch.inference_mode(False),  # what is kept must serve training, too
                 torch.no_grad(),
-                _repeatable(self._like),
+                repeatable(self._like),
                 poutine.block(),
-                self._requesting(_Request(reading=True, refreshing=True), median=True),
+                self._requesting(_Request(reading=True, refreshing=True, observing=True), median=True),
             ):
                 super().__call__(*args, **kwargs)
         finally:
@@ -478,6 +494,12 @@ class AutoSparseGP(AutoNormalMessenger):
         elif self.training and not self._computing_median:
             coupled = self.structure is not None and self.structure.dependence.get(name) == structure.COUPLED
             kind = ExpectedSite if coupled else MarginalSite
+        if request.seeing:
+            module.see(process.x)
+            return process.mean
+        observing = True
+        if kernel_base.depends_on_rows(process.kernel):
+            observing = self._observing(name, process, module)
         if request.refreshing and isinstance(module, SiteGP):
             # Iterated sites stay: to look at a guide must not change how it trains.
             if isinstance(module.sites, KeptSites) and self.structure and name in self.structure.quadratic:
@@ -487,11 +509,15 @@ class AutoSparseGP(AutoNormalMessenger):
         if request.reading and not request.refreshing and self._is_to_read(module):
             sites = read_sites(self, name, process, module)
             quadratic = self.structure is not None and name in self.structure.quadratic
-            posterior = module(process, name, kind, sites, sites is not None and quadratic and not self._meets(name))
+            if observing:
+                exact = sites is not None and quadratic and not self._meets(name)
+                posterior = module(process, name, kind, sites, exact)
+            else:
+                posterior = module.predict(process, name, kind)
             if sites is not None and not quadratic and self.keeps_sites:
                 module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
         else:
-            posterior = module(process, name, kind)
+            posterior = module(process, name, kind) if observing else module.predict(process, name, kind)
         request.posteriors[name] = posterior
         if name in request.values:
             return request.values[name]
@@ -501,12 +527,31 @@ class AutoSparseGP(AutoNormalMessenger):
             return posterior.mean + posterior.stddev * (line - line.mean()) / spread
         if request.setup:  # a smooth function for the layers above to place their inducing inputs on
             w = posterior.coefficients.rsample(posterior.batch_shape)
-            return process.mean + sum_blocks(posterior.features, w)
+            return process.mean + posterior.basis.function(process.x, w)
         if self._computing_median:
             return posterior.mean
         if isinstance(posterior, NodeSite) and request.nodes is not None:
             posterior.at_node(request.nodes[name])
         return posterior.to_event(event_dim) if event_dim else posterior
+
+    def _observing(self, name: str, process: GaussianProcess, module: Any) -> bool:
+        """Whether this run observes data, for a kernel whose diagonal depends on the rows in training."""
+        request = self._request
+        if request.observing is None:
+            request.observing = observes(self)
+        if request.observing:
+            if self.keeps_sites:
+                module.see(process.x)
+                self._row_counts[name] = process.x.shape[-2], 0
+        elif module.num_seen < self._row_counts.get(name, (0, 0))[1] and name not in self.warned:
+            self.warned.add(name)
+            warnings.warn(
+                f"the kernel of GP site {name!r} has a variance correction relative to the training inputs; the guide "
+                f"has seen at most {module.num_seen} of {self._row_counts[name][1]} of them in one call. Call it once "
+                "with all of them, guide(x, y), before or after training.",
+                stacklevel=5,
+            )
+        return request.observing
 
     def _is_to_read(self, module: Any) -> bool:
         if not isinstance(module, SiteGP) or not isinstance(module.sites, KeptSites):
@@ -622,11 +667,16 @@ class AutoSparseGP(AutoNormalMessenger):
             )
         self._like = _first_tensor((args, kwargs))
         try:
-            with torch.no_grad(), poutine.block(), self._requesting(_Request(setup=True), median=True) as request:
+            with (
+                torch.no_grad(),
+                poutine.block(),
+                self._requesting(_Request(setup=True, observing=True), median=True) as request,
+            ):
                 super().__call__(*args, **kwargs)
             trace = self.trace
             self._check_sites(trace, request)
             self.structure = self._describe(trace, request)
+            self._see_all(args, kwargs, trace, request)
             self._find_dependence(args, kwargs)
         except BaseException:
             self._forget()
@@ -639,6 +689,17 @@ class AutoSparseGP(AutoNormalMessenger):
                 delattr(self, name)
         self.structure = None
         self._checked_parameters = False
+
+    def _see_all(self, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace, request: _Request) -> None:
+        """Show modules whose kernel depends on them the rows that plates with a ``subsample_size`` left out."""
+        sites: Any = trace.nodes
+        frames = [frame for site in sites.values() if is_observation(site) for frame in site["cond_indep_stack"]]
+        left_out = any(frame.full_size is not None and frame.size < frame.full_size for frame in frames)
+        if left_out and any(kernel_base.depends_on_rows(q.process.kernel) for q in request.posteriors.values()):
+            seeing = _Request(seeing=True, observing=True)
+            with torch.no_grad(), poutine.block(), whole_plates(), self._requesting(seeing, median=True):
+                super().__call__(*args, **kwargs)
+            self.trace = trace
 
     def _check_sites(self, trace: poutine.Trace, request: _Request) -> None:
         if isinstance(self.families, Mapping):
@@ -700,9 +761,9 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def _probe(self, args: tuple, kwargs: dict[str, Any], values: dict[str, Tensor]) -> Probe:
         """Run with GP sites at ``values``, other latents at their medians and the same random numbers."""
-        request = _Request(values=values)
+        request = _Request(values=values, observing=True)
         quiet = poutine.block(), pyro.validation_enabled(False)
-        with _repeatable(self._like), quiet[0], quiet[1], self._requesting(request, median=True):
+        with repeatable(self._like), quiet[0], quiet[1], self._requesting(request, median=True):
             super().__call__(*args, **kwargs)
         densities, fixed = {}, {}
         for name, site in _sites(self.trace):
@@ -724,7 +785,7 @@ class AutoSparseGP(AutoNormalMessenger):
             base[name] = posterior.mean + 0.1 * spread[name]
 
         def evaluate(moved: dict[str, Tensor]) -> list[Tensor]:
-            return self._probe(args, kwargs, base | moved).downstream()
+            return self._probe(args, kwargs, base | moved).downstream(moved)
 
         names = list(first.posteriors)
         for name in names:
@@ -907,13 +968,6 @@ def whole_plates() -> Iterator[None]:
         yield
     finally:
         SubsampleMessenger.__init__ = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _repeatable(like: Tensor) -> Iterator[None]:
-    with torch.random.fork_rng([like.device] if like.is_cuda else []):
-        torch.manual_seed(0)
-        yield
 
 
 _LARGE = 5000  # function values whose joint draw is slow enough to be told of

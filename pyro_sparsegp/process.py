@@ -154,6 +154,18 @@ class GaussianProcess(TorchDistribution):
         self._require_mean_at(x)
         return GaussianProcess(self.kernel, x, self.mean_function, self.jitter)
 
+    def relative_to(self, rows: Tensor) -> GaussianProcess:
+        """The same process with the diagonal term that its kernel has in the company of ``rows``, ``(N₀, D)``."""
+        return self.with_kernel(kernel_base.relative_to(self.kernel, rows))
+
+    def with_kernel(self, kernel: Any) -> GaussianProcess:
+        """The process at the same inputs and of the same mean, with another kernel of the same batch shape."""
+        if kernel is self.kernel:
+            return self
+        new = copy.copy(self)
+        new.kernel, new._scale_tril = kernel, None
+        return new
+
     def given(self, x: Tensor, f: Tensor, mean: Optional[Tensor] = None) -> GaussianProcess:
         """This process conditioned on f(x) = ``f``: predictions from NUTS draws.
 
@@ -166,14 +178,15 @@ class GaussianProcess(TorchDistribution):
         """
         if f.shape[-1:] != x.shape[-2:-1]:
             raise ValueError(f"given(x, f) needs one value a row: x is {tuple(x.shape)}, f is {tuple(f.shape)}")
-        factor = cholesky(self.kernel(x), self.jitter, "the covariance at the inputs of GaussianProcess.given")
+        kernel = kernel_base.relative_to(self.kernel, x)
+        factor = cholesky(kernel(x), self.jitter, "the covariance at the inputs of GaussianProcess.given")
         white = solve_lower(factor, (f - (self.mean_at(x) if mean is None else mean))[..., None])
 
         def conditional_mean(inputs: Tensor) -> Tensor:
-            phi = solve_lower(factor, self.kernel(x, inputs))
+            phi = solve_lower(factor, kernel(x, inputs))
             return self.mean_at(inputs) + (phi.mT @ white)[..., 0]
 
-        conditioned = GaussianProcess(_Conditioned(self.kernel, x, factor), self.x, conditional_mean, self.jitter)
+        conditioned = GaussianProcess(_Conditioned(kernel, x, factor), self.x, conditional_mean, self.jitter)
         return conditioned.expand(torch.broadcast_shapes(self.batch_shape, conditioned.batch_shape, f.shape[:-1]))
 
     def expand(self, batch_shape: Any, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
@@ -322,8 +335,12 @@ class SparsePosterior(TorchDistribution):
         return self._cached("features", lambda: self.basis(self.process.x))
 
     @property
-    def _moments(self) -> tuple[Tensor, Tensor]:
-        return self._cached("moments", lambda: self.coefficients.moments(self.features))
+    def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        def compute() -> tuple[Tensor, Tensor, Optional[Tensor]]:
+            known = self._cache.get("features")
+            return self.basis.marginals(self.process.kernel, self.process.x, self.coefficients, known)
+
+        return self._cached("moments", compute)
 
     @property
     def mean(self) -> Tensor:
@@ -340,8 +357,10 @@ class SparsePosterior(TorchDistribution):
         """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
 
         def compute() -> Tensor:
-            prior = self.process.kernel.diag(self.process.x)
-            variance = prior + self._moments[1]
+            _, change, prior = self._moments
+            if prior is None:
+                prior = self.process.kernel.diag(self.process.x)
+            variance = prior + change
             floor = 10 * torch.finfo(prior.dtype).eps * prior.detach()
             return variance.clamp(min=floor.expand(variance.shape)).expand(self._batch_shape + self._event_shape)
 

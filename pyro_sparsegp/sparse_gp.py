@@ -8,12 +8,14 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from .bases import Basis
+from .bases import Basis, KernelFeatures
 from .bases.actions import DenseActions, Policy, UserPolicy
 from .bases.projection import ProjectedFeatures, project
-from .kernels import Kernel
+from .blocks import is_long
+from .kernels import base as kernel_base
+from .memory import Held, Memory, contents, equal
 from .modules import AbstractModule
-from .posteriors import Coefficients, ProjectedGaussian, optimal
+from .posteriors import Coefficients, Gaussian, ProjectedGaussian, from_natural, optimal
 from .process import GaussianProcess, SparsePosterior
 from .sites import FreeSites, KeptSites, Sites
 
@@ -26,12 +28,16 @@ class SparseGP(AbstractModule):
     :param family: what was declared, :meth:`Family.declared`.
     """
 
+    rows: Optional[Tensor]  # inputs of training, where the kernel's diagonal depends on them
+
     def __init__(
         self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int], family: dict[str, Any]
     ) -> None:
         super().__init__()
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
+        self.register_buffer("rows", None)
+        self._memory = Memory()
 
     def forward(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
@@ -40,9 +46,35 @@ class SparseGP(AbstractModule):
         features = self.basis(process.kernel, process.jitter, name)
         return kind(process, features, self.coefficients(), name)
 
+    def predict(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        """The posterior at new inputs, where the kernel's diagonal is that in the company of the training inputs."""
+        rows = self.rows
+        if rows is not None and kernel_base.depends_on_rows(process.kernel):
+            key = contents([process.kernel, Held(rows)])
+            kernel = self._memory.recall(key, lambda: kernel_base.relative_to(process.kernel, rows))
+            process = process.with_kernel(kernel)
+        return self(process, name, kind)
+
+    @property
+    def num_seen(self) -> int:
+        """How many inputs of training it knows."""
+        return 0 if self.rows is None else self.rows.shape[-2]
+
+    def see(self, x: Tensor) -> None:
+        """Take note of inputs of training, for a kernel whose diagonal depends on them: most rows count, then last."""
+        if self.rows is None or x.shape[-2] >= self.rows.shape[-2]:
+            self.rows = x.detach()
+
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
         return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        rows = state_dict.get(prefix + "rows")
+        self.rows = None if rows is None else torch.empty_like(rows, device=_device(self))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class SiteGP(AbstractModule):
@@ -85,6 +117,20 @@ class SiteGP(AbstractModule):
             return self.unread(process, name, kind)
         return self.given(process, name, kind, self.sites(process) if sites is None else sites, exact)
 
+    def predict(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        """The posterior at new inputs, where the kernel's diagonal is that in the company of the sites' inputs."""
+        return self(process if self.sites.empty else process.relative_to(self.sites.inputs), name, kind)
+
+    @property
+    def num_seen(self) -> int:
+        """How many inputs of training it knows."""
+        return self.sites.inputs.shape[-2]
+
+    def see(self, x: Tensor) -> None:
+        """Nothing: the sites know the inputs of training."""
+
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         """The prior, before any sites are read."""
         return self.given(process, name, kind, self.sites(process), False)
@@ -105,11 +151,14 @@ class OptimalGP(SiteGP):
     def __init__(self, basis: Basis, blockwise: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.basis, self.blockwise = basis, blockwise
+        self._memory = Memory()
 
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
     ) -> SparsePosterior:
         features = self.basis(process.kernel, process.jitter, name)
+        if isinstance(features, KernelFeatures):
+            return self._in_weight_space(process, name, kind, sites, features, exact)
         phi = features(sites.inputs)
         groups = [(b,) for b in range(len(phi))] if self.blockwise else None
         if exact:  # the bound's gradient by q(w) is 0 there: none has to be found
@@ -118,6 +167,52 @@ class OptimalGP(SiteGP):
         else:
             coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
         return kind(process, features, coefficients, name, sites, phi if _same_rows(sites.inputs, process.x) else None)
+
+    def _in_weight_space(
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior],
+        sites: Sites,
+        features: KernelFeatures,
+        exact: bool,
+    ) -> SparsePosterior:
+        if not is_long(sites.inputs):
+            features.explicit(sites.inputs)  # with its graph, for the marginals
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
+            sums = features.gram(sites.inputs, sites.precision, sites.linear)
+            coefficients = from_natural(*sums, features.sizes, None, name)
+        return kind(process, features, coefficients, name, sites)
+
+    def predict(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        """The posterior at new inputs. In weight space the kernel's diagonal acts on the training data too (eq. 12):
+
+        q(w) is the optimum for sites of variance 1/λₙ + c(xₙ), those of ∫ p(y | f) N(f | φᵀw, c) df for a Gaussian p.
+        """
+        sites = self.sites(process)
+        if self.sites.empty or not kernel_base.depends_on_rows(process.kernel):
+            return super().predict(process, name, kind)
+
+        def condition() -> tuple[Any, Optional[Gaussian]]:
+            kernel = kernel_base.relative_to(process.kernel, sites.inputs)
+            features = self.basis(kernel, process.jitter, name)
+            if not isinstance(features, KernelFeatures):
+                return kernel, None
+            sums = features.gram(sites.inputs, sites.precision, sites.linear, absorb=True)
+            return kernel, from_natural(*sums, features.sizes, None, name)
+
+        key = contents([process.kernel, Held(sites.inputs), Held(sites.precision), Held(sites.linear)])
+        kernel, coefficients = self._memory.recall(key, condition)
+        settled = process.with_kernel(kernel)
+        if coefficients is None:
+            return self.given(settled, name, kind, sites, False)
+        return kind(settled, self.basis(kernel, process.jitter, name), coefficients, name, sites)
+
+    def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
+        none = process.x.new_zeros((*process.batch_shape, 1))
+        return self.given(process, name, kind, Sites(process.x[:1], none, none), False)
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
@@ -148,11 +243,11 @@ class ProjectedGP(SiteGP):
     def _projected_before(self, kernel: Any, sites: Sites, name: str) -> tuple[ProjectedFeatures, Tensor]:
         """The projection, which visits all pairs of rows, of the last call if nothing has changed since."""
         state = [sites.inputs, sites.precision, sites.linear, *self.policy.parameters(), *self.policy.buffers()]
-        key = _contents(kernel)
+        key = contents(kernel)
         if key is None or isinstance(self.policy, UserPolicy):
             return project(kernel, self.policy(kernel, sites, name), name)
         key = [*key, *(part.detach().clone() for part in state)]
-        if self._remembered is None or not _equal(self._remembered[0], key):
+        if self._remembered is None or not equal(self._remembered[0], key):
             self._remembered = key, project(kernel, self.policy(kernel, sites, name), name)
         return self._remembered[1]
 
@@ -191,35 +286,8 @@ class ProjectedGP(SiteGP):
         )
 
 
-def _contents(item: Any) -> Optional[list[Any]]:
-    """All the numbers and tensors that a kernel of ours is made of, or ``None`` if it holds anything else."""
-    if isinstance(item, Tensor):
-        return [item.detach().clone()]
-    if item is None or isinstance(item, (bool, int, float, str)):
-        return [item]
-    if isinstance(item, Kernel) and type(item).__module__.startswith(__package__ or "pyro_sparsegp"):
-        item = [type(item).__qualname__, *vars(item).values()]
-    if not isinstance(item, (list, tuple)):
-        return None
-    found: list[Any] = [len(item)]
-    for part in item:
-        inner = _contents(part)
-        if inner is None:
-            return None
-        found.extend(inner)
-    return found
-
-
-def _equal(one: list[Any], other: list[Any]) -> bool:
-    if len(one) != len(other):
-        return False
-    for a, b in zip(one, other):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device or not torch.equal(a, b):
-                return False
-        elif type(a) is not type(b) or a != b:
-            return False
-    return True
+def _device(module: AbstractModule) -> torch.device:
+    return next(module.parameters()).device
 
 
 def _same_rows(inputs: Tensor, x: Tensor) -> bool:

@@ -1,8 +1,9 @@
 """Bases: where a function meets its finitely many coefficients."""
 
 from .actions import Actions
-from .additive import Additive, AdditiveFeatures, ExplicitFeatures
-from .base import Basis, Features, KernelFeatures
+from .additive import Additive, AdditiveFeatures
+from .base import Basis, Features
+from .features import ExplicitFeatures, KernelFeatures
 from .inducing import InducingFeatures, InducingPoints
 from .initial import greedy_variance, k_means
 from .projection import ProjectedFeatures

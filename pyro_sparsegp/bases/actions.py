@@ -14,8 +14,8 @@ from typing import Any, Union
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from ..blocks import dropping
 from ..linalg import cholesky
 from ..modules import AbstractModule
 from ..sites import Sites
@@ -149,7 +149,7 @@ class BlockActions(Actions):
                 self.weights[..., rows],
                 self.weights[..., columns],
             )
-            found = _dropping(tile, *arguments)
+            found = dropping(tile, *arguments)
             right.append(found[0])
             below.extend(found[1:])
         grid[g][h] = torch.cat(right, -2)
@@ -213,13 +213,6 @@ def _memory(x: Tensor) -> int:
     return _MEMORY if x.device.type == "cpu" else 32 * _MEMORY
 
 
-def _dropping(function: Callable, *args: Tensor) -> Any:
-    """``function(*args)``, with what it makes on the way dropped, and made again on the way back."""
-    if not torch.is_grad_enabled():
-        return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-
-
 def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
     """k(x, X)S, ``(..., B, i)``: blocks of the kernel matrix are formed, used and dropped, on the way back too."""
 
@@ -229,7 +222,7 @@ def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
     num = max(1, _memory(x) // actions.inputs.shape[-2])
     if x.shape[-2] <= num:
         return product(x)
-    return torch.cat([_dropping(product, rows) for rows in x.split(num, -2)], -2)
+    return torch.cat([dropping(product, rows) for rows in x.split(num, -2)], -2)
 
 
 # Policies: modules that choose actions anew in each run.

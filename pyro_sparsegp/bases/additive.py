@@ -12,28 +12,9 @@ from typing import Any, Optional
 from torch import Tensor
 
 from ..kernels import base as kernel_base
-from .base import Basis, Component, Features, KernelFeatures
+from .base import Basis, Component, Features
 
-__all__ = ["Additive", "AdditiveFeatures", "ExplicitFeatures"]
-
-
-class ExplicitFeatures(Basis):
-    """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The size of the one block, if there is one."""
-        return (self.size,) if self.size else ()
-
-    def forward(self, kernel: Any, jitter: Optional[float], name: str) -> KernelFeatures:
-        return KernelFeatures(kernel, self.size)
-
-    def spec(self) -> dict[str, Any]:
-        return {"kind": "features", "size": self.size}
+__all__ = ["Additive", "AdditiveFeatures"]
 
 
 class AdditiveFeatures(Features):

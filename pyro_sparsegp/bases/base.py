@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
-import torch
 from torch import Tensor
 
 from ..kernels import base as kernel_base
+from ..linalg import sum_blocks
 from ..modules import AbstractModule
+from ..posteriors.base import Gaussian
 
-__all__ = ["Basis", "CrossFeatures", "Features", "KernelFeatures"]
+__all__ = ["Basis", "CrossFeatures", "Features"]
 
 Component = tuple[Any, "Features", tuple[int, ...]]
 
@@ -31,6 +32,20 @@ class Features(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> list[Tensor]: ...
+
+    def marginals(
+        self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
+    ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        """Φm, diag(Φ(S − I)Φᵀ) and, where it comes at no further cost, the kernel's diagonal; each ``(..., N)``.
+
+        :param kernel: the kernel of the function, a summand's where the basis is for a summand.
+        :param known: Φ at x, if it is known.
+        """
+        return (*coefficients.moments(self(x) if known is None else known), None)
+
+    def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
+        """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each."""
+        return sum_blocks(self(x), w)
 
     @abstractmethod
     def components(self) -> list[Component]:
@@ -83,31 +98,3 @@ class Basis(AbstractModule):
     @abstractmethod
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded: shapes, in plain Python."""
-
-
-class KernelFeatures(Features):
-    """The kernel's own finite features as the basis."""
-
-    def __init__(self, kernel: Any, size: int) -> None:
-        super().__init__(kernel, (size,) if size else ())
-        self.size = size
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        phi = kernel_base.features(self.kernel, x)
-        if phi is None or phi.shape[-1] != self.size:
-            have = "no" if phi is None else phi.shape[-1]
-            raise ValueError(
-                f"the kernel {self.kernel!r} has {have} features now, {self.size} when the guide was initialised; "
-                "a kernel's structure must not change between calls."
-            )
-        return [phi] if self.size else []
-
-    def components(self) -> list[Component]:
-        return [(self.kernel, self, tuple(range(len(self.sizes))))]
-
-    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
-        if not self.sizes:
-            return None  # all of it is residual, which has no finite draw
-        phi = self(x[..., :1, :])[0]
-        w = torch.randn(num, *phi.shape[:-2], phi.shape[-1], dtype=x.dtype, device=x.device)
-        return lambda x: (self(x)[0] @ w[..., None])[..., 0], [w]

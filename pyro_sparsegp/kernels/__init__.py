@@ -2,12 +2,14 @@
 
 from .adapters import from_gpytorch, from_pyro
 from .base import Kernel, Product, Scaled, Select, Sum
+from .deep import DeepBasis
 from .features import Constant, FeatureKernel, Linear, Polynomial, RandomFourier, White
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
 
 __all__ = [
     "RBF",
     "Constant",
+    "DeepBasis",
     "FeatureKernel",
     "Kernel",
     "Linear",

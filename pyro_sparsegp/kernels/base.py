@@ -7,16 +7,17 @@ broadcast: a variance is ``(...,)``, a length scale ``(..., D)``, ``(..., 1)`` o
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
 
-__all__ = ["Kernel", "Product", "Scaled", "Select", "Sum"]
+__all__ = ["Explicit", "Kernel", "Product", "Scaled", "Select", "Sum"]
 
 Scalar = Union[float, int, Tensor]
 PriorFunctions = Callable[[Tensor], Tensor]
@@ -48,6 +49,19 @@ def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
             f"give one number, shape () or (..., 1), or one per column, (..., {x.shape[-1]})."
         )
     return value[..., None, :]
+
+
+class Explicit(NamedTuple):
+    """What a kernel with finite features is at inputs, in one evaluation of these.
+
+    :param features: Φ, ``(..., N, R)``.
+    :param diagonal: of k(x), ``(..., N)``: ‖φ‖² and any diagonal term.
+    :param heights: for each part whose diagonal depends on the other rows, what it takes the maximum of, ``(..., N)``.
+    """
+
+    features: Tensor
+    diagonal: Tensor
+    heights: tuple[Tensor, ...] = ()
 
 
 class Kernel(ABC):
@@ -83,6 +97,20 @@ class Kernel(ABC):
     def features(self, x: Tensor) -> Optional[Tensor]:
         """Φ, ``(..., N, R)``, with k(x, z) = φ(x)ᵀφ(z) off the diagonal, or ``None`` if there is no finite Φ."""
         return None
+
+    def explicit(self, x: Tensor) -> Optional[Explicit]:
+        """:meth:`features` and :meth:`diag` together, or ``None`` if there is no finite Φ."""
+        phi = self.features(x)
+        return None if phi is None else Explicit(phi, self.diag(x))
+
+    @property
+    def depends_on_rows(self) -> bool:
+        """Whether the diagonal term at a row depends on which other rows are given, as that of a ``DeepBasis``."""
+        return False
+
+    def relative_to(self, rows: Tensor) -> Kernel:
+        """The kernel with the diagonal term that it has in the company of ``rows``, ``(N, D)``, the training inputs."""
+        return self
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         """Draws of the spectral measure, ``(*shape, D)``, with k(x, z) ∝ E cos ωᵀ(x − z); ``None`` if unknown."""
@@ -208,10 +236,21 @@ class Sum(Kernel):
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         parts = [features(term, x) for term in self._terms]
-        if any(part is None for part in parts):
+        return None if any(part is None for part in parts) else _side_by_side([p for p in parts if p is not None])
+
+    def explicit(self, x: Tensor) -> Optional[Explicit]:
+        parts = [found for term in self._terms if (found := explicit(term, x)) is not None]
+        if len(parts) < len(self._terms):
             return None
-        shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts if part is not None))
-        return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts if part is not None], -1)
+        diagonal = functools.reduce(torch.add, (part.diagonal for part in parts))
+        return Explicit(_side_by_side([part.features for part in parts]), diagonal, _heights(parts))
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return any(depends_on_rows(term) for term in self._terms)
+
+    def relative_to(self, rows: Tensor) -> Sum:
+        return Sum(*(relative_to(term, rows) for term in self._terms)) if self.depends_on_rows else self
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         x = _expand(x, self.batch_shape)
@@ -269,9 +308,22 @@ class Product(Kernel):
             phi = features(factor, x)
             if phi is None:
                 return None
-            # The features of a product are all products of the factors' features.
-            product = phi if product is None else (product[..., :, None] * phi[..., None, :]).flatten(-2)
+            product = phi if product is None else _all_products(product, phi)
         return product
+
+    def explicit(self, x: Tensor) -> Optional[Explicit]:
+        parts = [found for factor in self.factors if (found := explicit(factor, x)) is not None]
+        if len(parts) < len(self.factors):
+            return None
+        phi = functools.reduce(_all_products, (part.features for part in parts))
+        return Explicit(phi, functools.reduce(torch.mul, (part.diagonal for part in parts)), _heights(parts))
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return any(depends_on_rows(factor) for factor in self.factors)
+
+    def relative_to(self, rows: Tensor) -> Product:
+        return Product(*(relative_to(factor, rows) for factor in self.factors)) if self.depends_on_rows else self
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         # The spectral measure of a product is the convolution of the factors': add independent draws.
@@ -319,6 +371,21 @@ class Scaled(Kernel):
     def features(self, x: Tensor) -> Optional[Tensor]:
         phi = features(self.kernel, x)
         return None if phi is None else as_tensor(self.variance, x).sqrt()[..., None, None] * phi
+
+    def explicit(self, x: Tensor) -> Optional[Explicit]:
+        found = explicit(self.kernel, x)
+        if found is None:
+            return None
+        variance = as_tensor(self.variance, x)
+        root = variance.sqrt()[..., None, None]
+        return Explicit(root * found.features, variance[..., None] * found.diagonal, found.heights)
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return depends_on_rows(self.kernel)
+
+    def relative_to(self, rows: Tensor) -> Scaled:
+        return Scaled(relative_to(self.kernel, rows), self.variance) if self.depends_on_rows else self
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         return self.kernel.frequencies(shape, x) if isinstance(self.kernel, Kernel) else None
@@ -372,6 +439,16 @@ class Select(Kernel):
     def features(self, x: Tensor) -> Optional[Tensor]:
         return features(self.kernel, self._slice(x))
 
+    def explicit(self, x: Tensor) -> Optional[Explicit]:
+        return explicit(self.kernel, self._slice(x))
+
+    @property
+    def depends_on_rows(self) -> bool:
+        return depends_on_rows(self.kernel)
+
+    def relative_to(self, rows: Tensor) -> Select:
+        return Select(relative_to(self.kernel, self._slice(rows)), self.dims) if self.depends_on_rows else self
+
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         omega = self.kernel.frequencies(shape, self._slice(x)) if isinstance(self.kernel, Kernel) else None
         if omega is None:
@@ -398,6 +475,20 @@ def positive(value: Scalar, name: str) -> Scalar:
 
 def _bracketed(kernel: Kernel, types: Any) -> str:
     return f"({kernel!r})" if isinstance(kernel, types) else repr(kernel)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
+
+
+def _all_products(a: Tensor, b: Tensor) -> Tensor:
+    # The features of a product are all products of the factors' features.
+    return (a[..., :, None] * b[..., None, :]).flatten(-2)
+
+
+def _heights(parts: Sequence[Explicit]) -> tuple[Tensor, ...]:
+    return tuple(height for part in parts for height in part.heights)
 
 
 def _expand(x: Tensor, batch: torch.Size) -> Tensor:
@@ -430,6 +521,24 @@ def columns(kernel: Any) -> Optional[tuple[int, ...]]:
 def features(kernel: Any, x: Tensor) -> Optional[Tensor]:
     """The kernel's finite features at x; none for a callable that declares none."""
     return kernel.features(x) if hasattr(kernel, "features") else None
+
+
+def explicit(kernel: Any, x: Tensor) -> Optional[Explicit]:
+    """The kernel's features and diagonal at x; ``None`` for a callable that declares no features."""
+    if hasattr(kernel, "explicit"):
+        return kernel.explicit(x)
+    phi = features(kernel, x)
+    return None if phi is None else Explicit(phi, kernel.diag(x))
+
+
+def depends_on_rows(kernel: Any) -> bool:
+    """Whether the kernel's diagonal term at a row depends on the other rows; not for a callable that does not say."""
+    return getattr(kernel, "depends_on_rows", False)
+
+
+def relative_to(kernel: Any, rows: Tensor) -> Any:
+    """The kernel in the company of ``rows``; itself for a callable that does not depend on them."""
+    return kernel.relative_to(rows) if depends_on_rows(kernel) else kernel
 
 
 def prior_functions(kernel: Any, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:

@@ -22,7 +22,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .base import Kernel, Scalar, as_tensor, batch_of, describe, per_column, positive
+from ..linalg import row_squares
+from .base import Explicit, Kernel, Scalar, as_tensor, batch_of, describe, per_column, positive
 
 __all__ = ["Constant", "FeatureKernel", "Linear", "Polynomial", "RandomFourier", "White"]
 
@@ -39,6 +40,10 @@ class FeatureKernel(Kernel):
 
     def diag(self, x: Tensor) -> Tensor:
         return self.features(x).square().sum(-1)
+
+    def explicit(self, x: Tensor) -> Explicit:
+        phi = self.features(x)
+        return Explicit(phi, row_squares(phi) if type(self).diag is FeatureKernel.diag else self.diag(x))
 
 
 class Constant(FeatureKernel):

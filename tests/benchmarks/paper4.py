@@ -131,6 +131,7 @@ Step = Callable[[], float]
 
 def expectation(data: Data, z: Tensor, batch: int = 0, **options: Any) -> tuple[Step, AutoSparseGP]:
     """A step of expectation propagation."""
+    pyro.clear_param_store()  # a PyroModule's parameters are found there by name
     model = Classifier(data.x)
     guide = AutoSparseGP(model, SparseEP(z))
     if not batch:
@@ -151,6 +152,7 @@ def expectation(data: Data, z: Tensor, batch: int = 0, **options: Any) -> tuple[
 
 def variational(data: Data, z: Tensor, batch: int = 0, optim: Any = None) -> tuple[Step, AutoSparseGP]:
     """A step of SVGP: ten iterations of L-BFGS, or one of an optimiser on a mini-batch."""
+    pyro.clear_param_store()  # a PyroModule's parameters are found there by name
     model = Classifier(data.x)
     guide = AutoSparseGP(model, SVGP(z))
     if batch:

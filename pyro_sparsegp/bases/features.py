@@ -1,0 +1,173 @@
+"""The kernel's own finite features as a basis, passed over in blocks where there are many rows.
+
+With N rows, R features and B rows a block, a pass takes O(NR²) time and O(N + BR + R²) memory, gradients included:
+what a block needs on the way back is made again there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..blocks import blocks_of, by_rows, dropping, is_long
+from ..kernels import base as kernel_base
+from ..linalg import row_squares
+from ..posteriors.base import Gaussian
+from ..posteriors.optimal import weighted_gram
+from .base import Basis, Component, Features
+
+__all__ = ["ExplicitFeatures", "KernelFeatures"]
+
+
+class ExplicitFeatures(Basis):
+    """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of the one block, if there is one."""
+        return (self.size,) if self.size else ()
+
+    def forward(self, kernel: Any, jitter: Optional[float], name: str) -> KernelFeatures:
+        return KernelFeatures(kernel, self.size)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "features", "size": self.size}
+
+
+class KernelFeatures(Features):
+    """The kernel's own finite features as the basis.
+
+    :param kernel: k, with k(x, z) = φ(x)ᵀφ(z).
+    :param size: R.
+    """
+
+    def __init__(self, kernel: Any, size: int) -> None:
+        super().__init__(kernel, (size,) if size else ())
+        self.size = size
+        self._known: Optional[tuple[Tensor, kernel_base.Explicit]] = None  # at the last inputs
+        self._highest: Optional[tuple[Tensor, Tensor]] = None  # the last inputs of a gram, and its rows of largest φ
+
+    def explicit(self, x: Tensor) -> kernel_base.Explicit:
+        """Φ and the kernel's diagonal at x; kept for the next call at the same x.
+
+        :raises ValueError: if the kernel's features are not what they were when the guide was initialised.
+        """
+        if self._known is None or self._known[0] is not x:
+            self._known = x, self._explicit(self.kernel, x)
+        return self._known[1]
+
+    def _explicit(self, kernel: Any, x: Tensor) -> kernel_base.Explicit:
+        found = kernel_base.explicit(kernel, x)
+        if found is None or found.features.shape[-1] != self.size:
+            have = "no" if found is None else found.features.shape[-1]
+            raise ValueError(
+                f"the kernel {self.kernel!r} has {have} features now, {self.size} when the guide was initialised; "
+                "a kernel's structure must not change between calls."
+            )
+        return found
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        return [self.explicit(x).features] if self.size else []
+
+    def gram(self, x: Tensor, precision: Tensor, linear: Tensor, absorb: bool = False) -> tuple[Tensor, Tensor]:
+        """ΦᵀΛΦ, ``(..., R, R)``, and Φᵀλ(z − μ), ``(..., R)``, at the inputs x of sites.
+
+        :param precision: λ, ``(..., N)``.
+        :param linear: λ(z − μ), ``(..., N)``.
+        :param absorb: take the residual as further noise of the sites, 1/λ + k(x, x) − ‖φ‖² (paper 3, eq. 12).
+        """
+
+        def sums(rows: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, ...]:
+            found = self._explicit(self.kernel, rows) if is_long(x) else self.explicit(x)
+            phi = found.features
+            if absorb:
+                residual = (found.diagonal - row_squares(phi)).clamp(min=0)
+                shrunk = 1 / (1 + precision * residual)
+                precision, linear = precision * shrunk, linear * shrunk
+            peaks = [part for height in found.heights for part in torch.max(height.detach(), -1)]
+            return weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0], *peaks
+
+        if not is_long(x):
+            gram, right, *_ = sums(x, precision, linear)
+            return gram, right
+        totals: list[Tensor] = []
+        heights: list[Tensor] = []
+        highest: list[Tensor] = []
+        for rows in blocks_of(x):
+            gram, right, *peaks = dropping(sums, x[rows], precision[..., rows], linear[..., rows])
+            values, found = peaks[::2], [x[rows].index_select(0, index.reshape(1)) for index in peaks[1::2]]
+            if not totals:
+                totals, heights, highest = [gram, right], values, found
+                continue
+            totals = [totals[0] + gram, totals[1] + right]
+            # Where each maximum is found; nothing is read back from the device.
+            highest = [torch.where(new > old, row, top) for new, old, row, top in zip(values, heights, found, highest)]
+            heights = [torch.maximum(new, old) for new, old in zip(values, heights)]
+        self._highest = (x, torch.cat(highest)) if highest else None
+        return totals[0], totals[1]
+
+    def marginals(
+        self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
+    ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        if not self.size:
+            return super().marginals(kernel, x, coefficients, known)
+        if not is_long(x):
+            found = self.explicit(x)
+            return (*coefficients.moments([found.features]), found.diagonal)
+        if self._highest is not None and self._highest[0] is x:
+            settled = kernel_base.relative_to(self.kernel, self._highest[1])
+        else:
+            settled = kernel_base.relative_to(self.kernel, x)
+
+        def moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            found = self._explicit(settled, rows)
+            return (*coefficients.moments([found.features]), found.diagonal)
+
+        mean, change, diagonal = by_rows(moments, x)
+        return mean, change, diagonal
+
+    def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
+        return by_rows(lambda rows: (super(KernelFeatures, self).function(rows, w),), x)[0]
+
+    def components(self) -> list[Component]:
+        blocks = tuple(range(len(self.sizes)))
+        terms = kernel_base.terms(self.kernel)
+        if len(terms) == 1:
+            return [(self.kernel, self, blocks)]
+        return [(term, _TermFeatures(terms, i, self.size), blocks) for i, term in enumerate(terms)]
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
+        if not self.sizes or kernel_base.prior_functions(self.kernel, 1, 1, x) is None:
+            return None  # a residual has no finite draw
+        phi = self(x[..., :1, :])[0]
+        w = torch.randn(num, *phi.shape[:-2], phi.shape[-1], dtype=x.dtype, device=x.device)
+        return lambda x: (self(x)[0] @ w[..., None])[..., 0], [w]
+
+
+class _TermFeatures(Features):
+    """The features of one summand, at their place among those of all, with zeros for the others'."""
+
+    def __init__(self, terms: Sequence[Any], index: int, size: int) -> None:
+        super().__init__(terms[index], (size,) if size else ())
+        self.terms, self.index = terms, index
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        phi = self._of(self.index, x)
+        before = sum(self._of(i, x[..., :1, :]).shape[-1] for i in range(self.index))
+        after = sum(self.sizes) - before - phi.shape[-1]
+        return [torch.nn.functional.pad(phi, (before, after))] if self.sizes else []
+
+    def _of(self, index: int, x: Tensor) -> Tensor:
+        phi = kernel_base.features(self.terms[index], x)
+        assert phi is not None  # the sum has features
+        return phi
+
+    def components(self) -> list[Component]:
+        return [(self.kernel, self, tuple(range(len(self.sizes))))]

@@ -1,0 +1,55 @@
+"""Passing over many rows in blocks, whose intermediate values are dropped and made again on the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["blocks_of", "by_rows", "dropping", "is_long"]
+
+_WHOLE = 2**15  # rows that are taken at once; above, blocks
+_BLOCK = 2**12  # rows of a block: what a CPU's caches like; a GPU takes 32 times that
+
+
+def is_long(x: Tensor) -> bool:
+    """Whether inputs ``(N, D)`` have too many rows to keep what a network makes of all of them."""
+    return x.dim() == 2 and x.shape[0] > (_WHOLE if x.device.type == "cpu" else 32 * _WHOLE)
+
+
+def blocks_of(x: Tensor) -> list[slice]:
+    """Slices of consecutive rows that make up ``(N, D)``: one, unless it :func:`is_long`."""
+    num = x.shape[-2]
+    size = (_BLOCK if x.device.type == "cpu" else 32 * _BLOCK) if is_long(x) else num
+    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
+
+
+def dropping(function: Callable, *args: Tensor) -> Any:
+    """``function(*args)``, with what it makes on the way dropped, and made again on the way back."""
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tuple[Tensor, ...]:
+    """The tensors ``(..., N)`` that ``function`` gives at inputs ``(N, D)``, evaluated in blocks if these are many."""
+    slices = blocks_of(x)
+    if len(slices) == 1:
+        return function(x)
+    if torch.is_grad_enabled():
+        parts = [dropping(function, x[rows]) for rows in slices]
+        return tuple(torch.cat(part, -1) for part in zip(*parts))
+    # Small results that stay would break up the memory that the next block could have used again.
+    whole: Optional[tuple[Tensor, ...]] = None
+    for rows in slices:
+        found = function(x[rows])
+        if whole is None:
+            whole = tuple(part.new_empty(*part.shape[:-1], x.shape[0]) for part in found)
+        for part, into in zip(found, whole):
+            into[..., rows] = part
+        del found, part
+    assert whole is not None
+    return whole

@@ -1,0 +1,837 @@
+"""Deep basis kernels in weight space: closed forms, variance correction, streaming, mini-batches, state, errors."""
+
+import copy
+import math
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import MCMC, NUTS, Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.nn import PyroModule, PyroSample
+from torch import nn
+from torch.distributions import MultivariateNormal, constraints
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, blocks, kernels, predict
+from pyro_sparsegp.families import (
+    SGPR,
+    SVGP,
+    ComputationAware,
+    ExactWeightSpace,
+    MeanFieldAdditive,
+    OrthogonalInducing,
+    WeightSpace,
+)
+from pyro_sparsegp.kernels import DeepBasis
+
+from .models import data, estimate, maximise, train
+
+NOISE = 0.2
+
+
+def mlp(inputs=2, outputs=5, width=16, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs)).to(dtype)
+
+
+def deep(network, correction=True, likelihood=None, wrap=lambda k: k):
+    """A model with a registered network and a Gaussian likelihood of known noise, unless another is given."""
+
+    def model(x, y=None, size=None):
+        if isinstance(network, nn.Module):
+            pyro.module("network", network)
+        f = pyro.sample("f", GaussianProcess(wrap(DeepBasis(network, correction)), x))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", (likelihood or (lambda f: dist.Normal(f, NOISE)))(f), obs=y)
+
+    return model
+
+
+def squares(network, x):
+    return network(x).square().sum(-1)
+
+
+def correction(network, x):
+    return squares(network, x).max() - squares(network, x)
+
+
+def elbo(model, guide, *args, **kwargs):
+    return -TraceQuadrature_ELBO(2).loss(model, guide, *args, **kwargs)
+
+
+# The kernel.
+
+
+def test_kernel_is_the_gram_matrix_with_a_level_diagonal():
+    network, x, z = mlp(), torch.rand(7, 2), torch.rand(4, 2)
+    k = DeepBasis(network)
+    torch.testing.assert_close(k(x), network(x) @ network(x).mT + torch.diag(correction(network, x)))
+    torch.testing.assert_close(k(x, z), network(x) @ network(z).mT)
+    torch.testing.assert_close(k.diag(x), squares(network, x).max().expand(7))
+    plain = DeepBasis(network, variance_correction=False)
+    torch.testing.assert_close(plain(x), network(x) @ network(x).mT)
+    torch.testing.assert_close(plain.diag(x), squares(network, x))
+    assert not plain.depends_on_rows
+    assert plain.relative_to(x) is plain
+    assert "Sequential" in repr(k)
+    assert "variance_correction=False" in repr(plain)
+
+
+def test_level_of_prediction_is_over_the_rows_and_each_input_by_itself():
+    network, x = mlp(), torch.rand(7, 2)
+    new = torch.cat([3 * torch.rand(5, 2), x[:1]])  # some of them above the level, one a training row
+    k = DeepBasis(network).relative_to(x)
+    top = squares(network, x).max()
+    torch.testing.assert_close(k.diag(new), torch.maximum(top, squares(network, new)))
+    assert (k.diag(new) > top + 1e-6).any()
+    residual = k(new) - network(new) @ network(new).mT
+    torch.testing.assert_close(residual, torch.diag((top - squares(network, new)).clamp(min=0)), atol=1e-12, rtol=1e-9)
+    # It is of the network as it is now, with its gradient.
+    with torch.no_grad():
+        network[2].weight.mul_(1.5)
+    torch.testing.assert_close(DeepBasis(network).relative_to(x).level, squares(network, x).max())
+    found = torch.autograd.grad(DeepBasis(network).relative_to(x).level, list(network.parameters()))
+    expected = torch.autograd.grad(squares(network, x).max(), list(network.parameters()))
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other)
+
+
+ALGEBRA = {
+    "scaled": lambda k, other: 2.5 * k,
+    "sum": lambda k, other: k + kernels.Linear(0.7) + other,
+    "white": lambda k, other: k + kernels.White(0.3),
+    "product": lambda k, other: k * kernels.Linear(0.7),
+    "deep product": lambda k, other: k * other,
+    "scaled sum": lambda k, other: 0.3 * (k + kernels.Constant(2.0)),
+}
+
+
+@pytest.mark.parametrize("name", ALGEBRA)
+def test_algebra_carries_the_diagonal(name):
+    network, second, x = mlp(), mlp(seed=3, outputs=3), torch.rand(8, 2)
+    new = 2 * torch.rand(5, 2)
+    kernel = ALGEBRA[name](DeepBasis(network), DeepBasis(second))
+
+    def dense(rows, own):  # from matrices alone
+        parts = []
+        for net in (network, second):
+            level = squares(net, rows).max()
+            parts.append(net(own) @ net(own).mT + torch.diag((level - squares(net, own)).clamp(min=0)))
+        a, b = parts
+        linear = 0.7 * own @ own.mT
+        return {
+            "scaled": 2.5 * a,
+            "sum": a + linear + b,
+            "white": a + 0.3 * torch.eye(len(own)),
+            "product": a * linear,
+            "deep product": a * b,
+            "scaled sum": 0.3 * (a + 2.0),
+        }[name]
+
+    for k, rows, own in ((kernel, x, x), (kernel.relative_to(x), x, new)):
+        torch.testing.assert_close(k(own), dense(rows, own))
+        torch.testing.assert_close(k.diag(own), dense(rows, own).diagonal())
+        found = kernels.base.explicit(k, own)
+        torch.testing.assert_close(found.diagonal, k.diag(own))
+        torch.testing.assert_close(found.features, k.features(own))
+        torch.testing.assert_close(found.features @ found.features.mT, k(own, own.clone()))
+        rest = k(own) - found.features @ found.features.mT
+        torch.testing.assert_close(rest, torch.diag(rest.diagonal()), atol=1e-12, rtol=0)
+        assert (rest.diagonal() > -1e-12).all()
+    assert kernel.depends_on_rows
+    assert not kernel.relative_to(x).depends_on_rows
+
+
+def test_selected_columns():
+    network, x = mlp(1), torch.rand(8, 3)
+    k = DeepBasis(network)[1].relative_to(x)
+    torch.testing.assert_close(k.diag(2 * x), DeepBasis(network).relative_to(x[:, 1:2]).diag(2 * x[:, 1:2]))
+    assert k.columns == (1,)
+
+
+def test_exact_process_needs_no_more_than_the_kernel():
+    network, x, y = mlp(), *data(num=12)
+    process = GaussianProcess(DeepBasis(network), x, jitter=0.0)
+    covariance = network(x) @ network(x).mT + torch.diag(correction(network, x))
+    shift = 1e-8 * torch.eye(12)
+    regular = GaussianProcess(DeepBasis(network) + kernels.White(1e-8), x, jitter=0.0)
+    torch.testing.assert_close(process.covariance_matrix, covariance)
+    expected = MultivariateNormal(torch.zeros(12), covariance + shift).log_prob(y)
+    torch.testing.assert_close(regular.log_prob(y), expected, rtol=1e-6, atol=1e-6)
+    # Conditioned on values, the diagonal is that in the company of these inputs.
+    new = 2 * torch.rand(1, 2)
+    given = regular.given(x, y).at(new)
+    k = DeepBasis(network).relative_to(x)
+    gain = k(new, x) @ torch.linalg.inv(covariance + shift)
+    torch.testing.assert_close(given.mean, gain @ y, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(given.variance, (k(new) - gain @ k(x, new))[0] + 1e-8, rtol=1e-5, atol=1e-6)
+
+
+def test_prior_predictive_and_nuts():
+    x, y = data(num=10)
+    network = mlp()
+
+    def model(x, y=None):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+        frozen = [p.detach() for p in network.parameters()]
+        phi = lambda x: torch.tanh(x @ frozen[0].mT + frozen[1]) @ frozen[2].mT + frozen[3]  # noqa: E731
+        f = pyro.sample("f", GaussianProcess(scale * DeepBasis(phi) + kernels.White(1e-3), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    draws = Predictive(model, num_samples=400)(x)["f"]
+    level = squares(network, x).max().item()
+    assert math.isclose(
+        (draws[:, 0, :] if draws.dim() == 3 else draws).var().item(), level * math.exp(0.125), rel_tol=0.3
+    )
+    whitened = pyro.poutine.reparam(model, config=Whitening())
+    mcmc = MCMC(NUTS(whitened, jit_compile=False), num_samples=20, warmup_steps=20, disable_progbar=True)
+    mcmc.run(x, y)
+    new = torch.rand(3, 2)
+    values = predict(model, mcmc, new)["f"]
+    assert values.shape == (20, 3)
+    assert values.isfinite().all()
+
+
+# Exact weight space: eq. 5, 6, 11 and 12.
+
+
+@pytest.mark.parametrize("correcting", [False, True])
+def test_exact_evidence_and_predictions_are_dense_algebra(correcting):
+    network, (x, y) = mlp(), data(num=40)
+    model = deep(network, correcting)
+    guide = AutoSparseGP(model, ExactWeightSpace())
+    phi, c = network(x), correction(network, x) * correcting
+    dense = MultivariateNormal(torch.zeros(40), phi @ phi.mT + NOISE**2 * torch.eye(40)).log_prob(y)
+    dense = dense - c.sum() / (2 * NOISE**2)
+    assert abs(elbo(model, guide, x, y) - dense) < 1e-8
+    new = torch.cat([3 * torch.rand(9, 2), x[:2]])
+    q = guide.posterior(new)["f"]
+    at = network(new)
+    own = (squares(network, x).max() - squares(network, new)).clamp(min=0) * correcting
+    gain = at @ phi.mT @ torch.linalg.inv(phi @ phi.mT + torch.diag(c) + NOISE**2 * torch.eye(40))
+    covariance = at @ at.mT + torch.diag(own) - gain @ phi @ at.mT
+    torch.testing.assert_close(q.mean, gain @ y, atol=1e-8, rtol=0)
+    torch.testing.assert_close(q.variance, covariance.diagonal(), atol=1e-8, rtol=0)
+    torch.testing.assert_close(q.covariance_matrix, covariance, atol=1e-8, rtol=0)
+    torch.testing.assert_close(q.mathematical_variance, q.variance, atol=1e-7, rtol=0)
+    # Predictions leave training's posterior alone.
+    assert abs(elbo(model, guide, x, y) - dense) < 1e-8
+
+
+def test_gradient_of_the_bound_is_that_of_equation_11():
+    network, (x, y) = mlp(), data(num=30)
+
+    def model(x, y):
+        pyro.module("network", network)
+        noise = pyro.param("noise", torch.tensor(NOISE), constraint=constraints.positive)
+        f = pyro.sample("f", GaussianProcess(DeepBasis(network), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    TraceQuadrature_ELBO(2).loss_and_grads(model, AutoSparseGP(model, ExactWeightSpace()), x, y)
+    found = [p.grad.clone() for p in network.parameters()]
+    by_noise = pyro.get_param_store()._params["noise"].grad
+    network.zero_grad()
+    noise = torch.tensor(NOISE).log().requires_grad_()
+    variance = (2 * noise).exp()
+    dense = MultivariateNormal(torch.zeros(30), network(x) @ network(x).mT + variance * torch.eye(30)).log_prob(y)
+    (correction(network, x).sum() / (2 * variance) - dense).backward()
+    for one, p in zip(found, network.parameters()):
+        torch.testing.assert_close(one, p.grad, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(by_noise, noise.grad, rtol=1e-7, atol=1e-7)
+
+
+def test_free_posterior_reaches_the_exact_one_for_a_fixed_network():
+    network, (x, y) = mlp().requires_grad_(False).eval(), data(num=40)
+    model = deep(network)
+    exact = AutoSparseGP(model, ExactWeightSpace())
+    bound = elbo(model, exact, x, y)
+    free, best = maximise(model, WeightSpace(), x, y)
+    assert bound - 1e-4 < best <= bound + 1e-8
+    plain = AutoSparseGP(deep(network, False), ExactWeightSpace())
+    plain(x, y)
+    one, other = free.posterior(x)["f"], plain.posterior(x)["f"]
+    # Eq. 10: q(w) is the uncorrected one's, and the variance has c(x) on top.
+    torch.testing.assert_close(one.mean, other.mean, atol=1e-3, rtol=0)
+    torch.testing.assert_close(one.variance, other.variance + correction(network, x), atol=1e-3, rtol=0)
+
+
+# Theorem 1.
+
+
+def _table(correcting, x, y, start):
+    def model(x, y=None):
+        table = pyro.param("table", start)
+        f = pyro.sample("f", GaussianProcess(DeepBasis(lambda x: table[x[:, 0].long()], correcting), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    return model
+
+
+def test_features_collapse_to_rank_one_without_correction_and_not_with_it():
+    """Theorem 1, with features that are free at each row: the optimum is φ ∝ y, ‖Φ‖² = ‖y‖² − σ²."""
+    x = torch.arange(30.0)[:, None]
+    y = torch.sin(x[:, 0] / 4) + 0.5 + 0.1 * torch.randn(30)
+    start = torch.randn(30, 6)
+    maximise(_table(False, x, y, start), ExactWeightSpace(), x, y, iterations=2000)
+    u, s, _ = torch.linalg.svd(pyro.param("table").detach())
+    assert s[0] ** 2 / s.square().sum() > 1 - 1e-9
+    assert abs(u[:, 0] @ y) / y.norm() > 1 - 1e-9
+    torch.testing.assert_close(s[0] ** 2, y.square().sum() - 0.01, rtol=1e-4, atol=0)
+
+    pyro.clear_param_store()
+    model = _table(True, x, y, start)
+    guide = AutoSparseGP(model, ExactWeightSpace())
+    schedule = pyro.optim.ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.05}, "gamma": 0.993})
+    svi = pyro.infer.SVI(model, guide, schedule, TraceQuadrature_ELBO(2))
+    for _ in range(500):
+        svi.step(x, y)
+        schedule.step()
+    table = pyro.param("table").detach()
+    s = torch.linalg.svdvals(table)
+    assert s[1] ** 2 / s.square().sum() > 0.05
+    heights = table.square().sum(-1)
+    assert heights.min() > 0.9 * heights.max()  # a uniform prior variance
+
+
+# Blocks of rows.
+
+
+@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
+def test_blocks_of_several_outputs(family, monkeypatch):
+    x, y = data(num=45)
+    y = torch.stack([y, torch.cos(5 * x[:, 1])], -1)
+    results = []
+    for whole in (1000, 16):
+        monkeypatch.setattr(blocks, "_WHOLE", whole)
+        monkeypatch.setattr(blocks, "_BLOCK", 8)
+        pyro.clear_param_store()
+        network = mlp()
+
+        def model(x, y=None, network=network):
+            pyro.module("network", network)
+            scale = pyro.param("scale", torch.tensor([1.0, 0.5]))
+            f = pyro.sample("f", GaussianProcess(scale * DeepBasis(network), x).to_event(1))
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(f.mT, NOISE).to_event(1), obs=y)
+
+        guide = AutoSparseGP(model, family)
+        loss = TraceQuadrature_ELBO(2).loss_and_grads(model, guide, x, y)
+        q = guide.posterior(2 * x)["f"]
+        gradients = [p.grad.clone() for p in network.parameters()]
+        results.append((torch.tensor(loss), *gradients, q.mean.detach(), q.variance.detach()))
+        assert q.mean.shape == (2, 45)
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
+def test_objectives_agree(family):
+    x, y = data(num=20)
+    model = deep(mlp())
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=20)
+    bound = TraceQuadrature_ELBO(2).loss(model, guide, x, y)
+    for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
+        mean, error = estimate(loss, model, guide, x, y)
+        assert abs(mean - bound) < 5 * error + 1e-6
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(blocks, "_WHOLE", 16)
+    monkeypatch.setattr(blocks, "_BLOCK", 8)
+
+
+class Watched(nn.Module):
+    """Remembers the largest number of rows it was given."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.rows = network, 0
+
+    def forward(self, x):
+        self.rows = max(self.rows, len(x))
+        return self.network(x)
+
+
+STREAMED = {
+    "normal": (lambda f: dist.Normal(f, NOISE), lambda k: k),
+    "poisson": (lambda f: dist.Poisson(f.exp()), lambda k: k),
+    "sum": (lambda f: dist.Normal(f, NOISE), lambda k: 0.5 * k + kernels.Linear(0.3) + k[0] * kernels.Constant(2.0)),
+}
+
+
+@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
+@pytest.mark.parametrize("case", STREAMED)
+@pytest.mark.parametrize("correcting", [False, True])
+def test_blocks_change_nothing(case, correcting, family, monkeypatch):
+    likelihood, wrap = STREAMED[case]
+    x, y = data(num=45)
+    y = y.abs().round() if case == "poisson" else y
+    order = squares(mlp(), x).argsort()  # the largest row is in the last block, not the first
+    x, y = x[order], y[order]
+    if case == "sum":  # [0] reads one column
+        wrap = lambda k: 0.5 * k + kernels.Linear(0.3) + 2.0 * k  # noqa: E731
+    results = []
+    for whole in (1000, 16):
+        monkeypatch.setattr(blocks, "_WHOLE", whole)
+        monkeypatch.setattr(blocks, "_BLOCK", 8)
+        pyro.clear_param_store()
+        network = Watched(mlp())
+        model = deep(network, correcting, likelihood, wrap)
+        guide = AutoSparseGP(model, family)
+        loss = TraceQuadrature_ELBO(20)
+        losses = [loss.loss_and_grads(model, guide, x, y) for _ in range(3)]
+        gradients = [p.grad.clone() for p in (*network.parameters(), *guide.parameters())]
+        q = guide.posterior(2 * x)["f"]
+        results.append((torch.tensor(losses), *gradients, q.mean.detach(), q.variance.detach()))
+        assert network.rows == (45 if whole == 1000 else 8)
+    for one, other in zip(*results):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_streamed_level_comes_from_the_pass_that_is_made_anyway(small_blocks):
+    """A step passes over the rows once for q(w), once for the bound, and once more on the way back."""
+    network, (x, y) = Watched(mlp()), data(num=48)
+    model = deep(network)
+    guide = AutoSparseGP(model, ExactWeightSpace())
+    loss = TraceQuadrature_ELBO(2)
+    loss.loss_and_grads(model, guide, x, y)
+    calls = []
+    network.register_forward_hook(lambda *_: calls.append(len(_[1][0])))
+    loss.loss_and_grads(model, guide, x, y)
+    assert sum(calls) == 3 * 48 + 2  # and the largest row, found and with its gradient
+
+
+# Mini-batches, and which rows predictions know.
+
+
+def batches(model, guide, x, y, steps=60, size=16):
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(10))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        rows = torch.randint(0, len(x), (size,), generator=generator)
+        svi.step(x[rows], y[rows], size=len(x))
+
+
+def corrected(network, q, x, new):
+    """Eq. 10 with c relative to x."""
+    phi = network(new)
+    s = q.coefficients.covariance_matrix
+    own = (squares(network, x).max() - squares(network, new)).clamp(min=0)
+    return (phi @ s * phi).sum(-1) + own
+
+
+def test_mini_batches_and_the_level_of_all_rows():
+    network, (x, y) = mlp(), data(num=80)
+    model = deep(network)
+    guide = AutoSparseGP(model, WeightSpace())
+    guide(x, y)
+    first = elbo(model, guide, x, y)
+    batches(model, guide, x, y)
+    assert elbo(model, guide, x, y) > first + 100
+    new = torch.rand(6, 2)
+    q = guide.posterior(new)["f"]
+    torch.testing.assert_close(q.variance, corrected(network, q, x, new))
+    torch.testing.assert_close(q.covariance_matrix.diagonal(), q.variance)
+    # One input by itself has its correction too, whatever way it is asked for.
+    one = squares(network, x).argmin().item()
+    expected = corrected(network, q, x, x[[one]]).item()
+    assert expected > 1.2 * elsewhere(network, q, x[[one]])
+    torch.testing.assert_close(guide.posterior(x[[one]])["f"].variance.item(), expected)
+    for draw in (
+        lambda: guide(x[[one]])["f"],
+        lambda: Predictive(model, guide=guide, num_samples=1)(x[[one]])["f"].reshape(1),
+        lambda: guide.draw(x[[one]])["f"],
+    ):
+        values = torch.stack([draw().detach() for _ in range(400)])
+        assert math.isclose(values.var().item(), expected, rel_tol=0.35)
+    # A step's own level is that of the batch.
+    torch.testing.assert_close(
+        elbo(model, guide, x[:10], y[:10], size=80), dense_bound(network, guide, x[:10], y[:10], 80), rtol=1e-9, atol=0
+    )
+
+
+def elsewhere(network, q, new):
+    return (network(new) @ q.coefficients.covariance_matrix * network(new)).sum(-1).item()
+
+
+def dense_bound(network, guide, x, y, size):
+    q = guide.posterior(x)["f"]
+    phi = network(x)
+    m, s = q.coefficients.loc[0], q.coefficients.covariance_matrix
+    variance = (phi @ s * phi).sum(-1) + correction(network, x)
+    fit = dist.Normal(phi @ m, NOISE).log_prob(y) - variance / (2 * NOISE**2)
+    return (fit.sum() * size / len(x) - q.kl).item()
+
+
+def test_rows_of_a_subsampling_plate_are_all_known():
+    network, (x, y) = mlp(), data(num=80)
+
+    def model(x, y=None):
+        pyro.module("network", network)
+        plate = pyro.plate("data", len(x), subsample_size=8)
+        f = pyro.sample("f", GaussianProcess(DeepBasis(network), x[plate.indices]))
+        with plate:
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=None if y is None else y[plate.indices])
+
+    guide = AutoSparseGP(model, WeightSpace())
+    train(model, guide, x, y, steps=20)
+    new = torch.rand(6, 2)
+    q = guide.posterior(new)["f"]
+    torch.testing.assert_close(q.variance, corrected(network, q, x, new))
+
+
+def test_unseen_rows_are_told_of_and_one_call_mends_it():
+    network, (x, y) = mlp(), data(num=80)
+    model = deep(network)
+    guide = AutoSparseGP(model, WeightSpace())
+    batches(model, guide, x, y, steps=3)
+    with pytest.warns(UserWarning, match="seen at most 16 of 80"):
+        guide.posterior(x)
+    guide(x, y)
+    again = AutoSparseGP(model, WeightSpace())
+    again.load_state_dict(guide.state_dict())
+    for q in (guide.posterior(x[:3])["f"], again.posterior(x[:3])["f"]):
+        torch.testing.assert_close(q.variance, corrected(network, q, x, x[:3]))
+    guide(torch.rand(200, 2))  # no data: nothing to learn of
+    with torch.no_grad():
+        guide(torch.rand(200, 2), torch.rand(200))  # looking changes nothing
+    assert guide.gps.f.rows.shape == (80, 2)
+
+
+@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
+def test_state_and_copies_keep_the_level(family):
+    network, (x, y) = mlp(), data(num=30)
+    model = deep(network)
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=5)
+    new = torch.rand(4, 2)
+    expected = guide.posterior(new)["f"].variance
+    other = AutoSparseGP(model, family)
+    other.load_state_dict(guide.state_dict())
+    torch.testing.assert_close(other.posterior(new)["f"].variance, expected)
+    torch.testing.assert_close(copy.deepcopy(guide).posterior(new)["f"].variance, expected)
+    pickle.dumps(guide.state_dict())
+    network.float()
+    guide.float()
+    found = guide.posterior(new.float())["f"].variance
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
+    network.double()
+
+
+@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
+def test_predictions_visit_the_training_rows_once(family, monkeypatch):
+    network, (x, y) = mlp(), data(num=30)
+    model = deep(network)
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=3)
+    visits = []
+    plain = DeepBasis.relative_to
+    monkeypatch.setattr(DeepBasis, "relative_to", lambda k, rows: visits.append(1) or plain(k, rows))
+    new = torch.rand(3, 2)
+    with torch.no_grad():
+        before = guide.posterior(new)["f"]
+        again = guide.posterior(new + 0.1)["f"]
+        predict(model, guide, new, num_samples=5)
+    assert len(visits) == 1
+    assert (before.mean - again.mean).abs().max() > 1e-6
+    torch.testing.assert_close(guide.posterior(new)["f"].variance, before.variance)
+    for change in ("weights", "rows", "training"):
+        with torch.no_grad():
+            before = guide.posterior(new)["f"]
+            if change == "weights":
+                network[2].weight.mul_(1.1)
+            elif change == "rows" and isinstance(family, WeightSpace):
+                guide.gps.f.rows.mul_(4.0)
+            elif change == "rows":
+                guide.gps.f.sites.precision = 0.5 * guide.gps.f.sites.precision
+        if change == "training":
+            train(model, guide, x, y, steps=1)
+        with torch.no_grad():
+            assert (guide.posterior(new)["f"].variance - before.variance).abs().max() > 1e-8
+    assert copy.deepcopy(guide).gps.f._memory._last is None
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "poisson"])
+def test_other_likelihoods_train(name):
+    x, y = data(num=60)
+    y = (y > 0.5).double() if name == "bernoulli" else torch.poisson((1 + y).exp())
+    likelihood = {"bernoulli": lambda f: dist.Bernoulli(logits=f), "poisson": lambda f: dist.Poisson(f.exp())}[name]
+    for family in (ExactWeightSpace(), WeightSpace()):
+        network = mlp()
+        model = deep(network, likelihood=likelihood)
+        guide = AutoSparseGP(model, family)
+        losses = train(model, guide, x, y, steps=60)
+        assert losses[-1] < losses[0]
+        q = guide.posterior(torch.rand(5, 2))["f"]
+        assert (q.variance > 0).all()
+        pyro.clear_param_store()
+
+
+def test_iterated_sites_reach_the_free_optimum_for_a_fixed_network():
+    x, y = data(num=60)
+    y = torch.poisson((1 + y).exp())
+    model = deep(mlp().requires_grad_(False).eval(), likelihood=lambda f: dist.Poisson(f.exp()))
+    guide = AutoSparseGP(model, ExactWeightSpace())
+    loss = TraceQuadrature_ELBO(20)
+    bound = [-loss.loss(model, guide, x, y) for _ in range(30)][-1]
+    _, best = maximise(model, WeightSpace(), x, y, num_nodes=20)
+    assert abs(bound - best) < 1e-3
+
+
+# One contract for kernels with features.
+
+KERNELS = {
+    "deep": lambda net: DeepBasis(net),
+    "uncorrected": lambda net: DeepBasis(net, variance_correction=False),
+    "deep + linear": lambda net: 0.5 * DeepBasis(net) + kernels.Linear(1.0),
+    "deep * polynomial": lambda net: DeepBasis(net) * kernels.Polynomial(2),
+    "fourier": lambda net: kernels.RandomFourier(torch.linspace(-2, 2, 12).reshape(6, 2), 0.3),
+    "linear": lambda net: kernels.Linear(1.0) + kernels.Constant(1.0),
+    "polynomial": lambda net: kernels.Polynomial(3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
+def test_contract(family, kernel, dtype, device):
+    torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
+    x, y = data(dtype=dtype, device=device)
+    network = mlp(dtype=dtype).to(device)
+
+    def model(x, y=None, size=None):
+        pyro.module("network", network)
+        noise = pyro.sample("noise", dist.HalfNormal(1.0))
+        f = pyro.sample("f", GaussianProcess(KERNELS[kernel](network), x))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    guide = AutoSparseGP(model, family)
+    before = [p.detach().clone() for p in network.parameters()]
+    losses = train(model, guide, x, y, steps=60)
+    assert torch.tensor(losses).isfinite().all()
+    assert sum(losses[-10:]) < sum(losses[:10])
+    moved = [not torch.equal(p, old) for p, old in zip(network.parameters(), before)]
+    assert all(moved) if "deep" in kernel or kernel == "uncorrected" else not any(moved)
+    new = data(num=7, dtype=dtype, device=device, seed=2)[0]
+    q = guide.posterior(new)["f"]
+    assert q.mean.shape == q.variance.shape == (7,)
+    assert q.mean.dtype == dtype
+    assert q.mean.device == new.device
+    assert q.kl > 0
+    assert (q.variance > 0).all()
+    torch.testing.assert_close(q.covariance_matrix.diagonal(), q.variance, rtol=1e-3, atol=1e-4)
+    assert q.paths(3)(new).shape == (3, 7)
+    assert guide(new)["y"].shape == (7,)
+    guide.eval()
+    assert guide(new)["f"].shape == (7,)
+    other = AutoSparseGP(model, family)
+    other.load_state_dict(guide.state_dict())
+    assert torch.equal(other.posterior(new)["f"].variance, guide.posterior(new)["f"].variance)
+
+
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
+def test_components_of_a_sum(family):
+    network, (x, y) = mlp(), data(num=30)
+    model = deep(network, wrap=lambda k: kernels.Constant(1.0) + 0.5 * k + kernels.White(0.1) + kernels.Linear(2.0))
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=20)
+    new = torch.rand(6, 2)
+    q = guide.posterior(new)["f"]
+    assert len(q.components) == 4
+    torch.testing.assert_close(sum(part.mean for part in q.components), q.mean)
+    m, s = q.coefficients.loc[0], q.coefficients.covariance_matrix
+    phi = 0.5**0.5 * network(new)
+    deep_one = q.components[1]
+    level = 0.5 * (squares(network, x).max() - squares(network, new)).clamp(min=0)
+    torch.testing.assert_close(deep_one.mean, phi @ m[1:6])
+    torch.testing.assert_close(deep_one.variance, (phi @ s[1:6, 1:6] * phi).sum(-1) + level)
+    torch.testing.assert_close(q.components[2].variance, torch.full((6,), 0.1))
+    torch.testing.assert_close(q.components[2].mean, torch.zeros(6))
+    torch.testing.assert_close(q.components[3].variance, (2 * new @ s[6:, 6:] * new).sum(-1))
+
+
+def test_paths_have_the_residual():
+    network, (x, y) = mlp(), data(num=30)
+    model = deep(network)
+    guide = AutoSparseGP(model, ExactWeightSpace())
+    train(model, guide, x, y, steps=3)
+    new = torch.rand(3, 2)
+    q = guide.posterior(new)["f"]
+    draws = q.paths(4000)(new)
+    torch.testing.assert_close(draws.var(0), q.variance, rtol=0.15, atol=0)
+
+
+# Deep kernel learning: a network on the inputs.
+
+
+@pytest.mark.parametrize(
+    "family",
+    [SVGP(8), OrthogonalInducing(5, 4), MeanFieldAdditive(6), SGPR(8), ComputationAware(10)],
+    ids=lambda f: type(f).__name__,
+)
+def test_deep_kernel_learning(family):
+    network, (x, y) = mlp(2, 2), data(num=60)
+
+    def model(x, y=None):
+        pyro.module("network", network)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.7), network(x)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide = AutoSparseGP(model, family)
+    guide(x, y)
+    start = [z.detach().clone() for name, z in guide.named_parameters() if "inputs" in name]
+    with torch.no_grad():
+        for z in start:  # the inducing inputs are rows of the feature space
+            assert (z[:, None] == network(x)).all(-1).any(1).all()
+    before = [p.detach().clone() for p in network.parameters()]
+    losses = train(model, guide, x, y, steps=100)
+    assert losses[-1] < losses[0] - 10
+    assert all(not torch.equal(p, old) for p, old in zip(network.parameters(), before))
+    moved = [z for name, z in guide.named_parameters() if "inputs" in name]
+    assert all(not torch.equal(a, b) for a, b in zip(moved, start))
+    q = guide.posterior(x)["f"]
+    assert (q.mean - y).square().mean().sqrt() < 0.5
+
+
+def test_inducing_points_under_a_deep_basis_know_the_level():
+    network, (x, y) = mlp(outputs=12), data(num=40)
+    model = deep(network)
+    for family in (SVGP(6), SGPR(6), MeanFieldAdditive(6)):
+        pyro.clear_param_store()
+        guide = AutoSparseGP(model, family)
+        train(model, guide, x, y, steps=5)
+        new = torch.rand(1, 2)
+        expected = torch.maximum(squares(network, x).max(), squares(network, new))
+        torch.testing.assert_close(guide.posterior(new)["f"].process.variance, expected)
+
+
+# What is refused.
+
+
+def test_forgotten_network_raises():
+    network, (x, y) = mlp(), data(num=20)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(DeepBasis(network), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    for family in (WeightSpace(), ExactWeightSpace()):
+        with pytest.raises(ValueError, match=r"would not train: .*in the kernel of site 'f'.*pyro.module"):
+            train(model, AutoSparseGP(model, family), x, y, steps=1)
+    blocked = AutoSparseGP(model, ExactWeightSpace())
+    with pytest.raises(ValueError, match="would not train"):
+        with_blocks(lambda: train(model, blocked, x, y, steps=1))
+
+
+def with_blocks(call):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_WHOLE", 4)
+        patch.setattr(blocks, "_BLOCK", 4)
+        return call()
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (lambda x: x.sum(), r"features of shape \(20, 'r'\).*returned shape \(\)"),
+        (lambda x: x.sum(-1), r"returned shape \(20,\)"),
+        (lambda x: x[:5], r"returned shape \(5, 2\)"),
+        (lambda x: x[:, :0], r"returned shape \(20, 0\)"),
+        (lambda x: [x], "returned list"),
+    ],
+)
+def test_networks_of_other_shapes_raise(network, message):
+    with pytest.raises(ValueError, match=message):
+        DeepBasis(network)(torch.rand(20, 2))
+
+
+def test_networks_that_differ_from_call_to_call_raise():
+    for layer in (nn.Dropout(0.5), nn.BatchNorm1d(16)):
+        network = nn.Sequential(nn.Linear(2, 16), layer, nn.Linear(16, 3))
+        with pytest.raises(ValueError, match=rf"{type(layer).__name__} in training mode at '1'.*network.eval\(\)"):
+            DeepBasis(network)
+        DeepBasis(network.eval())
+
+    class Bayesian(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = PyroSample(dist.Normal(torch.zeros(2, 3), 1.0).to_event(2))
+
+        def forward(self, x):
+            return x @ self.weight
+
+    with pytest.raises(ValueError, match=r"draws \['weight'\] anew at each call.*pyro.sample"):
+        DeepBasis(Bayesian())
+
+
+def test_no_network_raises():
+    with pytest.raises(ValueError, match="network must be a module or a callable"):
+        DeepBasis(torch.rand(3, 2))
+    with pytest.raises(ValueError, match="network must be a module or a callable"):
+        DeepBasis(nn.Linear)
+
+
+def test_projections_refuse_the_correction():
+    x, y = data(num=20)
+    with pytest.raises(ValueError, match="site 'f' has a diagonal term, such as White or a DeepBasis' correction"):
+        AutoSparseGP(deep(mlp()), ComputationAware(5))(x, y)
+    pyro.clear_param_store()
+    AutoSparseGP(deep(mlp(), False), ComputationAware(5))(x, y)
+
+
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
+def test_broken_networks_raise_by_name(family):
+    network, (x, y) = mlp(), data(num=20)
+    model = deep(network)
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=1)
+    with torch.no_grad():
+        network[0].bias.fill_(torch.nan)
+    with pytest.raises((ValueError, RuntimeError), match=r"NaN"):
+        train(model, guide, x, y, steps=1)
+
+
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
+def test_one_row_and_missing_data(family):
+    network = mlp()
+    x, y = data(num=1)
+    model = deep(network)
+    guide = AutoSparseGP(model, family)
+    assert torch.tensor(train(model, guide, x, y, steps=3)).isfinite().all()
+    assert (guide.posterior(torch.rand(3, 2))["f"].variance > 0).all()
+
+    def masked(x, y=None):
+        pyro.module("network", network)
+        f = pyro.sample("f", GaussianProcess(DeepBasis(network), x))
+        with pyro.plate("data", len(x)), pyro.poutine.mask(mask=True if y is None else ~y.isnan()):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    x, y = data(num=20)
+    y[3] = torch.nan
+    guide = AutoSparseGP(masked, family)
+    assert torch.tensor(train(masked, guide, x, y, steps=3)).isfinite().all()
+    assert guide.posterior(x)["f"].mean.isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_million_rows_train_in_little_memory():
+    pytest.importorskip("resource")
+    script = Path(__file__).parent / "benchmarks" / "weight_space.py"
+    command = [sys.executable, str(script), "steps", "--one", "1000000", "--rounds", "2"]
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc would keep what is freed in pieces
+    out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert float(out.split()[-1]) < 0.25  # GiB; Φ alone is 0.24, what a step keeps without blocks above 1

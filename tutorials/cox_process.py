@@ -1,0 +1,154 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Cox processes
+#
+# Events in a window, with a log-intensity that is a Gaussian process: log λ = f (Zhu, Yuchi and Xie, 2025, appendix
+# A.5). The likelihood of events xᵢ is Σᵢ f(xᵢ) − ∫ exp f(x) dx. As a Pyro program that is two `pyro.factor` terms, with
+# the integral as a sum over cells; the guide integrates exp f itself: E[exp f] = exp(m + v/2). Any family will do. Here
+# inducing points meet a deep basis kernel, a network as the features of the kernel, on events that we simulate, so that
+# the truth is known.
+#
+# On the command line: `python tutorials/cox_process.py [--device cuda] [--steps 600] [--out DIR]`.
+
+# %%
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import matplotlib
+
+IN_NOTEBOOK = "ipykernel" in sys.modules
+if not IN_NOTEBOOK:
+    matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import SVI
+from torch import nn
+from torch.distributions import constraints
+from tqdm import tqdm
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SVGP, WeightSpace
+
+parser = argparse.ArgumentParser(description="Log-intensities of events.")
+parser.add_argument("--device", default="cpu", help="cpu or cuda")
+parser.add_argument("--steps", type=int, default=600, help="training steps of each guide")
+parser.add_argument(
+    "--out", type=Path, default=Path("output" if IN_NOTEBOOK else "tutorials/output"), help="where the pictures go"
+)
+options = parser.parse_args([] if IN_NOTEBOOK else None)
+options.out.mkdir(parents=True, exist_ok=True)
+torch.set_default_dtype(torch.float64)
+pyro.set_rng_seed(0)
+
+# %% [markdown]
+# ## Events
+#
+# An intensity that jumps, and then waves; events by thinning: draw at the highest rate, keep with probability
+# λ(x)/max λ.
+
+
+# %%
+def intensity(t):
+    return torch.where(t < 4.0, 12.0, 30.0 + 20.0 * torch.sin(3 * t)).where(t < 8.0, torch.full_like(t, 4.0))
+
+
+top, end = 50.0, 10.0
+proposed = end * torch.rand(int(torch.poisson(torch.tensor(top * end))), 1)
+events = proposed[torch.rand(len(proposed)) < intensity(proposed[:, 0]) / top].to(options.device)
+print(f"{len(events)} events in [0, {end:g}]")
+
+# %% [markdown]
+# ## The program
+#
+# The cells' midpoints are the nodes of the integral. Without events the model is the prior at other places, which is
+# how the guide is asked for the intensity there.
+
+# %%
+num_cells = 200
+midpoints = ((torch.arange(num_cells) + 0.5) * end / num_cells)[:, None].to(options.device)
+widths = torch.full((num_cells,), end / num_cells).to(options.device)
+level = math.log(len(events) / end)
+
+
+def cox(kernel):
+    def model(nodes, weights, events=None):
+        x = nodes if events is None else torch.cat([nodes, events])
+        f = pyro.sample("f", GaussianProcess(kernel(), x, mean=lambda x: x.new_full((len(x),), level)))
+        with pyro.plate("window", len(nodes)):
+            pyro.factor("none_elsewhere", -weights * f[: len(nodes)].exp())
+        if events is not None:
+            with pyro.plate("events", len(events)):
+                pyro.factor("at_events", f[len(nodes) :])
+
+    return model
+
+
+network = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16)).to(options.device)
+with torch.no_grad():
+    network[0].weight.mul_(3.0)
+
+
+def deep():
+    pyro.module("network", network)
+    return kernels.DeepBasis(lambda x: network(x / 5 - 1))
+
+
+def stationary():
+    length = pyro.param("length", torch.tensor(1.0).to(events), constraint=constraints.positive)
+    scale = pyro.param("scale", torch.tensor(1.0).to(events), constraint=constraints.positive)
+    return scale * kernels.Matern32(length)
+
+
+# %%
+posteriors = {}
+for name, kernel, family in [
+    ("Matérn-3/2, 30 inducing points", stationary, SVGP(30)),
+    ("deep basis, weight space", deep, WeightSpace()),
+]:
+    model = cox(kernel)
+    guide = AutoSparseGP(model, family)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    for _ in tqdm(range(options.steps), desc=name, mininterval=1.0, disable=IN_NOTEBOOK):
+        loss = svi.step(midpoints, widths, events)
+    with torch.no_grad():
+        q = guide.posterior(midpoints, widths)["f"]
+        mean = (q.mean + q.variance / 2).exp()
+        inside = dist.Normal(q.mean, q.stddev).cdf(intensity(midpoints[:, 0]).log()).sub(0.5).abs() < 0.475
+    posteriors[name] = q
+    print(
+        f"{name:32} bound {-loss:8.2f}; events expected {(widths * mean).sum():.1f}; "
+        f"mean error of the intensity {(mean - intensity(midpoints[:, 0])).abs().mean():.2f}, "
+        f"true one within 95 % intervals at {inside.double().mean():.0%} of the cells"
+    )
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.4), sharey=True)
+t = midpoints[:, 0].cpu()
+for axis, (name, q) in zip(axes, posteriors.items()):
+    mean, spread = q.mean.cpu(), 2 * q.stddev.cpu()
+    axis.fill_between(t, (mean - spread).exp(), (mean + spread).exp(), alpha=0.3, lw=0)
+    axis.plot(t, (mean + spread.square() / 8).exp(), label="E[exp f]")
+    axis.plot(t, intensity(t), "k--", lw=0.8, label="truth")
+    axis.plot(events[:, 0].cpu(), torch.full((len(events),), -2.0), "|", color="0.4", ms=4)
+    axis.set(title=name, xlabel="time", ylim=(-4, 75))
+axes[0].set_ylabel("events per unit of time")
+axes[0].legend(fontsize=8)
+figure.tight_layout()
+figure.savefig(options.out / "cox_process.png", dpi=110)
+print(f"The picture is in {options.out}")
+
+# %% [markdown]
+# In the plane nothing changes but the cells: midpoints `(M, 2)` and areas `(M,)`.
+# `tests/benchmarks/cox.py` does so for trees in a forest, and for a century of coal-mining disasters.
