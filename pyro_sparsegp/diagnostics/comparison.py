@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Optional
 
@@ -11,7 +12,7 @@ import torch
 from . import backend
 from .draws import SampleSource, as_source, seeded
 from .labels import Labels
-from .weights import _tree, log_weights_of
+from .weights import LIMIT, _tree, log_weights_of
 
 __all__ = ["compare", "loo", "loo_large"]
 
@@ -43,9 +44,12 @@ def loo(
         reff = 1.0 if sample_stats is None or "log_q" in sample_stats or tree.posterior.sizes["chain"] == 1 else None
         return stats.loo(tree, pointwise=True, var_name=var_name, reff=reff)
     log_weights = log_weights_of(tree, target or sample_stats.attrs["target"])
-    return stats.loo_approximate_posterior(
-        tree, log_p=log_weights, log_q=log_weights * 0.0, pointwise=True, var_name=var_name
-    )
+    _warn_of_weights(log_weights.values)
+    with np.errstate(all="ignore"):
+        found = stats.loo_approximate_posterior(
+            tree, log_p=log_weights, log_q=log_weights * 0.0, pointwise=True, var_name=var_name
+        )
+    return _require_finite(found)
 
 
 def compare(results: Mapping[str, Any], target: Optional[str] = None, **kwargs: Any) -> Any:
@@ -135,17 +139,40 @@ def loo_large(
         }
     )
     weights = tree.posterior["log_weight"]
-    return stats.loo_subsample(
-        tree,
-        observations=subset,
-        pointwise=True,
-        var_name=site,
-        reff=1.0,
-        log_p=weights,
-        log_q=weights * 0.0,
-        method="plpd",
-        log_lik_fn=lambda observed, data: xr.DataArray(lpd, dims=[dim]),
-    )
+    _warn_of_weights(log_weights[None])
+    with np.errstate(all="ignore"):
+        found = stats.loo_subsample(
+            tree,
+            observations=subset,
+            pointwise=True,
+            var_name=site,
+            reff=1.0,
+            log_p=weights,
+            log_q=weights * 0.0,
+            method="plpd",
+            log_lik_fn=lambda observed, data: xr.DataArray(lpd, dims=[dim]),
+        )
+    return _require_finite(found)
+
+
+def _warn_of_weights(log_weights: np.ndarray) -> None:
+    khat = max(backend.smooth(chain)[1] for chain in log_weights)
+    if not khat <= LIMIT:
+        warnings.warn(
+            f"the weights p/q of the draws have k-hat {khat:.2f}, above {LIMIT}: the posterior is too far from the "
+            'target for them to mend it, and they add noise to leave-one-out. target="none" leaves them out, and '
+            "judges the posterior as it is.",
+            stacklevel=3,
+        )
+
+
+def _require_finite(found: Any) -> Any:
+    if not np.isfinite(found.elpd):
+        raise ValueError(
+            "leave-one-out is not finite: all weight is on one draw. The posterior is too far from the target; train "
+            'longer, take a richer family, or leave the weights p/q out by target="none".'
+        )
+    return found
 
 
 def _rows(site: Any, terms: torch.Tensor) -> np.ndarray:
