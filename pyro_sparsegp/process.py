@@ -463,17 +463,33 @@ class SparsePosterior(TorchDistribution):
         :param w: a block ``(..., M_b)`` for each block of coefficients.
         :param chunk_size: rows whose features are held in memory at once.
         """
-        x = self.process.x
+
+        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
+            explained = sum((row_squares(block) for block in phi), torch.zeros_like(prior))
+            return sum_blocks(phi, w), (prior - explained).clamp(min=0)
+
+        return self._by_rows(moments, chunk_size)
+
+    def moments(self, chunk_size: int = 8192) -> tuple[Tensor, Tensor]:
+        """:attr:`mean` and :attr:`variance`, without the features of all rows in memory at once."""
+
+        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
+            mean, change = self.coefficients.moments(phi)
+            return mean, (prior + change).clamp(min=10 * torch.finfo(prior.dtype).eps * float(prior.max()))
+
+        return self._by_rows(moments, chunk_size)
+
+    def _by_rows(
+        self, moments: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]], chunk_size: int
+    ) -> tuple[Tensor, Tensor]:
+        x, shape = self.process.x, self._batch_shape
         means, variances = [], []
         whole = "features" in self._cache or x.shape[-2] <= chunk_size
         for rows in (x,) if whole else x.split(chunk_size, -2):
-            phi = self.features if whole else self.basis(rows)
-            prior = self.process.kernel.diag(rows)
-            explained = sum((row_squares(block) for block in phi), torch.zeros_like(prior))
-            means.append(sum_blocks(phi, w).expand(prior.shape))
-            variances.append((prior - explained).clamp(min=0).expand(means[-1].shape))
-        mean = self.process.mean_at(x) + torch.cat(means, -1)
-        return mean, torch.cat(variances, -1)
+            mean, variance = moments(self.features if whole else self.basis(rows), self.process.kernel.diag(rows))
+            means.append(mean.expand(shape + rows.shape[-2:-1]))
+            variances.append(variance.expand(shape + rows.shape[-2:-1]))
+        return self.process.mean_at(x) + torch.cat(means, -1), torch.cat(variances, -1)
 
     @property
     def draw(self) -> tuple[Tensor, list[Tensor]]:

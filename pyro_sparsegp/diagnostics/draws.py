@@ -20,7 +20,7 @@ from torch import Tensor
 from ..guide import AutoSparseGP, as_process, is_observation, whole_plates
 from ..linalg import solve_lower
 from ..posteriors import ProjectedGaussian
-from ..predict import _bare, _samples_and_data
+from ..predict import _bare, _Known, _samples_and_data
 from ..process import GaussianProcess, SparsePosterior
 from ..reparam import unwhiten
 from ..structure import COUPLED
@@ -92,10 +92,19 @@ class GuideSource:
     coefficients' place, in O(N³).
 
     :param exact: whether costs of O(N³) are allowed.
+    :param marginal: leave the coefficients integrated out: the moments are those of the posterior's marginals.
     :param chunk_size: rows whose features are held in memory at once.
     """
 
-    def __init__(self, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], exact: bool, chunk_size: int) -> None:
+    def __init__(
+        self,
+        guide: AutoSparseGP,
+        args: tuple,
+        kwargs: dict[str, Any],
+        exact: bool,
+        chunk_size: int,
+        marginal: bool = False,
+    ) -> None:
         if guide.structure is None:
             raise ValueError("the guide has not been initialised: train it, or call it once with the data, guide(x, y)")
         self.guide, self.args, self.kwargs = guide, args, kwargs
@@ -104,12 +113,12 @@ class GuideSource:
         self.data = list(self.structure.rows)
         self.drawn = {*self.structure.inner} | {f for f, kind in self.structure.dependence.items() if kind == COUPLED}
         projected = [f for f, spec in self.structure.gps.items() if spec["basis"].get("kind") == "projection"]
-        if projected and not exact:
+        if projected and not (exact or marginal):
             raise ValueError(
                 f"the posterior of site {projected[0]!r} knows its coefficients, the projected data, exactly; all that "
                 "is random are function values given those. Ask for joint draws of these, exact=True, in O(N³)."
             )
-        self.joint, self.exact = bool(projected), exact
+        self.joint, self.exact, self.marginal = bool(projected) and not marginal, exact, marginal
         self.reader = Reader(guide.model, args, kwargs, [*self.data, *self.structure.downstream])
 
     @property
@@ -222,7 +231,11 @@ class _Coefficients(Messenger):
             return
         name = msg["name"]
         self.posteriors[name] = q
-        if self.source.joint:
+        if self.source.marginal:
+            mean, variance = self.moments[name] = q.moments(self.source.chunk_size)
+            coupled = self.source.structure.dependence.get(name) == COUPLED
+            value = q.rsample() if coupled else mean + variance.sqrt() * torch.randn_like(mean)
+        elif self.source.joint:
             value = q.rsample()
             self.moments[name] = leave_one_out(q.process, value)
             self.log_priors[name] = q.process.log_prob(value).double().sum()
@@ -361,12 +374,66 @@ class SampleSource:
 
     def at(self, args: tuple, kwargs: dict[str, Any], draw: Draw) -> dict[str, Tensor]:
         """Every site at new inputs, given a draw."""
-        from ..predict import _Known
-
         known = _Known(self.model, {**draw.values, **draw.functions}, self.args, self.kwargs)
         with torch.no_grad():
             new = known.draw(args, kwargs)
         return {name: value for name, value in new.items() if name not in draw.values or name in known.local}
+
+
+class ConditionedSource(SampleSource):
+    """Draws from MCMC samples at other data than the samples': function values are given those at the training data."""
+
+    def __init__(
+        self,
+        model: Callable,
+        samples: Mapping[str, Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        old_args: tuple,
+        old_kwargs: dict[str, Any],
+    ) -> None:
+        super().__init__(model, samples, args, kwargs)
+        self.old = old_args, old_kwargs
+
+    @torch.no_grad()
+    def draw(self) -> Draw:
+        """The next sample, at the new data."""
+        s = self._next % (self.shape[0] * self.shape[1])
+        self._next += 1
+        known = _Known(self.model, {name: value[s] for name, value in self.samples.items()}, *self.old)
+        conditioned = _Conditioned(known)
+        with poutine.block(), whole_plates(), conditioned:
+            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+        latent = {
+            name: site["value"]
+            for name, site in trace.nodes.items()
+            if site["type"] == "sample" and name not in self.data and name not in conditioned.moments
+        }
+        functions = {name: trace.nodes[name]["value"] for name in conditioned.moments}
+        data = {name: trace.nodes[name] for name in self.data}
+        return Draw(latent, {}, functions, latent, conditioned.moments, data, {})
+
+
+class _Conditioned(Messenger):
+    """Runs the model at new data given one MCMC sample, with the marginals of function values."""
+
+    def __init__(self, known: _Known) -> None:
+        super().__init__()
+        self.known = known
+        self.moments: dict[str, Moments] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if msg["is_observed"] or site_is_subsample(msg):
+            return
+        process, _ = as_process(msg["fn"])
+        if process is not None:
+            given = process.given(*self.known.known[name])
+            mean, variance = given.mean, given.variance.clamp(min=0)
+            self.moments[name] = mean, variance
+            msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
+        elif name in self.known.sample and name not in self.known.local:
+            msg["value"] = self.known.sample[name]
 
 
 class _Hold(Messenger):
@@ -396,7 +463,8 @@ Source = Union[GuideSource, SampleSource]
 
 
 def as_source(
-    model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], exact: bool = False, chunk_size: int = 8192
+    model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], exact: bool = False, chunk_size: int = 8192,
+    marginal: bool = False,
 ) -> Source:
     """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples.
 
@@ -409,10 +477,12 @@ def as_source(
             raise ValueError(
                 "the guide belongs to another model: give the one it was made for, to_datatree(guide.model, guide, ...)"
             )
-        return GuideSource(result, args, kwargs, exact, chunk_size)
+        return GuideSource(result, args, kwargs, exact, chunk_size, marginal)
     if isinstance(result, MCMC):
         _, (old_args, old_kwargs) = _samples_and_data(result, None)
         samples = result.get_samples(group_by_chain=True)
+        if marginal:
+            return ConditionedSource(model, samples, args, kwargs, old_args, old_kwargs)
         return SampleSource(model, samples, args or old_args, kwargs if args else old_kwargs)
     if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
         return SampleSource(model, {name: value[None] for name, value in result.items()}, args, kwargs)

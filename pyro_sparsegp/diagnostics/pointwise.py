@@ -106,6 +106,11 @@ class Reader:
             self._scales[name] = site["scale"]
         return found
 
+    def site(self, values: Mapping[str, Tensor], name: str) -> Any:
+        """A site of a run of the model at values of all latent sites."""
+        with whole_plates(), pyro.validation_enabled(False):
+            return held_trace(self.model, values, self.args, self.kwargs).nodes[name]
+
     # What depends on what, found by trying.
 
     def _learn(self, held: Mapping[str, Tensor], functions: Mapping[str, Moments]) -> dict[str, _Plan]:
