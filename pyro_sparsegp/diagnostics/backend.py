@@ -50,6 +50,8 @@ def smooth(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
     (Vehtari, Simpson, Gelman, Yao and Gabry, 2024.) Constant weights have k-hat −∞.
     """
     log_weights = np.asarray(log_weights, dtype=np.float64)
+    if log_weights.size < 25:
+        raise ValueError(f"k-hat needs at least 25 draws, got {log_weights.size}: take more, num_samples=1000")
     if np.ptp(log_weights) <= 1e-9 * max(1.0, float(np.abs(log_weights).max())):
         return np.full_like(log_weights, -np.log(log_weights.size)), -np.inf
     try:
@@ -59,7 +61,8 @@ def smooth(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
         smoothed, khat = old.psislw(log_weights - log_weights.max())  # takes log p − log q
         return np.asarray(smoothed, dtype=np.float64), float(khat)
     # takes log q − log p: as made for leave-one-out, from log likelihoods
-    smoothed, khat = stats.array_stats.psislw(log_weights.max() - log_weights)
+    with np.errstate(all="ignore"):  # k-hat is NaN, which counts as too large
+        smoothed, khat = stats.array_stats.psislw(log_weights.max() - log_weights)
     return np.asarray(smoothed, dtype=np.float64), float(khat)
 
 

@@ -156,7 +156,7 @@ def loo_large(
 
 
 def _warn_of_weights(log_weights: np.ndarray) -> None:
-    khat = max(backend.smooth(chain)[1] for chain in log_weights)
+    khat = float(np.max([backend.smooth(chain)[1] for chain in log_weights]))
     if not khat <= LIMIT:
         warnings.warn(
             f"the weights p/q of the draws have k-hat {khat:.2f}, above {LIMIT}: the posterior is too far from the "

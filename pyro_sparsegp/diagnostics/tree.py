@@ -231,6 +231,10 @@ class _Writer:
     def datasets(self, shared: dict[str, Any], own: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """The groups as datasets."""
         found = {}
+        chains, draws = self.shape
+        if "posterior" not in self.groups and "prior_predictive" not in self.groups:  # function values only, left out
+            coords = {"chain": np.arange(chains), "draw": np.arange(draws)}
+            found["posterior"] = backend.xarray().Dataset(coords=coords, attrs=attributes(**shared))
         for group, arrays in self.groups.items():
             labelled = {name: (self.names(group, name), array) for name, array in arrays.items()}
             dataset = self.labels.dataset(labelled, sampled=True)

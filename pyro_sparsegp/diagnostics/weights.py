@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -160,7 +159,7 @@ def _tree(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[s
         if args or kwargs:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")
         return tree_or_model
-    if not isinstance(tree_or_model, Callable) or not args:  # type: ignore[arg-type]
+    if not callable(tree_or_model) or not args:
         raise ValueError("give a tree made by to_datatree, or model, guide and the training arguments")
     kwargs.setdefault("exact", target == "exact")
     kwargs.setdefault("posterior_predictive", False)
