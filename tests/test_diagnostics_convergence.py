@@ -82,7 +82,7 @@ def test_the_stopping_rule():
 
 
 def test_the_stopping_rule_watches_parameters():
-    guide, history, _, _ = run(0, 100)
+    _, history, _, _ = run(0, 100)
     assert StoppingRule.largest_rhat(history.window(100)) > 1.5
     rule = StoppingRule(window=100, watch=("elbo", "locs."), tolerance=0.0)
     assert not rule(history)

@@ -57,7 +57,9 @@ def test_the_table_of_integrated_and_sampled_densities():
         integrated.append(diagnostics.loo(tree, target="none").elpd)
         terms = dist.Normal(torch.as_tensor(tree.posterior["f"].values[0]).double(), NOISE).log_prob(y)
         sampled_tree = tree.copy()
-        sampled_tree["log_likelihood"] = tree["log_likelihood"].to_dataset().assign(y=(tree.log_likelihood.y.dims, terms[None]))
+        sampled_tree["log_likelihood"] = (
+            tree["log_likelihood"].to_dataset().assign(y=(tree.log_likelihood.y.dims, terms[None]))
+        )
         sampled.append(stats.loo(sampled_tree, reff=1.0).elpd)
         khats.append(diagnostics.psis(tree, target="exact").khat)
         naive = tree.sample_stats["lp"].copy(data=terms.sum(-1)[None] + tree.log_prior["f_w"].values)
@@ -76,7 +78,7 @@ def test_the_table_of_integrated_and_sampled_densities():
 
 def test_the_exact_target_is_the_marginal_likelihood():
     """For a Gaussian likelihood log p(y | w) is N(y; h, ρ + σ²I); its average over the prior's w is log p(y)."""
-    from pyro_sparsegp.diagnostics.draws import as_source
+    from pyro_sparsegp.diagnostics.sources import as_source
 
     x, y = smooth_data(30)
     guide = on_a_grid(6, x, y)
@@ -97,10 +99,12 @@ def test_the_exact_target_is_the_marginal_likelihood():
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
 def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     """The estimate of p(y | w) averages to brute force over the residual's draws."""
-    from pyro_sparsegp.diagnostics.draws import as_source
     from pyro_sparsegp.diagnostics.marginal import log_marginal
+    from pyro_sparsegp.diagnostics.sources import as_source
 
-    likelihood = {"bernoulli": lambda f: dist.Bernoulli(logits=f), "poisson": lambda f: dist.Poisson((1 + f).exp())}[name]
+    likelihood = {"bernoulli": lambda f: dist.Bernoulli(logits=f), "poisson": lambda f: dist.Poisson((1 + f).exp())}[
+        name
+    ]
 
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
@@ -324,7 +328,9 @@ def test_scores_of_mixtures_agree_with_draws(monkeypatch):
     np.testing.assert_allclose(closed.summary["mean"].iloc[:2], drawn.summary["mean"].iloc[:2], atol=0.02)
 
 
-@pytest.mark.parametrize(("model", "method"), [(bernoulli, "bernoulli"), (poisson, "draws"), (heteroscedastic, "draws")])
+@pytest.mark.parametrize(
+    ("model", "method"), [(bernoulli, "bernoulli"), (poisson, "draws"), (heteroscedastic, "draws")]
+)
 def test_scores_of_other_likelihoods(model, method):
     x, y = data(model, num=50)
     guide = AutoSparseGP(model, SVGP(10))

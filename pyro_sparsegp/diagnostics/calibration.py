@@ -19,6 +19,7 @@ from tqdm import tqdm
 from ..guide import AutoSparseGP, as_process, is_observation, whole_plates
 from ..predict import predict
 from . import backend
+from .draws import sites_of
 from .labels import Labels, attributes
 
 __all__ = ["sbc"]
@@ -127,8 +128,8 @@ def _simulate(seed: int) -> dict[str, np.ndarray]:
     data: dict[str, Tensor] = {}
     plates = set()
     last = None
-    for name, site in trace.nodes.items():
-        if site["type"] != "sample" or site_is_subsample(site) or is_observation(site):
+    for name, site in sites_of(trace):
+        if site_is_subsample(site) or is_observation(site):
             continue
         if as_process(site["fn"])[0] is not None:
             functions[name] = site["value"]
@@ -143,7 +144,9 @@ def _simulate(seed: int) -> dict[str, np.ndarray]:
         data[observed.get(name, name)] = truth.pop(name)
         plates |= {frame.name for frame in trace.nodes[name]["cond_indep_stack"]}
     if not data:
-        raise ValueError("the model has no site that could be data: call sbc with arguments that leave observations out")
+        raise ValueError(
+            "the model has no site that could be data: call sbc with arguments that leave observations out"
+        )
     pyro.clear_param_store()
     try:
         guide = fit(*args, **kwargs, **data)

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from . import backend
-from .draws import SampleSource, as_source, seeded
+from .draws import seeded
 from .labels import Labels
+from .samples import SampleSource
+from .sources import as_source
 from .weights import LIMIT, _tree, log_weights_of
 
 __all__ = ["compare", "loo", "loo_large"]
@@ -122,6 +124,7 @@ def loo_large(
             chosen[s] = terms[torch.from_numpy(subset).to(terms.device)].cpu().numpy()
             log_joint = source.log_joint_fitc if target == "fitc" else source.log_joint
             log_p = log_joint(draw, densities)
+            assert draw.log_q is not None
             log_weights[s] = float(log_p - draw.log_q)
     lpd = (running - np.log(num_samples)).cpu().numpy()
     if target == "none":

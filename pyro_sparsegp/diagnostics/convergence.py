@@ -156,5 +156,3 @@ class StoppingRule:
                 found = stats.base.array_stats.rhat(columns, chain_axis=0, draw_axis=1)
                 largest = max(largest, float(np.max(found)))
         return largest
-
-

@@ -1,33 +1,30 @@
-"""Draws of all that a posterior is made of, with their densities: from a guide, or from MCMC samples."""
+"""Draws of all that a guide's posterior is made of, with their densities."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
-from pyro.infer import MCMC
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..guide import AutoSparseGP, as_process, is_observation, whole_plates
+from ..guide import AutoSparseGP, as_process, whole_plates
 from ..linalg import solve_lower
 from ..posteriors import ProjectedGaussian
-from ..predict import _bare, _Known, _samples_and_data
 from ..process import GaussianProcess, SparsePosterior
-from ..reparam import unwhiten
 from ..structure import COUPLED
 from .marginal import log_marginal
 from .pointwise import Moments, PointwiseDensities, Reader
 
-__all__ = ["Draw", "GuideSource", "SampleSource", "as_source", "seeded"]
+__all__ = ["LARGEST_JOINT", "Draw", "GuideSource", "base_of", "leave_one_out", "log_density_of", "seeded", "sites_of"]
 
 LARGEST_JOINT = 5000  # function values that are drawn jointly without being asked twice
 
@@ -74,6 +71,11 @@ def seeded(seed: Optional[int]) -> Iterator[None]:
         yield
 
 
+def sites_of(trace: Any) -> list[tuple[str, Any]]:
+    """A trace's sample sites by name."""
+    return [(name, site) for name, site in trace.nodes.items() if site["type"] == "sample"]
+
+
 def base_of(fn: Any) -> Any:
     """The distribution under ``.to_event``."""
     while isinstance(fn, torch.distributions.Independent):
@@ -81,7 +83,8 @@ def base_of(fn: Any) -> Any:
     return fn
 
 
-def _log_density(fn: Any, site: Any, value: Tensor) -> Tensor:
+def log_density_of(fn: Any, site: Any, value: Tensor) -> Tensor:
+    """The log density of a site's value under ``fn``, summed, with the site's scale and mask."""
     return torch.as_tensor(scale_and_mask(fn.log_prob(value), site["scale"], site["mask"])).double().sum()
 
 
@@ -149,8 +152,9 @@ class GuideSource:
         log_priors = dict(messenger.log_priors)
         log_q = sum(messenger.log_qs, torch.zeros((), dtype=torch.float64))
         values, held = {}, {}
-        for name, site in full_trace.nodes.items():
-            if site["type"] != "sample" or site["is_observed"]:
+        sites, priors, posteriors = (dict(sites_of(trace)) for trace in (full_trace, model_trace, guide_trace))
+        for name, site in sites_of(full_trace):
+            if site["is_observed"]:
                 continue
             if site_is_subsample(site):
                 held[name] = site["value"]
@@ -160,20 +164,20 @@ class GuideSource:
                     held[name] = site["value"]
                 continue
             values[name] = held[name] = site["value"]
-            p, q = model_trace.nodes[name], guide_trace.nodes[name]
+            p, q = priors[name], posteriors[name]
             if p["fn"] is q["fn"]:
                 continue
             if name not in self.structure.downstream:  # those have their own term
-                log_priors[name] = _log_density(p["fn"], p, site["value"])
-            log_q = log_q + _log_density(q["fn"], q, site["value"])
-        functions = {name: full_trace.nodes[name]["value"] for name in messenger.posteriors}
+                log_priors[name] = log_density_of(p["fn"], p, site["value"])
+            log_q = log_q + log_density_of(q["fn"], q, site["value"])
+        functions = {name: sites[name]["value"] for name in messenger.posteriors}
         return Draw(
             values,
             messenger.coefficients,
             functions,
             held,
             {name: moments for name, moments in messenger.moments.items() if name not in self.drawn},
-            {name: full_trace.nodes[name] for name in self.data},
+            {name: sites[name] for name in self.data},
             log_priors,
             log_q,
             messenger.posteriors,
@@ -185,7 +189,9 @@ class GuideSource:
 
     def log_joint(self, draw: Draw, densities: PointwiseDensities) -> Tensor:
         """log p of the draw and the data: the variational target, or with joint draws the exact one."""
-        return draw.log_prior + (self.reader.total({**draw.held, **draw.functions}) if self.joint else densities.expected)
+        return draw.log_prior + (
+            self.reader.total({**draw.held, **draw.functions}) if self.joint else densities.expected
+        )
 
     def log_joint_fitc(self, draw: Draw, densities: PointwiseDensities) -> Tensor:
         """log p of the draw and the data, each datum's function value integrated on its own."""
@@ -202,15 +208,11 @@ class GuideSource:
         """Every site at new inputs, given a draw's hyperparameters and coefficients."""
         with torch.no_grad(), poutine.block(), whole_plates(), _New(self, draw) as new:
             trace = poutine.trace(self.guide.model).get_trace(*args, **kwargs)
-        return _free_values(trace, new.known)
-
-
-def _free_values(trace: Any, known: set[str]) -> dict[str, Tensor]:
-    return {
-        name: site["value"]
-        for name, site in trace.nodes.items()
-        if site["type"] == "sample" and not site_is_subsample(site) and name not in known
-    }
+        return {
+            name: site["value"]
+            for name, site in sites_of(trace)
+            if not site_is_subsample(site) and name not in new.known
+        }
 
 
 class _Coefficients(Messenger):
@@ -314,179 +316,3 @@ class _New(Messenger):
         if name in latents and not set(latents[name]["plates"]) & set(self.source.structure.data_plates):
             msg["value"] = self.draw.values[name]
             self.known.add(name)
-
-
-class SampleSource:
-    """Draws from MCMC samples of the same model, with or without :class:`~pyro_sparsegp.Whitening`.
-
-    :param samples: ``(chain, draw, ...)`` each.
-    """
-
-    name = "mcmc"
-    joint = True
-    exact = True
-    drawn: frozenset[str] = frozenset()
-
-    def __init__(self, model: Callable, samples: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> None:
-        self.model, self.args, self.kwargs = _bare(model), args, kwargs
-        first = next(iter(samples.values()))
-        self.shape = first.shape[:2]
-        self.samples = {name: value.flatten(0, 1) for name, value in samples.items()}
-        with poutine.block(), whole_plates():
-            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
-        self.data = [name for name, site in trace.nodes.items() if is_observation(site) and not site_is_subsample(site)]
-        if not self.data:
-            raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
-        self.reader = Reader(self.model, args, kwargs, self.data)
-        self._next = 0
-
-    @torch.no_grad()
-    def draw(self) -> Draw:
-        """The next sample."""
-        s = self._next % (self.shape[0] * self.shape[1])
-        self._next += 1
-        hold = _Hold({name: value[s] for name, value in self.samples.items()})
-        with poutine.block(), whole_plates(), hold:
-            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-        values, log_priors = {}, {}
-        held = {}
-        for name, site in trace.nodes.items():
-            if site["type"] != "sample" or name in self.data:
-                continue
-            if site_is_subsample(site):
-                held[name] = site["value"]
-                continue
-            log_priors[name] = _log_density(site["fn"], site, site["value"])
-            if name not in hold.processes:
-                values[name] = held[name] = site["value"]
-        functions = {name: trace.nodes[name]["value"] for name in hold.processes}
-        moments = {name: leave_one_out(process, functions[name]) for name, process in hold.processes.items()}
-        data = {name: trace.nodes[name] for name in self.data}
-        return Draw(values, {}, functions, held, moments, data, log_priors)
-
-    def densities(self, draw: Draw) -> PointwiseDensities:
-        """The draw's pointwise densities, each function value integrated given the others."""
-        return self.reader(draw.held, draw.moments)
-
-    def log_joint(self, draw: Draw, densities: PointwiseDensities) -> Tensor:
-        """log p of the draw and the data."""
-        return draw.log_prior + self.reader.total({**draw.held, **draw.functions})
-
-    def at(self, args: tuple, kwargs: dict[str, Any], draw: Draw) -> dict[str, Tensor]:
-        """Every site at new inputs, given a draw."""
-        known = _Known(self.model, {**draw.values, **draw.functions}, self.args, self.kwargs)
-        with torch.no_grad():
-            new = known.draw(args, kwargs)
-        return {name: value for name, value in new.items() if name not in draw.values or name in known.local}
-
-
-class ConditionedSource(SampleSource):
-    """Draws from MCMC samples at other data than the samples': function values are given those at the training data."""
-
-    def __init__(
-        self,
-        model: Callable,
-        samples: Mapping[str, Tensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        old_args: tuple,
-        old_kwargs: dict[str, Any],
-    ) -> None:
-        super().__init__(model, samples, args, kwargs)
-        self.old = old_args, old_kwargs
-
-    @torch.no_grad()
-    def draw(self) -> Draw:
-        """The next sample, at the new data."""
-        s = self._next % (self.shape[0] * self.shape[1])
-        self._next += 1
-        known = _Known(self.model, {name: value[s] for name, value in self.samples.items()}, *self.old)
-        conditioned = _Conditioned(known)
-        with poutine.block(), whole_plates(), conditioned:
-            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-        latent = {
-            name: site["value"]
-            for name, site in trace.nodes.items()
-            if site["type"] == "sample" and name not in self.data and name not in conditioned.moments
-        }
-        functions = {name: trace.nodes[name]["value"] for name in conditioned.moments}
-        data = {name: trace.nodes[name] for name in self.data}
-        return Draw(latent, {}, functions, latent, conditioned.moments, data, {})
-
-
-class _Conditioned(Messenger):
-    """Runs the model at new data given one MCMC sample, with the marginals of function values."""
-
-    def __init__(self, known: _Known) -> None:
-        super().__init__()
-        self.known = known
-        self.moments: dict[str, Moments] = {}
-
-    def _pyro_sample(self, msg: Any) -> None:
-        name = msg["name"]
-        if msg["is_observed"] or site_is_subsample(msg):
-            return
-        process, _ = as_process(msg["fn"])
-        if process is not None:
-            given = process.given(*self.known.known[name])
-            mean, variance = given.mean, given.variance.clamp(min=0)
-            self.moments[name] = mean, variance
-            msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
-        elif name in self.known.sample and name not in self.known.local:
-            msg["value"] = self.known.sample[name]
-
-
-class _Hold(Messenger):
-    """Holds a model's sites at one MCMC sample."""
-
-    def __init__(self, sample: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.sample = sample
-        self.processes: dict[str, GaussianProcess] = {}
-
-    def _pyro_sample(self, msg: Any) -> None:
-        name = msg["name"]
-        if msg["is_observed"] or site_is_subsample(msg):
-            return
-        process, _ = as_process(msg["fn"])
-        if process is not None:
-            self.processes[name] = process
-        if name in self.sample:
-            msg["value"] = self.sample[name]
-        elif process is not None and f"{name}_whitened" in self.sample:
-            msg["value"] = unwhiten(process, self.sample[f"{name}_whitened"])
-        else:
-            raise ValueError(f"the MCMC samples hold no draws of site {name!r}: they have {sorted(self.sample)}")
-
-
-Source = Union[GuideSource, SampleSource]
-
-
-def as_source(
-    model: Callable, result: Any, args: tuple, kwargs: dict[str, Any], exact: bool = False, chunk_size: int = 8192,
-    marginal: bool = False,
-) -> Source:
-    """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples.
-
-    :raises ValueError: where ``result`` is none of these, or belongs to another model.
-    """
-    if not isinstance(result, AutoSparseGP) and isinstance(getattr(result, "guide", None), AutoSparseGP):
-        result = result.guide
-    if isinstance(result, AutoSparseGP):
-        if model is not result.model and model != result.model:
-            raise ValueError(
-                "the guide belongs to another model: give the one it was made for, to_datatree(guide.model, guide, ...)"
-            )
-        return GuideSource(result, args, kwargs, exact, chunk_size, marginal)
-    if isinstance(result, MCMC):
-        _, (old_args, old_kwargs) = _samples_and_data(result, None)
-        samples = result.get_samples(group_by_chain=True)
-        if marginal:
-            return ConditionedSource(model, samples, args, kwargs, old_args, old_kwargs)
-        return SampleSource(model, samples, args or old_args, kwargs if args else old_kwargs)
-    if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
-        return SampleSource(model, {name: value[None] for name, value in result.items()}, args, kwargs)
-    raise ValueError(
-        "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
-        f"pyro.infer.MCMC or a mapping of its samples, got {type(result).__name__}"
-    )

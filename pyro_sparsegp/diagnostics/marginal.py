@@ -66,7 +66,7 @@ class _Integral:
         best = self.objective(noise)
         for _ in range(_STEPS):
             values, target = self.values(noise), {}
-            for name, eps in noise.items():
+            for name in noise:
                 first, precision = self.curvature(name, values)
                 pull = first + precision * (values[name] - self.centres[name])
                 right = (self.roots[name].mT @ pull[..., None])[..., 0]

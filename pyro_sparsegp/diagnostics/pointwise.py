@@ -99,7 +99,8 @@ class Reader:
         """Log densities of some sites, unscaled, 0 where they are masked."""
         trace = held_trace(self.model, values, self.args, self.kwargs)
         found = {}
-        for name, site in trace.nodes.items():
+        sites: Any = trace.nodes
+        for name, site in sites.items():
             if site["type"] != "sample" or site_is_subsample(site) or name not in only:
                 continue
             found[name] = torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), 1.0, site["mask"]))

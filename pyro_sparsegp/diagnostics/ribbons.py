@@ -37,7 +37,9 @@ def plot_ribbon(
     """
     for group in ("predictions", "predictions_constant_data", "observed_data", "constant_data"):
         if group not in tree.children:
-            raise ValueError(f"plot_ribbon needs the group {group!r}: make the tree with to_datatree(..., predict=inputs)")
+            raise ValueError(
+                f"plot_ribbon needs the group {group!r}: make the tree with to_datatree(..., predict=inputs)"
+            )
     y = y or next(iter(tree["predictions"].data_vars))
     x = x or next(iter(tree["predictions_constant_data"].data_vars))
     y_obs = y_obs or next(iter(tree["observed_data"].data_vars))

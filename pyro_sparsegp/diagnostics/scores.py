@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from . import backend
-from .draws import Draw, Source, as_source, base_of, seeded
+from .draws import Draw, base_of, seeded
 from .labels import Labels, attributes
 from .pointwise import Reader
+from .sources import Source, as_source
 
 __all__ = ["PredictiveScores", "predictive_scores"]
 
@@ -234,14 +235,12 @@ def _scorer(source: Source, draw: Draw, site: str) -> _Scorer:
     fn = base_of(node["fn"])
     while hasattr(fn, "base_dist"):  # masks and expansions
         fn = fn.base_dist
-    plans = source.reader.plans or {}
-    plan = plans.get(site)
-    one_value_each = plan is not None and len(plan.aligned) == 1 and all(plan.aligned.values())
-    if one_value_each and plan is not None and not node["fn"].event_shape:
-        if isinstance(fn, torch.distributions.Normal) and plan.quadratic is not None:
-            gp = plan.quadratic
-            if _is_linear(source.reader, draw, site, gp):
-                return _Gaussian(source, y, site, gp)
+    plan = (source.reader.plans or {}).get(site)
+    if plan is not None and list(plan.aligned.values()) == [True] and not node["fn"].event_shape:
+        gp = plan.quadratic
+        normal = isinstance(fn, torch.distributions.Normal)
+        if normal and gp is not None and _is_linear(source.reader, draw, site, gp):
+            return _Gaussian(source, y, site, gp)
     if isinstance(fn, torch.distributions.Bernoulli):
         return _Bernoulli(source, y, site)
     return _Draws(source, y, site)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ..guide import as_process, is_observation, whole_plates
 from . import backend
-from .draws import LARGEST_JOINT, Draw, GuideSource, SampleSource, Source, as_source, seeded
+from .draws import LARGEST_JOINT, Draw, GuideSource, seeded, sites_of
 from .labels import Labels, attributes, constant_data
+from .samples import SampleSource
+from .sources import Source, as_source
 
 __all__ = ["prior_predictive", "to_datatree", "to_inference_data"]
 
@@ -117,7 +119,9 @@ def to_datatree(
     if new is not None:
         fixed["predictions_constant_data"] = constant_data(model, *new, {})
         writer.labels.rows |= {
-            size: dim for variable in writer.groups["predictions"] for dim, size in writer.row_sizes("predictions", variable)
+            size: dim
+            for variable in writer.groups["predictions"]
+            for dim, size in writer.row_sizes("predictions", variable)
         }
     for group, arrays in fixed.items():
         labelled = {variable: (writer.labels_of_data(variable, array), array) for variable, array in arrays.items()}
@@ -269,16 +273,15 @@ def prior_predictive(
     backend.xarray()
     labels = Labels(dims, coords)
     writer = _Writer(labels, (1, num_samples), dtype)
-    observed: dict[str, Any] = {}
     with torch.no_grad(), seeded(seed), whole_plates(), poutine.block():
         with _Sizes():
             first = poutine.trace(model).get_trace(*args, **kwargs)
-        observed = {n: site for n, site in first.nodes.items() if is_observation(site) and not site_is_subsample(site)}
+        observed = {n: site for n, site in sites_of(first) if is_observation(site) and not site_is_subsample(site)}
         for s in range(num_samples):
             trace = poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
             writer.at(0, s)
-            for variable, site in trace.nodes.items():
-                if site["type"] != "sample" or site_is_subsample(site):
+            for variable, site in sites_of(trace):
+                if site_is_subsample(site):
                     continue
                 if as_process(site["fn"])[0] is not None:
                     writer.functions.add(variable)
@@ -330,7 +333,8 @@ def _arguments(predict: Arguments) -> tuple[tuple, dict[str, Any]]:
     if isinstance(predict, (tuple, list)):
         return tuple(predict), {}
     raise ValueError(
-        f"predict must be the model's arguments at new inputs, a tensor, a tuple or a mapping, got {type(predict).__name__}"
+        "predict must be the model's arguments at new inputs, a tensor, a tuple or a mapping, got "
+        f"{type(predict).__name__}"
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from . import backend
 from .tree import to_datatree
 
-__all__ = ["TARGETS", "PSIS", "log_weights_of", "psis", "resample"]
+__all__ = ["PSIS", "TARGETS", "log_weights_of", "psis", "resample"]
 
 TARGETS = ("vfe", "fitc", "exact")
 LIMIT = 0.7

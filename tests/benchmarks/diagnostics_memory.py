@@ -46,9 +46,9 @@ def main():
     print(f"N = {options.rows}, S = {options.draws}, M = {options.inducing}, float32")
     print(f"trained: peak {peak():.2f} GiB")
     start = time.perf_counter()
-    found = loo_large(model, guide, x, y, observations=200, num_samples=options.draws, seed=0)
+    found = loo_large(model, guide, x, y, observations=200, num_samples=options.draws, target="none")
     spent = time.perf_counter() - start
-    print(f"loo_large: {spent:.0f} s, peak {peak():.2f} GiB; elpd {found.elpd:.0f} ± {found.subsampling_se:.1f} (subset)")
+    print(f"loo_large: {spent:.0f} s, peak {peak():.2f} GiB; elpd {found.elpd:.0f} ± {found.subsampling_se:.1f}")
     start = time.perf_counter()
     tree = to_datatree(model, guide, x, y, num_samples=options.draws, seed=0)
     spent = time.perf_counter() - start
