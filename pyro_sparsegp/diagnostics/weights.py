@@ -123,7 +123,7 @@ def resample(
         dataset = group.to_dataset()
         if name == "sample_stats":
             continue
-        if "draw" in dataset.dims:
+        if "draw" in dataset.dims and name != "vi_history":  # whose draws are iterates
             dataset = dataset.isel(index).drop_vars(["chain", "draw"]).expand_dims(chain=[0])
             dataset = dataset.assign_coords(draw=np.arange(num)).assign_attrs(resampled_towards=found.target)
             dataset = dataset.transpose("chain", "draw", ...)
