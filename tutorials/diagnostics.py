@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Can this posterior be trusted?
 #
-# A sparse posterior is an approximation, and it says little about itself: an ELBO has no scale. `pyro_sparsegp.diagnostics`
-# turns any result (SVI, expectation propagation, NUTS) into an `xarray.DataTree` in ArviZ's schema, so that stock
-# ArviZ summarises, compares and plots it, and adds what ArviZ cannot know of: importance weights, and scores of
+# A sparse posterior is an approximation, and it says little about itself: an ELBO has no scale. The module
+# `pyro_sparsegp.diagnostics` turns any result (of SVI or NUTS) into an `xarray.DataTree` in ArviZ's schema, so that
+# stock ArviZ summarises, compares and plots it, and adds what ArviZ cannot know of: importance weights, and scores of
 # predictions with the function integrated out.
 #
 # The data are the yearly volume of the Nile, 1871 to 1970, which ships with statsmodels. Every other year is held out.
@@ -143,12 +143,12 @@ show(arviz_plots.plot_forest(compared, var_names=names, ci_probs=(0.5, 0.95)), "
 # ## k-hat: how far from its target?
 #
 # The weights p/q of a posterior's draws have a tail; its shape k-hat says whether they are of use (below 0.7). It
-# depends on what p is. Towards the bound's own target, "vfe", it judges the family and the optimiser; towards "exact" it
-# sees too few inducing points as well. The mean-field posterior of hyperparameters is not far off for SGPR, whose q(w)
-# follows θ; for SVGP, whose q(w) does not, it is.
+# depends on what p is. Towards the bound's own target, "vfe", it judges the family and the optimiser; towards "exact"
+# it sees too few inducing points as well. All these guides have a mean-field posterior of hyperparameters, which
+# costs them; SVGP's q(w) moreover does not follow them.
 
 # %%
-for name, guide in guides.items():
+for name in guides:
     print(name)
     for target in ("vfe", "exact"):
         print("   ", diagnostics.psis(trees[name], target=target))
