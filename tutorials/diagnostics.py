@@ -36,6 +36,7 @@ import pyro
 import pyro.distributions as dist
 import statsmodels.api as sm
 import torch
+import xarray
 from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI
 from pyro.infer.autoguide.initialization import init_to_median
@@ -48,7 +49,7 @@ parser = argparse.ArgumentParser(description="Diagnostics of sparse Gaussian pro
 parser.add_argument("--steps", type=int, default=400, help="training steps of each guide, at most")
 parser.add_argument("--draws", type=int, default=300, help="posterior draws of each guide")
 parser.add_argument("--nuts", type=int, default=100, help="draws of NUTS, and as many to warm up")
-parser.add_argument("--simulations", type=int, default=30, help="of the calibration")
+parser.add_argument("--simulations", type=int, default=60, help="of the calibration")
 parser.add_argument(
     "--out", type=Path, default=Path("output" if IN_NOTEBOOK else "tutorials/output"), help="where the pictures go"
 )
@@ -137,7 +138,13 @@ nuts = MCMC(
 nuts.run(x, y)
 trees["NUTS"] = diagnostics.to_datatree(model, nuts, x, y, predict=new, seed=0, name="NUTS")
 compared = {name: trees[name] for name in ("SGPR 15", "SGPR 4", "SVGP 15", "NUTS")}
-show(arviz_plots.plot_forest(compared, var_names=names, ci_probs=(0.5, 0.95)), "forest")
+same_length = {  # plot_forest aligns draws, and leaves out a model that has fewer
+    name: xarray.DataTree.from_dict({"posterior": tree["posterior"].to_dataset().isel(draw=slice(options.nuts))})
+    for name, tree in compared.items()
+}
+forest = arviz_plots.plot_forest(same_length, var_names=names, ci_probs=(0.5, 0.95))
+forest.add_legend("model")
+show(forest, "forest")
 
 # %% [markdown]
 # ## k-hat: how far from its target?
