@@ -1,5 +1,8 @@
 """Gaussian processes in Pyro: a GP is one ``pyro.sample`` site, its variational family a guide you swap."""
 
+from importlib import import_module
+from typing import Any
+
 from . import families, kernels
 from ._version import __version__
 from .guide import AutoSparseGP
@@ -20,7 +23,14 @@ __all__ = [
     "WhitenReparam",
     "Whitening",
     "__version__",
+    "diagnostics",
     "families",
     "kernels",
     "predict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "diagnostics":  # imported when it is first used
+        return import_module(".diagnostics", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

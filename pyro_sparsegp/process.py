@@ -23,7 +23,7 @@ from torch.distributions import constraints, register_kl
 
 from .bases.base import Features
 from .kernels import base as kernel_base
-from .linalg import cholesky, solve_lower, sum_blocks
+from .linalg import cholesky, row_squares, solve_lower, sum_blocks
 from .posteriors.base import Gaussian
 from .sites import Sites
 
@@ -472,11 +472,62 @@ class SparsePosterior(TorchDistribution):
         w = self.coefficients.rsample(shape)
         value = self.process.mean_at(self.process.x) + sum_blocks(self.features, w)
         noise = torch.randn(shape + self._event_shape, dtype=value.dtype, device=value.device)
-        value = value + (self._residual_tril() @ noise[..., None])[..., 0]
+        value = value + (self.residual_tril @ noise[..., None])[..., 0]
         self._cache["draw"] = value, w
         return value
 
-    def _residual_tril(self) -> Tensor:
+    def given_coefficients(self, w: list[Tensor], chunk_size: int = 8192) -> tuple[Tensor, Tensor]:
+        """Mean μ + Φw and variance diag(k(x, x) − ΦΦᵀ) of the values given coefficients, ``(..., N)`` each.
+
+        :param w: a block ``(..., M_b)`` for each block of coefficients.
+        :param chunk_size: rows whose features are held in memory at once.
+        """
+
+        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
+            explained = sum((row_squares(block) for block in phi), torch.zeros_like(prior))
+            return sum_blocks(phi, w), (prior - explained).clamp(min=0)
+
+        return self._by_rows(moments, chunk_size)
+
+    def moments(self, chunk_size: int = 8192) -> tuple[Tensor, Tensor]:
+        """:attr:`mean` and :attr:`variance`, without the features of all rows in memory at once."""
+
+        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
+            mean, change = self.coefficients.moments(phi)
+            return mean, (prior + change).clamp(min=10 * torch.finfo(prior.dtype).eps * float(prior.max()))
+
+        return self._by_rows(moments, chunk_size)
+
+    def _by_rows(
+        self, moments: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]], chunk_size: int
+    ) -> tuple[Tensor, Tensor]:
+        x, shape = self.process.x, self._batch_shape
+        means, variances = [], []
+        whole = "features" in self._cache or x.shape[-2] <= chunk_size
+        for rows in (x,) if whole else x.split(chunk_size, -2):
+            mean, variance = moments(self.features if whole else self.basis(rows), self.process.kernel.diag(rows))
+            means.append(mean.expand(shape + rows.shape[-2:-1]))
+            variances.append(variance.expand(shape + rows.shape[-2:-1]))
+        return self.process.mean_at(x) + torch.cat(means, -1), torch.cat(variances, -1)
+
+    @property
+    def draw(self) -> tuple[Tensor, list[Tensor]]:
+        """The last joint draw, values and coefficients.
+
+        :raises ValueError: if there was none.
+        """
+        if "draw" not in self._cache:
+            raise ValueError(f"the posterior of site {self.name!r} has not been drawn from")
+        return self._cache["draw"]
+
+    def residual(self, like: Tensor) -> Tensor:
+        """A joint draw of r ~ N(0, ρ) at the inputs, of the shape of ``like``, ``(..., N)``, in O(N³)."""
+        return (self.residual_tril @ torch.randn_like(like)[..., None])[..., 0]
+
+    @property
+    def residual_tril(self) -> Tensor:
+        """Cholesky factor of ρ, the residual's covariance at the inputs, ``(..., N, N)``; computed once."""
+
         def compute() -> Tensor:
             x, phi = self.process.x, self.features
             prior = self.process.kernel(x)

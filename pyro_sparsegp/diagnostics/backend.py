@@ -1,0 +1,77 @@
+"""The one place that imports ArviZ, and that knows how its versions differ.
+
+ArviZ is three packages from its 0.8 series on (arviz-base, arviz-stats, arviz-plots; they are re-exported by
+arviz >= 1), and one up to 0.23. Nothing is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+__all__ = ["arviz_plots", "arviz_stats", "inference_data", "smooth", "xarray"]
+
+_REMEDY = 'pip install "pyro-sparsegp[diagnostics]"'
+
+
+def _load(module: str, purpose: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{purpose} needs {module} ({error}): {_REMEDY}") from error
+
+
+def xarray() -> Any:
+    """The xarray module, with DataTree.
+
+    :raises ImportError: naming what to install.
+    """
+    module = _load("xarray", "pyro_sparsegp.diagnostics")
+    if not hasattr(module, "DataTree"):
+        raise ImportError(f"pyro_sparsegp.diagnostics needs xarray >= 2024.10, got {module.__version__}: {_REMEDY}")
+    return module
+
+
+def arviz_stats() -> Any:
+    """arviz-stats (0.8 or newer)."""
+    return _load("arviz_stats", "leave-one-out cross-validation of an approximate posterior")
+
+
+def arviz_plots() -> Any:
+    """arviz-plots (0.8 or newer)."""
+    return _load("arviz_plots", "a plot")
+
+
+def smooth(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
+    """Pareto-smoothed log weights, normalised, and k-hat, of one vector of log p − log q.
+
+    (Vehtari, Simpson, Gelman, Yao and Gabry, 2024.) Constant weights have k-hat −∞.
+    """
+    log_weights = np.asarray(log_weights, dtype=np.float64)
+    if log_weights.size < 25:
+        raise ValueError(f"k-hat needs at least 25 draws, got {log_weights.size}: take more, num_samples=1000")
+    if np.ptp(log_weights) <= 1e-9 * max(1.0, float(np.abs(log_weights).max())):
+        return np.full_like(log_weights, -np.log(log_weights.size)), -np.inf
+    try:
+        stats = importlib.import_module("arviz_stats.base")
+    except ImportError:
+        old = _load("arviz", "importance sampling")
+        smoothed, khat = old.psislw(log_weights - log_weights.max())  # takes log p − log q
+        return np.asarray(smoothed, dtype=np.float64), float(khat)
+    # takes log q − log p: as made for leave-one-out, from log likelihoods
+    with np.errstate(all="ignore"):  # k-hat is NaN, which counts as too large
+        smoothed, khat = stats.array_stats.psislw(log_weights.max() - log_weights)
+    return np.asarray(smoothed, dtype=np.float64), float(khat)
+
+
+def inference_data(tree: Any) -> Any:
+    """An ``arviz.InferenceData`` of a DataTree, for arviz up to 0.23."""
+    arviz = _load("arviz", "to_inference_data")
+    if not hasattr(getattr(arviz, "InferenceData", None), "from_datatree"):
+        raise ImportError(
+            f"to_inference_data is for arviz 0.22 and 0.23, which have InferenceData.from_datatree; this is arviz "
+            f"{arviz.__version__}. From arviz 1 on, pass the DataTree itself."
+        )
+    return arviz.InferenceData.from_datatree(tree)

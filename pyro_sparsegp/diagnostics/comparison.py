@@ -1,0 +1,185 @@
+"""Leave-one-out cross-validation of approximate posteriors, for ``arviz_stats.compare``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, Optional
+
+import numpy as np
+import torch
+
+from . import backend
+from .draws import seeded
+from .labels import Labels
+from .samples import SampleSource
+from .sources import as_source
+from .weights import LIMIT, _tree, log_weights_of
+
+__all__ = ["compare", "loo", "loo_large"]
+
+
+def loo(
+    tree_or_model: Any,
+    *args: Any,
+    target: Optional[str] = None,
+    var_name: Optional[str] = None,
+    **kwargs: Any,
+) -> Any:
+    """PSIS-LOO of a posterior, with the weights of its draws towards the target: an ``arviz_stats.ELPDData``.
+
+    ``loo(tree)`` of a tree made by :func:`to_datatree`, or ``loo(model, guide, *args, num_samples=...)``. The weight
+    of a draw in the leave-one-out posterior of datum n is p/q / p(yₙ | draw) (Magnusson, Andersen, Jonasson and
+    Vehtari, 2019, eq. 8), smoothed. Draws by MCMC have p/q = 1.
+
+    :param target: "vfe" or "fitc", as of :func:`psis`; by default the tree's own. "none" leaves p/q out.
+    :param var_name: the observed site, where there are several.
+    """
+    stats = backend.arviz_stats()
+    if target not in (None, "vfe", "fitc", "none"):
+        why = "; given w the data depend on each other under it, and leave no terms to leave out" * (target == "exact")
+        raise ValueError(f"loo's target must be 'vfe', 'fitc' or 'none', got {target!r}{why}")
+    tree = _tree(tree_or_model, args, target, kwargs)
+    sample_stats = tree.children.get("sample_stats")
+    if target == "none" or sample_stats is None or "log_q" not in sample_stats:
+        # r_eff of independent draws is 1; stock ArviZ estimates it from chains, of which MCMC may have one.
+        reff = 1.0 if sample_stats is None or "log_q" in sample_stats or tree.posterior.sizes["chain"] == 1 else None
+        return stats.loo(tree, pointwise=True, var_name=var_name, reff=reff)
+    log_weights = log_weights_of(tree, target or sample_stats.attrs["target"])
+    _warn_of_weights(log_weights.values)
+    with np.errstate(all="ignore"):
+        found = stats.loo_approximate_posterior(
+            tree, log_p=log_weights, log_q=log_weights * 0.0, pointwise=True, var_name=var_name
+        )
+    return _require_finite(found)
+
+
+def compare(results: Mapping[str, Any], target: Optional[str] = None, **kwargs: Any) -> Any:
+    """``arviz_stats.compare`` of trees, or of what :func:`loo` and :func:`loo_large` returned, by name.
+
+    :param target: of :func:`loo`, for trees.
+    :param kwargs: of ``arviz_stats.compare``.
+    :returns: a ``pandas.DataFrame``, best first.
+    """
+    stats = backend.arviz_stats()
+    elpds = {
+        name: loo(result, target=target) if hasattr(result, "children") else result for name, result in results.items()
+    }
+    return stats.compare(elpds, **kwargs)
+
+
+def loo_large(
+    model: Any,
+    guide: Any,
+    *args: Any,
+    observations: int = 400,
+    num_samples: int = 500,
+    target: str = "vfe",
+    var_name: Optional[str] = None,
+    chunk_size: int = 8192,
+    seed: int = 0,
+    **kwargs: Any,
+) -> Any:
+    """PSIS-LOO for large N: all log predictive densities by streaming, importance sampling for a random subset.
+
+    The difference estimator, Σₙ πₙ + N/m Σ_{n in subset} (elpdₙ − πₙ) with πₙ = log mean over draws of p(yₙ | draw)
+    (Magnusson, Vehtari, Jonasson and Andersen, 2020, eq. 7), by ``arviz_stats.loo_subsample``. Memory is O(N + S·m).
+
+    :param observations: m.
+    :param num_samples: S, draws.
+    :param target: "vfe" or "fitc", as of :func:`psis`; "none" leaves p/q out.
+    :param var_name: the observed site, where there are several.
+    :param seed: of the draws and of the subset: with the same seed, two models are compared on the same subset.
+    :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`.
+    """
+    stats, xr = backend.arviz_stats(), backend.xarray()
+    if target not in ("vfe", "fitc", "none"):
+        raise ValueError(f"loo_large's target must be 'vfe', 'fitc' or 'none', got {target!r}")
+    source = as_source(model, guide, args, kwargs, False, chunk_size)
+    if isinstance(source, SampleSource):
+        raise ValueError("loo_large streams draws of a guide; of MCMC, whose draws hold f itself, use loo")
+    site = var_name or source.data[0]
+    if site not in source.data or (var_name is None and len(source.data) > 1):
+        raise ValueError(f"var_name must be one of the observed sites {source.data}, got {var_name!r}")
+    running: Any = None
+    chosen = np.empty(0)
+    labels = Labels(None, None)
+    log_weights = np.empty(num_samples)
+    with seeded(seed):
+        for s in range(num_samples):
+            draw = source.draw()
+            densities = source.densities(draw)
+            terms = densities.integrated[site].double()
+            if running is None:
+                labels.learn(draw.data)
+                rows = _rows(draw.data[site], terms)
+                if not 1 <= observations <= len(rows):
+                    raise ValueError(f"observations must be between 1 and {len(rows)}, got {observations}")
+                subset = np.sort(np.random.default_rng(seed).choice(len(rows), observations, replace=False))
+                kept = torch.from_numpy(rows).to(terms.device)
+                running = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=terms.device)
+                chosen = np.empty((num_samples, observations))
+            terms = terms.flatten()[kept]
+            running = torch.logaddexp(running, terms)
+            chosen[s] = terms[torch.from_numpy(subset).to(terms.device)].cpu().numpy()
+            log_joint = source.log_joint_fitc if target == "fitc" else source.log_joint
+            log_p = log_joint(draw, densities)
+            assert draw.log_q is not None
+            log_weights[s] = float(log_p - draw.log_q)
+    lpd = (running - np.log(num_samples)).cpu().numpy()
+    if target == "none":
+        log_weights[:] = 0.0
+    # ArviZ reads m columns of the log likelihood. The others are never written: they take no memory.
+    log_likelihood = np.zeros((len(rows), num_samples), dtype=np.float64)
+    log_likelihood[subset] = chosen.T
+    dims, coords = ["chain", "draw"], {"chain": [0], "draw": np.arange(num_samples)}
+    dim = "obs" if terms.dim() != 1 else f"{site}_row"
+    tree = xr.DataTree.from_dict(
+        {
+            "posterior": xr.Dataset({"log_weight": (dims, log_weights[None])}, coords=coords),
+            "log_likelihood": xr.Dataset({site: ([*dims, dim], log_likelihood.T[None])}, coords=coords),
+            "observed_data": xr.Dataset({site: ([dim], lpd)}),
+        }
+    )
+    weights = tree.posterior["log_weight"]
+    _warn_of_weights(log_weights[None])
+    with np.errstate(all="ignore"):
+        found = stats.loo_subsample(
+            tree,
+            observations=subset,
+            pointwise=True,
+            var_name=site,
+            reff=1.0,
+            log_p=weights,
+            log_q=weights * 0.0,
+            method="plpd",
+            log_lik_fn=lambda observed, data: xr.DataArray(lpd, dims=[dim]),
+        )
+    return _require_finite(found)
+
+
+def _warn_of_weights(log_weights: np.ndarray) -> None:
+    khat = float(np.max([backend.smooth(chain)[1] for chain in log_weights]))
+    if not khat <= LIMIT:
+        warnings.warn(
+            f"the weights p/q of the draws have k-hat {khat:.2f}, above {LIMIT}: the posterior is too far from the "
+            'target for them to mend it, and they add noise to leave-one-out. target="none" leaves them out, and '
+            "judges the posterior as it is.",
+            stacklevel=3,
+        )
+
+
+def _require_finite(found: Any) -> Any:
+    if not np.isfinite(found.elpd):
+        raise ValueError(
+            "leave-one-out is not finite: all weight is on one draw. The posterior is too far from the target; train "
+            'longer, take a richer family, or leave the weights p/q out by target="none".'
+        )
+    return found
+
+
+def _rows(site: Any, terms: torch.Tensor) -> np.ndarray:
+    mask = site["mask"]
+    if not isinstance(mask, torch.Tensor):
+        return np.arange(terms.numel())
+    return np.flatnonzero(mask.expand(terms.shape).cpu().numpy())

@@ -1,0 +1,158 @@
+"""Whether an optimisation has converged: its history as an ArviZ group, and a stopping rule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Optional, Union
+
+import numpy as np
+
+from . import backend
+from .labels import attributes
+
+__all__ = ["History", "StoppingRule", "add_history"]
+
+
+class History:
+    """The loss and the parameters of a guide, step by step.
+
+    ``history.record(svi.step(x, y))`` after each step; :meth:`to_datatree` makes a group ``vi_history`` of it, whose
+    draws are iterates: ``arviz_stats.rhat(tree, group="vi_history")`` over several runs, ``arviz_stats.mcse`` of the
+    averaged iterates, ``arviz_plots.plot_trace`` and the rest then apply (Dhaka et al., 2020, section 3).
+
+    :param guide: whose parameters are kept, in unconstrained space; ``None`` for the loss alone.
+    :param parameters: names, or beginnings of names, of those to keep: by default the hyperparameters' posterior.
+    :param largest: parameters with more values than this are left out.
+    """
+
+    def __init__(
+        self, guide: Any = None, parameters: Collection[str] = ("locs.", "scales."), largest: int = 64
+    ) -> None:
+        if isinstance(parameters, str):
+            raise ValueError(f"History's parameters must be a collection of names, got the string {parameters!r}")
+        self.guide, self.parameters, self.largest = guide, tuple(parameters), largest
+        self._losses: list[float] = []
+        self._values: dict[str, list[np.ndarray]] = {}
+
+    def record(self, loss: float) -> float:
+        """Keep a step's loss and the parameters after it; returns the loss."""
+        self._losses.append(float(loss))
+        if self.guide is not None:
+            for name, parameter in self.guide.named_parameters():
+                if name.startswith(self.parameters) and parameter.numel() <= self.largest:
+                    # A parameter is there from the first step on, or never.
+                    self._values.setdefault(name.removesuffix("_unconstrained"), []).append(
+                        parameter.detach().cpu().numpy().copy()
+                    )
+        return loss
+
+    def __len__(self) -> int:
+        return len(self._losses)
+
+    def window(self, num: int) -> dict[str, np.ndarray]:
+        """The last ``num`` iterates, ``(num, ...)`` each."""
+        return {
+            "elbo": -np.array(self._losses[-num:]),
+            **{name: np.stack(values[-num:]) for name, values in self._values.items()},
+        }
+
+    def to_datatree(self, name: Optional[str] = None) -> Any:
+        """The group ``vi_history`` as an ``xarray.DataTree``."""
+        return backend.xarray().DataTree.from_dict({"vi_history": _group([self], None)}, name=name)
+
+
+def add_history(tree: Any, histories: Union[History, Sequence[History]], window: Optional[int] = None) -> Any:
+    """A tree with a group ``vi_history``: a chain for each run, in the order of the tree's chains.
+
+    :param window: the last so many iterates; all, or as many as the shortest run has, if not given.
+    """
+    runs = [histories] if isinstance(histories, History) else list(histories)
+    new = tree.copy()
+    new["vi_history"] = backend.xarray().DataTree(_group(runs, window))
+    return new
+
+
+def _group(runs: Sequence[History], window: Optional[int]) -> Any:
+    if not runs or min(map(len, runs)) == 0:
+        raise ValueError("the history is empty: history.record(svi.step(...)) after each step")
+    num = min(map(len, runs)) if window is None else window
+    if num > min(map(len, runs)):
+        raise ValueError(f"window is {num}, the shortest run has {min(map(len, runs))} steps")
+    parts = [run.window(num) for run in runs]
+    variables = {}
+    for name in parts[0]:
+        stacked = np.stack([part[name] for part in parts])
+        variables[name] = (["chain", "draw", *(f"{name}_dim_{i}" for i in range(stacked.ndim - 2))], stacked)
+    last = len(runs[0])
+    coords = {"chain": np.arange(len(runs)), "draw": np.arange(last - num, last)}
+    return backend.xarray().Dataset(variables, coords=coords, attrs=attributes(draws="iterates of the optimiser"))
+
+
+class StoppingRule:
+    """Says when to stop: the last iterates are stationary, or the bound has stopped to move.
+
+    Over a window of iterates, split in halves as if two chains (Dhaka et al., 2020, section 3): stop when R̂ of what is
+    watched is at most ``rhat`` at ``patience`` looks in a row, which noisy optimisation reaches; or when the mean
+    bound of the two halves differs by at most ``tolerance`` nats, which a deterministic one reaches. R̂ of
+    *parameters* asks for more: their iterates wander at a rest that the bound has reached long before.
+
+    >>> from pyro_sparsegp.diagnostics import History, StoppingRule
+    >>> history, converged = History(), StoppingRule(window=50)
+    >>> for step in range(1000):
+    ...     loss = history.record(3 + 0.5**step)
+    ...     if converged(history):
+    ...         break
+    >>> step < 100
+    True
+
+    :param window: the number of iterates looked at.
+    :param rhat: the largest R̂ at rest.
+    :param tolerance: in nats.
+    :param patience: looks in a row, a tenth of the window apart.
+    :param watch: names, or beginnings of names, in the history: "elbo", "locs.".
+    """
+
+    def __init__(
+        self,
+        window: int = 400,
+        rhat: float = 1.02,
+        tolerance: float = 0.01,
+        patience: int = 3,
+        watch: Collection[str] = ("elbo",),
+    ) -> None:
+        if window < 20 or window % 2:
+            raise ValueError(f"StoppingRule's window must be an even number of at least 20, got {window}")
+        self.window, self.rhat, self.tolerance = window, rhat, tolerance
+        self.patience, self.watch, self._calm = patience, tuple(watch), 0
+        self.reason: Optional[str] = None
+
+    def __call__(self, history: History) -> bool:
+        """Whether to stop now; :attr:`reason` then says why."""
+        if len(history) < self.window or len(history) % (self.window // 10):
+            return False
+        iterates = history.window(self.window)
+        halves = np.split(iterates["elbo"], 2)
+        change = halves[1].mean() - halves[0].mean()
+        if abs(change) <= self.tolerance:
+            self.reason = f"the bound changed by {change:.2g} nats over {self.window} steps"
+            return True
+        watched = {name: values for name, values in iterates.items() if name.startswith(self.watch)}
+        worst = self.largest_rhat(watched)
+        self._calm = self._calm + 1 if worst <= self.rhat else 0
+        if self._calm < self.patience:
+            return False
+        self.reason = f"R-hat of the last {self.window} iterates is {worst:.3f}"
+        return True
+
+    @staticmethod
+    def largest_rhat(iterates: dict[str, np.ndarray]) -> float:
+        """The largest R̂ of all values' iterates, their first and second half taken as chains."""
+        stats = backend.arviz_stats()
+        largest = -np.inf
+        for values in iterates.values():
+            columns = values.reshape(2, len(values) // 2, -1)
+            columns = columns[..., np.ptp(columns, axis=(0, 1)) > 0]
+            if columns.size:
+                found = stats.base.array_stats.rhat(columns, chain_axis=0, draw_axis=1)
+                largest = max(largest, float(np.max(found)))
+        return largest

@@ -1,0 +1,53 @@
+"""One way to draw from any result: a guide, or MCMC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Union
+
+from pyro.infer import MCMC
+from torch import Tensor
+
+from ..guide import AutoSparseGP
+from ..predict import _samples_and_data
+from .draws import GuideSource
+from .samples import ConditionedSource, SampleSource
+
+__all__ = ["Source", "as_source"]
+
+Source = Union[GuideSource, SampleSource]
+
+
+def as_source(
+    model: Callable,
+    result: Any,
+    args: tuple,
+    kwargs: dict[str, Any],
+    exact: bool = False,
+    chunk_size: int = 8192,
+    marginal: bool = False,
+) -> Source:
+    """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples.
+
+    :raises ValueError: where ``result`` is none of these, or belongs to another model.
+    """
+    if not isinstance(result, AutoSparseGP) and isinstance(getattr(result, "guide", None), AutoSparseGP):
+        result = result.guide
+    if isinstance(result, AutoSparseGP):
+        if model is not result.model and model != result.model:
+            raise ValueError(
+                "the guide belongs to another model: give the one it was made for, to_datatree(guide.model, guide, ...)"
+            )
+        return GuideSource(result, args, kwargs, exact, chunk_size, marginal)
+    if isinstance(result, MCMC):
+        _, (old_args, old_kwargs) = _samples_and_data(result, None)
+        samples = result.get_samples(group_by_chain=True)
+        if marginal:
+            return ConditionedSource(model, samples, args, kwargs, old_args, old_kwargs)
+        return SampleSource(model, samples, args or old_args, kwargs if args else old_kwargs)
+    if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
+        return SampleSource(model, {name: value[None] for name, value in result.items()}, args, kwargs)
+    raise ValueError(
+        "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
+        f"pyro.infer.MCMC or a mapping of its samples, got {type(result).__name__}"
+    )

@@ -1,0 +1,212 @@
+"""Optimisation history, the stopping rule, simulation-based calibration and ribbons."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SGPR, SVGP
+
+from .models import data, regression, train
+
+pytest.importorskip("xarray")
+stats = pytest.importorskip("arviz_stats")
+diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
+History, StoppingRule = diagnostics.History, diagnostics.StoppingRule
+
+
+def run(seed, steps=60, **kwargs):
+    x, y = data(num=40)
+    pyro.set_rng_seed(seed)
+    guide = AutoSparseGP(regression, SVGP(6))
+    history = History(guide, **kwargs)
+    svi = pyro.infer.SVI(regression, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO(2))
+    losses = [history.record(svi.step(x, y)) for _ in range(steps)]
+    return guide, history, losses, (x, y)
+
+
+def test_history_is_a_group():
+    first, second = run(0), run(1, 70)
+    tree = diagnostics.to_datatree(regression, [first[0], second[0]], *first[3], num_samples=5)
+    tree = diagnostics.add_history(tree, [first[1], second[1]], window=40)
+    group = tree["vi_history"]
+    assert group["elbo"].shape == (2, 40)
+    np.testing.assert_allclose(group["elbo"][0], -np.array(first[2][-40:]))
+    assert group["locs.length"].shape == (2, 40, 2)
+    last = first[0].locs.length_unconstrained.detach()
+    np.testing.assert_allclose(group["locs.length"][0, -1], last)
+    found = stats.rhat(tree, group="vi_history")
+    assert np.isfinite(found["elbo"])
+    assert np.isfinite(stats.mcse(tree, group="vi_history")["locs.noise"])
+    assert not any(name.startswith("gps") for name in group.data_vars)
+    everything = run(0, 3, parameters=("gps.",))[1].to_datatree()
+    assert any(name.startswith("gps.f") for name in everything["vi_history"].data_vars)
+    with pytest.raises(ValueError, match="shortest run has 60"):
+        diagnostics.add_history(tree, first[1], window=61)
+    with pytest.raises(ValueError, match="history is empty"):
+        History().to_datatree()
+    with pytest.raises(ValueError, match="collection of names"):
+        History(parameters="locs")
+
+
+def stops_at(losses, **kwargs):
+    history, rule = History(), StoppingRule(**kwargs)
+    for step, loss in enumerate(losses):
+        history.record(loss)
+        if rule(history):
+            return step, rule.reason
+    return None, None
+
+
+def test_the_stopping_rule():
+    rng = np.random.default_rng(0)
+    steps = np.arange(4000)
+    noise = rng.normal(size=4000)
+    # at rest from the start: soon after the window is full
+    assert 400 <= stops_at(noise)[0] < 1000
+    # a slow trend, of a tenth of the noise over a window: later than without
+    trend = 100 * np.exp(-steps / 300)
+    assert 1200 < stops_at(trend + noise)[0] < 3000
+    # a steady trend never rests
+    assert stops_at(noise - 0.02 * steps)[0] is None
+    # without noise, the change in nats decides
+    step, reason = stops_at(trend)
+    assert 100 * np.exp(-(step - 400) / 300) * (1 - np.exp(-200 / 300)) < 0.05
+    assert "nats" in reason
+    assert "R-hat" in stops_at(noise)[1]
+    for window in (19, 21):
+        with pytest.raises(ValueError, match="even number"):
+            StoppingRule(window=window)
+
+
+def test_the_stopping_rule_watches_parameters():
+    _, history, _, _ = run(0, 100)
+    assert StoppingRule.largest_rhat(history.window(100)) > 1.5
+    rule = StoppingRule(window=100, watch=("elbo", "locs."), tolerance=0.0)
+    assert not rule(history)
+
+
+# Simulation-based calibration.
+
+X = torch.linspace(0, 1, 25, dtype=torch.float64)[:, None]
+
+
+def model(x, y=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.2), x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+def fit_sgpr(x, y):
+    guide = AutoSparseGP(model, SGPR(10))
+    guide(x, y)
+    return guide
+
+
+def fit_one_point(x, y):
+    guide = AutoSparseGP(model, SVGP(1))
+    train(model, guide, x, y, steps=60, lr=0.05, loss=TraceQuadrature_ELBO(2))
+    return guide
+
+
+def test_sbc_is_the_same_in_any_number_of_processes():
+    options = {"num_simulations": 4, "num_samples": 9, "progress": False}
+    one = diagnostics.sbc(model, fit_sgpr, X, **options)
+    two = diagnostics.sbc(model, lambda x, y: fit_sgpr(x, y), X, processes=2, **options)
+    assert one["prior_sbc"]["f"].dims == ("chain", "draw", "f_dim_0")
+    assert one["prior_sbc"]["f"].shape == (1, 4, 4)
+    assert one["prior_sbc"]["f"].equals(two["prior_sbc"]["f"])
+
+
+def test_sbc_of_hyperparameters_and_refusals():
+    x, _ = data(num=20)
+
+    def fit(x, y):
+        guide = AutoSparseGP(regression, SGPR(6))
+        train(regression, guide, x, y, steps=2)
+        return guide
+
+    options = {"num_simulations": 2, "num_samples": 9, "progress": False}
+    tree = diagnostics.sbc(regression, fit, x, rows=[0, 3, 4], **options)
+    assert {name: array.shape for name, array in tree["prior_sbc"].data_vars.items()} == {
+        "scale": (1, 2),
+        "length": (1, 2, 2),
+        "noise": (1, 2),
+        "f": (1, 2, 3),
+    }
+    assert all(((array > 0) & (array < 1)).all() for array in tree["prior_sbc"].data_vars.values())
+    with pytest.raises(ValueError, match="observed names 'z'"):
+        diagnostics.sbc(regression, fit, x, observed={"z": "y"}, **options)
+    with pytest.raises(ValueError, match="could not be called"):
+        diagnostics.sbc(regression, fit, x, observed={"y": "target"}, **options)
+    with pytest.raises(ValueError, match="must return a fitted"):
+        diagnostics.sbc(regression, lambda x, y: 3, x, **options)
+    with pytest.raises(ValueError, match="at least 1"):
+        diagnostics.sbc(regression, fit, x, processes=0)
+
+
+@pytest.mark.slow
+def test_sbc_ranks_are_uniform_for_sgpr_and_not_for_one_inducing_point():
+    from scipy.stats import kstest
+
+    def pvalues(fit):
+        tree = diagnostics.sbc(model, fit, X, num_simulations=200, num_samples=99, rows=5, seed=1)
+        return np.array([kstest(tree["prior_sbc"]["f"].values[0, :, i], "uniform").pvalue for i in range(5)])
+
+    assert pvalues(fit_sgpr).min() > 0.005
+    assert pvalues(fit_one_point).min() < 1e-4
+
+
+# Ribbons.
+
+
+@pytest.fixture
+def pictures():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    pytest.importorskip("arviz_plots")
+    yield
+    matplotlib.pyplot.close("all")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_ribbons(pictures):
+    x, y = data(num=30)
+    guide = fit_sgpr(X, torch.sin(6 * X[:, 0]))
+    tree = diagnostics.to_datatree(model, guide, X, torch.sin(6 * X[:, 0]), num_samples=40, predict=torch.rand(50, 1))
+    shown = diagnostics.plot_ribbon(tree, "f")
+    assert type(shown).__name__ == "PlotCollection"
+    diagnostics.plot_ribbon(tree, "y", probs=(0.9,))
+    guide = AutoSparseGP(regression, SVGP(6))
+    guide(x, y)
+    tree = diagnostics.to_datatree(regression, guide, x, y, num_samples=10, predict=torch.rand(50, 2))
+    assert len(diagnostics.plot_ribbon(tree, "f").axes) == 4  # two maps with colour bars
+    assert type(diagnostics.plot_ribbon(tree, "f", columns=[1])).__name__ == "PlotCollection"
+    with pytest.raises(ValueError, match="y must be one of"):
+        diagnostics.plot_ribbon(tree, "g")
+    with pytest.raises(ValueError, match="predict=inputs"):
+        diagnostics.plot_ribbon(diagnostics.to_datatree(regression, guide, x, y, num_samples=2))
+    with pytest.raises(ValueError, match="one or two"):
+        diagnostics.plot_ribbon(tree, "f", columns=[])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_stock_plots_take_the_trees(pictures):
+    import arviz_plots
+
+    x, y = data(num=30)
+    guide = AutoSparseGP(regression, SVGP(6))
+    train(regression, guide, x, y, steps=20)
+    tree = diagnostics.to_datatree(regression, guide, x, y, num_samples=60)
+    names = ["scale", "length", "noise"]
+    arviz_plots.plot_dist(tree, var_names=names)
+    arviz_plots.plot_forest({"a": tree, "b": tree}, var_names=names)
+    arviz_plots.plot_ppc_dist(tree)
+    arviz_plots.plot_khat(diagnostics.loo(tree, target="none"))
+    assert {"scale", "noise"} <= set(stats.summary(tree, var_names=names).index)
+    ranks = diagnostics.sbc(model, fit_sgpr, X, num_simulations=5, num_samples=9, progress=False)
+    arviz_plots.plot_ecdf_pit(ranks)
+    scores = diagnostics.predictive_scores(regression, guide, x, y, num_samples=5)
+    arviz_plots.plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=["data"])

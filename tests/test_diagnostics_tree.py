@@ -1,0 +1,408 @@
+"""Posteriors as DataTree: what is in it against dense references, its layout, and its way to disk."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import MCMC, NUTS
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInducing
+
+from .models import FAMILIES, bernoulli, data, estimate, gaussian, heteroscedastic, poisson, regression, train
+
+xr = pytest.importorskip("xarray")
+diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
+to_datatree = diagnostics.to_datatree
+
+KERNEL = kernels.Matern32(0.4)
+
+
+def fitted(model=regression, family=None, steps=30, num=40, **kwargs):
+    x, y = data(model, num=num)
+    guide = AutoSparseGP(model, SVGP(10) if family is None else family, **kwargs)
+    train(model, guide, x, y, steps=steps)
+    return guide, x, y
+
+
+def source_of(guide, *args, **kwargs):
+    from pyro_sparsegp.diagnostics.sources import as_source
+
+    return as_source(guide.model, guide, args, {}, **kwargs)
+
+
+def dense_log_evidence(log_density, h, d, num=4001):
+    """log ∫ p(y | f) N(f | h, d) df on a fine grid, a value at a time."""
+    t = torch.linspace(-12, 12, num)
+    f = h + d.sqrt() * t[:, None]
+    return torch.logsumexp(log_density(f) + dist.Normal(0.0, 1.0).log_prob(t)[:, None] + math.log(t[1] - t[0]), 0)
+
+
+def test_groups_dimensions_and_attributes():
+    guide, x, y = fitted()
+    tree = to_datatree(regression, guide, x, y, num_samples=7, predict=x[:5] + 0.01, include_f=True, name="fit")
+    expected = "posterior posterior_predictive predictions log_likelihood log_prior sample_stats"
+    assert set(tree.children) == {*expected.split(), "observed_data", "constant_data", "predictions_constant_data"}
+    for group in expected.split():
+        assert all(array.dims[:2] == ("chain", "draw") for array in tree[group].data_vars.values())
+        assert tree[group].attrs["inference_library"] == "pyro-ppl"
+    assert tree.posterior["f_w"].dims[2:] == ("f_basis",)
+    assert tree.posterior["f"].dims == ("chain", "draw", "data")
+    for group in ("posterior_predictive", "log_likelihood", "predictions"):
+        assert tree[group]["y"].dims == ("chain", "draw", "data")
+    assert tree.predictions["y"].shape == (1, 7, 5)
+    assert tree.observed_data["y"].dims == ("data",)
+    assert tree.constant_data["x"].dims == ("data", "x_dim_1")
+    assert tree.predictions_constant_data["x"].sizes["data"] == 5
+    assert "y" not in tree.constant_data
+    assert {tree.sample_stats[name].dtype for name in ("lp", "log_q")} == {np.dtype("float64")}
+    assert tree.posterior["noise"].dtype == np.dtype("float32")
+    assert tree.name == "fit"
+    for group in tree.children.values():
+        assert not set(group.data_vars) & set(group.dims)
+
+
+def test_netcdf_round_trip(tmp_path):
+    guide, x, y = fitted()
+    tree = to_datatree(regression, guide, x, y, num_samples=5, predict=(x[:3],))
+    tree.to_netcdf(tmp_path / "fit.nc")
+    with xr.open_datatree(tmp_path / "fit.nc") as back:
+        assert back.identical(tree)
+        assert '"SVGP"' in back.posterior.attrs["family"]
+
+
+def test_coords_and_dims_are_named_by_the_user():
+    guide, x, y = fitted()
+    tree = to_datatree(
+        regression,
+        guide,
+        x,
+        y,
+        num_samples=3,
+        dims={"length": ["column"], "x": ["data", "column"]},
+        coords={"column": ["east", "north"], "data": np.arange(40) + 100},
+    )
+    assert list(tree.posterior["length"].coords["column"].values) == ["east", "north"]
+    assert tree.log_likelihood["data"].values[0] == tree.observed_data["data"].values[0] == 100
+    assert tree.constant_data["x"].dims == ("data", "column")
+    with pytest.raises(ValueError, match=r"dims\['length'\] names 2 dimensions"):
+        to_datatree(regression, guide, x, y, num_samples=3, dims={"length": ["a", "b"]})
+    with pytest.raises(ValueError, match="ArviZ reserves"):
+        to_datatree(regression, guide, x, y, num_samples=3, dims={"length": ["draw"]})
+
+
+def test_restarts_become_chains_and_seeds_repeat():
+    x, y = data(num=40)
+    guides = []
+    for seed in range(3):
+        pyro.set_rng_seed(seed)
+        guides.append(AutoSparseGP(regression, SVGP(5)))
+        train(regression, guides[-1], x, y, steps=5 * (seed + 1))
+    tree = to_datatree(regression, guides, x, y, num_samples=4, seed=3)
+    assert tree.posterior["f_w"].shape == (3, 4, 5)
+    state = torch.get_rng_state()
+    again = to_datatree(regression, guides, x, y, num_samples=4, seed=3)
+    assert torch.equal(state, torch.get_rng_state())
+    assert tree.posterior.equals(again.posterior)
+    assert not np.allclose(tree.posterior["noise"][0], tree.posterior["noise"][1])
+
+
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"ComputationAwareSparse", "ComputationAwareCG"}))
+def test_the_mean_log_weight_is_the_bound(name):
+    """E[lp − log_q] is the ELBO: with fixed hyperparameters, of every family, and both are of the guide's draws."""
+    x, y = data(num=40)
+    model = gaussian(kernels.Matern32(0.4)[0] + kernels.RBF(0.5)[1], 0.3)
+    guide = AutoSparseGP(model, FAMILIES[name])
+    train(model, guide, x, y, steps=40)
+    with torch.no_grad():
+        bound = -TraceQuadrature_ELBO(4).loss(model, guide, x, y)
+    tree = to_datatree(model, guide, x, y, num_samples=300, posterior_predictive=False)
+    weights = (tree.sample_stats.lp - tree.sample_stats.log_q).values.ravel()
+    assert abs(weights.mean() - bound) < 4 * weights.std() / 300**0.5 + 1e-6 * abs(bound)
+
+
+@pytest.mark.parametrize("model", [bernoulli, poisson, heteroscedastic])
+def test_the_mean_log_weight_is_the_bound_with_hyperparameters(model):
+    guide, x, y = fitted(model)
+    tree = to_datatree(model, guide, x, y, num_samples=300, posterior_predictive=False)
+    weights = (tree.sample_stats.lp - tree.sample_stats.log_q).values.ravel()
+    loss, error = estimate(TraceQuadrature_ELBO(10), model, guide, x, y, num=200)
+    assert abs(weights.mean() + loss) < 4 * (weights.std() / 300**0.5 + error)
+
+
+def test_conditional_moments_are_those_of_the_dense_process():
+    """Given coefficients, function values have the mean and variance that conditioning on u = L w gives."""
+    x, y = data(num=30)
+    z = x[:6].clone()
+    model = gaussian(KERNEL, 0.3)
+    guide = AutoSparseGP(model, SVGP(z, trainable=False))
+    train(model, guide, x, y, steps=20)
+    source = source_of(guide, x, y, chunk_size=7)
+    draw = source.draw()
+    process = GaussianProcess(KERNEL, x)
+    u = torch.linalg.cholesky(KERNEL(z)) @ draw.coefficients["f"]
+    exact = process.given(z, u)
+    mean, variance = draw.moments["f"]
+    torch.testing.assert_close(mean, exact.mean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(variance, exact.variance, atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_change_nothing():
+    for family in (SVGP(8), OrthogonalInducing(4, 4), SGPR(8)):
+        guide, x, y = fitted(family=family)
+        trees = [to_datatree(regression, guide, x, y, num_samples=3, seed=1, chunk_size=c) for c in (7, 1000)]
+        for group in ("log_likelihood", "sample_stats", "posterior_predictive"):
+            xr.testing.assert_allclose(trees[0][group].to_dataset(), trees[1][group].to_dataset(), rtol=1e-5)
+
+
+LIKELIHOODS = {
+    "normal": lambda f: dist.Normal(f, 0.05),
+    "bernoulli": lambda f: dist.Bernoulli(logits=4 * f),
+    "poisson": lambda f: dist.Poisson((f + 1).exp()),
+    "student": lambda f: dist.StudentT(3.0, f, 0.05),
+    "scaled": lambda f: dist.Normal(2 * f + 1, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", LIKELIHOODS)
+@pytest.mark.parametrize("spread", [1e-4, 0.05, 1.0])
+def test_integrated_densities(name, spread):
+    """Closed form and adaptive quadrature against a fine grid, the residual narrow and wide."""
+    from pyro_sparsegp.diagnostics.pointwise import Reader
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", LIKELIHOODS[name](f), obs=y)
+
+    x, _ = data(num=25)
+    h, d = torch.randn(25), spread * (0.5 + torch.rand(25))
+    y = LIKELIHOODS[name](h + 0.3 * torch.randn(25)).sample()
+    reader = Reader(model, (x, y), {}, ["y"])
+    found = reader({}, {"f": (h, d)})
+
+    def log_density(f):
+        return LIKELIHOODS[name](f).log_prob(y)
+
+    # Student-t times a wide residual is two-humped, which a Gaussian rule follows to a few hundredths of a nat.
+    tolerance = {"normal": 1e-6, "scaled": 1e-6, "student": 4e-2}.get(name, 2e-3)
+    torch.testing.assert_close(found.integrated["y"], dense_log_evidence(log_density, h, d), atol=tolerance, rtol=1e-3)
+    assert reader.plans["y"].quadratic == ("f" if name in ("normal", "scaled") else None)
+    if name != "student":  # 20 nodes do not see its kink when the residual is wide
+        t = torch.linspace(-12, 12, 4001)
+        weight = dist.Normal(0.0, 1.0).log_prob(t).exp()[:, None] * (t[1] - t[0])
+        expected = (log_density(h + d.sqrt() * t[:, None]) * weight).sum()
+        assert abs(found.expected - expected) < 1e-3 * (1 + abs(expected))
+
+
+def test_integrated_densities_of_two_processes():
+    """The mean in closed form at each node of the log noise, against a grid of both."""
+    from pyro_sparsegp.diagnostics.pointwise import Reader
+
+    x, y = data(heteroscedastic, num=12)
+    held = {"scale": torch.tensor(1.0), "length": torch.tensor([0.5, 0.5])}
+    f, g = (torch.randn(12) * 0.3, torch.full((12,), 0.3)), (torch.randn(12) * 0.2 - 1.0, torch.full((12,), 0.2))
+    reader = Reader(heteroscedastic, (x, y), {}, ["y"])
+    found = reader(held, {"f": f, "g": g})
+    assert reader.plans["y"].quadratic == "f"
+    t = torch.linspace(-9, 9, 801)
+    log_step = dist.Normal(0.0, 1.0).log_prob(t) + math.log(t[1] - t[0])
+    ff = f[0] + f[1].sqrt() * t[:, None, None]
+    gg = g[0] + g[1].sqrt() * t[:, None]
+    joint = dist.Normal(ff, gg.exp()).log_prob(y) + log_step[:, None, None] + log_step[:, None]
+    torch.testing.assert_close(found.integrated["y"], torch.logsumexp(joint, (0, 1)), atol=1e-4, rtol=1e-4)
+
+
+def test_integrated_densities_of_several_outputs_and_grouped_rows():
+    from pyro_sparsegp.diagnostics.pointwise import Reader
+
+    x, _ = data(num=10)
+    groups = torch.arange(30) % 10
+    y = torch.randn(10, 3)
+    z = torch.randn(30)
+
+    def model(x, y, z):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([3]).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y)
+        with pyro.plate("more", 30):
+            pyro.sample("z", dist.Bernoulli(logits=f[0][groups]), obs=(z > 0).double())
+
+    h, d = torch.randn(3, 10), 0.1 + torch.rand(3, 10)
+    found = Reader(model, (x, y, z), {}, ["y", "z"])({}, {"f": (h, d)}).integrated
+    dense = dist.Normal(h, (0.04 + d).sqrt()).log_prob(y.mT).sum(0)
+    torch.testing.assert_close(found["y"], dense, atol=1e-6, rtol=1e-6)
+    dense = dense_log_evidence(
+        lambda f: dist.Bernoulli(logits=f).log_prob((z > 0).double()), h[0][groups], d[0][groups]
+    )
+    torch.testing.assert_close(found["z"], dense, atol=2e-2, rtol=1e-2)  # 128 points for three outputs
+
+
+def test_masked_rows_are_left_out():
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)), poutine.mask(mask=True if y is None else ~y.isnan()):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    x, y = data(num=30)
+    y[[3, 8]] = torch.nan
+    guide = AutoSparseGP(model, SVGP(6))
+    train(model, guide, x, y, steps=10)
+    tree = to_datatree(model, guide, x, y, num_samples=4)
+    assert tree.log_likelihood["y"].shape == (1, 4, 28)
+    assert 3 not in tree.log_likelihood["data"].values
+    assert 29 in tree.log_likelihood["data"].values
+    assert np.isfinite(tree.log_likelihood["y"]).all()
+
+
+def test_mini_batching_models_are_read_whole():
+    def model(x, y=None):
+        f_noise = pyro.sample("noise", dist.HalfNormal(1.0))
+        plate = pyro.plate("data", len(x), subsample_size=8)
+        with plate as rows:
+            pass
+        f = pyro.sample("f", GaussianProcess(KERNEL, x[rows]))
+        with plate:
+            pyro.sample("y", dist.Normal(f, f_noise), obs=None if y is None else y[rows])
+
+    x, y = data(num=40)
+    guide = AutoSparseGP(model, SVGP(6))
+    train(model, guide, x, y, steps=10)
+    tree = to_datatree(model, guide, x, y, num_samples=4)
+    assert tree.log_likelihood["y"].shape == (1, 4, 40)
+
+
+def test_predictions_share_the_draws_and_are_predict():
+    """Predictions at new inputs come from the posterior's own draws, and are distributed as ``predict``'s."""
+    guide, x, y = fitted(model=gaussian(KERNEL, 0.3), steps=60)
+    new = torch.rand(4, 2)
+    tree = to_datatree(guide.model, guide, x, y, num_samples=3000, predict=new, seed=0)
+    q = guide.posterior(new)["f"]
+    f = torch.as_tensor(tree.predictions["f"].values[0]).double()
+    torch.testing.assert_close(f.mean(0), q.mean, atol=0.05, rtol=0)
+    torch.testing.assert_close(f.T.cov(), q.covariance_matrix, atol=0.05, rtol=0)
+    # f given the draw's coefficients has the residual's variance only
+    w = torch.as_tensor(tree.posterior["f_w"].values[0]).double()
+    explained = f - (q.features[0] @ w.mT).mT
+    residual = q.process.variance - q.features[0].square().sum(-1)
+    torch.testing.assert_close(explained.var(0), residual, atol=0.05, rtol=0)
+
+
+def test_computation_aware_needs_joint_draws():
+    guide, x, y = fitted(family=ComputationAware(10))
+    with pytest.raises(ValueError, match="exact=True"):
+        to_datatree(regression, guide, x, y, num_samples=3)
+    tree = to_datatree(regression, guide, x, y, num_samples=300, exact=True, predict=x[:3])
+    weights = (tree.sample_stats.lp - tree.sample_stats.log_q).values.ravel()
+    loss, error = estimate(TraceQuadrature_ELBO(10), regression, guide, x, y, num=200)
+    assert abs(weights.mean() + loss) < 4 * (weights.std() / 300**0.5 + error)
+    assert tree.sample_stats.attrs["target"] == "exact"
+    assert "f_w" not in tree.posterior
+
+
+def test_mcmc_draws():
+    """NUTS' tree has the same groups; lp is the joint density, the log likelihood is given all other values."""
+    x, y = data(num=15)
+    mcmc = MCMC(
+        NUTS(poutine.reparam(regression, config=Whitening())), num_samples=8, warmup_steps=8, disable_progbar=True
+    )
+    mcmc.run(x, y)
+    tree = to_datatree(regression, mcmc, x, y, predict=x[:3] + 0.1, include_f=True, dtype="float64")
+    assert tree.posterior["f"].dims == ("chain", "draw", "data")
+    assert tree.predictions["y"].shape == (1, 8, 3)
+    assert "log_q" not in tree.sample_stats
+    values = {name: torch.as_tensor(tree.posterior[name].values[0, 5]) for name in ("scale", "length", "noise", "f")}
+    trace = poutine.trace(poutine.condition(regression, values)).get_trace(x, y)
+    assert abs(trace.log_prob_sum() - tree.sample_stats["lp"].values[0, 5]) < 1e-6
+    process, rest = trace.nodes["f"]["fn"], torch.arange(15) != 4
+    alone = GaussianProcess(process.kernel, x[4:5]).given(x[rest], values["f"][rest])
+    expected = dist.Normal(alone.mean, (alone.variance + values["noise"] ** 2).sqrt()).log_prob(y[4])
+    torch.testing.assert_close(tree.log_likelihood["y"].values[0, 5, 4], expected.item(), atol=1e-4, rtol=1e-4)
+    samples = {name: value[0] for name, value in mcmc.get_samples(group_by_chain=True).items()}
+    assert to_datatree(regression, samples, x, y).posterior["noise"].shape == (1, 8)
+
+
+def test_prior_predictive():
+    x, y = data(num=12)
+    tree = diagnostics.prior_predictive(regression, x, y, num_samples=200, include_f=True, seed=0)
+    assert tree.prior_predictive["y"].dims == ("chain", "draw", "data")
+    assert tree.prior["f"].shape == (1, 200, 12)
+    assert not np.allclose(tree.prior_predictive["y"][0, 0], y)
+    np.testing.assert_allclose(tree.observed_data["y"], y)
+    residual = (tree.prior_predictive["y"] - tree.prior["f"]) / tree.prior["noise"]
+    assert abs(float(residual.std()) - 1) < 0.06
+    assert "observed_data" not in diagnostics.prior_predictive(regression, x, num_samples=2).children
+    with pytest.raises(ValueError, match="exact draws"):
+        diagnostics.prior_predictive(gaussian(KERNEL), torch.zeros(10_001, 2), num_samples=1)
+
+
+def test_refusals():
+    guide, x, y = fitted()
+    with pytest.raises(ValueError, match="num_samples"):
+        to_datatree(regression, guide, x, y, num_samples=0)
+    with pytest.raises(ValueError, match="another model"):
+        to_datatree(bernoulli, guide, x, y)
+    with pytest.raises(ValueError, match="must be an AutoSparseGP guide"):
+        to_datatree(regression, 3, x, y)
+    with pytest.raises(ValueError, match="give the training"):
+        to_datatree(regression, guide, x)
+    with pytest.raises(ValueError, match="initialised"):
+        to_datatree(regression, AutoSparseGP(regression, SVGP(3)), x, y)
+    with pytest.raises(ValueError, match="empty list"):
+        to_datatree(regression, [], x, y)
+    with pytest.raises(ValueError, match="arguments at new inputs"):
+        to_datatree(regression, guide, x, y, predict=3)
+
+
+def test_svi_objects_pass_for_their_guide():
+    guide, x, y = fitted()
+    svi = pyro.infer.SVI(regression, guide, pyro.optim.Adam({}), TraceQuadrature_ELBO())
+    assert to_datatree(regression, svi, x, y, num_samples=2).posterior["noise"].shape == (1, 2)
+
+
+def test_looking_changes_nothing():
+    """A guide in training is as it was after its tree was made, its sites too."""
+    guide, x, y = fitted(family=SGPR(8))
+    before = {name: value.clone() for name, value in guide.state_dict().items() if isinstance(value, torch.Tensor)}
+    assert guide.training
+    to_datatree(regression, guide, x, y, num_samples=2)
+    assert guide.training
+    after = guide.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_old_arviz():
+    arviz = pytest.importorskip("arviz")
+    guide, x, y = fitted()
+    tree = to_datatree(regression, guide, x, y, num_samples=40)
+    if not hasattr(arviz, "InferenceData"):
+        pytest.skip("arviz 1 takes the DataTree")
+    data = diagnostics.to_inference_data(tree)
+    assert data.posterior["noise"].shape == (1, 40)
+    assert "noise" in arviz.summary(data, var_names=["noise"]).index
+    assert np.isfinite(arviz.loo(data).elpd_loo)
+    assert diagnostics.psis(tree).khat > -1
+
+
+def _seconds(code):
+    # processor time of the imports alone, which a busy machine does not change
+    code = f"import time; {code}; print(time.process_time() - t)"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def test_importing_the_package_is_quick_and_leaves_arviz_alone():
+    code = "import sys, pyro_sparsegp; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not any(name in out for name in ("arviz", "xarray", "matplotlib", "pandas"))
+    code = "import sys, pyro_sparsegp.diagnostics; print(sorted({m.split('.')[0] for m in sys.modules}))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not any(name in out for name in ("arviz", "xarray", "matplotlib", "pandas"))
+    own = min(_seconds("import pyro, pyro.infer; t = time.process_time(); import pyro_sparsegp") for _ in range(3))
+    assert own < 0.3

@@ -1,0 +1,403 @@
+"""Importance weights, leave-one-out and scores against dense references."""
+
+from contextlib import suppress
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
+
+from .models import FAMILIES, additive, bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression, train
+
+pytest.importorskip("xarray")
+stats = pytest.importorskip("arviz_stats")
+diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
+
+KERNEL = kernels.RBF(0.1)
+NOISE = 0.17
+
+
+def smooth_data(num=200, noise=NOISE):
+    x = torch.rand(num, 1)
+    return x, GaussianProcess(KERNEL, x).sample() + noise * torch.randn(num)
+
+
+def on_a_grid(num, x, y, model=None):
+    z = torch.linspace(0.02, 0.98, num)[:, None]
+    guide = AutoSparseGP(gaussian(KERNEL, NOISE) if model is None else model, SGPR(z, trainable=False))
+    guide(x, y)
+    return guide
+
+
+def exact_loo(x, y, kernel=KERNEL, noise=NOISE):
+    precision = torch.linalg.inv(kernel(x) + noise**2 * torch.eye(len(x)))
+    variance = 1 / precision.diagonal()
+    return dist.Normal(y - (precision @ y) * variance, variance.sqrt()).log_prob(y)
+
+
+# ArviZ's own warning, on what the tests look at in other ways.
+pytestmark = pytest.mark.filterwarnings("ignore:Estimated shape parameter")
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_the_table_of_integrated_and_sampled_densities():
+    """SGPR with M = 8, 10, 12, 15 points for 200 rows: with the residual integrated, the elpd is near the exact GP's
+    where it is hopeless at sampled f, and k-hat towards the exact model falls with M.
+    """
+    x, y = smooth_data()
+    exact = float(exact_loo(x, y).sum())
+    integrated, sampled, khats, naive_khats = [], [], [], []
+    for num in (8, 10, 12, 15):
+        guide = on_a_grid(num, x, y)
+        tree = diagnostics.to_datatree(
+            guide.model, guide, x, y, num_samples=500, exact=True, include_f=True, posterior_predictive=False, seed=0
+        )
+        integrated.append(diagnostics.loo(tree, target="none").elpd)
+        terms = dist.Normal(torch.as_tensor(tree.posterior["f"].values[0]).double(), NOISE).log_prob(y)
+        sampled_tree = tree.copy()
+        sampled_tree["log_likelihood"] = (
+            tree["log_likelihood"].to_dataset().assign(y=(tree.log_likelihood.y.dims, terms[None]))
+        )
+        sampled.append(stats.loo(sampled_tree, reff=1.0).elpd)
+        khats.append(diagnostics.psis(tree, target="exact").khat)
+        naive = tree.sample_stats["lp"].copy(data=terms.sum(-1)[None] + tree.log_prior["f_w"].values)
+        log_weights = (naive - tree.sample_stats["log_q"]).values[0]
+        naive_khats.append(diagnostics.backend.smooth(log_weights)[1])
+        assert diagnostics.psis(tree).khat == -np.inf  # q is the optimum: the variational target sees nothing
+    assert all(abs(elpd - exact) < 6 for elpd in integrated[1:]), (exact, integrated)
+    assert abs(integrated[-1] - exact) < 2
+    assert sampled[0] < exact - 500
+    assert sampled[1] < exact - 40
+    assert khats == sorted(khats, reverse=True), khats
+    assert khats[0] > 0.7 > khats[-1]
+    assert naive_khats == sorted(naive_khats, reverse=True), naive_khats
+    assert all(a > b for a, b in zip(naive_khats[:3], khats[:3]))
+
+
+def test_the_exact_target_is_the_marginal_likelihood():
+    """For a Gaussian likelihood log p(y | w) is N(y; h, ρ + σ²I); its average over the prior's w is log p(y)."""
+    from pyro_sparsegp.diagnostics.sources import as_source
+
+    x, y = smooth_data(30)
+    guide = on_a_grid(6, x, y)
+    source = as_source(guide.model, guide, (x, y), {}, exact=True)
+    draw = source.draw()
+    q = draw.posteriors["f"]
+    rho = KERNEL(x) - q.features[0] @ q.features[0].mT
+    dense = dist.MultivariateNormal(draw.moments["f"][0], rho + NOISE**2 * torch.eye(30)).log_prob(y)
+    torch.testing.assert_close(source.log_joint_exact(draw) - draw.log_prior, dense, atol=1e-3, rtol=1e-5)
+    # lp − log_q averages to log p(y) through its exponential
+    guide = on_a_grid(12, x, y)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=400, exact=True)
+    weights = torch.as_tensor((tree.sample_stats.lp_exact - tree.sample_stats.log_q).values[0])
+    evidence = dist.MultivariateNormal(torch.zeros(30), KERNEL(x) + NOISE**2 * torch.eye(30)).log_prob(y)
+    assert abs(torch.logsumexp(weights, 0) - np.log(400) - evidence) < 0.1
+
+
+@pytest.mark.parametrize("name", ["bernoulli", "poisson"])
+def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
+    """The estimate of p(y | w) averages to brute force over the residual's draws."""
+    from pyro_sparsegp.diagnostics.marginal import log_marginal
+    from pyro_sparsegp.diagnostics.sources import as_source
+
+    likelihood = {"bernoulli": lambda f: dist.Bernoulli(logits=f), "poisson": lambda f: dist.Poisson((1 + f).exp())}[
+        name
+    ]
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", likelihood(f), obs=y)
+
+    x = torch.rand(6, 1)
+    y = likelihood(torch.randn(6)).sample()
+    guide = AutoSparseGP(model, SVGP(torch.tensor([[0.2], [0.8]])))
+    guide(x, y)
+    source = as_source(model, guide, (x, y), {}, exact=True)
+    draw = source.draw()
+    h, root = draw.moments["f"][0], draw.posteriors["f"].residual_tril
+    f = h + (root @ torch.randn(6, 400_000)).mT
+    brute = torch.logsumexp(likelihood(f).log_prob(y).sum(-1), 0) - np.log(400_000)
+    values = torch.stack([log_marginal(source.reader, {}, draw.posteriors, draw.moments) for _ in range(200)])
+    assert values.std() < 0.6
+    assert abs(torch.logsumexp(values, 0) - np.log(200) - brute) < 0.05
+
+
+def test_projected_data_have_the_exact_density_of_their_joint_draws():
+    """ComputationAware's weights average to the evidence: log q(f) − log p(f) is right."""
+    x, y = smooth_data(30)
+    guide = AutoSparseGP(gaussian(KERNEL, NOISE), ComputationAware(20, "eigen"))
+    guide(x, y)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=1000, exact=True)
+    weights = torch.as_tensor((tree.sample_stats.lp - tree.sample_stats.log_q).values[0])
+    evidence = dist.MultivariateNormal(torch.zeros(30), KERNEL(x) + NOISE**2 * torch.eye(30)).log_prob(y)
+    assert abs(torch.logsumexp(weights, 0) - np.log(1000) - evidence) < 0.2
+    assert diagnostics.psis(tree).target == "exact"
+
+
+def test_weights_mend_hyperparameters():
+    """Resampling towards the exact model moves a mean-field posterior of the length to its exact one, by quadrature."""
+
+    def model(x, y=None):
+        length = pyro.sample("length", dist.LogNormal(-2.0, 0.7))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    x, y = smooth_data(25)
+    guide = AutoSparseGP(model, SGPR(12), init_scale=0.3)
+    guide(x, y)
+    with torch.no_grad():  # off centre, but wide enough
+        guide.locs.length_unconstrained.fill_(-2.05)
+        guide.scales.length_unconstrained.fill_(1.2)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=1500, exact=True, seed=1)
+    found = diagnostics.psis(tree, target="exact")
+    assert found.khat < 0.7
+    new = diagnostics.resample(tree, found, seed=0)
+    grid = torch.linspace(-5, 1, 600)
+    log_posterior = torch.stack(
+        [
+            dist.MultivariateNormal(torch.zeros(25), kernels.RBF(v.exp())(x) + NOISE**2 * torch.eye(25)).log_prob(y)
+            for v in grid
+        ]
+    ) + dist.Normal(-2.0, 0.7).log_prob(grid)
+    share = torch.softmax(log_posterior, 0)
+    mean, sd = (share * grid).sum(), (share * (grid - (share * grid).sum()).square()).sum().sqrt()
+    draws = np.log(new.posterior["length"].values)
+    assert abs(draws.mean() - mean) < 0.25 * sd + 0.02
+    assert abs(draws.std() / sd - 1) < 0.25
+    before = np.log(tree.posterior["length"].values)
+    assert abs(before.std() - sd) > 3 * abs(draws.std() - sd)
+    assert new.posterior.sizes["draw"] == 1500
+    assert "sample_stats" not in new.children
+    np.testing.assert_allclose(new.observed_data["y"], y)
+
+
+def test_resample_follows_the_weights_and_refuses_bad_ones():
+    x, y = smooth_data(40)
+    guide = on_a_grid(12, x, y)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=100, exact=True)
+    history = diagnostics.History()
+    history.record(1.0)
+    tree = diagnostics.add_history(tree, history)
+    found = diagnostics.psis(tree, target="exact")
+    new = diagnostics.resample(tree, found, num_samples=5000, seed=0)
+    assert new["vi_history"].identical(tree["vi_history"])  # iterates, not draws
+    old = tree.posterior["f_w"].values[0, :, 0]
+    counts = np.array([(new.posterior["f_w"].values[0, :, 0] == value).sum() for value in old])
+    np.testing.assert_allclose(counts, 5000 * np.exp(found.log_weights.values[0]), atol=1)
+    poor = on_a_grid(5, x, y)
+    tree = diagnostics.to_datatree(poor.model, poor, x, y, num_samples=200, exact=True)
+    with pytest.raises(ValueError, match=r"k-hat towards the target 'exact' is .* inducing"):
+        diagnostics.resample(tree, "exact")
+
+
+def test_psis_refuses():
+    x, y = smooth_data(20)
+    guide = on_a_grid(6, x, y)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=30)
+    with pytest.raises(ValueError, match="at least 25"):
+        diagnostics.psis(guide.model, guide, x, y, num_samples=20)
+    with pytest.raises(ValueError, match="target must be one of"):
+        diagnostics.psis(tree, target="elbo")
+    with pytest.raises(ValueError, match="exact=True"):
+        diagnostics.psis(tree, target="exact")
+    with pytest.raises(ValueError, match="no further arguments"):
+        diagnostics.psis(tree, guide)
+    with pytest.raises(ValueError, match="give a tree"):
+        diagnostics.psis(3)
+    without = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=5, log_likelihood=False)
+    with pytest.raises(ValueError, match="log_likelihood=True"):
+        diagnostics.psis(without)
+    samples = {"f": GaussianProcess(KERNEL, x).sample((5,))}  # and nothing else: the posterior group is empty
+    mcmc = diagnostics.to_datatree(guide.model, samples, x, y)
+    with pytest.raises(ValueError, match="need no weights"):
+        diagnostics.psis(mcmc)
+    assert diagnostics.psis(guide.model, guide, x, y, num_samples=30, target="exact").target == "exact"
+
+
+def test_chains_are_weighted_together():
+    """Two guides' weights, each normalised by its own q, are towards one target: the nearer guide gets its due."""
+    x, y = smooth_data(60)
+    model = gaussian(KERNEL, NOISE)
+    guides = [on_a_grid(12, x, y, model) for _ in range(2)]
+    tree = diagnostics.to_datatree(model, guides, x, y, num_samples=200, exact=True)
+    found = diagnostics.psis(tree, target="exact")
+    shares = np.exp(found.log_weights).sum("draw").values
+    np.testing.assert_allclose(shares, 0.5, atol=0.05)
+    assert found.pareto_k.shape == (2,)
+
+
+def test_loo_is_the_exact_processes():
+    """With inducing points at all distinct places, LOO is the exact GP's, point by point."""
+    x, y = smooth_data(60)
+    guide = on_a_grid(16, x, y)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=2000)
+    found = diagnostics.loo(tree)
+    np.testing.assert_allclose(found.elpd_i.values, exact_loo(x, y), atol=0.5)
+    assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.0
+    with pytest.raises(ValueError, match="depend on each other"):
+        diagnostics.loo(tree, target="exact")
+
+
+def test_comparison_is_one_call():
+    x, y = smooth_data(60)
+    model = gaussian(KERNEL, NOISE)
+    wrong = gaussian(kernels.Matern12(0.5), NOISE)
+    wrong_guide = AutoSparseGP(wrong, SGPR(20))
+    wrong_guide(x, y)
+    trees = {
+        "right": diagnostics.to_datatree(model, on_a_grid(16, x, y, model), x, y, num_samples=400),
+        "few points": diagnostics.to_datatree(model, on_a_grid(5, x, y, model), x, y, num_samples=400),
+        "rough kernel": diagnostics.to_datatree(wrong, wrong_guide, x, y, num_samples=400),
+    }
+    table = diagnostics.compare(trees)
+    assert table.index[0] == "right"
+    assert table.index[-1] == "few points"
+    assert float(table.loc["right", "weight"]) > 0.5
+
+
+def test_loo_large_agrees_with_loo():
+    x, y = smooth_data(120)
+    model = gaussian(KERNEL, NOISE)
+    guide = on_a_grid(14, x, y, model)
+    whole = diagnostics.loo(model, guide, x, y, num_samples=500)
+    part = diagnostics.loo_large(model, guide, x, y, observations=30, num_samples=500)
+    assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se + 1.0
+    assert part.subsample_size == 30
+    assert part.n_data_points == 120
+    everything = diagnostics.loo_large(model, guide, x, y, observations=120, num_samples=500)
+    assert abs(everything.elpd - whole.elpd) < 1.5
+    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, num_samples=500)
+    table = diagnostics.compare({"many": part, "few": few})
+    assert table.index[0] == "many"
+    assert "subsampling_dse" in table.columns
+    with pytest.raises(ValueError, match="observations must be between 1 and 120"):
+        diagnostics.loo_large(model, guide, x, y, observations=121, num_samples=2)
+    with pytest.raises(ValueError, match="loo_large's target"):
+        diagnostics.loo_large(model, guide, x, y, target="exact")
+
+
+def test_loo_says_when_weights_fail():
+    x, y = smooth_data(20)
+    guide = on_a_grid(10, x, y)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=50)
+    steep = tree.sample_stats["log_q"].copy(data=np.linspace(0, 200, 50)[None] + tree.sample_stats["log_q"].values)
+    tree["sample_stats"] = tree["sample_stats"].to_dataset().assign(lp=steep)
+    assert not diagnostics.psis(tree).khat <= 0.7
+    with pytest.warns(UserWarning, match='target="none" leaves them out'), suppress(ValueError):  # perhaps not finite
+        diagnostics.loo(tree)
+    assert np.isfinite(diagnostics.loo(tree, target="none").elpd)
+
+
+# Scores.
+
+
+def normal_mixture_crps(means, sds, y):
+    """CRPS of an equal mixture of normals by numerical integration of (F − 1[y ≤ t])²."""
+    t = torch.linspace(-12, 12, 20_001)
+    cdf = dist.Normal(means[:, None], sds[:, None]).cdf(t).mean(0)
+    return torch.trapezoid((cdf - (t >= y).double()).square(), t)
+
+
+def test_scores_of_a_gaussian_likelihood_are_closed_form():
+    x, y = smooth_data(60)
+    guide = on_a_grid(12, x, y)
+    new, seen = smooth_data(50)
+    found = diagnostics.predictive_scores(guide.model, guide, new, seen, num_samples=1)
+    assert found.method == "gaussian"
+    q = guide.posterior(new)["f"]
+    predictive = dist.Normal(q.mean, (q.variance + NOISE**2).sqrt())
+    np.testing.assert_allclose(found.pointwise["log_score"], predictive.log_prob(seen).detach(), atol=1e-6)
+    np.testing.assert_allclose(found.pointwise["pit"], predictive.cdf(seen).detach(), atol=1e-6)
+    crps = [normal_mixture_crps(m[None], s[None], v) for m, s, v in zip(predictive.loc, predictive.scale, seen)]
+    np.testing.assert_allclose(found.pointwise["crps"], torch.stack(crps).detach(), atol=2e-3)
+
+
+def test_scores_of_mixtures_agree_with_draws(monkeypatch):
+    from pyro_sparsegp.diagnostics import scores
+
+    x, y = data(num=50)
+    guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
+    train(regression, guide, x, y, steps=50)
+    new, seen = data(num=80, seed=4)
+    closed = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=300)
+    monkeypatch.setattr(scores, "_scorer", lambda source, draw, site: scores._Draws(source, seen, site))
+    drawn = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=1000)
+    assert (closed.method, drawn.method) == ("gaussian", "draws")
+    for name, tolerance in (("crps", 0.05), ("pit", 0.1), ("log_score", 0.15)):
+        np.testing.assert_allclose(closed.pointwise[name], drawn.pointwise[name], atol=tolerance)
+    np.testing.assert_allclose(closed.summary["mean"].iloc[:2], drawn.summary["mean"].iloc[:2], atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "method"), [(bernoulli, "bernoulli"), (poisson, "draws"), (heteroscedastic, "draws")]
+)
+def test_scores_of_other_likelihoods(model, method):
+    x, y = data(model, num=50)
+    guide = AutoSparseGP(model, SVGP(10))
+    train(model, guide, x, y, steps=100)
+    new, seen = data(model, num=150, seed=7)
+    found = diagnostics.predictive_scores(model, guide, new, seen, num_samples=60)
+    assert found.method == method
+    assert np.isfinite(found.pointwise["log_score"]).all()
+    assert (found.pointwise["crps"] >= -1e-9).all()
+    assert 0.85 < found.coverage(0.95) <= 1
+    assert list(found.summary.index) == ["log_score", "crps", "coverage_50%", "coverage_90%", "coverage_95%"]
+    if model is bernoulli:
+        p = np.exp(found.pointwise["log_score"].values)
+        np.testing.assert_allclose(found.pointwise["crps"].values, (1 - p) ** 2, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_coverage_of_every_family(name):
+    """On a draw from the prior, with the true hyperparameters: 95 % intervals cover 93 to 97 % of new observations."""
+    kernel = additive(1.0, torch.tensor([0.6, 0.8]))
+    covered = []
+    for seed in range(2):
+        pyro.set_rng_seed(seed)
+        x = torch.rand(1100, 2)
+        y = GaussianProcess(kernel, x).sample() + 0.4 * torch.randn(1100)
+        model = gaussian(kernel, 0.4)
+        guide = AutoSparseGP(model, FAMILIES[name])
+        guide(x[:100], y[:100])
+        if any(True for _ in guide.parameters()):
+            maximise(model, guide, x[:100], y[:100], iterations=120)
+        covered.append(diagnostics.predictive_scores(model, guide, x[100:], y[100:], num_samples=1).coverage(0.95))
+    assert 0.93 <= np.mean(covered) <= 0.97, covered
+
+
+def test_scores_of_mcmc_samples_at_new_data():
+    from pyro.infer import MCMC, NUTS
+
+    x, y = smooth_data(15)
+    model = gaussian(KERNEL, NOISE)
+    mcmc = MCMC(NUTS(model), num_samples=3, warmup_steps=2, disable_progbar=True)
+    mcmc.run(x, y)
+    new, seen = smooth_data(20)
+    found = diagnostics.predictive_scores(model, mcmc, new, seen, num_samples=3)
+    f = mcmc.get_samples()["f"]
+    given = [GaussianProcess(KERNEL, new).given(x, value) for value in f]
+    densities = torch.stack([dist.Normal(g.mean, (g.variance + NOISE**2).sqrt()).log_prob(seen) for g in given])
+    np.testing.assert_allclose(found.pointwise["log_score"], torch.logsumexp(densities, 0) - np.log(3), atol=1e-5)
+
+
+def test_a_confident_guide_is_found_out():
+    """Hyperparameters' posterior with a tenth of its spread: k-hat of the weights and coverage both say so."""
+    x, y = data(num=50)
+    guide = AutoSparseGP(regression, SGPR(12))
+    train(regression, guide, x, y, steps=300, lr=0.03)
+    good = diagnostics.psis(regression, guide, x, y, num_samples=400, target="fitc", seed=0)
+    with torch.no_grad():
+        for name in ("noise", "scale", "length"):
+            getattr(guide.scales, f"{name}_unconstrained").sub_(np.log(10))
+        guide.locs.noise_unconstrained.sub_(1.0)
+    bad = diagnostics.psis(regression, guide, x, y, num_samples=400, target="fitc", seed=0)
+    assert bad.khat > 0.7
+    assert bad.khat > good.khat
+    new, seen = data(num=300, seed=9)
+    assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=20).coverage(0.95) < 0.85

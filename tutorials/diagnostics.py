@@ -1,0 +1,270 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Can this posterior be trusted?
+#
+# A sparse posterior is an approximation, and it says little about itself: an ELBO has no scale. The module
+# `pyro_sparsegp.diagnostics` turns any result (of SVI or NUTS) into an `xarray.DataTree` in ArviZ's schema, so that
+# stock ArviZ summarises, compares and plots it, and adds what ArviZ cannot know of: importance weights, and scores of
+# predictions with the function integrated out.
+#
+# The data are the yearly volume of the Nile, 1871 to 1970, which ships with statsmodels. Every other year is held out.
+#
+# On the command line: `python tutorials/diagnostics.py [--steps 400] [--draws 300] [--out DIR]`.
+
+# %%
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+import matplotlib
+
+IN_NOTEBOOK = "ipykernel" in sys.modules
+if not IN_NOTEBOOK:
+    matplotlib.use("Agg")
+
+import arviz_plots
+import arviz_stats
+import pyro
+import pyro.distributions as dist
+import statsmodels.api as sm
+import torch
+import xarray
+from pyro import poutine
+from pyro.infer import MCMC, NUTS, SVI
+from pyro.infer.autoguide.initialization import init_to_median
+from tqdm import tqdm
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, diagnostics, kernels
+from pyro_sparsegp.families import SGPR, SVGP
+
+parser = argparse.ArgumentParser(description="Diagnostics of sparse Gaussian processes.")
+parser.add_argument("--steps", type=int, default=400, help="training steps of each guide, at most")
+parser.add_argument("--draws", type=int, default=300, help="posterior draws of each guide")
+parser.add_argument("--nuts", type=int, default=100, help="draws of NUTS, and as many to warm up")
+parser.add_argument("--simulations", type=int, default=60, help="of the calibration")
+parser.add_argument(
+    "--out", type=Path, default=Path("output" if IN_NOTEBOOK else "tutorials/output"), help="where the pictures go"
+)
+options = parser.parse_args([] if IN_NOTEBOOK else None)
+options.out.mkdir(parents=True, exist_ok=True)
+torch.set_default_dtype(torch.float64)
+warnings.filterwarnings("ignore", message="Estimated shape parameter")  # the tables below say it
+warnings.filterwarnings("ignore", category=FutureWarning, module="arviz_plots")
+
+
+def show(collection, name):
+    collection.savefig(options.out / f"diagnostics_{name}.png", bbox_inches="tight")
+
+
+# %%
+nile = sm.datasets.nile.load_pandas().data
+years = torch.tensor(nile["year"].to_numpy(), dtype=torch.float64)[:, None]
+volume = torch.tensor(nile["volume"].to_numpy(), dtype=torch.float64)
+inputs, volume = (years - 1920) / 25, (volume - volume.mean()) / volume.std()
+x, y = inputs[::2], volume[::2]
+held_x, held_y = inputs[1::2], volume[1::2]
+new = torch.linspace(-2.4, 2.4, 200)[:, None]
+
+
+def model(x, y=None):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    length = pyro.sample("length", dist.LogNormal(0.0, 0.5))
+    noise = pyro.sample("noise", dist.LogNormal(-0.5, 0.5))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
+    with pyro.plate("year", len(x)):
+        return pyro.sample("volume", dist.Normal(f, noise), obs=y)
+
+
+# %% [markdown]
+# ## Has the optimisation converged?
+#
+# `History` keeps the loss and the hyperparameters' posterior, step by step; `StoppingRule` looks at the last iterates.
+
+
+# %%
+def fit(family, seed=0):
+    pyro.set_rng_seed(seed)
+    guide = AutoSparseGP(model, family)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO(num_nodes=2))
+    history, converged = diagnostics.History(guide), diagnostics.StoppingRule(window=200)
+    for _ in tqdm(range(options.steps), mininterval=1.0, disable=IN_NOTEBOOK):
+        history.record(svi.step(x, y))
+        if converged(history):
+            break
+    print(f"{len(history)} steps: {converged.reason or 'not at rest yet'}")
+    return guide, history
+
+
+guides, histories = {}, {}
+for name, family in {"SGPR 15": SGPR(15), "SGPR 4": SGPR(4), "SVGP 15": SVGP(15)}.items():
+    print(name, end=": ")
+    guides[name], histories[name] = fit(family)
+
+# %% [markdown]
+# ## One tree for each posterior
+#
+# `exact=True` adds what takes O(N³): weights towards the exact model.
+
+# %%
+trees = {}
+for name, guide in guides.items():
+    tree = diagnostics.to_datatree(
+        model, guide, x, y, num_samples=options.draws, predict=new, exact=True, include_f=False, seed=0, name=name
+    )
+    trees[name] = diagnostics.add_history(tree, histories[name])
+print(", ".join(trees["SGPR 15"].children))
+names = ["scale", "length", "noise"]
+arviz_stats.summary(trees["SGPR 15"], var_names=names, kind="stats", ci_prob=0.95)
+
+# %% [markdown]
+# NUTS runs the same model exactly, for 50 rows. Its tree has the same groups.
+
+# %%
+pyro.set_rng_seed(0)
+nuts = MCMC(
+    NUTS(poutine.reparam(model, config=Whitening()), max_tree_depth=5, init_strategy=init_to_median()),
+    num_samples=options.nuts,
+    warmup_steps=options.nuts,
+    disable_progbar=IN_NOTEBOOK,
+)
+nuts.run(x, y)
+trees["NUTS"] = diagnostics.to_datatree(model, nuts, x, y, predict=new, seed=0, name="NUTS")
+compared = {name: trees[name] for name in ("SGPR 15", "SGPR 4", "SVGP 15", "NUTS")}
+same_length = {  # plot_forest aligns draws, and leaves out a model that has fewer
+    name: xarray.DataTree.from_dict({"posterior": tree["posterior"].to_dataset().isel(draw=slice(options.nuts))})
+    for name, tree in compared.items()
+}
+forest = arviz_plots.plot_forest(same_length, var_names=names, ci_probs=(0.5, 0.95))
+forest.add_legend("model")
+show(forest, "forest")
+
+# %% [markdown]
+# ## k-hat: how far from its target?
+#
+# The weights p/q of a posterior's draws have a tail; its shape k-hat says whether they are of use (below 0.7). It
+# depends on what p is. Towards the bound's own target, "vfe", it judges the family and the optimiser; towards "exact"
+# it sees too few inducing points as well. All these guides have a mean-field posterior of hyperparameters, which
+# costs them; SVGP's q(w) moreover does not follow them.
+
+# %%
+for name in guides:
+    print(name)
+    for target in ("vfe", "exact"):
+        print("   ", diagnostics.psis(trees[name], target=target))
+
+# %% [markdown]
+# ## Resampling, and overconfidence
+#
+# Where k-hat allows it, `resample` moves the draws to the target. Here is a guide with a tenth of the spread: it is
+# flagged, and `resample` refuses.
+
+# %%
+try:
+    better = diagnostics.resample(trees["SGPR 15"], "exact", seed=0)
+    print(arviz_stats.summary(better, var_names=names, kind="stats", ci_prob=0.95))
+except ValueError as error:
+    print(error)
+
+confident, _ = fit(SGPR(15))
+with torch.no_grad():
+    for name in names:
+        getattr(confident.scales, f"{name}_unconstrained").sub_(torch.tensor(10.0).log())
+    confident.locs.noise_unconstrained.sub_(0.7)  # and half the noise
+tree = diagnostics.to_datatree(model, confident, x, y, num_samples=options.draws, predict=new, exact=True, seed=0)
+try:
+    diagnostics.resample(tree, "exact")
+except ValueError as error:
+    print(error)
+
+# %% [markdown]
+# ## Leave-one-out, and comparison in one call
+#
+# The log likelihood in the trees is integrated over what the coefficients leave open, and its weights are corrected by
+# p/q; `target="none"` judges the posteriors as they are.
+
+# %%
+table = diagnostics.compare(compared, target="none")
+table.round(2)
+
+# %%
+show(arviz_plots.plot_compare(table), "compare")
+
+# %% [markdown]
+# ## How good are predictions?
+#
+# Log score, CRPS and PIT of the years held out are in closed form here: only hyperparameters are drawn.
+
+# %%
+scores = diagnostics.predictive_scores(model, guides["SGPR 15"], held_x, held_y, seed=0)
+print(scores)
+print("\nthe confident guide:")
+print(diagnostics.predictive_scores(model, confident, held_x, held_y, seed=0))
+show(
+    arviz_plots.plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=["year"]),
+    "pit",
+)
+
+# %% [markdown]
+# ## The function itself
+
+# %%
+show(diagnostics.plot_ribbon(trees["SGPR 15"], "f"), "ribbon")
+
+# %% [markdown]
+# ## Simulation-based calibration
+#
+# Draw from the prior, fit, and rank the truth among the posterior's draws: on average over the prior, ranks are uniform
+# if posteriors are right. One inducing point will not do. Hyperparameters are fixed here, which makes it quick.
+
+# %%
+grid = torch.linspace(0, 1, 30)[:, None]
+
+
+def simple(x, y=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.2), x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+def one_point(x, y):
+    guide = AutoSparseGP(simple, SVGP(1))
+    svi = SVI(simple, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(num_nodes=2))
+    for _ in range(60):
+        svi.step(x, y)
+    return guide
+
+
+def enough(x, y):
+    guide = AutoSparseGP(simple, SGPR(12))
+    guide(x, y)
+    return guide
+
+
+for name, procedure in {"SGPR 12": enough, "SVGP 1": one_point}.items():
+    ranks = diagnostics.sbc(
+        simple,
+        procedure,
+        grid,
+        num_simulations=options.simulations,
+        num_samples=49,
+        processes=2,
+        progress=not IN_NOTEBOOK,
+    )
+    show(arviz_plots.plot_ecdf_pit(ranks), f"sbc_{name.replace(' ', '_')}")
+
+# %% [markdown]
+# ## To disk
+#
+# A tree is one NetCDF file; `xarray.open_datatree` reads it, in any version of ArviZ from 0.23 on.
+
+# %%
+trees["SGPR 15"].to_netcdf(options.out / "nile.nc")
+print(f"The pictures and the tree are in {options.out}")
