@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -131,22 +132,23 @@ class Terms:
             if parts is None:
                 each = [at(node) for node in nodes]
                 parts = {site: torch.stack([part[site] for part in each]) for site in owners}
-        total = nodes.new_zeros(())
+        found: list[Tensor] = []
         for site, part in parts.items():
             owner = owners[site]
             if owner is None:
-                total = total + part
+                found.append(part)
             else:
                 flat = nodes.new_zeros(len(nodes), nodes[0].numel())
                 kept = owner >= 0
                 flat = flat.index_add(1, owner[kept], part[:, kept].to(flat.dtype))
-                total = total + flat.reshape(nodes.shape)
-        return total.expand(nodes.shape).to(nodes.dtype)
+                found.append(flat.reshape(nodes.shape))
+        return functools.reduce(torch.add, found).expand(nodes.shape).to(nodes.dtype)
 
     def _parts(self, name: str, f: Tensor, sites: Any) -> dict[str, Tensor]:
         trace = held_trace(self.model, self.values | {name: f}, self.args, self.kwargs)
         skip = [site for site in trace.nodes if site not in sites]
-        return {site: part / self.factors[site] for site, part in element_log_densities(trace, skip).items()}
+        parts = element_log_densities(trace, skip)
+        return {site: part if self.factors[site] == 1 else part / self.factors[site] for site, part in parts.items()}
 
     @torch.no_grad()
     def _owners(self, name: str, process: GaussianProcess, sites: list[str]) -> dict[str, Tensor]:

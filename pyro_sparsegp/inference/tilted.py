@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -14,24 +15,22 @@ __all__ = ["Tilted", "log_normaliser", "tilted"]
 
 @dataclass(frozen=True)
 class Tilted:
-    """The moments of p(y | f)^α N(f | m, v) / Z, and where they were taken.
+    """The moments of p(y | f)^α N(f | m, v) / Z, and how they were taken.
 
     :param log_z: log Z, ``(..., N)``; NaN where log p is −∞ or NaN at all nodes.
     :param mean: E f, ``(..., N)``.
     :param variance: Var f, ``(..., N)``.
-    :param nodes: ``(K, ..., N)``; log p is finite there, or does not count.
-    :param values: log p there, where it counts.
-    :param counts: whether log p counts at a node, ``(K, ..., N)``.
-    :param spacing: between nodes, ``(..., N)``.
+    :param nodes: ``(K, ..., N)``; a node where log p is not finite, which does not count, is put where it is.
+    :param weights: of the nodes, their sum 1, ``(K, ..., N)``.
+    :param cavity: m and v.
     """
 
     log_z: Tensor
     mean: Tensor
     variance: Tensor
     nodes: Tensor
-    values: Tensor
-    counts: Tensor
-    spacing: Tensor
+    weights: Tensor
+    cavity: tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
@@ -60,38 +59,53 @@ def tilted(
     :param power: α.
     """
     reach = min(math.sqrt(math.pi * (num_nodes - 1)), 8.0)
-    offsets = torch.linspace(-reach, reach, num_nodes, dtype=mean.dtype, device=mean.device)
-    offsets = offsets.reshape(-1, *[1] * mean.dim())
+    steps = torch.linspace(-reach, reach, num_nodes, dtype=mean.dtype, device=mean.device)
+    columns = steps.reshape(-1, *[1] * mean.dim())
     step = 2 * reach / (num_nodes - 1)
     for _ in range(passes):
-        spacing = step * spread
-        nodes = centre + spread * offsets
-        values = log_density(nodes)
-        counts = values > -math.inf  # a NaN is not
-        values = torch.where(counts, values, -math.inf)
-        logits = power * values + _log_normal(nodes, mean, variance)
+        nodes = torch.addcmul(centre, spread, columns)
+        values = log_density(nodes).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        away = nodes - mean
+        logits = torch.addcmul(power * values, away, away / variance, value=-0.5)
         peak = logits.amax(0)
-        weights = (logits - peak).exp()
+        weights = (logits - peak).exp_()
         total = weights.sum(0)
-        first = (weights * (nodes - centre)).sum(0) / total
-        second = (weights * (nodes - centre - first).square()).sum(0) / total
-        log_z = peak + total.log() + spacing.log()
+        # In units of the spread, relative to the centre.
+        first = torch.tensordot(steps, weights, 1) / total
+        second = torch.tensordot(steps.square(), weights, 1) / total - first.square()
         # Mass on one node: all that is known is that the density is narrower than their spacing.
-        second = torch.where(second.isfinite(), torch.maximum(second, (spacing / 8).square()), second)
-        result = Tilted(log_z, centre + first, second, torch.where(counts, nodes, centre), values, counts, spacing)
-        centre = torch.where(first.isfinite(), centre + first, centre)
-        spread = torch.where(second > (spacing / 4).square(), second.sqrt(), spacing / 4)
-    return result
+        second = torch.where(second.isfinite(), second.clamp(min=(step / 8) ** 2), second)
+        at = centre, spread
+        centre = torch.where(first.isfinite(), centre + spread * first, centre)
+        spread = spread * torch.where(second.isfinite(), second.sqrt(), step / 4)
+    log_z = peak + (total * at[1] * step).log() - 0.5 * (variance.log() + math.log(2 * math.pi))
+    return Tilted(
+        log_z,
+        at[0] + at[1] * first,
+        second * at[1].square(),
+        torch.where(values.isfinite(), nodes, at[0]),
+        weights / total,
+        (mean, variance),
+    )
 
 
-def log_normaliser(values: Tensor, at: Tilted, mean: Tensor, variance: Tensor, power: float = 1.0) -> Tensor:
-    """log ∫ p(y | f)^α N(f | m, v) df at nodes that are held, ``(..., N)``, with gradients by m, v and log p.
+def log_normaliser(
+    at: Tilted, mean: Tensor, variance: Tensor, values: Optional[Tensor] = None, power: float = 1.0
+) -> Tensor:
+    """log ∫ p(y | f)^α N(f | m, v) df, ``(..., N)``, with its gradients by m, v and log p.
 
-    :param values: log p at ``at.nodes``, ``(K, ..., N)``.
+    With the nodes held, ∂/∂m = (E f − m)/v, ∂/∂v = ½((Var f + (E f − m)²)/v² − 1/v), and the derivative by log p at a
+    node is α times its weight.
+
+    :param mean: m, with its graph; of the value it had when the moments were taken.
+    :param variance: v, likewise.
+    :param values: log p at ``at.nodes``, ``(K, ..., N)``, with its graph, if it has one.
     """
-    logits = power * values + _log_normal(at.nodes, mean, variance)
-    return torch.where(at.counts, logits, -math.inf).logsumexp(0) + at.spacing.log()
-
-
-def _log_normal(f: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    return -0.5 * ((f - mean).square() / variance + variance.log() + math.log(2 * math.pi))
+    m, v = at.cavity
+    slope = (at.mean - m) / v
+    curve = 0.5 * (slope.square() + (at.variance / v - 1) / v)
+    result = at.log_z + slope * (mean - m) + curve * (variance - v)
+    if values is not None:
+        change = torch.where(at.weights > 0, at.weights * (values - values.detach()), 0.0)
+        result = result + power * change.sum(0)
+    return result
