@@ -9,29 +9,32 @@ import torch
 from torch import Tensor
 
 from .bases import Basis
+from .linalg import solve_lower
 from .modules import AbstractModule
 from .posteriors import from_natural, weighted_gram
 from .process import GaussianProcess, SparsePosterior
 
 __all__ = ["ExpectationGP"]
 
-_BUFFERS = ("precision", "linear", "rows", "gram", "pull")
+_BUFFERS = ("precision", "linear", "rows", "gram", "pull", "anchor")
 
 
 class ExpectationGP(AbstractModule):
     """q(w) ∝ N(w; 0, I) Πₙ exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw): precision P = I + Σₙ νₙφₙφₙᵀ, Pm = Σₙ bₙφₙ.
 
-    Prediction needs P and Pm alone. The rows φₙ are those under which the sites were last refined: what was added is
-    what is taken away, however far the hyperparameters have moved.
+    Prediction needs P and Pm alone. A site is about the row φₙ under which it was last refined, and about the function
+    itself: when hyperparameters move, u = Lw keeps its meaning, and so does υₙ = L⁻ᵀφₙ (paper 4, eq. 2). What was
+    added is what is taken away, however far they have moved.
 
     :param like: a tensor of the dtype and device wanted.
     """
 
     precision: Tensor  # ν, (..., N)
     linear: Tensor  # b, (..., N)
-    rows: Tensor  # φ, (..., N, M), or without rows after training on all data at once
+    rows: Tensor  # υ, (..., N, M)
     gram: Tensor  # Σ νφφᵀ, (..., M, M)
     pull: Tensor  # Σ bφ, (..., M)
+    anchor: Tensor  # L that gram and pull belong to, (..., M, M); empty if w keeps its meaning
 
     def __init__(self, basis: Basis, batch_shape: Sequence[int], like: Tensor, family: dict[str, Any]) -> None:
         super().__init__()
@@ -43,7 +46,8 @@ class ExpectationGP(AbstractModule):
         self.register_buffer("rows", like.new_zeros(0, size))
         self.register_buffer("gram", like.new_zeros(*batch_shape, size, size))
         self.register_buffer("pull", like.new_zeros(*batch_shape, size))
-        self._unsummed: Optional[Tensor] = None  # rows of all data, whose sums are yet to be taken
+        self.register_buffer("anchor", like.new_zeros(0, 0))
+        self._unsummed: Optional[tuple[Tensor, Optional[Tensor]]] = None  # Φ of all data, not summed yet, and its L
 
     @property
     def empty(self) -> bool:
@@ -56,56 +60,77 @@ class ExpectationGP(AbstractModule):
         """The posterior of ``process``, at its inputs and under its hyperparameters."""
         features = self.basis(process.kernel, process.jitter, name)
         self.settle()
-        return kind(process, features, from_natural(self.gram, self.pull, features.sizes, None, name), name)
+        gram, pull = self._seen_from(features.anchor)
+        return kind(process, features, from_natural(gram, pull, features.sizes, None, name), name)
+
+    def _seen_from(self, anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        """Σ νφφᵀ and Σ bφ of the same sites under another L."""
+        if anchor is None or not self.anchor.numel():
+            return self.gram, self.pull
+        turn = solve_lower(self.anchor, anchor)  # w there is this times w here
+        return turn.mT @ self.gram @ turn, (turn.mT @ self.pull[..., None])[..., 0]
+
+    def _as_rows(self, phi: Tensor, anchor: Optional[Tensor]) -> Tensor:
+        if anchor is None:
+            return phi
+        return torch.linalg.solve_triangular(anchor, phi, upper=False, left=False)
+
+    def features_of(self, rows: Tensor) -> Tensor:
+        """Rows υ as features φ under the L of :attr:`gram`."""
+        return rows @ self.anchor if self.anchor.numel() else rows
 
     @torch.no_grad()
-    def keep_all(self, rows: Tensor, precision: Tensor, linear: Tensor) -> None:
+    def keep_all(self, phi: Tensor, anchor: Optional[Tensor], precision: Tensor, linear: Tensor) -> None:
         """Take over sites of all data at once; their sums are taken when they are asked for."""
         self.precision, self.linear = precision, linear
-        self._unsummed = rows
+        self._unsummed = phi, anchor
 
     @torch.no_grad()
-    def keep_some(self, index: Tensor, rows: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+    def keep_some(self, index: Tensor, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
         """Put the sites of some data in the place of those they had.
 
         :param index: their row numbers, distinct, ``(B,)``.
+        :param phi: their features under the L of :attr:`gram`.
         :returns: what this adds to P, ``(..., M, M)``, and to Pm, ``(..., M)``: still to be added.
         """
-        old = self.rows[..., index, :]
-        gram = weighted_gram(rows, precision) - weighted_gram(old, self.precision[..., index])
-        pull = rows.mT @ linear[..., None] - old.mT @ self.linear[..., index, None]
-        self.rows[..., index, :] = rows
+        old = self.features_of(self.rows[..., index, :])
+        gram = weighted_gram(phi, precision) - weighted_gram(old, self.precision[..., index])
+        pull = phi.mT @ linear[..., None] - old.mT @ self.linear[..., index, None]
+        self.rows[..., index, :] = self._as_rows(phi, self.anchor if self.anchor.numel() else None)
         self.precision[..., index] = precision
         self.linear[..., index] = linear
         return gram, pull[..., 0]
 
     @torch.no_grad()
-    def make_room(self, num: int, rows: Tensor) -> None:
-        """Have sites for ``num`` data, none of them refined yet, and their rows.
+    def make_room(self, num: int, phi: Tensor, anchor: Optional[Tensor]) -> None:
+        """Have sites for ``num`` data, none of them refined yet if they were not there, seen from ``anchor``.
 
-        :param rows: features of some of them: of their shape but for the number.
+        :param phi: features of some of them: of their shape but for the number.
         """
-        if self._unsummed is not None:
-            self.settle()
+        self.settle()
         if self.precision.shape[-1] != num:
-            self.precision = rows.new_zeros(*self.batch_shape, num)
+            self.precision = phi.new_zeros(*self.batch_shape, num)
             self.linear = torch.zeros_like(self.precision)
             self.gram, self.pull = torch.zeros_like(self.gram), torch.zeros_like(self.pull)
-            self.rows = self.rows[..., :0, :]
-        if self.rows.shape[-2] != num:
-            self.rows = rows.new_zeros(*rows.shape[:-2], num, rows.shape[-1])
+            self.rows = phi.new_zeros(*phi.shape[:-2], num, phi.shape[-1])
+        self.gram, self.pull = self._seen_from(anchor)
+        if anchor is not None:
+            self.anchor = anchor
 
-    def sums(self, rows: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
         """Σ νφφᵀ and Σ bφ, of the batch's shape."""
-        gram, pull = weighted_gram(rows, precision), (rows.mT @ linear[..., None])[..., 0]
+        gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
         return gram.expand(self.gram.shape), pull.expand(self.pull.shape)
 
     @torch.no_grad()
     def settle(self) -> None:
         """Take the sums that are due."""
         if self._unsummed is not None:
-            self.rows, self._unsummed = self._unsummed, None
-            self.gram, self.pull = self.sums(self.rows, self.precision, self.linear)
+            phi, anchor = self._unsummed
+            self._unsummed = None
+            self.gram, self.pull = self.sums(phi, self.precision, self.linear)
+            self.rows = self._as_rows(phi, anchor)
+            self.anchor = phi.new_zeros(0, 0) if anchor is None else anchor
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""

@@ -241,7 +241,7 @@ class TestProbit:
         assert ep_errors[2] < 0.5 * vi_errors[2]
 
 
-def gradients(ep, *args):
+def gradients(ep, *args, **kwargs):
     """The gradient of the loss by each parameter that the optimiser is given."""
     seen = {}
 
@@ -254,7 +254,7 @@ def gradients(ep, *args):
 
     optim, ep.optim = ep.optim, Watch()
     sites = {k: v.clone() for k, v in ep.guide.gps.f.state_dict().items()}
-    ep.step(*args)
+    ep.step(*args, **kwargs)
     ep.guide.gps.f.load_state_dict(sites)
     ep.optim = optim
     return seen
@@ -389,6 +389,34 @@ class TestMiniBatches:
             torch.testing.assert_close(p.variance, q.variance, atol=1e-7, rtol=0)
             assert abs(ep.evaluate_loss(x, y) - loss) < 1e-7  # all data at once, after mini-batches
 
+    def test_gradients_of_mini_batches_average_to_that_of_all_data(self):
+        """At the sites' fixed point: eq. 6 over inducing values against eq. 4 over whitened ones."""
+        x, y = classes(60)
+        _, ep = start(probit, x, damping=0.99)
+        parts = torch.arange(60).split(15)
+        for _ in range(100):
+            for rows in parts:
+                ep.sweep(x[rows], y[rows], size=60, indices=rows)
+        found = [gradients(ep, x[rows], y[rows], size=60, indices=rows) for rows in parts]
+        whole = gradients(ep, x, y)
+        for p, gradient in whole.items():
+            torch.testing.assert_close(sum(part[p] for part in found) / 4, gradient, atol=1e-6, rtol=1e-6)
+
+    def test_amplitude_does_not_run_away_from_sites_seldom_visited(self):
+        x, y = classes(1000)
+        _, ep = start(probit, x, damping=0.99)
+        ep.optim = pyro.optim.Adam({"lr": 0.05})
+        for _ in range(3):
+            for rows in torch.randperm(1000).split(10):
+                ep.step(x[rows], y[rows], size=1000, indices=rows)
+        scale = pyro.param("scale").item()
+        pyro.clear_param_store()
+        _, whole = start(probit, x)
+        whole.optim = pyro.optim.Adam({"lr": 0.05})
+        for _ in range(300):
+            whole.step(x, y)
+        assert scale < 3 * pyro.param("scale").item()
+
     def test_a_first_visit_moves_and_sweeps_go_on(self):
         x, y = classes(60)
         guide, ep = start(probit, x, damping=0.9)
@@ -420,7 +448,7 @@ class TestMiniBatches:
                 ep.step(x[rows], y[rows], size=60, indices=rows)
                 assert ep.status["f"]["skipped"] == ep.status["f"]["cut"] == 0
         f = guide.gps.f
-        gram, pull = f.sums(f.rows, f.precision, f.linear)
+        gram, pull = f.sums(f.features_of(f.rows), f.precision, f.linear)
         torch.testing.assert_close(f.gram, gram)
         torch.testing.assert_close(f.pull, pull)
         loss = ep.evaluate_loss(x, y)
@@ -495,7 +523,7 @@ def test_contract(model, dtype, device):
 
     other = AutoSparseGP(model, family)
     other.load_state_dict(guide.state_dict())
-    assert torch.equal(other.posterior(new)["f"].mean, q.mean)
+    torch.testing.assert_close(other.posterior(new)["f"].mean, q.mean)  # but for rounding, by memory layout
     again = ExpectationPropagation(model, other, pyro.optim.Adam({"lr": 0.02}))
     assert again.evaluate_loss(x, y) == pytest.approx(ep.evaluate_loss(x, y), rel=1e-5)
     assert again.step(x, y) == pytest.approx(ep.step(x, y), rel=1e-5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
+import torch
 from torch import Tensor
 
 from ..kernels import base as kernel_base
@@ -26,6 +27,22 @@ class AdditiveFeatures(Features):
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         return [block for part in self.parts for block in part(x)]
+
+    @property
+    def anchor(self) -> Optional[Tensor]:
+        parts = [part.anchor for part in self.parts]
+        like = next((anchor for anchor in parts if anchor is not None), None)
+        if like is None:
+            return None
+        batch = torch.broadcast_shapes(*(anchor.shape[:-2] for anchor in parts if anchor is not None))
+        whole = like.new_zeros(*batch, sum(self.sizes), sum(self.sizes))
+        start = 0
+        for part, anchor in zip(self.parts, parts):
+            stop = start + sum(part.sizes)
+            own = torch.eye(stop - start, dtype=like.dtype, device=like.device) if anchor is None else anchor
+            whole[..., start:stop, start:stop] = own
+            start = stop
+        return whole
 
     def components(self) -> list[Component]:
         found: list[Component] = []

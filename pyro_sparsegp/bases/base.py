@@ -43,6 +43,13 @@ class Features(ABC):
         """
         return (*coefficients.moments(self(x) if known is None else known), None)
 
+    @property
+    def anchor(self) -> Optional[Tensor]:
+        """L, lower triangular, ``(..., M, M)``, if u = Lw has a meaning that hyperparameters do not change, such as
+        f's values at inducing inputs; ``None`` if w itself has, as the weights of explicit features.
+        """
+        return None
+
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
         """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each."""
         return sum_blocks(self(x), w)

@@ -38,6 +38,10 @@ class InducingFeatures(CrossFeatures):
         phi = torch.linalg.solve_triangular(self.factor.mT, self.cross(x, self.z), upper=True, left=False)
         return list(phi.split(self.sizes, -1)) if len(self.sizes) > 1 else [phi]
 
+    @property
+    def anchor(self) -> Tensor:
+        return self.factor
+
     def coefficients_of(self, draw: Callable) -> list[Tensor]:
         w = solve_lower(self.factor, draw(self.z)[..., None])[..., 0]
         return list(w.split(self.sizes, -1))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..expectation_gp import ExpectationGP
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..linalg import NumericalWarning, cholesky, row_squares
+from ..linalg import NumericalWarning, cholesky, row_squares, solve_lower
 from ..process import GaussianProcess
 from ..structure import ELEMENTWISE, NONE
 from .distributed import Workers
@@ -40,6 +40,7 @@ class _Run:
     index: Optional[Tensor]  # the row numbers of the data given; None for all
     num: int  # how many data there are
     rows: Tensor  # the features that the sites are about
+    anchor: Optional[Tensor]  # L, with its graph, where the sites are about u = Lw
     precision: Tensor
     linear: Tensor
 
@@ -74,6 +75,8 @@ class _State:
 
     cavity: _Cavity
     at: Tilted
+    loc: Tensor  # q's mean
+    factor: Tensor  # of q's precision
     log_normaliser: Tensor  # G(q) − G(p)
 
 
@@ -132,8 +135,9 @@ class ExpectationPropagation:
         and 0.99 for mini-batches.
     :param power: α in (0, 1]: 1 is expectation propagation, near 0 it is variational inference.
     :param schedule: "inner" updates the parameters after each sweep, "outer" only at convergence.
-    :param gradient: "matched", which supposes that the tilted moments are q's: only Zₙ moves with the
-        parameters, the cavities over w are held (eq. 4 with w for the inducing values, whose prior does not move); or
+    :param gradient: "matched", which supposes that the tilted moments are q's, so that the cavities are held: those
+        over w for all data at once (eq. 4 with w in the place of inducing values; only Zₙ moves), those over inducing
+        values u = Lw for mini-batches (eq. 6; the prior moves, too), since the sites of other data are about u; or
         "exact", the derivative of log Z_EP with sites held, for all data at once. They agree at convergence.
     :param num_nodes: of each one-dimensional integral.
     :param tolerance: convergence, as the largest move of a marginal in its standard deviations.
@@ -308,7 +312,8 @@ class ExpectationPropagation:
         self, name: str, process: GaussianProcess, terms: Terms, trace: poutine.Trace, indices: Optional[Tensor]
     ) -> _Run:
         module: ExpectationGP = attrgetter(name)(self.guide.gps)
-        blocks = module.basis(process.kernel, process.jitter, name)(process.x)
+        features = module.basis(process.kernel, process.jitter, name)
+        blocks, anchor = features(process.x), features.anchor
         phi = blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
         prior = process.variance
         floor = 10 * torch.finfo(prior.dtype).eps * prior.detach()
@@ -332,10 +337,10 @@ class ExpectationPropagation:
                         'ExpectationPropagation\'s gradient="exact" needs all data in each step; this one brings '
                         f'{len(index)} of {num}. Take gradient="matched" for mini-batches.'
                     )
-                module.make_room(num, phi)
-                rows = module.rows[..., index, :]
+                module.make_room(num, phi.detach(), None if anchor is None else anchor.detach())
+                rows = module.features_of(module.rows[..., index, :])
                 precision, linear = module.precision[..., index], module.linear[..., index]
-        return _Run(name, module, phi, residual, process.mean, index, num, rows, precision, linear)
+        return _Run(name, module, phi, residual, process.mean, index, num, rows, anchor, precision, linear)
 
     def _rows(
         self, name: str, process: GaussianProcess, terms: Terms, trace: poutine.Trace, indices: Optional[Tensor]
@@ -436,7 +441,7 @@ class ExpectationPropagation:
         drawn = (at.mean - prior_mean) / at.variance - cavity.mean / variance
         usable = found.isfinite() & drawn.isfinite()
         self._remember_factor(run, torch.where(usable, found, 0.0), torch.where(usable, drawn, 0.0))
-        return _State(cavity, at, _log_normaliser_of(factor, loc, pull))
+        return _State(cavity, at, loc, factor, _log_normaliser_of(factor, loc, pull))
 
     def _passes(self, run: _Run) -> int:
         """How often an integral's nodes are placed: as many times as they may have to close in."""
@@ -495,7 +500,8 @@ class ExpectationPropagation:
         return factor, torch.cholesky_solve(pull[..., None], factor)[..., 0], pull
 
     def _resum(self, module: ExpectationGP) -> tuple[Tensor, Tensor]:
-        module.gram, module.pull = self.workers.sum(*module.sums(module.rows, module.precision, module.linear))
+        phi = module.features_of(module.rows)
+        module.gram, module.pull = self.workers.sum(*module.sums(phi, module.precision, module.linear))
         return module.gram, module.pull
 
     @torch.no_grad()
@@ -550,7 +556,7 @@ class ExpectationPropagation:
     def _keep(self, run: _Run, precision: Tensor, linear: Tensor) -> None:
         module, rows = run.module, run.phi.detach()
         if run.index is None:
-            module.keep_all(rows, precision, linear)
+            module.keep_all(rows, None if run.anchor is None else run.anchor.detach(), precision, linear)
             if self.workers.num > 1:
                 module.settle()
                 module.gram, module.pull = self.workers.sum(module.gram, module.pull)
@@ -584,8 +590,14 @@ class ExpectationPropagation:
         log_ratio = cavity.log_ratio
         if train and self.gradient == "matched":
             # Only φ moves: of m⁻ = φᵀμ⁻ and v⁻ = φᵀV⁻φ.
-            mean = (run.phi * cavity.loc).sum(-1)
-            variance = 2 * (run.phi * cavity.cov).sum(-1) - cavity.variance
+            phi = run.phi
+            if run.index is not None and run.anchor is not None:
+                # The sites of other data stay where they are in u = Lw, and so do the cavities: φᵀw = φᵀL⁻¹u.
+                turn = solve_lower(run.anchor, run.anchor.detach())
+                phi = phi @ turn
+                normaliser = normaliser + _prior_of(turn, state.loc, state.factor)
+            mean = (phi * cavity.loc).sum(-1)
+            variance = 2 * (phi * cavity.cov).sum(-1) - cavity.variance
         elif train:
             gram, pull = self.workers.sum(*run.module.sums(run.phi, run.precision, run.linear))
             eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
@@ -638,6 +650,14 @@ def _cavity(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: T
 
 def _without_negative(precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
     return precision.clamp(min=0), torch.where(precision < 0, 0.0, linear)
+
+
+def _prior_of(turn: Tensor, loc: Tensor, factor: Tensor) -> Tensor:
+    """0, with the gradient by T of E_q log p(u), where w = T w₀ has the prior N(0, I) and q(w₀) is held."""
+    inverse = solve_lower(factor, torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device))
+    squares = (turn @ loc[..., None]).square().sum((-2, -1)) + (turn @ inverse.mT).square().sum((-2, -1))
+    value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * squares
+    return value - value.detach()
 
 
 def _log_normaliser_of(factor: Tensor, loc: Tensor, pull: Tensor) -> Tensor:
