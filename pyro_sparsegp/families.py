@@ -161,6 +161,7 @@ class OnInducingPoints(BasisFamily):
         """The sets of inducing inputs, in order."""
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+        _require_own_diagonal(process.kernel, name)
         return InducingPoints(choose_inputs(process.kernel, process.x, self.sets(), self.init, name), self.trainable)
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
@@ -254,6 +255,7 @@ class AdditiveFamily(FreeFormFamily):
                 continue
             if inducing is None:
                 raise ValueError(f"{type(self).__name__}'s inducing has no entry for term {i} of site {name!r}: {term}")
+            _require_own_diagonal(term, f"{name}, term {i}")
             columns = kernel_base.columns(term)
             chosen = choose_inputs(term, process.x, [inducing], self.init, f"{name}, term {i}", columns)
             parts.append(InducingPoints(chosen, self.trainable, columns, process.x.shape[-1]))
@@ -545,11 +547,7 @@ class ExpectationFamily(BasisFamily):
     """
 
     def build(self, process: GaussianProcess, name: str) -> ExpectationGP:
-        if kernel_base.depends_on_rows(process.kernel):
-            raise ValueError(
-                f"the kernel of site {name!r} has a variance correction, {process.kernel!r}, which expectation "
-                "propagation does not know: take variance_correction=False, or WeightSpace with SVI."
-            )
+        _require_own_diagonal(process.kernel, name)
         return self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ExpectationGP:
@@ -577,6 +575,15 @@ class SparseEP(OnInducingPoints, ExpectationFamily):
 
 
 _POLICIES = ("cg", "eigen", "random", "sparse")
+
+
+def _require_own_diagonal(kernel: Any, name: str) -> None:
+    if kernel_base.depends_on_rows(kernel):
+        raise ValueError(
+            f"the kernel of site {name!r} has a variance correction, {kernel!r}: that of inducing inputs would change "
+            "with the rows given, and with it what was learned. Take WeightSpace or ExactWeightSpace, or "
+            "variance_correction=False."
+        )
 
 
 def _require_basis(basis: Any, name: str) -> None:

@@ -164,6 +164,7 @@ class AutoSparseGP(AutoNormalMessenger):
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.structure: Optional[Structure] = None
         self._idle = self._request = _Request()
+        self._new_rows = False
         self._checked_parameters = False
         self._like = torch.empty(0)
         self._last: Optional[tuple[tuple, dict[str, Any]]] = None  # the last training call, of families on sites
@@ -181,7 +182,8 @@ class AutoSparseGP(AutoNormalMessenger):
         if self._request.nodes is not None:  # at_nodes calls, perhaps through a wrapper
             return super().__call__(*args, **kwargs)
         self.prepare(*args, **kwargs)
-        with self._requesting(_Request(reading=self.on_sites), self._computing_median):
+        observing = False if self._new_rows else None
+        with self._requesting(_Request(reading=self.on_sites, observing=observing), self._computing_median):
             draws = super().__call__(*args, **kwargs)
         self._after_run(args, kwargs)
         return draws
@@ -331,12 +333,27 @@ class AutoSparseGP(AutoNormalMessenger):
         """Values that the current run will take where it gets to these sites."""
         return self._request.ahead
 
-    def look_ahead(self, name: str, prior: Any) -> Any:
-        """The posterior of a site that the current run has not reached; of a GP site, the one of the sites kept."""
+    def look_ahead(self, name: str, prior: Any, new_rows: bool = False) -> Any:
+        """The posterior of a site that the current run has not reached; of a GP site, the one of the sites kept.
+
+        :param new_rows: whether its inputs are new, not those of training.
+        """
         process, _ = as_process(prior)
         if process is None:
             return self.get_posterior(name, prior)
-        return self._module(name, process)(process, name)
+        module = self._module(name, process)
+        if new_rows and kernel_base.depends_on_rows(process.kernel):
+            return module.predict(process, name)
+        return module(process, name)
+
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Take the inputs of calls for new ones, though there be observations at them."""
+        before, self._new_rows = self._new_rows, True
+        try:
+            yield
+        finally:
+            self._new_rows = before
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:

@@ -25,6 +25,7 @@ from pyro_sparsegp.families import (
     ExactWeightSpace,
     MeanFieldAdditive,
     OrthogonalInducing,
+    SparseEP,
     WeightSpace,
 )
 from pyro_sparsegp.kernels import DeepBasis
@@ -706,19 +707,25 @@ def test_deep_kernel_learning(family):
     assert (q.mean - y).square().mean().sqrt() < 0.5
 
 
-def test_inducing_points_under_a_deep_basis_know_the_level():
+def test_terms_with_features_under_a_deep_basis_know_the_level():
     network, (x, y) = mlp(outputs=12), data(num=40)
     model = deep(network)
-    for family in (SVGP(6), SGPR(6), MeanFieldAdditive(6)):
-        pyro.clear_param_store()
-        guide = AutoSparseGP(model, family)
-        train(model, guide, x, y, steps=5)
-        new = torch.rand(1, 2)
-        expected = torch.maximum(squares(network, x).max(), squares(network, new))
-        torch.testing.assert_close(guide.posterior(new)["f"].process.variance, expected)
+    guide = AutoSparseGP(model, MeanFieldAdditive(6))
+    train(model, guide, x, y, steps=5)
+    new = torch.rand(1, 2)
+    expected = torch.maximum(squares(network, x).max(), squares(network, new))
+    torch.testing.assert_close(guide.posterior(new)["f"].process.variance, expected)
 
 
 # What is refused.
+
+
+@pytest.mark.parametrize("family", [SVGP(6), SGPR(6), OrthogonalInducing(3, 3), SparseEP(6)])
+def test_inducing_points_refuse_the_correction(family):
+    """That of K_ZZ would be another in training than in prediction."""
+    network, (x, y) = mlp(outputs=12), data(num=40)
+    with pytest.raises(ValueError, match=r"kernel of site 'f' has a variance correction.*Take WeightSpace"):
+        AutoSparseGP(deep(network), family)(x, y)
 
 
 def test_forgotten_network_raises():

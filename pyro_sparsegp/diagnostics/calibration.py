@@ -155,6 +155,7 @@ def _simulate(seed: int) -> dict[str, np.ndarray]:
             f"fit could not be called with the simulated data as {sorted(data)} ({error}); give observed={{site: "
             "argument}}"
         ) from error
+    guide = getattr(guide, "guide", guide)  # of an ExpectationPropagation, say
     if not isinstance(guide, AutoSparseGP):
         raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {type(guide).__name__}")
     for name in list(truth):  # latents of single data have no posterior at new inputs, points have none at all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -135,8 +135,10 @@ class GuideSource:
         guide, training = self.guide, self.guide.training
         messenger = _Coefficients(self)
         guide.eval()
+        # Scores may be of held-out rows; those of training get the same under either view.
+        view = guide.predicting() if self.marginal else nullcontext()
         try:
-            with pyro.validation_enabled(False), whole_plates(), poutine.block(), messenger:
+            with view, pyro.validation_enabled(False), whole_plates(), poutine.block(), messenger:
                 guide(*self.args, **self.kwargs)
             model_trace, guide_trace = guide.get_traces()
             full_trace = guide.trace
@@ -301,7 +303,7 @@ class _New(Messenger):
             return
         process, _ = as_process(msg["fn"])
         if process is not None and name in self.source.structure.gps:
-            q = self.source.guide.look_ahead(name, msg["fn"])
+            q = self.source.guide.look_ahead(name, msg["fn"], new_rows=True)
             if name not in self.draw.coefficients:  # projected data: nothing but the residual is random
                 w = q.coefficients.rsample(q.batch_shape)
             else:

@@ -12,6 +12,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
+from ..distributions import Probit
 from . import backend
 from .draws import Draw, base_of, seeded
 from .labels import Labels, attributes
@@ -115,7 +116,9 @@ def predictive_scores(
     mask = draw.data[site]["mask"]
     dims = labels.of(site, log_density.shape)
     arrays = {name: value.cpu().numpy() for name, value in values.items()}
-    dataset = labels.dataset({name: (list(dims), array) for name, array in arrays.items()}, sampled=False)
+    # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
+    more = {name: [f"{site}_output_{i}" for i in range(a.ndim - len(dims))] for name, a in arrays.items()}
+    dataset = labels.dataset({name: ([*dims, *more[name]], a) for name, a in arrays.items()}, sampled=False)
     if isinstance(mask, Tensor) and log_density.dim() == 1:
         dataset = dataset.isel({dims[0]: np.flatnonzero(mask.expand(log_density.shape).cpu().numpy())})
     dataset = dataset.assign_attrs(attributes(observed=site, method=scorer.method, posterior=source.name))
@@ -241,7 +244,7 @@ def _scorer(source: Source, draw: Draw, site: str) -> _Scorer:
         normal = isinstance(fn, torch.distributions.Normal)
         if normal and gp is not None and _is_linear(source.reader, draw, site, gp):
             return _Gaussian(source, y, site, gp)
-    if isinstance(fn, torch.distributions.Bernoulli):
+    if isinstance(fn, (torch.distributions.Bernoulli, Probit)):
         return _Bernoulli(source, y, site)
     return _Draws(source, y, site)
 

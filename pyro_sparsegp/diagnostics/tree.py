@@ -97,7 +97,8 @@ def to_datatree(
         raise ValueError("to_datatree takes a list of guides or one MCMC result, not both")
     writer = _Writer(Labels(dims, coords), (chains, num_samples), dtype)
     new = None if predict is None else _arguments(predict)
-    target = "exact" if sources[0].joint else "vfe"
+    by_expectation = isinstance(sources[0], GuideSource) and sources[0].guide.by_expectation
+    target = "exact" if sources[0].joint else "fitc" if by_expectation else "vfe"
     with seeded(seed):
         for chain in range(chains):
             source = sources[chain % len(sources)]

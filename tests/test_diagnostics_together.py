@@ -1,0 +1,90 @@
+"""Diagnostics of what was built beside them: expectation propagation, deep bases, several outputs."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SVGP, ExactWeightSpace, SparseEP, WeightSpace
+
+pytest.importorskip("arviz_stats")
+from pyro_sparsegp import diagnostics
+
+
+def gaussian(x, y=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+
+def data(num=30):
+    x = torch.linspace(-1, 1, num)[:, None]
+    return x, torch.sin(4 * x[:, 0]) + 0.2 * torch.randn(num)
+
+
+def test_expectation_propagation_is_judged_by_its_own_target():
+    x, y = data()
+    guide = AutoSparseGP(gaussian, SparseEP(6))
+    ep = ExpectationPropagation(gaussian, guide, pyro.optim.Adam({"lr": 0.0}), damping=1.0)
+    for _ in range(5):
+        ep.sweep(x, y)
+    tree = diagnostics.to_datatree(gaussian, ep, x, y, num_samples=200, seed=0)
+    stats = tree["sample_stats"]
+    assert tree.sample_stats.attrs["target"] == "fitc"
+    assert float((stats["log_q"] - stats["lp_fitc"]).std()) < 1e-6  # q is the target, for a Gaussian likelihood
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some observations are influential
+        loo = diagnostics.loo(tree)
+    covariance = kernels.RBF(0.5)(x) + 0.04 * torch.eye(30)
+    precision = covariance.inverse()
+    mean, variance = y - precision @ y / precision.diagonal(), 1 / precision.diagonal()
+    exact = dist.Normal(mean, variance.sqrt()).log_prob(y).sum()
+    assert abs(float(loo.elpd) - exact) < 3
+
+
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()])
+def test_deep_bases_keep_their_level_at_new_rows(family):
+    x, y = data()
+    network = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double()
+
+    def model(x, y=None):
+        pyro.module("network", network)
+        f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(network), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    guide = AutoSparseGP(model, family)
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+    for _ in range(60):
+        svi.step(x, y)
+    new = 0.2 * torch.linspace(-1, 1, 5)[:, None]
+    labels = torch.sin(4 * new[:, 0])
+    with torch.no_grad():
+        q = guide.posterior(new)["f"]
+        expected = dist.Normal(q.mean, (q.variance + 0.04).sqrt()).log_prob(labels)
+    scores = diagnostics.predictive_scores(model, guide, new, labels, num_samples=1)
+    found = torch.from_numpy(scores.tree["predictive_scores"]["log_score"].values)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=1500, predict=new, seed=0)
+    spread = torch.from_numpy(tree["predictions"]["f"].values).double()[0].std(0)
+    assert (spread / q.stddev).sub(1).abs().max() < 0.12
+
+
+def test_scores_of_several_outputs():
+    x, y = data()
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x).expand([2]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(8))
+    ys = torch.stack([y, -y], -1)
+    guide(x, ys)
+    scores = diagnostics.predictive_scores(model, guide, x, ys, num_samples=20)
+    found = scores.tree["predictive_scores"]
+    assert found["log_score"].shape == (30,)
+    assert found["crps"].shape == found["pit"].shape == (30, 2)
