@@ -302,6 +302,35 @@ def test_features_collapse_to_rank_one_without_correction_and_not_with_it():
     assert heights.min() > 0.9 * heights.max()  # a uniform prior variance
 
 
+class EvenRows(nn.Module):
+    """The network of the class docstring: outputs of one learned norm."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.log_norm = network, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.log_norm.exp() * nn.functional.normalize(self.network(x), dim=-1)
+
+
+def test_features_of_even_norm_have_no_penalty_and_train_sooner():
+    """With a network's uneven features the penalty rules the first steps; the bound of even ones is far ahead."""
+    x = 2 * torch.rand(60, 1) - 1
+    y = torch.sign(torch.sin(8 * x[:, 0])) + NOISE * torch.randn(60)
+    bounds = []
+    for wrap in (lambda network: network, EvenRows):
+        pyro.clear_param_store()
+        network = wrap(mlp(1, outputs=32, width=32))
+        model = deep(network)
+        guide = AutoSparseGP(model, ExactWeightSpace())
+        train(model, guide, x, y, steps=300, lr=3e-3)
+        bounds.append(elbo(model, guide, x, y))
+    assert bounds[1] > bounds[0] + 20
+    assert correction(network, x).abs().max() < 1e-12
+    plain = deep(network, False)
+    assert abs(elbo(plain, AutoSparseGP(plain, ExactWeightSpace()), x, y) - bounds[1]) < 1e-8
+
+
 # Blocks of rows.
 
 

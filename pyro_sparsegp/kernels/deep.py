@@ -29,6 +29,11 @@ class DeepBasis(FeatureKernel):
     evaluated now, and the row asked for. Guides and :meth:`GaussianProcess.given` call it with the training inputs.
     Without the correction, training tends to a kernel of rank one and vanishing uncertainty (theorem 1).
 
+    In training the correction is the penalty Σₙ c(xₙ)/(2σ²). A network as torch initialises it has features of uneven
+    norm, and the penalty at first outweighs the fit many times: training shrinks the features towards a constant and
+    recovers slowly. Small initial features (the last layer times 0.1) help; a network of r > 1 outputs that ends in
+    ``s * torch.nn.functional.normalize(h, dim=-1)`` with a learned s has c = 0 throughout.
+
     In a model the network must be registered, ``pyro.module("net", net)``, and the kernel is built in each run. It is
     evaluated several times a run, in parts: its output must depend on the row alone. Sums, products, scaled
     and column-selecting kernels carry the diagonal along: a summand or factor is corrected by itself. A kernel of
