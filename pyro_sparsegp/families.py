@@ -1,7 +1,8 @@
 """The variational families by name: each a basis times a Gaussian over its coefficients.
 
 A family is a small frozen recipe; the guide builds a module from it for each GP site at its first call.
-``inducing`` is a count, chosen among that call's inputs, or a tensor of inputs.
+``inducing`` is a count, chosen among that call's inputs, a tensor of inputs, or
+:class:`~pyro_sparsegp.bases.InducingVariables`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, ClassVar, Optional, Union
 import torch
 from torch import Tensor
 
-from .bases import Additive, Basis, ExplicitFeatures, InducingPoints
+from .bases import Additive, Basis, ExplicitFeatures, InducingPoints, InducingVariables
 from .bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
-from .bases.initial import Initialiser, choose_inputs
+from .bases.initial import Initialiser
 from .expectation_gp import ExpectationGP
 from .kernels import base as kernel_base
 from .posteriors import (
@@ -57,7 +58,7 @@ __all__ = [
     "WeightSpace",
 ]
 
-Inducing = Union[int, Tensor]
+Inducing = Union[int, Tensor, InducingVariables]
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 
 
@@ -84,6 +85,8 @@ class Family(ABC):
                 return value.shape[-2] if value.dim() > 1 else len(value)
             if isinstance(value, (list, tuple)):
                 return [plain(part) for part in value]
+            if isinstance(value, InducingVariables):
+                return f"{type(value).__name__}({value.size})"
             return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
         numbers = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in _NOT_DECLARED}
@@ -162,10 +165,10 @@ class OnInducingPoints(BasisFamily):
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         _require_own_diagonal(process.kernel, name)
-        return InducingPoints(choose_inputs(process.kernel, process.x, self.sets(), self.init, name), self.trainable)
+        return InducingPoints.chosen(process.kernel, process.x, self.sets(), self.init, name, self.trainable)
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
-        return _old_inducing(spec, like, self.trainable)
+        return InducingPoints.rebuilt(spec, like, self.trainable, self.sets())
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +244,7 @@ class AdditiveFamily(FreeFormFamily):
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         terms = kernel_base.terms(process.kernel)
-        wanted = list(self.inducing) if isinstance(self.inducing, Sequence) else [self.inducing] * len(terms)
+        wanted = self._entries(len(terms))
         if len(wanted) != len(terms):
             raise ValueError(
                 f"{type(self).__name__}'s inducing lists {len(wanted)} entries, the kernel of site {name!r} has "
@@ -257,19 +260,24 @@ class AdditiveFamily(FreeFormFamily):
                 raise ValueError(f"{type(self).__name__}'s inducing has no entry for term {i} of site {name!r}: {term}")
             _require_own_diagonal(term, f"{name}, term {i}")
             columns = kernel_base.columns(term)
-            chosen = choose_inputs(term, process.x, [inducing], self.init, f"{name}, term {i}", columns)
-            parts.append(InducingPoints(chosen, self.trainable, columns, process.x.shape[-1]))
+            where = f"{name}, term {i}"
+            parts.append(InducingPoints.chosen(term, process.x, [inducing], self.init, where, self.trainable, columns))
         return Additive(parts)
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        wanted = self._entries(len(spec["parts"]))
         return Additive(
             [
                 ExplicitFeatures(part["size"])
                 if part["kind"] == "features"
-                else _old_inducing(part, like, self.trainable)
-                for part in spec["parts"]
+                else InducingPoints.rebuilt(part, like, self.trainable, [inducing])
+                for part, inducing in zip(spec["parts"], wanted)
             ]
         )
+
+    def _entries(self, num_terms: int) -> list[Optional[Inducing]]:
+        """What is asked for, for each summand."""
+        return list(self.inducing) if isinstance(self.inducing, Sequence) else [self.inducing] * num_terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -601,8 +609,3 @@ def _require_matrix(process: GaussianProcess, name: str) -> None:
 def _call(declared: dict[str, Any]) -> str:
     arguments = ", ".join(f"{key}={value!r}" for key, value in declared.items() if key != "name")
     return f"{declared['name']}({arguments})"
-
-
-def _old_inducing(spec: dict[str, Any], like: Tensor, trainable: bool) -> InducingPoints:
-    columns = None if spec["columns"] is None else tuple(spec["columns"])
-    return InducingPoints([like.new_zeros(shape) for shape in spec["shapes"]], trainable, columns, spec["width"])

@@ -7,6 +7,7 @@ from .features import ExplicitFeatures, KernelFeatures
 from .inducing import InducingFeatures, InducingPoints
 from .initial import greedy_variance, k_means
 from .projection import ProjectedFeatures
+from .variables import InducingVariables
 
 __all__ = [
     "Actions",
@@ -17,6 +18,7 @@ __all__ = [
     "Features",
     "InducingFeatures",
     "InducingPoints",
+    "InducingVariables",
     "KernelFeatures",
     "ProjectedFeatures",
     "greedy_variance",

@@ -77,8 +77,8 @@ class CrossFeatures(Features):
         self.cross = kernel
 
     @abstractmethod
-    def coefficients_of(self, draw: Callable) -> list[Tensor]:
-        """The coefficients w' of a draw of f as a function, ``(num, ..., M_b)`` a block."""
+    def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
+        """The coefficients w' of a draw of f as a function, ``(num, ..., M_b)`` a block; ``None`` if not known."""
 
     def components(self) -> list[Component]:
         found: list[Component] = []
@@ -92,7 +92,8 @@ class CrossFeatures(Features):
         if self.cross is not self.kernel:
             return None
         draw = kernel_base.prior_functions(self.kernel, num, num_features, x)
-        return None if draw is None else (draw, self.coefficients_of(draw))
+        own = None if draw is None else self.coefficients_of(draw)
+        return None if draw is None or own is None else (draw, own)
 
 
 class Basis(AbstractModule):
