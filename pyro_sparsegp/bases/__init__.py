@@ -4,6 +4,7 @@ from .actions import Actions
 from .additive import Additive, AdditiveFeatures
 from .base import Basis, Features
 from .features import ExplicitFeatures, KernelFeatures
+from .fourier import FourierCoefficients
 from .inducing import InducingFeatures, InducingPoints
 from .initial import greedy_variance, k_means
 from .projection import ProjectedFeatures
@@ -16,6 +17,7 @@ __all__ = [
     "Basis",
     "ExplicitFeatures",
     "Features",
+    "FourierCoefficients",
     "InducingFeatures",
     "InducingPoints",
     "InducingVariables",

@@ -148,6 +148,14 @@ class InducingPoints(Basis):
                 z.to(dtype=x.dtype, device=x.device)
         return cls(found, trainable, columns, x.shape[-1], of_source)
 
+    def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
+        """The first ``num`` sets and the others, as bases of their own."""
+
+        def part(sets: slice) -> InducingPoints:
+            return InducingPoints(self.inputs[sets], self.trainable, self.columns, self.width, self.of_source[sets])
+
+        return part(slice(None, num)), part(slice(num, None))
+
     @property
     def inputs(self) -> list[Any]:
         """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
@@ -165,7 +173,7 @@ class InducingPoints(Basis):
         full = z.new_zeros(z.shape[0], self.width or len(self.columns))
         return full.index_copy(1, self.column_index, z)
 
-    def _variables(self) -> list[Variables]:
+    def variables(self) -> list[Variables]:
         """The sets, those next to each other and of one domain joined."""
         found: list[Any] = []
         for given, of_source in zip(self.inputs, self.of_source):
@@ -185,7 +193,7 @@ class InducingPoints(Basis):
                 f"the kernel of site {name!r} has no source now, {kernel!r}, but had when the guide was initialised; "
                 "a kernel's structure must not change between calls."
             )
-        variables = self._variables()
+        variables = self.variables()
         if len(variables) == 1:
             covariance, what = variables[0].covariance(kernel), "K_ZZ" if isinstance(variables[0], Values) else "K_uu"
         else:
