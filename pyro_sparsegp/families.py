@@ -1,7 +1,8 @@
 """The variational families by name: each a basis times a Gaussian over its coefficients.
 
 A family is a small frozen recipe; the guide builds a module from it for each GP site at its first call.
-``inducing`` is a count, chosen among that call's inputs, or a tensor of inputs.
+``inducing`` is a count, chosen among that call's inputs, a tensor of inputs, or
+:class:`~pyro_sparsegp.bases.InducingVariables`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ from typing import Any, ClassVar, Optional, Union
 import torch
 from torch import Tensor
 
-from .bases import Additive, Basis, ExplicitFeatures, InducingPoints
+from .bases import Additive, Basis, ExplicitFeatures, InducingPoints, InducingVariables
 from .bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
-from .bases.initial import Initialiser, choose_inputs
+from .bases.initial import Initialiser
 from .expectation_gp import ExpectationGP
 from .kernels import base as kernel_base
+from .orthogonal_gp import ConditionalGP, DecoupledGP, SemiCollapsedGP
 from .posteriors import (
     BlockCholesky,
     BlockPlusLowRank,
     CholeskyIdentity,
     Coefficients,
     FullCholesky,
+    Identity,
     IdentityPlusLowRank,
+    Unwhitened,
 )
 from .process import GaussianProcess
 from .sites import FreeSites as FreeSitesModule
@@ -39,6 +43,7 @@ __all__ = [
     "AdditiveFamily",
     "CollapsedOrthogonal",
     "ComputationAware",
+    "ConditionalSGPR",
     "CoupledCovariance",
     "CoupledPrecision",
     "ExactWeightSpace",
@@ -51,13 +56,14 @@ __all__ = [
     "OptimalFamily",
     "OrthogonalInducing",
     "OrthogonallyDecoupled",
+    "SemiCollapsedOrthogonal",
     "SiteFamily",
     "SparseEP",
     "SparseGP",
     "WeightSpace",
 ]
 
-Inducing = Union[int, Tensor]
+Inducing = Union[int, Tensor, InducingVariables]
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 
 
@@ -84,6 +90,8 @@ class Family(ABC):
                 return value.shape[-2] if value.dim() > 1 else len(value)
             if isinstance(value, (list, tuple)):
                 return [plain(part) for part in value]
+            if isinstance(value, InducingVariables):
+                return f"{type(value).__name__}({value.size})"
             return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
         numbers = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in _NOT_DECLARED}
@@ -131,8 +139,7 @@ class FreeFormFamily(BasisFamily):
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
         module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
-        if kernel_base.depends_on_rows(process.kernel):
-            module.see(process.x)
+        module.start(process, name)
         return module
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
@@ -162,15 +169,30 @@ class OnInducingPoints(BasisFamily):
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         _require_own_diagonal(process.kernel, name)
-        return InducingPoints(choose_inputs(process.kernel, process.x, self.sets(), self.init, name), self.trainable)
+        return InducingPoints.chosen(process.kernel, process.x, self.sets(), self.init, name, self.trainable)
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
-        return _old_inducing(spec, like, self.trainable)
+        return InducingPoints.rebuilt(spec, like, self.trainable, self.sets())
 
 
 @dataclass(frozen=True, eq=False)
 class InducingFamily(OnInducingPoints, FreeFormFamily):
-    """Inducing points with a free posterior; as :class:`OnInducingPoints`."""
+    """Inducing points with a free posterior; as :class:`OnInducingPoints`.
+
+    :param whiten: whether q is over whitened coefficients w (default) or over the values u = Lw at inducing inputs,
+        the parameterisation of the papers' formulas.
+    """
+
+    whiten: bool = field(default=True, kw_only=True)
+
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
+        _require_basis(basis, name)
+        coefficients = self.parameterised(self.new_coefficients())(basis.sizes, batch_shape, like)
+        return SparseGP(basis, coefficients, batch_shape, self.declared())
+
+    def parameterised(self, kind: NewCoefficients) -> NewCoefficients:
+        """That posterior, over w or over u."""
+        return kind if self.whiten else partial(Unwhitened, kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,10 +238,41 @@ class OrthogonallyDecoupled(OrthogonalInducing):
     """ODVGP: a second set of inducing points for the mean alone (Salimbeni et al., 2018; paper 1, section 3.4).
 
     :class:`OrthogonalInducing` with the prior's covariance for all sets but the first.
+
+    :param num_columns: by default the second set is whitened by a Cholesky factor, in O(M₂³). With a number, its mean
+        is c(x, O)a for free coefficients a instead, and the divergence ½aᵀC_OO a is estimated from that many random
+        columns of K_OO a step: linear in M₂, which may then be many thousands. For one second set.
     """
 
+    num_columns: Optional[int] = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        num = self.num_columns
+        if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
+            raise ValueError(
+                f"OrthogonallyDecoupled's num_columns must be None or a whole number of at least 1, got {num!r}"
+            )
+        if num is not None and len(self.sets()) != 2:
+            raise ValueError(
+                f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."
+            )
+
     def new_coefficients(self) -> NewCoefficients:
-        return CholeskyIdentity
+        return CholeskyIdentity if self.num_columns is None else FullCholesky
+
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
+        if self.num_columns is None:
+            return super()._assemble(basis, batch_shape, like, name)
+        first, means = basis.split(1)
+        coefficients = self.parameterised(FullCholesky)(first.sizes, batch_shape, like)
+        return DecoupledGP(first, means, coefficients, batch_shape, self.declared(), self.num_columns, like)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
+        if self.num_columns is None:
+            return super()._rebuild(spec, like, name)
+        first, second = spec["basis"], spec["means"]
+        both = {key: [*first[key], *second[key]] for key in ("shapes", "of_source")}
+        return self._assemble(self.old_basis(first | both, like), spec["batch_shape"], like, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +294,7 @@ class AdditiveFamily(FreeFormFamily):
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         terms = kernel_base.terms(process.kernel)
-        wanted = list(self.inducing) if isinstance(self.inducing, Sequence) else [self.inducing] * len(terms)
+        wanted = self._entries(len(terms))
         if len(wanted) != len(terms):
             raise ValueError(
                 f"{type(self).__name__}'s inducing lists {len(wanted)} entries, the kernel of site {name!r} has "
@@ -257,19 +310,24 @@ class AdditiveFamily(FreeFormFamily):
                 raise ValueError(f"{type(self).__name__}'s inducing has no entry for term {i} of site {name!r}: {term}")
             _require_own_diagonal(term, f"{name}, term {i}")
             columns = kernel_base.columns(term)
-            chosen = choose_inputs(term, process.x, [inducing], self.init, f"{name}, term {i}", columns)
-            parts.append(InducingPoints(chosen, self.trainable, columns, process.x.shape[-1]))
+            where = f"{name}, term {i}"
+            parts.append(InducingPoints.chosen(term, process.x, [inducing], self.init, where, self.trainable, columns))
         return Additive(parts)
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        wanted = self._entries(len(spec["parts"]))
         return Additive(
             [
                 ExplicitFeatures(part["size"])
                 if part["kind"] == "features"
-                else _old_inducing(part, like, self.trainable)
-                for part in spec["parts"]
+                else InducingPoints.rebuilt(part, like, self.trainable, [inducing])
+                for part, inducing in zip(spec["parts"], wanted)
             ]
         )
+
+    def _entries(self, num_terms: int) -> list[Optional[Inducing]]:
+        """What is asked for, for each summand."""
+        return list(self.inducing) if isinstance(self.inducing, Sequence) else [self.inducing] * num_terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -438,6 +496,61 @@ class CollapsedOrthogonal(SGPR):
 
 
 @dataclass(frozen=True, eq=False)
+class SemiCollapsedOrthogonal(OnInducingPoints, OptimalFamily):
+    """SOLVE-GP with the optimal posterior of the first set given free ones of the others (paper 1, eq. 9 and 10).
+
+    For a Gaussian likelihood the bound is
+    log N(y; μ + C_fv C_vv⁻¹m_v, Q_ff + σ²I) − tr(S_f⊥)/(2σ²) − KL[N(m_v, S_v) ‖ N(0, C_vv)], which is Titsias' (2009)
+    where q(v) is the prior, as it starts.
+
+    :param inducing: the first set: a number or inputs ``(M₁, D)``.
+    :param orthogonal: the second set, or a list of further sets.
+    :param covariance: S_v: "free" (eq. 9), or "prior", C_vv (eq. 10).
+    """
+
+    inducing: Inducing = 64
+    orthogonal: Union[Inducing, Sequence[Inducing]] = 64
+    covariance: str = "free"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.covariance not in ("free", "prior"):
+            raise ValueError(
+                f'SemiCollapsedOrthogonal\'s covariance must be "free" or "prior", got {self.covariance!r}'
+            )
+
+    def sets(self) -> list[Inducing]:
+        more = self.orthogonal
+        return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
+
+    def _assemble(
+        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
+    ) -> OptimalGP:
+        _require_basis(basis, name)
+        kind = BlockCholesky if self.covariance == "free" else Identity
+        others = kind(basis.sizes[1:], batch_shape, sites.inputs)
+        return SemiCollapsedGP(basis, others, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionalSGPR(SGPR):
+    """Inducing points whose posterior depends on the rest of f: the tighter bound of paper 1, appendix A.
+
+    q(u | f⊥) = p(u | f⊥, y). For a Gaussian likelihood the bound is log N(y; μ, A) − ½tr(A⁻¹(K_ff − Q_ff)) with
+    A = Q_ff + σ²I (eq. 14), which lies above Titsias' by ½tr((σ⁻²I − A⁻¹)(K_ff − Q_ff)) (eq. 15). A step
+    takes O(N²M) time and, in blocks, O(NM) memory: for some ten thousands of data.
+
+    :param inducing: their number M, or the inputs ``(M, D)``.
+    """
+
+    def _assemble(
+        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
+    ) -> OptimalGP:
+        _require_basis(basis, name)
+        return ConditionalGP(basis, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+
+
+@dataclass(frozen=True, eq=False)
 class FreeSites(SGPR):
     """Inducing points with the optimal form of q and its sites as 2N free parameters (paper 0, eq. 4 and 6).
 
@@ -601,8 +714,3 @@ def _require_matrix(process: GaussianProcess, name: str) -> None:
 def _call(declared: dict[str, Any]) -> str:
     arguments = ", ".join(f"{key}={value!r}" for key, value in declared.items() if key != "name")
     return f"{declared['name']}({arguments})"
-
-
-def _old_inducing(spec: dict[str, Any], like: Tensor, trainable: bool) -> InducingPoints:
-    columns = None if spec["columns"] is None else tuple(spec["columns"])
-    return InducingPoints([like.new_zeros(shape) for shape in spec["shapes"]], trainable, columns, spec["width"])

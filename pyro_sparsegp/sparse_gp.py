@@ -19,7 +19,7 @@ from .posteriors import Coefficients, Gaussian, ProjectedGaussian, from_natural,
 from .process import GaussianProcess, SparsePosterior
 from .sites import FreeSites, KeptSites, Sites
 
-__all__ = ["OptimalGP", "ProjectedGP", "SiteGP", "SparseGP"]
+__all__ = ["OptimalGP", "ProjectedGP", "SiteGP", "SparseGP", "same_rows"]
 
 
 class SparseGP(AbstractModule):
@@ -44,7 +44,16 @@ class SparseGP(AbstractModule):
     ) -> SparsePosterior:
         """The posterior of ``process``, at its inputs and under its hyperparameters."""
         features = self.basis(process.kernel, process.jitter, name)
-        return kind(process, features, self.coefficients(), name)
+        anchor = features.anchor if self.coefficients.anchored else None
+        return kind(process, features, self.coefficients(anchor), name)
+
+    def start(self, process: GaussianProcess, name: str) -> None:
+        """Take note of what a guide's first call shows."""
+        if self.coefficients.anchored:
+            with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
+                self.coefficients.start(self.basis.forward(process.kernel, process.jitter, name).anchor)
+        if kernel_base.depends_on_rows(process.kernel):
+            self.see(process.x)
 
     def predict(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
@@ -166,7 +175,7 @@ class OptimalGP(SiteGP):
                 coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
         else:
             coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
-        return kind(process, features, coefficients, name, sites, phi if _same_rows(sites.inputs, process.x) else None)
+        return kind(process, features, coefficients, name, sites, phi if same_rows(sites.inputs, process.x) else None)
 
     def _in_weight_space(
         self,
@@ -271,7 +280,7 @@ class ProjectedGP(SiteGP):
         products: Tensor,
     ) -> SparsePosterior:
         actions = features.actions
-        here = _same_rows(sites.inputs, process.x)
+        here = same_rows(sites.inputs, process.x)
 
         def values(f: Tensor) -> Tensor:
             return actions.left(f[..., None])[..., 0]
@@ -290,7 +299,8 @@ def _device(module: AbstractModule) -> torch.device:
     return next(module.parameters()).device
 
 
-def _same_rows(inputs: Tensor, x: Tensor) -> bool:
+def same_rows(inputs: Tensor, x: Tensor) -> bool:
+    """Whether two matrices of inputs are the same, or equal."""
     if inputs is x or inputs.shape != x.shape:
         return inputs is x
     return inputs.data_ptr() == x.data_ptr() or torch.equal(inputs, x)

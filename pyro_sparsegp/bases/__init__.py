@@ -4,9 +4,11 @@ from .actions import Actions
 from .additive import Additive, AdditiveFeatures
 from .base import Basis, Features
 from .features import ExplicitFeatures, KernelFeatures
+from .fourier import FourierCoefficients
 from .inducing import InducingFeatures, InducingPoints
 from .initial import greedy_variance, k_means
 from .projection import ProjectedFeatures
+from .variables import InducingVariables
 
 __all__ = [
     "Actions",
@@ -15,8 +17,10 @@ __all__ = [
     "Basis",
     "ExplicitFeatures",
     "Features",
+    "FourierCoefficients",
     "InducingFeatures",
     "InducingPoints",
+    "InducingVariables",
     "KernelFeatures",
     "ProjectedFeatures",
     "greedy_variance",

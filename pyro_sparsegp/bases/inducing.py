@@ -2,101 +2,252 @@
 
 Nested sets are the block Cholesky of their union (Shi, Titsias and Mnih, 2020, section 3.1): the first block
 whitens f(Z), the second what f(O) adds to it, and so on. That is the Cholesky factor of the union, cut into
-blocks, so one set and many are the same code.
+blocks, so one set and many are the same code, whatever domain each set lives in.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
+from ..kernels import base as kernel_base
 from ..linalg import cholesky, solve_lower
 from .base import Basis, CrossFeatures
+from .initial import Initialiser, choose_inputs
+from .variables import InducingVariables, SourceValues, Values, Variables, between
 
 __all__ = ["InducingFeatures", "InducingPoints"]
 
+Inducing = Union[int, Tensor, InducingVariables]
+
 
 class InducingFeatures(CrossFeatures):
-    """φ(x) = L⁻¹k(Z, x) with LLᵀ = k(Z, Z), for Z the union of the sets.
+    """φ(x) = L⁻¹k_uf(x) with LLᵀ = K_uu, for u the union of the sets.
 
     :param kernel: k, the kernel of f.
-    :param z: Z, ``(M, D)``, in the full columns of the inputs.
+    :param variables: the sets, those next to each other and of one domain in one.
     :param sizes: the sizes of the sets; they add up to M.
     :param factor: L, ``(..., M, M)``.
     """
 
-    def __init__(self, kernel: Any, z: Tensor, sizes: tuple[int, ...], factor: Tensor) -> None:
+    def __init__(self, kernel: Any, variables: Sequence[Variables], sizes: tuple[int, ...], factor: Tensor) -> None:
         super().__init__(kernel, sizes)
-        self.z, self.factor = z, factor
+        self.variables, self.factor = list(variables), factor
+
+    @property
+    def z(self) -> Tensor:
+        """Z, ``(M, D)``, where u is f(Z)."""
+        (values,) = self.variables
+        assert isinstance(values, Values)
+        return values.z
+
+    def covariance_with(self, x: Tensor) -> Tensor:
+        """K_fu, ``(..., N, M)``."""
+        return _side_by_side([part.cross(self.cross, x) for part in self.variables], -1)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        # Φ Lᵀ = k(x, Z), solved from the right: forward and backward together make fewer transposed copies.
-        phi = torch.linalg.solve_triangular(self.factor.mT, self.cross(x, self.z), upper=True, left=False)
+        # Φ Lᵀ = K_fu, solved from the right: forward and backward together make fewer transposed copies.
+        phi = torch.linalg.solve_triangular(self.factor.mT, self.covariance_with(x), upper=True, left=False)
         return list(phi.split(self.sizes, -1)) if len(self.sizes) > 1 else [phi]
 
     @property
     def anchor(self) -> Tensor:
         return self.factor
 
-    def coefficients_of(self, draw: Callable) -> list[Tensor]:
-        w = solve_lower(self.factor, draw(self.z)[..., None])[..., 0]
-        return list(w.split(self.sizes, -1))
+    def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
+        values = [part.of(draw) for part in self.variables]
+        if any(part is None for part in values):
+            return None
+        u = _side_by_side([part for part in values if part is not None], -1)
+        return list(solve_lower(self.factor, u[..., None])[..., 0].split(self.sizes, -1))
 
 
 class InducingPoints(Basis):
-    """The values of f at one or several sets of inputs.
+    """One or several sets of inducing variables: values of f, of the process f is made of, or a user's own.
 
-    :param sets: inducing inputs, ``(M_b, D)`` each, or ``(M_b, d)`` in the columns that the kernel reads.
-    :param trainable: whether they are parameters or stay fixed.
+    :param sets: inducing inputs, ``(M_b, D)`` each, or ``(M_b, d)`` in the columns that the kernel reads, or in the
+        domain of the kernel's ``source``; or :class:`InducingVariables`.
+    :param trainable: whether the inputs are parameters or stay fixed; :class:`InducingVariables` say so themselves.
     :param columns: those columns, if the inputs live in them alone; ``None`` is all.
     :param width: D.
+    :param of_source: for each set, whether it has inputs of the kernel's ``source``; ``None`` is none.
     """
 
     def __init__(
         self,
-        sets: Sequence[Tensor],
+        sets: Sequence[Union[Tensor, InducingVariables]],
         trainable: bool = True,
         columns: Optional[tuple[int, ...]] = None,
         width: Optional[int] = None,
+        of_source: Optional[Sequence[bool]] = None,
     ) -> None:
         super().__init__()
-        self.sizes = tuple(z.shape[-2] for z in sets)
-        self.trainable, self.columns, self.width = trainable, columns, width or sets[0].shape[-1]
-        if columns is not None:  # on the device, so that a step copies nothing there
-            index = torch.tensor(columns, device=sets[0].device)
-            self.register_buffer("column_index", index, persistent=False)
+        self.sizes = tuple(z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets)
+        self.of_source = tuple(of_source) if of_source is not None else (False,) * len(sets)
+        first = next((z for z in sets if isinstance(z, Tensor)), None)
+        self.trainable, self.columns = trainable, columns
+        self.width = width or (None if first is None else first.shape[-1])
+        if columns is not None and first is not None:  # on the device, so that a step copies nothing there
+            self.register_buffer("column_index", torch.tensor(columns, device=first.device), persistent=False)
         for i, z in enumerate(sets):
-            if trainable:
+            if not isinstance(z, Tensor):
+                setattr(self, f"variables_{i}", z)
+            elif trainable:
                 setattr(self, f"inputs_{i}", PyroParam(z.detach().clone()))
             else:
                 self.register_buffer(f"inputs_{i}", z.detach().clone())
 
+    @classmethod
+    def chosen(
+        cls,
+        kernel: Any,
+        x: Tensor,
+        sets: Sequence[Inducing],
+        init: Union[str, Initialiser],
+        name: str,
+        trainable: bool = True,
+        columns: Optional[tuple[int, ...]] = None,
+    ) -> InducingPoints:
+        """The sets as a guide's first call starts them: counts are chosen among the inputs, the rest is as given.
+
+        :param kernel: the kernel they are for. If it has a ``source``, counts are of inputs of that.
+        :param x: inputs, ``(..., N, D)``.
+        :raises ValueError: naming the site, as :func:`choose_inputs`.
+        """
+        source = kernel_base.source(kernel)
+        patches = None if source is None else _some_source_inputs(kernel, x)
+
+        def is_of_source(given: Inducing) -> bool:
+            if patches is None or isinstance(given, InducingVariables):
+                return False
+            return (
+                not isinstance(given, Tensor) or given.shape[-1] == patches.shape[-1] or given.shape[-1] != x.shape[-1]
+            )
+
+        of_source = [is_of_source(given) for given in sets]
+        found: list[Any] = [copy.deepcopy(given) if isinstance(given, InducingVariables) else None for given in sets]
+        for wanted in (False, True):
+            here = [i for i, given in enumerate(sets) if found[i] is None and of_source[i] == wanted]
+            if not here:
+                continue
+            some: list[Any] = [sets[i] for i in here]
+            if wanted:
+                assert patches is not None
+                chosen = choose_inputs(source, patches, some, init, name)
+            else:
+                chosen = choose_inputs(kernel, x, some, init, name, columns)
+            for i, z in zip(here, chosen):
+                found[i] = z
+        for z in found:
+            if isinstance(z, InducingVariables):
+                z.to(dtype=x.dtype, device=x.device)
+        return cls(found, trainable, columns, x.shape[-1], of_source)
+
+    def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
+        """The first ``num`` sets and the others, as bases of their own."""
+
+        def part(sets: slice) -> InducingPoints:
+            return InducingPoints(self.inputs[sets], self.trainable, self.columns, self.width, self.of_source[sets])
+
+        return part(slice(None, num)), part(slice(num, None))
+
     @property
-    def inputs(self) -> list[Tensor]:
-        """The inducing inputs, a tensor for each set."""
-        return [getattr(self, f"inputs_{i}") for i in range(len(self.sizes))]
+    def inputs(self) -> list[Any]:
+        """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
+        found = []
+        for i in range(len(self.sizes)):
+            found.append(getattr(self, f"inputs_{i}", None))
+            if found[-1] is None:
+                found[-1] = getattr(self, f"variables_{i}")
+        return found
 
     def _embed(self, z: Tensor) -> Tensor:
-        if self.columns is None:
+        if self.columns is None or z.shape[-1] == self.width != len(self.columns):
             return z
         # The kernel never reads the other columns; what stands there does not matter.
-        full = z.new_zeros(z.shape[0], self.width)
+        full = z.new_zeros(z.shape[0], self.width or len(self.columns))
         return full.index_copy(1, self.column_index, z)
 
+    def variables(self) -> list[Variables]:
+        """The sets, those next to each other and of one domain joined."""
+        found: list[Any] = []
+        for given, of_source in zip(self.inputs, self.of_source):
+            if not isinstance(given, Tensor):
+                found.append(given)
+                continue
+            kind = SourceValues if of_source else Values
+            z = given if of_source else self._embed(given)
+            if found and isinstance(found[-1], kind):
+                z = torch.cat([found.pop().z, z])
+            found.append(kind(z))
+        return found
+
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
-        inputs = self.inputs
-        z = self._embed(inputs[0] if len(inputs) == 1 else torch.cat(inputs))
-        factor = cholesky(kernel(z), jitter, f"K_ZZ of site {name!r}")
-        return InducingFeatures(kernel, z, self.sizes, factor)
+        if any(self.of_source) and kernel_base.source(kernel) is None:
+            raise ValueError(
+                f"the kernel of site {name!r} has no source now, {kernel!r}, but had when the guide was initialised; "
+                "a kernel's structure must not change between calls."
+            )
+        variables = self.variables()
+        if len(variables) == 1:
+            covariance, what = variables[0].covariance(kernel), "K_ZZ" if isinstance(variables[0], Values) else "K_uu"
+        else:
+            covariance, what = _union(kernel, variables), "K_uu"
+        factor = cholesky(covariance, jitter, f"{what} of site {name!r}")
+        return InducingFeatures(kernel, variables, self.sizes, factor)
 
     def spec(self) -> dict[str, Any]:
         return {
             "kind": "inducing",
-            "shapes": [list(z.shape) for z in self.inputs],
+            "shapes": [list(z.shape) if isinstance(z, Tensor) else None for z in self.inputs],
             "columns": None if self.columns is None else list(self.columns),
             "width": self.width,
+            "of_source": list(self.of_source),
         }
+
+    @classmethod
+    def rebuilt(
+        cls, spec: dict[str, Any], like: Tensor, trainable: bool, sets: Sequence[Optional[Inducing]]
+    ) -> InducingPoints:
+        """A basis of the shapes of ``spec``, its values still to be loaded.
+
+        :param sets: what the family declares, for its :class:`InducingVariables`.
+        """
+        columns = None if spec["columns"] is None else tuple(spec["columns"])
+        empty = [
+            copy.deepcopy(given).to(dtype=like.dtype, device=like.device)
+            if isinstance(given, InducingVariables)
+            else like.new_zeros(shape)
+            for given, shape in zip(sets, spec["shapes"])
+        ]
+        return cls(empty, trainable, columns, spec["width"], spec["of_source"])
+
+
+def _some_source_inputs(kernel: Any, x: Tensor, rows: int = 1000, most: int = 100_000) -> Tensor:
+    """Inputs of the kernel's source, ``(n, d)``, that f reads at some random rows of x."""
+    x = x.detach().flatten(0, -2)
+    x = x[torch.randperm(x.shape[0], device=x.device)[:rows]]
+    found = kernel.source_inputs(x).flatten(0, -2)
+    return found[torch.randperm(found.shape[0], device=x.device)[:most]]
+
+
+def _union(kernel: Any, variables: Sequence[Variables]) -> Tensor:
+    """K_uu of all sets, ``(..., M, M)``."""
+    rows: list[list[Tensor]] = []
+    for i, first in enumerate(variables):
+        left = [rows[j][i].mT for j in range(i)]
+        rows.append([*left, first.covariance(kernel), *(between(kernel, first, other) for other in variables[i + 1 :])])
+    return _side_by_side([_side_by_side(row, -1) for row in rows], -2)
+
+
+def _side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    event = 1 if dim == -1 and parts[0].dim() == 1 else 2
+    batch = torch.broadcast_shapes(*(part.shape[:-event] for part in parts))
+    return torch.cat([part.expand(*batch, *part.shape[-event:]) for part in parts], dim)

@@ -112,6 +112,23 @@ class Kernel(ABC):
         """The kernel with the diagonal term that it has in the company of ``rows``, ``(N, D)``, the training inputs."""
         return self
 
+    @property
+    def source(self) -> Optional[Any]:
+        """The kernel of g, where f(x) = Σ_p w_p g(x_p) is made of the values of another process; else ``None``.
+
+        Inducing inputs are then by default those of g, such as the patches of an image. A kernel that has a source
+        gives :meth:`source_inputs` and :meth:`from_source`, too.
+        """
+        return None
+
+    def source_inputs(self, x: Tensor) -> Tensor:
+        """The inputs x_p of g that f reads at x, ``(..., N, P, d)``."""
+        raise TypeError(f"{self!r} has no source")
+
+    def from_source(self, x: Tensor, z: Tensor) -> Tensor:
+        """cov(f(xₙ), g(zₘ)), ``(..., N, M)``, for inputs z of g, ``(M, d)``."""
+        raise TypeError(f"{self!r} has no source")
+
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         """Draws of the spectral measure, ``(*shape, D)``, with k(x, z) ∝ E cos ωᵀ(x − z); ``None`` if unknown."""
         return None
@@ -387,6 +404,17 @@ class Scaled(Kernel):
     def relative_to(self, rows: Tensor) -> Scaled:
         return Scaled(relative_to(self.kernel, rows), self.variance) if self.depends_on_rows else self
 
+    @property
+    def source(self) -> Optional[Any]:
+        found = source(self.kernel)
+        return None if found is None else Scaled(found, self.variance)
+
+    def source_inputs(self, x: Tensor) -> Tensor:
+        return self.kernel.source_inputs(x)
+
+    def from_source(self, x: Tensor, z: Tensor) -> Tensor:
+        return as_tensor(self.variance, x)[..., None, None] * self.kernel.from_source(x, z)
+
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         return self.kernel.frequencies(shape, x) if isinstance(self.kernel, Kernel) else None
 
@@ -448,6 +476,16 @@ class Select(Kernel):
 
     def relative_to(self, rows: Tensor) -> Select:
         return Select(relative_to(self.kernel, self._slice(rows)), self.dims) if self.depends_on_rows else self
+
+    @property
+    def source(self) -> Optional[Any]:
+        return source(self.kernel)
+
+    def source_inputs(self, x: Tensor) -> Tensor:
+        return self.kernel.source_inputs(self._slice(x))
+
+    def from_source(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.kernel.from_source(self._slice(x), z)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         omega = self.kernel.frequencies(shape, self._slice(x)) if isinstance(self.kernel, Kernel) else None
@@ -539,6 +577,11 @@ def depends_on_rows(kernel: Any) -> bool:
 def relative_to(kernel: Any, rows: Tensor) -> Any:
     """The kernel in the company of ``rows``; itself for a callable that does not depend on them."""
     return kernel.relative_to(rows) if depends_on_rows(kernel) else kernel
+
+
+def source(kernel: Any) -> Optional[Any]:
+    """The kernel of the process that f is made of; ``None`` for a callable that declares none."""
+    return getattr(kernel, "source", None)
 
 
 def prior_functions(kernel: Any, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:

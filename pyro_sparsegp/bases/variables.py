@@ -1,0 +1,154 @@
+"""Inducing variables: what u is, in terms of f. Values of f, of a process f is made of, or a user's own functionals.
+
+All that a basis needs of them are covariances, K_uu and K_fu (van der Wilk et al., 2020, section 3).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Optional, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ..modules import AbstractModule
+
+__all__ = ["InducingVariables", "SourceValues", "Values", "Variables", "between"]
+
+
+@runtime_checkable
+class Variables(Protocol):
+    """A set of inducing variables."""
+
+    @property
+    def size(self) -> int: ...
+
+    def covariance(self, kernel: Any) -> Tensor: ...
+
+    def cross(self, kernel: Any, x: Tensor) -> Tensor: ...
+
+    def between(self, kernel: Any, other: Any) -> Tensor: ...
+
+    def of(self, draw: Callable) -> Optional[Tensor]: ...
+
+
+class InducingVariables(AbstractModule):
+    """M linear functionals u of f in another domain: Fourier coefficients, integrals, derivatives, other sensors.
+
+    Subclass it, say what K_uu and K_fu are, and give an object as ``inducing`` (or ``orthogonal``) to any family on
+    inducing points. It is a Pyro module: its parameters train, those of a copy of each guide's own,
+    ``guide.gps.f.basis.variables_0``.
+
+    >>> import torch
+    >>> from pyro_sparsegp import bases
+    >>> class Averages(bases.InducingVariables):
+    ...     '''u_m = (f(a_m) + f(b_m))/2.'''
+    ...
+    ...     def __init__(self, a, b):
+    ...         super().__init__()
+    ...         self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
+    ...
+    ...     @property
+    ...     def size(self):
+    ...         return len(self.a)
+    ...
+    ...     def covariance(self, kernel):
+    ...         return (self.cross(kernel, self.a) + self.cross(kernel, self.b)) / 2
+    ...
+    ...     def cross(self, kernel, x):
+    ...         return (kernel(x, self.a) + kernel(x, self.b)) / 2
+    >>> u = Averages(torch.zeros(3, 1), torch.linspace(0, 1, 3)[:, None])
+    >>> u.covariance(RBF(1.0)).shape
+    torch.Size([3, 3])
+    """
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """M."""
+
+    @abstractmethod
+    def covariance(self, kernel: Any) -> Tensor:
+        """K_uu, ``(..., M, M)``, under the prior's kernel."""
+
+    @abstractmethod
+    def cross(self, kernel: Any, x: Tensor) -> Tensor:
+        """K_fu, the covariance of f(xₙ) with u_m, ``(..., N, M)``."""
+
+    def between(self, kernel: Any, other: Any) -> Tensor:
+        """The covariance of u with other inducing variables that are not values of f, ``(..., M, M')``.
+
+        Only nested sets, as in ``OrthogonalInducing``, ask for it.
+        """
+        raise ValueError(
+            f"the covariance of inducing variables {type(self).__name__} with {type(other).__name__} is not known; "
+            f"define {type(self).__name__}.between(kernel, other), or take one such set."
+        )
+
+    def of(self, draw: Callable) -> Optional[Tensor]:
+        """u of draws of f as functions, x ↦ ``(num, ..., N)``: ``(num, ..., M)``; ``None`` where that is not known.
+
+        ``paths`` uses it; without it they are drawn value by value.
+        """
+        return None
+
+
+class Values:
+    """u = f(Z).
+
+    :param z: Z, ``(M, D)``.
+    """
+
+    def __init__(self, z: Tensor) -> None:
+        self.z = z
+
+    @property
+    def size(self) -> int:
+        return self.z.shape[-2]
+
+    def covariance(self, kernel: Any) -> Tensor:
+        return kernel(self.z)
+
+    def cross(self, kernel: Any, x: Tensor) -> Tensor:
+        return kernel(x, self.z)
+
+    def between(self, kernel: Any, other: Any) -> Tensor:
+        return other.cross(kernel, self.z)
+
+    def of(self, draw: Callable) -> Optional[Tensor]:
+        return draw(self.z)
+
+
+class SourceValues:
+    """u = g(Z), where f(x) = Σ_p w_p g(x_p), such as the response to image patches.
+
+    :param z: Z, ``(M, d)``, inputs of g.
+    """
+
+    def __init__(self, z: Tensor) -> None:
+        self.z = z
+
+    @property
+    def size(self) -> int:
+        return self.z.shape[-2]
+
+    def covariance(self, kernel: Any) -> Tensor:
+        return kernel.source(self.z)
+
+    def cross(self, kernel: Any, x: Tensor) -> Tensor:
+        return kernel.from_source(x, self.z)
+
+    def between(self, kernel: Any, other: Any) -> Tensor:
+        if isinstance(other, SourceValues):
+            return kernel.source(self.z, other.z)
+        return other.between(kernel, self).mT
+
+    def of(self, draw: Callable) -> Optional[Tensor]:
+        return None
+
+
+def between(kernel: Any, first: Variables, second: Variables) -> Tensor:
+    """The covariance of two sets of inducing variables, ``(..., M, M')``."""
+    if isinstance(second, Values) and not isinstance(first, Values):
+        return first.cross(kernel, second.z).mT
+    return first.between(kernel, second)
