@@ -411,3 +411,15 @@ def test_mini_batches_are_refused_by_the_full_batch_families():
         guide(x, y)
         with pytest.raises(ValueError, match=r"all rows|mini-batch"):
             SVI(regression, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO()).step(x[:10], y[:10], size=60)
+
+
+def test_many_inducing_points_are_chosen_greedily_first_and_none_twice(monkeypatch):
+    from pyro_sparsegp.bases import greedy_variance, initial
+
+    monkeypatch.setattr(initial, "_GREEDY", 20)
+    x = torch.rand(100, 2).double()
+    chosen = greedy_variance(kernels.RBF(0.5), x, 90)
+    assert chosen.unique(dim=0).shape == (90, 2)
+    assert (chosen[:, None] == x).all(-1).any(1).all()
+    spread = torch.pdist(chosen[:20]).min()
+    assert spread > torch.pdist(x[:20]).min()

@@ -10,6 +10,8 @@ from torch import Tensor
 
 __all__ = ["Initialiser", "choose_inputs", "greedy_variance", "k_means"]
 
+_GREEDY = 2048  # points up to which the greedy choice is worth its time
+
 Initialiser = Callable[[Any, Tensor, int], Tensor]
 
 
@@ -19,8 +21,12 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
 
     A pivoted Cholesky factorisation of k(x, x) (Fine and Scheinberg, 2001; Burt, Rasmussen and van der Wilk,
     2020, section 7), in O(N·num²) on at most max(4096, 4·num) random rows. Once the variance is used up, which
-    a smooth kernel does soon, the rest are random rows.
+    a smooth kernel does soon, and beyond 2048 points, the rest are random rows.
     """
+    if num > _GREEDY:
+        x = x[torch.randperm(x.shape[0], device=x.device)]
+        rest = num - _GREEDY  # rows that the greedy choice does not see: none is taken twice
+        return torch.cat([greedy_variance(kernel, x[rest:], _GREEDY), x[:rest]])
     x = x[torch.randperm(x.shape[0], device=x.device)[: max(4096, 4 * num)]]
     # With batches of hyperparameters or outputs, one set of inputs serves all: work with the mean kernel.
     remaining = _flat_mean(kernel.diag(x), 1).clone()
