@@ -45,6 +45,35 @@ def test_expectation_propagation_is_judged_by_its_own_target():
     assert abs(float(loo.elpd) - exact) < 3
 
 
+@pytest.mark.filterwarnings("ignore:Estimated shape parameter", "ignore:the weights p/q:UserWarning")
+def test_leave_one_out_by_streaming_takes_the_guides_own_target():
+    """Towards expectation propagation's target its draws have equal weights; towards the bound's they have not."""
+    x, y = data(200)
+
+    def poisson(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+
+    for model, seen, tolerance in ((gaussian, y, 1e-5), (poisson, torch.poisson((y + 1).clamp(0)), 0.4)):
+        guide = AutoSparseGP(model, SparseEP(8))
+        ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}), damping=0.7)
+        for _ in range(30):
+            ep.sweep(x, seen)
+        found = diagnostics.loo_large(model, ep, x, seen, observations=100, num_samples=200)
+        assert found.target == "fitc"
+        tree = diagnostics.to_datatree(model, ep, x, seen, num_samples=200, seed=0)
+        assert diagnostics.psis(tree).target == "fitc"
+        weights = tree.sample_stats["lp_fitc"] - tree.sample_stats["log_q"]
+        assert float(weights.std()) < tolerance
+        assert float((tree.sample_stats["lp"] - tree.sample_stats["log_q"]).std()) > float(weights.std())
+        assert abs(found.elpd - diagnostics.loo(tree).elpd) < 2
+    guide = AutoSparseGP(gaussian, SVGP(8))
+    guide(x, y)
+    bound = diagnostics.loo_large(gaussian, guide, x, y, observations=5, num_samples=30, target="vfe")
+    assert bound.target == "vfe"
+
+
 @pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()])
 def test_deep_bases_keep_their_level_at_new_rows(family):
     x, y = data()

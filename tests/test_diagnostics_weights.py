@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 
 from .models import FAMILIES, additive, bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression, train
@@ -277,21 +277,62 @@ def test_loo_large_agrees_with_loo():
     assert table.index[0] == "many"
     assert "subsampling_dse" in table.columns
     with pytest.raises(ValueError, match="observations must be between 1 and 120"):
-        diagnostics.loo_large(model, guide, x, y, observations=121, num_samples=2)
+        diagnostics.loo_large(model, guide, x, y, observations=121, num_samples=30)
+    with pytest.raises(ValueError, match="at least 25, got 2"):
+        diagnostics.loo_large(model, guide, x, y, num_samples=2)
     with pytest.raises(ValueError, match="loo_large's target"):
         diagnostics.loo_large(model, guide, x, y, target="exact")
 
 
 def test_loo_says_when_weights_fail():
+    """Weights that cannot be used are left out, and the result says so; asked for, they are used with a warning."""
     x, y = smooth_data(20)
     guide = on_a_grid(10, x, y)
     tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=50)
+    good = diagnostics.loo(tree)
+    assert (good.target, good.khat, good.warning) == ("vfe", -np.inf, bool((good.pareto_k > good.good_k).any()))
     steep = tree.sample_stats["log_q"].copy(data=np.linspace(0, 200, 50)[None] + tree.sample_stats["log_q"].values)
     tree["sample_stats"] = tree["sample_stats"].to_dataset().assign(lp=steep)
     assert not diagnostics.psis(tree).khat <= 0.7
+    plain = diagnostics.loo(tree, target="none")
+    assert plain.target == "none"
+    assert np.isnan(plain.khat)
+    with pytest.warns(UserWarning, match="They are left out"):
+        found = diagnostics.loo(tree)
+    assert found.elpd == plain.elpd
+    assert found.target == "none"
+    assert found.khat > 0.7
+    assert found.warning
     with pytest.warns(UserWarning, match='target="none" leaves them out'), suppress(ValueError):  # perhaps not finite
-        diagnostics.loo(tree)
-    assert np.isfinite(diagnostics.loo(tree, target="none").elpd)
+        diagnostics.loo(tree, target="vfe")
+
+
+def test_loo_large_without_weights():
+    """Weights p/q are lost where training has left noise; what is left is the guide's own leave-one-out, and it is what
+    new data have: the mean log score of 3,000 more rows is the same within its standard error.
+    """
+    x = torch.rand(6000, 1)
+    y = torch.sin(6 * x[:, 0]) + NOISE * torch.randn(6000)
+    x, new, y, seen = x[:3000], x[3000:], y[:3000], y[3000:]
+    model = gaussian(kernels.RBF(0.3), NOISE)
+    z = torch.linspace(0, 1, 8)[:, None]
+    guide, _ = maximise(model, SVGP(z, trainable=False), x, y, iterations=60)
+    coefficients = guide.posterior(x[:1])["f"].coefficients
+    with torch.no_grad():  # a mean that wanders about the optimum, by twice what a draw does
+        mean = guide.gps.f.coefficients.loc_0_unconstrained
+        mean.add_(2 * (coefficients.rsample(())[0] - mean))
+    with pytest.warns(UserWarning, match="above 0.7.* left out"):
+        found = diagnostics.loo_large(model, guide, x, y, observations=100, num_samples=100)
+    assert (found.target, found.warning) == ("none", True)
+    assert found.khat > 0.7
+    assert not found.approx_posterior
+    assert found.subsampling_se < 5
+    scores = diagnostics.predictive_scores(model, guide, new, seen, num_samples=1).pointwise["log_score"].values
+    error = (scores.std() ** 2 / 3000 + float(found.se) ** 2 / 3000**2) ** 0.5
+    assert abs(found.elpd / 3000 - scores.mean()) < 3 * error
+    assert error < 0.025
+    # the optimal q(w) at the same N has equal weights
+    assert diagnostics.psis(model, on_a_grid(8, x, y, model), x, y, num_samples=40).ess > 39
 
 
 # Scores.
