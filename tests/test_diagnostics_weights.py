@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 
 from .models import FAMILIES, additive, bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression, train
@@ -360,14 +360,14 @@ def test_scores_of_a_gaussian_likelihood_are_closed_form():
 
 
 def test_scores_of_mixtures_agree_with_draws(monkeypatch):
-    from pyro_sparsegp.diagnostics import scores
+    from pyro_sparsegp.diagnostics import scorers, scores
 
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
     train(regression, guide, x, y, steps=50)
     new, seen = data(num=80, seed=4)
     closed = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=300)
-    monkeypatch.setattr(scores, "_scorer", lambda source, draw, site: scores._Draws(source, seen, site))
+    monkeypatch.setattr(scores, "scorer_for", lambda source, draw, site, _: scorers.Draws(source, seen, site))
     drawn = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=1000)
     assert (closed.method, drawn.method) == ("gaussian", "draws")
     for name, tolerance in (("crps", 0.05), ("pit", 0.1), ("log_score", 0.15)):
