@@ -1,8 +1,6 @@
 """Posteriors as DataTree: what is in it against dense references, its layout, and its way to disk."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pyro
@@ -452,34 +450,3 @@ def test_looking_changes_nothing():
     assert guide.training
     after = guide.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_old_arviz():
-    arviz = pytest.importorskip("arviz")
-    guide, x, y = fitted()
-    tree = to_datatree(regression, guide, x, y, num_samples=40)
-    if not hasattr(arviz, "InferenceData"):
-        pytest.skip("arviz 1 takes the DataTree")
-    data = diagnostics.to_inference_data(tree)
-    assert data.posterior["noise"].shape == (1, 40)
-    assert "noise" in arviz.summary(data, var_names=["noise"]).index
-    assert np.isfinite(arviz.loo(data).elpd_loo)
-    assert diagnostics.psis(tree).khat > -1
-
-
-def _seconds(code):
-    # processor time of the imports alone, which a busy machine does not change
-    code = f"import time; {code}; print(time.process_time() - t)"
-    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-
-
-def test_importing_the_package_is_quick_and_leaves_arviz_alone():
-    code = "import sys, pyro_sparsegp; print(sorted({m.split('.')[0] for m in sys.modules}))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not any(name in out for name in ("arviz", "xarray", "matplotlib", "pandas"))
-    code = "import sys, pyro_sparsegp.diagnostics; print(sorted({m.split('.')[0] for m in sys.modules}))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not any(name in out for name in ("arviz", "xarray", "matplotlib", "pandas"))
-    own = min(_seconds("import pyro, pyro.infer; t = time.process_time(); import pyro_sparsegp") for _ in range(3))
-    assert own < 0.3
