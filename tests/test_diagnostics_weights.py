@@ -7,9 +7,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
-from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace, SparseEP, WeightSpace
 
 from .models import FAMILIES, additive, bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression, train
 
@@ -202,6 +203,8 @@ def test_psis_refuses():
     tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=30)
     with pytest.raises(ValueError, match="at least 25"):
         diagnostics.psis(guide.model, guide, x, y, num_samples=20)
+    with pytest.raises(ValueError, match="at least 25 draws, the tree has 20"):
+        diagnostics.loo(guide.model, guide, x, y, num_samples=20, target="none")
     with pytest.raises(ValueError, match="target must be one of"):
         diagnostics.psis(tree, target="elbo")
     with pytest.raises(ValueError, match="exact=True"):
@@ -394,19 +397,29 @@ def test_scores_of_other_likelihoods(model, method):
         np.testing.assert_allclose(found.pointwise["crps"].values, (1 - p) ** 2, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+OTHERS = {"SparseEP": SparseEP(12), "WeightSpace": WeightSpace(), "ExactWeightSpace": ExactWeightSpace()}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_coverage_of_every_family(name):
     """On a draw from the prior, with the true hyperparameters: 95 % intervals cover 93 to 97 % of new observations."""
-    kernel = additive(1.0, torch.tensor([0.6, 0.8]))
     covered = []
     for seed in range(2):
         pyro.set_rng_seed(seed)
         x = torch.rand(1100, 2)
+        if name.endswith("WeightSpace"):  # for finite features
+            kernel = kernels.RandomFourier(kernels.RandomFourier.draw(kernels.RBF, 20, 2), torch.tensor([0.3, 0.4]))
+        else:
+            kernel = additive(1.0, torch.tensor([0.6, 0.8]))
         y = GaussianProcess(kernel, x).sample() + 0.4 * torch.randn(1100)
         model = gaussian(kernel, 0.4)
-        guide = AutoSparseGP(model, FAMILIES[name])
+        guide = AutoSparseGP(model, {**FAMILIES, **OTHERS}[name])
         guide(x[:100], y[:100])
-        if any(True for _ in guide.parameters()):
+        if name == "SparseEP":
+            ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}), damping=1.0)
+            for _ in range(3):
+                ep.sweep(x[:100], y[:100])
+        elif any(True for _ in guide.parameters()):
             maximise(model, guide, x[:100], y[:100], iterations=120)
         covered.append(diagnostics.predictive_scores(model, guide, x[100:], y[100:], num_samples=1).coverage(0.95))
     assert 0.93 <= np.mean(covered) <= 0.97, covered
@@ -442,3 +455,43 @@ def test_a_confident_guide_is_found_out():
     assert bad.khat > good.khat
     new, seen = data(num=300, seed=9)
     assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=20).coverage(0.95) < 0.85
+
+
+def test_a_confident_posterior_of_hyperparameters_is_found_out():
+    """A tenth of the spread and nothing else: k-hat says so, and over simulations so does the coverage of the truth."""
+
+    def model(x, y=None):
+        noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.5))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    x = torch.rand(40, 1)
+    inside = []
+    for _ in range(24):
+        trace = poutine.trace(model).get_trace(x)
+        y, truth = trace.nodes["y"]["value"], float(trace.nodes["noise"]["value"])
+        guide = AutoSparseGP(model, SGPR(8))
+        train(model, guide, x, y, steps=50, lr=0.1, loss=TraceQuadrature_ELBO(2))
+        found = []
+        for _ in range(2):
+            draws = diagnostics.to_datatree(
+                model, guide, x, y, num_samples=60, log_likelihood=False, posterior_predictive=False
+            ).posterior["noise"]
+            low, high = np.quantile(draws, [0.025, 0.975])
+            found.append(low < truth < high)
+            with torch.no_grad():  # then the confident one
+                guide.scales.noise_unconstrained.sub_(np.log(10))
+        inside.append(found)
+    coverage = np.mean(inside, 0)
+    assert coverage[0] > 0.8, coverage
+    assert coverage[1] < 0.5, coverage
+    with torch.no_grad():
+        guide.scales.noise_unconstrained.add_(np.log(10))
+    confident = diagnostics.psis(model, guide, x, y, num_samples=1000, target="fitc", seed=0)
+    with torch.no_grad():
+        guide.scales.noise_unconstrained.add_(np.log(10))
+    right = diagnostics.psis(model, guide, x, y, num_samples=1000, target="fitc", seed=0)
+    assert right.khat < 0.5
+    assert confident.khat > confident.good_k
+    assert confident.khat > right.khat + 0.3

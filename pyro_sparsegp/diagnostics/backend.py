@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["arviz_plots", "arviz_stats", "inference_data", "pyplot", "smooth", "xarray"]
+__all__ = ["FEWEST", "arviz_plots", "arviz_stats", "inference_data", "pyplot", "smooth", "xarray"]
 
 _REMEDY = 'pip install "pyro-sparsegp[diagnostics]" (ArviZ comes with it from Python 3.11 on)'
+
+
+FEWEST = 25  # draws that a tail can be fitted to
 
 
 def _load(module: str, purpose: str) -> Any:
@@ -55,8 +58,8 @@ def smooth(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
     (Vehtari, Simpson, Gelman, Yao and Gabry, 2024.) Constant weights have k-hat −∞.
     """
     log_weights = np.asarray(log_weights, dtype=np.float64)
-    if log_weights.size < 25:
-        raise ValueError(f"k-hat needs at least 25 draws, got {log_weights.size}: take more, num_samples=1000")
+    if log_weights.size < FEWEST:
+        raise ValueError(f"k-hat needs at least {FEWEST} draws, got {log_weights.size}: take more, num_samples=1000")
     if np.ptp(log_weights) <= 1e-9 * max(1.0, float(np.abs(log_weights).max())):
         return np.full_like(log_weights, -np.log(log_weights.size)), -np.inf
     try:

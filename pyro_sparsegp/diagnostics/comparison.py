@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from . import backend
+from .backend import FEWEST
 from .draws import seeded
 from .labels import Labels
 from .samples import SampleSource
@@ -44,6 +45,9 @@ def loo(
         why = "; given w the data depend on each other under it, and leave no terms to leave out" * (target == "exact")
         raise ValueError(f"loo's target must be 'vfe', 'fitc' or 'none', got {target!r}{why}")
     tree = _tree(tree_or_model, args, target, kwargs)
+    size = tree.posterior.sizes["chain"] * tree.posterior.sizes["draw"]
+    if size < FEWEST:
+        raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
     sample_stats = tree.children.get("sample_stats")
     approximate = sample_stats is not None and "log_q" in sample_stats
     used, khat = "none", np.nan if approximate else -np.inf
@@ -110,8 +114,8 @@ def loo_large(
     stats, xr = backend.arviz_stats(), backend.xarray()
     if target not in (None, "vfe", "fitc", "none"):
         raise ValueError(f"loo_large's target must be 'vfe', 'fitc' or 'none', got {target!r}")
-    if num_samples < 25:
-        raise ValueError(f"loo_large's k-hats need num_samples of at least 25, got {num_samples}")
+    if num_samples < FEWEST:
+        raise ValueError(f"loo_large needs num_samples of at least {FEWEST}, got {num_samples}")
     source = as_source(model, guide, args, kwargs, False, chunk_size)
     if isinstance(source, SampleSource):
         raise ValueError("loo_large streams draws of a guide; of MCMC, whose draws hold f itself, use loo")
