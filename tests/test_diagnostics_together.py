@@ -62,7 +62,7 @@ def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
 
     def model(x, y=None):
         noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.3))
-        f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.5), x))
+        f = pyro.sample("f", GaussianProcess(kernels.Matern32(2.0), x))
         with pyro.plate("row", len(x)):
             return pyro.sample("y", dist.Normal(f, noise), obs=y)
 

@@ -165,7 +165,8 @@ show(forest, "forest")
 
 # %% [markdown]
 # The function, under variational inference, expectation propagation and NUTS, at three of the new inputs.
-# Hyperparameters of expectation propagation have no spread, and the function lacks what they would add to it.
+# Hyperparameters of expectation propagation are points where log Z is large, and its function differs from that of
+# NUTS, which averages over them. Neither its k-hat nor its leave-one-out below can tell: both take points for given.
 
 # %%
 overlaid = arviz_plots.plot_dist(
