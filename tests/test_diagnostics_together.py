@@ -88,7 +88,7 @@ def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
     assert all("noise" in tree.posterior for tree in trees.values())
     table = diagnostics.compare(trees)
     assert set(table.index) == set(trees)
-    assert table["elpd_diff"].abs().max() < 1.5
+    assert table["elpd_diff"].abs().max() < 3  # of some 20 nats, by 100 draws each
     stock = arviz_stats.compare({name: arviz_stats.loo(tree, reff=1.0, pointwise=True) for name, tree in trees.items()})
     assert (stock["elpd"] - diagnostics.compare(trees, target="none")["elpd"]).abs().max() < 0.05
     means = {name: tree.predictions["f"].mean(["chain", "draw"]).values for name, tree in trees.items()}
