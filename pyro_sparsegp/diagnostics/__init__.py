@@ -3,9 +3,10 @@
 from .calibration import sbc
 from .comparison import compare, loo, loo_large
 from .convergence import History, StoppingRule, add_history
+from .prior import prior_predictive
 from .ribbons import plot_ribbon
 from .scores import PredictiveScores, predictive_scores
-from .tree import prior_predictive, to_datatree, to_inference_data
+from .tree import to_datatree, to_inference_data
 from .weights import PSIS, psis, resample
 
 __all__ = [
