@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from . import structure
-from .conditioning import observes, read_sites, repeatable, require_full_batch
+from .conditioning import correct_sites, is_corrected, observes, read_sites, repeatable, require_full_batch
 from .expectation_gp import ExpectationGP
 from .families import ExpectationFamily, Family, SiteFamily
 from .kernels import base as kernel_base
@@ -183,6 +183,10 @@ class AutoSparseGP(AutoNormalMessenger):
             return super().__call__(*args, **kwargs)
         self.prepare(*args, **kwargs)
         observing = False if self._new_rows else None
+        if self._last is not None and any(is_corrected(self, name, _get(self.gps, name)) for name in self._row_counts):
+            observing = observes(self, args, kwargs) if observing is None else observing
+            if not observing:
+                self._refresh_sites()
         with self._requesting(_Request(reading=self.on_sites, observing=observing), self._computing_median):
             draws = super().__call__(*args, **kwargs)
         self._after_run(args, kwargs)
@@ -521,6 +525,8 @@ class AutoSparseGP(AutoNormalMessenger):
             # Iterated sites stay: to look at a guide must not change how it trains.
             if isinstance(module.sites, KeptSites) and self.structure and name in self.structure.quadratic:
                 read_sites(self, name, process, module)
+            elif kernel_base.depends_on_rows(process.kernel) and is_corrected(self, name, module):
+                correct_sites(self, name, process, module)
             if not self._meets(name):
                 return process.mean
         if request.reading and not request.refreshing and self._is_to_read(module):
@@ -555,7 +561,7 @@ class AutoSparseGP(AutoNormalMessenger):
         """Whether this run observes data, for a kernel whose diagonal depends on the rows in training."""
         request = self._request
         if request.observing is None:
-            request.observing = observes(self)
+            request.observing = observes(self, *self.args_kwargs)
         if request.observing:
             if self.keeps_sites:
                 module.see(process.x)

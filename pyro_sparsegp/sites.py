@@ -88,12 +88,16 @@ class KeptSites(AbstractModule):
     :param columns: D.
     """
 
+    corrected: Optional[Tensor]
+
     def __init__(self, like: Tensor, batch_shape: Sequence[int], columns: int) -> None:
         super().__init__()
         self.register_buffer("inputs", like.new_zeros(0, columns))
         self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
         self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
         self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
+        # λ and λ(z − μ) for predictions under a kernel whose diagonal acts on the data, where they are others.
+        self.register_buffer("corrected", None)
         self.marginals: Optional[tuple[Tensor, Tensor]] = None  # of the posterior that these sites gave
 
     @property
@@ -115,10 +119,19 @@ class KeptSites(AbstractModule):
         )
         self.truncated = truncated
 
+    def for_prediction(self, process: GaussianProcess) -> Sites:
+        """The sites that a corrected posterior at new inputs comes from."""
+        if self.corrected is None:
+            return self(process)
+        precision, linear = self.corrected
+        return Sites(self.inputs, precision, linear)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("inputs", "precision", "linear"):
             if prefix + name in state_dict:
                 setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
+        corrected = state_dict.get(prefix + "corrected")
+        self.corrected = None if corrected is None else self.linear.new_zeros(corrected.shape)
         self.marginals = None
         super()._load_from_state_dict(state_dict, prefix, *args)
 
