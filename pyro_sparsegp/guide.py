@@ -166,6 +166,7 @@ class AutoSparseGP(AutoNormalMessenger):
         self._idle = self._request = _Request()
         self._new_rows = False
         self._checked_parameters = False
+        self._loaded = False  # and not called since
         self._like = torch.empty(0)
         self._last: Optional[tuple[tuple, dict[str, Any]]] = None  # the last training call, of families on sites
         self.warned: set[str] = set()
@@ -198,6 +199,7 @@ class AutoSparseGP(AutoNormalMessenger):
             self._initialise(args, kwargs)
         if torch.is_grad_enabled() and not self._checked_parameters:
             self._check_parameters(args, kwargs)
+        self._check_loaded(args, kwargs)
         if not self.keeps_sites:
             self._refresh_sites()
 
@@ -219,6 +221,7 @@ class AutoSparseGP(AutoNormalMessenger):
         """
         if self.structure is None:
             self._initialise(args, kwargs)
+        self._check_loaded(args, kwargs)
         self._refresh_sites()
         with (
             self._requesting(_Request(predicting=True, observing=False), median=True) as request,
@@ -271,6 +274,7 @@ class AutoSparseGP(AutoNormalMessenger):
         """
         if self.structure is None:
             self._initialise(args, kwargs)
+        self._check_loaded(args, kwargs)
         self._refresh_sites()
         training = self.training
         self.train(not joint)
@@ -835,6 +839,16 @@ class AutoSparseGP(AutoNormalMessenger):
                 stacklevel=4,
             )
 
+    def _check_loaded(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check the parameters at the first call after a state was loaded, whatever the call is for."""
+        if not self._loaded:
+            return
+        self._loaded = False
+        if not self._checked_parameters and not torch.is_inference_mode_enabled():
+            # The graph is what shows where parameters come from; what the call draws later stays as it would be.
+            with torch.enable_grad(), whole_plates(), repeatable(self.like):
+                self._check_parameters(args, kwargs)
+
     def _check_parameters(self, args: tuple, kwargs: dict[str, Any]) -> None:
         probe = self._probe(args, kwargs, {})
         self._check_known()
@@ -857,9 +871,22 @@ class AutoSparseGP(AutoNormalMessenger):
                 f"these parameters would not train: {', '.join(_name_of(p, sources) for p in forgotten)}. SVI trains "
                 "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
                 "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
-                "should stay as it is."
+                f"should stay as it is.{self._taken(forgotten, sources)}"
             )
         self._checked_parameters = True
+
+    def _taken(self, forgotten: list[Tensor], sources: dict[str, Any]) -> str:
+        """What to do where ``pyro.module`` found another network's parameters under the names of those forgotten."""
+        paths = {_found_in(parameter, sources)[1] for parameter in forgotten}
+        registered = [name.split("$$$", 1) for name, site in _sites(self.trace) if site["type"] == "param"]
+        names = sorted({name for name, *path in registered if path and path[0] in paths})
+        if not names:
+            return ""
+        return (
+            f" Another network is registered as {', '.join(map(repr, names))} in Pyro's parameter store (a notebook's "
+            "cell run twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
+            f"pyro.module({names[0]!r}, network, update_module_params=True) to take the stored values."
+        )
 
     def _check_known(self) -> None:
         """After a run: raise if, at a training call, the model's sites are not those the guide was initialised or
@@ -959,6 +986,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 deep_setattr(self, "gps." + name, self._family(name).rebuild(spec, like, name))
                 self._like = like
         self.structure = saved
+        self._loaded, self._checked_parameters = True, False
 
     def __getstate__(self) -> dict[str, Any]:
         self._refresh_sites()
@@ -1106,7 +1134,11 @@ def _mentioned(model: Any) -> list[Any]:
 
 
 def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
-    """Where a parameter is found: a module's name for it, by looking through objects' attributes."""
+    return _found_in(parameter, sources)[0]
+
+
+def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional[str]]:
+    """Where a parameter is found, and a module's name for it, by looking through objects' attributes."""
     for label, source in sources.items():
         stack: list[Any] = [source]
         seen: set[int] = set()
@@ -1118,10 +1150,10 @@ def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
             if isinstance(item, torch.nn.Module):
                 for name, value in item.named_parameters():
                     if value is parameter:
-                        return f"{type(item).__name__}.{name} in {label}"
+                        return f"{type(item).__name__}.{name} in {label}", name
                 continue
             if item is parameter:
-                return f"a parameter of shape {tuple(parameter.shape)} in {label}"
+                return f"a parameter of shape {tuple(parameter.shape)} in {label}", None
             if isinstance(item, (list, tuple)):
                 stack.extend(item)
             elif isinstance(item, Mapping):
@@ -1130,4 +1162,4 @@ def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
                 stack.extend(getattr(item, "__dict__", {}).values())
                 stack.extend(_closed_over(item))
                 stack.append(getattr(item, "__self__", None))
-    return f"a parameter of shape {tuple(parameter.shape)}"
+    return f"a parameter of shape {tuple(parameter.shape)}", None
