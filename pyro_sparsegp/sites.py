@@ -96,7 +96,7 @@ class KeptSites(AbstractModule):
         self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
         self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
         self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
-        # λ and λ(z − μ) for predictions under a kernel whose diagonal acts on the data, where they are others.
+        # λ and λ(z − μ), (2, ..., N), that predictions under a kernel whose diagonal acts on the data take instead.
         self.register_buffer("corrected", None)
         self.marginals: Optional[tuple[Tensor, Tensor]] = None  # of the posterior that these sites gave
 
@@ -118,13 +118,6 @@ class KeptSites(AbstractModule):
             part.detach() for part in (sites.inputs, sites.precision, sites.linear)
         )
         self.truncated = truncated
-
-    def for_prediction(self, process: GaussianProcess) -> Sites:
-        """The sites that a corrected posterior at new inputs comes from."""
-        if self.corrected is None:
-            return self(process)
-        precision, linear = self.corrected
-        return Sites(self.inputs, precision, linear)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("inputs", "precision", "linear"):

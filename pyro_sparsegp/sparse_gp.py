@@ -199,7 +199,10 @@ class OptimalGP(SiteGP):
         q(w) is the optimum for sites of variance 1/λₙ + c(xₙ). For a likelihood that is Gaussian in f they are those of
         ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is read so that they are (``conditioning.correct_sites``).
         """
-        sites = self.sites.for_prediction(process) if isinstance(self.sites, KeptSites) else self.sites(process)
+        corrected = self.sites.corrected if isinstance(self.sites, KeptSites) else None
+        sites = self.sites(process)
+        if corrected is not None:
+            sites = Sites(sites.inputs, corrected[0], corrected[1])
         if self.sites.empty or not kernel_base.depends_on_rows(process.kernel):
             return super().predict(process, name, kind)
 
@@ -211,7 +214,8 @@ class OptimalGP(SiteGP):
             sums = features.gram(sites.inputs, sites.precision, sites.linear, absorb=True)
             return kernel, from_natural(*sums, features.sizes, None, name)
 
-        key = contents([process.kernel, Held(sites.inputs), Held(sites.precision), Held(sites.linear)])
+        values = [sites.precision, sites.linear] if corrected is None else [corrected]
+        key = contents([process.kernel, Held(sites.inputs), *map(Held, values)])
         kernel, coefficients = self._memory.recall(key, condition)
         settled = process.with_kernel(kernel)
         if coefficients is None:
