@@ -29,7 +29,7 @@ from .sites import Sites
 
 __all__ = ["GaussianProcess", "PriorProcess", "SparsePosterior"]
 
-Mean = Union[None, Tensor, Callable[[Tensor], Tensor]]
+Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
 
 
 class GaussianProcess(TorchDistribution):
@@ -46,7 +46,8 @@ class GaussianProcess(TorchDistribution):
 
     :param kernel: a kernel, or any callable with its two methods.
     :param x: inputs, ``(N, D)``; leading batch dimensions broadcast with those of the hyperparameters.
-    :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, or ``None`` (zero).
+    :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, a number, or ``None``
+        (zero).
     :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32.
     :raises ValueError: if x is no matrix of finite floating point numbers, or mean or kernel do not fit.
     """
@@ -71,7 +72,11 @@ class GaussianProcess(TorchDistribution):
         if jitter is not None and not (isinstance(jitter, (int, float)) and jitter >= 0):
             raise ValueError(f"GaussianProcess's jitter must be None or a number of at least 0, got {jitter!r}")
         self.jitter = jitter
-        self.mean_function = mean
+        if not (mean is None or isinstance(mean, (int, float, Tensor)) or callable(mean)) or isinstance(mean, bool):
+            raise ValueError(
+                f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {type(mean).__name__}"
+            )
+        self.mean_function = x.new_full((), mean) if isinstance(mean, (int, float)) else mean
         self._scale_tril: Optional[Tensor] = None
         if self._unfit is not None:
             self._refuse_inputs()

@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from .bases import Basis, KernelFeatures
+from .bases import Basis, ExplicitFeatures, KernelFeatures
 from .bases.actions import DenseActions, Policy, UserPolicy
 from .bases.projection import ProjectedFeatures, project
 from .blocks import is_long
@@ -18,6 +18,7 @@ from .modules import AbstractModule
 from .posteriors import Coefficients, Gaussian, ProjectedGaussian, from_natural, optimal
 from .process import GaussianProcess, SparsePosterior
 from .sites import FreeSites, KeptSites, Sites
+from .terms import Findings
 
 __all__ = ["OptimalGP", "ProjectedGP", "SiteGP", "SparseGP", "same_rows"]
 
@@ -160,7 +161,13 @@ class OptimalGP(SiteGP):
     def __init__(self, basis: Basis, blockwise: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.basis, self.blockwise = basis, blockwise
+        self.findings = Findings()
         self._memory = Memory()
+
+    @property
+    def in_weight_space(self) -> bool:
+        """Whether the basis is the kernel's own features."""
+        return isinstance(self.basis, ExplicitFeatures)
 
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
@@ -198,9 +205,13 @@ class OptimalGP(SiteGP):
     ) -> SparsePosterior:
         """The posterior at new inputs. In weight space the kernel's diagonal acts on the training data too (eq. 12):
 
-        q(w) is the optimum for sites of variance 1/λₙ + c(xₙ), those of ∫ p(y | f) N(f | φᵀw, c) df for a Gaussian p.
+        q(w) is the optimum for sites of variance 1/λₙ + c(xₙ). For a likelihood that is Gaussian in f they are those of
+        ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is read so that they are (``conditioning.correct_sites``).
         """
+        corrected = self.sites.corrected if isinstance(self.sites, KeptSites) else None
         sites = self.sites(process)
+        if corrected is not None:
+            sites = Sites(sites.inputs, corrected[0], corrected[1])
         if self.sites.empty or not kernel_base.depends_on_rows(process.kernel):
             return super().predict(process, name, kind)
 
@@ -212,7 +223,8 @@ class OptimalGP(SiteGP):
             sums = features.gram(sites.inputs, sites.precision, sites.linear, absorb=True)
             return kernel, from_natural(*sums, features.sizes, None, name)
 
-        key = contents([process.kernel, Held(sites.inputs), Held(sites.precision), Held(sites.linear)])
+        values = [sites.precision, sites.linear] if corrected is None else [corrected]
+        key = contents([process.kernel, Held(sites.inputs), *map(Held, values)])
         kernel, coefficients = self._memory.recall(key, condition)
         settled = process.with_kernel(kernel)
         if coefficients is None:
