@@ -5,7 +5,7 @@ from .additive import Additive, AdditiveFeatures
 from .base import Basis, Features
 from .features import ExplicitFeatures, KernelFeatures
 from .inducing import InducingFeatures, InducingPoints
-from .initial import greedy_variance, k_means
+from .initial import greedy_variance, k_means, regular_grid
 from .projection import ProjectedFeatures
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "ProjectedFeatures",
     "greedy_variance",
     "k_means",
+    "regular_grid",
 ]
