@@ -11,7 +11,7 @@ from pyro_sparsegp.families import CoupledPrecision
 
 from .models import train
 
-NUM, GROUPS = 300, 8
+NUM, GROUPS = 400, 8
 
 
 def gaussian(eta):
@@ -97,7 +97,7 @@ def test_gam(likelihood):
     x, group, exposure, effect, y = simulate(likelihood)
     model = gam(likelihood)
     guide = AutoSparseGP(model, CoupledPrecision([8, 12], init="grid"))
-    losses = train(model, guide, x, group, exposure, y, steps=350, lr=0.04)
+    losses = train(model, guide, x, group, exposure, y, steps=300, lr=0.05)
     assert sum(losses[-20:]) < sum(losses[:20])
     noisy = likelihood in (bernoulli,)  # the one with the least information
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_gam(likelihood):
             assert covered > 0.7, covered
     medians = guide.median(x, group, exposure)
     assert abs(medians["slope"] - 0.7) < (1.0 if noisy else 0.4)
-    assert torch.corrcoef(torch.stack([medians["effect"], effect]))[0, 1] > (0.8 if noisy else 0.95)
+    assert torch.corrcoef(torch.stack([medians["effect"], effect]))[0, 1] > (0.7 if noisy else 0.95)
     for name, value in TRUE.items():
         if name in pyro.get_param_store():
             assert 0.6 * value < pyro.param(name).item() < 1.6 * value
