@@ -122,8 +122,8 @@ def model(x, y=None, size=None):
 #
 # `MeanFieldAdditive` has independent posteriors of the terms, `CoupledPrecision` couples them by a low-rank term of the
 # precision, in storage and time linear in the number of terms. `inducing` has an entry for each term: 12 points for a
-# curve, 36 for the surface, on regular grids in the columns that the term reads. Terms with finite features, such as the
-# factors, need none: they are exact.
+# curve, 36 for the surface, on regular grids in the columns that the term reads. Terms with finite features, such as
+# the factors, need none: they are exact.
 #
 # A contrast of two levels of a factor needs their joint posterior: in a ratio of rates, what both share cancels. The
 # model's parameters are in Pyro's store, for the guide trained last, so we ask each guide right away.
@@ -165,8 +165,8 @@ for family in (MeanFieldAdditive(inducing, init="grid"), CoupledPrecision(induci
 # %% [markdown]
 # ## The effects
 #
-# `components` are the posteriors of the terms, by name. `plot_effects` draws all of them as users of GAMs know them, with
-# 95 % intervals and a rug of the inputs; here as factors of the rate of visits.
+# `components` are the posteriors of the terms, by name. `plot_effects` draws all of them as users of GAMs know them,
+# with 95 % intervals and a rug of the inputs; here as factors of the rate of visits.
 
 # %%
 posterior = guides["CoupledPrecision"].posterior(x)["f"]
