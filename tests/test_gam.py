@@ -110,7 +110,7 @@ def test_gam(likelihood):
             assert covered > 0.7, covered
     medians = guide.median(x, group, exposure)
     assert abs(medians["slope"] - 0.7) < (1.0 if noisy else 0.4)
-    assert torch.corrcoef(torch.stack([medians["effect"], effect]))[0, 1] > (0.7 if noisy else 0.95)
+    assert torch.corrcoef(torch.stack([medians["effect"], effect]))[0, 1] > (0.5 if noisy else 0.95)
     for name, value in TRUE.items():
         if name in pyro.get_param_store():
             assert 0.6 * value < pyro.param(name).item() < 1.6 * value

@@ -331,12 +331,12 @@ def run_cost(options: argparse.Namespace) -> None:
         for svi in steps.values():
             svi.step(x, y)
         for _, name in itertools.product(range(rounds), kinds):  # side by side
-            start = time.perf_counter()
+            start = time.process_time()
             steps[name].step(x, y)
-            middle = time.perf_counter()
+            middle = time.process_time()
             guides[name].gps.f.coefficients().kl().backward()
             clocks[name][0].append(middle - start)
-            clocks[name][1].append(time.perf_counter() - middle)
+            clocks[name][1].append(time.process_time() - middle)
         for name, guide in guides.items():
             # What the family stores: of a triangular factor, one half.
             stored = sum(
@@ -347,7 +347,7 @@ def run_cost(options: argparse.Namespace) -> None:
             print(terms, name, found[name][-1], flush=True)
     rows = [[name, *(f"{a:,} / {b:.1f} / {c:.2f}" for a, b, c in entries)] for name, entries in found.items()]
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
-    for i, (axis, title) in enumerate(zip(axes, ("numbers stored", "step, ms", "KL and its gradient, ms"))):
+    for i, (axis, title) in enumerate(zip(axes, ("numbers stored", "step, ms of CPU time", "KL and its gradient, ms"))):
         for name, entries in found.items():
             axis.plot(numbers, [entry[i] for entry in entries], "o-", label=name)
         axis.set(xscale="log", yscale="log", xlabel="terms C", title=title)
@@ -356,8 +356,8 @@ def run_cost(options: argparse.Namespace) -> None:
     plt.close(figure)
     text = (
         f"C one-dimensional RBF terms, 16 inducing inputs each, {rows_a_step} rows a step, float64: numbers stored / "
-        f"milliseconds a training step / of the KL and its gradient alone (medians of {rounds} rounds, side by side). "
-        "Of a step, the kernels, their Cholesky factors and the features are the same for all three.\n\n"
+        f"milliseconds of CPU time a training step / of the KL and its gradient alone (medians of {rounds} rounds, side by "
+        "side). Of a step, the kernels, their Cholesky factors and the features are the same for all three.\n\n"
         + table(["family", *(f"C = {terms}" for terms in numbers)], rows)
         + "\n\n![cost](paper0_cost.png)"
     )
