@@ -155,8 +155,8 @@ class FreeFormFamily(BasisFamily):
 class OnInducingPoints(BasisFamily):
     """A family on inducing points of the whole kernel, in one or several sets.
 
-    :param init: how counts become inputs: "greedy" (conditional variance), "kmeans", or a callable
-        ``(kernel, x, num) -> (num, D)``.
+    :param init: how counts become inputs: "greedy" (conditional variance), "kmeans", "grid" (regular, at most as many,
+        for kernels of one or two columns) or a callable ``(kernel, x, num) -> (num, D)``.
     :param trainable: whether the inducing inputs are learned.
     """
 
@@ -283,8 +283,8 @@ class AdditiveFamily(FreeFormFamily):
     its own, in the columns that it reads, at most as many as there are distinct inputs in them.
 
     :param inducing: a number or inputs for every summand, or a list with one entry a summand (entries of
-        summands with features are not used).
-    :param init: as in :class:`InducingFamily`.
+        summands with features are not used): a number, or inputs ``(M_c, d)`` in the columns that the summand reads.
+    :param init: as in :class:`InducingFamily`, summand by summand; "grid" suits main effects and pairs.
     :param trainable: whether the inducing inputs are learned.
     """
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceABC
-from typing import Any, ClassVar, Optional, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
 
 import pyro.distributions as dist
 import torch
@@ -26,6 +25,9 @@ from .kernels import base as kernel_base
 from .linalg import cholesky, row_squares, solve_lower, sum_blocks
 from .posteriors.base import Gaussian
 from .sites import Sites
+
+if TYPE_CHECKING:
+    from .components import Components
 
 __all__ = ["GaussianProcess", "PriorProcess", "SparsePosterior"]
 
@@ -431,16 +433,9 @@ class SparsePosterior(TorchDistribution):
     @property
     def components(self) -> Components:
         """The posterior of each summand of the kernel, in the order of ``kernel.terms``, without the mean μ."""
+        from .components import Components
 
-        def compute() -> Components:
-            parts = []
-            for term, basis, blocks in self.basis.components():
-                process = GaussianProcess(term, self.process.x, None, self.process.jitter, validate_args=False)
-                process = process.expand(self._batch_shape)
-                parts.append(SparsePosterior(process, basis, self.coefficients.marginal(blocks), self.name))
-            return Components(parts)
-
-        return self._cached("components", compute)
+        return self._cached("components", lambda: Components(self))
 
     def at(self, x: Tensor) -> SparsePosterior:
         """The same posterior at other inputs ``(N', D)``."""
@@ -632,22 +627,6 @@ class NodeSite(ExpectedSite):
         """This site at a node."""
         self.node = node
         return self
-
-
-class Components(SequenceABC):
-    """The components of a posterior: a sequence of :class:`SparsePosterior`, one for each summand."""
-
-    def __init__(self, parts: list[SparsePosterior]) -> None:
-        self._parts = parts
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._parts[index]
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __repr__(self) -> str:
-        return "[" + ", ".join(repr(part.process.kernel) for part in self._parts) + "]"
 
 
 class PriorProcess(GaussianProcess):

@@ -6,7 +6,7 @@ from .base import Basis, Features
 from .features import ExplicitFeatures, KernelFeatures
 from .fourier import FourierCoefficients
 from .inducing import InducingFeatures, InducingPoints
-from .initial import greedy_variance, k_means
+from .initial import greedy_variance, k_means, regular_grid
 from .projection import ProjectedFeatures
 from .variables import InducingVariables
 
@@ -25,4 +25,5 @@ __all__ = [
     "ProjectedFeatures",
     "greedy_variance",
     "k_means",
+    "regular_grid",
 ]

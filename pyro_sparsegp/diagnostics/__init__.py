@@ -3,6 +3,7 @@
 from .calibration import sbc
 from .comparison import compare, loo, loo_large
 from .convergence import History, StoppingRule, add_history
+from .effects import plot_effects
 from .prior import prior_predictive
 from .ribbons import plot_ribbon
 from .scores import PredictiveScores, predictive_scores
@@ -18,6 +19,7 @@ __all__ = [
     "compare",
     "loo",
     "loo_large",
+    "plot_effects",
     "plot_ribbon",
     "predictive_scores",
     "prior_predictive",

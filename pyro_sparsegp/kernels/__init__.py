@@ -1,13 +1,17 @@
 """Covariance functions of tensors; see :class:`~pyro_sparsegp.kernels.base.Kernel` for the protocol."""
 
 from .adapters import from_gpytorch, from_pyro
+from .anova import Anova
 from .base import Kernel, Product, Scaled, Select, Sum
+from .categorical import Categorical
 from .deep import DeepBasis
 from .features import Constant, FeatureKernel, Linear, Polynomial, RandomFourier, White
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
 
 __all__ = [
     "RBF",
+    "Anova",
+    "Categorical",
     "Constant",
     "DeepBasis",
     "FeatureKernel",
