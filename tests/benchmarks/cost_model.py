@@ -126,7 +126,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     where = torch.cuda.get_device_name() if options.device != "cpu" else platform.machine()
-    lines: list[str] = []
+    command = f"--sizes {' '.join(map(str, options.sizes))} --batch {options.batch} --rounds {options.rounds}"
+    lines = [f"`python tests/benchmarks/cost_model.py {command}`", ""]
 
     def say(text: str) -> None:
         lines.append(text)
