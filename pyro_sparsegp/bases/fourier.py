@@ -26,8 +26,8 @@ class FourierCoefficients(InducingVariables):
 
         ⟨g, g'⟩ = q⁻¹∫(d/dt + λ)ᵖg (d/dt + λ)ᵖg' dt + h_g(low)ᵀP⁻¹h_g'(low).
 
-    Beyond the interval cov(f(x), u) follows from h at its nearer end. Nothing here is learned. Take an interval
-    somewhat larger than the data's: at its ends all φ_m are periodic, f is not.
+    Beyond the interval cov(f(x), u) follows from h at its nearer end. Nothing here is learned. Take an interval that
+    reaches a few length scales beyond the data: at its ends all φ_m are periodic, and f is not.
 
     :param low: the interval's lower end.
     :param high: its upper end.
