@@ -41,6 +41,8 @@ __all__ = [
     "SGPR",
     "SVGP",
     "AdditiveFamily",
+    "AdditiveFreeSites",
+    "AdditiveSGPR",
     "CollapsedOrthogonal",
     "ComputationAware",
     "ConditionalSGPR",
@@ -276,7 +278,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
 
 
 @dataclass(frozen=True, eq=False)
-class AdditiveFamily(FreeFormFamily):
+class OnTerms(BasisFamily):
     """A family on a basis for each summand of an additive kernel Σ_c k_c.
 
     A summand with finite features (a constant, a linear term) uses those; every other has inducing points of
@@ -328,6 +330,11 @@ class AdditiveFamily(FreeFormFamily):
     def _entries(self, num_terms: int) -> list[Optional[Inducing]]:
         """What is asked for, for each summand."""
         return list(self.inducing) if isinstance(self.inducing, Sequence) else [self.inducing] * num_terms
+
+
+@dataclass(frozen=True, eq=False)
+class AdditiveFamily(OnTerms, FreeFormFamily):
+    """A basis for each summand with a free posterior; as :class:`OnTerms`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -563,10 +570,30 @@ class FreeSites(SGPR):
     """
 
     def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
-        return FreeSitesModule(process.x, process.batch_shape, process.variance.sqrt())
+        return _new_free_sites(process)
 
     def old_sites(self, spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
-        return FreeSitesModule(like.new_zeros(spec["rows"], spec["columns"]), spec["batch_shape"])
+        return _old_free_sites(spec, like)
+
+
+@dataclass(frozen=True, eq=False)
+class AdditiveSGPR(OnTerms, OptimalFamily):
+    """A basis for each summand with the joint posterior that is optimal given the likelihood (paper 0, eq. 6).
+
+    S⁻¹ = I + ΦᵀΛΦ over the coefficients of all summands, Φ = [Φ₁ … Φ_C]: what :class:`CoupledCovariance` tends to, in a
+    few steps on all rows. It forms a matrix of all coefficients.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class AdditiveFreeSites(AdditiveSGPR):
+    """:class:`AdditiveSGPR` with its sites as 2N free parameters, as :class:`FreeSites` (paper 0, eq. 4 and 6)."""
+
+    def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
+        return _new_free_sites(process)
+
+    def old_sites(self, spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
+        return _old_free_sites(spec, like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -690,6 +717,14 @@ class SparseEP(OnInducingPoints, ExpectationFamily):
 
 
 _POLICIES = ("cg", "eigen", "random", "sparse")
+
+
+def _new_free_sites(process: GaussianProcess) -> FreeSitesModule:
+    return FreeSitesModule(process.x, process.batch_shape, process.variance.sqrt())
+
+
+def _old_free_sites(spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
+    return FreeSitesModule(like.new_zeros(spec["rows"], spec["columns"]), spec["batch_shape"])
 
 
 def _require_own_diagonal(kernel: Any, name: str) -> None:

@@ -8,6 +8,8 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
+    AdditiveFreeSites,
+    AdditiveSGPR,
     CollapsedOrthogonal,
     ComputationAware,
     ConditionalSGPR,
@@ -32,6 +34,8 @@ FAMILIES = {
     "CoupledCovariance": CoupledCovariance(6),
     "CoupledPrecision": CoupledPrecision(6),
     "CoupledPrecisionIdentity": CoupledPrecision(6, rank=8, base="identity"),
+    "AdditiveSGPR": AdditiveSGPR(6),
+    "AdditiveFreeSites": AdditiveFreeSites(6),
     "SGPR": SGPR(12),
     "CollapsedOrthogonal": CollapsedOrthogonal(6, 6),
     "SemiCollapsedOrthogonal": SemiCollapsedOrthogonal(6, 6),

@@ -78,6 +78,18 @@ class Own:
         return torch.ones_like(x[..., 0])
 
 
+@pytest.mark.parametrize("base", CLOSED)
+def test_very_long_length_scales(base):
+    """What is left of k, of the size (width/ℓ)² or, for Matern12, width/ℓ, is right in all digits."""
+    one, other = (
+        Anova(base(length), LOW, HIGH)(X) / length ** -(1 if base is kernels.Matern12 else 2) for length in (1e4, 1e6)
+    )
+    assert_close(one, other, rtol=2e-3, atol=2e-3)
+    for length in (1e3, 1e5):
+        k = Anova(base(length), LOW, HIGH)(X)
+        assert torch.linalg.eigvalsh(k)[0] > -1e-10 * k.diagonal().mean()
+
+
 BY_QUADRATURE = {
     "RationalQuadratic": (kernels.RationalQuadratic(0.8, 0.7), 1e-10),
     "Periodic": (kernels.Periodic(0.9, 1.3), 1e-10),

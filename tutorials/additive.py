@@ -17,7 +17,7 @@
 # The data are the RAND health insurance experiment (20,190 person-years), which ships with statsmodels: how many visits
 # to a doctor, given the insurance plan and the person's health.
 #
-# On the command line: `python tutorials/additive.py [--device cuda] [--steps 1000] [--out DIR]`.
+# On the command line: `python tutorials/additive.py [--device cuda] [--steps 600] [--out DIR]`.
 
 # %%
 import argparse
@@ -43,7 +43,7 @@ from pyro_sparsegp.families import CoupledPrecision, MeanFieldAdditive
 
 parser = argparse.ArgumentParser(description="Additive models of visits to a doctor.")
 parser.add_argument("--device", default="cpu", help="cpu or cuda")
-parser.add_argument("--steps", type=int, default=1000, help="training steps of each guide")
+parser.add_argument("--steps", type=int, default=600, help="training steps of each guide")
 parser.add_argument(
     "--out", type=Path, default=Path("output" if IN_NOTEBOOK else "tutorials/output"), help="where the pictures go"
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -25,36 +25,70 @@ _ROOT = math.sqrt(math.pi / 2)
 
 
 class _Profile(NamedTuple):
-    """A stationary kernel g(u) of the distance u ≥ 0 in length scales: 1 − g, and g integrated once and twice."""
+    """A stationary kernel g of the scaled distance a ≥ 0: 1 − g, and g integrated once and twice from 0.
 
+    :param root: a is this many times the distance in length scales.
+    :param taylor: coefficients of a, a², … in g, for a < ``_SMALL``.
+    """
+
+    root: float
     deficit: Callable[[Tensor], Tensor]
     once: Callable[[Tensor], Tensor]
     twice: Callable[[Tensor], Tensor]
+    taylor: tuple[float, ...]
+
+    def lost(self, a: Tensor) -> Tensor:
+        """∫₀ᵃ 1 − g, an odd function of a."""
+        size = a.abs()
+        series = size * _powers([-c / (k + 1) for k, c in enumerate(self.taylor, 1)], size)
+        return a.sign() * torch.where(size < _SMALL, series, size - self.once(size))
+
+    def spread(self, a: Tensor) -> Tensor:
+        """1 − v: the mean of 1 − g over pairs of points of an interval of length a."""
+        series = _powers([-2 * c / ((k + 1) * (k + 2)) for k, c in enumerate(self.taylor, 1)], a)
+        return torch.where(a < _SMALL, series, 1 - 2 * self.twice(a) / a.square())
 
 
-def _matern(root: float, deficit: Callable, once: Callable, twice: Callable) -> _Profile:
-    # The polynomials are in √(2ν)u.
-    return _Profile(lambda u: deficit(root * u), lambda u: once(root * u) / root, lambda u: twice(root * u) / root**2)
+def _powers(coefficients: Sequence[float], a: Tensor) -> Tensor:
+    total = torch.zeros_like(a)
+    for c in reversed(coefficients):
+        total = (total + c) * a
+    return total
 
 
+def _exponential(polynomial: Callable[[int], float]) -> tuple[float, ...]:
+    return tuple((-1) ** k * polynomial(k) / math.factorial(k) for k in range(1, _ORDER + 1))
+
+
+_SMALL, _ORDER = 0.2, 11
 _PROFILES: dict[type, _Profile] = {
     RBF: _Profile(
-        lambda u: -torch.expm1(-0.5 * u.square()),
-        lambda u: _ROOT * torch.erf(u / math.sqrt(2)),
-        lambda u: _ROOT * u * torch.erf(u / math.sqrt(2)) + torch.expm1(-0.5 * u.square()),
+        1.0,
+        lambda a: -torch.expm1(-0.5 * a.square()),
+        lambda a: _ROOT * torch.erf(a / math.sqrt(2)),
+        lambda a: _ROOT * a * torch.erf(a / math.sqrt(2)) + torch.expm1(-0.5 * a.square()),
+        tuple(0.0 if k % 2 else (-0.5) ** (k // 2) / math.factorial(k // 2) for k in range(1, _ORDER + 1)),
     ),
-    Matern12: _matern(1.0, lambda a: -torch.expm1(-a), lambda a: -torch.expm1(-a), lambda a: a + torch.expm1(-a)),
-    Matern32: _matern(
+    Matern12: _Profile(
+        1.0,
+        lambda a: -torch.expm1(-a),
+        lambda a: -torch.expm1(-a),
+        lambda a: a + torch.expm1(-a),
+        _exponential(lambda k: 1.0),
+    ),
+    Matern32: _Profile(
         math.sqrt(3),
         lambda a: -torch.expm1(-a) - a * (-a).exp(),
         lambda a: -2 * torch.expm1(-a) - a * (-a).exp(),
         lambda a: 2 * a + 3 * torch.expm1(-a) + a * (-a).exp(),
+        _exponential(lambda k: 1.0 - k),
     ),
-    Matern52: _matern(
+    Matern52: _Profile(
         math.sqrt(5),
         lambda a: -torch.expm1(-a) - (a + a.square() / 3) * (-a).exp(),
         lambda a: (-8 * torch.expm1(-a) - (5 * a + a.square()) * (-a).exp()) / 3,
         lambda a: (8 * a + 15 * torch.expm1(-a) + (7 * a + a.square()) * (-a).exp()) / 3,
+        _exponential(lambda k: 1.0 - k + k * (k - 1) / 3),
     ),
 }
 
@@ -118,9 +152,9 @@ class Anova(Kernel):
             value = self._by_quadrature(x, z)
         else:
             other = x if z is None else z
-            scale, left, rest, v = self._deficits(profile, x)
+            unit, left, rest, v = self._deficits(profile, x)
             right = left if z is None else self._deficits(profile, z)[1]
-            near = rest[..., None] - profile.deficit((x - other.mT).abs() / scale)
+            near = rest[..., None] - profile.deficit((x - other.mT).abs() / unit)
             value = near - left[..., :, None] - right[..., None, :] * (1 + left / v)[..., :, None]
         return value if self.variance is None else as_tensor(self.variance, x)[..., None, None] * value
 
@@ -140,22 +174,19 @@ class Anova(Kernel):
         return as_tensor(self.low, x)[..., None], as_tensor(self.high, x)[..., None]
 
     def _deficits(self, profile: _Profile, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """ℓ, c(x) = m(x) − v, 1 − v and v.
+        """The unit of a, c(x) = m(x) − v, 1 − v and v.
 
         k₀ = (1 − v) − (1 − k(x, x')) − c(x) − c(x') − c(x)c(x')/v: for a long length scale all of k, m and v are nearly
         1, and their differences from 1 are what k₀ is made of. They are found in double precision, of N numbers only.
         """
-        scale = per_column(self.base.lengthscale, x, "the lengthscale of Anova's base")  # type: ignore[attr-defined]
-        exact = scale.double()[..., 0] if scale.dim() else scale.double()
+        length = per_column(self.base.lengthscale, x, "the lengthscale of Anova's base")  # type: ignore[attr-defined]
+        unit = length / profile.root
+        exact = unit.double()[..., 0] if unit.dim() else unit.double()
         low, high = (bound / exact for bound in self._bounds(x.double()))
         at, width = x.double()[..., 0] / exact, high - low
-
-        def lost(t: Tensor) -> Tensor:  # ∫₀ᵗ 1 − g, odd
-            return t - profile.once(t.abs()) * t.sign()
-
-        rest = (width.square() - 2 * profile.twice(width)) / width.square()
-        left = rest - (lost(at - low) + lost(high - at)) / width
-        return scale, left.to(x), rest.to(x), (1 - rest).to(x)
+        rest = profile.spread(width)
+        left = rest - (profile.lost(at - low) + profile.lost(high - at)) / width
+        return unit, left.to(x), rest.to(x), (1 - rest).to(x)
 
     def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         nodes, weights = _legendre(self.num_nodes, x.dtype, x.device)

@@ -356,8 +356,8 @@ def run_cost(options: argparse.Namespace) -> None:
     plt.close(figure)
     text = (
         f"C one-dimensional RBF terms, 16 inducing inputs each, {rows_a_step} rows a step, float64: numbers stored / "
-        f"milliseconds of CPU time a training step / of the KL and its gradient alone (medians of {rounds} rounds, side by "
-        "side). Of a step, the kernels, their Cholesky factors and the features are the same for all three.\n\n"
+        f"milliseconds of CPU time a training step / of the KL and its gradient alone (medians of {rounds} rounds, "
+        "side by side). Of a step, the kernels, their Cholesky factors and the features are the same for all three.\n\n"
         + table(["family", *(f"C = {terms}" for terms in numbers)], rows)
         + "\n\n![cost](paper0_cost.png)"
     )
