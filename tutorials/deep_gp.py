@@ -183,5 +183,5 @@ for title, found in scores.items():
         print(f"{title:11} {name:20} {mean:8.3f} ({sd:.3f})")
 
 # %% [markdown]
-# The bound prefers two layers by two nats; on the wines held out the two models are alike within their spread. A set this
-# small and regular asks for little more than one layer, unlike the step.
+# The bound prefers two layers by two nats; on the wines held out the two models are alike within their spread. A set
+# this small and regular asks for little more than one layer, unlike the step.
