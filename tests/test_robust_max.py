@@ -355,8 +355,10 @@ class TestBound:
             (lambda f: f.mT.square(), "not an affine function"),
             (lambda f: f.mT - f.mT.mean(-1, keepdim=True), "several function values"),
             (lambda f: f.mT[:, [0, 0, 1]], "values of the same function"),
+            (lambda f: torch.stack([f[0], f[0].roll(1), f[1]], -1), "values of the same function"),  # correlated
         ]:
             wrong = multiclass(parameter=write)
+            warnings.filterwarnings("ignore", "The model couples values")
             with pytest.raises(ValueError, match=f"site 'y' has the distribution RobustMax.*{why}"):
                 TraceQuadrature_ELBO().loss(wrong, AutoSparseGP(wrong, SVGP(8)), x, y)
         wrong = AutoSparseGP(model, SparseEP(8))
@@ -395,7 +397,7 @@ class TestOtherDistributions:
             guide = guide_for(program, x, y)
             q = guide.posterior(x)["f"]
             m, v = 0.5 + 2 * q.mean, 4 * q.variance
-            exact = float((y * m - (m + v / 2).exp() - torch.lgamma(y + 1)).sum() - q.kl)
+            exact = ((y * m - (m + v / 2).exp() - torch.lgamma(y + 1)).sum() - q.kl).item()
             assert -TraceQuadrature_ELBO(1).loss(program, guide, x, y) == pytest.approx(exact)
         assert calls
 
@@ -433,3 +435,19 @@ def test_softmax_trains_by_draws():
     with pytest.warns(UserWarning, match="Monte Carlo"):
         train(model, guide, x, y, steps=200, lr=0.05)
     assert (guide.posterior(x)["f"].mean.argmax(0) == y).double().mean() > 0.9
+
+
+def test_predictive_scores_see_the_same_probabilities():
+    """The diagnostics' generic reading of the likelihood, by points, against the distribution's own probabilities."""
+    pytest.importorskip("arviz_base")
+    from pyro_sparsegp import diagnostics
+
+    x, y = classes(60)
+    model = multiclass(epsilon=0.05)
+    guide = guide_for(model, x, y)
+    q = guide.posterior(x)["f"]
+    own = RobustMax(q.mean.mT, 0.05).expected_probs(q.variance.mT).gather(-1, y[:, None])[:, 0]
+    scores = diagnostics.predictive_scores(model, guide, x, y, num_samples=2, seed=0)
+    read = torch.from_numpy(scores.pointwise["log_score"].values).exp()
+    assert (read - own).abs().max() < 0.06  # 128 Sobol points of a function with a jump
+    assert (read - own).abs().mean() < 0.02

@@ -91,11 +91,11 @@ def deep(x, y=None):
         return pyro.sample("y", dist.Normal(f2, parameter("noise", 0.3)), obs=y)
 
 
-def fit(model, families, *data, lr=0.02, nodes=2):
+def fit(model, families, *data):
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
     guide = AutoSparseGP(model, families)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": lr}), TraceQuadrature_ELBO(nodes))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
     losses = [svi.step(*data) for _ in tqdm(range(options.steps), mininterval=1.0, disable=IN_NOTEBOOK)]
     return guide, -sum(losses[-50:]) / len(losses[-50:])
 
@@ -141,22 +141,17 @@ print(f"The picture is in {options.out}")
 #
 # The wines of UCI's set: 13 measurements, three growers. Both models end in three outputs and a robust-max likelihood,
 # `RobustMax(f.mT)`, whose expectation `TraceQuadrature_ELBO` finds by one-dimensional integrals. The deep one has an
-# inner layer of two outputs, around the two principal components. Sixty wines are for training.
+# inner layer of two outputs, around the two principal components. Sixty wines are for training, three times.
 
 # %%
 wine = load_wine()
-order = torch.randperm(len(wine.target))
-train_rows, test_rows = order[:60], order[60:]
 inputs, label = torch.as_tensor(wine.data), torch.as_tensor(wine.target)
-inputs = ((inputs - inputs[train_rows].mean(0)) / inputs[train_rows].std(0)).to(options.device)
-label = label.to(options.device)
-components = torch.linalg.svd(inputs[train_rows], full_matrices=False).Vh[:2]
 
 
-def growers(deep):
+def growers(components=None):
     def model(x, y=None):
         h = x
-        if deep:
+        if components is not None:
             inner = parameter("scale_1", 0.1) * kernels.RBF(parameter("length_1", 3.0))
             prior = GaussianProcess(inner, x, mean=lambda x: components @ x.mT)
             f1 = pyro.sample("f1", prior.expand([2]).to_event(1))
@@ -169,13 +164,24 @@ def growers(deep):
     return model
 
 
-for title, model in [("one layer", growers(False)), ("two layers", growers(True))]:
-    guide, bound = fit(model, OrthogonalInducing(15, 15), inputs[train_rows], label[train_rows])
-    draws = predict(model, guide, inputs[test_rows], num_samples=500, joint=False)
-    probs = RobustMax(draws["f"].mT, 1e-2).probs.mean(0)
-    log_density = probs.gather(-1, label[test_rows][:, None]).log().mean()
-    accuracy = (probs.argmax(-1) == label[test_rows]).double().mean()
-    print(f"{title:11} bound {bound:6.1f}, test accuracy {accuracy:.3f}, test log-likelihood {log_density:.3f}")
+scores = {"one layer": [], "two layers": []}
+for split in range(3):
+    order = torch.randperm(len(label), generator=torch.Generator().manual_seed(split))
+    fit_rows, test_rows = order[:60], order[60:]
+    z = ((inputs - inputs[fit_rows].mean(0)) / inputs[fit_rows].std(0)).to(options.device)
+    y_fit, y_test = label[fit_rows].to(options.device), label[test_rows].to(options.device)
+    components = torch.linalg.svd(z[fit_rows], full_matrices=False).Vh[:2]
+    for title, model in [("one layer", growers()), ("two layers", growers(components))]:
+        guide, bound = fit(model, OrthogonalInducing(15, 15), z[fit_rows], y_fit)
+        draws = predict(model, guide, z[test_rows], num_samples=500, joint=False)
+        probs = RobustMax(draws["f"].mT, 1e-2).probs.mean(0)
+        log_density = probs.gather(-1, y_test[:, None]).log().mean()
+        scores[title].append([bound, (probs.argmax(-1) == y_test).double().mean(), log_density])
+for title, found in scores.items():
+    means, spread = torch.tensor(found).mean(0), torch.tensor(found).std(0)
+    for name, mean, sd in zip(("bound", "test accuracy", "test log-likelihood"), means, spread):
+        print(f"{title:11} {name:20} {mean:8.3f} ({sd:.3f})")
 
 # %% [markdown]
-# The bound prefers two layers, and so do the wines that were held out (one split; the set is small).
+# The bound prefers two layers by two nats; on the wines held out the two models are alike within their spread. A set
+# this small and regular asks for little more than one layer, unlike the step.
