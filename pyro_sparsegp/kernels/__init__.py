@@ -4,11 +4,14 @@ from .adapters import from_gpytorch, from_pyro
 from .base import Kernel, Product, Scaled, Select, Sum
 from .deep import DeepBasis
 from .features import Constant, FeatureKernel, Linear, Polynomial, RandomFourier, White
+from .patches import TICK, Convolutional, patch_grid, patches
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
 
 __all__ = [
     "RBF",
+    "TICK",
     "Constant",
+    "Convolutional",
     "DeepBasis",
     "FeatureKernel",
     "Kernel",
@@ -28,4 +31,6 @@ __all__ = [
     "White",
     "from_gpytorch",
     "from_pyro",
+    "patch_grid",
+    "patches",
 ]
