@@ -10,7 +10,9 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-__all__ = ["Probit"]
+from .robust_max import RobustMax
+
+__all__ = ["Probit", "RobustMax"]
 
 
 class Probit(TorchDistribution):

@@ -35,7 +35,7 @@ from .conditioning import observes, read_sites, repeatable, require_full_batch
 from .expectation_gp import ExpectationGP
 from .families import ExpectationFamily, Family, SiteFamily
 from .kernels import base as kernel_base
-from .likelihood import fill_masked, held_trace, is_quadratic, log_densities, without_event
+from .likelihood import bare, fill_masked, held_trace, is_quadratic, log_densities, without_event
 from .modules import unique_name
 from .process import (
     SAMPLE_PLATES,
@@ -237,7 +237,7 @@ class AutoSparseGP(AutoNormalMessenger):
         try:
             self._after_run(args, kwargs)
             values = {name: site["value"] for name, site in _sites(self.trace) if _is_free(site)}
-            return (*self.get_traces(), values)
+            return (*self._traces(), values)
         finally:
             self.trace = poutine.Trace()  # under vmap its tensors are of no use to others
 
@@ -425,6 +425,13 @@ class AutoSparseGP(AutoNormalMessenger):
                 parts = log_densities(trace, self.structure.gps)  # type: ignore[union-attr]
                 return sum((part.sum() for part in parts.values()), f.new_zeros(()))
 
+            flat = _piecewise_constant(self.trace)
+            if flat and kind != structure.NONE:
+                raise ValueError(
+                    f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood's "
+                    f"derivatives; the distribution of site {flat[0]!r} is piecewise constant. Take a family with a "
+                    "free posterior, such as SVGP or OrthogonalInducing, or Categorical(logits=...)."
+                )
             if is_quadratic(total, posterior.mean, posterior.process.variance.sqrt()):
                 self.structure.quadratic.append(name)
 
@@ -434,8 +441,20 @@ class AutoSparseGP(AutoNormalMessenger):
         A GP site's density is 1 in the model's and log dq/dp in the guide's: after :meth:`eval` the difference of
         the traces' log densities is a log importance weight; in training it is right in expectation only.
 
-        :raises ValueError: in training, under an objective that is not linear in log densities, such as RenyiELBO.
+        :raises ValueError: in training, under an objective that is not linear in log densities, such as RenyiELBO, or
+            if a density is piecewise constant in f, so that draws give it no gradient.
         """
+        asked = self._request is self._idle and torch.is_grad_enabled()  # by an objective, not by the run itself
+        flat = _piecewise_constant(self.trace) if asked else []
+        if flat:
+            raise ValueError(
+                f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
+                "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate another "
+                "objective use torch.no_grad()."
+            )
+        return self._traces()
+
+    def _traces(self) -> tuple[poutine.Trace, poutine.Trace]:
         if self.by_expectation and self._request is self._idle and self.training and torch.is_grad_enabled():
             raise ValueError(
                 "the guide has a family of expectation propagation, whose sites no gradient trains: take "
@@ -1002,6 +1021,15 @@ def _is_free(site: Any) -> bool:
 def is_observation(site: Any) -> bool:
     """Whether a site holds data, rather than a deterministic value."""
     return site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
+
+
+def _piecewise_constant(trace: poutine.Trace) -> list[str]:
+    """The observed sites whose distributions say that their density is piecewise constant in function values."""
+    return [
+        name
+        for name, site in _sites(trace)
+        if is_observation(site) and getattr(bare(site["fn"]), "piecewise_constant", False)
+    ]
 
 
 def _why(site: Any, error: ValueError) -> str:

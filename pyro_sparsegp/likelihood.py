@@ -10,11 +10,13 @@ import numpy as np
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 __all__ = [
+    "bare",
     "derivatives",
     "element_log_densities",
     "expected_derivatives",
@@ -71,6 +73,13 @@ def without_event(fn: Any) -> tuple[Any, int]:
     return fn, event_dim
 
 
+def bare(fn: Any) -> Any:
+    """The distribution under ``.to_event`` and ``.mask``."""
+    while isinstance(fn, (torch.distributions.Independent, MaskedDistribution)):
+        fn = fn.base_dist
+    return fn
+
+
 Total = Callable[[dict[str, Tensor]], Tensor]
 
 
@@ -119,13 +128,16 @@ def derivatives(total: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, T
 
 
 def is_quadratic(total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor) -> bool:
-    """Whether a sum of terms with one input's values each is quadratic in f, with curvature wherever it has slope."""
+    """Whether a sum of terms with one input's values each is quadratic in f, with curvature wherever it has slope.
+
+    A piecewise constant one, which has neither anywhere, is not.
+    """
     generator = torch.Generator().manual_seed(0)
     tolerance = 1e-6 if f.dtype == torch.float64 else 1e-3
     with pyro.validation_enabled(False):
         slope, curvature = derivatives(total, f)
         size = curvature.abs() + 1e-6 * curvature.abs().mean()
-        if ((slope != 0) & (curvature >= 0)).any():
+        if ((slope != 0) & (curvature >= 0)).any() or not (slope.any() or curvature.any()):
             return False
         for _ in range(3):  # in directions of their own for all values: outputs may meet in a term
             step = spread * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, Optional
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,9 +22,10 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP, Structure
-from ..likelihood import held_trace, without_event
+from ..likelihood import held_trace
 from ..process import NodeSite
 from ..structure import COUPLED, DATAWISE
+from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
 
@@ -70,6 +72,10 @@ class TraceQuadrature_ELBO(ELBO):
     GP, values are drawn. The model runs once, under :func:`torch.func.vmap` over the nodes, so that it sees f
     as ``(N,)``. Other latents are one draw a particle: the bound is deterministic if there are none.
 
+    A distribution that brings its own expectation over normal parameters (a method ``expected_log_prob(value,
+    variance)``, see :class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) is asked for that instead, however many
+    function values it takes: :class:`~pyro_sparsegp.distributions.RobustMax` does.
+
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
     :param num_nodes: K, nodes an axis.
@@ -91,6 +97,7 @@ class TraceQuadrature_ELBO(ELBO):
         self._weights = torch.from_numpy(weights / weights.sum())
         self._placed: dict[Any, tuple[Tensor, Tensor]] = {}
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
+        self._expectations: WeakKeyDictionary[AutoSparseGP, Optional[Expectations]] = WeakKeyDictionary()
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats.
@@ -157,11 +164,15 @@ class TraceQuadrature_ELBO(ELBO):
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         assert guide.structure is not None
-        axes = quadrature_axes(guide.structure)
+        if guide not in self._expectations:
+            self._expectations[guide] = find_expectations(guide, args, kwargs, partial(self._say_once, guide))
+        expected = self._expectations[guide]
+        structure = guide.structure if expected is None else expected.rest
+        axes = quadrature_axes(structure)
         drawn = [
             name
-            for name in guide.structure.gps
-            if name not in axes and name not in guide.structure.inner and guide.structure.dependence[name] != COUPLED
+            for name, kind in structure.dependence.items()
+            if name not in axes and name not in structure.inner and kind != COUPLED
         ]
         if drawn:
             self._say_once(
@@ -180,28 +191,58 @@ class TraceQuadrature_ELBO(ELBO):
         def once(*node: Tensor) -> Tensor:
             return _log_density_minus_kl(*guide.at_nodes(at(node), wrapped, args, kwargs)[:2])
 
-        def twice() -> Callable[..., Tensor]:
-            # The guide runs as it is; only the model's second run, with all values held, sees the nodes.
+        def run() -> tuple[poutine.Trace, poutine.Trace, dict[str, Tensor]]:
             zeros = at((guide.like.new_zeros(()),) * num_axes)
-            model_trace, guide_trace, values = guide.at_nodes(zeros, wrapped, args, kwargs)
+            if expected is not None:
+                zeros |= {name: guide.like.new_zeros(()) for name in expected.gps if name not in axes}
+            return guide.at_nodes(zeros, wrapped, args, kwargs)
+
+        def held_at(
+            model_trace: poutine.Trace, guide_trace: poutine.Trace, values: dict[str, Tensor]
+        ) -> Callable[..., Tensor]:
             scales = {name: site["scale"] for name, site in model_trace.nodes.items() if site["type"] == "sample"}
+            done: Collection[str] = () if expected is None else expected.sites
+            for name in () if expected is None else expected.gps:
+                if name in structure.dependence and name not in axes:
+                    coupled = structure.dependence[name] == COUPLED
+                    values = values | {name: joint_or_marginal_draw(posterior_at(guide_trace, name), coupled)}
 
             def held(*node: Tensor) -> Tensor:
                 moved = {}
                 for name, z in at(node).items():
-                    site: NodeSite = without_event(guide_trace.nodes[name]["fn"])[0]
+                    site: NodeSite = posterior_at(guide_trace, name)
                     moved[name] = site.at_node(z).rsample()
                 trace = held_trace(guide.model, values | moved, args, kwargs)
                 for name in scales.keys() & trace.nodes.keys():  # the held run is hidden from handlers around the step
                     trace.nodes[name]["scale"] = scales[name]
-                return _log_density_minus_kl(trace, guide_trace)
+                return _log_density_minus_kl(trace, guide_trace, done)
 
             return held
 
+        def twice() -> Callable[..., Tensor]:
+            # The guide runs as it is; only the model's second run, with all values held, sees the nodes.
+            return held_at(*run())
+
+        if expected is not None:
+            model_trace, guide_trace, values = run()
+            total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
+            if not structure.dependence:  # nothing else depends on function values
+                return total + _log_density_minus_kl(model_trace, guide_trace, expected.sites)
+            held = held_at(model_trace, guide_trace, values)
+            return total + self._integrated(guide, once, lambda: held, num_axes, outside=True)
+        return self._integrated(guide, once, twice, num_axes)
+
+    def _integrated(
+        self, guide: AutoSparseGP, once: Callable, twice: Callable, num_axes: int, outside: bool = False
+    ) -> Tensor:
+        """The bound's terms summed over the product grid.
+
+        :param outside: whether the guide has run, so that only the held model is left.
+        """
         if not num_axes:
-            return once()
+            return twice()() if outside else once()
         nodes, weights = self._rule(guide)
-        values = self._at_all_nodes(guide, once, twice, nodes, num_axes)
+        values = self._at_all_nodes(guide, once, twice, nodes, num_axes, outside)
         for _ in range(num_axes):
             values = values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
         return values
@@ -214,7 +255,7 @@ class TraceQuadrature_ELBO(ELBO):
         return self._placed[key]
 
     def _at_all_nodes(
-        self, guide: AutoSparseGP, once: Callable, twice: Callable, nodes: Tensor, num_axes: int
+        self, guide: AutoSparseGP, once: Callable, twice: Callable, nodes: Tensor, num_axes: int, outside: bool
     ) -> Tensor:
         """The bound's terms on the product grid, ``(K,) * num_axes``.
 
@@ -227,7 +268,7 @@ class TraceQuadrature_ELBO(ELBO):
             lambda: _one_by_one(twice(), nodes, num_axes),
         ]
         # Families on sites read the model while the guide runs: that run stays outside of vmap.
-        first = self._ways.get(guide, 1 if guide.on_sites else 0)
+        first = self._ways.get(guide, 1 if guide.on_sites or outside else 0)
         for way in range(first, len(ways)):
             state = torch.get_rng_state()
             try:
@@ -267,12 +308,12 @@ def _one_by_one(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
     return torch.stack(values).reshape([len(nodes)] * num_axes)
 
 
-def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace) -> Tensor:
+def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace, skip: Collection[str] = ()) -> Tensor:
     """The bound's terms at the traces' values, summed: log densities of what is observed, minus divergences."""
     total: Any = 0.0
     site: Any
     for name, site in model_trace.nodes.items():
-        if site["type"] != "sample":
+        if site["type"] != "sample" or name in skip:
             continue
         if name not in guide_trace.nodes:
             if site_is_subsample(site):

@@ -1,0 +1,265 @@
+"""Expectations that a distribution brings along: E[log p(y | θ)] for a parameter θ of independent normal entries.
+
+A Pyro distribution takes part by :class:`ExpectedLogProb`: it names that parameter and has one more method. That θ is
+normal with independent entries is found by trying, in the model as it is written: it is, if each entry is an affine
+function of one function value (so transposing, indexing, scaling and adding offsets are fine) and the entries of one
+term come from different outputs or GP sites. Then θ at the means of q is θ's mean, and what it changes by one standard
+deviation further up is its standard deviation, whatever the model did to get there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Optional, Protocol, runtime_checkable
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import MaskedDistribution
+from pyro.distributions.util import scale_and_mask, sum_rightmost
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from .. import structure as dependences
+from ..conditioning import repeatable
+from ..guide import AutoSparseGP, Structure
+from ..likelihood import bare, held_trace, log_densities, without_event
+from ..process import SparsePosterior
+
+__all__ = ["Expectations", "ExpectedLogProb", "find_expectations"]
+
+
+@runtime_checkable
+class ExpectedLogProb(Protocol):
+    """A distribution that knows E[log p(y | θ)] for θ ~ N(its own θ, variance), entry by entry independent.
+
+    :cvar normal_parameter: the name of θ among its parameters, an attribute of shape ``batch_shape + (...)``.
+    """
+
+    normal_parameter: ClassVar[str]
+
+    def expected_log_prob(self, value: Tensor, variance: Tensor) -> Tensor:
+        """E[log p(value | θ)], of the shape of ``log_prob(value)``.
+
+        :param variance: of θ's shape; 0 for entries that are constant.
+        """
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """What was found out about one model.
+
+    :param sites: the sites whose distributions bring their expectations.
+    :param gps: the GP sites that these depend on.
+    :param rest: how all other densities depend on function values; GP sites that none depends on are left out.
+    """
+
+    sites: tuple[str, ...]
+    gps: tuple[str, ...]
+    rest: Structure
+
+    def total(
+        self,
+        model: Callable,
+        traces: tuple[poutine.Trace, poutine.Trace],
+        values: dict[str, Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """The sum of these sites' expectations under q's marginals, scaled and masked.
+
+        :param traces: the model's and the guide's, GP sites at their means.
+        :param values: those of all sites in them.
+        """
+        model_trace, guide_trace = traces
+        up = {name: q.mean + q.stddev for name in self.gps for q in [posterior_at(guide_trace, name)]}
+        moved = held_trace(model, values | up, args, kwargs)
+        total: Any = 0.0
+        for name in self.sites:
+            site: Any = model_trace.nodes[name]
+            shift = _parameter(moved.nodes[name]["fn"]) - _parameter(site["fn"])
+            expectation = _expectation(site["fn"], site["value"], shift.square())
+            total = total + scale_and_mask(expectation, site["scale"], site["mask"]).sum()
+        return total
+
+
+def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:
+    """The posterior that the guide answered with at a GP site."""
+    return without_event(guide_trace.nodes[name]["fn"])[0]
+
+
+def joint_or_marginal_draw(q: SparsePosterior, coupled: bool) -> Tensor:
+    """A draw of a site's values: joint where densities couple them, else of the marginals."""
+    return SparsePosterior.rsample(q) if coupled else q.marginals.rsample()
+
+
+def _parameter(fn: Any) -> Tensor:
+    fn = bare(fn)
+    return getattr(fn, fn.normal_parameter)
+
+
+def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
+    if isinstance(fn, torch.distributions.Independent):
+        return sum_rightmost(_expectation(fn.base_dist, value, variance), fn.reinterpreted_batch_ndims)
+    if isinstance(fn, MaskedDistribution):
+        return scale_and_mask(_expectation(fn.base_dist, value, variance), mask=fn._mask)
+    return fn.expected_log_prob(value, variance)
+
+
+@torch.no_grad()
+def find_expectations(
+    guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], warn: Callable[[str], None]
+) -> Optional[Expectations]:
+    """The sites of a model whose distributions bring their expectations, and may be asked for them; or ``None``.
+
+    :param warn: told about sites whose parameter is not of the kind wanted: they are integrated as others are.
+    :raises ValueError: naming the site, if such a one is piecewise constant, so that draws would give no gradient.
+    """
+    assert guide.structure is not None
+    found = guide.structure
+    outer = [name for name in found.gps if name not in found.inner]
+    zero = guide.like.new_zeros(())
+    with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
+        nodes = dict.fromkeys(outer, zero)
+        trace, guide_trace, values = guide.at_nodes(nodes, guide, args, kwargs)
+        sites: Any = trace.nodes
+        candidates = [
+            name
+            for name, site in sites.items()
+            if site["type"] == "sample"
+            and site["is_observed"]
+            and not site_is_subsample(site)
+            and isinstance(bare(site["fn"]), ExpectedLogProb)
+        ]
+        if not candidates:
+            return None
+        start = {name: (values[name], posterior_at(guide_trace, name).process.variance.sqrt()) for name in outer}
+        run = partial(_run, guide.model, values, args, kwargs)
+        owners: dict[str, set[str]] = {}
+        for name in candidates:
+            owning = _owning_sites(run, start, name)
+            if isinstance(owning, set):
+                owners[name] = owning
+                continue
+            fn = bare(sites[name]["fn"])
+            complaint = (
+                f"site {name!r} has the distribution {type(fn).__name__}, which brings its own expectation over normal "
+                f"{fn.normal_parameter}, but here {owning}"
+            )
+            if getattr(fn, "piecewise_constant", False):
+                raise ValueError(
+                    f"{complaint}. It is piecewise constant, so that draws of function values would give no gradient: "
+                    "give it one output of a GP for each entry, scaled or shifted at most, or take a likelihood with a "
+                    "gradient, such as Categorical(logits=...)."
+                )
+            warn(f"{complaint}: it is integrated like any other density.")
+        owners = {name: gps for name, gps in owners.items() if gps}
+        if not owners:
+            return None
+        rest = _rest(found, run, start, set(owners))
+    return Expectations(tuple(owners), tuple(sorted(set().union(*owners.values()))), rest)
+
+
+def _run(
+    model: Callable, values: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], moved: dict[str, Tensor]
+) -> poutine.Trace:
+    return held_trace(model, values | moved, args, kwargs)
+
+
+Run = Callable[[dict[str, Tensor]], poutine.Trace]
+Start = dict[str, tuple[Tensor, Tensor]]  # values and spread of each GP site
+
+
+def _owning_sites(run: Run, start: Start, name: str) -> Any:
+    """The GP sites whose values the parameter of site ``name`` is made of; or why it is not normal and independent."""
+
+    def parameter(moved: dict[str, Tensor]) -> Tensor:
+        return _parameter(run(moved).nodes[name]["fn"])
+
+    def along(size: float) -> dict[str, Tensor]:
+        return {gp: f + size * step[gp] for gp, (f, _) in start.items()}
+
+    generator = torch.Generator().manual_seed(0)
+    step = {
+        gp: spread * (0.5 + torch.rand(f.shape, generator=generator, dtype=f.dtype).to(f.device))
+        for gp, (f, spread) in start.items()
+    }
+    base = run({})
+    middle = _parameter(base.nodes[name]["fn"])
+    up, down, far = (parameter(along(size)) for size in (1.0, -1.0, 3.0))
+    tolerance = (1e-7 if middle.dtype == torch.float64 else 1e-3) * (up - down).abs() + 100 * torch.finfo(
+        middle.dtype
+    ).eps * (middle.abs() + far.abs())
+    if not (
+        ((up + down - 2 * middle).abs() <= tolerance) & ((far - middle - 3 * (up - middle)).abs() <= 3 * tolerance)
+    ).all():
+        return "this is not an affine function of function values"
+    if _others_move(base.nodes[name], run(along(1.0)).nodes[name]):
+        return "another of its parameters, or its scale or mask, depends on function values too"
+    # Numbers of values and of independent functions (an output of a GP site), across sites.
+    owner = torch.full(middle.shape, -1, device=middle.device)  # of each entry: its function
+    owning: set[str] = set()
+    functions = 0
+    for gp, (f, _) in start.items():
+        numbers = torch.arange(f.numel(), device=f.device).reshape(f.shape)
+        moves = parameter({gp: f + step[gp]}) != middle
+        found = torch.zeros_like(owner)
+        for bit in range(max(f.numel() - 1, 1).bit_length()):
+            chosen = (numbers >> bit) & 1 == 1
+            on = parameter({gp: torch.where(chosen, f + step[gp], f)}) != middle
+            off = parameter({gp: torch.where(chosen, f, f + step[gp])}) != middle
+            if (on & off).any():
+                return "an entry depends on several function values"
+            found |= on.long() << bit
+        if (moves & (owner >= 0)).any():
+            return "an entry depends on values of several GP sites"
+        if moves.any():
+            owning.add(gp)
+        rows = f.shape[-1]
+        owner = torch.where(moves, functions + found // rows, owner)
+        functions += f.numel() // rows
+    event_dim = middle.dim() - len(bare(base.nodes[name]["fn"]).batch_shape)
+    if event_dim:
+        ordered = owner.flatten(-event_dim).sort(-1).values
+        if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
+            return "entries of one term depend on one another, being values of the same function"
+    return owning
+
+
+def _others_move(before: Any, after: Any) -> bool:
+    def parts(site: Any) -> list[Any]:
+        fn = bare(site["fn"])
+        names = [name for name in fn.arg_constraints if name != fn.normal_parameter]
+        return [*(getattr(fn, name) for name in names), site["scale"], site["mask"], site["value"]]
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+        return a is b or a == b
+
+    return not all(same(a, b) for a, b in zip(parts(before), parts(after)))
+
+
+def _rest(found: Structure, run: Run, start: Start, sites: set[str]) -> Structure:
+    """The structure of all densities but those of ``sites``."""
+    skip = sites | set(found.gps)
+
+    def evaluate(moved: dict[str, Tensor]) -> list[Tensor]:
+        return list(log_densities(run(moved), skip).values())
+
+    def alone(gp: str, f: Tensor) -> list[Tensor]:
+        return evaluate({gp: f})
+
+    def both(f: str, g: str, a: Tensor, b: Tensor) -> list[Tensor]:
+        return evaluate({f: a, g: b})
+
+    kinds = {gp: dependences.dependence(partial(alone, gp), *start[gp]) for gp in start}
+    left = {gp: kind for gp, kind in kinds.items() if kind != dependences.NONE}
+    pairs = [
+        [f, g]
+        for f, g in found.interactions
+        if f in left and g in left and dependences.interact(partial(both, f, g), start[f], start[g])
+    ]
+    return replace(found, dependence=left, interactions=pairs)

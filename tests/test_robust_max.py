@@ -1,0 +1,435 @@
+"""The robust-max likelihood, and distributions that bring their own expectations to the quadrature bound."""
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import Trace_ELBO
+
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.distributions import Probit, RobustMax
+from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing, SparseEP
+
+from .models import estimate, train
+
+KERNEL = kernels.RBF(0.4)
+
+
+def classes(num=60, num_classes=3, seed=1):
+    """Inputs (N, 2) and bands of classes."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(num, 2, generator=generator)
+    return x, (num_classes * x[:, 0]).long().clamp(max=num_classes - 1)
+
+
+def multiclass(num_classes=3, epsilon=1e-2, kernel=KERNEL, parameter=lambda f: f.mT):
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x).expand([num_classes]).to_event(1))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", RobustMax(parameter(f), epsilon), obs=y)
+
+    return model
+
+
+def guide_for(model, *args, family=None, steps=15, **kwargs):
+    guide = AutoSparseGP(model, family or SVGP(8))
+    train(model, guide, *args, steps=steps, lr=0.05, loss=TraceQuadrature_ELBO(), **kwargs)
+    return guide
+
+
+class PoissonOfLog(dist.Poisson):
+    """A count with log-rate f: E[y f − exp f − log y!] = y m − exp(m + v/2) − log y!."""
+
+    arg_constraints = {"log_rate": torch.distributions.constraints.real}  # noqa: RUF012
+    normal_parameter = "log_rate"
+
+    def __init__(self, log_rate, validate_args=None):
+        self.log_rate = log_rate
+        super().__init__(log_rate.exp(), validate_args=False)
+
+    def expand(self, batch_shape, _instance=None):
+        return PoissonOfLog(self.log_rate.expand(batch_shape))
+
+    def expected_log_prob(self, value, variance):
+        return value * self.log_rate - (self.log_rate + variance / 2).exp() - torch.lgamma(value + 1)
+
+
+class TestRobustMax:
+    @pytest.mark.parametrize("num_classes", range(2, 11))
+    def test_expectations_by_monte_carlo(self, num_classes):
+        generator = torch.Generator().manual_seed(num_classes)
+        mean = torch.randn(4, num_classes, generator=generator)
+        variance = 0.2 + torch.rand(4, num_classes, generator=generator)
+        y = torch.randint(num_classes, (4,), generator=generator)
+        num = 1_000_000
+        wins = torch.zeros(4, num_classes)
+        for _ in range(10):
+            f = mean + variance.sqrt() * torch.randn(num // 10, 4, num_classes, generator=generator)
+            wins += torch.nn.functional.one_hot(f.argmax(-1), num_classes).sum(0)
+        share = wins / num
+        error = 5 * (share * (1 - share) / num).sqrt() + 2e-6
+        q = RobustMax(mean, 0.02)
+        expected = q.expected_probs(variance)
+        assert ((expected - 0.98 * share - 0.02 / (num_classes - 1) * (1 - share)).abs() <= error).all()
+        torch.testing.assert_close(expected.sum(-1), torch.ones(4), atol=1e-6, rtol=0)
+        hit, miss = math.log(0.98), math.log(0.02 / (num_classes - 1))
+        own, slack = (part.gather(-1, y[:, None])[:, 0] for part in (share, error))
+        log_prob = q.expected_log_prob(y, variance)
+        assert ((log_prob - own * hit - (1 - own) * miss).abs() <= slack * (hit - miss)).all()
+
+    def test_gradients_by_finite_differences(self):
+        mean = torch.randn(3, 4).requires_grad_()
+        variance = (0.1 + torch.rand(3, 4)).requires_grad_()
+        epsilon = torch.tensor(0.05).requires_grad_()
+        y = torch.tensor([0, 3, 1])
+
+        def expected(mean, variance, epsilon):
+            q = RobustMax(mean, epsilon, validate_args=False)
+            return q.expected_log_prob(y, variance), q.expected_probs(variance)
+
+        assert torch.autograd.gradcheck(expected, (mean, variance, epsilon))
+
+    def test_gradient_by_reweighted_draws(self):
+        """∂E[log p]/∂μ_c = E[log p (f_c − μ_c)/σ_c²]."""
+        mean = torch.tensor([[0.3, 0.1, -0.4, 0.0]]).requires_grad_()
+        variance, y = torch.tensor([[0.5, 1.0, 0.7, 0.3]]), torch.tensor([1])
+        (slope,) = torch.autograd.grad(RobustMax(mean, 0.1).expected_log_prob(y, variance).sum(), mean)
+        noise = torch.randn(1_000_000, 4)
+        log_prob = RobustMax(mean.detach() + variance.sqrt() * noise, 0.1, validate_args=False).log_prob(y)
+        terms = log_prob[:, None] * noise / variance.sqrt()
+        assert ((terms.mean(0) - slope[0]).abs() < 5 * terms.std(0) / 1000).all()
+
+    def test_two_classes_are_a_probit(self):
+        mean, variance = torch.randn(50, 2), torch.rand(50, 2)
+        y = torch.randint(2, (50,))
+        d = (mean[:, 1] - mean[:, 0]) / variance.sum(-1).sqrt()
+        wins = Probit(d).log_prob(y.double()).exp()
+        expected = RobustMax(mean, 0.1).expected_log_prob(y, variance)
+        torch.testing.assert_close(expected, wins * math.log(0.9) + (1 - wins) * math.log(0.1))
+
+    def test_density_and_draws(self):
+        f = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.0]])
+        q = RobustMax(f, 0.1)
+        torch.testing.assert_close(q.probs, torch.tensor([[0.05, 0.9, 0.05], [0.9, 0.05, 0.05]]))
+        every = torch.stack([q.log_prob(torch.full((2,), c)) for c in range(3)], -1)
+        torch.testing.assert_close(every, q.probs.log())
+        draws = q.sample((20_000,))
+        assert draws.dtype == torch.int64
+        share = torch.nn.functional.one_hot(draws, 3).double().mean(0)
+        torch.testing.assert_close(share, q.probs, atol=0.01, rtol=0)
+        assert q.expand((4, 2)).batch_shape == (4, 2)
+        assert RobustMax(f[0], torch.tensor([0.1, 0.2])).batch_shape == (2,)
+
+    def test_fixed_values_have_no_variance(self):
+        mean = torch.tensor([[1.0, 0.0, 0.5]]).requires_grad_()
+        for dtype in (torch.float64, torch.float32):
+            for given in ([0.0, 0.0, 0.0], [1.0, 0.5, 0.0], [0.0, 1.0, 1.0]):
+                variance = torch.tensor([given], dtype=dtype).requires_grad_()
+                q = RobustMax(mean.to(dtype), 0.1)
+                probs = q.expected_probs(variance)
+                assert abs(float(probs.detach().sum()) - 1) < 2e-2
+                assert all(g.isfinite().all() for g in torch.autograd.grad(probs.log().sum(), (mean, variance)))
+                if not any(given):
+                    torch.testing.assert_close(probs, torch.tensor([[0.9, 0.05, 0.05]], dtype=dtype))
+
+    def test_unequal_widths(self):
+        """The largest standard deviation three times the smallest."""
+        generator = torch.Generator().manual_seed(0)
+        mean = torch.randn(200, 6, generator=generator)
+        scale = 1 / 3 + 2 / 3 * torch.rand(200, 6, generator=generator)
+        t = torch.linspace(-9, 9, 4001)
+        below = torch.special.ndtr(((mean[:, :1] + scale[:, :1] * t)[..., None] - mean[:, None]) / scale[:, None])
+        exact = (below[..., 1:].prod(-1) * torch.exp(-t.square() / 2)).sum(-1) * (t[1] - t[0]) / math.sqrt(2 * math.pi)
+        wins = 1 - RobustMax(mean)._losing_probability(torch.zeros(200, dtype=torch.long), scale.square())
+        torch.testing.assert_close(wins, exact, atol=5e-6, rtol=0)
+
+    def test_refusals(self):
+        with pytest.raises(ValueError, match=r"shape \(..., P\) with at least two classes"):
+            RobustMax(torch.randn(5, 1))
+        with pytest.raises(ValueError, match="epsilon"):
+            RobustMax(torch.randn(5, 3), 1.5, validate_args=True)
+        with pytest.raises(ValueError, match="support"):
+            RobustMax(torch.randn(5, 3), 0.5, validate_args=True).log_prob(torch.full((5,), 3))
+
+
+def by_hand(guide, x, y, epsilon=1e-2, order=None, scale=1.0, shift=0.0):
+    q = guide.posterior(x)["f"]
+    order = list(range(q.mean.shape[0])) if order is None else order
+    mean, variance = (scale * q.mean.mT + shift)[:, order], (scale**2 * q.variance.mT)[:, order]
+    return RobustMax(mean, epsilon).expected_log_prob(y, variance).sum() - q.kl.sum()
+
+
+class TestBound:
+    @pytest.mark.parametrize("num_classes", [2, 3, 10])
+    def test_value(self, num_classes):
+        x, y = classes(num_classes=num_classes)
+        model = multiclass(num_classes)
+        guide = guide_for(model, x, y)
+        losses = [TraceQuadrature_ELBO().loss(model, guide, x, y) for _ in range(2)]
+        assert losses[0] == losses[1]
+        torch.testing.assert_close(-torch.tensor(losses[0]), by_hand(guide, x, y))
+        drawn = [Trace_ELBO, lambda: TraceQuadrature_ELBO(num_nodes=3)]
+        with torch.no_grad():
+            mean, error = estimate(drawn[0](), model, guide, x, y, num=600)
+        assert abs(mean - losses[0]) < 5 * error
+        assert TraceQuadrature_ELBO(3).loss(model, guide, x, y) == pytest.approx(losses[0])
+
+    def test_how_the_model_writes_its_parameter(self):
+        x, y = classes()
+        shift = torch.tensor([0.1, -0.3, 0.2])
+        writes = [
+            (lambda f: f.mT[:, [2, 0, 1]], {"order": [2, 0, 1]}),
+            (lambda f: -1.5 * f.mT + shift, {"scale": -1.5, "shift": shift}),
+            (lambda f: torch.stack([f[1], f[0], f[2]], -1), {"order": [1, 0, 2]}),
+        ]
+        for write, change in writes:
+            model = multiclass(parameter=write)
+            guide = guide_for(model, x, y)
+            loss = TraceQuadrature_ELBO().loss(model, guide, x, y)
+            torch.testing.assert_close(-torch.tensor(loss), by_hand(guide, x, y, **change))
+
+    def test_rows_by_index_and_a_constant_class(self):
+        x, y = classes(30)
+        rows = torch.tensor([0, 3, 3, 7])
+
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
+            with pyro.plate("data", 4):
+                theta = torch.cat([f.mT[rows], f.new_zeros(4, 1)], -1)
+                return pyro.sample("y", RobustMax(theta, 0.05), obs=y)
+
+        guide = guide_for(model, x, y[rows])
+        q = guide.posterior(x)["f"]
+        zero = torch.zeros(4, 1)
+        theta = RobustMax(torch.cat([q.mean.mT[rows], zero], -1), 0.05)
+        exact = theta.expected_log_prob(y[rows], torch.cat([q.variance.mT[rows], zero], -1)).sum() - q.kl.sum()
+        torch.testing.assert_close(-torch.tensor(TraceQuadrature_ELBO().loss(model, guide, x, y[rows])), exact)
+
+    def test_several_sites(self):
+        x, y = classes()
+
+        def model(x, y=None):
+            f = [pyro.sample(name, GaussianProcess((i + 1.0) * KERNEL, x)) for i, name in enumerate("abc")]
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", RobustMax(torch.stack(f, -1), 0.01), obs=y)
+
+        guide = guide_for(model, x, y)
+        q = guide.posterior(x)
+        mean, variance = (torch.stack([getattr(q[name], part) for name in "abc"], -1) for part in ("mean", "variance"))
+        exact = RobustMax(mean, 0.01).expected_log_prob(y, variance).sum() - sum(q[name].kl for name in "abc")
+        torch.testing.assert_close(-torch.tensor(TraceQuadrature_ELBO().loss(model, guide, x, y)), exact)
+
+    def test_masks_and_events(self):
+        x, y = classes()
+        keep = torch.arange(len(x)) % 3 > 0
+
+        def masked(how):
+            def model(x, y=None):
+                f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([3]).to_event(1))
+                q = RobustMax(f.mT, 0.01)
+                if how == "event":
+                    return pyro.sample("y", q.mask(keep).to_event(1), obs=y)
+                with pyro.plate("data", len(x)):
+                    if how == "distribution":
+                        return pyro.sample("y", q.mask(keep), obs=y)
+                    with poutine.mask(mask=keep):
+                        return pyro.sample("y", q, obs=y)
+
+            return model
+
+        for how in ("event", "distribution", "poutine"):
+            model = masked(how)
+            guide = guide_for(model, x, y)
+            q = guide.posterior(x)["f"]
+            terms = RobustMax(q.mean.mT, 0.01).expected_log_prob(y, q.variance.mT)
+            exact = terms[keep].sum() - q.kl.sum()
+            torch.testing.assert_close(-torch.tensor(TraceQuadrature_ELBO().loss(model, guide, x, y)), exact)
+
+    def test_mini_batches(self):
+        x, y = classes(60)
+        model = multiclass()
+        guide = guide_for(model, x, y)
+        whole = TraceQuadrature_ELBO().loss(model, guide, x, y)
+        loss = TraceQuadrature_ELBO()
+        parts = [loss.loss(model, guide, x[rows], y[rows], size=60) for rows in torch.arange(60).split(20)]
+        assert sum(parts) / 3 == pytest.approx(whole)
+
+        def subsampled(x, y):
+            plate = pyro.plate("data", len(x), subsample_size=20)
+            with plate as rows:
+                inputs, labels = x[rows], y[rows]
+            f = pyro.sample("f", GaussianProcess(KERNEL, inputs).expand([3]).to_event(1))
+            with plate:
+                pyro.sample("y", RobustMax(f.mT, 1e-2), obs=labels)
+
+        guide = guide_for(subsampled, x, y)
+        mean, error = estimate(TraceQuadrature_ELBO(), subsampled, guide, x, y, num=300)
+        posterior = AutoSparseGP(model, SVGP(8))
+        posterior.load_state_dict(guide.state_dict() | {"_extra_state": guide.state_dict()["_extra_state"]})
+        exact = TraceQuadrature_ELBO().loss(model, posterior, x, y)
+        assert abs(mean - exact) < 5 * error
+
+    def test_epsilon_as_a_latent(self):
+        x, y = classes()
+        y = torch.where(torch.rand(len(y)) < 0.2, (y + 1) % 3, y)
+
+        def model(x, y=None):
+            epsilon = pyro.sample("epsilon", dist.Beta(1.0, 9.0))
+            f = pyro.sample("f", GaussianProcess(4.0 * KERNEL, x).expand([3]).to_event(1))
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", RobustMax(f.mT, epsilon), obs=y)
+
+        guide = AutoSparseGP(model, SVGP(12))
+        losses = train(model, guide, x, y, steps=400, lr=0.03, loss=TraceQuadrature_ELBO())
+        assert sum(losses[-50:]) < sum(losses[:50])
+        assert 0.05 < predict(model, guide, x, joint=False)["epsilon"].mean() < 0.4
+
+    def test_float32(self):
+        x, y = classes()
+        model = multiclass()
+        guide = guide_for(model, x.float(), y)
+        loss = TraceQuadrature_ELBO().loss(model, guide, x.float(), y)
+        double = guide.double()
+        assert TraceQuadrature_ELBO().loss(model, double, x, y) == pytest.approx(loss, rel=1e-3)
+
+    def test_beside_other_densities(self):
+        """The rest of the model is integrated as ever: by nodes, or drawn."""
+        x, y = classes()
+        z = torch.randn(3, len(x))
+
+        def model(x, y=None, meet=False):
+            f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([3]).to_event(1))
+            g = pyro.sample("g", GaussianProcess(KERNEL, x))
+            with pyro.plate("data", len(x)):
+                pyro.sample("count", dist.Poisson(g.exp()), obs=y.double())
+                pyro.sample("y", RobustMax(f.mT, 0.01), obs=y)
+                pyro.sample("sum", dist.Normal(f.sum(0) if meet else f[1], 0.5), obs=z[0])
+
+        guide = guide_for(model, x, y)
+        q = guide.posterior(x, y)
+        f, g = q["f"], q["g"]
+        robust = RobustMax(f.mean.mT, 0.01).expected_log_prob(y, f.variance.mT).sum()
+        count = (y * g.mean - (g.mean + g.variance / 2).exp() - torch.lgamma(y + 1.0)).sum()
+        rest = robust + count - f.kl.sum() - g.kl
+        normal = dist.Normal(f.mean[1], 0.5).log_prob(z[0]).sum() - f.variance[1].sum() / (2 * 0.25)
+        exact = (rest + normal).item()
+        assert -TraceQuadrature_ELBO().loss(model, guide, x, y) == pytest.approx(exact, rel=1e-7)
+        meet = lambda x, y: model(x, y, True)  # noqa: E731
+        other = AutoSparseGP(meet, SVGP(8))
+        other(x, y)
+        with pytest.warns(UserWarning, match="more than 2 function values"):
+            mean, error = estimate(TraceQuadrature_ELBO(), meet, other, x, y, num=400)
+        q = other.posterior(x, y)
+        f, g = q["f"], q["g"]
+        exact = RobustMax(f.mean.mT, 0.01).expected_log_prob(y, f.variance.mT).sum() - f.kl.sum() - g.kl
+        exact = exact + (y * g.mean - (g.mean + g.variance / 2).exp() - torch.lgamma(y + 1.0)).sum()
+        exact = exact + dist.Normal(f.mean.sum(0), 0.5).log_prob(z[0]).sum() - f.variance.sum() / (2 * 0.25)
+        assert abs(-mean - exact) < 5 * error
+
+    def test_training_finds_the_classes(self):
+        x, y = classes(150, 4)
+        model = multiclass(4, 1e-3, 2.0 * kernels.RBF(0.3))
+        guide = AutoSparseGP(model, OrthogonalInducing(15, 15))
+        train(model, guide, x, y, steps=150, lr=0.05, loss=TraceQuadrature_ELBO())
+        x_new, y_new = classes(200, 4, seed=2)
+        q = guide.posterior(x_new)["f"]
+        probs = RobustMax(q.mean.mT, 1e-3).expected_probs(q.variance.mT)
+        assert (probs.argmax(-1) == y_new).double().mean() > 0.9
+        draws = predict(model, guide, x_new, num_samples=200, joint=False)["y"]
+        share = torch.nn.functional.one_hot(draws, 4).double().mean(0)
+        assert (share - probs).abs().mean() < 0.03
+
+    def test_refused_where_it_needs_a_gradient(self):
+        x, y = classes()
+        model = multiclass()
+        with pytest.raises(ValueError, match=r"'f' has the family SGPR.*'y' is piecewise constant"):
+            AutoSparseGP(model, SGPR(8))(x, y)
+        guide = AutoSparseGP(model, SVGP(8))
+        with pytest.raises(ValueError, match=r"'y' has a piecewise constant density.*TraceQuadrature_ELBO"):
+            Trace_ELBO().loss_and_grads(model, guide, x, y)
+        for write, why in [
+            (lambda f: f.mT.square(), "not an affine function"),
+            (lambda f: f.mT - f.mT.mean(-1, keepdim=True), "several function values"),
+            (lambda f: f.mT[:, [0, 0, 1]], "values of the same function"),
+        ]:
+            wrong = multiclass(parameter=write)
+            with pytest.raises(ValueError, match=f"site 'y' has the distribution RobustMax.*{why}"):
+                TraceQuadrature_ELBO().loss(wrong, AutoSparseGP(wrong, SVGP(8)), x, y)
+        wrong = AutoSparseGP(model, SparseEP(8))
+        with pytest.raises(ValueError, match="one term of a density depends on several of its values"):
+            ExpectationPropagation(model, wrong, pyro.optim.Adam({"lr": 0.01})).step(x, y)
+
+
+class TestOtherDistributions:
+    def model(self, write):
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(KERNEL, x))
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", PoissonOfLog(write(f)), obs=y)
+
+        return model
+
+    def test_one_of_the_users(self):
+        x, _ = classes(40)
+        y = torch.poisson(torch.exp(2 * x[:, 0]))
+        model = self.model(lambda f: 0.5 + 2 * f)
+        calls = []
+
+        class Counted(PoissonOfLog):
+            def expected_log_prob(self, value, variance):
+                calls.append(variance)
+                return super().expected_log_prob(value, variance)
+
+        def counted(x, y=None):
+            f = pyro.sample("f", GaussianProcess(KERNEL, x))
+            with pyro.plate("data", len(x)):
+                fn = Counted(0.5 + 2 * f)
+                fn.expand = lambda shape, fn=fn: fn
+                return pyro.sample("y", fn, obs=y)
+
+        for program in (model, counted):
+            guide = guide_for(program, x, y)
+            q = guide.posterior(x)["f"]
+            m, v = 0.5 + 2 * q.mean, 4 * q.variance
+            exact = float((y * m - (m + v / 2).exp() - torch.lgamma(y + 1)).sum() - q.kl)
+            assert -TraceQuadrature_ELBO(1).loss(program, guide, x, y) == pytest.approx(exact)
+        assert calls
+
+    def test_nonlinear_parameters_fall_back(self):
+        x, _ = classes(40)
+        y = torch.poisson(torch.exp(2 * x[:, 0]))
+        model = self.model(torch.sin)
+        guide = AutoSparseGP(model, SVGP(8))
+        loss = TraceQuadrature_ELBO(40)
+        with pytest.warns(UserWarning, match=r"'y' has the distribution PoissonOfLog.*not an affine function"):
+            value = loss.loss(model, guide, x, y)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # said once
+            assert loss.loss(model, guide, x, y) == value
+
+        def plain(x, y=None):
+            f = pyro.sample("f", GaussianProcess(KERNEL, x))
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Poisson(torch.sin(f).exp()), obs=y)
+
+        other = AutoSparseGP(plain, SVGP(8))
+        other.load_state_dict(guide.state_dict())
+        assert TraceQuadrature_ELBO(40).loss(plain, other, x, y) == pytest.approx(value)
+
+
+def test_softmax_trains_by_draws():
+    x, y = classes(120)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(4.0 * KERNEL, x).expand([3]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(12))
+    with pytest.warns(UserWarning, match="Monte Carlo"):
+        train(model, guide, x, y, steps=200, lr=0.05)
+    assert (guide.posterior(x)["f"].mean.argmax(0) == y).double().mean() > 0.9
