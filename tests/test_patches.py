@@ -14,10 +14,12 @@ from pyro_sparsegp import (
     GaussianProcess,
     TraceQuadrature_ELBO,
     Whitening,
+    bases,
     blocks,
     kernels,
     predict,
 )
+from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import (
     SVGP,
     CollapsedOrthogonal,
@@ -26,6 +28,7 @@ from pyro_sparsegp.families import (
     OrthogonalInducing,
     SparseEP,
 )
+from pyro_sparsegp.process import GroupedSite
 
 from .models import FAMILIES, train
 
@@ -455,13 +458,12 @@ def classes(num, seed=0, dtype=torch.float64):
     return x.flatten(1).to(dtype), y
 
 
-@pytest.mark.filterwarnings("ignore:GP sites f meet in densities")
 def test_outputs_share_the_patches():
     def model(x, y=None, size=None):
         k = kernels.TICK(30.0 * kernels.RBF(1.0), kernels.Matern32(3.0), (SIDE, SIDE), (3, 3))
         f = pyro.sample("f", GaussianProcess(k, x).expand([3]).to_event(1))
         with pyro.plate("data", size or len(x), subsample=x):
-            return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
+            return pyro.sample("y", RobustMax(f.mT), obs=y)
 
     x, y = classes(90)
     guide = AutoSparseGP(model, OrthogonalInducing(12, 8))
@@ -482,3 +484,213 @@ def test_projections_of_the_data():
     train(one_layer, guide, x, y, steps=10, lr=0.05)
     q = guide.posterior(bars(5, 2)[0])["f"]
     assert (q.mathematical_variance <= q.variance + 1e-6).all()
+
+
+# Deep models.
+
+
+def hidden(name, x, shape, patch, scale, channels, mean=None):
+    """A layer: a GP over all patches of all images, and its values as images."""
+    rows = kernels.patches(x, shape, patch).flatten(-3, -2)
+    process = GaussianProcess(scale * kernels.RBF(1.5), rows, mean)
+    return bases.as_images(pyro.sample(name, process.expand([channels]).to_event(1)), len(x))
+
+
+def two_layers(x, y=None, size=None):
+    scales = pyro.param("scales", x.new_tensor([2.0, 5.0]), constraint=dist.constraints.positive)
+    h = hidden("g", x, (SIDE, SIDE), (3, 3), scales[0], 2)
+    k = kernels.TICK(scales[1] * kernels.RBF(1.5), kernels.Matern32(3.0), (2, 4, 4), (2, 2))
+    f = pyro.sample("f", GaussianProcess(k, h).expand([3]).to_event(1))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", RobustMax(f.mT), obs=y)
+
+
+def starts(x, below=16, above=24):
+    """Inducing patches of both layers, by appendix G.2."""
+    h = bases.random_convolution(x, (SIDE, SIDE), (3, 3), 2)
+    z = bases.inducing_patches(x, below, (SIDE, SIDE), (3, 3))
+    return {"g": SVGP(z), "f": SVGP(bases.inducing_patches(h, above, (2, 4, 4), (2, 2), locations=True))}
+
+
+@pytest.mark.parametrize("independent", [(), ("g",)], ids=["joint per image", "independent"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_two_layers_train_from_scratch(independent, dtype):
+    torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
+    x, y = classes(120, dtype=dtype)
+    guide = AutoSparseGP(two_layers, starts(x), independent_draws=independent)
+    guide(x[:20], y[:20])
+    assert guide.structure.groups == {"g": (16, "f")}
+    svi = SVI(two_layers, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO())
+    for _ in range(160):
+        rows = torch.randperm(120)[:40]
+        loss = svi.step(x[rows], y[rows], size=120)
+    assert loss < 350
+    new, truth = classes(60, 1, dtype)
+    draws = predict(two_layers, guide, new, num_samples=5, joint=False)
+    assert draws["g"].shape == (5, 2, 60 * 16)
+    assert draws["f"].shape == (5, 3, 60)
+    assert (draws["f"].mean(0).argmax(0) == truth).double().mean() > 0.75
+    q = guide.posterior(new)["f"]
+    again = AutoSparseGP(two_layers, starts(x), independent_draws=independent)
+    again.load_state_dict(guide.state_dict())
+    assert again.structure.groups == {"g": (16, "f")}
+    assert torch.equal(again.posterior(new)["f"].mean, q.mean)
+    guide.eval()  # all values jointly
+    assert guide(new[:5])["g"].shape == (2, 80)
+
+
+def test_three_layers_are_drawn_image_by_image():
+    def model(x, y=None, size=None):
+        h = hidden("g1", x, (SIDE, SIDE), (2, 2), 2.0, 2, bases.identity_convolution((SIDE, SIDE), (2, 2), 2))
+        h = hidden("g2", h, (2, 5, 5), (2, 2), 2.0, 2)
+        f = pyro.sample("f", GaussianProcess(kernels.Convolutional(20.0 * kernels.RBF(1.5), (2, 4, 4), (2, 2)), h))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    x, y = bars(80)
+    h1 = bases.random_convolution(x, (SIDE, SIDE), (2, 2), 2)
+    h2 = bases.random_convolution(h1, (2, 5, 5), (2, 2), 2)
+    guide = AutoSparseGP(
+        model,
+        {
+            "g1": SVGP(bases.inducing_patches(x, 10, (SIDE, SIDE), (2, 2))),
+            "g2": OrthogonalInducing(bases.inducing_patches(h1, 6, (2, 5, 5), (2, 2)), 6),
+            "f": SVGP(bases.inducing_patches(h2, 12, (2, 4, 4), (2, 2))),
+        },
+    )
+    guide(x[:10], y[:10])
+    # A patch of the second layer sees overlapping parts of the first: only images are apart.
+    assert guide.structure.groups == {"g1": (25, "f"), "g2": (16, "f")}
+    losses = []
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO())
+    for _ in range(120):
+        rows = torch.randperm(80)[:20]
+        losses.append(svi.step(x[rows], y[rows], size=80))
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    new, truth = bars(60, 1)
+    assert ((guide.posterior(new)["f"].mean > 0) == truth).double().mean() > 0.7
+
+
+@pytest.mark.parametrize("lengths", [torch.tensor(0.7), torch.tensor([[0.5], [1.5]])], ids=["shared", "one an output"])
+def test_draws_of_groups_have_the_covariance_within_them(lengths):
+    def model(x, y=None):
+        kernel = torch.tensor([1.0, 2.0]) * kernels.RBF(lengths) if lengths.dim() else kernels.RBF(lengths)
+        g = pyro.sample("g", GaussianProcess(kernel, x, lambda x: x[..., 0]).expand([2]).to_event(1))
+        h = g.unflatten(-1, (-1, 3)).movedim(0, 1).flatten(1)  # of three inputs each, in both outputs
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(2.0), h))
+        with pyro.plate("data", len(h)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x, y = torch.rand(12, 1), torch.randn(4)
+    guide = AutoSparseGP(model, {"g": OrthogonalInducing(3, 2), "f": SVGP(4)})
+    train(model, guide, x, y, steps=20)
+    assert guide.structure.groups == {"g": (3, "f")}
+    drawn = guide.posteriors_so_far
+    assert drawn == {}
+    q = guide.posterior(x)["g"]
+    site = GroupedSite(q.process, q.basis, q.coefficients, "g").in_groups_of(3)
+    values = site.rsample(torch.Size((40_000,)))
+    assert values.shape == (40_000, 2, 12)
+    assert_close(values.mean(0), q.mean, atol=0.03, rtol=0)
+    flat = values.flatten(1)
+    wanted = torch.block_diag(*q.covariance_matrix)
+    group = torch.arange(24) // 3
+    wanted = torch.where(group[:, None] == group, wanted, 0.0)
+    assert_close(flat.mT.cov(), wanted, atol=0.05, rtol=0)
+
+
+def test_groups_must_stay():
+    def model(x, y=None, per=4):
+        g = pyro.sample("g", GaussianProcess(kernels.RBF(1.0), x))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), g.unflatten(-1, (-1, per))))
+        with pyro.plate("data", len(x) // per):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x = torch.rand(24, 1)
+    guide = AutoSparseGP(model, SVGP(4))
+    guide(x, torch.randn(6))
+    assert guide.structure.groups == {"g": (4, "f")}
+    guide(torch.rand(40, 1), torch.randn(10))
+    with pytest.raises(ValueError, match=r"'g' has 24 inputs and 'f' has 12; at the guide's first call 4 of 'g' went"):
+        guide(x, torch.randn(12), per=2)
+
+
+def test_names_of_independent_draws():
+    x, y = classes(20)
+    with pytest.raises(ValueError, match="collection of names"):
+        AutoSparseGP(two_layers, SVGP(4), independent_draws="g")
+    guide = AutoSparseGP(two_layers, SVGP(4), independent_draws=("h",))
+    with pytest.raises(ValueError, match=r"independent_draws names \['h'\]; the GP sites are \['f', 'g'\]"):
+        guide(x, y)
+
+
+def test_a_step_in_pieces_is_the_same(monkeypatch):
+    """Dropping what the kernels make on the way changes neither the bound nor its gradients, under vmap too."""
+    x, y = bars(20)
+    guide = AutoSparseGP(one_layer, SVGP(8), point_estimates=True)
+    guide(x, y)
+
+    def gradients():
+        for p in guide.parameters():
+            p.grad = None
+        loss = TraceQuadrature_ELBO().loss_and_grads(one_layer, guide, x, y)
+        return [torch.tensor(loss), *(p.grad.clone() for p in guide.parameters())]
+
+    whole = gradients()
+    monkeypatch.setattr(blocks, "_PIECE", 200)
+    monkeypatch.setattr(blocks, "_KEPT", 100)
+    for one, other in zip(whole, gradients()):
+        assert_close(one, other)
+
+
+# Where the layers start.
+
+
+def test_as_images_keeps_patches_and_channels():
+    x = images(3)
+    rows = kernels.patches(x, SHAPE, PATCH).flatten(0, 1)
+    values = torch.stack([rows[:, 0], rows.sum(-1)])  # two channels
+    found = bases.as_images(values, 3)
+    grid = kernels.patch_grid(SHAPE, PATCH)
+    for n, p in enumerate(loops(x, SHAPE, PATCH, 1)):
+        assert_close(found[n].reshape(2, *grid)[0], p[:, 0].reshape(grid))
+        assert_close(found[n].reshape(2, *grid)[1], p.sum(-1).reshape(grid))
+    assert torch.equal(bases.as_images(values.expand(5, -1, -1), 3)[4], found)
+    with pytest.raises(ValueError, match=r"values \(..., C, N·P\) of 7 images, got shape \(2, 48\)"):
+        bases.as_images(values, 7)
+
+
+def test_random_convolutions_are_glorot_uniform():
+    x = images(50)
+    found = bases.random_convolution(x, SHAPE, PATCH, 300)
+    grid = kernels.patch_grid(SHAPE, PATCH)
+    assert found.shape == (50, 300 * grid[0] * grid[1])
+    rows = kernels.patches(x, SHAPE, PATCH).flatten(0, 1)
+    values = found.reshape(50, 300, -1).mT.flatten(0, 1)  # (N·P, C')
+    filters = torch.linalg.lstsq(rows, values).solution
+    assert_close(rows @ filters, values)  # one linear map of all patches
+    bound = (6 / (12 + 300 * 6)) ** 0.5
+    assert filters.abs().max() < bound
+    assert_close(filters.std(), torch.tensor(bound / 3**0.5), rtol=0.05, atol=0)
+
+
+def test_inducing_patches_are_centres_of_distinct_patches():
+    x = torch.zeros(30, 60)
+    x[:, 7] = torch.linspace(1, 2, 30)  # most patches are empty
+    found = bases.inducing_patches(x, 20, SHAPE, PATCH)
+    assert found.shape == (20, 12)
+    assert len(found.unique(dim=0)) == 20
+    located = bases.inducing_patches(x, 20, SHAPE, PATCH, 2, locations=True)
+    assert located.shape == (20, 14)
+    assert (located[:, 12:].amax(0) < torch.tensor(kernels.patch_grid(SHAPE, PATCH, 2))).all()
+    with pytest.raises(ValueError, match="asked for 20, the images have 1 distinct"):
+        bases.inducing_patches(torch.zeros(30, 60), 20, SHAPE, PATCH)
+
+
+def test_identity_convolution_hands_the_image_on():
+    x = images(3)
+    mean = bases.identity_convolution(SHAPE, (3, 3), 5)
+    found = bases.as_images(mean(kernels.patches(x, SHAPE, (3, 3)).flatten(0, 1)), 3).reshape(3, 5, 4, 3)
+    inner = x.reshape(3, *SHAPE)[:, :, 1:-1, 1:-1]
+    for c in range(5):
+        assert torch.equal(found[:, c], inner[:, c % 2])

@@ -4,6 +4,7 @@ from .actions import Actions
 from .additive import Additive, AdditiveFeatures
 from .base import Basis, Features
 from .features import ExplicitFeatures, KernelFeatures
+from .images import as_images, identity_convolution, inducing_patches, random_convolution
 from .inducing import InducingFeatures, InducingPoints
 from .initial import greedy_variance, k_means
 from .projection import ProjectedFeatures
@@ -21,6 +22,10 @@ __all__ = [
     "InducingVariables",
     "KernelFeatures",
     "ProjectedFeatures",
+    "as_images",
     "greedy_variance",
+    "identity_convolution",
+    "inducing_patches",
     "k_means",
+    "random_convolution",
 ]
