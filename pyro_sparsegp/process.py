@@ -23,7 +23,7 @@ from torch.distributions import constraints, register_kl
 
 from .bases.base import Features
 from .kernels import base as kernel_base
-from .linalg import cholesky, row_squares, solve_lower, sum_blocks
+from .linalg import cholesky, default_jitter, row_squares, solve_lower, sum_blocks
 from .posteriors.base import Gaussian
 from .sites import Sites
 
@@ -633,7 +633,9 @@ class GroupedSite(ExpectedSite):
         scale = residual.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
         for block in phi:
             residual = residual - block @ block.mT
-        tril = cholesky(residual, self.process.jitter, f"the residual covariance of site {self.name!r}", scale)
+        # Patches that are alike, such as empty ones, leave a singular matrix with the rounding of k − ΦΦᵀ.
+        jitter = 10 * default_jitter(x.dtype) if self.process.jitter is None else self.process.jitter
+        tril = cholesky(residual, jitter, f"the residual covariance of site {self.name!r} in a group", scale)
         value = _each(tril, torch.randn(num, *shape, size, dtype=x.dtype, device=x.device))
         for block, w in zip(phi, self.coefficients.rsample(torch.Size((num, *shape)))):
             value = value + _each(block, w)
