@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["blocks_of", "by_rows", "dropping", "in_blocks", "is_long"]
+__all__ = ["blocks_of", "by_rows", "dropping", "in_blocks", "in_pieces", "is_long"]
 
 _WHOLE = 2**15  # rows that are taken at once; above, blocks
 _NUMBERS = 2**24  # that the waves of one block of a sample function take
 _BLOCK = 2**12  # rows of a block: what a CPU's caches like; a GPU takes 32 times that
+_PIECE = 2**21  # numbers that are made at once; a GPU takes 32 times that, too
+_KEPT = 2**24  # numbers that may stay until the way back
 
 
 def is_long(x: Tensor) -> bool:
@@ -28,7 +30,7 @@ def blocks_of(x: Tensor) -> list[slice]:
     return [slice(start, min(start + size, num)) for start in range(0, num, size)]
 
 
-def dropping(function: Callable, *args: Tensor) -> Any:
+def dropping(function: Callable, *args: Any) -> Any:
     """``function(*args)``, with what it makes on the way dropped, and made again on the way back."""
     if not torch.is_grad_enabled():
         return function(*args)
@@ -64,3 +66,18 @@ def in_blocks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Ten
         return function(x) if x.shape[-2] <= rows else torch.cat([function(part) for part in x.split(rows, -2)], -1)
 
     return by_blocks
+
+
+def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Tensor, dim: int) -> Tensor:
+    """What ``function`` gives for ``num`` items, evaluated for some items at a time and joined along ``dim``.
+
+    :param cost: how many numbers it makes on the way for each; where they are many, they are dropped, and made again
+        on the way back.
+    :param like: a tensor of the device.
+    """
+    more = 1 if like.device.type == "cpu" else 32
+    size = max(1, more * _PIECE // cost)
+    drop = num * cost > more * _KEPT
+    slices = [slice(start, min(start + size, num)) for start in range(0, num, size)]
+    parts = [dropping(function, rows) if drop else function(rows) for rows in slices]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -42,6 +42,7 @@ from .process import (
     SAMPLES_ARE_VECTORISED,
     ExpectedSite,
     GaussianProcess,
+    GroupedSite,
     MarginalSite,
     NodeSite,
     PriorProcess,
@@ -64,6 +65,8 @@ class Structure:
     :param data_plates: plates that enclose an observed site.
     :param dependence: for each GP site, how densities downstream depend on its values.
     :param inner: GP sites whose values enter another GP site (an inner layer of a deep GP).
+    :param groups: for those whose values a layer above couples in groups of consecutive inputs (the patches of an
+        image), how many make a group, and that layer.
     :param interactions: pairs of GP sites that meet in one term of a density.
     :param downstream: sites whose densities move with a GP site's values.
     :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
@@ -75,6 +78,7 @@ class Structure:
     data_plates: list[str] = field(default_factory=list)
     dependence: dict[str, str] = field(default_factory=dict)
     inner: list[str] = field(default_factory=list)
+    groups: dict[str, tuple[int, str]] = field(default_factory=dict)
     interactions: list[list[str]] = field(default_factory=list)
     downstream: list[str] = field(default_factory=list)
     quadratic: list[str] = field(default_factory=list)
@@ -134,6 +138,9 @@ class AutoSparseGP(AutoNormalMessenger):
     :param init_scale: their initial standard deviation, in unconstrained space.
     :param point_estimates: ``True``, or names of other latents, that are fitted as points (maximum a posteriori); by
         default none is, but for families of expectation propagation, which takes points only.
+    :param independent_draws: names of GP sites whose values are drawn independently of each other in training though
+        the model couples them, such as those at an image's patches in a deep convolutional GP: cheaper, and a common
+        practice, but what training then maximises is not quite the bound.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
     """
 
@@ -145,6 +152,7 @@ class AutoSparseGP(AutoNormalMessenger):
         init_loc_fn: Callable = init_to_mean(fallback=init_to_feasible),
         init_scale: float = 0.1,
         point_estimates: Union[bool, Collection[str], None] = None,
+        independent_draws: Collection[str] = (),
         amortized_plates: tuple[str, ...] = (),
     ) -> None:
         if not callable(model):
@@ -162,6 +170,9 @@ class AutoSparseGP(AutoNormalMessenger):
         self._pyro_name = unique_name("AutoSparseGP")
         self.families = families
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
+        if isinstance(independent_draws, str):
+            raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
+        self.independent_draws = tuple(independent_draws)
         self.structure: Optional[Structure] = None
         self._idle = self._request = _Request()
         self._new_rows = False
@@ -524,6 +535,8 @@ class AutoSparseGP(AutoNormalMessenger):
         self._check_dtype(name, process, module)
         if request.predicting and not self.training and not self._computing_median:
             self._check_size(name, process)
+        if self.structure is not None and self.structure.groups:
+            self._check_groups(name, process.event_shape[0])
         if module.batch_shape != process.batch_shape:
             raise ValueError(
                 f"site {name!r} has batch shape {tuple(process.batch_shape)} now, {tuple(module.batch_shape)} when the "
@@ -536,8 +549,7 @@ class AutoSparseGP(AutoNormalMessenger):
         if request.nodes is not None and name in request.nodes:
             kind = NodeSite
         elif self.training and not self._computing_median:
-            coupled = self.structure is not None and self.structure.dependence.get(name) == structure.COUPLED
-            kind = ExpectedSite if coupled else MarginalSite
+            kind = self._kind_of_draws(name)
         if request.seeing:
             module.see(process.x)
             return process.mean
@@ -578,7 +590,29 @@ class AutoSparseGP(AutoNormalMessenger):
             return posterior.mean
         if isinstance(posterior, NodeSite) and request.nodes is not None:
             posterior.at_node(request.nodes[name])
+        if isinstance(posterior, GroupedSite) and self.structure is not None:
+            posterior.in_groups_of(self.structure.groups[name][0])
         return posterior.to_event(event_dim) if event_dim else posterior
+
+    def _kind_of_draws(self, name: str) -> type[Site]:
+        """How a site is drawn in training."""
+        if self.structure is None or name in self.independent_draws:
+            return MarginalSite
+        if self.structure.dependence.get(name) != structure.COUPLED:
+            return MarginalSite
+        return GroupedSite if name in self.structure.groups else ExpectedSite
+
+    def _check_groups(self, name: str, num: int) -> None:
+        """Raise if the rows of a layer are not as many as the groups of the layers below that it couples."""
+        assert self.structure is not None
+        for below, (size, above) in self.structure.groups.items():
+            rows = self.posteriors_so_far[below].process.event_shape[0] if below in self.posteriors_so_far else None
+            if above == name and rows is not None and rows != num * size:
+                raise ValueError(
+                    f"GP site {below!r} has {rows} inputs and {name!r} has {num}; at the guide's first call {size} of "
+                    f"{below!r} went into each of {name!r}, and are drawn together. A model's structure must not "
+                    "change between calls."
+                )
 
     def _observing(self, name: str, process: GaussianProcess, module: Any) -> bool:
         """Whether this run observes data, for a kernel whose diagonal depends on the rows in training."""
@@ -765,6 +799,9 @@ class AutoSparseGP(AutoNormalMessenger):
             )
         if not request.posteriors:
             raise ValueError("the model has no GP site: no pyro.sample(..., GaussianProcess(kernel, x)) was reached")
+        unknown = [name for name in self.independent_draws if name not in request.posteriors]
+        if unknown:
+            raise ValueError(f"independent_draws names {unknown}; the GP sites are {sorted(request.posteriors)}")
         observed = [name for name, site in _sites(trace) if is_observation(site)]
         if not observed:
             raise ValueError(
@@ -843,6 +880,8 @@ class AutoSparseGP(AutoNormalMessenger):
             moved = self._probe(args, kwargs, base | {name: base[name] + spread[name] * (1 + 0.5 * uneven)})
             if any(_differ(still.posteriors[other], moved.posteriors[other]) for other in names if other != name):
                 self.structure.inner.append(name)
+                if self.structure.dependence[name] == structure.COUPLED:
+                    self._find_groups(name, base, spread[name], alone)
             for other, density in still.densities.items():
                 if other not in self.structure.downstream and not torch.equal(density, moved.densities[other]):
                     self.structure.downstream.append(other)
@@ -851,7 +890,7 @@ class AutoSparseGP(AutoNormalMessenger):
             if structure.interact(both, (base[f], spread[f]), (base[g], spread[g])):
                 self.structure.interactions.append([f, g])
         self._find_sites(args, kwargs, first)
-        coupled = [name for name, kind in self.structure.dependence.items() if kind == structure.COUPLED]
+        coupled = [name for name in names if self._kind_of_draws(name) is ExpectedSite]
         if coupled:
             warnings.warn(
                 f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
@@ -869,6 +908,18 @@ class AutoSparseGP(AutoNormalMessenger):
             # The graph is what shows where parameters come from; what the call draws later stays as it would be.
             with torch.enable_grad(), whole_plates(), repeatable(self.like):
                 self._check_parameters(args, kwargs)
+
+    def _find_groups(
+        self, name: str, base: dict[str, Tensor], spread: Tensor, evaluate: Callable[[Tensor], list[Tensor]]
+    ) -> None:
+        """See whether layers above couple a site's values only within groups, as many as one of them has inputs."""
+        assert self.structure is not None
+        num = base[name].shape[-1]
+        counts = {other: f.shape[-1] for other, f in base.items()}
+        sizes = {num // n: other for other, n in counts.items() if 1 < n < num and num % n == 0}
+        size = structure.group_size(evaluate, base[name], spread, sorted(sizes))
+        if size is not None:
+            self.structure.groups[name] = size, sizes[size]
 
     def _check_parameters(self, args: tuple, kwargs: dict[str, Any]) -> None:
         probe = self._probe(args, kwargs, {})

@@ -22,7 +22,7 @@ from torch.distributions import constraints, register_kl
 
 from .bases.base import Features
 from .kernels import base as kernel_base
-from .linalg import cholesky, row_squares, solve_lower, sum_blocks
+from .linalg import cholesky, default_jitter, row_squares, solve_lower, sum_blocks
 from .posteriors.base import Gaussian
 from .sites import Sites
 
@@ -609,6 +609,52 @@ class MarginalSite(ExpectedSite):
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Independent draws of the marginals, ``(*sample_shape, ..., N)``."""
         return self.marginals.rsample(torch.Size(sample_shape))
+
+
+class GroupedSite(ExpectedSite):
+    """A site's posterior in training where densities couple function values within groups of inputs, such as the
+    patches of an image: draws that are joint within a group and independent between groups, log_prob = KL.
+    """
+
+    group: int
+
+    def in_groups_of(self, size: int) -> GroupedSite:
+        """This site with groups of that many consecutive inputs."""
+        self.group = size
+        return self
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        """Draws of each group's values, ``(*sample_shape, ..., N)``, in O(NG²) for groups of G."""
+        shape = torch.Size(sample_shape) + self._batch_shape
+        x = self._grouped(self.process.x, len(shape))
+        num, size = x.shape[0], x.shape[-2]
+        phi = [self._grouped(block, len(shape)) for block in self.features]
+        residual = self.process.kernel(x)
+        scale = residual.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+        for block in phi:
+            residual = residual - block @ block.mT
+        # Patches that are alike, such as empty ones, leave a singular matrix with the rounding of k − ΦΦᵀ.
+        jitter = 10 * default_jitter(x.dtype) if self.process.jitter is None else self.process.jitter
+        tril = cholesky(residual, jitter, f"the residual covariance of site {self.name!r} in a group", scale)
+        value = _each(tril, torch.randn(num, *shape, size, dtype=x.dtype, device=x.device))
+        for block, w in zip(phi, self.coefficients.rsample(torch.Size((num, *shape)))):
+            value = value + _each(block, w)
+        return self.process.mean_at(self.process.x) + value.movedim(0, -2).flatten(-2)
+
+    def _grouped(self, rows: Tensor, dims: int) -> Tensor:
+        """``(..., N, R)`` as ``(groups, ..., G, R)``, with ``dims`` dimensions between."""
+        groups = rows.unflatten(-2, (-1, self.group)).movedim(-3, 0)
+        return groups.reshape(groups.shape[0], *[1] * (dims + 3 - groups.dim()), *groups.shape[1:])
+
+
+def _each(matrix: Tensor, v: Tensor) -> Tensor:
+    """Av, ``(groups, ..., R)``, for A ``(groups, ..., R, C)`` and v ``(groups, ..., C)``."""
+    if matrix.shape[1:-2].numel() > 1:
+        return (matrix @ v[..., None])[..., 0]
+    # One matrix serves all outputs of a group: their values are its columns.
+    columns = v.flatten(1, -2).mT if v.dim() > 2 else v[..., None]
+    product = (matrix.reshape(matrix.shape[0], *matrix.shape[-2:]) @ columns).mT
+    return product.reshape(*v.shape[:-1], matrix.shape[-2])
 
 
 class NodeSite(ExpectedSite):

@@ -8,12 +8,12 @@ of the values, L(f + bδ) + L(f + (1 − b)δ) = L(f) + L(f + δ).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-__all__ = ["COUPLED", "DATAWISE", "ELEMENTWISE", "NONE", "dependence", "interact", "unregistered"]
+__all__ = ["COUPLED", "DATAWISE", "ELEMENTWISE", "NONE", "dependence", "group_size", "interact", "unregistered"]
 
 NONE = "none"  # nothing downstream depends on the values
 ELEMENTWISE = "elementwise"  # sums of terms with one value each
@@ -29,12 +29,7 @@ def dependence(evaluate: Evaluate, value: Tensor, step: Tensor) -> str:
     :returns: one of :data:`NONE`, :data:`ELEMENTWISE`, :data:`DATAWISE`, :data:`COUPLED`.
     """
     generator = torch.Generator().manual_seed(0)
-    delta = step * (0.5 + torch.rand(value.shape, generator=generator, dtype=value.dtype).to(value.device))
-    for _ in range(6):
-        start, moved = evaluate(value), evaluate(value + delta)
-        if _finite(start, moved):
-            break
-        delta = delta / 4  # the model's support ended; look closer
+    delta, start, moved = _two_ends(evaluate, value, step, generator)
     if all(_same(a, b) for a, b in zip(start, moved)):
         return NONE
 
@@ -48,6 +43,36 @@ def dependence(evaluate: Evaluate, value: Tensor, step: Tensor) -> str:
     if value.dim() > 1 and all(separable((*[1] * (value.dim() - 1), value.shape[-1])) for _ in range(2)):
         return DATAWISE
     return COUPLED
+
+
+def group_size(evaluate: Evaluate, value: Tensor, step: Tensor, sizes: Iterable[int]) -> Optional[int]:
+    """The first G of ``sizes`` for which no term has values of two groups of G consecutive inputs; or ``None``.
+
+    :param sizes: divisors of N, for f of shape ``(..., N)``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    delta, start, moved = _two_ends(evaluate, value, step, generator)
+
+    def separable(size: int) -> bool:
+        groups = torch.rand(value.shape[-1] // size, generator=generator) < 0.5
+        mask = groups.to(value.device).repeat_interleave(size)
+        part, rest = evaluate(value + mask * delta), evaluate(value + ~mask * delta)
+        return all(_adds_up(*four) for four in zip(start, moved, part, rest))
+
+    return next((size for size in sizes if all(separable(size) for _ in range(3))), None)
+
+
+def _two_ends(
+    evaluate: Evaluate, value: Tensor, step: Tensor, generator: torch.Generator
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """A move δ of about ``step``, and what there is at both of its ends."""
+    delta = step * (0.5 + torch.rand(value.shape, generator=generator, dtype=value.dtype).to(value.device))
+    for _ in range(6):
+        start, moved = evaluate(value), evaluate(value + delta)
+        if _finite(start, moved):
+            break
+        delta = delta / 4  # the model's support ended; look closer
+    return delta, start, moved
 
 
 def interact(evaluate: Callable[[Tensor, Tensor], list[Tensor]], f: tuple, g: tuple) -> bool:

@@ -5,6 +5,7 @@ from .additive import Additive, AdditiveFeatures
 from .base import Basis, Features
 from .features import ExplicitFeatures, KernelFeatures
 from .fourier import FourierCoefficients
+from .images import as_images, identity_convolution, inducing_patches, random_convolution
 from .inducing import InducingFeatures, InducingPoints
 from .initial import greedy_variance, k_means, regular_grid
 from .projection import ProjectedFeatures
@@ -23,7 +24,11 @@ __all__ = [
     "InducingVariables",
     "KernelFeatures",
     "ProjectedFeatures",
+    "as_images",
     "greedy_variance",
+    "identity_convolution",
+    "inducing_patches",
     "k_means",
+    "random_convolution",
     "regular_grid",
 ]

@@ -254,11 +254,12 @@ class InducingPoints(Basis):
 
 
 def _some_source_inputs(kernel: Any, x: Tensor, rows: int = 1000, most: int = 100_000) -> Tensor:
-    """Inputs of the kernel's source, ``(n, d)``, that f reads at some random rows of x."""
+    """Distinct inputs of the kernel's source, ``(n, d)``, that f reads at some random rows of x."""
     x = x.detach().flatten(0, -2)
     x = x[torch.randperm(x.shape[0], device=x.device)[:rows]]
     found = kernel.source_inputs(x).flatten(0, -2)
-    return found[torch.randperm(found.shape[0], device=x.device)[:most]]
+    found = found[torch.randperm(found.shape[0], device=x.device)[:most]].unique(dim=0)  # an empty patch counts once
+    return found[torch.randperm(found.shape[0], device=x.device)]
 
 
 def _join(variables: Sequence[Variables]) -> list[Variables]:

@@ -51,9 +51,12 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
 
 
 @torch.no_grad()
-def k_means(kernel: Any, x: Tensor, num: int, num_iterations: int = 25) -> Tensor:
-    """``num`` centres of Lloyd's k-means on standardised columns of at most max(20,000, 20·num) random rows."""
-    x = x[torch.randperm(x.shape[0], device=x.device)[: max(20_000, 20 * num)]]
+def k_means(kernel: Any, x: Tensor, num: int, num_iterations: int = 25, most: int = 20_000) -> Tensor:
+    """``num`` centres of Lloyd's k-means on standardised columns of at most max(20,000, 20·num) random rows.
+
+    :param most: in the place of these 20,000.
+    """
+    x = x[torch.randperm(x.shape[0], device=x.device)[: max(most, 20 * num)]]
     spread = x.std(0, correction=0)
     spread = torch.where(spread > 0, spread, 1.0)
     points = x / spread

@@ -144,7 +144,8 @@ class SourceValues:
         return other.between(kernel, self).mT
 
     def of(self, draw: Callable) -> Optional[Tensor]:
-        return None
+        of_source = getattr(draw, "source", None)
+        return None if of_source is None else of_source(self.z)
 
 
 def between(kernel: Any, first: Variables, second: Variables) -> Tensor:

@@ -6,13 +6,16 @@ from .base import Kernel, Product, Scaled, Select, Sum
 from .categorical import Categorical
 from .deep import DeepBasis
 from .features import Constant, FeatureKernel, Linear, Polynomial, RandomFourier, White
+from .patches import TICK, Convolutional, patch_grid, patches
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
 
 __all__ = [
     "RBF",
+    "TICK",
     "Anova",
     "Categorical",
     "Constant",
+    "Convolutional",
     "DeepBasis",
     "FeatureKernel",
     "Kernel",
@@ -32,4 +35,6 @@ __all__ = [
     "White",
     "from_gpytorch",
     "from_pyro",
+    "patch_grid",
+    "patches",
 ]

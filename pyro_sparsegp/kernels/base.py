@@ -52,6 +52,16 @@ def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
     return value[..., None, :]
 
 
+class SourceFunctions:
+    """Draws of f as functions, x ↦ ``(num, ..., N)``, where f is made of the values of g, with the draws of g."""
+
+    def __init__(self, f: PriorFunctions, source: PriorFunctions) -> None:
+        self.f, self.source = f, source
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.f(x)
+
+
 class Explicit(NamedTuple):
     """What a kernel with finite features is at inputs, in one evaluation of these.
 
@@ -445,7 +455,13 @@ class Scaled(Kernel):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         draw = prior_functions(self.kernel, num, num_features, _expand(x, self.batch_shape))
-        return None if draw is None else lambda x: as_tensor(self.variance, x).sqrt()[..., None] * draw(x)
+        if draw is None:
+            return None
+
+        def scaled(draw: PriorFunctions) -> PriorFunctions:
+            return lambda x: as_tensor(self.variance, x).sqrt()[..., None] * draw(x)
+
+        return SourceFunctions(scaled(draw), scaled(draw.source)) if isinstance(draw, SourceFunctions) else scaled(draw)
 
     def __repr__(self) -> str:
         return f"{describe(self.variance)} * {_bracketed(self.kernel, Sum)}"
@@ -526,7 +542,13 @@ class Select(Kernel):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         draw = prior_functions(self.kernel, num, num_features, self._slice(x))
-        return None if draw is None else lambda x: draw(self._slice(x))
+        if draw is None:
+            return None
+
+        def sliced(x: Tensor) -> Tensor:
+            return draw(self._slice(x))
+
+        return SourceFunctions(sliced, draw.source) if isinstance(draw, SourceFunctions) else sliced
 
     def __repr__(self) -> str:
         inner = _bracketed(self.kernel, (Sum, Product, Scaled))

@@ -4,8 +4,9 @@ python tests/benchmarks/cost_model.py [--sizes 128 512] [--batch 1024] [--rounds
 
 Counts: the cubic operations of the bound's value (paper 1, table 4, in multiples of m³ with the batch N as given),
 matrix products, Cholesky factorisations and triangular solves; first for algorithm 1, not whitened, as table 4 has it,
-then for what this package runs, which is whitened and needs no solves with q's covariance. A product of n × k and k × m
-matrices is counted nkm, a solve with an m × m triangle and n right sides nm², a Cholesky factorisation m³, as in the table.
+then for what this package runs, which is whitened and needs no solves with q's covariance. A product of n × k and
+k × m matrices is counted nkm, a solve with an m × m triangle and n right sides nm², a Cholesky factorisation m³, as in
+the table.
 ODVGP(m, 8m) takes m sampled columns of K_OO: entries of the kernel, but no further cubic operation.
 
 Times: a training step (forward, backward, Adam) on 8-dimensional uniform inputs, Matern-3/2, a Gaussian likelihood,

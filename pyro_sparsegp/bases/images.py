@@ -1,0 +1,109 @@
+"""Where the layers of a deep convolutional Gaussian process start, without pre-training (paper 1, appendix G.2).
+
+A layer is a GP over all patches of all images, its outputs the channels of the next image; the last layer's kernel is
+:class:`~pyro_sparsegp.kernels.Convolutional` or :class:`~pyro_sparsegp.kernels.TICK`:
+
+>>> def model(x, y=None, size=None):
+...     rows = kernels.patches(x, (28, 28), (5, 5)).flatten(-3, -2)  # (N·576, 25)
+...     g = pyro.sample("g", GaussianProcess(5.0 * kernels.RBF(5.0), rows).expand([10]).to_event(1))
+...     k = kernels.TICK(5.0 * kernels.RBF(5.0), kernels.Matern32(3.0), (10, 24, 24), (4, 4), stride=2)
+...     f = pyro.sample("f", GaussianProcess(k, as_images(g, len(x))).expand([10]).to_event(1))
+...     with pyro.plate("data", size or len(x), subsample=x):
+...         return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.patches import patch_grid, patches
+from .initial import k_means
+
+__all__ = ["as_images", "identity_convolution", "inducing_patches", "random_convolution"]
+
+
+def as_images(values: Tensor, num: int) -> Tensor:
+    """A layer's values at the patches of ``num`` images, ``(..., C, N·P)``, as images ``(..., N, C·P)``.
+
+    The inputs of the layer are patches image after image, ``kernels.patches(...).flatten(-3, -2)``; the next
+    ``image_shape`` is (C, H', W') with (H', W') the :func:`~pyro_sparsegp.kernels.patch_grid`.
+
+    :raises ValueError: if ``num`` does not divide the number of values.
+    """
+    if values.dim() < 2 or values.shape[-1] % num:
+        raise ValueError(f"as_images needs values (..., C, N·P) of {num} images, got shape {tuple(values.shape)}")
+    return values.unflatten(-1, (num, -1)).movedim(-2, -3).flatten(-2)
+
+
+@torch.no_grad()
+def inducing_patches(
+    images: Tensor,
+    num: int,
+    image_shape: Sequence[int],
+    patch_shape: Sequence[int],
+    stride: int = 1,
+    locations: bool = False,
+) -> Tensor:
+    """``num`` inducing patches, ``(num, C·h·w)``: centres of k-means on 100·``num`` patches of 1000 random images.
+
+    Patches that are alike, such as empty ones, count once.
+
+    :param images: ``(N, C·H·W)``.
+    :param image_shape: (H, W) or (C, H, W).
+    :param patch_shape: (h, w).
+    :param locations: whether to add two columns of random locations in [0, H'] x [0, W'], which
+        :class:`~pyro_sparsegp.kernels.TICK` needs.
+    :raises ValueError: if there are fewer than ``num`` distinct patches.
+    """
+    grid = patch_grid(image_shape, patch_shape, stride)
+    images = images[torch.randperm(len(images), device=images.device)[:1000]]
+    found = patches(images, image_shape, patch_shape, stride).flatten(0, 1)
+    found = found[torch.randperm(len(found), device=images.device)[: 200 * num]].unique(dim=0)
+    found = found[torch.randperm(len(found), device=images.device)[: 100 * num]]
+    if len(found) < num:
+        raise ValueError(f"inducing_patches is asked for {num}, the images have {len(found)} distinct patches")
+    centres = k_means(None, found, num, most=100 * num)
+    if not locations:
+        return centres
+    edges = torch.tensor(grid, dtype=centres.dtype, device=centres.device)
+    return torch.cat([centres, edges * torch.rand(num, 2, dtype=centres.dtype, device=centres.device)], -1)
+
+
+@torch.no_grad()
+def random_convolution(
+    images: Tensor, image_shape: Sequence[int], patch_shape: Sequence[int], channels: int, stride: int = 1
+) -> Tensor:
+    """Images ``(N, C'·H'·W')`` as a layer of C' ``channels`` may make them: filters are Glorot uniform.
+
+    They stand for the layer's outputs where the inducing patches of the layer above are chosen.
+
+    :param images: ``(N, C·H·W)``.
+    """
+    found = patches(images, image_shape, patch_shape, stride)
+    # Of a filter, fan in is C·h·w and fan out C'·h·w.
+    fans = found.shape[-1] + channels * patch_shape[0] * patch_shape[1]
+    filters = (2 * torch.rand(found.shape[-1], channels).to(found) - 1) * (6 / fans) ** 0.5
+    return (found @ filters).mT.flatten(-2)
+
+
+def identity_convolution(
+    image_shape: Sequence[int], patch_shape: Sequence[int], channels: int
+) -> Callable[[Tensor], Tensor]:
+    """A mean function of a layer that hands images on: μ_c of a patch is its middle pixel, of channel c modulo C.
+
+    For ``GaussianProcess(k, rows, mean=identity_convolution(...)).expand([channels]).to_event(1)``.
+
+    :param image_shape: (H, W) or (C, H, W).
+    :param channels: C', of the layer's outputs.
+    """
+    patch_grid(image_shape, patch_shape)
+    of_input = image_shape[0] if len(image_shape) == 3 else 1
+
+    def mean(rows: Tensor) -> Tensor:
+        middle = rows.unflatten(-1, (of_input, *patch_shape))[..., patch_shape[0] // 2, patch_shape[1] // 2].mT
+        return torch.cat([middle] * -(-channels // of_input), -2)[..., :channels, :]
+
+    return mean

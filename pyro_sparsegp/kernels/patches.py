@@ -1,0 +1,333 @@
+"""Convolutional kernels: a function of an image that is made of one function of its patches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..blocks import in_pieces
+from . import base as kernel_base
+from .base import Kernel, PriorFunctions, SourceFunctions, as_tensor, batch_of, describe, require_kernel
+
+__all__ = ["TICK", "Convolutional", "patch_grid", "patches"]
+
+_SPLITS = 4  # of a square of pairs of patches, of which the part above the diagonal is evaluated
+
+
+def patch_grid(image_shape: Sequence[int], patch_shape: Sequence[int], stride: int = 1) -> tuple[int, int]:
+    """H' and W': how many patches an image has from top to bottom and from left to right.
+
+    :param image_shape: (H, W) or (C, H, W).
+    :param patch_shape: (h, w).
+    :param stride: pixels from a patch to the next.
+    :raises ValueError: if these are no such numbers, or a patch is larger than the image.
+    """
+    _, height, width = _whole(image_shape, "image_shape", (2, 3))
+    h, w = _whole(patch_shape, "patch_shape", (2,))[-2:]
+    (stride,) = _whole([stride], "stride", (1,))[-1:]
+    if h > height or w > width:
+        raise ValueError(f"patch_shape {(h, w)} is larger than the images, {(height, width)}")
+    return (height - h) // stride + 1, (width - w) // stride + 1
+
+
+def patches(images: Tensor, image_shape: Sequence[int], patch_shape: Sequence[int], stride: int = 1) -> Tensor:
+    """The patches of images, ``(..., N, P, C·h·w)``, those of a row of the image next to each other.
+
+    >>> patches(torch.rand(5, 3 * 28 * 28), (3, 28, 28), (5, 5), stride=2).shape
+    torch.Size([5, 144, 75])
+
+    :param images: ``(..., N, H·W)``, or ``(..., N, C·H·W)`` with channel after channel.
+    :param image_shape: (H, W) or (C, H, W).
+    :param patch_shape: (h, w); a patch has all channels.
+    :param stride: pixels from a patch to the next.
+    :raises ValueError: if images or patches do not fit image_shape.
+    """
+    patch_grid(image_shape, patch_shape, stride)
+    channels, height, width = _whole(image_shape, "image_shape", (2, 3))
+    if images.shape[-1] != channels * height * width:
+        raise ValueError(
+            f"images have {images.shape[-1]} columns, image_shape {tuple(image_shape)} makes "
+            f"{channels * height * width}; give images as rows, (N, {channels * height * width})"
+        )
+    x = images.unflatten(-1, (channels, height, width))
+    x = x.unfold(-2, patch_shape[0], stride).unfold(-2, patch_shape[1], stride)  # (..., C, H', W', h, w)
+    return x.movedim(-5, -3).flatten(-3).flatten(-3, -2)
+
+
+def _whole(value: Sequence[int], name: str, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """``value`` as three whole numbers, a missing number of channels 1."""
+    numbers = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
+    if len(numbers) not in lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
+        wanted = {2: "(h, w)", 3: "(H, W) or (C, H, W)", 1: "a whole number"}[max(lengths)]
+        raise ValueError(f"{name} must be {wanted}, of at least 1, got {value!r}")
+    return (1,) * (3 - len(numbers)) + numbers
+
+
+class Convolutional(Kernel):
+    """f(x) = Σ_p w_p g(x[p]) for images x with patches x[p]; g ~ GP(0, k_g) (van der Wilk et al., 2017, section 4).
+
+        k(x, x') = Σ_p Σ_q w_p w_q k_g(x[p], x'[q])
+
+    The :attr:`source` of f is g, so that inducing points are patches (or images, where they have an image's size):
+    cov(f(x), g(z)) = Σ_p w_p k_g(x[p], z) takes P evaluations of k_g, the variance k(x, x) takes P²/2, and the
+    covariance of two images P². They are made in pieces, dropped and made again on the way back where there are many.
+
+    >>> kernel = Convolutional(RBF(1.0), (28, 28), (5, 5), stride=2)
+    >>> kernel.diag(torch.rand(3, 784)).shape
+    torch.Size([3])
+    >>> kernel.from_source(torch.rand(3, 784), torch.rand(8, 25)).shape
+    torch.Size([3, 8])
+
+    :param base: k_g, a kernel on patches ``(..., C·h·w)``.
+    :param image_shape: (H, W), with images as rows ``(N, H·W)``; or (C, H, W), ``(N, C·H·W)``, channel after channel.
+    :param patch_shape: (h, w); a patch has all C channels.
+    :param weights: w, ``(..., P)``. ``None`` is 1/P each: f is then the mean response, whose variance is at most that
+        of g and does not grow with the image; learned weights had better start there.
+    :param stride: pixels from a patch to the next.
+    :raises ValueError: if shapes do not fit, or the diagonal of k_g depends on the rows given.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        image_shape: Sequence[int],
+        patch_shape: Sequence[int],
+        weights: Optional[Tensor] = None,
+        stride: int = 1,
+    ) -> None:
+        self.base = require_kernel(base, f"{type(self).__name__}'s base")
+        if kernel_base.depends_on_rows(base):
+            raise ValueError(f"{type(self).__name__}'s base has a variance correction, {base!r}: turn it off")
+        self.grid = patch_grid(image_shape, patch_shape, stride)
+        self.image_shape, self.patch_shape, self.stride = tuple(image_shape), tuple(patch_shape), stride
+        if weights is not None and (not isinstance(weights, Tensor) or weights.shape[-1:] != (self.num_patches,)):
+            found = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+            raise ValueError(
+                f"{type(self).__name__}'s weights must be None or a tensor (..., {self.num_patches}), one for each of "
+                f"the {self.grid[0]} x {self.grid[1]} patches, got {found}"
+            )
+        self.weights = weights
+
+    @property
+    def num_patches(self) -> int:
+        """P = H'W'."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        weights = torch.Size() if self.weights is None else batch_of(self.weights, 1)
+        return torch.broadcast_shapes(kernel_base.batch_shape(self.base), weights)
+
+    # What f is made of.
+
+    @property
+    def source(self) -> Any:
+        return self.base
+
+    def source_inputs(self, x: Tensor) -> Tensor:
+        return self._patches(x)
+
+    def _patches(self, x: Tensor) -> Tensor:
+        return patches(x, self.image_shape, self.patch_shape, self.stride)
+
+    def _of_patch(self, z: Tensor) -> Tensor:
+        """What k_g reads of inputs of the source."""
+        return z
+
+    def _weights(self, like: Tensor) -> Tensor:
+        if self.weights is None:
+            return like.new_full((self.num_patches,), 1 / self.num_patches)
+        return as_tensor(self.weights, like)
+
+    def _towards(self, z: Tensor) -> Tensor:
+        """a with cov(f(x), g(z)) = Σ_p a_p k_g(x[p], z), ``(..., P, 1)`` or ``(..., P, M)``."""
+        return self._weights(z)[..., None]
+
+    def _pairwise(self, like: Tensor) -> Tensor:
+        """W with k(x, x') = Σ_pq W_pq k_g(x[p], x'[q]), ``(..., P, P)``."""
+        w = self._weights(like)
+        return w[..., :, None] * w[..., None, :]
+
+    def from_source(self, x: Tensor, z: Tensor) -> Tensor:
+        p, own, a = self._patches(x), self._of_patch(z), self._towards(z)
+        batch = torch.broadcast_shapes(self.batch_shape, p.shape[:-3], z.shape[:-2])
+
+        def covariance(rows: slice) -> Tensor:
+            some = p[..., rows, :, :]
+            k = self.base(some.flatten(-3, -2), own).unflatten(-2, some.shape[-3:-1])  # (..., n, P, M)
+            a_ = a[..., None, :, :]
+            return (a_.mT @ k)[..., 0, :] if a.shape[-1] == 1 else (a_ * k).sum(-2)
+
+        found = in_pieces(covariance, p.shape[-3], batch.numel() * self.num_patches * z.shape[-2], x, -2)
+        return found.expand(*batch, *found.shape[-2:])
+
+    # Images with images. Here the images are the first dimension, before the kernel's batch dimensions.
+
+    def _stacked(self, x: Tensor, *others: Tensor) -> Tensor:
+        p = self._patches(x).movedim(-3, 0)
+        dims = max(len(self.batch_shape), *(other.dim() - 2 for other in (x, *others)))
+        return p.reshape(p.shape[0], *[1] * (dims - (p.dim() - 3)), *p.shape[1:])
+
+    def _of_pairs(self, p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """The covariance of f at pairs of images, those of numbers i in p and j in q; ``(pairs, ...)``."""
+        mix = self._pairwise(p)
+
+        def covariance(pairs: slice) -> Tensor:
+            return _inner(self.base(p[i[pairs]], q[j[pairs]]), mix)
+
+        return in_pieces(covariance, len(i), self._cost(p), p, 0)
+
+    def _variances(self, p: Tensor) -> Tensor:
+        mix, num = self._pairwise(p), self.num_patches
+        size = max(16, -(-num // _SPLITS))
+
+        def variance(images: slice) -> Tensor:
+            some = p[images]
+            total: Any = 0.0
+            for start in range(0, num, size):  # k_g is symmetric: the blocks above the diagonal stand for those below
+                own, rest = slice(start, start + size), slice(start + size, num)
+                total = total + _inner(self.base(some[..., own, :]), mix[..., own, own])
+                if rest.start < num:
+                    off = self.base(some[..., own, :], some[..., rest, :])
+                    total = total + 2 * _inner(off, mix[..., own, rest])
+            return total
+
+        return in_pieces(variance, p.shape[0], self._cost(p), p, 0)
+
+    def _cost(self, p: Tensor) -> int:
+        return torch.broadcast_shapes(self.batch_shape, p.shape[1:-2]).numel() * self.num_patches**2
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        p = self._stacked(x) if z is None else self._stacked(x, z)
+        num = p.shape[0]
+        if z is not None:
+            q = self._stacked(z, x)
+            i = torch.arange(num, device=x.device).repeat_interleave(q.shape[0])
+            j = torch.arange(q.shape[0], device=x.device).repeat(num)
+            found = self._of_pairs(p, q, i, j)
+            return found.unflatten(0, (num, q.shape[0])).movedim((0, 1), (-2, -1))
+        variances = self._variances(p)
+        if num == 1:
+            return variances.movedim(0, -1)[..., None]
+        i, j = torch.triu_indices(num, num, 1, device=x.device).unbind()
+        above = variances.new_zeros(num, num, *variances.shape[1:]).index_put((i, j), self._of_pairs(p, p, i, j))
+        above = above.movedim((0, 1), (-2, -1))
+        return above + above.mT + torch.diag_embed(variances.movedim(0, -1))
+
+    def diag(self, x: Tensor) -> Tensor:
+        return self._variances(self._stacked(x)).movedim(0, -1)
+
+    # Functions.
+
+    def features(self, x: Tensor) -> Optional[Tensor]:
+        if kernel_base.features(self.source, self.source_inputs(x[..., :1, :])[..., 0, :1, :]) is None:
+            return None
+        inputs = self.source_inputs(x)
+        phi = kernel_base.features(self.source, inputs.flatten(-3, -2))
+        assert phi is not None
+        weights = self._weights(phi)[..., None, None, :]
+        return (weights @ phi.unflatten(-2, inputs.shape[-3:-1]))[..., 0, :]  # Σ_p w_p φ_g(x[p])
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        inputs = self.source_inputs(x[..., :1, :])[..., 0, :, :]
+        inputs = inputs.expand(*torch.broadcast_shapes(self.batch_shape, inputs.shape[:-2]), *inputs.shape[-2:])
+        draw = kernel_base.prior_functions(self.source, num, num_features, inputs)
+        if draw is None:
+            return None
+
+        def functions(x: Tensor) -> Tensor:
+            inputs = self.source_inputs(x)
+
+            def values(rows: slice) -> Tensor:
+                some = inputs[..., rows, :, :]
+                g = draw(some.flatten(-3, -2)).unflatten(-1, some.shape[-3:-1])
+                return (g @ self._weights(g)[..., None])[..., 0]
+
+            return in_pieces(values, x.shape[-2], num * num_features * self.num_patches, x, -1)
+
+        return SourceFunctions(functions, draw)
+
+    def _repr_arguments(self) -> str:
+        weights = "" if self.weights is None else f", weights={describe(self.weights)}"
+        stride = "" if self.stride == 1 else f", stride={self.stride}"
+        return f"{self.base!r}, {self.image_shape}, {self.patch_shape}{weights}{stride}"
+
+
+class TICK(Convolutional):
+    """f(x) = Σ_p w_p g(x[p], l_p): the response g knows where the patch is (Dutordoir et al., 2020; paper 1, 6.2).
+
+        k(x, x') = Σ_p Σ_q w_p w_q k_l(l_p, l_q) k_g(x[p], x'[q])
+
+    The translation insensitive convolutional kernel: with a short length scale of k_l the response differs from place
+    to place, with a long one it is :class:`Convolutional`. A location l = (row, column) is the number of the patch from
+    the top and from the left, in [0, H'] x [0, W']; an inducing patch has it in two more columns, ``(M, C·h·w + 2)``.
+
+    >>> kernel = TICK(RBF(1.0), RBF(3.0), (28, 28), (5, 5), stride=2)
+    >>> kernel.from_source(torch.rand(3, 784), torch.rand(8, 25 + 2)).shape
+    torch.Size([3, 8])
+
+    :param base: k_g, a kernel on patches.
+    :param location: k_l, a kernel on locations; its length scale is in patches.
+    :param image_shape: as for :class:`Convolutional`, and so are the others.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        location: Any,
+        image_shape: Sequence[int],
+        patch_shape: Sequence[int],
+        weights: Optional[Tensor] = None,
+        stride: int = 1,
+    ) -> None:
+        super().__init__(base, image_shape, patch_shape, weights, stride)
+        self.location = require_kernel(location, "TICK's location")
+        channels = self.image_shape[0] if len(self.image_shape) == 3 else 1
+        self.patch_size = channels * self.patch_shape[0] * self.patch_shape[1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return torch.broadcast_shapes(super().batch_shape, kernel_base.batch_shape(self.location))
+
+    @property
+    def source(self) -> Any:
+        d = self.patch_size
+        patch = kernel_base.Select(self.base, slice(d))
+        return kernel_base.Product(patch, kernel_base.Select(self.location, (d, d + 1)))
+
+    def locations(self, like: Tensor) -> Tensor:
+        """(row, column) of each patch, ``(P, 2)``."""
+        rows, columns = (torch.arange(n, dtype=like.dtype, device=like.device) for n in self.grid)
+        return torch.cartesian_prod(rows, columns)
+
+    def source_inputs(self, x: Tensor) -> Tensor:
+        p = self._patches(x)
+        return torch.cat([p, self.locations(x).expand(*p.shape[:-1], 2)], -1)
+
+    def _of_patch(self, z: Tensor) -> Tensor:
+        if z.shape[-1] != self.patch_size + 2:
+            raise ValueError(
+                f"an inducing patch of TICK has {self.patch_size} pixels and a location (row, column), "
+                f"{self.patch_size + 2} columns in all, got {tuple(z.shape)}"
+            )
+        return z[..., : self.patch_size]
+
+    def _towards(self, z: Tensor) -> Tensor:
+        return super()._towards(z) * self.location(self.locations(z), z[..., self.patch_size :])
+
+    def _pairwise(self, like: Tensor) -> Tensor:
+        return super()._pairwise(like) * self.location(self.locations(like))
+
+    def _repr_arguments(self) -> str:
+        base, rest = repr(self.base), super()._repr_arguments()
+        return f"{base}, {self.location!r}{rest[len(base) :]}"
+
+
+def _inner(k: Tensor, mix: Tensor) -> Tensor:
+    """Σ_pq W_pq k_pq, ``(n, ...)``, of k ``(n, ..., P, P)`` and W ``(..., P, P)``."""
+    if mix.dim() == 2:
+        return k.flatten(-2) @ mix.flatten()
+    return (k * mix).sum((-2, -1))

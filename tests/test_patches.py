@@ -1,0 +1,696 @@
+"""Convolutional kernels against dense matrices made by loops; families on them; deep models of images."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import MCMC, NUTS, SVI
+from torch.testing import assert_close
+
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    Whitening,
+    bases,
+    blocks,
+    kernels,
+    predict,
+)
+from pyro_sparsegp.distributions import RobustMax
+from pyro_sparsegp.families import (
+    SVGP,
+    CollapsedOrthogonal,
+    ComputationAware,
+    CoupledPrecision,
+    OrthogonalInducing,
+    SparseEP,
+)
+from pyro_sparsegp.process import GroupedSite
+
+from .models import FAMILIES, train
+
+SHAPE, PATCH = (2, 6, 5), (3, 2)
+
+
+def loops(images, shape, patch, stride):
+    """Patches by slicing, image by image."""
+    channels, height, width = shape if len(shape) == 3 else (1, *shape)
+    found = []
+    for image in images:
+        image = image.reshape(channels, height, width)
+        found.append(
+            torch.stack(
+                [
+                    image[:, r : r + patch[0], c : c + patch[1]].reshape(-1)
+                    for r in range(0, height - patch[0] + 1, stride)
+                    for c in range(0, width - patch[1] + 1, stride)
+                ]
+            )
+        )
+    return torch.stack(found)
+
+
+def places(grid):
+    return torch.tensor([[float(r), float(c)] for r in range(grid[0]) for c in range(grid[1])])
+
+
+def images(num, seed=0, shape=SHAPE):
+    size = torch.Size(shape).numel()
+    return torch.rand(num, size, generator=torch.Generator().manual_seed(seed))
+
+
+def make(kind, stride=1, weighted=True, base=None):
+    """A kernel, and the response's kernel with its inputs as functions of images, by loops."""
+    base = 1.3 * kernels.Matern52(0.8) if base is None else base
+    grid = kernels.patch_grid(SHAPE, PATCH, stride)
+    num = grid[0] * grid[1]
+    weights = torch.linspace(-0.5, 1.0, num) if weighted else None
+    w = torch.full((num,), 1 / num) if weights is None else weights
+    if kind == "Convolutional":
+        kernel = kernels.Convolutional(base, SHAPE, PATCH, weights, stride)
+        return kernel, base, lambda x: loops(x, SHAPE, PATCH, stride), w
+    location = kernels.RBF(1.5)
+    kernel = kernels.TICK(base, location, SHAPE, PATCH, weights, stride)
+
+    def response(a, b):
+        return base(a[:, :-2], b[:, :-2]) * location(a[:, -2:], b[:, -2:])
+
+    def inputs(x):
+        patches = loops(x, SHAPE, PATCH, stride)
+        return torch.cat([patches, places(grid).expand(len(x), -1, 2)], -1)
+
+    return kernel, response, inputs, w
+
+
+KINDS = pytest.mark.parametrize("kind", ["Convolutional", "TICK"])
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("shape", [SHAPE, (6, 5)])
+def test_patches_are_slices(shape, stride):
+    x = images(4, shape=shape)
+    found = kernels.patches(x, shape, PATCH, stride)
+    assert torch.equal(found, loops(x, shape, PATCH, stride))
+    rows, columns = kernels.patch_grid(shape, PATCH, stride)
+    assert found.shape[1] == rows * columns
+    assert torch.equal(kernels.patches(x.expand(3, 4, -1), shape, PATCH, stride)[1], found)
+
+
+@KINDS
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_covariances_are_those_of_loops(kind, stride, weighted):
+    kernel, response, inputs, w = make(kind, stride, weighted)
+    x, z = images(4), images(3, 1)
+    dense = torch.stack([torch.stack([w @ response(a, b) @ w for b in inputs(z)]) for a in inputs(x)])
+    assert_close(kernel(x, z), dense)
+    dense = torch.stack([torch.stack([w @ response(a, b) @ w for b in inputs(x)]) for a in inputs(x)])
+    assert_close(kernel(x), dense)
+    assert_close(kernel.diag(x), dense.diagonal())
+    assert_close(kernel(x[:1]), dense[:1, :1])
+    some = inputs(z)[:, 0]
+    assert_close(kernel.from_source(x, some), torch.stack([w @ response(a, some) for a in inputs(x)]))
+    assert_close(kernel.source_inputs(x), inputs(x))
+    assert_close(kernel.source(some), response(some, some))
+    scaled = 2.5 * kernel
+    assert_close(scaled(x), 2.5 * dense)
+    assert_close(scaled.from_source(x, some), 2.5 * kernel.from_source(x, some))
+    wide = torch.cat([torch.rand(4, 1), x], -1)
+    assert_close(kernel[1:61].from_source(wide, some), kernel.from_source(x, some))
+
+
+def test_larger_squares_of_patches_are_halved():
+    shape, patch = (10, 9), (2, 2)  # 72 patches: several blocks
+    kernel = kernels.Convolutional(kernels.RBF(0.6), shape, patch, torch.randn(72))
+    x = torch.rand(3, 90)
+    p = loops(x, shape, patch, 1)
+    dense = torch.stack([kernel.weights @ kernels.RBF(0.6)(a, a) @ kernel.weights for a in p])
+    assert_close(kernel.diag(x), dense)
+
+
+@KINDS
+def test_noise_of_the_response_is_counted_once(kind):
+    kernel, _, _, w = make(kind, base=kernels.RBF(0.8) + kernels.White(0.3))
+    plain, _, _, _ = make(kind, base=kernels.RBF(0.8))
+    x = images(4)
+    noise = 0.3 * w.square().sum()
+    assert_close(kernel.diag(x), plain.diag(x) + noise)
+    assert_close(kernel(x), plain(x) + noise * torch.eye(4))
+    assert_close(kernel(x, x), plain(x, x))
+
+
+@KINDS
+def test_batches_of_hyperparameters_and_inputs(kind):
+    grid = kernels.patch_grid(SHAPE, PATCH, 2)
+    lengths, weights = torch.tensor([[0.5], [0.9], [1.4]]), torch.randn(3, grid[0] * grid[1])
+    x, z, some = images(4), images(2, 1), torch.rand(5, 12 + 2 * (kind == "TICK"))
+
+    def kernel(length, weights, scale):
+        if kind == "TICK":
+            k = kernels.TICK(kernels.Matern32(length), kernels.RBF(2 * length), SHAPE, PATCH, weights, 2)
+        else:
+            k = kernels.Convolutional(kernels.Matern32(length), SHAPE, PATCH, weights, 2)
+        return scale * k
+
+    scales = torch.tensor([1.0, 2.0, 3.0])
+    for l_, w_ in [(lengths, weights), (lengths, weights[0]), (lengths[0], weights)]:
+        batch = kernel(l_, w_, scales)
+        assert batch.batch_shape == (3,)
+        for i in range(3):
+            one = kernel(l_[i] if l_.dim() == 2 else l_, w_[i] if w_.dim() == 2 else w_, scales[i])
+            assert_close(batch(x)[i], one(x))
+            assert_close(batch(x, z)[i], one(x, z))
+            assert_close(batch.diag(x)[i], one.diag(x))
+            assert_close(batch.from_source(x, some)[i], one.from_source(x, some))
+            assert_close(batch(x.expand(2, 3, 4, -1))[1, i], one(x))
+    k = kernel(lengths[0], weights[0], scales[0])
+    many = torch.stack([x, x.flip(0)])
+    assert_close(k(many)[1], k(x.flip(0)))
+    assert_close(k(many, z)[1], k(x.flip(0), z))
+    assert_close(k.diag(many)[1], k.diag(x.flip(0)))
+    assert_close(k.from_source(many, some)[1], k.from_source(x.flip(0), some))
+
+
+@KINDS
+def test_gradients(kind, monkeypatch):
+    grid = kernels.patch_grid(SHAPE, PATCH, 2)
+    x, z = images(3).requires_grad_(), images(2, 1).requires_grad_()
+    some = torch.rand(2, 12 + 2 * (kind == "TICK")).requires_grad_()
+    length, weights = torch.tensor(0.8).requires_grad_(), torch.randn(grid[0] * grid[1]).requires_grad_()
+
+    def everything(x, z, some, length, weights):
+        if kind == "TICK":
+            k = kernels.TICK(kernels.RBF(length), kernels.RBF(3 * length), SHAPE, PATCH, weights, 2)
+        else:
+            k = kernels.Convolutional(kernels.RBF(length), SHAPE, PATCH, weights, 2)
+        return k(x), k(x, z), k.diag(x), k.from_source(x, some)
+
+    inputs = (x, z, some, length, weights)
+    assert torch.autograd.gradcheck(everything, inputs)
+    whole = everything(*inputs)
+    loss = sum(part.square().sum() for part in whole)
+    gradients = torch.autograd.grad(loss, inputs)
+    # In pieces, dropped and made again.
+    monkeypatch.setattr(blocks, "_PIECE", 50)
+    monkeypatch.setattr(blocks, "_KEPT", 10)
+    pieces = everything(*inputs)
+    for one, other in zip(whole, pieces):
+        assert_close(one, other)
+    for one, other in zip(gradients, torch.autograd.grad(sum(part.square().sum() for part in pieces), inputs)):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_memory_is_bounded(monkeypatch, bounded):
+    """What a step keeps does not grow with the pairs of patches."""
+    if bounded:
+        monkeypatch.setattr(blocks, "_PIECE", 2**14)
+        monkeypatch.setattr(blocks, "_KEPT", 2**14)
+    kept = []
+    length = torch.tensor(0.8, requires_grad=True)
+    kernel = kernels.Convolutional(kernels.RBF(length), (12, 12), (3, 3))  # 100 patches
+    x = torch.rand(20, 144)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        value = kernel.diag(x).sum() + kernel.from_source(x, torch.rand(30, 9)).sum()
+    pairs = 20 * 100 * (100 // 2 + 30)
+    assert (sum(kept) < pairs / 10) == bounded
+    value.backward()
+    assert length.grad.isfinite()
+
+
+def test_features_of_the_response_are_features_of_the_function():
+    x, z = images(5), images(3, 1)
+    for kind in ("Convolutional", "TICK"):
+        kernel, _, _, _ = make(kind, base=kernels.Polynomial(2))
+        if kind == "TICK":
+            kernel.location = kernels.Linear(1.0)
+        phi = kernel.features(x)
+        assert_close(phi @ kernel.features(z).mT, kernel(x, z))
+    assert make("TICK")[0].features(x) is None
+
+
+@KINDS
+def test_prior_functions_have_the_covariance(kind):
+    kernel, _, _, _ = make(kind, 2, weighted=False)
+    x, z = images(3), images(2, 1)
+    draw = (1.7 * kernel).prior_functions(8000, 64, x)
+    patches = kernel.source_inputs(z)[0, :2]
+    values = torch.cat([draw(x), draw.source(patches)], -1)
+    scaled = 1.7 * kernel
+    top = torch.cat([scaled(x), scaled.from_source(x, patches)], -1)
+    bottom = torch.cat([scaled.from_source(x, patches).mT, scaled.source(patches)], -1)
+    assert_close(values.mT.cov(), torch.cat([top, bottom]), atol=0.12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((28,), (5, 5)), r"image_shape must be \(H, W\) or \(C, H, W\)"),
+        (((28, 28), (5,)), r"patch_shape must be \(h, w\)"),
+        (((28, 28), (5, 29)), r"patch_shape \(5, 29\) is larger than the images, \(28, 28\)"),
+        (((28, 28), (5, 5), None, 0), "stride must be a whole number, of at least 1, got"),
+        (
+            ((28, 28), (5, 5), torch.ones(3)),
+            r"weights must be None or a tensor \(..., 576\).*24 x 24 pa.*got \(3,\)",
+        ),
+    ],
+)
+def test_bad_shapes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kernels.Convolutional(kernels.RBF(), *arguments)
+
+
+def test_bad_images_and_bases():
+    kernel = kernels.Convolutional(kernels.RBF(), (4, 4), (2, 2))
+    with pytest.raises(ValueError, match=r"images have 15 columns, image_shape \(4, 4\) makes 16"):
+        kernel.diag(torch.rand(2, 15))
+    with pytest.raises(ValueError, match="variance correction"):
+        kernels.Convolutional(kernels.DeepBasis(torch.nn.Linear(4, 2)), (4, 4), (2, 2))
+    tick = kernels.TICK(kernels.RBF(), kernels.RBF(), (4, 4), (2, 2))
+    with pytest.raises(ValueError, match=r"4 pixels and a location \(row, column\), 6 columns"):
+        tick.from_source(torch.rand(2, 16), torch.rand(3, 4))
+
+
+# Families.
+
+SIDE = 6
+
+
+def bars(num, seed=0, dtype=torch.float64):
+    """Images of a horizontal or a vertical bar at a random place, and which of the two it is."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(2, (num,), generator=generator)
+    x = 0.1 * torch.rand(num, SIDE, SIDE, generator=generator, dtype=torch.float64)
+    for n in range(num):
+        r, c = torch.randint(SIDE - 2, (2,), generator=generator).tolist()
+        if y[n]:
+            x[n, r, c : c + 3] += 1
+        else:
+            x[n, r : r + 3, c] += 1
+    return x.flatten(1).to(dtype), y.to(dtype)
+
+
+def one_layer(x, y=None, size=None, kernel=None):
+    scale = pyro.sample("scale", dist.LogNormal(x.new_tensor(3.0), 1.0))
+    length = pyro.sample("length", dist.LogNormal(x.new_zeros(()), 0.5))
+    weights = pyro.param("weights", x.new_full((16,), 1 / 16))
+    k = kernels.Convolutional(kernels.RBF(length), (SIDE, SIDE), (3, 3), weights)
+    f = pyro.sample("f", GaussianProcess(scale * k, x))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_families(family, dtype):
+    torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
+    x, y = bars(40, dtype=dtype)
+    guide = AutoSparseGP(one_layer, family)
+    losses = train(one_layer, guide, x, y, steps=40, lr=0.05)
+    assert torch.tensor(losses).isfinite().all()
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert all(p.dtype == dtype for p in guide.parameters())
+    new, truth = bars(30, 1, dtype)
+    q = guide.posterior(new)["f"]
+    assert q.covariance_matrix.shape == (30, 30)
+    assert_close(q.covariance_matrix.diagonal(), q.variance, rtol=1e-3, atol=1e-3)
+    if family is not FAMILIES["CoupledPrecisionIdentity"]:  # a base of its own that learns slowly
+        assert ((q.mean > 0) == truth).float().mean() > 0.6
+    again = AutoSparseGP(one_layer, family)
+    again.load_state_dict(guide.state_dict())
+    assert torch.equal(again.posterior(new)["f"].mean, q.mean)
+    for _, value in guide.named_parameters():
+        assert value.isfinite().all()
+
+
+def test_inducing_inputs_may_be_patches_images_or_both():
+    x, y = bars(40)
+    patches = kernels.patches(x, (SIDE, SIDE), (3, 3))[:7, 3]
+    losses = {}
+    for name, family in {
+        "counts": OrthogonalInducing(6, 5),
+        "kmeans": OrthogonalInducing(6, 5, init="kmeans"),
+        "patches": OrthogonalInducing(patches, patches + 0.1),
+        "images": OrthogonalInducing(x[:6], x[6:11]),
+        "mixture": OrthogonalInducing(patches, x[:5]),
+        "other mixture": OrthogonalInducing(x[:5], patches),
+        "in one": SVGP(x[:5]),
+    }.items():
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(one_layer, family)
+        losses[name] = train(one_layer, guide, x, y, steps=30, lr=0.05)[-1]
+        widths = [z.shape[-1] for z in guide.gps.f.basis.inputs]
+        wanted = {"images": [36, 36], "mixture": [9, 36], "other mixture": [36, 9], "in one": [36]}
+        assert widths == wanted.get(name, [9, 9])
+        again = AutoSparseGP(one_layer, family)
+        again.load_state_dict(guide.state_dict())
+        assert torch.equal(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
+    assert all(loss < 40 for loss in losses.values())
+
+
+def test_the_mixture_is_the_posterior_given_both(monkeypatch):
+    """Φ of patches and images spans what u = (g(Z), f(O)) says of f, by dense algebra."""
+    kernel = 20.0 * kernels.Convolutional(kernels.RBF(1.0), (SIDE, SIDE), (3, 3))
+    x, y = bars(20)
+    z, o = kernels.patches(x, (SIDE, SIDE), (3, 3))[:5, 4], x[5:9]
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    guide = AutoSparseGP(model, CollapsedOrthogonal(z, o))
+    guide(x, y)
+    phi = torch.cat(guide.posterior(x)["f"].features, -1)
+    cross = torch.cat([kernel.from_source(x, z), kernel(x, o)], -1)
+    corner = kernel.from_source(o, z)
+    gram = torch.cat([torch.cat([kernel.source(z), corner.mT], -1), torch.cat([corner, kernel(o)], -1)])
+    assert_close(phi @ phi.mT, cross @ torch.linalg.solve(gram, cross.mT), rtol=1e-4, atol=1e-5)
+
+
+@KINDS
+def test_paths_agree_with_the_posterior(kind):
+    x, y = bars(30)
+    location = kernels.RBF(3.0)
+    base = 20.0 * kernels.RBF(1.0)
+    k = kernels.Convolutional(base, (SIDE, SIDE), (3, 3))
+    if kind == "TICK":
+        k = kernels.TICK(base, location, (SIDE, SIDE), (3, 3))
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(k, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(20))
+    train(model, guide, x, 2 * y - 1, steps=60, lr=0.05)
+    q = guide.posterior(bars(6, 3)[0])["f"]
+    function = q.paths(1000, 128)
+    assert type(function).__name__ == "function"  # Matheron's rule, not value by value
+    values = function(q.process.x)
+    assert_close(values.mean(0), q.mean, atol=0.15, rtol=0.05)
+    assert_close(values.std(0), q.stddev, atol=0.08, rtol=0.15)
+
+
+def test_sums_under_additive_families():
+    def model(x, y=None):
+        k = 20.0 * kernels.Convolutional(kernels.RBF(1.0), (SIDE, SIDE), (3, 3)) + 0.5 * kernels.RBF(2.0)
+        f = pyro.sample("f", GaussianProcess(k + kernels.Constant(1.0), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    x, y = bars(40)
+    guide = AutoSparseGP(model, CoupledPrecision(8))
+    train(model, guide, x, y, steps=60, lr=0.05)
+    assert guide.gps.f.basis.term_0.inputs[0].shape == (8, 9)
+    assert guide.gps.f.basis.term_1.inputs[0].shape == (8, 36)
+    q = guide.posterior(x)["f"]
+    assert len(q.components) == 3
+    assert_close(sum(part.mean for part in q.components), q.mean)
+
+
+def test_expectation_propagation():
+    x, y = bars(40)
+    guide = AutoSparseGP(one_layer, SparseEP(12))
+    ep = ExpectationPropagation(one_layer, guide, pyro.optim.Adam({"lr": 0.02}))
+    losses = [ep.step(x, y) for _ in range(30)]
+    assert losses[-1] < losses[0]
+    new, truth = bars(40, 1)
+    assert ((guide.posterior(new)["f"].mean > 0) == truth).double().mean() > 0.8
+
+
+def test_prior_predictive_and_nuts():
+    x, y = bars(8)
+    torch.manual_seed(0)
+    draws = torch.stack([poutine.trace(one_layer).get_trace(x).nodes["y"]["value"] for _ in range(5)])
+    assert draws.shape == (5, 8)
+
+    def model(x, y=None):
+        k = 30.0 * kernels.Convolutional(kernels.RBF(1.0), (SIDE, SIDE), (3, 3))
+        f = pyro.sample("f", GaussianProcess(k, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    y = 2 * y - 1
+    whitened = poutine.reparam(model, config=Whitening())
+    mcmc = MCMC(NUTS(whitened), num_samples=80, warmup_steps=40, disable_progbar=True)
+    mcmc.run(x, y)
+    new = bars(3, 3)[0]
+    drawn = predict(model, mcmc, new)["f"]
+    k = 30.0 * kernels.Convolutional(kernels.RBF(1.0), (SIDE, SIDE), (3, 3))
+    exact = k(new, x) @ torch.linalg.solve(k(x) + 0.25 * torch.eye(8), y)
+    assert_close(drawn.mean(0), exact, atol=0.3, rtol=0)
+
+
+def classes(num, seed=0, dtype=torch.float64):
+    """Images of a horizontal bar, a vertical bar, or a diagonal."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randint(3, (num,), generator=generator)
+    x = 0.1 * torch.rand(num, SIDE, SIDE, generator=generator, dtype=torch.float64)
+    for n in range(num):
+        r, c = torch.randint(SIDE - 2, (2,), generator=generator).tolist()
+        for i in range(3):
+            x[n, r + i * (y[n] != 0), c + i * (y[n] != 1)] += 1
+    return x.flatten(1).to(dtype), y
+
+
+def test_outputs_share_the_patches():
+    def model(x, y=None, size=None):
+        k = kernels.TICK(30.0 * kernels.RBF(1.0), kernels.Matern32(3.0), (SIDE, SIDE), (3, 3))
+        f = pyro.sample("f", GaussianProcess(k, x).expand([3]).to_event(1))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", RobustMax(f.mT), obs=y)
+
+    x, y = classes(90)
+    guide = AutoSparseGP(model, OrthogonalInducing(12, 8))
+    guide(x, y)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
+    for step in range(60):
+        rows = torch.arange(90).roll(-30 * step)[:30]
+        svi.step(x[rows], y[rows], size=90)
+    new, truth = classes(60, 1)
+    f = guide.posterior(new)["f"].mean
+    assert f.shape == (3, 60)
+    assert (f.argmax(0) == truth).double().mean() > 0.7
+
+
+def test_projections_of_the_data():
+    x, y = bars(30)
+    guide = AutoSparseGP(one_layer, ComputationAware(10, "cg"))
+    train(one_layer, guide, x, y, steps=10, lr=0.05)
+    q = guide.posterior(bars(5, 2)[0])["f"]
+    assert (q.mathematical_variance <= q.variance + 1e-6).all()
+
+
+# Deep models.
+
+
+def hidden(name, x, shape, patch, scale, channels, mean=None):
+    """A layer: a GP over all patches of all images, and its values as images."""
+    rows = kernels.patches(x, shape, patch).flatten(-3, -2)
+    process = GaussianProcess(scale * kernels.RBF(1.5), rows, mean)
+    return bases.as_images(pyro.sample(name, process.expand([channels]).to_event(1)), len(x))
+
+
+def two_layers(x, y=None, size=None):
+    scales = pyro.param("scales", x.new_tensor([2.0, 5.0]), constraint=dist.constraints.positive)
+    h = hidden("g", x, (SIDE, SIDE), (3, 3), scales[0], 2)
+    k = kernels.TICK(scales[1] * kernels.RBF(1.5), kernels.Matern32(3.0), (2, 4, 4), (2, 2))
+    f = pyro.sample("f", GaussianProcess(k, h).expand([3]).to_event(1))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", RobustMax(f.mT), obs=y)
+
+
+def starts(x, below=16, above=24):
+    """Inducing patches of both layers, by appendix G.2."""
+    h = bases.random_convolution(x, (SIDE, SIDE), (3, 3), 2)
+    z = bases.inducing_patches(x, below, (SIDE, SIDE), (3, 3))
+    return {"g": SVGP(z), "f": SVGP(bases.inducing_patches(h, above, (2, 4, 4), (2, 2), locations=True))}
+
+
+@pytest.mark.parametrize("independent", [(), ("g",)], ids=["joint per image", "independent"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_two_layers_train_from_scratch(independent, dtype):
+    torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
+    x, y = classes(120, dtype=dtype)
+    guide = AutoSparseGP(two_layers, starts(x), independent_draws=independent)
+    guide(x[:20], y[:20])
+    assert guide.structure.groups == {"g": (16, "f")}
+    svi = SVI(two_layers, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO())
+    for _ in range(160):
+        rows = torch.randperm(120)[:40]
+        loss = svi.step(x[rows], y[rows], size=120)
+    assert loss < 350
+    new, truth = classes(60, 1, dtype)
+    draws = predict(two_layers, guide, new, num_samples=5, joint=False)
+    assert draws["g"].shape == (5, 2, 60 * 16)
+    assert draws["f"].shape == (5, 3, 60)
+    assert (draws["f"].mean(0).argmax(0) == truth).double().mean() > 0.75
+    q = guide.posterior(new)["f"]
+    again = AutoSparseGP(two_layers, starts(x), independent_draws=independent)
+    again.load_state_dict(guide.state_dict())
+    assert again.structure.groups == {"g": (16, "f")}
+    assert torch.equal(again.posterior(new)["f"].mean, q.mean)
+    guide.eval()  # all values jointly
+    assert guide(new[:5])["g"].shape == (2, 80)
+
+
+def test_three_layers_are_drawn_image_by_image():
+    def model(x, y=None, size=None):
+        h = hidden("g1", x, (SIDE, SIDE), (2, 2), 0.1, 2, bases.identity_convolution((SIDE, SIDE), (2, 2), 2))
+        h = hidden("g2", h, (2, 5, 5), (2, 2), 0.1, 2, bases.identity_convolution((2, 5, 5), (2, 2), 2))
+        f = pyro.sample("f", GaussianProcess(kernels.Convolutional(20.0 * kernels.RBF(1.5), (2, 4, 4), (2, 2)), h))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    x, y = bars(80)
+    h1 = bases.random_convolution(x, (SIDE, SIDE), (2, 2), 2)
+    h2 = x.reshape(80, 1, SIDE, SIDE)[..., 1:-1, 1:-1].expand(-1, 2, -1, -1).flatten(1)  # what the means hand on
+    guide = AutoSparseGP(
+        model,
+        {
+            "g1": SVGP(bases.inducing_patches(x, 10, (SIDE, SIDE), (2, 2))),
+            "g2": OrthogonalInducing(bases.inducing_patches(h1, 6, (2, 5, 5), (2, 2)), 6),
+            "f": SVGP(bases.inducing_patches(h2, 12, (2, 4, 4), (2, 2))),
+        },
+    )
+    guide(x[:10], y[:10])
+    # A patch of the second layer sees overlapping parts of the first: only images are apart.
+    assert guide.structure.groups == {"g1": (25, "f"), "g2": (16, "f")}
+    losses = []
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
+    for _ in range(120):
+        rows = torch.randperm(80)[:20]
+        losses.append(svi.step(x[rows], y[rows], size=80))
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    new, truth = bars(60, 1)
+    assert ((guide.posterior(new)["f"].mean > 0) == truth).double().mean() > 0.7
+
+
+@pytest.mark.parametrize("lengths", [torch.tensor(0.7), torch.tensor([[0.5], [1.5]])], ids=["shared", "one an output"])
+def test_draws_of_groups_have_the_covariance_within_them(lengths):
+    def model(x, y=None):
+        kernel = torch.tensor([1.0, 2.0]) * kernels.RBF(lengths) if lengths.dim() else kernels.RBF(lengths)
+        g = pyro.sample("g", GaussianProcess(kernel, x, lambda x: x[..., 0]).expand([2]).to_event(1))
+        h = g.unflatten(-1, (-1, 3)).movedim(0, 1).flatten(1)  # of three inputs each, in both outputs
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(2.0), h))
+        with pyro.plate("data", len(h)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x, y = torch.rand(12, 1), torch.randn(4)
+    guide = AutoSparseGP(model, {"g": OrthogonalInducing(3, 2), "f": SVGP(4)})
+    train(model, guide, x, y, steps=20)
+    assert guide.structure.groups == {"g": (3, "f")}
+    drawn = guide.posteriors_so_far
+    assert drawn == {}
+    q = guide.posterior(x)["g"]
+    site = GroupedSite(q.process, q.basis, q.coefficients, "g").in_groups_of(3)
+    values = site.rsample(torch.Size((40_000,)))
+    assert values.shape == (40_000, 2, 12)
+    assert_close(values.mean(0), q.mean, atol=0.03, rtol=0)
+    flat = values.flatten(1)
+    wanted = torch.block_diag(*q.covariance_matrix)
+    group = torch.arange(24) // 3
+    wanted = torch.where(group[:, None] == group, wanted, 0.0)
+    assert_close(flat.mT.cov(), wanted, atol=0.05, rtol=0)
+
+
+def test_groups_must_stay():
+    def model(x, y=None, per=4):
+        g = pyro.sample("g", GaussianProcess(kernels.RBF(1.0), x))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), g.unflatten(-1, (-1, per))))
+        with pyro.plate("data", len(x) // per):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x = torch.rand(24, 1)
+    guide = AutoSparseGP(model, SVGP(4))
+    guide(x, torch.randn(6))
+    assert guide.structure.groups == {"g": (4, "f")}
+    guide(torch.rand(40, 1), torch.randn(10))
+    with pytest.raises(ValueError, match=r"'g' has 24 inputs and 'f' has 12; at the guide's first call 4 of 'g' went"):
+        guide(x, torch.randn(12), per=2)
+
+
+def test_names_of_independent_draws():
+    x, y = classes(20)
+    with pytest.raises(ValueError, match="collection of names"):
+        AutoSparseGP(two_layers, SVGP(4), independent_draws="g")
+    guide = AutoSparseGP(two_layers, SVGP(4), independent_draws=("h",))
+    with pytest.raises(ValueError, match=r"independent_draws names \['h'\]; the GP sites are \['f', 'g'\]"):
+        guide(x, y)
+
+
+def test_a_step_in_pieces_is_the_same(monkeypatch):
+    """Dropping what the kernels make on the way changes neither the bound nor its gradients, under vmap too."""
+    x, y = bars(20)
+    guide = AutoSparseGP(one_layer, SVGP(8), point_estimates=True)
+    guide(x, y)
+
+    def gradients():
+        for p in guide.parameters():
+            p.grad = None
+        loss = TraceQuadrature_ELBO().loss_and_grads(one_layer, guide, x, y)
+        return [torch.tensor(loss), *(p.grad.clone() for p in guide.parameters())]
+
+    whole = gradients()
+    monkeypatch.setattr(blocks, "_PIECE", 200)
+    monkeypatch.setattr(blocks, "_KEPT", 100)
+    for one, other in zip(whole, gradients()):
+        assert_close(one, other)
+
+
+# Where the layers start.
+
+
+def test_as_images_keeps_patches_and_channels():
+    x = images(3)
+    rows = kernels.patches(x, SHAPE, PATCH).flatten(0, 1)
+    values = torch.stack([rows[:, 0], rows.sum(-1)])  # two channels
+    found = bases.as_images(values, 3)
+    grid = kernels.patch_grid(SHAPE, PATCH)
+    for n, p in enumerate(loops(x, SHAPE, PATCH, 1)):
+        assert_close(found[n].reshape(2, *grid)[0], p[:, 0].reshape(grid))
+        assert_close(found[n].reshape(2, *grid)[1], p.sum(-1).reshape(grid))
+    assert torch.equal(bases.as_images(values.expand(5, -1, -1), 3)[4], found)
+    with pytest.raises(ValueError, match=r"values \(..., C, N·P\) of 7 images, got shape \(2, 48\)"):
+        bases.as_images(values, 7)
+
+
+def test_random_convolutions_are_glorot_uniform():
+    x = images(50)
+    found = bases.random_convolution(x, SHAPE, PATCH, 300)
+    grid = kernels.patch_grid(SHAPE, PATCH)
+    assert found.shape == (50, 300 * grid[0] * grid[1])
+    rows = kernels.patches(x, SHAPE, PATCH).flatten(0, 1)
+    values = found.reshape(50, 300, -1).mT.flatten(0, 1)  # (N·P, C')
+    filters = torch.linalg.lstsq(rows, values).solution
+    assert_close(rows @ filters, values)  # one linear map of all patches
+    bound = (6 / (12 + 300 * 6)) ** 0.5
+    assert filters.abs().max() < bound
+    assert_close(filters.std(), torch.tensor(bound / 3**0.5), rtol=0.05, atol=0)
+
+
+def test_inducing_patches_are_centres_of_distinct_patches():
+    x = torch.zeros(30, 60)
+    x[:, 7] = torch.linspace(1, 2, 30)  # most patches are empty
+    found = bases.inducing_patches(x, 20, SHAPE, PATCH)
+    assert found.shape == (20, 12)
+    assert len(found.unique(dim=0)) == 20
+    located = bases.inducing_patches(x, 20, SHAPE, PATCH, 2, locations=True)
+    assert located.shape == (20, 14)
+    assert (located[:, 12:].amax(0) < torch.tensor(kernels.patch_grid(SHAPE, PATCH, 2))).all()
+    with pytest.raises(ValueError, match="asked for 20, the images have 1 distinct"):
+        bases.inducing_patches(torch.zeros(30, 60), 20, SHAPE, PATCH)
+
+
+def test_identity_convolution_hands_the_image_on():
+    x = images(3)
+    mean = bases.identity_convolution(SHAPE, (3, 3), 5)
+    found = bases.as_images(mean(kernels.patches(x, SHAPE, (3, 3)).flatten(0, 1)), 3).reshape(3, 5, 4, 3)
+    inner = x.reshape(3, *SHAPE)[:, :, 1:-1, 1:-1]
+    for c in range(5):
+        assert torch.equal(found[:, c], inner[:, c % 2])
