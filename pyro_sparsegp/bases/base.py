@@ -98,8 +98,13 @@ class CrossFeatures(Features):
         if self.cross is not self.kernel:
             return None
         draw = kernel_base.prior_functions(self.kernel, num, num_features, x)
-        own = None if draw is None else self.coefficients_of(in_blocks(draw, num * num_features))
-        return None if draw is None or own is None else (draw, own)
+        if draw is None:
+            return None
+        part: Callable = in_blocks(draw, num * num_features)
+        if isinstance(draw, kernel_base.SourceFunctions):
+            part = kernel_base.SourceFunctions(part, in_blocks(draw.source, num * num_features))
+        own = self.coefficients_of(part)
+        return None if own is None else (draw, own)
 
 
 class Basis(AbstractModule):
