@@ -30,8 +30,8 @@ Inducing = Union[int, Tensor, InducingVariables]
 class InducingFeatures(CrossFeatures):
     """φ(x) = L⁻¹k_uf(x) with LLᵀ = K_uu, for u the union of the sets.
 
-    L is held in blocks, L_bc = (K_bc − Σ_i<c L_bi L_ciᵀ)L_cc⁻ᵀ and L_bbL_bbᵀ = K_bb − Σ_i<b L_bi L_biᵀ: the numbers of the
-    union's factor, at half of its cost on the way back, where a factor's size counts.
+    L is held in blocks, L_bc = (K_bc − Σ_i<c L_bi L_ciᵀ)L_cc⁻ᵀ and L_bbL_bbᵀ = K_bb − Σ_i<b L_bi L_biᵀ: the numbers of
+    the union's factor, at half of its cost on the way back, where a factor's size counts.
 
     :param kernel: k, the kernel of f.
     :param variables: the sets.

@@ -1,0 +1,55 @@
+"""The variational families by name: each a basis times a Gaussian over its coefficients.
+
+A family is a small frozen recipe; the guide builds a module from it for each GP site at its first call.
+``inducing`` is a count, chosen among that call's inputs, a tensor of inputs, or
+:class:`~pyro_sparsegp.bases.InducingVariables`.
+"""
+
+from ..sparse_gp import SparseGP
+from .additive import (
+    AdditiveFamily,
+    AdditiveFreeSites,
+    AdditiveSGPR,
+    CoupledCovariance,
+    CoupledPrecision,
+    MeanFieldAdditive,
+)
+from .base import ExpectationFamily, Family, FreeFormFamily, OptimalFamily, SiteFamily
+from .inducing import SGPR, SVGP, FreeSites, InducingFamily, SparseEP
+from .orthogonal import (
+    CollapsedOrthogonal,
+    ConditionalSGPR,
+    OrthogonalInducing,
+    OrthogonallyDecoupled,
+    SemiCollapsedOrthogonal,
+)
+from .projected import ComputationAware
+from .weight_space import ExactWeightSpace, WeightSpace
+
+__all__ = [
+    "SGPR",
+    "SVGP",
+    "AdditiveFamily",
+    "AdditiveFreeSites",
+    "AdditiveSGPR",
+    "CollapsedOrthogonal",
+    "ComputationAware",
+    "ConditionalSGPR",
+    "CoupledCovariance",
+    "CoupledPrecision",
+    "ExactWeightSpace",
+    "ExpectationFamily",
+    "Family",
+    "FreeFormFamily",
+    "FreeSites",
+    "InducingFamily",
+    "MeanFieldAdditive",
+    "OptimalFamily",
+    "OrthogonalInducing",
+    "OrthogonallyDecoupled",
+    "SemiCollapsedOrthogonal",
+    "SiteFamily",
+    "SparseEP",
+    "SparseGP",
+    "WeightSpace",
+]

@@ -1,0 +1,157 @@
+"""Families for additive kernels, with a basis for each summand (paper 0: Adam, Durrande and John, 2018)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Optional, Union
+
+from torch import Tensor
+
+from ..bases import Additive, Basis, ExplicitFeatures, InducingPoints
+from ..bases.initial import Initialiser
+from ..kernels import base as kernel_base
+from ..posteriors import BlockCholesky, BlockPlusLowRank, FullCholesky, IdentityPlusLowRank
+from ..process import GaussianProcess
+from ..sites import FreeSites as FreeSitesModule
+from .base import (
+    BasisFamily,
+    FreeFormFamily,
+    Inducing,
+    NewCoefficients,
+    OptimalFamily,
+    new_free_sites,
+    old_free_sites,
+    require_own_diagonal,
+)
+
+__all__ = [
+    "AdditiveFamily",
+    "AdditiveFreeSites",
+    "AdditiveSGPR",
+    "CoupledCovariance",
+    "CoupledPrecision",
+    "MeanFieldAdditive",
+    "OnTerms",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class OnTerms(BasisFamily):
+    """A family on a basis for each summand of an additive kernel Σ_c k_c.
+
+    A summand with finite features (a constant, a linear term) uses those; every other has inducing points of
+    its own, in the columns that it reads, at most as many as there are distinct inputs in them.
+
+    :param inducing: a number or inputs for every summand, or a list with one entry a summand (entries of
+        summands with features are not used): a number, or inputs ``(M_c, d)`` in the columns that the summand reads.
+    :param init: as in :class:`InducingFamily`, summand by summand; "grid" suits main effects and pairs.
+    :param trainable: whether the inducing inputs are learned.
+    """
+
+    inducing: Union[Inducing, Sequence[Optional[Inducing]]] = 32
+    init: Union[str, Initialiser] = field(default="greedy", kw_only=True)
+    trainable: bool = field(default=True, kw_only=True)
+
+    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+        terms = kernel_base.terms(process.kernel)
+        wanted = self._entries(len(terms))
+        if len(wanted) != len(terms):
+            raise ValueError(
+                f"{type(self).__name__}'s inducing lists {len(wanted)} entries, the kernel of site {name!r} has "
+                f"{len(terms)} terms: {list(terms)}"
+            )
+        parts: list[Basis] = []
+        for i, (term, inducing) in enumerate(zip(terms, wanted)):
+            phi = kernel_base.features(term, process.x[..., :1, :])
+            if phi is not None:
+                parts.append(ExplicitFeatures(phi.shape[-1]))
+                continue
+            if inducing is None:
+                raise ValueError(f"{type(self).__name__}'s inducing has no entry for term {i} of site {name!r}: {term}")
+            require_own_diagonal(term, f"{name}, term {i}")
+            columns = kernel_base.columns(term)
+            where = f"{name}, term {i}"
+            parts.append(InducingPoints.chosen(term, process.x, [inducing], self.init, where, self.trainable, columns))
+        return Additive(parts)
+
+    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        wanted = self._entries(len(spec["parts"]))
+        return Additive(
+            [
+                ExplicitFeatures(part["size"])
+                if part["kind"] == "features"
+                else InducingPoints.rebuilt(part, like, self.trainable, [inducing])
+                for part, inducing in zip(spec["parts"], wanted)
+            ]
+        )
+
+    def _entries(self, num_terms: int) -> list[Optional[Inducing]]:
+        """What is asked for, for each summand."""
+        return list(self.inducing) if isinstance(self.inducing, Sequence) else [self.inducing] * num_terms
+
+
+@dataclass(frozen=True, eq=False)
+class AdditiveFamily(OnTerms, FreeFormFamily):
+    """A basis for each summand with a free posterior; as :class:`OnTerms`."""
+
+
+@dataclass(frozen=True, eq=False)
+class MeanFieldAdditive(AdditiveFamily):
+    """Independent posteriors of the summands (Saul et al., 2016; paper 0, table 1)."""
+
+    def new_coefficients(self) -> NewCoefficients:
+        return BlockCholesky
+
+
+@dataclass(frozen=True, eq=False)
+class CoupledCovariance(AdditiveFamily):
+    """One full covariance over the coefficients of all summands (Adam, 2017; paper 0, table 1)."""
+
+    def new_coefficients(self) -> NewCoefficients:
+        return FullCholesky
+
+
+@dataclass(frozen=True, eq=False)
+class CoupledPrecision(AdditiveFamily):
+    """Summands coupled by a low-rank term of the precision (paper 0, eq. 7), in storage linear in their number.
+
+    Adam, Durrande and John, 2018, "Scalable GAM using sparse variational Gaussian processes".
+
+    :param rank: the rank of the coupling; ``None`` is the size of the largest block.
+    :param base: what the low rank is added to: "block" (default), a free covariance of each summand, which
+        contains :class:`MeanFieldAdditive`; or "identity", the prior's, which is the paper's eq. 7 and does not.
+    """
+
+    rank: Optional[int] = None
+    base: str = "block"
+
+    def __post_init__(self) -> None:
+        if self.base not in ("block", "identity"):
+            raise ValueError(f'CoupledPrecision\'s base must be "block" or "identity", got {self.base!r}')
+        if self.rank is not None and (not isinstance(self.rank, int) or self.rank < 1):
+            raise ValueError(f"CoupledPrecision's rank must be None or a whole number of at least 1, got {self.rank!r}")
+
+    def new_coefficients(self) -> NewCoefficients:
+        return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)
+
+
+@dataclass(frozen=True, eq=False)
+class AdditiveSGPR(OnTerms, OptimalFamily):
+    """A basis for each summand with the joint posterior that is optimal given the likelihood (paper 0, eq. 6).
+
+    S⁻¹ = I + ΦᵀΛΦ over the coefficients of all summands, Φ = [Φ₁ … Φ_C]: what :class:`CoupledCovariance` tends to, in a
+    few steps on all rows. It forms a matrix of all coefficients.
+    """
+
+
+@dataclass(frozen=True, eq=False)
+class AdditiveFreeSites(AdditiveSGPR):
+    """:class:`AdditiveSGPR` with its sites as 2N free parameters, as :class:`FreeSites` (paper 0, eq. 4 and 6)."""
+
+    def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
+        return new_free_sites(process)
+
+    def old_sites(self, spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
+        return old_free_sites(spec, like)

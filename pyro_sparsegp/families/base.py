@@ -1,0 +1,247 @@
+"""The recipes that families share: what the guide asks of them, and how modules are put together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Union
+
+from torch import Tensor
+
+from ..bases import Basis, InducingVariables
+from ..expectation_gp import ExpectationGP
+from ..kernels import base as kernel_base
+from ..posteriors import Coefficients
+from ..process import GaussianProcess
+from ..sites import FreeSites as FreeSitesModule
+from ..sites import KeptSites
+from ..sparse_gp import OptimalGP, SparseGP
+
+__all__ = [
+    "BasisFamily",
+    "ExpectationFamily",
+    "Family",
+    "FreeFormFamily",
+    "Inducing",
+    "NewCoefficients",
+    "OptimalFamily",
+    "SiteFamily",
+    "new_free_sites",
+    "old_free_sites",
+    "require_basis",
+    "require_matrix",
+    "require_own_diagonal",
+]
+
+
+Inducing = Union[int, Tensor, InducingVariables]
+
+NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
+
+
+@dataclass(frozen=True, eq=False)
+class Family(ABC):
+    """What the guide asks of a family: a fresh module, or one to load a state into."""
+
+    @abstractmethod
+    def build(self, process: GaussianProcess, name: str) -> Any:
+        """A fresh module for a site whose prior, at the guide's first call, is ``process``.
+
+        :raises ValueError: naming the site, where the family does not fit its inputs or kernel.
+        """
+
+    @abstractmethod
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> Any:
+        """A module of the shapes of ``spec``, its values still to be loaded."""
+
+    def declared(self) -> dict[str, Any]:
+        """The recipe in plain Python: the family's name and its numbers; of given inputs, how many there are."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.shape[-2] if value.dim() > 1 else len(value)
+            if isinstance(value, (list, tuple)):
+                return [plain(part) for part in value]
+            if isinstance(value, InducingVariables):
+                return f"{type(value).__name__}({value.size})"
+            return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+        numbers = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in _NOT_DECLARED}
+        return {"name": type(self).__name__, **numbers}
+
+    def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> Any:
+        """A module of the shapes of ``spec``, with the dtype and device of ``like``.
+
+        :raises ValueError: naming the site, if ``spec`` is of another family or of other numbers.
+        """
+        if spec["family"] != self.declared():
+            raise ValueError(
+                f"the saved posterior of GP site {name!r} is {_call(spec['family'])}, this guide declares "
+                f"{_call(self.declared())}; make the guide with the saved family."
+            )
+        return self._rebuild(spec, like, name)
+
+
+_NOT_DECLARED = ("init", "trainable", "at", "rate", "updates", "tolerance")  # they change no shape
+
+
+@dataclass(frozen=True, eq=False)
+class BasisFamily(Family):
+    """A family on a basis: it says how this starts, and how it is made again before its state is loaded."""
+
+    @abstractmethod
+    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+        """The basis, initialised from the inputs and hyperparameters of a first call."""
+
+    @abstractmethod
+    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        """The basis of that ``spec``, its values still to be loaded."""
+
+
+@dataclass(frozen=True, eq=False)
+class FreeFormFamily(BasisFamily):
+    """A recipe for :class:`SparseGP` modules: a basis, and a free posterior over its coefficients.
+
+    A new one gives, besides its basis, the :class:`~pyro_sparsegp.posteriors.Coefficients` it takes.
+    """
+
+    @abstractmethod
+    def new_coefficients(self) -> NewCoefficients:
+        """The posterior over the coefficients, to be called with block sizes, batch shape and a tensor like it."""
+
+    def build(self, process: GaussianProcess, name: str) -> SparseGP:
+        module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+        module.start(process, name)
+        return module
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
+        return self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
+
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
+        require_basis(basis, name)
+        coefficients = self.new_coefficients()(basis.sizes, batch_shape, like)
+        return SparseGP(basis, coefficients, batch_shape, self.declared())
+
+
+@dataclass(frozen=True, eq=False)
+class SiteFamily(Family):
+    """A family whose posterior follows from Gaussian sites N(zₙ | fₙ, 1/λₙ), read off the model's likelihood.
+
+    For likelihoods that are Gaussian in f the sites are exact and differentiable: λ = −ℓ'', λ(z − μ) = ℓ'(μ) with
+    ℓₙ(f) = log p(yₙ | f). For others they are iterated by conjugate-computation VI (Khan and Lin, 2017), λ = −E[ℓ'']
+    (by Stein's identity, which sees kinks; cut at 0, and the guide's ``site_status`` counts how often) and λ(z − m) =
+    E[ℓ'], and kept between steps. Gradients pass through the last update only: where q is the bound's optimum this
+    is the whole gradient, under data projections with a likelihood that is not Gaussian it is an approximation.
+
+    A call with data and gradients enabled is a training step; others leave the sites alone. They train on all rows at
+    once; a mini-batch raises. Prediction needs only the guide, which keeps X and the sites at the medians of the other
+    latents.
+
+    :param at: where ℓ' and ℓ'' are taken: "marginals", their expectations under q, the optimum of the bound; or
+        "mean", at q's mean, which is Newton's method for Laplace's approximation.
+    :param rate: the damping of these updates, in (0, 1].
+    :param updates: how many updates a step makes. One will do with Adam; L-BFGS, whose line search wants a function
+        of the parameters alone, needs some 20 where the likelihood is not Gaussian.
+    """
+
+    at: str = field(default="marginals", kw_only=True)
+    rate: float = field(default=0.7, kw_only=True)
+    updates: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.at not in ("marginals", "mean"):
+            raise ValueError(f'{type(self).__name__}\'s at must be "marginals" or "mean", got {self.at!r}')
+        if not (isinstance(self.rate, (int, float)) and 0 < self.rate <= 1):
+            raise ValueError(f"{type(self).__name__}'s rate must be a number in (0, 1], got {self.rate!r}")
+        if not isinstance(self.updates, int) or self.updates < 1:
+            raise ValueError(
+                f"{type(self).__name__}'s updates must be a whole number of at least 1, got {self.updates!r}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class OptimalFamily(SiteFamily, BasisFamily):
+    """A basis with the posterior of its coefficients that is optimal for the sites."""
+
+    blockwise: ClassVar[bool] = False  # independent blocks of coefficients
+
+    def build(self, process: GaussianProcess, name: str) -> OptimalGP:
+        require_matrix(process, name)
+        return self._assemble(self.new_basis(process, name), self.new_sites(process), process.batch_shape, name)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> OptimalGP:
+        basis = self.old_basis(spec["basis"], like)
+        return self._assemble(basis, self.old_sites(spec, like), spec["batch_shape"], name)
+
+    def new_sites(self, process: GaussianProcess) -> Union[KeptSites, FreeSitesModule]:
+        """The module of the sites, for the inputs of a first call."""
+        return KeptSites(process.x, process.batch_shape, process.x.shape[-1])
+
+    def old_sites(self, spec: dict[str, Any], like: Tensor) -> Union[KeptSites, FreeSitesModule]:
+        """The module of the sites of that ``spec``."""
+        return KeptSites(like, spec["batch_shape"], spec["columns"])
+
+    def _assemble(
+        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
+    ) -> OptimalGP:
+        require_basis(basis, name)
+        return OptimalGP(basis, self.blockwise, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+
+
+@dataclass(frozen=True, eq=False)
+class ExpectationFamily(BasisFamily):
+    """A basis with the posterior of its coefficients given expectation propagation's sites.
+
+    It trains by :class:`~pyro_sparsegp.ExpectationPropagation`; latents that are no GPs are points.
+    """
+
+    def build(self, process: GaussianProcess, name: str) -> ExpectationGP:
+        require_own_diagonal(process.kernel, name)
+        return self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ExpectationGP:
+        return self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
+
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> ExpectationGP:
+        require_basis(basis, name)
+        return ExpectationGP(basis, batch_shape, like, self.declared())
+
+
+def new_free_sites(process: GaussianProcess) -> FreeSitesModule:
+    """Free sites at the inputs of a first call."""
+    return FreeSitesModule(process.x, process.batch_shape, process.variance.sqrt())
+
+
+def old_free_sites(spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
+    """Free sites of that ``spec``, their values still to be loaded."""
+    return FreeSitesModule(like.new_zeros(spec["rows"], spec["columns"]), spec["batch_shape"])
+
+
+def require_own_diagonal(kernel: Any, name: str) -> None:
+    """Refuse kernels whose diagonal depends on the other rows."""
+    if kernel_base.depends_on_rows(kernel):
+        raise ValueError(
+            f"the kernel of site {name!r} has a variance correction, {kernel!r}: that of inducing inputs would change "
+            "with the rows given, and with it what was learned. Take WeightSpace or ExactWeightSpace, or "
+            "variance_correction=False."
+        )
+
+
+def require_basis(basis: Any, name: str) -> None:
+    """Refuse a basis without coefficients."""
+    if not basis.sizes:
+        raise ValueError(f"the kernel of site {name!r} is white noise alone; no basis can represent it")
+
+
+def require_matrix(process: GaussianProcess, name: str) -> None:
+    """Refuse inputs that are no matrix."""
+    if process.x.dim() != 2:
+        raise ValueError(
+            f"site {name!r} has inputs of shape {tuple(process.x.shape)}; a family on sites needs one matrix (N, D)"
+        )
+
+
+def _call(declared: dict[str, Any]) -> str:
+    arguments = ", ".join(f"{key}={value!r}" for key, value in declared.items() if key != "name")
+    return f"{declared['name']}({arguments})"

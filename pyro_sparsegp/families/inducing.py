@@ -1,0 +1,142 @@
+"""Families on one set of inducing points."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Union
+
+from torch import Tensor
+
+from ..bases import Basis, InducingPoints
+from ..bases.initial import Initialiser
+from ..posteriors import FullCholesky, Unwhitened
+from ..process import GaussianProcess
+from ..sites import FreeSites as FreeSitesModule
+from ..sparse_gp import SparseGP
+from .base import (
+    BasisFamily,
+    ExpectationFamily,
+    FreeFormFamily,
+    Inducing,
+    NewCoefficients,
+    OptimalFamily,
+    new_free_sites,
+    old_free_sites,
+    require_basis,
+    require_own_diagonal,
+)
+
+__all__ = ["SGPR", "SVGP", "FreeSites", "InducingFamily", "OnInducingPoints", "SparseEP"]
+
+
+@dataclass(frozen=True, eq=False)
+class OnInducingPoints(BasisFamily):
+    """A family on inducing points of the whole kernel, in one or several sets.
+
+    :param init: how counts become inputs: "greedy" (conditional variance), "kmeans", "grid" (regular, at most as many,
+        for kernels of one or two columns) or a callable ``(kernel, x, num) -> (num, D)``.
+    :param trainable: whether the inducing inputs are learned.
+    """
+
+    init: Union[str, Initialiser] = field(default="greedy", kw_only=True)
+    trainable: bool = field(default=True, kw_only=True)
+
+    @abstractmethod
+    def sets(self) -> list[Inducing]:
+        """The sets of inducing inputs, in order."""
+
+    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+        require_own_diagonal(process.kernel, name)
+        return InducingPoints.chosen(process.kernel, process.x, self.sets(), self.init, name, self.trainable)
+
+    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        return InducingPoints.rebuilt(spec, like, self.trainable, self.sets())
+
+
+@dataclass(frozen=True, eq=False)
+class InducingFamily(OnInducingPoints, FreeFormFamily):
+    """Inducing points with a free posterior; as :class:`OnInducingPoints`.
+
+    :param whiten: whether q is over whitened coefficients w (default) or over the values u = Lw at inducing inputs,
+        the parameterisation of the papers' formulas.
+    """
+
+    whiten: bool = field(default=True, kw_only=True)
+
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
+        require_basis(basis, name)
+        coefficients = self.parameterised(self.new_coefficients())(basis.sizes, batch_shape, like)
+        return SparseGP(basis, coefficients, batch_shape, self.declared())
+
+    def parameterised(self, kind: NewCoefficients) -> NewCoefficients:
+        """That posterior, over w or over u."""
+        return kind if self.whiten else partial(Unwhitened, kind)
+
+
+@dataclass(frozen=True, eq=False)
+class SVGP(InducingFamily):
+    """Inducing points with a full covariance (Hensman, Fusi and Lawrence, 2013; Titsias, 2009).
+
+    :param inducing: their number M, or the inputs ``(M, D)``.
+    """
+
+    inducing: Inducing = 64
+
+    def sets(self) -> list[Inducing]:
+        return [self.inducing]
+
+    def new_coefficients(self) -> NewCoefficients:
+        return FullCholesky
+
+
+@dataclass(frozen=True, eq=False)
+class SGPR(OnInducingPoints, OptimalFamily):
+    """Inducing points with the posterior that is optimal given the likelihood (Titsias, 2009).
+
+    For a Gaussian likelihood the bound is Titsias' collapsed one, log N(y; μ, Q + σ²I) − tr(K − Q)/(2σ²) (eq. 9).
+
+    :param inducing: their number M, or the inputs ``(M, D)``.
+    """
+
+    inducing: Inducing = 64
+
+    def sets(self) -> list[Inducing]:
+        return [self.inducing]
+
+
+@dataclass(frozen=True, eq=False)
+class FreeSites(SGPR):
+    """Inducing points with the optimal form of q and its sites as 2N free parameters (paper 0, eq. 4 and 6).
+
+    At the optimum λₙ² = −2 ∂E[log p(yₙ | f)]/∂σₙ², with σₙ² the marginal variance; the precisions λₙ² are kept
+    non-negative, which likelihoods that are not log-concave may not ask for. The bound is not concave in these
+    parameters, and with N > M(M + 3)/2, all that a Gaussian over M coefficients has, they are more than
+    :class:`SVGP` needs: :class:`SGPR` finds the same optimum in a few updates.
+
+    :param inducing: the number M of inducing points, or the inputs ``(M, D)``.
+    """
+
+    def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
+        return new_free_sites(process)
+
+    def old_sites(self, spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
+        return old_free_sites(spec, like)
+
+
+@dataclass(frozen=True, eq=False)
+class SparseEP(OnInducingPoints, ExpectationFamily):
+    """Inducing points with expectation propagation's posterior (Hernández-Lobato and Hernández-Lobato, 2016).
+
+    "Scalable Gaussian Process Classification via Expectation Propagation": a Gaussian site
+    exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw) stands for each datum's factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df (paper 4, eq. 2).
+
+    :param inducing: their number M, or the inputs ``(M, D)``.
+    """
+
+    inducing: Inducing = 64
+
+    def sets(self) -> list[Inducing]:
+        return [self.inducing]

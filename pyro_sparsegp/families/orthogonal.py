@@ -1,0 +1,160 @@
+"""Families on nested sets of inducing points (paper 1: Shi, Titsias and Mnih, 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Optional, Union
+
+from torch import Tensor
+
+from ..orthogonal_gp import ConditionalGP, DecoupledGP, SemiCollapsedGP
+from ..posteriors import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
+from ..sites import FreeSites as FreeSitesModule
+from ..sites import KeptSites
+from ..sparse_gp import OptimalGP, SparseGP
+from .base import Inducing, NewCoefficients, OptimalFamily, require_basis
+from .inducing import SGPR, InducingFamily, OnInducingPoints
+
+__all__ = [
+    "CollapsedOrthogonal",
+    "ConditionalSGPR",
+    "OrthogonalInducing",
+    "OrthogonallyDecoupled",
+    "SemiCollapsedOrthogonal",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class OrthogonalInducing(InducingFamily):
+    """SOLVE-GP: nested sets of inducing points with independent covariances (paper 1, section 3).
+
+    Shi, Titsias and Mnih, 2020, "Sparse Orthogonal Variational Inference for Gaussian Processes", eq. 8 and 9:
+    M₁ + M₂ points at a lower cost than one set of that size.
+
+    :param inducing: the first set: a number or inputs ``(M₁, D)``.
+    :param orthogonal: the second set, or a list of further sets.
+    """
+
+    inducing: Inducing = 64
+    orthogonal: Union[Inducing, Sequence[Inducing]] = 64
+
+    def sets(self) -> list[Inducing]:
+        more = self.orthogonal
+        return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
+
+    def new_coefficients(self) -> NewCoefficients:
+        return BlockCholesky
+
+
+@dataclass(frozen=True, eq=False)
+class OrthogonallyDecoupled(OrthogonalInducing):
+    """ODVGP: a second set of inducing points for the mean alone (Salimbeni et al., 2018; paper 1, section 3.4).
+
+    :class:`OrthogonalInducing` with the prior's covariance for all sets but the first.
+
+    :param num_columns: by default the second set is whitened by a Cholesky factor, in O(M₂³). With a number, its mean
+        is c(x, O)a for free coefficients a instead, and the divergence ½aᵀC_OO a is estimated from that many random
+        columns of K_OO a step: linear in M₂, which may then be many thousands. For one second set.
+    """
+
+    num_columns: Optional[int] = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        num = self.num_columns
+        if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
+            raise ValueError(
+                f"OrthogonallyDecoupled's num_columns must be None or a whole number of at least 1, got {num!r}"
+            )
+        if num is not None and len(self.sets()) != 2:
+            raise ValueError(
+                f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."
+            )
+
+    def new_coefficients(self) -> NewCoefficients:
+        return CholeskyIdentity if self.num_columns is None else FullCholesky
+
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
+        if self.num_columns is None:
+            return super()._assemble(basis, batch_shape, like, name)
+        first, means = basis.split(1)
+        coefficients = self.parameterised(FullCholesky)(first.sizes, batch_shape, like)
+        return DecoupledGP(first, means, coefficients, batch_shape, self.declared(), self.num_columns, like)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
+        if self.num_columns is None:
+            return super()._rebuild(spec, like, name)
+        first, second = spec["basis"], spec["means"]
+        both = {key: [*first[key], *second[key]] for key in ("shapes", "of_source")}
+        return self._assemble(self.old_basis(first | both, like), spec["batch_shape"], like, name)
+
+
+@dataclass(frozen=True, eq=False)
+class CollapsedOrthogonal(SGPR):
+    """SOLVE-GP with optimal independent posteriors of its sets (paper 1, eq. 27 to 30).
+
+    :param inducing: the first set: a number or inputs ``(M₁, D)``.
+    :param orthogonal: the second set, or a list of further sets.
+    """
+
+    orthogonal: Union[Inducing, Sequence[Inducing]] = 64
+    blockwise: ClassVar[bool] = True
+
+    def sets(self) -> list[Inducing]:
+        more = self.orthogonal
+        return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
+
+
+@dataclass(frozen=True, eq=False)
+class SemiCollapsedOrthogonal(OnInducingPoints, OptimalFamily):
+    """SOLVE-GP with the optimal posterior of the first set given free ones of the others (paper 1, eq. 9 and 10).
+
+    For a Gaussian likelihood the bound is
+    log N(y; μ + C_fv C_vv⁻¹m_v, Q_ff + σ²I) − tr(S_f⊥)/(2σ²) − KL[N(m_v, S_v) ‖ N(0, C_vv)], which is Titsias' (2009)
+    where q(v) is the prior, as it starts.
+
+    :param inducing: the first set: a number or inputs ``(M₁, D)``.
+    :param orthogonal: the second set, or a list of further sets.
+    :param covariance: S_v: "free" (eq. 9), or "prior", C_vv (eq. 10).
+    """
+
+    inducing: Inducing = 64
+    orthogonal: Union[Inducing, Sequence[Inducing]] = 64
+    covariance: str = "free"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.covariance not in ("free", "prior"):
+            raise ValueError(
+                f'SemiCollapsedOrthogonal\'s covariance must be "free" or "prior", got {self.covariance!r}'
+            )
+
+    def sets(self) -> list[Inducing]:
+        more = self.orthogonal
+        return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
+
+    def _assemble(
+        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
+    ) -> OptimalGP:
+        require_basis(basis, name)
+        kind = BlockCholesky if self.covariance == "free" else Identity
+        others = kind(basis.sizes[1:], batch_shape, sites.inputs)
+        return SemiCollapsedGP(basis, others, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionalSGPR(SGPR):
+    """Inducing points whose posterior depends on the rest of f: the tighter bound of paper 1, appendix A.
+
+    q(u | f⊥) = p(u | f⊥, y). For a Gaussian likelihood the bound is log N(y; μ, A) − ½tr(A⁻¹(K_ff − Q_ff)) with
+    A = Q_ff + σ²I (eq. 14), which lies above Titsias' by ½tr((σ⁻²I − A⁻¹)(K_ff − Q_ff)) (eq. 15). A step
+    takes O(N²M) time and, in blocks, O(NM) memory: for some ten thousands of data.
+
+    :param inducing: their number M, or the inputs ``(M, D)``.
+    """
+
+    def _assemble(
+        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
+    ) -> OptimalGP:
+        require_basis(basis, name)
+        return ConditionalGP(basis, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)

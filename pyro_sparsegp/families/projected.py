@@ -1,0 +1,93 @@
+"""Families on projections of the data (paper 2: Wenger et al., 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor
+
+from ..bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
+from ..kernels import base as kernel_base
+from ..process import GaussianProcess
+from ..sites import KeptSites
+from ..sparse_gp import ProjectedGP
+from .base import SiteFamily, require_matrix
+
+__all__ = ["ComputationAware"]
+
+
+@dataclass(frozen=True, eq=False)
+class ComputationAware(SiteFamily):
+    """CaGP: the posterior given i projections Sᵀz of the data (Wenger et al., 2024, eq. 5), never overconfident.
+
+    Mean μ + k(x, X)S(SᵀK̂S)⁻¹Sᵀ(z − μ), covariance k − k(x, X)S(SᵀK̂S)⁻¹Sᵀk(X, x) with K̂ = K + Λ⁻¹: the
+    variance is that of the exact posterior plus what computation was spared. One step evaluates all N² kernel entries
+    (not kept: memory is O(N·i)), and so does a posterior at new inputs.
+
+    :param num_actions: i.
+    :param actions: "sparse" (learned, one number a datum, eq. 14), "cg" (residuals of conjugate gradients), "eigen"
+        (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``; of a module, a
+        copy trains, ``guide.gps.f.policy.policy``. Sparse and random actions belong to the rows of the first call.
+    :param tolerance: of "cg": the residual, relative to the first, at which it stops.
+    """
+
+    num_actions: int = 64
+    actions: Union[str, Callable] = "sparse"
+    tolerance: float = field(default=1e-4, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.num_actions, bool) or not isinstance(self.num_actions, int) or self.num_actions < 1:
+            raise ValueError(
+                f"ComputationAware's num_actions must be a whole number of at least 1, got {self.num_actions!r}"
+            )
+        if not callable(self.actions) and self.actions not in _POLICIES:
+            raise ValueError(
+                f"ComputationAware's actions must be one of {sorted(_POLICIES)} or a callable (kernel, sites) -> S, "
+                f"got {self.actions!r}"
+            )
+
+    def build(self, process: GaussianProcess, name: str) -> ProjectedGP:
+        require_matrix(process, name)
+        sites = KeptSites(process.x, process.batch_shape, process.x.shape[-1])
+        x, kernel = process.x.detach(), process.kernel
+        if x.shape[-2] < self.num_actions:
+            raise ValueError(
+                f"site {name!r} asks for {self.num_actions} actions, the guide's first call has {x.shape[-2]} rows"
+            )
+        row = x[:1]
+        if kernel_base.depends_on_rows(kernel) or not torch.allclose(
+            kernel.diag(row), kernel(row, row)[..., 0], rtol=1e-4
+        ):
+            raise ValueError(
+                f"the kernel of site {name!r} has a diagonal term, such as White or a DeepBasis' correction, which "
+                "projections of data cannot tell from noise: put the noise into the likelihood, or turn the correction "
+                "off."
+            )
+        policy = self._policy(x, process.batch_shape, None)
+        return ProjectedGP(policy, sites, process.batch_shape, self.declared(), self.at, self.rate, self.updates)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ProjectedGP:
+        sites = KeptSites(like, spec["batch_shape"], spec["columns"])
+        x = like.new_zeros(spec["rows"] or self.num_actions, spec["columns"])
+        order = torch.zeros(len(x), dtype=torch.long, device=like.device)
+        policy = self._policy(x, spec["batch_shape"], order)
+        return ProjectedGP(policy, sites, spec["batch_shape"], self.declared(), self.at, self.rate, self.updates)
+
+    def _policy(self, x: Tensor, batch_shape: Sequence[int], order: Optional[Tensor]) -> Policy:
+        if self.actions == "sparse":
+            return BlockPolicy(x, self.num_actions, batch_shape, order)
+        if self.actions == "cg":
+            return KrylovPolicy(self.num_actions, self.tolerance)
+        if self.actions == "eigen":
+            return EigenPolicy(self.num_actions)
+        if self.actions == "random":
+            return RandomPolicy(x, self.num_actions, order is None)
+        assert callable(self.actions)
+        return UserPolicy(self.actions, self.num_actions)
+
+
+_POLICIES = ("cg", "eigen", "random", "sparse")

@@ -1,0 +1,59 @@
+"""Families on the kernel's own finite features (paper 3: Zhu, Yuchi and Xie, 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..bases import Basis, ExplicitFeatures
+from ..kernels import base as kernel_base
+from ..posteriors import FullCholesky
+from ..process import GaussianProcess
+from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily
+
+__all__ = ["ExactWeightSpace", "OnFeatures", "WeightSpace"]
+
+
+@dataclass(frozen=True, eq=False)
+class OnFeatures(BasisFamily):
+    """A family on the kernel's own finite features."""
+
+    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+        phi = kernel_base.features(process.kernel, process.x[..., :1, :])
+        if phi is None:
+            raise ValueError(
+                f"the kernel of site {name!r} has no finite features, {process.kernel!r}: weight space needs a kernel "
+                "such as Linear or Polynomial; for others take inducing points, SVGP or SGPR."
+            )
+        return ExplicitFeatures(phi.shape[-1])
+
+    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        return ExplicitFeatures(spec["size"])
+
+
+@dataclass(frozen=True, eq=False)
+class WeightSpace(OnFeatures, FreeFormFamily):
+    """The kernel's own features with a full covariance (paper 3, eq. 8 to 10): any likelihood, by mini-batches.
+
+    Under a :class:`~pyro_sparsegp.kernels.DeepBasis` a step's variance correction is relative to the batch, that of
+    predictions to the training inputs that the guide has seen in one call: call it on all of them once.
+    """
+
+    def new_coefficients(self) -> NewCoefficients:
+        return FullCholesky
+
+
+@dataclass(frozen=True, eq=False)
+class ExactWeightSpace(OnFeatures, OptimalFamily):
+    """The kernel's own features with the posterior that is optimal given the likelihood (paper 3, eq. 5, 6 and 12).
+
+    A step takes O(NR²) time for R features. Beyond 32,768 rows on a CPU (a million on a GPU) these are formed in
+    blocks and dropped, on the way back too, so that memory is O(N + BR) with B rows a block: a network's output must
+    then depend on each row alone. Under a :class:`~pyro_sparsegp.kernels.DeepBasis` the bound is that of eq. 11, and
+    predictions are those of eq. 12, from the sites of log ∫ p(y | f) N(f | φᵀw, c) df: of variance σ² + c(xₙ) for a
+    likelihood that is Gaussian in f, for others found anew, by integrals over two axes, at the first prediction after
+    training, which takes the time of some hundred steps of training. Where terms have several function values (softmax,
+    a second GP in the noise) training's sites stand for data of variance 1/λₙ, to which c is added.
+    """
