@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["blocks_of", "by_rows", "dropping", "in_pieces", "is_long"]
+__all__ = ["blocks_of", "by_rows", "dropping", "in_blocks", "in_pieces", "is_long"]
 
 _WHOLE = 2**15  # rows that are taken at once; above, blocks
+_NUMBERS = 2**24  # that the waves of one block of a sample function take
 _BLOCK = 2**12  # rows of a block: what a CPU's caches like; a GPU takes 32 times that
 _PIECE = 2**21  # numbers that are made at once; a GPU takes 32 times that, too
 _KEPT = 2**24  # numbers that may stay until the way back
@@ -55,6 +56,16 @@ def by_rows(function: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor) -> tupl
         del found, part
     assert whole is not None
     return whole
+
+
+def in_blocks(function: Callable[[Tensor], Tensor], width: int) -> Callable[[Tensor], Tensor]:
+    """``function``, x ↦ ``(..., N)``, evaluated in blocks of rows, where it makes ``width`` numbers a row."""
+    rows = max(1, _NUMBERS // width)
+
+    def by_blocks(x: Tensor) -> Tensor:
+        return function(x) if x.shape[-2] <= rows else torch.cat([function(part) for part in x.split(rows, -2)], -1)
+
+    return by_blocks
 
 
 def in_pieces(function: Callable[[slice], Tensor], num: int, cost: int, like: Tensor, dim: int) -> Tensor:

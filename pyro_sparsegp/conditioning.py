@@ -6,8 +6,10 @@ later are drawn ahead, and the run takes those draws when it gets there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
 import pyro
@@ -17,16 +19,24 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from .bases import KernelFeatures
 from .likelihood import expected_derivatives, held_trace, log_densities, normal_nodes
+from .posteriors import from_natural
 from .process import GaussianProcess, SparsePosterior
 from .sites import KeptSites, Sites, update, within_reach
-from .sparse_gp import ProjectedGP, SiteGP
-from .structure import DATAWISE
+from .sparse_gp import OptimalGP, ProjectedGP, SiteGP
+from .structure import DATAWISE, ELEMENTWISE
+from .terms import InseparableError, Terms
+from .tilted import normaliser_derivatives, tilted
 
 if TYPE_CHECKING:
     from .guide import AutoSparseGP
 
-__all__ = ["observes", "read_sites", "repeatable", "require_full_batch"]
+__all__ = ["correct_sites", "is_corrected", "observes", "read_sites", "repeatable", "require_full_batch"]
+
+_MOST = 100  # updates of corrected sites
+_NODES = 32  # of an integral over f given h
+_AT_ONCE = 2**19  # values of f at which a likelihood is evaluated together
 
 
 def require_full_batch(name: str, module: SiteGP, trace: poutine.Trace) -> None:
@@ -89,10 +99,133 @@ def read_sites(guide: AutoSparseGP, name: str, process: GaussianProcess, module:
     return sites
 
 
-def observes(guide: AutoSparseGP) -> bool:
-    """Whether the run that the guide is in will observe data: the model is run ahead, its GP sites at their means."""
+def is_corrected(guide: AutoSparseGP, name: str, module: Any) -> bool:
+    """Whether a diagonal of the kernel, if it depends on the rows, gives predictions sites of their own: in weight
+    space, where terms of the likelihood have one function value each and are not Gaussian in it.
+    """
+    found = guide.structure
+    return (
+        found is not None
+        and isinstance(module, OptimalGP)
+        and module.in_weight_space
+        and name not in found.quadratic
+        and found.dependence.get(name) == ELEMENTWISE
+        and not any(name in pair for pair in found.interactions)
+    )
+
+
+@torch.no_grad()
+def correct_sites(guide: AutoSparseGP, name: str, process: GaussianProcess, module: SiteGP) -> None:
+    """Read the sites of the corrected prediction (paper 3, eq. 12) for a likelihood that is not Gaussian in f.
+
+    With h = μ + φᵀw and f = h + r, r ~ N(0, c), the likelihood of a datum is t(h) = log ∫ p(y | f) N(f | h, c) df. The
+    Gaussian q(w) that is optimal for the prior and Σ t(hₙ) is that of sites in h with
+
+        λ = −E[t''(h)] and λ(z − m) = E[t'(h)] under q's h ~ N(m, v), or at h = m (``at="mean"``),
+
+    a fixed point of the updates of :func:`read_sites`, made here until it is reached. For a Gaussian p it is
+    λ = 1/(σ² + c). Kept are λ/(1 − λc) and z, the sites in f which :meth:`OptimalGP.predict` puts c into again:
+    λ = (1 − E[v̂]/c)/c < 1/c, with v̂ > 0 the variance of f given h and y. Where c is 0, or one number is the density of
+    several data, none are kept, and predictions take those of training.
+    """
+    assert isinstance(module, OptimalGP)
+    assert isinstance(module.sites, KeptSites)
+    module.sites.corrected = None
+    x, kept = process.x, module.sites(process)
+    features = module.basis(process.relative_to(x).kernel, process.jitter, name)
+    if module.sites.empty or kept.inputs.shape != x.shape or not isinstance(features, KernelFeatures):
+        return
+    prior_mean = process.mean
+    tiny = torch.finfo(prior_mean.dtype).eps
+
+    def marginals(sums: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        mean, variance, residual = features.split(x, from_natural(*sums, features.sizes, None, name))
+        return prior_mean + mean, torch.maximum(variance, tiny * level), residual
+
+    level = process.variance.amax(-1, keepdim=True)
+    mean, variance, residual = marginals(features.gram(x, kept.precision, kept.linear, absorb=True))
+    if not (residual > 1e3 * tiny * level).any():
+        return
+    reader = _Reader(guide, name, process, module)
+    others = {other: loc for other, (loc, _) in reader.marginals.items()}
+    try:
+        with pyro.validation_enabled(False):
+            args, kwargs = guide.args_kwargs
+            terms = Terms(guide, {**reader.values, **others}, {name: process}, args, kwargs, module.findings)
+    except InseparableError:
+        return
+    if name not in terms:
+        return
+    shrunk = 1 / (1 + kept.precision * residual)
+    sites = Sites(x, kept.precision * shrunk, kept.linear * shrunk)
+    noise, guess = torch.maximum(residual, tiny * level), None
+    rate, last = 1.0, math.inf
+    for _ in range(_MOST):
+        gradient, curvature, guess = _integrated(partial(_flat, terms, name), mean, variance, noise, module.at, guess)
+        known = gradient.isfinite() & curvature.isfinite()
+        pull = sites.linear - sites.precision * (mean - prior_mean)
+        gradient = torch.where(known, gradient, pull)
+        curvature = torch.where(known, curvature, sites.precision).clamp(min=0)
+        new = update(sites, gradient, curvature, mean, variance, prior_mean, rate)
+        moved, variance, _ = marginals(features.gram(x, new.precision, new.linear))
+        change = (new.precision - sites.precision).abs() / (new.precision + new.precision.mean(-1, keepdim=True) + tiny)
+        move = float(torch.maximum(change.max(), ((moved - mean).abs() / variance.sqrt()).max()))
+        mean, sites = moved, new
+        if move < 10 * tiny**0.5:
+            break
+        rate, last = max(rate / 2, 0.1) if move > last else min(1.5 * rate, 1.0), move
+    rest = (1 - sites.precision * residual).clamp(min=tiny)
+    module.sites.corrected = torch.stack([sites.precision / rest, sites.linear / rest])
+
+
+_Guess = tuple[Tensor, Tensor]  # f − h and the standard deviation of f, given h and y at nodes of h, (K, ..., N)
+
+
+def _integrated(
+    log_density: Callable[[Tensor], Tensor],
+    mean: Tensor,
+    variance: Tensor,
+    residual: Tensor,
+    at: str,
+    guess: Optional[_Guess],
+) -> tuple[Tensor, Tensor, _Guess]:
+    """E[t'(h)] and −E[t''(h)] over h ~ N(mean, variance), or at the mean, for t(h) = log ∫ p(y | f) N(f | h, c) df.
+
+    :param guess: what is known from the last time.
+    :returns: what is to be known the next time, too.
+    """
+    columns, weights = normal_nodes(int(at == "marginals"), mean)
+    columns = columns.sum(-1).reshape(-1, *[1] * mean.dim())
+    gradient, curvature = torch.zeros_like(mean), torch.zeros_like(mean)
+    found: list[_Guess] = []
+    for part in torch.arange(len(weights)).split(max(_AT_ONCE // (_NODES * mean.numel()), 1)):
+        rows = slice(int(part[0]), int(part[-1]) + 1)
+        nodes, h = columns[rows], mean + variance.sqrt() * columns[rows]
+        shift, spread = (0.0, residual.sqrt().expand(h.shape)) if guess is None else (guess[0][rows], guess[1][rows])
+        # From the width of N(h, c), four passes close in on a likelihood a hundred times as narrow.
+        moments = tilted(log_density, h, residual, h + shift, spread, 1.0, _NODES, passes=4 if guess is None else 2)
+        first, second = normaliser_derivatives(moments, log_density)
+        if at == "marginals":  # by Stein's identity, as training's sites
+            second = first * nodes / variance.sqrt()
+        gradient += torch.tensordot(weights[rows], first, 1)
+        curvature -= torch.tensordot(weights[rows], second, 1)
+        found.append((moments.mean - h, moments.variance.sqrt()))
+    centre, width = (torch.cat(parts) for parts in zip(*found))
+    known = centre.isfinite() & (width > 0) & width.isfinite()
+    return (
+        gradient,
+        curvature,
+        (torch.where(known, centre, 0.0), torch.where(known, width, residual.sqrt())),
+    )
+
+
+def _flat(terms: Terms, name: str, f: Tensor) -> Tensor:
+    return terms.log_density(name, f.flatten(0, 1)).reshape(f.shape)
+
+
+def observes(guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a run of the model with these arguments observes data: it is run ahead, its GP sites at their means."""
     assert guide.structure is not None
-    args, kwargs = guide.args_kwargs
     with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(guide.like), _AtMeans():
         trace = poutine.trace(guide.model).get_trace(*args, **kwargs)
     return any(name in guide.structure.rows and site["is_observed"] for name, site in trace.nodes.items())

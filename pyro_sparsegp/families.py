@@ -21,13 +21,16 @@ from .bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, Rando
 from .bases.initial import Initialiser
 from .expectation_gp import ExpectationGP
 from .kernels import base as kernel_base
+from .orthogonal_gp import ConditionalGP, DecoupledGP, SemiCollapsedGP
 from .posteriors import (
     BlockCholesky,
     BlockPlusLowRank,
     CholeskyIdentity,
     Coefficients,
     FullCholesky,
+    Identity,
     IdentityPlusLowRank,
+    Unwhitened,
 )
 from .process import GaussianProcess
 from .sites import FreeSites as FreeSitesModule
@@ -40,6 +43,7 @@ __all__ = [
     "AdditiveFamily",
     "CollapsedOrthogonal",
     "ComputationAware",
+    "ConditionalSGPR",
     "CoupledCovariance",
     "CoupledPrecision",
     "ExactWeightSpace",
@@ -52,6 +56,7 @@ __all__ = [
     "OptimalFamily",
     "OrthogonalInducing",
     "OrthogonallyDecoupled",
+    "SemiCollapsedOrthogonal",
     "SiteFamily",
     "SparseEP",
     "SparseGP",
@@ -134,8 +139,7 @@ class FreeFormFamily(BasisFamily):
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
         module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
-        if kernel_base.depends_on_rows(process.kernel):
-            module.see(process.x)
+        module.start(process, name)
         return module
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
@@ -151,8 +155,8 @@ class FreeFormFamily(BasisFamily):
 class OnInducingPoints(BasisFamily):
     """A family on inducing points of the whole kernel, in one or several sets.
 
-    :param init: how counts become inputs: "greedy" (conditional variance), "kmeans", or a callable
-        ``(kernel, x, num) -> (num, D)``.
+    :param init: how counts become inputs: "greedy" (conditional variance), "kmeans", "grid" (regular, at most as many,
+        for kernels of one or two columns) or a callable ``(kernel, x, num) -> (num, D)``.
     :param trainable: whether the inducing inputs are learned.
     """
 
@@ -173,7 +177,22 @@ class OnInducingPoints(BasisFamily):
 
 @dataclass(frozen=True, eq=False)
 class InducingFamily(OnInducingPoints, FreeFormFamily):
-    """Inducing points with a free posterior; as :class:`OnInducingPoints`."""
+    """Inducing points with a free posterior; as :class:`OnInducingPoints`.
+
+    :param whiten: whether q is over whitened coefficients w (default) or over the values u = Lw at inducing inputs,
+        the parameterisation of the papers' formulas.
+    """
+
+    whiten: bool = field(default=True, kw_only=True)
+
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
+        _require_basis(basis, name)
+        coefficients = self.parameterised(self.new_coefficients())(basis.sizes, batch_shape, like)
+        return SparseGP(basis, coefficients, batch_shape, self.declared())
+
+    def parameterised(self, kind: NewCoefficients) -> NewCoefficients:
+        """That posterior, over w or over u."""
+        return kind if self.whiten else partial(Unwhitened, kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,10 +238,41 @@ class OrthogonallyDecoupled(OrthogonalInducing):
     """ODVGP: a second set of inducing points for the mean alone (Salimbeni et al., 2018; paper 1, section 3.4).
 
     :class:`OrthogonalInducing` with the prior's covariance for all sets but the first.
+
+    :param num_columns: by default the second set is whitened by a Cholesky factor, in O(M₂³). With a number, its mean
+        is c(x, O)a for free coefficients a instead, and the divergence ½aᵀC_OO a is estimated from that many random
+        columns of K_OO a step: linear in M₂, which may then be many thousands. For one second set.
     """
 
+    num_columns: Optional[int] = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        num = self.num_columns
+        if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
+            raise ValueError(
+                f"OrthogonallyDecoupled's num_columns must be None or a whole number of at least 1, got {num!r}"
+            )
+        if num is not None and len(self.sets()) != 2:
+            raise ValueError(
+                f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."
+            )
+
     def new_coefficients(self) -> NewCoefficients:
-        return CholeskyIdentity
+        return CholeskyIdentity if self.num_columns is None else FullCholesky
+
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
+        if self.num_columns is None:
+            return super()._assemble(basis, batch_shape, like, name)
+        first, means = basis.split(1)
+        coefficients = self.parameterised(FullCholesky)(first.sizes, batch_shape, like)
+        return DecoupledGP(first, means, coefficients, batch_shape, self.declared(), self.num_columns, like)
+
+    def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
+        if self.num_columns is None:
+            return super()._rebuild(spec, like, name)
+        first, second = spec["basis"], spec["means"]
+        both = {key: [*first[key], *second[key]] for key in ("shapes", "of_source")}
+        return self._assemble(self.old_basis(first | both, like), spec["batch_shape"], like, name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,8 +283,8 @@ class AdditiveFamily(FreeFormFamily):
     its own, in the columns that it reads, at most as many as there are distinct inputs in them.
 
     :param inducing: a number or inputs for every summand, or a list with one entry a summand (entries of
-        summands with features are not used).
-    :param init: as in :class:`InducingFamily`.
+        summands with features are not used): a number, or inputs ``(M_c, d)`` in the columns that the summand reads.
+    :param init: as in :class:`InducingFamily`, summand by summand; "grid" suits main effects and pairs.
     :param trainable: whether the inducing inputs are learned.
     """
 
@@ -446,6 +496,61 @@ class CollapsedOrthogonal(SGPR):
 
 
 @dataclass(frozen=True, eq=False)
+class SemiCollapsedOrthogonal(OnInducingPoints, OptimalFamily):
+    """SOLVE-GP with the optimal posterior of the first set given free ones of the others (paper 1, eq. 9 and 10).
+
+    For a Gaussian likelihood the bound is
+    log N(y; μ + C_fv C_vv⁻¹m_v, Q_ff + σ²I) − tr(S_f⊥)/(2σ²) − KL[N(m_v, S_v) ‖ N(0, C_vv)], which is Titsias' (2009)
+    where q(v) is the prior, as it starts.
+
+    :param inducing: the first set: a number or inputs ``(M₁, D)``.
+    :param orthogonal: the second set, or a list of further sets.
+    :param covariance: S_v: "free" (eq. 9), or "prior", C_vv (eq. 10).
+    """
+
+    inducing: Inducing = 64
+    orthogonal: Union[Inducing, Sequence[Inducing]] = 64
+    covariance: str = "free"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.covariance not in ("free", "prior"):
+            raise ValueError(
+                f'SemiCollapsedOrthogonal\'s covariance must be "free" or "prior", got {self.covariance!r}'
+            )
+
+    def sets(self) -> list[Inducing]:
+        more = self.orthogonal
+        return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
+
+    def _assemble(
+        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
+    ) -> OptimalGP:
+        _require_basis(basis, name)
+        kind = BlockCholesky if self.covariance == "free" else Identity
+        others = kind(basis.sizes[1:], batch_shape, sites.inputs)
+        return SemiCollapsedGP(basis, others, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+
+
+@dataclass(frozen=True, eq=False)
+class ConditionalSGPR(SGPR):
+    """Inducing points whose posterior depends on the rest of f: the tighter bound of paper 1, appendix A.
+
+    q(u | f⊥) = p(u | f⊥, y). For a Gaussian likelihood the bound is log N(y; μ, A) − ½tr(A⁻¹(K_ff − Q_ff)) with
+    A = Q_ff + σ²I (eq. 14), which lies above Titsias' by ½tr((σ⁻²I − A⁻¹)(K_ff − Q_ff)) (eq. 15). A step
+    takes O(N²M) time and, in blocks, O(NM) memory: for some ten thousands of data.
+
+    :param inducing: their number M, or the inputs ``(M, D)``.
+    """
+
+    def _assemble(
+        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
+    ) -> OptimalGP:
+        _require_basis(basis, name)
+        return ConditionalGP(basis, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+
+
+@dataclass(frozen=True, eq=False)
 class FreeSites(SGPR):
     """Inducing points with the optimal form of q and its sites as 2N free parameters (paper 0, eq. 4 and 6).
 
@@ -471,8 +576,10 @@ class ExactWeightSpace(OnFeatures, OptimalFamily):
     A step takes O(NR²) time for R features. Beyond 32,768 rows on a CPU (a million on a GPU) these are formed in
     blocks and dropped, on the way back too, so that memory is O(N + BR) with B rows a block: a network's output must
     then depend on each row alone. Under a :class:`~pyro_sparsegp.kernels.DeepBasis` the bound is that of eq. 11, and
-    predictions are those of eq. 12, from sites of variance 1/λₙ + c(xₙ): exact for a likelihood that is Gaussian in
-    f, for others the correction of the sites' Gaussian approximation.
+    predictions are those of eq. 12, from the sites of log ∫ p(y | f) N(f | φᵀw, c) df: of variance σ² + c(xₙ) for a
+    likelihood that is Gaussian in f, for others found anew, by integrals over two axes, at the first prediction after
+    training, which takes the time of some hundred steps of training. Where terms have several function values (softmax,
+    a second GP in the noise) training's sites stand for data of variance 1/λₙ, to which c is added.
     """
 
 

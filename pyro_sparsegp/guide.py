@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from . import structure
-from .conditioning import observes, read_sites, repeatable, require_full_batch
+from .conditioning import correct_sites, is_corrected, observes, read_sites, repeatable, require_full_batch
 from .expectation_gp import ExpectationGP
 from .families import ExpectationFamily, Family, SiteFamily
 from .kernels import base as kernel_base
@@ -177,6 +177,7 @@ class AutoSparseGP(AutoNormalMessenger):
         self._idle = self._request = _Request()
         self._new_rows = False
         self._checked_parameters = False
+        self._loaded = False  # and not called since
         self._like = torch.empty(0)
         self._last: Optional[tuple[tuple, dict[str, Any]]] = None  # the last training call, of families on sites
         self.warned: set[str] = set()
@@ -194,6 +195,10 @@ class AutoSparseGP(AutoNormalMessenger):
             return super().__call__(*args, **kwargs)
         self.prepare(*args, **kwargs)
         observing = False if self._new_rows else None
+        if self._last is not None and any(is_corrected(self, name, _get(self.gps, name)) for name in self._row_counts):
+            observing = observes(self, args, kwargs) if observing is None else observing
+            if not observing:
+                self._refresh_sites()
         with self._requesting(_Request(reading=self.on_sites, observing=observing), self._computing_median):
             draws = super().__call__(*args, **kwargs)
         self._after_run(args, kwargs)
@@ -205,6 +210,7 @@ class AutoSparseGP(AutoNormalMessenger):
             self._initialise(args, kwargs)
         if torch.is_grad_enabled() and not self._checked_parameters:
             self._check_parameters(args, kwargs)
+        self._check_loaded(args, kwargs)
         if not self.keeps_sites:
             self._refresh_sites()
 
@@ -226,6 +232,7 @@ class AutoSparseGP(AutoNormalMessenger):
         """
         if self.structure is None:
             self._initialise(args, kwargs)
+        self._check_loaded(args, kwargs)
         self._refresh_sites()
         with (
             self._requesting(_Request(predicting=True, observing=False), median=True) as request,
@@ -278,6 +285,7 @@ class AutoSparseGP(AutoNormalMessenger):
         """
         if self.structure is None:
             self._initialise(args, kwargs)
+        self._check_loaded(args, kwargs)
         self._refresh_sites()
         training = self.training
         self.train(not joint)
@@ -552,6 +560,8 @@ class AutoSparseGP(AutoNormalMessenger):
             # Iterated sites stay: to look at a guide must not change how it trains.
             if isinstance(module.sites, KeptSites) and self.structure and name in self.structure.quadratic:
                 read_sites(self, name, process, module)
+            elif kernel_base.depends_on_rows(process.kernel) and is_corrected(self, name, module):
+                correct_sites(self, name, process, module)
             if not self._meets(name):
                 return process.mean
         if request.reading and not request.refreshing and self._is_to_read(module):
@@ -608,7 +618,7 @@ class AutoSparseGP(AutoNormalMessenger):
         """Whether this run observes data, for a kernel whose diagonal depends on the rows in training."""
         request = self._request
         if request.observing is None:
-            request.observing = observes(self)
+            request.observing = observes(self, *self.args_kwargs)
         if request.observing:
             if self.keeps_sites:
                 module.see(process.x)
@@ -899,6 +909,16 @@ class AutoSparseGP(AutoNormalMessenger):
         if size is not None:
             self.structure.groups[name] = size, sizes[size]
 
+    def _check_loaded(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check the parameters at the first call after a state was loaded, whatever the call is for."""
+        if not self._loaded:
+            return
+        self._loaded = False
+        if not self._checked_parameters and not torch.is_inference_mode_enabled():
+            # The graph is what shows where parameters come from; what the call draws later stays as it would be.
+            with torch.enable_grad(), whole_plates(), repeatable(self.like):
+                self._check_parameters(args, kwargs)
+
     def _check_parameters(self, args: tuple, kwargs: dict[str, Any]) -> None:
         probe = self._probe(args, kwargs, {})
         self._check_known()
@@ -921,9 +941,22 @@ class AutoSparseGP(AutoNormalMessenger):
                 f"these parameters would not train: {', '.join(_name_of(p, sources) for p in forgotten)}. SVI trains "
                 "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
                 "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
-                "should stay as it is."
+                f"should stay as it is.{self._taken(forgotten, sources)}"
             )
         self._checked_parameters = True
+
+    def _taken(self, forgotten: list[Tensor], sources: dict[str, Any]) -> str:
+        """What to do where ``pyro.module`` found another network's parameters under the names of those forgotten."""
+        paths = {_found_in(parameter, sources)[1] for parameter in forgotten}
+        registered = [name.split("$$$", 1) for name, site in _sites(self.trace) if site["type"] == "param"]
+        names = sorted({name for name, *path in registered if path and path[0] in paths})
+        if not names:
+            return ""
+        return (
+            f" Another network is registered as {', '.join(map(repr, names))} in Pyro's parameter store (a notebook's "
+            "cell run twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
+            f"pyro.module({names[0]!r}, network, update_module_params=True) to take the stored values."
+        )
 
     def _check_known(self) -> None:
         """After a run: raise if, at a training call, the model's sites are not those the guide was initialised or
@@ -1023,6 +1056,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 deep_setattr(self, "gps." + name, self._family(name).rebuild(spec, like, name))
                 self._like = like
         self.structure = saved
+        self._loaded, self._checked_parameters = True, False
 
     def __getstate__(self) -> dict[str, Any]:
         self._refresh_sites()
@@ -1179,7 +1213,11 @@ def _mentioned(model: Any) -> list[Any]:
 
 
 def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
-    """Where a parameter is found: a module's name for it, by looking through objects' attributes."""
+    return _found_in(parameter, sources)[0]
+
+
+def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional[str]]:
+    """Where a parameter is found, and a module's name for it, by looking through objects' attributes."""
     for label, source in sources.items():
         stack: list[Any] = [source]
         seen: set[int] = set()
@@ -1191,10 +1229,10 @@ def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
             if isinstance(item, torch.nn.Module):
                 for name, value in item.named_parameters():
                     if value is parameter:
-                        return f"{type(item).__name__}.{name} in {label}"
+                        return f"{type(item).__name__}.{name} in {label}", name
                 continue
             if item is parameter:
-                return f"a parameter of shape {tuple(parameter.shape)} in {label}"
+                return f"a parameter of shape {tuple(parameter.shape)} in {label}", None
             if isinstance(item, (list, tuple)):
                 stack.extend(item)
             elif isinstance(item, Mapping):
@@ -1203,4 +1241,4 @@ def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
                 stack.extend(getattr(item, "__dict__", {}).values())
                 stack.extend(_closed_over(item))
                 stack.append(getattr(item, "__self__", None))
-    return f"a parameter of shape {tuple(parameter.shape)}"
+    return f"a parameter of shape {tuple(parameter.shape)}", None

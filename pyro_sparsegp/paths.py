@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .blocks import in_blocks
 from .linalg import cholesky, solve_lower, sum_blocks
 
 if TYPE_CHECKING:
     from .process import SparsePosterior
 
 __all__ = ["sample_paths"]
-
-_MEMORY = 2**24  # numbers that the waves of one block of inputs take
 
 
 def sample_paths(posterior: SparsePosterior, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
@@ -35,12 +34,7 @@ def sample_paths(posterior: SparsePosterior, num: int, num_features: int) -> Cal
     def path(x: Tensor) -> Tensor:
         return process.at(x).mean + function(x) + sum_blocks(basis(x), update)
 
-    rows = max(1, _MEMORY // (num * num_features))
-
-    def by_blocks(x: Tensor) -> Tensor:
-        return path(x) if x.shape[-2] <= rows else torch.cat([path(part) for part in x.split(rows, -2)], -1)
-
-    return by_blocks
+    return in_blocks(path, num * num_features)
 
 
 class _Sequential:

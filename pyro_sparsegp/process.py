@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceABC
-from typing import Any, ClassVar, Optional, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
 
 import pyro.distributions as dist
 import torch
@@ -27,9 +26,12 @@ from .linalg import cholesky, default_jitter, row_squares, solve_lower, sum_bloc
 from .posteriors.base import Gaussian
 from .sites import Sites
 
+if TYPE_CHECKING:
+    from .components import Components
+
 __all__ = ["GaussianProcess", "PriorProcess", "SparsePosterior"]
 
-Mean = Union[None, Tensor, Callable[[Tensor], Tensor]]
+Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
 
 
 class GaussianProcess(TorchDistribution):
@@ -46,7 +48,8 @@ class GaussianProcess(TorchDistribution):
 
     :param kernel: a kernel, or any callable with its two methods.
     :param x: inputs, ``(N, D)``; leading batch dimensions broadcast with those of the hyperparameters.
-    :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, or ``None`` (zero).
+    :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, a number, or ``None``
+        (zero).
     :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32.
     :raises ValueError: if x is no matrix of finite floating point numbers, or mean or kernel do not fit.
     """
@@ -71,7 +74,11 @@ class GaussianProcess(TorchDistribution):
         if jitter is not None and not (isinstance(jitter, (int, float)) and jitter >= 0):
             raise ValueError(f"GaussianProcess's jitter must be None or a number of at least 0, got {jitter!r}")
         self.jitter = jitter
-        self.mean_function = mean
+        if not (mean is None or isinstance(mean, (int, float, Tensor)) or callable(mean)) or isinstance(mean, bool):
+            raise ValueError(
+                f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {type(mean).__name__}"
+            )
+        self.mean_function = x.new_full((), mean) if isinstance(mean, (int, float)) else mean
         self._scale_tril: Optional[Tensor] = None
         if self._unfit is not None:
             self._refuse_inputs()
@@ -426,16 +433,9 @@ class SparsePosterior(TorchDistribution):
     @property
     def components(self) -> Components:
         """The posterior of each summand of the kernel, in the order of ``kernel.terms``, without the mean μ."""
+        from .components import Components
 
-        def compute() -> Components:
-            parts = []
-            for term, basis, blocks in self.basis.components():
-                process = GaussianProcess(term, self.process.x, None, self.process.jitter, validate_args=False)
-                process = process.expand(self._batch_shape)
-                parts.append(SparsePosterior(process, basis, self.coefficients.marginal(blocks), self.name))
-            return Components(parts)
-
-        return self._cached("components", compute)
+        return self._cached("components", lambda: Components(self))
 
     def at(self, x: Tensor) -> SparsePosterior:
         """The same posterior at other inputs ``(N', D)``."""
@@ -673,22 +673,6 @@ class NodeSite(ExpectedSite):
         """This site at a node."""
         self.node = node
         return self
-
-
-class Components(SequenceABC):
-    """The components of a posterior: a sequence of :class:`SparsePosterior`, one for each summand."""
-
-    def __init__(self, parts: list[SparsePosterior]) -> None:
-        self._parts = parts
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._parts[index]
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __repr__(self) -> str:
-        return "[" + ", ".join(repr(part.process.kernel) for part in self._parts) + "]"
 
 
 class PriorProcess(GaussianProcess):

@@ -88,12 +88,16 @@ class KeptSites(AbstractModule):
     :param columns: D.
     """
 
+    corrected: Optional[Tensor]
+
     def __init__(self, like: Tensor, batch_shape: Sequence[int], columns: int) -> None:
         super().__init__()
         self.register_buffer("inputs", like.new_zeros(0, columns))
         self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
         self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
         self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
+        # λ and λ(z − μ), (2, ..., N), that predictions under a kernel whose diagonal acts on the data take instead.
+        self.register_buffer("corrected", None)
         self.marginals: Optional[tuple[Tensor, Tensor]] = None  # of the posterior that these sites gave
 
     @property
@@ -119,6 +123,8 @@ class KeptSites(AbstractModule):
         for name in ("inputs", "precision", "linear"):
             if prefix + name in state_dict:
                 setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
+        corrected = state_dict.get(prefix + "corrected")
+        self.corrected = None if corrected is None else self.linear.new_zeros(corrected.shape)
         self.marginals = None
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from .bases import Basis, KernelFeatures
+from .bases import Basis, ExplicitFeatures, KernelFeatures
 from .bases.actions import DenseActions, Policy, UserPolicy
 from .bases.projection import ProjectedFeatures, project
 from .blocks import is_long
@@ -18,8 +18,9 @@ from .modules import AbstractModule
 from .posteriors import Coefficients, Gaussian, ProjectedGaussian, from_natural, optimal
 from .process import GaussianProcess, SparsePosterior
 from .sites import FreeSites, KeptSites, Sites
+from .terms import Findings
 
-__all__ = ["OptimalGP", "ProjectedGP", "SiteGP", "SparseGP"]
+__all__ = ["OptimalGP", "ProjectedGP", "SiteGP", "SparseGP", "same_rows"]
 
 
 class SparseGP(AbstractModule):
@@ -44,7 +45,16 @@ class SparseGP(AbstractModule):
     ) -> SparsePosterior:
         """The posterior of ``process``, at its inputs and under its hyperparameters."""
         features = self.basis(process.kernel, process.jitter, name)
-        return kind(process, features, self.coefficients(), name)
+        anchor = features.anchor if self.coefficients.anchored else None
+        return kind(process, features, self.coefficients(anchor), name)
+
+    def start(self, process: GaussianProcess, name: str) -> None:
+        """Take note of what a guide's first call shows."""
+        if self.coefficients.anchored:
+            with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
+                self.coefficients.start(self.basis.forward(process.kernel, process.jitter, name).anchor)
+        if kernel_base.depends_on_rows(process.kernel):
+            self.see(process.x)
 
     def predict(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
@@ -151,7 +161,13 @@ class OptimalGP(SiteGP):
     def __init__(self, basis: Basis, blockwise: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.basis, self.blockwise = basis, blockwise
+        self.findings = Findings()
         self._memory = Memory()
+
+    @property
+    def in_weight_space(self) -> bool:
+        """Whether the basis is the kernel's own features."""
+        return isinstance(self.basis, ExplicitFeatures)
 
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
@@ -166,7 +182,7 @@ class OptimalGP(SiteGP):
                 coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
         else:
             coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
-        return kind(process, features, coefficients, name, sites, phi if _same_rows(sites.inputs, process.x) else None)
+        return kind(process, features, coefficients, name, sites, phi if same_rows(sites.inputs, process.x) else None)
 
     def _in_weight_space(
         self,
@@ -189,9 +205,13 @@ class OptimalGP(SiteGP):
     ) -> SparsePosterior:
         """The posterior at new inputs. In weight space the kernel's diagonal acts on the training data too (eq. 12):
 
-        q(w) is the optimum for sites of variance 1/λₙ + c(xₙ), those of ∫ p(y | f) N(f | φᵀw, c) df for a Gaussian p.
+        q(w) is the optimum for sites of variance 1/λₙ + c(xₙ). For a likelihood that is Gaussian in f they are those of
+        ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is read so that they are (``conditioning.correct_sites``).
         """
+        corrected = self.sites.corrected if isinstance(self.sites, KeptSites) else None
         sites = self.sites(process)
+        if corrected is not None:
+            sites = Sites(sites.inputs, corrected[0], corrected[1])
         if self.sites.empty or not kernel_base.depends_on_rows(process.kernel):
             return super().predict(process, name, kind)
 
@@ -203,7 +223,8 @@ class OptimalGP(SiteGP):
             sums = features.gram(sites.inputs, sites.precision, sites.linear, absorb=True)
             return kernel, from_natural(*sums, features.sizes, None, name)
 
-        key = contents([process.kernel, Held(sites.inputs), Held(sites.precision), Held(sites.linear)])
+        values = [sites.precision, sites.linear] if corrected is None else [corrected]
+        key = contents([process.kernel, Held(sites.inputs), *map(Held, values)])
         kernel, coefficients = self._memory.recall(key, condition)
         settled = process.with_kernel(kernel)
         if coefficients is None:
@@ -271,7 +292,7 @@ class ProjectedGP(SiteGP):
         products: Tensor,
     ) -> SparsePosterior:
         actions = features.actions
-        here = _same_rows(sites.inputs, process.x)
+        here = same_rows(sites.inputs, process.x)
 
         def values(f: Tensor) -> Tensor:
             return actions.left(f[..., None])[..., 0]
@@ -290,7 +311,8 @@ def _device(module: AbstractModule) -> torch.device:
     return next(module.parameters()).device
 
 
-def _same_rows(inputs: Tensor, x: Tensor) -> bool:
+def same_rows(inputs: Tensor, x: Tensor) -> bool:
+    """Whether two matrices of inputs are the same, or equal."""
     if inputs is x or inputs.shape != x.shape:
         return inputs is x
     return inputs.data_ptr() == x.data_ptr() or torch.equal(inputs, x)

@@ -773,6 +773,60 @@ def test_forgotten_network_raises():
         with_blocks(lambda: train(model, blocked, x, y, steps=1))
 
 
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
+def test_another_network_of_that_name_in_the_parameter_store_is_told_of(family):
+    """As when a notebook's cell that makes a network is run twice."""
+    (x, y), new = data(num=20), torch.rand(3, 2)
+    model = deep(mlp())
+    train(model, AutoSparseGP(model, family), x, y, steps=1)
+    for outputs in (5, 3):
+        model = deep(mlp(outputs=outputs, seed=1))
+        message = (
+            r"would not train: .*Sequential.0.weight.*Another network is registered as 'network'.*clear_param_store"
+        )
+        with pytest.raises(ValueError, match=message):
+            train(model, AutoSparseGP(model, family), x, y, steps=1)
+
+    def updated(x, y=None):
+        pyro.module("network", network, update_module_params=True)
+        return deep(lambda x: network(x))(x, y)
+
+    network = mlp(seed=1)
+    train(updated, AutoSparseGP(updated, family), x, y, steps=1)
+    pyro.clear_param_store()
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=1)
+    assert guide.posterior(new)["f"].mean.isfinite().all()
+
+
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
+@pytest.mark.parametrize("way", ["posterior", "predict", "call"])
+def test_a_loaded_guide_checks_its_network_at_the_first_prediction(family, way):
+    network, (x, y), new = mlp(), data(num=20), torch.rand(3, 2)
+    model = deep(network)
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=1)
+    expected = guide.posterior(new)["f"].mean.detach()
+    fresh = mlp(seed=1)  # not the one that the parameter store holds
+
+    def ask(model, state):
+        other = AutoSparseGP(model, family)
+        other.load_state_dict(state)
+        pyro.set_rng_seed(3)
+        with torch.no_grad():
+            if way == "posterior":
+                return other.posterior(new)["f"].mean
+            return predict(model, other, new, num_samples=2)["f"] if way == "predict" else other(new)["f"]
+
+    with pytest.raises(ValueError, match=r"would not train: .*Sequential.0.weight.*registered as 'network'"):
+        ask(deep(fresh), guide.state_dict())
+    with pytest.raises(ValueError, match=r"would not train: .*Sequential.0.weight.*pyro.module"):
+        ask(lambda x, y=None: deep(lambda x: fresh(x))(x, y), guide.state_dict())
+    found = ask(deep(network), guide.state_dict())
+    if way == "posterior":
+        torch.testing.assert_close(found, expected)
+
+
 def with_blocks(call):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "_WHOLE", 4)

@@ -6,8 +6,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SGPR, SVGP
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
 from .models import data, regression, train
 
@@ -86,6 +86,38 @@ def test_the_stopping_rule_watches_parameters():
     assert StoppingRule.largest_rhat(history.window(100)) > 1.5
     rule = StoppingRule(window=100, watch=("elbo", "locs."), tolerance=0.0)
     assert not rule(history)
+
+
+def test_the_history_of_expectation_propagation_is_of_log_z():
+    x, y = data(num=30)
+    guide = AutoSparseGP(regression, SparseEP(6))
+    ep = ExpectationPropagation(regression, guide, pyro.optim.Adam({"lr": 0.0}), damping=0.5)
+    history, converged = History(ep), StoppingRule(window=20, tolerance=1e-6)
+    for _ in range(100):
+        loss = history.record(ep.step(x, y))
+        if converged(history):
+            break
+    assert len(history) < 100
+    assert converged.reason.startswith("log_z changed by")
+    group = history.to_datatree()["vi_history"]
+    assert "elbo" not in group
+    assert float(group["log_z"][0, -1]) == -loss
+    assert group["locs.length"].shape == (1, len(history), 2)
+    assert History(objective="iwae").objective == "iwae"
+    tree = diagnostics.to_datatree(regression, guide, x, y, num_samples=3)
+    with pytest.raises(ValueError, match=r"different objectives, \['log_z', 'elbo'\]"):
+        diagnostics.add_history(tree, [history, run(0, 3)[1]])
+    with pytest.raises(ValueError, match=r"watches \['elbo'\], of which the history has none: \['log_z'"):
+        StoppingRule(window=20, tolerance=0.0, watch=("elbo",), patience=1)(shortened(history, 20))
+    with pytest.raises(ValueError, match="got the string 'elbo'"):
+        StoppingRule(watch="elbo")
+
+
+def shortened(history, num):
+    new = History(objective=history.objective)
+    for loss in history.window(num)[history.objective]:
+        new.record(-loss)
+    return new
 
 
 # Simulation-based calibration.

@@ -7,9 +7,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
-from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace, SparseEP, WeightSpace
 
 from .models import FAMILIES, additive, bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression, train
 
@@ -202,6 +203,8 @@ def test_psis_refuses():
     tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=30)
     with pytest.raises(ValueError, match="at least 25"):
         diagnostics.psis(guide.model, guide, x, y, num_samples=20)
+    with pytest.raises(ValueError, match="at least 25 draws, the tree has 20"):
+        diagnostics.loo(guide.model, guide, x, y, num_samples=20, target="none")
     with pytest.raises(ValueError, match="target must be one of"):
         diagnostics.psis(tree, target="elbo")
     with pytest.raises(ValueError, match="exact=True"):
@@ -277,21 +280,62 @@ def test_loo_large_agrees_with_loo():
     assert table.index[0] == "many"
     assert "subsampling_dse" in table.columns
     with pytest.raises(ValueError, match="observations must be between 1 and 120"):
-        diagnostics.loo_large(model, guide, x, y, observations=121, num_samples=2)
+        diagnostics.loo_large(model, guide, x, y, observations=121, num_samples=30)
+    with pytest.raises(ValueError, match="at least 25, got 2"):
+        diagnostics.loo_large(model, guide, x, y, num_samples=2)
     with pytest.raises(ValueError, match="loo_large's target"):
         diagnostics.loo_large(model, guide, x, y, target="exact")
 
 
 def test_loo_says_when_weights_fail():
+    """Weights that cannot be used are left out, and the result says so; asked for, they are used with a warning."""
     x, y = smooth_data(20)
     guide = on_a_grid(10, x, y)
     tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=50)
+    good = diagnostics.loo(tree)
+    assert (good.target, good.khat, good.warning) == ("vfe", -np.inf, bool((good.pareto_k > good.good_k).any()))
     steep = tree.sample_stats["log_q"].copy(data=np.linspace(0, 200, 50)[None] + tree.sample_stats["log_q"].values)
     tree["sample_stats"] = tree["sample_stats"].to_dataset().assign(lp=steep)
     assert not diagnostics.psis(tree).khat <= 0.7
+    plain = diagnostics.loo(tree, target="none")
+    assert plain.target == "none"
+    assert np.isnan(plain.khat)
+    with pytest.warns(UserWarning, match="They are left out"):
+        found = diagnostics.loo(tree)
+    assert found.elpd == plain.elpd
+    assert found.target == "none"
+    assert found.khat > 0.7
+    assert found.warning
     with pytest.warns(UserWarning, match='target="none" leaves them out'), suppress(ValueError):  # perhaps not finite
-        diagnostics.loo(tree)
-    assert np.isfinite(diagnostics.loo(tree, target="none").elpd)
+        diagnostics.loo(tree, target="vfe")
+
+
+def test_loo_large_without_weights():
+    """Weights p/q are lost where training has left noise; what is left is the guide's own leave-one-out, and it is what
+    new data have: the mean log score of 3,000 more rows is the same within its standard error.
+    """
+    x = torch.rand(6000, 1)
+    y = torch.sin(6 * x[:, 0]) + NOISE * torch.randn(6000)
+    x, new, y, seen = x[:3000], x[3000:], y[:3000], y[3000:]
+    model = gaussian(kernels.RBF(0.3), NOISE)
+    z = torch.linspace(0, 1, 8)[:, None]
+    guide, _ = maximise(model, SVGP(z, trainable=False), x, y, iterations=60)
+    coefficients = guide.posterior(x[:1])["f"].coefficients
+    with torch.no_grad():  # a mean that wanders about the optimum, by twice what a draw does
+        mean = guide.gps.f.coefficients.loc_0_unconstrained
+        mean.add_(2 * (coefficients.rsample(())[0] - mean))
+    with pytest.warns(UserWarning, match="above 0.7.* left out"):
+        found = diagnostics.loo_large(model, guide, x, y, observations=100, num_samples=100)
+    assert (found.target, found.warning) == ("none", True)
+    assert found.khat > 0.7
+    assert not found.approx_posterior
+    assert found.subsampling_se < 5
+    scores = diagnostics.predictive_scores(model, guide, new, seen, num_samples=1).pointwise["log_score"].values
+    error = (scores.std() ** 2 / 3000 + float(found.se) ** 2 / 3000**2) ** 0.5
+    assert abs(found.elpd / 3000 - scores.mean()) < 3 * error
+    assert error < 0.025
+    # the optimal q(w) at the same N has equal weights
+    assert diagnostics.psis(model, on_a_grid(8, x, y, model), x, y, num_samples=40).ess > 39
 
 
 # Scores.
@@ -319,14 +363,14 @@ def test_scores_of_a_gaussian_likelihood_are_closed_form():
 
 
 def test_scores_of_mixtures_agree_with_draws(monkeypatch):
-    from pyro_sparsegp.diagnostics import scores
+    from pyro_sparsegp.diagnostics import scorers, scores
 
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
     train(regression, guide, x, y, steps=50)
     new, seen = data(num=80, seed=4)
     closed = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=300)
-    monkeypatch.setattr(scores, "_scorer", lambda source, draw, site: scores._Draws(source, seen, site))
+    monkeypatch.setattr(scores, "scorer_for", lambda source, draw, site, _: scorers.Draws(source, seen, site))
     drawn = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=1000)
     assert (closed.method, drawn.method) == ("gaussian", "draws")
     for name, tolerance in (("crps", 0.05), ("pit", 0.1), ("log_score", 0.15)):
@@ -353,19 +397,29 @@ def test_scores_of_other_likelihoods(model, method):
         np.testing.assert_allclose(found.pointwise["crps"].values, (1 - p) ** 2, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+OTHERS = {"SparseEP": SparseEP(12), "WeightSpace": WeightSpace(), "ExactWeightSpace": ExactWeightSpace()}
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
 def test_coverage_of_every_family(name):
     """On a draw from the prior, with the true hyperparameters: 95 % intervals cover 93 to 97 % of new observations."""
-    kernel = additive(1.0, torch.tensor([0.6, 0.8]))
     covered = []
     for seed in range(2):
         pyro.set_rng_seed(seed)
         x = torch.rand(1100, 2)
+        if name.endswith("WeightSpace"):  # for finite features
+            kernel = kernels.RandomFourier(kernels.RandomFourier.draw(kernels.RBF, 20, 2), torch.tensor([0.3, 0.4]))
+        else:
+            kernel = additive(1.0, torch.tensor([0.6, 0.8]))
         y = GaussianProcess(kernel, x).sample() + 0.4 * torch.randn(1100)
         model = gaussian(kernel, 0.4)
-        guide = AutoSparseGP(model, FAMILIES[name])
+        guide = AutoSparseGP(model, {**FAMILIES, **OTHERS}[name])
         guide(x[:100], y[:100])
-        if any(True for _ in guide.parameters()):
+        if name == "SparseEP":
+            ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}), damping=1.0)
+            for _ in range(3):
+                ep.sweep(x[:100], y[:100])
+        elif any(True for _ in guide.parameters()):
             maximise(model, guide, x[:100], y[:100], iterations=120)
         covered.append(diagnostics.predictive_scores(model, guide, x[100:], y[100:], num_samples=1).coverage(0.95))
     assert 0.93 <= np.mean(covered) <= 0.97, covered
@@ -401,3 +455,43 @@ def test_a_confident_guide_is_found_out():
     assert bad.khat > good.khat
     new, seen = data(num=300, seed=9)
     assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=20).coverage(0.95) < 0.85
+
+
+def test_a_confident_posterior_of_hyperparameters_is_found_out():
+    """A tenth of the spread and nothing else: k-hat says so, and over simulations so does the coverage of the truth."""
+
+    def model(x, y=None):
+        noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.5))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    x = torch.rand(40, 1)
+    inside = []
+    for _ in range(24):
+        trace = poutine.trace(model).get_trace(x)
+        y, truth = trace.nodes["y"]["value"], float(trace.nodes["noise"]["value"])
+        guide = AutoSparseGP(model, SGPR(8))
+        train(model, guide, x, y, steps=50, lr=0.1, loss=TraceQuadrature_ELBO(2))
+        found = []
+        for _ in range(2):
+            draws = diagnostics.to_datatree(
+                model, guide, x, y, num_samples=60, log_likelihood=False, posterior_predictive=False
+            ).posterior["noise"]
+            low, high = np.quantile(draws, [0.025, 0.975])
+            found.append(low < truth < high)
+            with torch.no_grad():  # then the confident one
+                guide.scales.noise_unconstrained.sub_(np.log(10))
+        inside.append(found)
+    coverage = np.mean(inside, 0)
+    assert coverage[0] > 0.8, coverage
+    assert coverage[1] < 0.5, coverage
+    with torch.no_grad():
+        guide.scales.noise_unconstrained.add_(np.log(10))
+    confident = diagnostics.psis(model, guide, x, y, num_samples=1000, target="fitc", seed=0)
+    with torch.no_grad():
+        guide.scales.noise_unconstrained.add_(np.log(10))
+    right = diagnostics.psis(model, guide, x, y, num_samples=1000, target="fitc", seed=0)
+    assert right.khat < 0.5
+    assert confident.khat > confident.good_k
+    assert confident.khat > right.khat + 0.3

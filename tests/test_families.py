@@ -4,7 +4,7 @@ import pyro
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP, CoupledPrecision, MeanFieldAdditive, OrthogonalInducing, SiteFamily
 
 from .models import FAMILIES, additive, bernoulli, data, heteroscedastic, poisson, regression, train
@@ -80,7 +80,7 @@ def test_contract(family, model, dtype, device):
 
 
 @pytest.mark.parametrize("family", [SVGP(12), OrthogonalInducing(6, 6), MeanFieldAdditive(6)])
-@pytest.mark.parametrize("init", ["greedy", "kmeans", lambda kernel, x, num: x[:num]])
+@pytest.mark.parametrize("init", ["greedy", "kmeans", "grid", lambda kernel, x, num: x[:num]])
 def test_initial_inducing_inputs(family, init):
     family = type(family)(**{**vars(family), "init": init})
     x, y = data()
@@ -120,6 +120,35 @@ def test_fixed_and_given_inducing_inputs():
     assert torch.equal(guide.state_dict()["gps.f.basis.inputs_0"], z)
 
 
+@pytest.mark.parametrize("trainable", [True, False])
+def test_grids_of_terms(trainable):
+    """One for each term, in its own columns: regular, or the values of a column that has few."""
+    x = torch.rand(200, 4)
+    x[:, 2] = torch.randint(0, 3, (200,)).double()
+    smooth = kernels.RBF(0.5)
+    kernel = (
+        smooth[1] + smooth[0] * smooth[3] + kernels.Constant(1.0) + kernels.Categorical(3)[2] * smooth[0] + smooth[2]
+    )
+    family = CoupledPrecision([7, 30, None, 32, 9], init="grid", trainable=trainable)
+    basis = family.build(GaussianProcess(kernel, x), "f").basis
+    assert basis.sizes == (7, 30, 1, 30, 3)
+    assert len(list(basis.parameters())) == (4 if trainable else 0)
+    low, high = x.amin(0), x.amax(0)
+    torch.testing.assert_close(basis.term_0.inputs[0][:, 0], torch.linspace(low[1], high[1], 7))
+    pair = basis.term_1.inputs[0]
+    assert [len(pair[:, i].unique()) for i in range(2)] == [5, 6]
+    torch.testing.assert_close(pair.amin(0), low[[0, 3]])
+    torch.testing.assert_close(pair.amax(0), high[[0, 3]])
+    by_level = basis.term_3.inputs[0]  # its columns are 0 and 2, in order
+    assert by_level[:, 1].unique().tolist() == [0, 1, 2]
+    assert len(by_level[:, 0].unique()) == 10
+    assert basis.term_4.inputs[0][:, 0].tolist() == [0, 1, 2]
+    assert SVGP(30, init="grid").build(GaussianProcess(smooth, x[:, :2]), "f").basis.sizes == (30,)
+    assert SVGP(1, init="grid").build(GaussianProcess(smooth, x[:, :1]), "f").basis.sizes == (1,)
+    with pytest.raises(ValueError, match=r"one or two columns, .* reads 3"):
+        SVGP(30, init="grid").build(GaussianProcess(smooth, x[:, :3]), "f")
+
+
 def test_additive_inputs_a_term():
     x, y = data()
     x[:, 1] = (4 * x[:, 1]).round()  # five distinct values: no more points than that
@@ -140,7 +169,7 @@ def test_additive_inputs_a_term():
         (SVGP(2.5), "number of inducing points of at least 1"),
         (SVGP(torch.rand(4, 3)), r"inducing inputs of site 'f' must be a tensor \(M, 2\), got \(4, 3\)"),
         (SVGP(torch.full((4, 2), torch.nan)), "contain NaN"),
-        (SVGP(4, init="best"), r"init must be one of \['greedy', 'kmeans'\]"),
+        (SVGP(4, init="best"), r"init must be one of \['greedy', 'grid', 'kmeans'\]"),
         (SVGP(4, init=lambda kernel, x, num: x), r"init returned inducing inputs of shape \(60, 2\)"),
         (MeanFieldAdditive([4, 4]), r"lists 2 entries, the kernel of site 'f' has 4 terms"),
         (MeanFieldAdditive([4, None, None, None]), "no entry for term 1 of site 'f'"),
@@ -173,8 +202,6 @@ def test_matern_1024_in_float32_trains_500_steps():
 
 
 def _train_1024(steps):
-    from pyro_sparsegp import GaussianProcess, kernels
-
     torch.set_default_dtype(torch.float32)
     x = torch.rand(4096, 8)
     y = torch.sin(3 * x.sum(-1)) + 0.1 * torch.randn(4096)

@@ -7,7 +7,17 @@ import torch
 from pyro.infer import SVI
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, bases, kernels
-from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, OrthogonalInducing, SparseEP
+from pyro_sparsegp.families import (
+    SGPR,
+    SVGP,
+    CollapsedOrthogonal,
+    CoupledPrecision,
+    MeanFieldAdditive,
+    OrthogonalInducing,
+    SparseEP,
+)
+
+from .models import gaussian
 
 KERNEL = 1.3 * kernels.Matern52(0.4)
 
@@ -172,3 +182,69 @@ def test_paths_and_expectation_propagation_take_functionals(data):
     guide = AutoSparseGP(model, SparseEP(Averages(points(8), points(8, 0.05, 1.9))))
     guide(x, y)
     assert guide.posterior(x)["f"].variance.isfinite().all()
+
+
+MATERN = (kernels.Matern12, kernels.Matern32, kernels.Matern52)
+
+
+@pytest.mark.parametrize("matern", MATERN, ids=lambda k: k.__name__)
+def test_fourier_coefficients_are_inner_products_of_the_rkhs(matern):
+    # On a fine grid G, ⟨φ, φ'⟩ → φ_GᵀK_GG⁻¹φ'_G and cov(f(x), u) → k(x, G)K_GG⁻¹φ_G, also beyond the interval.
+    kernel, u = 1.7 * matern(0.4), bases.FourierCoefficients(-0.5, 1.5, 5)
+    grid = torch.linspace(-0.5, 1.5, 801).double()[:, None]
+    x = torch.tensor([-1.2, -0.6, -0.5, 0.1, 0.9, 1.5, 1.7, 2.4]).double()[:, None]
+    u.to(torch.float64)
+    phi = u.cross(kernel, grid)
+    weights = torch.cholesky_solve(phi, torch.linalg.cholesky(kernel(grid) + 1e-11 * torch.eye(801).double()))
+    assert torch.allclose(phi.T @ weights, u.covariance(kernel), atol=5e-3)
+    assert torch.allclose(kernel(x, grid) @ weights, u.cross(kernel, x), atol=5e-3)
+    assert torch.allclose(u.covariance(kernel).diagonal(), torch.ones(11).double())
+
+
+@pytest.mark.parametrize("matern", MATERN, ids=lambda k: k.__name__)
+def test_more_fourier_coefficients_explain_more_of_the_process(matern):
+    kernel, x = 1.7 * matern(0.4), torch.linspace(-3, 4, 60).double()[:, None]
+    inside = (x[:, 0] > 0) & (x[:, 0] < 1)  # far from the interval's ends, where φ is periodic and f is not
+    before = None
+    for num in (10, 40, 160):
+        u = bases.FourierCoefficients(-2.0, 3.0, num).double()
+        phi = u.cross(kernel, x)
+        rest = kernel(x) - phi @ torch.linalg.solve(u.covariance(kernel), phi.T)
+        assert torch.linalg.eigvalsh(rest).min() > -1e-8
+        largest = rest.diagonal()[inside].max()
+        assert before is None or largest < 0.6 * before
+        before = largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fourier_coefficients_under_any_family(data, dtype):
+    x, y = (t.to(dtype) for t in data)
+
+    def additive(x, y=None):
+        length = pyro.sample("length", dist.LogNormal(x.new_zeros(1), 0.3).to_event(1))
+        f = pyro.sample("f", GaussianProcess(1.3 * kernels.Matern32(length)[0] + kernels.RBF(0.5)[1], x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x = torch.cat([x, x.flip(0)], 1)
+    u = bases.FourierCoefficients(-0.3, 2.3, 10)
+    for family in (CoupledPrecision([u, 6]), MeanFieldAdditive([u, 6])):
+        pyro.clear_param_store()
+        guide = AutoSparseGP(additive, family)
+        svi = SVI(additive, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+        losses = [svi.step(x, y) for _ in range(30)]
+        assert losses[-1] < losses[0]
+        assert guide.posterior(x)["f"].components[0].mean.dtype == dtype
+
+
+def test_what_fourier_coefficients_are_not_for_is_named(data):
+    x, y = data
+    u = bases.FourierCoefficients(-0.3, 2.3, 10)
+    with pytest.raises(ValueError, match="Matern12, Matern32 or Matern52 of one input"):
+        AutoSparseGP(gaussian(kernels.RBF(0.3)), SVGP(u))(x, y)
+    with pytest.raises(ValueError, match=r"write kernel\[column\]"):
+        AutoSparseGP(gaussian(kernels.Matern32(0.3)), SVGP(u))(torch.cat([x, x], 1), y)
+    with pytest.raises(ValueError, match="low must be below high"):
+        bases.FourierCoefficients(1.0, 1.0, 3)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        bases.FourierCoefficients(0.0, 1.0, 0)

@@ -63,11 +63,14 @@ class TestGaussianProcess:
             one = GaussianProcess(scale[s] * kernels.RBF(torch.tensor([[0.3, 0.4], [0.5, 0.6]])[s]), x)
             torch.testing.assert_close(process.log_prob(f)[s], one.log_prob(f[s]))
 
-    @pytest.mark.parametrize("mean", [None, torch.tensor(0.7), torch.arange(5.0), mean_function])
+    @pytest.mark.parametrize("mean", [None, 0.7, -1, torch.tensor(0.7), torch.arange(5.0), mean_function])
     def test_means(self, mean):
         x = torch.rand(5, 2)
         process = GaussianProcess(KERNEL, x, mean)
-        expected = mean(x) if callable(mean) else torch.zeros(5) if mean is None else mean.expand(5)
+        values = (
+            mean(x) if callable(mean) else mean if isinstance(mean, torch.Tensor) else torch.tensor(float(mean or 0))
+        )
+        expected = values.expand(5)
         torch.testing.assert_close(process.mean, expected)
 
     def test_given_is_the_conditional_normal(self):
@@ -101,6 +104,8 @@ class TestGaussianProcess:
         x = torch.rand(5, 2)
         with pytest.raises(ValueError, match=r"must be a kernel.*from_pyro"):
             GaussianProcess(3.0, x)
+        with pytest.raises(ValueError, match="mean must be a number, a tensor, a callable of x or None, got str"):
+            GaussianProcess(KERNEL, x, "zero")
         with pytest.raises(ValueError, match="jitter"):
             GaussianProcess(kernels.RBF(), x, jitter=-1.0)
         with pytest.raises(ValueError, match=r"mean is a tensor of shape \(4,\), the inputs have 5"):

@@ -218,7 +218,8 @@ svi.step(x[:256], y[:256], size=len(x))
 #
 # For a Gaussian likelihood q(w) has a closed form. Under the network that the mini-batches trained, one pass over the
 # rows is enough; beyond 32,768 rows it is made in blocks, and memory stays small. Trained further, or from the start,
-# by this guide, each step is such a pass.
+# by this guide, each step is such a pass. In its predictions the correction is noise of the training data, too; under
+# other likelihoods, a Bernoulli say, it is integrated out of each datum's density at the first prediction.
 
 # %%
 model.load_state_dict(best[1]["model"])
@@ -246,6 +247,7 @@ def with_bumps(x, y=None):
         return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
 
 
+pyro.clear_param_store()  # a second run of this cell makes a new network, which would meet the old one's parameters
 under = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 2)).to(options.device)
 
 

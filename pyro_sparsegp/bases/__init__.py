@@ -4,9 +4,10 @@ from .actions import Actions
 from .additive import Additive, AdditiveFeatures
 from .base import Basis, Features
 from .features import ExplicitFeatures, KernelFeatures
+from .fourier import FourierCoefficients
 from .images import as_images, identity_convolution, inducing_patches, random_convolution
 from .inducing import InducingFeatures, InducingPoints
-from .initial import greedy_variance, k_means
+from .initial import greedy_variance, k_means, regular_grid
 from .projection import ProjectedFeatures
 from .variables import InducingVariables
 
@@ -17,6 +18,7 @@ __all__ = [
     "Basis",
     "ExplicitFeatures",
     "Features",
+    "FourierCoefficients",
     "InducingFeatures",
     "InducingPoints",
     "InducingVariables",
@@ -28,4 +30,5 @@ __all__ = [
     "inducing_patches",
     "k_means",
     "random_convolution",
+    "regular_grid",
 ]

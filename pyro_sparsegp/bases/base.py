@@ -10,14 +10,18 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from torch import Tensor
 
+from ..blocks import in_blocks
 from ..kernels import base as kernel_base
 from ..linalg import sum_blocks
 from ..modules import AbstractModule
 from ..posteriors.base import Gaussian
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Basis", "CrossFeatures", "Features"]
 
@@ -80,19 +84,21 @@ class CrossFeatures(Features):
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
         """The coefficients w' of a draw of f as a function, ``(num, ..., M_b)`` a block; ``None`` if not known."""
 
+    def of_summand(self, cross: Any) -> Self:
+        """The same coefficients' features of another function, whose covariance with f is ``cross``."""
+        part = copy.copy(self)
+        part.cross = cross
+        return part
+
     def components(self) -> list[Component]:
-        found: list[Component] = []
-        for term in kernel_base.terms(self.kernel):
-            part = copy.copy(self)
-            part.cross = term
-            found.append((term, part, tuple(range(len(self.sizes)))))
-        return found
+        blocks = tuple(range(len(self.sizes)))
+        return [(term, self.of_summand(term), blocks) for term in kernel_base.terms(self.kernel)]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
         if self.cross is not self.kernel:
             return None
         draw = kernel_base.prior_functions(self.kernel, num, num_features, x)
-        own = None if draw is None else self.coefficients_of(draw)
+        own = None if draw is None else self.coefficients_of(in_blocks(draw, num * num_features))
         return None if draw is None or own is None else (draw, own)
 
 

@@ -133,6 +133,18 @@ class KernelFeatures(Features):
         mean, change, diagonal = by_rows(moments, x)
         return mean, change, diagonal
 
+    def split(self, x: Tensor, coefficients: Gaussian) -> tuple[Tensor, Tensor, Tensor]:
+        """Φm, diag(ΦSΦᵀ) and the residual k(x, x) − ‖φ‖², ``(..., N)`` each; the kernel's diagonal must be settled."""
+
+        def parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            found = self._explicit(self.kernel, rows)
+            squares = row_squares(found.features)
+            mean, change = coefficients.moments([found.features])
+            return mean, (squares + change).clamp(min=0), (found.diagonal - squares).clamp(min=0)
+
+        mean, variance, residual = by_rows(parts, x)
+        return mean, variance, residual
+
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
         return by_rows(lambda rows: (super(KernelFeatures, self).function(rows, w),), x)[0]
 

@@ -8,6 +8,7 @@ blocks, so one set and many are the same code, whatever domain each set lives in
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
@@ -29,41 +30,58 @@ Inducing = Union[int, Tensor, InducingVariables]
 class InducingFeatures(CrossFeatures):
     """φ(x) = L⁻¹k_uf(x) with LLᵀ = K_uu, for u the union of the sets.
 
+    L is held in blocks, L_bc = (K_bc − Σ_i<c L_bi L_ciᵀ)L_cc⁻ᵀ and L_bbL_bbᵀ = K_bb − Σ_i<b L_bi L_biᵀ: the numbers of the
+    union's factor, at half of its cost on the way back, where a factor's size counts.
+
     :param kernel: k, the kernel of f.
-    :param variables: the sets, those next to each other and of one domain in one.
-    :param sizes: the sizes of the sets; they add up to M.
-    :param factor: L, ``(..., M, M)``.
+    :param variables: the sets.
+    :param rows: L's blocks, ``rows[b][c]`` is L_bc, ``(..., M_b, M_c)`` for c ≤ b.
     """
 
-    def __init__(self, kernel: Any, variables: Sequence[Variables], sizes: tuple[int, ...], factor: Tensor) -> None:
-        super().__init__(kernel, sizes)
-        self.variables, self.factor = list(variables), factor
+    def __init__(self, kernel: Any, variables: Sequence[Variables], rows: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__(kernel, tuple(part.size for part in variables))
+        self.variables, self.rows = list(variables), rows
+        self._joined = _join(self.variables)
 
     @property
     def z(self) -> Tensor:
         """Z, ``(M, D)``, where u is f(Z)."""
-        (values,) = self.variables
+        (values,) = self._joined
         assert isinstance(values, Values)
         return values.z
 
+    @functools.cached_property
+    def factor(self) -> Tensor:
+        """L, ``(..., M, M)``."""
+        if len(self.rows) == 1:
+            return self.rows[0][0]
+        total = sum(self.sizes)
+        return _side_by_side(
+            [torch.nn.functional.pad(part, (0, total - part.shape[-1])) for part in map(_beside, self.rows)], -2
+        )
+
     def covariance_with(self, x: Tensor) -> Tensor:
         """K_fu, ``(..., N, M)``."""
-        return _side_by_side([part.cross(self.cross, x) for part in self.variables], -1)
+        return _beside([part.cross(self.cross, x) for part in self._joined])
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        # Φ Lᵀ = K_fu, solved from the right: forward and backward together make fewer transposed copies.
-        phi = torch.linalg.solve_triangular(self.factor.mT, self.covariance_with(x), upper=True, left=False)
-        return list(phi.split(self.sizes, -1)) if len(self.sizes) > 1 else [phi]
+        found: list[Tensor] = []
+        for row, right in zip(self.rows, self.covariance_with(x).split(self.sizes, -1)):
+            for phi, left in zip(found, row):
+                right = right - phi @ left.mT
+            # Φ Lᵀ = K_fu, solved from the right: forward and backward together make fewer transposed copies.
+            found.append(torch.linalg.solve_triangular(row[-1].mT, right, upper=True, left=False))
+        return found
 
     @property
     def anchor(self) -> Tensor:
         return self.factor
 
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
-        values = [part.of(draw) for part in self.variables]
+        values = [part.of(draw) for part in self._joined]
         if any(part is None for part in values):
             return None
-        u = _side_by_side([part for part in values if part is not None], -1)
+        u = _beside([part for part in values if part is not None])
         return list(solve_lower(self.factor, u[..., None])[..., 0].split(self.sizes, -1))
 
 
@@ -148,6 +166,14 @@ class InducingPoints(Basis):
                 z.to(dtype=x.dtype, device=x.device)
         return cls(found, trainable, columns, x.shape[-1], of_source)
 
+    def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
+        """The first ``num`` sets and the others, as bases of their own."""
+
+        def part(sets: slice) -> InducingPoints:
+            return InducingPoints(self.inputs[sets], self.trainable, self.columns, self.width, self.of_source[sets])
+
+        return part(slice(None, num)), part(slice(num, None))
+
     @property
     def inputs(self) -> list[Any]:
         """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
@@ -165,18 +191,14 @@ class InducingPoints(Basis):
         full = z.new_zeros(z.shape[0], self.width or len(self.columns))
         return full.index_copy(1, self.column_index, z)
 
-    def _variables(self) -> list[Variables]:
-        """The sets, those next to each other and of one domain joined."""
+    def variables(self) -> list[Variables]:
+        """The sets."""
         found: list[Any] = []
         for given, of_source in zip(self.inputs, self.of_source):
             if not isinstance(given, Tensor):
                 found.append(given)
-                continue
-            kind = SourceValues if of_source else Values
-            z = given if of_source else self._embed(given)
-            if found and isinstance(found[-1], kind):
-                z = torch.cat([found.pop().z, z])
-            found.append(kind(z))
+            else:
+                found.append(SourceValues(given) if of_source else Values(self._embed(given)))
         return found
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
@@ -185,13 +207,24 @@ class InducingPoints(Basis):
                 f"the kernel of site {name!r} has no source now, {kernel!r}, but had when the guide was initialised; "
                 "a kernel's structure must not change between calls."
             )
-        variables = self._variables()
-        if len(variables) == 1:
-            covariance, what = variables[0].covariance(kernel), "K_ZZ" if isinstance(variables[0], Values) else "K_uu"
-        else:
-            covariance, what = _union(kernel, variables), "K_uu"
-        factor = cholesky(covariance, jitter, f"{what} of site {name!r}")
-        return InducingFeatures(kernel, variables, self.sizes, factor)
+        variables = self.variables()
+        rows: list[list[Tensor]] = []
+        scale: Optional[Tensor] = None  # of the jitter: that of the first set for all
+        for b, part in enumerate(variables):
+            rest = part.covariance(kernel)
+            if scale is None:
+                scale = rest.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+            row: list[Tensor] = []
+            for c, other in enumerate(variables[:b]):
+                right = between(kernel, part, other)
+                for left, above in zip(row, rows[c]):
+                    right = right - left @ above.mT
+                row.append(torch.linalg.solve_triangular(rows[c][c].mT, right, upper=True, left=False))
+                rest = rest - row[-1] @ row[-1].mT
+            what = "K_ZZ" if isinstance(part, Values) and not b else "K_uu" if not b else f"what set {b} adds to K_uu"
+            row.append(cholesky(rest, jitter, f"{what} of site {name!r}", scale))
+            rows.append(row)
+        return InducingFeatures(kernel, variables, rows)
 
     def spec(self) -> dict[str, Any]:
         return {
@@ -229,13 +262,18 @@ def _some_source_inputs(kernel: Any, x: Tensor, rows: int = 1000, most: int = 10
     return found[torch.randperm(found.shape[0], device=x.device)]
 
 
-def _union(kernel: Any, variables: Sequence[Variables]) -> Tensor:
-    """K_uu of all sets, ``(..., M, M)``."""
-    rows: list[list[Tensor]] = []
-    for i, first in enumerate(variables):
-        left = [rows[j][i].mT for j in range(i)]
-        rows.append([*left, first.covariance(kernel), *(between(kernel, first, other) for other in variables[i + 1 :])])
-    return _side_by_side([_side_by_side(row, -1) for row in rows], -2)
+def _join(variables: Sequence[Variables]) -> list[Variables]:
+    """The sets, those next to each other and of one domain as one: fewer and larger kernel matrices."""
+    found: list[Any] = []
+    for part in variables:
+        if found and isinstance(part, (Values, SourceValues)) and type(part) is type(found[-1]):
+            part = type(part)(torch.cat([found.pop().z, part.z]))
+        found.append(part)
+    return found
+
+
+def _beside(parts: Sequence[Tensor]) -> Tensor:
+    return _side_by_side(parts, -1)
 
 
 def _side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -8,7 +8,11 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-__all__ = ["Initialiser", "choose_inputs", "greedy_variance", "k_means"]
+from ..kernels import base as kernel_base
+
+__all__ = ["Initialiser", "choose_inputs", "greedy_variance", "k_means", "regular_grid"]
+
+_GREEDY = 2048  # points up to which the greedy choice is worth its time
 
 Initialiser = Callable[[Any, Tensor, int], Tensor]
 
@@ -19,8 +23,12 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
 
     A pivoted Cholesky factorisation of k(x, x) (Fine and Scheinberg, 2001; Burt, Rasmussen and van der Wilk,
     2020, section 7), in O(N·num²) on at most max(4096, 4·num) random rows. Once the variance is used up, which
-    a smooth kernel does soon, the rest are random rows.
+    a smooth kernel does soon, and beyond 2048 points, the rest are random rows.
     """
+    if num > _GREEDY:
+        x = x[torch.randperm(x.shape[0], device=x.device)]
+        rest = num - _GREEDY  # rows that the greedy choice does not see: none is taken twice
+        return torch.cat([greedy_variance(kernel, x[rest:], _GREEDY), x[:rest]])
     x = x[torch.randperm(x.shape[0], device=x.device)[: max(4096, 4 * num)]]
     # With batches of hyperparameters or outputs, one set of inputs serves all: work with the mean kernel.
     remaining = _flat_mean(kernel.diag(x), 1).clone()
@@ -65,7 +73,37 @@ def _flat_mean(value: Tensor, event_dim: int) -> Tensor:
     return value.flatten(0, -event_dim - 1).mean(0) if value.dim() > event_dim else value
 
 
-_NAMED: dict[str, Initialiser] = {"greedy": greedy_variance, "kmeans": k_means}
+@torch.no_grad()
+def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
+    """At most ``num`` points of a regular grid over the range of the one or two columns that the kernel reads.
+
+    A column with no more distinct values than its axis has points has its values for an axis; the other axis of a pair
+    then has the more. In the columns that the kernel does not read the points are at x's first row.
+
+    :raises ValueError: for a kernel that reads more columns.
+    """
+    read = kernel_base.columns(kernel)
+    columns = range(x.shape[-1]) if read is None else read
+    if len(columns) not in (1, 2):
+        raise ValueError(
+            f'init="grid" is for kernels of one or two columns, {kernel!r} reads {len(columns)}: give the inputs, or '
+            'take "greedy" or "kmeans".'
+        )
+    distinct = sorted(((column, x[:, column].unique()) for column in columns), key=lambda pair: len(pair[1]))
+    axes: dict[int, Tensor] = {}
+    for i, (column, values) in enumerate(distinct):
+        size = num if i == len(columns) - 1 else int(num**0.5)
+        regular = torch.linspace(0, 1, size, dtype=x.dtype, device=x.device) if size > 1 else x.new_full((1,), 0.5)
+        axes[column] = values if len(values) <= size else values[0] + (values[-1] - values[0]) * regular
+        num //= len(axes[column])
+    grid = torch.cartesian_prod(*[axes[column] for column in columns]).reshape(-1, len(columns))
+    full = x[:1].repeat(len(grid), 1)
+    for i, column in enumerate(columns):
+        full[:, column] = grid[:, i]
+    return full
+
+
+_NAMED: dict[str, Initialiser] = {"greedy": greedy_variance, "grid": regular_grid, "kmeans": k_means}
 
 
 def choose_inputs(
@@ -81,7 +119,7 @@ def choose_inputs(
     :param kernel: the kernel they are for.
     :param x: inputs, ``(..., N, D)``.
     :param sets: a number or inputs for each set.
-    :param init: "greedy", "kmeans" or a callable (kernel, x, num) -> ``(num, D)``.
+    :param init: "greedy", "kmeans", "grid" or a callable (kernel, x, num) -> ``(num, D)``.
     :param name: the site, for errors.
     :param columns: keep only these columns, the ones that the kernel reads, and at most one point a distinct row.
     :raises ValueError: naming the site, if there are fewer distinct inputs than points, or shapes do not fit.
@@ -106,6 +144,8 @@ def choose_inputs(
                 "inputs, all of them say."
             )
         chosen = (init if callable(init) else _NAMED[init])(kernel, rows, sum(wanted)).to(rows)
+        if init == "grid" and len(sets) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6
+            wanted = [len(chosen)]
         if chosen.shape != (sum(wanted), rows.shape[-1]):
             raise ValueError(
                 f"init returned inducing inputs of shape {tuple(chosen.shape)} for site {name!r}, expected "

@@ -149,7 +149,10 @@ class SourceValues:
 
 
 def between(kernel: Any, first: Variables, second: Variables) -> Tensor:
-    """The covariance of two sets of inducing variables, ``(..., M, M')``."""
+    """The covariance of two sets of inducing variables, ``(..., M, M')``; either may know it."""
     if isinstance(second, Values) and not isinstance(first, Values):
         return first.cross(kernel, second.z).mT
+    unknown = type(first).between is InducingVariables.between
+    if unknown and type(second).between is not InducingVariables.between:
+        return second.between(kernel, first).mT
     return first.between(kernel, second)

@@ -3,9 +3,11 @@
 from .calibration import sbc
 from .comparison import compare, loo, loo_large
 from .convergence import History, StoppingRule, add_history
+from .effects import plot_effects
+from .prior import prior_predictive
 from .ribbons import plot_ribbon
 from .scores import PredictiveScores, predictive_scores
-from .tree import prior_predictive, to_datatree, to_inference_data
+from .tree import to_datatree, to_inference_data
 from .weights import PSIS, psis, resample
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "compare",
     "loo",
     "loo_large",
+    "plot_effects",
     "plot_ribbon",
     "predictive_scores",
     "prior_predictive",

@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["arviz_plots", "arviz_stats", "inference_data", "smooth", "xarray"]
+__all__ = ["FEWEST", "arviz_plots", "arviz_stats", "inference_data", "pyplot", "smooth", "xarray"]
 
-_REMEDY = 'pip install "pyro-sparsegp[diagnostics]"'
+_REMEDY = 'pip install "pyro-sparsegp[diagnostics]" (ArviZ comes with it from Python 3.11 on)'
+
+
+FEWEST = 25  # draws that a tail can be fitted to
 
 
 def _load(module: str, purpose: str) -> Any:
@@ -44,14 +47,19 @@ def arviz_plots() -> Any:
     return _load("arviz_plots", "a plot")
 
 
+def pyplot() -> Any:
+    """matplotlib.pyplot."""
+    return _load("matplotlib.pyplot", "a map")
+
+
 def smooth(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
     """Pareto-smoothed log weights, normalised, and k-hat, of one vector of log p − log q.
 
     (Vehtari, Simpson, Gelman, Yao and Gabry, 2024.) Constant weights have k-hat −∞.
     """
     log_weights = np.asarray(log_weights, dtype=np.float64)
-    if log_weights.size < 25:
-        raise ValueError(f"k-hat needs at least 25 draws, got {log_weights.size}: take more, num_samples=1000")
+    if log_weights.size < FEWEST:
+        raise ValueError(f"k-hat needs at least {FEWEST} draws, got {log_weights.size}: take more, num_samples=1000")
     if np.ptp(log_weights) <= 1e-9 * max(1.0, float(np.abs(log_weights).max())):
         return np.full_like(log_weights, -np.log(log_weights.size)), -np.inf
     try:
@@ -69,9 +77,10 @@ def smooth(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
 def inference_data(tree: Any) -> Any:
     """An ``arviz.InferenceData`` of a DataTree, for arviz up to 0.23."""
     arviz = _load("arviz", "to_inference_data")
-    if not hasattr(getattr(arviz, "InferenceData", None), "from_datatree"):
+    # By vars: arviz 1 answers getattr with DataTree and a warning.
+    if not hasattr(vars(arviz).get("InferenceData"), "from_datatree"):
         raise ImportError(
             f"to_inference_data is for arviz 0.22 and 0.23, which have InferenceData.from_datatree; this is arviz "
             f"{arviz.__version__}. From arviz 1 on, pass the DataTree itself."
         )
-    return arviz.InferenceData.from_datatree(tree)
+    return vars(arviz)["InferenceData"].from_datatree(tree)

@@ -20,17 +20,26 @@ class History:
     draws are iterates: ``arviz_stats.rhat(tree, group="vi_history")`` over several runs, ``arviz_stats.mcse`` of the
     averaged iterates, ``arviz_plots.plot_trace`` and the rest then apply (Dhaka et al., 2020, section 3).
 
-    :param guide: whose parameters are kept, in unconstrained space; ``None`` for the loss alone.
+    :param guide: whose parameters are kept, in unconstrained space; or an object that has one, SVI or expectation
+        propagation; ``None`` for the loss alone.
     :param parameters: names, or beginnings of names, of those to keep: by default the hyperparameters' posterior.
     :param largest: parameters with more values than this are left out.
+    :param objective: the name of −loss: by default "log_z" of a guide for expectation propagation, whose loss is no
+        bound, and "elbo" of others.
     """
 
     def __init__(
-        self, guide: Any = None, parameters: Collection[str] = ("locs.", "scales."), largest: int = 64
+        self,
+        guide: Any = None,
+        parameters: Collection[str] = ("locs.", "scales."),
+        largest: int = 64,
+        objective: Optional[str] = None,
     ) -> None:
         if isinstance(parameters, str):
             raise ValueError(f"History's parameters must be a collection of names, got the string {parameters!r}")
+        guide = getattr(guide, "guide", guide)
         self.guide, self.parameters, self.largest = guide, tuple(parameters), largest
+        self.objective = objective or ("log_z" if getattr(guide, "by_expectation", False) else "elbo")
         self._losses: list[float] = []
         self._values: dict[str, list[np.ndarray]] = {}
 
@@ -52,7 +61,7 @@ class History:
     def window(self, num: int) -> dict[str, np.ndarray]:
         """The last ``num`` iterates, ``(num, ...)`` each."""
         return {
-            "elbo": -np.array(self._losses[-num:]),
+            self.objective: -np.array(self._losses[-num:]),
             **{name: np.stack(values[-num:]) for name, values in self._values.items()},
         }
 
@@ -75,6 +84,8 @@ def add_history(tree: Any, histories: Union[History, Sequence[History]], window:
 def _group(runs: Sequence[History], window: Optional[int]) -> Any:
     if not runs or min(map(len, runs)) == 0:
         raise ValueError("the history is empty: history.record(svi.step(...)) after each step")
+    if len({run.objective for run in runs}) > 1:
+        raise ValueError(f"the runs have different objectives, {[run.objective for run in runs]}: add them apart")
     num = min(map(len, runs)) if window is None else window
     if num > min(map(len, runs)):
         raise ValueError(f"window is {num}, the shortest run has {min(map(len, runs))} steps")
@@ -89,12 +100,13 @@ def _group(runs: Sequence[History], window: Optional[int]) -> Any:
 
 
 class StoppingRule:
-    """Says when to stop: the last iterates are stationary, or the bound has stopped to move.
+    """Says when to stop: the last iterates are stationary, or the objective has stopped to move.
 
     Over a window of iterates, split in halves as if two chains (Dhaka et al., 2020, section 3): stop when R̂ of what is
     watched is at most ``rhat`` at ``patience`` looks in a row, which noisy optimisation reaches; or when the mean
-    bound of the two halves differs by at most ``tolerance`` nats, which a deterministic one reaches. R̂ of
-    *parameters* asks for more: their iterates wander at a rest that the bound has reached long before.
+    objective (the bound; log Z of expectation propagation) of the two halves differs by at most ``tolerance`` nats,
+    which a deterministic one reaches. R̂ of *parameters* asks for more: their iterates wander at a rest that the
+    objective has reached long before.
 
     >>> from pyro_sparsegp.diagnostics import History, StoppingRule
     >>> history, converged = History(), StoppingRule(window=50)
@@ -109,7 +121,8 @@ class StoppingRule:
     :param rhat: the largest R̂ at rest.
     :param tolerance: in nats.
     :param patience: looks in a row, a tenth of the window apart.
-    :param watch: names, or beginnings of names, in the history: "elbo", "locs.".
+    :param watch: names, or beginnings of names, in the history: "elbo", "log_z", "locs."; by default the objective.
+    :raises ValueError: where the history has nothing of what is watched.
     """
 
     def __init__(
@@ -118,12 +131,14 @@ class StoppingRule:
         rhat: float = 1.02,
         tolerance: float = 0.01,
         patience: int = 3,
-        watch: Collection[str] = ("elbo",),
+        watch: Optional[Collection[str]] = None,
     ) -> None:
+        if isinstance(watch, str):
+            raise ValueError(f"StoppingRule's watch must be a collection of names, got the string {watch!r}")
         if window < 20 or window % 2:
             raise ValueError(f"StoppingRule's window must be an even number of at least 20, got {window}")
         self.window, self.rhat, self.tolerance = window, rhat, tolerance
-        self.patience, self.watch, self._calm = patience, tuple(watch), 0
+        self.patience, self.watch, self._calm = patience, tuple(watch or ()), 0
         self.reason: Optional[str] = None
 
     def __call__(self, history: History) -> bool:
@@ -131,12 +146,15 @@ class StoppingRule:
         if len(history) < self.window or len(history) % (self.window // 10):
             return False
         iterates = history.window(self.window)
-        halves = np.split(iterates["elbo"], 2)
+        halves = np.split(iterates[history.objective], 2)
         change = halves[1].mean() - halves[0].mean()
         if abs(change) <= self.tolerance:
-            self.reason = f"the bound changed by {change:.2g} nats over {self.window} steps"
+            self.reason = f"{history.objective} changed by {change:.2g} nats over {self.window} steps"
             return True
-        watched = {name: values for name, values in iterates.items() if name.startswith(self.watch)}
+        names = self.watch or (history.objective,)
+        watched = {name: values for name, values in iterates.items() if name.startswith(names)}
+        if not watched:
+            raise ValueError(f"StoppingRule watches {list(names)}, of which the history has none: {list(iterates)}")
         worst = self.largest_rhat(watched)
         self._calm = self._calm + 1 if worst <= self.rhat else 0
         if self._calm < self.patience:

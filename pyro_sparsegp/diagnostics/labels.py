@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, Optional
 
@@ -27,11 +28,21 @@ class Labels:
 
     :param dims: names to use instead: for a variable, of all its dimensions but chain and draw.
     :param coords: coordinate values by dimension.
+    :raises ValueError: where either is no mapping of lists, or names what ArviZ reserves.
     """
 
     def __init__(self, dims: Optional[Mapping[str, Sequence[str]]], coords: Optional[Mapping[str, Any]]) -> None:
+        for argument, given in (("dims", dims), ("coords", coords)):
+            if given is not None and not isinstance(given, Mapping):
+                raise ValueError(f"{argument} must be a mapping, got {type(given).__name__}")
+        for name, names in (dims or {}).items():
+            if isinstance(names, str):
+                raise ValueError(f"dims[{name!r}] must be a list of names, got the string {names!r}: give [{names!r}]")
         self.dims = {name: list(names) for name, names in (dims or {}).items()}
         self.coords = {name: np.asarray(values) for name, values in (coords or {}).items()}
+        for name, values in self.coords.items():
+            if values.ndim != 1:
+                raise ValueError(f"coords[{name!r}] must be a list of values, got an array of shape {values.shape}")
         taken = {name for names in [*self.dims.values(), list(self.coords)] for name in names} & set(RESERVED)
         if taken:
             raise ValueError(f"dims and coords must not use {sorted(taken)}, which ArviZ reserves")
@@ -88,24 +99,66 @@ class Labels:
         """The data plate of that size, under the name that its dimension was given."""
         return self.rows.get(size)
 
-    def dataset(self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]], sampled: bool) -> Any:
-        """An ``xarray.Dataset``; with ``sampled`` all variables have chain and draw in front."""
+    def dataset(
+        self, variables: Mapping[str, tuple[Sequence[str], np.ndarray]], sampled: bool, strict: bool = True
+    ) -> Any:
+        """An ``xarray.Dataset``; with ``sampled`` all variables have chain and draw in front.
+
+        A name that fits no more gives way to ``{variable}_dim_{i}``; with ``strict`` one that the user gave raises.
+        """
         xr = backend.xarray()
         front = ["chain", "draw"] if sampled else []
         sizes: dict[str, int] = {}
         arrays = {}
+        given = {dim: name for name in variables for dim in self.dims.get(name, ()) if strict}
         for name, (dims, values) in variables.items():
             dims = [*front, *dims]
             for i, (dim, size) in enumerate(zip(dims, values.shape)):
                 if dim in variables or (sizes.setdefault(dim, size) != size):
+                    if dim in given:
+                        clash = (
+                            "is a variable" if dim in variables else f"has {size} values in {name!r}, not {sizes[dim]}"
+                        )
+                        raise ValueError(f"dims[{given[dim]!r}] names {dim!r}, which {clash}")
                     dims[i] = f"{name}_dim_{i - len(front)}"
                     sizes[dims[i]] = size
             arrays[name] = (dims, values)
-        coords = {
-            dim: self.coords[dim] if dim in self.coords and len(self.coords[dim]) == size else np.arange(size)
-            for dim, size in sizes.items()
-        }
-        return xr.Dataset(arrays, coords=coords)
+        return xr.Dataset(arrays, coords={dim: self.coordinate(dim, size) for dim, size in sizes.items()})
+
+    def coordinate(self, dim: str, size: int) -> np.ndarray:
+        """A dimension's coordinate values: those given, or its numbers.
+
+        Rows of new inputs have the data plate's name and another number: values given are then the other rows'.
+        """
+        given = self.coords.get(dim)
+        return np.arange(size) if given is None or len(given) != size else given
+
+    def require_used(self, datasets: Iterable[Any], left_out: Collection[str] = ()) -> None:
+        """Raise where ``dims`` or ``coords`` name what is not there, or give values that fit nowhere.
+
+        :param datasets: all groups.
+        :param left_out: names of variables that the user has chosen not to keep.
+        :raises ValueError: naming them, what there is, and what was perhaps meant.
+        """
+        variables = set(left_out)
+        sizes: dict[str, set[int]] = {}
+        for dataset in datasets:
+            variables |= set(dataset.data_vars)
+            for dim, size in dataset.sizes.items():
+                sizes.setdefault(str(dim), set()).add(size)
+        not_kept = {dim for name in left_out for dim in self.dims.get(name, ())}
+        known = {"dims": (variables, "variable"), "coords": (set(sizes) - set(RESERVED) | not_kept, "dimension")}
+        for argument, given in (("dims", self.dims), ("coords", self.coords)):
+            there, kind = known[argument]
+            for name in given:
+                if name not in there:
+                    near = difflib.get_close_matches(name, sorted(there), 1)
+                    hint = f"; did you mean {near[0]!r}?" if near else "."
+                    raise ValueError(f"{argument} names {name!r}, which is no {kind}: there are {sorted(there)}{hint}")
+        for dim, values in self.coords.items():
+            if dim in sizes and len(values) not in sizes[dim]:
+                found = " or ".join(map(str, sorted(sizes[dim])))
+                raise ValueError(f"coords[{dim!r}] has {len(values)} values, the dimension has size {found}")
 
 
 def attributes(**more: Any) -> dict[str, Any]:

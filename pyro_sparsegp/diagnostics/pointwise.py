@@ -89,6 +89,12 @@ class Reader:
                 log_evidence = log_evidence + (self._scales[name] * log_density).double().sum()
         return PointwiseDensities(integrated, expected, log_evidence)
 
+    def density(self, name: str, held: Mapping[str, Tensor], functions: Mapping[str, Moments]) -> Tensor:
+        """One site's integrated densities; ``held`` may name another value of it."""
+        assert self.plans is not None
+        with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
+            return self._site(name, self.plans[name], held, functions)[0]
+
     def total(self, values: Mapping[str, Tensor]) -> Tensor:
         """The sum of all log densities read, scaled, at values of all latent sites."""
         with whole_plates():

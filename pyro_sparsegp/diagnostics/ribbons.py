@@ -77,8 +77,7 @@ def plot_ribbon(
 
 
 def _maps(tree: Any, y: str, new: Any, old: Any, kwargs: dict[str, Any]) -> Any:
-    import matplotlib.pyplot as plt
-
+    plt = backend.pyplot()
     draws = tree["predictions"][y]
     panels = {"mean": draws.mean(["chain", "draw"]), "standard deviation": draws.std(["chain", "draw"])}
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True, sharey=True, layout="constrained")

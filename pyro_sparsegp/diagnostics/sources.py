@@ -13,7 +13,7 @@ from ..predict import _samples_and_data
 from .draws import GuideSource
 from .samples import ConditionedSource, SampleSource
 
-__all__ = ["Source", "as_source"]
+__all__ = ["Source", "as_source", "target_of"]
 
 Source = Union[GuideSource, SampleSource]
 
@@ -51,3 +51,10 @@ def as_source(
         "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
         f"pyro.infer.MCMC or a mapping of its samples, got {type(result).__name__}"
     )
+
+
+def target_of(source: Source) -> str:
+    """What a result's own draws are towards: the bound's target, expectation propagation's or the model itself."""
+    if source.joint:
+        return "exact"
+    return "fitc" if isinstance(source, GuideSource) and source.guide.by_expectation else "vfe"

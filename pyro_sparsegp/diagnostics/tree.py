@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
-import numpy as np
-import torch
-from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..guide import as_process, is_observation, whole_plates
 from . import backend
-from .draws import LARGEST_JOINT, Draw, GuideSource, seeded, sites_of
-from .labels import Labels, attributes, constant_data
+from .draws import Draw, GuideSource, seeded
+from .labels import Labels, constant_data
 from .samples import SampleSource
-from .sources import Source, as_source
+from .sources import Source, as_source, target_of
+from .writer import Writer, name_of
 
-__all__ = ["prior_predictive", "to_datatree", "to_inference_data"]
+__all__ = ["to_datatree", "to_inference_data"]
 
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
 
@@ -95,10 +91,11 @@ def to_datatree(
         chains = len(sources)
     if any(isinstance(source, SampleSource) for source in sources[1:]):
         raise ValueError("to_datatree takes a list of guides or one MCMC result, not both")
-    writer = _Writer(Labels(dims, coords), (chains, num_samples), dtype)
+    writer = Writer(Labels(dims, coords), (chains, num_samples), dtype)
     new = None if predict is None else _arguments(predict)
-    by_expectation = isinstance(sources[0], GuideSource) and sources[0].guide.by_expectation
-    target = "exact" if sources[0].joint else "fitc" if by_expectation else "vfe"
+    shared = {"model": name_of(model), "posterior": sources[0].name, "family": _families(sources[0]), "name": name}
+    own = {"sample_stats": {"target": target_of(sources[0])}}
+    fixed: dict[str, dict[str, Any]] = {}
     with seeded(seed):
         for chain in range(chains):
             source = sources[chain % len(sources)]
@@ -110,29 +107,28 @@ def to_datatree(
                     writer.functions |= set(draw.functions)
                     for variable, value in source.at(*new, draw).items():
                         writer.put("predictions", variable, value)
-    shared = {"model": _name_of(model), "posterior": sources[0].name, "family": _families(sources[0]), "name": name}
-    datasets = writer.datasets(shared, {"sample_stats": {"target": target}})
+                if not fixed:  # wrong labels are found before the other draws are made
+                    fixed = _data_of(model, source, draw, new)
+                    writer.check(writer.datasets(shared, own, fixed))
+    return backend.xarray().DataTree.from_dict(writer.datasets(shared, own, fixed), name=name)
+
+
+def _data_of(
+    model: Callable, source: Source, draw: Draw, new: Optional[tuple[tuple, dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """The groups that have no draws."""
     observed = {site: node["value"] for site, node in draw.data.items()}
-    fixed: dict[str, dict[str, Any]] = {
+    fixed = {
         "observed_data": {site: value.detach().cpu().numpy() for site, value in observed.items()},
-        "constant_data": constant_data(model, sources[0].args, sources[0].kwargs, observed),
+        "constant_data": constant_data(model, source.args, source.kwargs, observed),
     }
     if new is not None:
         fixed["predictions_constant_data"] = constant_data(model, *new, {})
-        writer.labels.rows |= {
-            size: dim
-            for variable in writer.groups["predictions"]
-            for dim, size in writer.row_sizes("predictions", variable)
-        }
-    for group, arrays in fixed.items():
-        labelled = {variable: (writer.labels_of_data(variable, array), array) for variable, array in arrays.items()}
-        if labelled:
-            datasets[group] = writer.labels.dataset(labelled, sampled=False).assign_attrs(attributes(**shared))
-    return backend.xarray().DataTree.from_dict(datasets, name=name)
+    return fixed
 
 
 def _write(
-    writer: _Writer, source: Source, draw: Draw, include_f: bool, log_likelihood: bool, posterior_predictive: bool
+    writer: Writer, source: Source, draw: Draw, include_f: bool, log_likelihood: bool, posterior_predictive: bool
 ) -> None:
     first = not writer.learned
     if first:
@@ -163,161 +159,6 @@ def _write(
         writer.put("sample_stats", "log_q", draw.log_q)
 
 
-class _Writer:
-    """Collects draws into preallocated arrays, ``(chain, draw, ...)``."""
-
-    def __init__(self, labels: Labels, shape: tuple[int, int], dtype: str) -> None:
-        self.labels, self.shape, self.dtype = labels, shape, np.dtype(dtype)
-        self.groups: dict[str, dict[str, np.ndarray]] = {}
-        self.kept: dict[str, np.ndarray] = {}  # of data sites with masked rows, those that are not
-        self.functions: set[str] = set()
-        self.index = (0, 0)
-        self.learned = False
-
-    def at(self, chain: int, draw: int) -> None:
-        """Where the next values go."""
-        self.index = chain, draw
-
-    def learn(self, draw: Draw) -> None:
-        """Learn labels, and which rows are masked, from the first draw."""
-        self.learned = True
-        self.functions |= set(draw.functions)
-        self.labels.learn(draw.data)
-        for site, node in draw.data.items():
-            mask = node["mask"]
-            if isinstance(mask, Tensor) and not mask.all() and len(node["fn"].batch_shape) == 1:
-                self.kept[site] = np.flatnonzero(mask.expand(node["fn"].batch_shape).cpu().numpy())
-
-    def put(self, group: str, variable: str, value: Tensor) -> None:
-        """Keep one draw's value."""
-        value = value.detach()
-        if group == "log_likelihood" and variable in self.kept:
-            value = value[torch.from_numpy(self.kept[variable]).to(value.device)]
-        arrays = self.groups.setdefault(group, {})
-        if variable not in arrays:
-            kind = np.dtype("float64") if group == "sample_stats" else self.dtype
-            if group.endswith("predictive") and not value.is_floating_point():
-                kind = np.dtype("int64")
-            arrays[variable] = np.empty((*self.shape, *value.shape), kind)
-        elif arrays[variable].shape[2:] != value.shape:
-            raise ValueError(
-                f"site {variable!r} has shape {tuple(value.shape)} in one draw and {arrays[variable].shape[2:]} in "
-                "another: an array of draws needs one shape."
-            )
-        arrays[variable][self.index] = value.cpu().numpy()
-
-    def names(self, group: str, variable: str) -> list[str]:
-        """Dimension names of a variable, chain and draw apart."""
-        shape = self.groups[group][variable].shape[2:]
-        if not shape:
-            return []
-        if variable in self.functions:
-            names = self.labels.of_function(variable, shape)
-            if group == "predictions" and variable not in self.labels.dims:
-                names[-1] = next(iter(self.labels.rows.values()), names[-1])
-            return names
-        if variable.endswith("_w") and variable[:-2] in self.functions:
-            return self.labels.of_coefficients(variable[:-2], shape)
-        return self.labels.of(variable, shape)
-
-    def row_sizes(self, group: str, variable: str) -> list[tuple[str, int]]:
-        """Names and sizes of the data plates' dimensions of a variable."""
-        pairs = zip(self.names(group, variable), self.groups[group][variable].shape[2:])
-        rows = set(self.labels.rows.values())
-        return [(name, size) for name, size in pairs if name in rows]
-
-    def labels_of_data(self, variable: str, array: np.ndarray) -> list[str]:
-        """Dimension names of an argument of the model, or of an observed site."""
-        if variable in self.labels.plates or variable in self.labels.dims or not array.ndim:
-            return self.labels.of(variable, array.shape)
-        rest = [f"{variable}_dim_{i}" for i in range(1, array.ndim)]
-        return [self.labels.row_dim(array.shape[0]) or f"{variable}_dim_0", *rest]
-
-    def datasets(self, shared: dict[str, Any], own: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The groups as datasets."""
-        found = {}
-        chains, draws = self.shape
-        if "posterior" not in self.groups and "prior_predictive" not in self.groups:  # function values only, left out
-            coords = {"chain": np.arange(chains), "draw": np.arange(draws)}
-            found["posterior"] = backend.xarray().Dataset(coords=coords, attrs=attributes(**shared))
-        for group, arrays in self.groups.items():
-            labelled = {name: (self.names(group, name), array) for name, array in arrays.items()}
-            dataset = self.labels.dataset(labelled, sampled=True)
-            if group == "log_likelihood":
-                for site, rows in self.kept.items():
-                    dim = self.names(group, site)[0]
-                    dataset = dataset.assign_coords({dim: self.labels.coords.get(dim, np.arange(rows.max() + 1))[rows]})
-            found[group] = dataset.assign_attrs(attributes(**shared, **own.get(group, {})))
-        return found
-
-
-def prior_predictive(
-    model: Callable,
-    *args: Any,
-    num_samples: int = 500,
-    include_f: bool = False,
-    coords: Optional[Mapping[str, Any]] = None,
-    dims: Optional[Mapping[str, Sequence[str]]] = None,
-    dtype: str = "float32",
-    seed: Optional[int] = None,
-    name: Optional[str] = None,
-    **kwargs: Any,
-) -> Any:
-    """Draws from the prior, as an ``xarray.DataTree`` with ``prior``, ``prior_predictive``, ``observed_data`` and
-    ``constant_data``.
-
-    Observations among the arguments are kept for comparison, and drawn anew. Function values are exact joint draws, in
-    O(N³); choose some of the rows where N is beyond a few thousand.
-
-    :raises ValueError: where N is so large that joint draws are out of the question.
-    """
-    backend.xarray()
-    labels = Labels(dims, coords)
-    writer = _Writer(labels, (1, num_samples), dtype)
-    with torch.no_grad(), seeded(seed), whole_plates(), poutine.block():
-        with _Sizes():
-            first = poutine.trace(model).get_trace(*args, **kwargs)
-        observed = {n: site for n, site in sites_of(first) if is_observation(site) and not site_is_subsample(site)}
-        for s in range(num_samples):
-            trace = poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
-            writer.at(0, s)
-            for variable, site in sites_of(trace):
-                if site_is_subsample(site):
-                    continue
-                if as_process(site["fn"])[0] is not None:
-                    writer.functions.add(variable)
-                    if not include_f:
-                        continue
-                drawn = variable in observed or site["infer"].get("was_observed", False)
-                if s == 0 and drawn:
-                    labels.learn({variable: {**site, "is_observed": True}})
-                writer.put("prior_predictive" if drawn else "prior", variable, site["value"])
-    shared = {"model": _name_of(model), "name": name}
-    datasets = writer.datasets(shared, {})
-    values = {n: site["value"] for n, site in observed.items()}
-    fixed = {
-        "observed_data": {n: value.cpu().numpy() for n, value in values.items()},
-        "constant_data": constant_data(model, args, kwargs, values),
-    }
-    for group, arrays in fixed.items():
-        labelled = {variable: (writer.labels_of_data(variable, array), array) for variable, array in arrays.items()}
-        if labelled:
-            datasets[group] = labels.dataset(labelled, sampled=False).assign_attrs(attributes(**shared))
-    return backend.xarray().DataTree.from_dict(datasets, name=name)
-
-
-class _Sizes(poutine.messenger.Messenger):
-    """Refuses processes too large to be drawn from."""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        process, _ = as_process(msg["fn"])
-        if process is not None and process.event_shape[0] > 2 * LARGEST_JOINT:
-            raise ValueError(
-                f"GP site {msg['name']!r} has {process.event_shape[0]} inputs: exact draws from its prior take O(N³) "
-                f"time and O(N²) memory each. Give at most {2 * LARGEST_JOINT} of the rows."
-            )
-
-
 def to_inference_data(tree: Any) -> Any:
     """An ``arviz.InferenceData`` of a DataTree, for arviz 0.22 and 0.23.
 
@@ -337,10 +178,6 @@ def _arguments(predict: Arguments) -> tuple[tuple, dict[str, Any]]:
         "predict must be the model's arguments at new inputs, a tensor, a tuple or a mapping, got "
         f"{type(predict).__name__}"
     )
-
-
-def _name_of(model: Callable) -> str:
-    return getattr(model, "__name__", type(model).__name__)
 
 
 def _families(source: Source) -> Optional[dict[str, Any]]:

@@ -21,9 +21,9 @@ from ..guide import AutoSparseGP
 from ..linalg import NumericalWarning, cholesky, row_squares, solve_lower
 from ..process import GaussianProcess
 from ..structure import ELEMENTWISE, NONE
+from ..terms import Findings, Terms
+from ..tilted import Tilted, log_normaliser, tilted
 from .distributed import Workers
-from .terms import Findings, Terms
-from .tilted import Tilted, log_normaliser, tilted
 
 __all__ = ["ExpectationPropagation"]
 

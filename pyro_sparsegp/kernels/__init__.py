@@ -1,7 +1,9 @@
 """Covariance functions of tensors; see :class:`~pyro_sparsegp.kernels.base.Kernel` for the protocol."""
 
 from .adapters import from_gpytorch, from_pyro
+from .anova import Anova
 from .base import Kernel, Product, Scaled, Select, Sum
+from .categorical import Categorical
 from .deep import DeepBasis
 from .features import Constant, FeatureKernel, Linear, Polynomial, RandomFourier, White
 from .patches import TICK, Convolutional, patch_grid, patches
@@ -10,6 +12,8 @@ from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQua
 __all__ = [
     "RBF",
     "TICK",
+    "Anova",
+    "Categorical",
     "Constant",
     "Convolutional",
     "DeepBasis",

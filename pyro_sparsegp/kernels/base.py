@@ -7,6 +7,7 @@ broadcast: a variance is ``(...,)``, a length scale ``(..., D)``, ``(..., 1)`` o
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import numbers
@@ -88,6 +89,26 @@ class Kernel(ABC):
 
     @abstractmethod
     def diag(self, x: Tensor) -> Tensor: ...
+
+    _name: Optional[str] = None
+
+    @property
+    def name(self) -> Optional[str]:
+        """What :meth:`named` gave it, or ``None``."""
+        return self._name
+
+    def named(self, name: str) -> Kernel:
+        """The same kernel under a name, by which posteriors know it as a term of a sum.
+
+        >>> kernel = RBF(0.3)[0].named("temperature") + 2.0 * RBF(0.5)[1].named("wind")
+        >>> [term.name for term in kernel.terms]
+        ['temperature', 'wind']
+        """
+        if len(self.terms) > 1:
+            raise ValueError(f"a sum has no name of its own; name its terms one by one: {list(self.terms)}")
+        new = copy.copy(self)
+        new._name = str(name)
+        return new
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -388,6 +409,10 @@ class Scaled(Kernel):
         return as_tensor(self.variance, x)[..., None] * self.kernel.diag(x)
 
     @property
+    def name(self) -> Optional[str]:
+        return self._name or name(self.kernel)
+
+    @property
     def batch_shape(self) -> torch.Size:
         return torch.broadcast_shapes(batch_of(self.variance, 0), batch_shape(self.kernel))
 
@@ -470,6 +495,10 @@ class Select(Kernel):
 
     def diag(self, x: Tensor) -> Tensor:
         return self.kernel.diag(self._slice(x))
+
+    @property
+    def name(self) -> Optional[str]:
+        return self._name or name(self.kernel)
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -614,3 +643,26 @@ def prior_functions(kernel: Any, num: int, num_features: int, x: Tensor) -> Opti
 def terms(kernel: Any) -> tuple[Any, ...]:
     """The kernel's summands; itself for a callable that declares none."""
     return getattr(kernel, "terms", (kernel,))
+
+
+def name(kernel: Any) -> Optional[str]:
+    """The kernel's name; none for a callable that declares none."""
+    found = getattr(kernel, "name", None)
+    return found if isinstance(found, str) else None
+
+
+def term_names(kernel: Any) -> tuple[str, ...]:
+    """A name for each summand: its own, or its columns, "x0" or "x0:x1", or its class; numbered where they repeat."""
+    found: list[str] = []
+    for term in terms(kernel):
+        read = columns(term)
+        plain = name(term) or (":".join(f"x{column}" for column in read) if read is not None else _kind(term))
+        count = sum(other == plain or other.startswith(f"{plain} (") for other in found)
+        found.append(f"{plain} ({count + 1})" if count else plain)
+    return tuple(found)
+
+
+def _kind(kernel: Any) -> str:
+    while isinstance(kernel, (Scaled, Select)):
+        kernel = kernel.kernel
+    return type(kernel).__name__.lower()

@@ -15,6 +15,8 @@ from .product import (
     Product,
 )
 from .projected import ProjectedGaussian
+from .shift import ShiftFactor
+from .unwhitened import Unwhitened
 
 __all__ = [
     "BlockCholesky",
@@ -33,6 +35,8 @@ __all__ = [
     "PrecisionFactor",
     "Product",
     "ProjectedGaussian",
+    "ShiftFactor",
+    "Unwhitened",
     "from_natural",
     "optimal",
     "weighted_gram",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -83,5 +84,8 @@ class Coefficients(AbstractModule):
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
         super().__init__()
 
+    anchored: ClassVar[bool] = False  # whether it is about u = Lw
+
     @abstractmethod
-    def forward(self) -> Gaussian: ...
+    def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:
+        """q(w); ``anchor`` is L, ``(..., M, M)``, of the run's :attr:`Features.anchor`, for those that want it."""

@@ -173,7 +173,7 @@ class _LowRank(Coefficients):
                 eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
                 setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))
 
-    def forward(self) -> LowRankGaussian:
+    def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
         def each(name: str) -> list[Tensor]:
             return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
 

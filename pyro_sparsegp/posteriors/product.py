@@ -36,6 +36,11 @@ class Factor(ABC):
     def __init__(self, loc: Tensor) -> None:
         self.loc = loc
 
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The leading dimensions of m."""
+        return self.loc.shape[:-1]
+
     @abstractmethod
     def scaled(self, phi: Tensor) -> Tensor:
         """ΦR with S = RRᵀ, ``(..., N, M)``."""
@@ -221,7 +226,7 @@ class Product(Gaussian):
 
     def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> None:
         self.sizes, self.factors, self.groups = tuple(sizes), list(factors), [tuple(group) for group in groups]
-        self.batch_shape = torch.broadcast_shapes(*(factor.loc.shape[:-1] for factor in self.factors))
+        self.batch_shape = torch.broadcast_shapes(*(factor.batch_shape for factor in self.factors))
 
     @property
     def loc(self) -> list[Tensor]:
@@ -320,7 +325,7 @@ class _Factored(Coefficients):
         """The factors, each with the blocks it covers."""
         raise TypeError(f"{type(self).__name__} does not say which factor covers which blocks")
 
-    def forward(self) -> Product:
+    def forward(self, anchor: Optional[Tensor] = None) -> Product:
         factors: list[Factor] = []
         for i, kind in enumerate(self.kinds):
             loc = getattr(self, f"loc_{i}")

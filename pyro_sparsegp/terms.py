@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import pyro
 import torch
 from torch import Tensor
 
-from ..guide import AutoSparseGP
-from ..likelihood import element_log_densities, held_trace
-from ..process import GaussianProcess
+from .likelihood import element_log_densities, held_trace
+from .process import GaussianProcess
 
-__all__ = ["Findings", "Terms"]
+if TYPE_CHECKING:
+    from .guide import AutoSparseGP
+
+__all__ = ["Findings", "InseparableError", "Terms"]
+
+
+class InseparableError(ValueError):
+    """One number is the log density of several function values."""
 
 
 @dataclass
@@ -38,7 +44,7 @@ class Terms:
     :param values: of all latents and of the plates' row numbers.
     :param processes: the GP sites' priors in that run.
     :param findings: of earlier runs.
-    :raises ValueError: naming the site, if one number is the log density of several values.
+    :raises InseparableError: naming the site, if one number is the log density of several values.
     """
 
     def __init__(
@@ -171,7 +177,7 @@ class Terms:
                     for site in sites:
                         on, off = _differ(these[site], base[site]), _differ(others[site], base[site])
                         if (on & off).any():
-                            raise ValueError(
+                            raise InseparableError(
                                 f"site {site!r} has one log density for several values of GP site {name!r}: "
                                 "expectation propagation needs one for each. Use a distribution of single values, in "
                                 "a plate or with .to_event, or take SVI with TraceQuadrature_ELBO."

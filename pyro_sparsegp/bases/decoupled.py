@@ -1,0 +1,106 @@
+"""Inducing points, and a free mean function of many more (Salimbeni et al., 2018; paper 1, section 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..blocks import dropping
+from ..posteriors.base import Gaussian
+from .base import CrossFeatures
+from .inducing import InducingFeatures
+from .variables import SourceValues, Values, Variables, between
+
+__all__ = ["DecoupledFeatures"]
+
+_BLOCK = 1024  # columns of K_OO at once, where all of them are wanted
+_FLOOR = 1e-8  # of κ, in nats: where a = 0 the coefficient of the mean has no direction
+
+
+class DecoupledFeatures(CrossFeatures):
+    """φ of Z, and ψ(x) = c(x, O)a/√κ with c = k − φφᵀ and κ = aᵀC_OO a: the direction of one further coefficient.
+
+    With t = aᵀf⊥(O)/√κ, N(0, 1) under the prior, the posterior N(√κ, 1) of t moves f by c(x, O)a, changes no variance
+    and costs κ/2 nats. Neither K_OO nor C_OO is factorised: c(x, O)a = k(x, O)a − φ(x)ᵀL⁻¹(k(Z, O)a) and
+    κ = aᵀK_OO a − ‖L⁻¹k(Z, O)a‖² are products, linear in the number M₂ of points O where only some columns of K_OO are
+    taken.
+
+    :param inducing: the features of Z.
+    :param means: O.
+    :param weights: a, ``(..., M₂)``.
+    :param num_columns: how many columns of K_OO :meth:`estimate` draws.
+    """
+
+    def __init__(self, inducing: InducingFeatures, means: Variables, weights: Tensor, num_columns: int) -> None:
+        super().__init__(inducing.kernel, (*inducing.sizes, 1))
+        self.inducing, self.means, self.weights, self.num_columns = inducing, means, weights, num_columns
+        pulls = [
+            (between(self.kernel, part, means) @ weights[..., None])[..., 0] for part in inducing.variables
+        ]  # k(Z, O)a
+        pull = torch.cat(pulls, -1)[..., None]
+        factor = inducing.factor
+        batch = torch.broadcast_shapes(factor.shape[:-2], pull.shape[:-2])
+        self.pull = torch.linalg.solve_triangular(
+            factor.expand(*batch, *factor.shape[-2:]), pull.expand(*batch, *pull.shape[-2:]), upper=False
+        )[..., 0]
+        self._square: Optional[Tensor] = None
+
+    def moved(self, x: Tensor, phi: Tensor) -> Tensor:
+        """c(x, O)a, ``(..., N)``, for φ(x) ``(..., N, M)``."""
+        direct = (self.means.cross(self.cross, x) @ self.weights[..., None])[..., 0]
+        return direct - (phi @ self.pull[..., None])[..., 0]
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        blocks = self.inducing.of_summand(self.cross)(x)
+        shift = self.moved(x, torch.cat(blocks, -1)) / self.square().sqrt()[..., None]
+        return [*blocks, shift[..., None]]
+
+    def marginals(
+        self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
+    ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        blocks = self.inducing.of_summand(self.cross)(x) if known is None else known[:-1]
+        mean, change = coefficients.marginal(range(len(blocks))).moments(blocks)
+        return mean + self.moved(x, torch.cat(blocks, -1)), change, None
+
+    def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
+        blocks, values = self.inducing.coefficients_of(draw), self.means.of(draw)
+        if blocks is None or values is None:
+            return None
+        t = (values * self.weights).sum(-1) - (torch.cat(blocks, -1) * self.pull).sum(-1)
+        return [*blocks, (t / self.square().sqrt())[..., None]]
+
+    def _columns(self, rows: Optional[Tensor]) -> Tensor:
+        """Some rows of K_OO, ``(..., n, M₂)``."""
+        means = self.means
+        if rows is None or not isinstance(means, (Values, SourceValues)):
+            whole = means.covariance(self.kernel)
+            return whole if rows is None else whole.index_select(-2, rows)
+        part = type(means)(means.z.index_select(0, rows))
+        return part.between(self.kernel, means)
+
+    def square(self) -> Tensor:
+        """κ, ``(...,)``, from all of K_OO, in blocks; computed once."""
+        if self._square is None:
+            index = torch.arange(self.means.size, device=self.weights.device)
+
+            def part(rows: Tensor, weights: Tensor) -> Tensor:
+                against = (self._columns(rows) @ weights[..., None])[..., 0]
+                return (weights.index_select(-1, rows) * against).sum(-1)
+
+            blocks = index.split(_BLOCK if isinstance(self.means, (Values, SourceValues)) else len(index))
+            total = sum((dropping(part, rows, self.weights) for rows in blocks[1:]), part(blocks[0], self.weights))
+            self._square = (total - self.pull.square().sum(-1)).clamp(min=_FLOOR)
+        return self._square
+
+    def estimate(self) -> Tensor:
+        """κ from ``num_columns`` random columns of K_OO, ``(...,)``: unbiased, and exact where these are all."""
+        num, size = self.num_columns, self.means.size
+        if num >= size:
+            return self.square()
+        rows = torch.randperm(size, device=self.weights.device)[:num]
+        against = (self._columns(rows) @ self.weights[..., None])[..., 0]
+        drawn = (self.weights.index_select(-1, rows) * against).sum(-1)
+        return size / num * drawn - self.pull.square().sum(-1)

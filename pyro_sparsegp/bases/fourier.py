@@ -1,0 +1,162 @@
+"""Variational Fourier features: inducing variables that are Fourier coefficients of f on an interval."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import Matern12, Matern32, Matern52, Scaled, Select
+from ..kernels.base import as_tensor
+from .variables import InducingVariables
+
+__all__ = ["FourierCoefficients"]
+
+_ORDERS = {Matern12: 1, Matern32: 2, Matern52: 3}  # derivatives that make f Markov
+
+
+class FourierCoefficients(InducingVariables):
+    """u_m = ⟨f, φ_m⟩/‖φ_m‖ in the kernel's RKHS on [low, high], φ = 1, cos ω_jt, sin ω_jt, ω_j = 2πj/(high − low).
+
+    Hensman, Durrande and Solin, 2018, "Variational Fourier Features for Gaussian Processes", section 3, for one input
+    and a Matérn kernel of order 1/2, 3/2 or 5/2, alone, scaled, or on one column. There K_fu = φ_m(x)/‖φ_m‖.
+    With f(t) Markov in its first p derivatives h, (d/dt + λ)ᵖf white noise of density q, and P = cov(h),
+
+        ⟨g, g'⟩ = q⁻¹∫(d/dt + λ)ᵖg (d/dt + λ)ᵖg' dt + h_g(low)ᵀP⁻¹h_g'(low).
+
+    Beyond the interval cov(f(x), u) follows from h at its nearer end. Nothing here is learned. Take an interval that
+    reaches a few length scales beyond the data: at its ends all φ_m are periodic, and f is not.
+
+    :param low: the interval's lower end.
+    :param high: its upper end.
+    :param num_frequencies: J; M = 2J + 1. Take (high − low)/ℓ or more.
+    :raises ValueError: if low is not below high, or J is less than 1.
+    """
+
+    def __init__(self, low: float, high: float, num_frequencies: int) -> None:
+        super().__init__()
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError(f"FourierCoefficients' low must be below high, both finite, got {low} and {high}")
+        if isinstance(num_frequencies, bool) or not isinstance(num_frequencies, int) or num_frequencies < 1:
+            raise ValueError(
+                f"FourierCoefficients' num_frequencies must be a whole number of at least 1, got {num_frequencies!r}"
+            )
+        self.low, self.high, self.num_frequencies = float(low), float(high), num_frequencies
+        self.register_buffer("interval", torch.tensor([self.low, self.high]))  # says dtype and device
+
+    @property
+    def size(self) -> int:
+        return 2 * self.num_frequencies + 1
+
+    def _frequencies(self, like: Tensor) -> Tensor:
+        return torch.arange(1, self.num_frequencies + 1, dtype=like.dtype, device=like.device) * (
+            2 * math.pi / (self.high - self.low)
+        )
+
+    def _gram(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
+        """The integrals, ``(..., M)``, which are 0 for m ≠ m', and h_m(low), ``(M, p)``, at unit variance."""
+        omega = self._frequencies(rate)
+        density = {1: 2 * rate, 2: 4 * rate**3, 3: 16 / 3 * rate**5}[order]
+        waves = (rate.square() + omega.square()) ** order * ((self.high - self.low) / 2)
+        constant = rate ** (2 * order) * (self.high - self.low)
+        one, zero = torch.ones_like(omega), torch.zeros_like(omega)
+        at_end = torch.stack(  # of the constant, the cosines and the sines: f, f', f''
+            [
+                torch.cat([one[:1], one, zero]),
+                torch.cat([zero[:1], zero, omega]),
+                torch.cat([zero[:1], -omega.square(), zero]),
+            ],
+            -1,
+        )
+        return torch.cat([constant, waves, waves], -1) / density, at_end[:, :order]
+
+    @staticmethod
+    def _end_precision(rate: Tensor, order: int) -> Tensor:
+        """P⁻¹, ``(..., p, p)``, at unit variance."""
+        square = rate.square()[..., 0]
+        one, zero = torch.ones_like(square), torch.zeros_like(square)
+        if order == 1:
+            return one[..., None, None]
+        if order == 2:
+            return torch.diag_embed(torch.stack([one, 1 / square], -1))
+        third = square / 3
+        rows = [one, zero, -third, zero, third, zero, -third, zero, square.square()]
+        return torch.linalg.inv(torch.stack(rows, -1).unflatten(-1, (3, 3)))
+
+    def _norms(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
+        """The matrix of ⟨φ_m, φ_m'⟩, ``(..., M, M)``, and ‖φ_m‖, ``(..., M)``, at unit variance."""
+        integrals, at_end = self._gram(rate, order)
+        gram = torch.diag_embed(integrals) + at_end @ self._end_precision(rate, order) @ at_end.mT
+        return gram, gram.diagonal(dim1=-2, dim2=-1).sqrt()
+
+    def covariance(self, kernel: Any) -> Tensor:
+        # The scale of u is free: with unit variances the jitter of a Cholesky factor is relative to each of them.
+        matern, _, _ = _parts(kernel)
+        rate, order = _rate(matern, self.interval), _ORDERS[type(matern)]
+        gram, norms = self._norms(rate, order)
+        return gram / (norms[..., :, None] * norms[..., None, :])
+
+    def cross(self, kernel: Any, x: Tensor) -> Tensor:
+        matern, variance, column = _parts(kernel)
+        if column is None and x.shape[-1] != 1:
+            raise ValueError(
+                f"FourierCoefficients are of one input, x has {x.shape[-1]} columns: write kernel[column]."
+            )
+        t = x[..., 0 if column is None else column]
+        rate, order = _rate(matern, t), _ORDERS[type(matern)]
+        _, norms = self._norms(rate, order)
+        waves = (t[..., None] - self.low) * self._frequencies(t)
+        inside = torch.cat([torch.ones_like(t)[..., None], waves.cos(), waves.sin()], -1)
+        found = torch.where(
+            ((t >= self.low) & (t <= self.high))[..., None], inside, self._beyond(t, rate[..., None], order)
+        )
+        found = found / norms[..., None, :]
+        return found if variance is None else found * as_tensor(variance, x).sqrt()[..., None, None]
+
+    def _beyond(self, t: Tensor, rate: Tensor, order: int) -> Tensor:
+        """cov(f(t), u) beyond the interval, ``(..., N, M)``, from h at its nearer end, with rates ``(..., 1, 1)``."""
+        _, at_end = self._gram(rate[..., 0], order)
+        above = t > self.high
+        s = torch.where(above, t - self.high, self.low - t).clamp(min=0)[..., None]
+        backwards = torch.where(above, 1.0, -1.0).to(t)[..., None]  # h of time reversed has −f'
+        decay = (-rate * s).exp()
+        total = at_end[:, 0] * decay
+        if order > 1:
+            total = total * (1 + rate * s + (0 if order == 2 else (rate * s).square() / 2))
+            total = total + decay * backwards * at_end[:, 1] * (s if order == 2 else s + rate * s.square())
+        if order > 2:
+            total = total + decay * at_end[:, 2] * s.square() / 2
+        return total
+
+
+def _parts(kernel: Any) -> tuple[Any, Any, Any]:
+    """A Matérn kernel, its variance and the column it reads."""
+    variance: Any = None
+    column: Any = None
+    inner = kernel
+    while isinstance(inner, (Scaled, Select)):
+        if isinstance(inner, Scaled):
+            variance = inner.variance if variance is None else variance * inner.variance
+        else:
+            if len(inner.dims) != 1 or column is not None:
+                break
+            (column,) = inner.dims
+        inner = inner.kernel
+    if type(inner) not in _ORDERS:
+        raise ValueError(
+            "FourierCoefficients are for a Matern12, Matern32 or Matern52 of one input, alone, scaled, on one column; "
+            f"got {kernel!r}; in a sum, give each term its own by an additive family."
+        )
+    return inner, variance, column
+
+
+def _rate(matern: Any, like: Tensor) -> Tensor:
+    """λ = √(2ν)/ℓ, ``(..., 1)``."""
+    lengthscale = as_tensor(matern.lengthscale, like)
+    if not lengthscale.dim():
+        lengthscale = lengthscale[None]
+    if lengthscale.shape[-1] != 1:
+        raise ValueError(f"FourierCoefficients need one length scale, got {lengthscale.shape[-1]}")
+    return math.sqrt(matern.twice_nu) / lengthscale

@@ -1,0 +1,280 @@
+"""Kernels of functions whose mean over an interval is zero: the terms of an analysis of variance (paper 0, eq. 8).
+
+f₀ = f − E[f | f̄] for f ~ GP(0, k) and f̄ its mean over [a, b], so f₀ is f given f̄ = 0. Products of such kernels on
+different columns are interactions that have zero mean along each column (Durrande et al., 2013).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import base as kernel_base
+from .base import Explicit, Kernel, PriorFunctions, Scalar, Scaled, as_tensor, batch_of, describe, per_column
+from .stationary import RBF, Matern12, Matern32, Matern52
+
+__all__ = ["Anova", "centred_on"]
+
+_ROOT = math.sqrt(math.pi / 2)
+
+
+class _Profile(NamedTuple):
+    """A stationary kernel g(u) of the distance u ≥ 0 in length scales: 1 − g, and g integrated once and twice."""
+
+    deficit: Callable[[Tensor], Tensor]
+    once: Callable[[Tensor], Tensor]
+    twice: Callable[[Tensor], Tensor]
+
+
+def _matern(root: float, deficit: Callable, once: Callable, twice: Callable) -> _Profile:
+    # The polynomials are in √(2ν)u.
+    return _Profile(lambda u: deficit(root * u), lambda u: once(root * u) / root, lambda u: twice(root * u) / root**2)
+
+
+_PROFILES: dict[type, _Profile] = {
+    RBF: _Profile(
+        lambda u: -torch.expm1(-0.5 * u.square()),
+        lambda u: _ROOT * torch.erf(u / math.sqrt(2)),
+        lambda u: _ROOT * u * torch.erf(u / math.sqrt(2)) + torch.expm1(-0.5 * u.square()),
+    ),
+    Matern12: _matern(1.0, lambda a: -torch.expm1(-a), lambda a: -torch.expm1(-a), lambda a: a + torch.expm1(-a)),
+    Matern32: _matern(
+        math.sqrt(3),
+        lambda a: -torch.expm1(-a) - a * (-a).exp(),
+        lambda a: -2 * torch.expm1(-a) - a * (-a).exp(),
+        lambda a: 2 * a + 3 * torch.expm1(-a) + a * (-a).exp(),
+    ),
+    Matern52: _matern(
+        math.sqrt(5),
+        lambda a: -torch.expm1(-a) - (a + a.square() / 3) * (-a).exp(),
+        lambda a: (-8 * torch.expm1(-a) - (5 * a + a.square()) * (-a).exp()) / 3,
+        lambda a: (8 * a + 15 * torch.expm1(-a) + (7 * a + a.square()) * (-a).exp()) / 3,
+    ),
+}
+
+
+@functools.lru_cache(maxsize=32)
+def _legendre(num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Gauss-Legendre nodes on [−1, 1] and weights that add up to 1; kept, so that a step copies nothing."""
+    nodes, weights = np.polynomial.legendre.leggauss(num)
+    with torch.inference_mode(False):  # they must serve training, too
+        return torch.as_tensor(nodes).to(device, dtype), torch.as_tensor(weights / 2).to(device, dtype)
+
+
+class Anova(Kernel):
+    """k₀(x, x') = k(x, x') − m(x)m(x')/v: functions with mean zero over [a, b] (paper 0, eq. 8).
+
+    m(x) = ∫k(x, s)ds/(b − a) and v = ∬k(s, t)ds dt/(b − a)² are in closed form for :class:`RBF`, :class:`Matern12`,
+    :class:`Matern32` and :class:`Matern52`, by Gauss-Legendre quadrature for other kernels of one column. A quadrature
+    of few nodes is still a kernel, of functions whose quadrature is zero. A base with finite features keeps them,
+    projected. It acts on one column; select it, and multiply for an interaction:
+
+    >>> main = Anova(RBF(0.3), 0, 1)[0] + Anova(RBF(0.3), 0, 1)[1]
+    >>> both = Anova(RBF(0.3), 0, 1)[0] * Anova(RBF(0.3), 0, 1)[1]
+
+    Durrande, Ginsbourger, Roustant and Carraro, 2013, "ANOVA kernels and RKHS of zero mean functions for model-based
+    sensitivity analysis", eq. 12.
+
+    :param base: k, a kernel of one column; a variance factor stays one, ``Anova(v * RBF(l))`` is ``v * Anova(RBF(l))``.
+        The prior variance of f₀ is smaller than that of f, by far where the length scale is long.
+    :param low: a, in the units of the column: a number or ``(...,)``.
+    :param high: b > a.
+    :param num_nodes: of the quadrature, for a base without a closed form.
+    :raises ValueError: for an empty interval, or a base that reads other columns than its first.
+    """
+
+    def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0, num_nodes: int = 64) -> None:
+        kernel_base.require_kernel(base, "Anova's base")
+        if kernel_base.columns(base) not in (None, (0,)):
+            raise ValueError(
+                f"Anova's base must be a kernel of one column, got {base!r}: select the column outside, "
+                "Anova(RBF(l), low, high)[2], and write interactions as products."
+            )
+        if kernel_base.depends_on_rows(base):
+            raise ValueError(f"Anova's base must not have a diagonal that depends on the rows given, as {base!r} has")
+        for bound, value in (("low", low), ("high", high)):
+            if not isinstance(value, Tensor) and not math.isfinite(value):
+                raise ValueError(f"Anova's {bound} must be finite, got {value}")
+        if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low < high:
+            raise ValueError(f"Anova needs low < high, got {low} and {high}")
+        if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+            raise ValueError(f"Anova's num_nodes must be a whole number of at least 1, got {num_nodes!r}")
+        self.variance: Optional[Scalar] = None
+        while isinstance(base, Scaled):
+            self.variance = base.variance if self.variance is None else self.variance * base.variance
+            base = base.kernel
+        self.base, self.low, self.high, self.num_nodes = base, low, high, num_nodes
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        _require_one(x)
+        profile = _PROFILES.get(type(self.base))
+        if profile is None:
+            value = self._by_quadrature(x, z)
+        else:
+            other = x if z is None else z
+            scale, left, rest, v = self._deficits(profile, x)
+            right = left if z is None else self._deficits(profile, z)[1]
+            near = rest[..., None] - profile.deficit((x - other.mT).abs() / scale)
+            value = near - left[..., :, None] - right[..., None, :] * (1 + left / v)[..., :, None]
+        return value if self.variance is None else as_tensor(self.variance, x)[..., None, None] * value
+
+    def diag(self, x: Tensor) -> Tensor:
+        _require_one(x)
+        profile = _PROFILES.get(type(self.base))
+        if profile is None:
+            mean, inverse = self._means(x)
+            value = self.base.diag(x) - mean.square() * inverse[..., None]
+        else:
+            _, left, rest, v = self._deficits(profile, x)
+            value = rest - left * (2 + left / v)
+        value = value.clamp(min=0)  # near 0 where x says most about the mean
+        return value if self.variance is None else as_tensor(self.variance, x)[..., None] * value
+
+    def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return as_tensor(self.low, x)[..., None], as_tensor(self.high, x)[..., None]
+
+    def _deficits(self, profile: _Profile, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """ℓ, c(x) = m(x) − v, 1 − v and v.
+
+        k₀ = (1 − v) − (1 − k(x, x')) − c(x) − c(x') − c(x)c(x')/v: for a long length scale all of k, m and v are nearly
+        1, and their differences from 1 are what k₀ is made of. They are found in double precision, of N numbers only.
+        """
+        scale = per_column(self.base.lengthscale, x, "the lengthscale of Anova's base")  # type: ignore[attr-defined]
+        exact = scale.double()[..., 0] if scale.dim() else scale.double()
+        low, high = (bound / exact for bound in self._bounds(x.double()))
+        at, width = x.double()[..., 0] / exact, high - low
+
+        def lost(t: Tensor) -> Tensor:  # ∫₀ᵗ 1 − g, odd
+            return t - profile.once(t.abs()) * t.sign()
+
+        rest = (width.square() - 2 * profile.twice(width)) / width.square()
+        left = rest - (lost(at - low) + lost(high - at)) / width
+        return scale, left.to(x), rest.to(x), (1 - rest).to(x)
+
+    def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        nodes, weights = _legendre(self.num_nodes, x.dtype, x.device)
+        low, high = self._bounds(x)
+        return ((low + high) / 2 + (high - low) / 2 * nodes)[..., None], weights
+
+    def _means(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """m(x), ``(..., N)``, and 1/v, ``(...,)``, or 0 where all functions have mean zero already."""
+        phi = kernel_base.features(self.base, x)
+        if phi is not None:
+            towards, inverse = self._mean_feature(x)
+            return (phi @ towards[..., None])[..., 0], inverse
+        nodes, weights = self._nodes(x)
+        v = (self.base(nodes, nodes) @ weights) @ weights
+        known = v > 100 * torch.finfo(x.dtype).eps * (self.base.diag(nodes) @ weights)
+        return self.base(x, nodes) @ weights, known / torch.where(known, v, 1.0)
+
+    def _mean_feature(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """u, the mean of the base's features φ, ``(..., R)``, and 1/‖u‖² or 0: m(x) = uᵀφ(x), v = ‖u‖²."""
+        nodes, weights = self._nodes(x)
+        phi = self.base.features(nodes)
+        assert phi is not None
+        towards = weights @ phi
+        v = towards.square().sum(-1)
+        known = v > (100 * torch.finfo(x.dtype).eps) ** 2 * (phi.square().sum(-1) @ weights)
+        return towards, known / torch.where(known, v, 1.0)
+
+    def _by_quadrature(self, x: Tensor, z: Optional[Tensor]) -> Tensor:
+        left, inverse = self._means(x)
+        right = left if z is None else self._means(z)[0]
+        return self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        own = (batch_of(value, 0) for value in (self.variance, self.low, self.high) if value is not None)
+        return torch.broadcast_shapes(kernel_base.batch_shape(self.base), *own)
+
+    def features(self, x: Tensor) -> Optional[Tensor]:
+        found = self._projected(x)
+        return None if found is None else found[0]
+
+    def explicit(self, x: Tensor) -> Optional[Explicit]:
+        found = self._projected(x)
+        if found is None:
+            return None
+        phi, taken = found
+        diagonal = (self.base.diag(x) - taken).clamp(min=0)
+        return Explicit(phi, diagonal if self.variance is None else as_tensor(self.variance, x)[..., None] * diagonal)
+
+    def _projected(self, x: Tensor) -> Optional[tuple[Tensor, Tensor]]:
+        """Features φ − u(uᵀφ)/‖u‖², and m(x)²/v."""
+        _require_one(x)
+        phi = kernel_base.features(self.base, x)
+        if phi is None:
+            return None
+        towards, inverse = self._mean_feature(x)
+        mean = (phi @ towards[..., None])[..., 0]
+        share = mean * inverse[..., None]
+        phi = phi - share[..., None] * towards[..., None, :]
+        if self.variance is not None:
+            phi = as_tensor(self.variance, x).sqrt()[..., None, None] * phi
+        return phi, mean * share
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        if kernel_base.features(self.base, x[..., :1, :]) is not None:
+            return super().prior_functions(num, num_features, x)
+        profile = _PROFILES.get(type(self.base))
+        batch = torch.broadcast_shapes(self.batch_shape, x.shape[:-2])
+        omega = None if profile is None else self.base.frequencies((num, *batch, num_features), x)
+        if profile is None or omega is None:
+            return None
+        phase = 2 * math.pi * torch.rand(num, *batch, num_features, 1, dtype=x.dtype, device=x.device)
+        weights = torch.randn(num, *batch, num_features, 1, dtype=x.dtype, device=x.device)
+        weights = weights * math.sqrt(2 / num_features)
+        low, high = (bound[..., None] for bound in self._bounds(x))
+        # The mean of cos(ωs + φ) over the interval, in closed form: cos at the centre times sin(h)/h, h = ω(b − a)/2.
+        reach = torch.sinc(omega * (high - low) / (2 * math.pi))
+        mean = (torch.cos(omega * (low + high) / 2 + phase) * reach * weights).sum((-2, -1))
+
+        def functions(x: Tensor) -> Tensor:
+            _, left, _, v = self._deficits(profile, x)
+            waves = (torch.cos(x @ omega.mT + phase.mT) @ weights)[..., 0]
+            value = waves - (1 + left / v) * mean[..., None]
+            return value if self.variance is None else as_tensor(self.variance, x).sqrt()[..., None] * value
+
+        return functions
+
+    def _repr_arguments(self) -> str:
+        base = repr(self.base) if self.variance is None else f"{describe(self.variance)} * {self.base!r}"
+        return f"{base}, {describe(self.low)}, {describe(self.high)}"
+
+
+def _require_one(x: Tensor) -> None:
+    if x.shape[-1] != 1:
+        raise ValueError(
+            f"Anova acts on one column, the inputs have {x.shape[-1]}: select one, Anova(RBF(l), low, high)[2]"
+        )
+
+
+def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
+    """The intervals, by column, over which all functions of a kernel have mean zero along each column.
+
+    Empty for a constant; ``None`` where the kernel is no product of :class:`Anova` kernels on different columns.
+    """
+    if isinstance(kernel, Scaled):
+        return centred_on(kernel.kernel)
+    if isinstance(kernel, Anova):
+        return {0: (kernel.low, kernel.high)}
+    if isinstance(kernel, kernel_base.Select):
+        inner = centred_on(kernel.kernel)
+        return None if inner is None else {kernel.dims[column]: bounds for column, bounds in inner.items()}
+    if isinstance(kernel, kernel_base.Product):
+        found: dict[int, tuple[Scalar, Scalar]] = {}
+        for factor in kernel.factors:
+            inner = centred_on(factor)
+            if inner is None or found.keys() & inner.keys():
+                return None
+            found |= inner
+        return found
+    from .features import Constant
+
+    return {} if isinstance(kernel, Constant) else None

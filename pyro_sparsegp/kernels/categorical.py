@@ -1,0 +1,61 @@
+"""Levels of a factor: a random effect for each."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .base import Kernel, Scalar, as_tensor, batch_of, describe, positive
+
+__all__ = ["Categorical"]
+
+
+class Categorical(Kernel):
+    """k(x, x') = s·[x = x'] for a column of codes 0, …, L − 1: independent effects of the levels, of variance s.
+
+    A random intercept is ``s * Categorical(L)[column]``; ``Categorical(L)[column] * RBF(l)[other]`` is a smooth
+    function of the other column for each level. Its features are the L indicators, so that sparse families are exact
+    in it. Any other value is a new level: it has the prior's variance, and is equal to itself.
+
+    :param num_levels: L.
+    :param variance: s > 0, ``(...,)``.
+    :raises ValueError: if L is no whole number of at least 1.
+    """
+
+    def __init__(self, num_levels: int, variance: Scalar = 1.0) -> None:
+        if isinstance(num_levels, bool) or not isinstance(num_levels, int) or num_levels < 1:
+            raise ValueError(f"Categorical's num_levels must be a whole number of at least 1, got {num_levels!r}")
+        self.num_levels, self.variance = num_levels, positive(variance, "Categorical's variance")
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        _require_one(x)
+        same = x == (x if z is None else z).mT
+        return as_tensor(self.variance, x)[..., None, None] * same
+
+    def diag(self, x: Tensor) -> Tensor:
+        variance = as_tensor(self.variance, x)[..., None]
+        return variance.expand(torch.broadcast_shapes(variance.shape, x.shape[:-1]))
+
+    def features(self, x: Tensor) -> Tensor:
+        _require_one(x)
+        levels = torch.arange(self.num_levels, dtype=x.dtype, device=x.device)
+        return as_tensor(self.variance, x).sqrt()[..., None, None] * (x == levels)
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
+        return None  # a new level's effect must be remembered: exact conditioning does
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return batch_of(self.variance, 0)
+
+    def _repr_arguments(self) -> str:
+        return f"{self.num_levels}, {describe(self.variance)}"
+
+
+def _require_one(x: Tensor) -> None:
+    if x.shape[-1] != 1:
+        raise ValueError(
+            f"Categorical reads one column of codes, the inputs have {x.shape[-1]}: select one, Categorical(L)[2]"
+        )

@@ -1,0 +1,220 @@
+"""Additive models with coupled posteriors: what they cost, what the coupling is worth, and Friedman's function."""
+
+import itertools
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, MeanFieldAdditive
+
+from .benchmarks import paper0
+from .models import gaussian, maximise
+
+
+class Count(torch.utils._python_dispatch.TorchDispatchMode):
+    """Multiplications of matrix products, triangular solves and Cholesky factorisations; the largest tensor made."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(t, torch.Tensor)]
+        self.largest = max([self.largest, *(t.numel() for t in made)])
+        name = func.overloadpacket.__name__
+        if name in ("mm", "bmm", "mv", "dot", "addmm", "addmv"):
+            a = args[1] if name.startswith("add") else args[0]
+            self.products += made[0].numel() * a.shape[-1]
+        elif name in ("linalg_solve_triangular", "linalg_cholesky_ex"):
+            self.products += made[0].numel() * args[0].shape[-1]
+        return out
+
+
+def module_of(family, terms):
+    kernel = sum(kernels.RBF(0.3)[i] for i in range(terms))
+    process = GaussianProcess(kernel, torch.rand(40, terms))
+    return family.build(process, "f"), process
+
+
+def straight(values):
+    """Whether values at 4, 8, 12, 16 terms lie on a line."""
+    steps = [b - a for a, b in itertools.pairwise(values)]
+    return len(set(steps)) == 1
+
+
+TERMS = (4, 8, 12, 16)
+Z = torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]
+RANK = 5
+
+
+@pytest.mark.parametrize("base", ["block", "identity"])
+def test_storage_is_linear_in_the_number_of_terms(base):
+    def stored(family):
+        return [sum(p.numel() for p in module_of(family, terms)[0].coefficients.parameters()) for terms in TERMS]
+
+    numbers = stored(CoupledPrecision(Z, rank=RANK, base=base))
+    assert straight(numbers)
+    a_term = 8 + 8 * RANK + (64 if base == "block" else 0)
+    assert numbers == [terms * a_term for terms in TERMS]
+    assert not straight(stored(CoupledCovariance(Z)))
+
+
+def work(family, terms, what):
+    module, process = module_of(family, terms)
+    q = module(process, "f")
+    phi = [block.detach() for block in q.features]
+    with Count() as count:
+        coefficients = module.coefficients()
+        (coefficients.kl() if what == "kl" else torch.cat(coefficients.moments(phi)).sum()).backward()
+    return count.products, count.largest
+
+
+@pytest.mark.parametrize("what", ["kl", "moments"])
+@pytest.mark.parametrize("base", ["block", "identity"])
+def test_work_is_linear_in_the_number_of_terms(base, what):
+    """Of the KL, and of the marginals of the sum: the terms are added up before squaring, table 1's NC²M² is spared."""
+    found = [work(CoupledPrecision(Z, rank=RANK, base=base), terms, what) for terms in TERMS]
+    assert straight([products for products, _ in found])
+    assert all(largest <= max(40, 8 * terms) * 8 for terms, (_, largest) in zip(TERMS, found))
+    dense = [work(CoupledCovariance(Z), terms, what) for terms in TERMS]
+    if what == "moments":
+        assert not straight([products for products, _ in dense])
+    assert dense[-1][1] >= (8 * 16) ** 2  # the counter sees a dense matrix where there is one
+
+
+@pytest.mark.parametrize("base", ["block", "identity"])
+def test_a_step_makes_no_dense_matrix_of_all_coefficients(base):
+    terms = 24
+    x = torch.rand(20, terms)
+    y = torch.randn(20)
+    model = gaussian(sum(kernels.RBF(0.3)[i] for i in range(terms)))
+    guide = AutoSparseGP(model, CoupledPrecision(Z, rank=RANK, base=base))
+    bound = TraceQuadrature_ELBO(2)(model, guide)
+    bound(x, y)
+    with Count() as count:
+        bound(x, y).backward()
+    assert count.largest < (8 * terms) ** 2 / 4
+
+
+def test_gap_to_the_full_posterior():
+    """Rank by rank: the block base never loses to the mean field, eq. 7 at a low rank loses far more than it gains."""
+    x = torch.rand(300, 6)
+    kernel = paper0.plain(torch.full((6,), 10.0), torch.full((6,), 0.5))
+    z = [torch.linspace(0, 1, 6)[:, None]] * 6 + [None]
+    with torch.no_grad():
+        phi = CoupledCovariance(z).new_basis(GaussianProcess(kernel, x), "f")(kernel, None, "f")(x)
+    found = paper0.gaps(phi, [1, 37], 200)
+    assert found["mean field"] > 5
+    assert all(value <= found["mean field"] + 1e-6 for value in found["block"])
+    assert found["block"] == sorted(found["block"], reverse=True)
+    assert found["block"][-1] < 0.3 * found["mean field"]
+    assert found["identity"][0] > 10 * found["mean field"]
+    assert found["identity"][-1] < 0.3 * found["mean field"]
+
+
+FAMILIES = {
+    "coupled": CoupledPrecision([paper0.fixed_inputs()[0]] * 3 + [None], rank=16, trainable=False),
+    "mean field": MeanFieldAdditive([paper0.fixed_inputs()[0]] * 3 + [None], trainable=False),
+}
+
+
+def test_coupled_intervals_cover_and_mean_field_intervals_do_not():
+    """95 % intervals of effects of correlated columns (copula 0.9), rank 16, base "block"."""
+    covered = paper0.coverage(FAMILIES, 0.9, sets=4, num=120, iterations=60)
+    assert 0.88 < covered["coupled"] < 0.995
+    assert covered["mean field"] < covered["coupled"] - 0.05
+
+
+@pytest.mark.slow
+def test_coverage_over_many_data_sets():
+    covered = paper0.coverage(FAMILIES, 0.9, sets=30)
+    assert 0.90 < covered["coupled"] < 0.99
+    assert covered["mean field"] < 0.85
+
+
+def friedman_effects(num, iterations):
+    """Effects and noise of the paper's section 7."""
+    pyro.set_rng_seed(0)
+    x = torch.rand(num, 6)
+    y = paper0.friedman(x) + torch.randn(num)
+    family = CoupledPrecision(paper0.fixed_inputs(), rank=16, trainable=False)
+    guide, _ = maximise(paper0.illustration, family, x, y, iterations=iterations)
+    grid = torch.rand(1000, 6)
+    with torch.no_grad():
+        parts = guide.posterior(grid)["f"].components
+        shares = {name: draws.mean().item() for name, draws in parts.sobol_indices(100).items()}
+    errors = {name: (parts[name].mean - f).square().mean().sqrt().item() for name, f in paper0.analytic(grid).items()}
+    return errors, pyro.param("noise").item() ** 2, parts["x6"], shares
+
+
+def test_friedman_function():
+    errors, _, inert, shares = friedman_effects(1000, 60)
+    assert all(error < 0.35 for error in errors.values()), errors
+    assert inert.mean.abs().max() < 0.4
+    assert all(abs(shares[name] - share) < 0.03 for name, share in paper0.shares().items())
+
+
+@pytest.mark.slow
+def test_friedman_function_of_the_paper():
+    errors, noise, inert, shares = friedman_effects(5000, 400)
+    assert all(error < 0.2 for error in errors.values()), errors
+    assert abs(noise - 1) < 0.05
+    assert inert.mean.abs().max() < 0.2
+    assert all(abs(shares[name] - share) < 0.01 for name, share in paper0.shares().items())
+
+
+def test_analytic_effects_are_an_analysis_of_variance():
+    """Effects and level add up to the function, and each has mean zero along its columns."""
+    x = torch.rand(50, 6)
+    effects = paper0.analytic(x)
+    level = (paper0.friedman(x) - sum(effects.values())).unique()
+    assert level.max() - level.min() < 1e-6
+    side = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    line = torch.full((4000, 6), 0.3)
+    for column in range(2):
+        along = line.clone()
+        along[:, column] = side
+        assert abs(paper0.analytic(along)["x1:x2"].mean()) < 1e-6
+        assert abs(paper0.analytic(along)[f"x{column + 1}"].mean()) < 1e-6
+
+
+def two_functions(x, y=None):
+    """A predictor that is no sum, a(x) exp(b(x)), of two functions that are terms of one site over stacked inputs."""
+    num = len(x)
+    rows = torch.cat([torch.cat([x, row.expand(num, 2)], -1) for row in torch.eye(2).split(1)])
+    a, b = ((kernels.Linear(1.0)[i] * kernels.RBF(0.4)[0]).named(name) for i, name in ((1, "a"), (2, "b")))
+    f = pyro.sample("f", GaussianProcess(a + 0.5 * b, rows))
+    with pyro.plate("data", num):
+        return pyro.sample("y", dist.Normal(f[:num] * f[num:].exp(), 0.3), obs=y)
+
+
+def test_functions_of_a_predictor_that_is_no_sum_are_coupled():
+    """Section 8: stacked inputs make several functions terms of one site, under one coupled posterior."""
+    x = torch.linspace(0, 1, 20)[:, None]
+    y = 1.5 * torch.exp(0.5 * x[:, 0])
+    z = torch.linspace(0, 1, 4)[:, None]
+    sets = [torch.cat([z, row.expand(4, 2)], -1) for row in torch.eye(2).split(1)]
+    bounds = {}
+    for kind in (MeanFieldAdditive, CoupledPrecision):
+        pyro.set_rng_seed(0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The model couples values")
+            guide = AutoSparseGP(two_functions, kind(sets, trainable=False))
+            guide(x, y)
+        optimiser = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.05 ** (1 / 400)})
+        svi = pyro.infer.SVI(two_functions, guide, optimiser, TraceQuadrature_ELBO())
+        losses = [svi.step(x, y) for _ in range(400)]
+        bounds[kind] = -sum(losses[-50:]) / 50
+    with torch.no_grad():
+        parts = guide.posterior(x)["f"].components
+        rows = parts["a"].process.x
+        ends = parts.at([rows[:20], rows[20:]])
+        covariance = ends.covariance("a", "b").diagonal()
+        correlation = covariance / (ends["a"].stddev * ends["b"].stddev)
+    assert correlation.mean() < -0.3  # where one is larger, the other is smaller
+    assert bounds[CoupledPrecision] > bounds[MeanFieldAdditive] + 1

@@ -1,0 +1,237 @@
+"""Kernels of zero-mean functions against quadrature, and random effects."""
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from pyro_sparsegp import GaussianProcess, kernels
+from pyro_sparsegp.kernels import Anova
+from pyro_sparsegp.kernels.anova import centred_on
+
+CLOSED = [kernels.RBF, kernels.Matern12, kernels.Matern32, kernels.Matern52]
+LOW, HIGH = -1.0, 2.5
+X = torch.linspace(-1.5, 3.0, 25, dtype=torch.float64)[:, None]
+
+
+def panels(breaks, num=40):
+    """Gauss-Legendre nodes and weights of a mean over [LOW, HIGH], cut at ``breaks`` where a kernel has its kinks."""
+    nodes, weights = (torch.as_tensor(part) for part in np.polynomial.legendre.leggauss(num))
+    edges = torch.tensor(sorted({LOW, HIGH, *(b for b in breaks if LOW < b < HIGH)}))
+    half = (edges[1:] - edges[:-1])[:, None] / 2
+    where = edges[:-1, None] + half * (1 + nodes)
+    return where.reshape(-1, 1), (half * weights).reshape(-1) / (HIGH - LOW)
+
+
+def dense(kernel, x):
+    """Eq. 8, each mean m(x) by quadrature cut at x, and v by the mean of m."""
+
+    def m(x):
+        rows = []
+        for row in x:
+            s, w = panels([float(row)])
+            rows.append(kernel(row[None], s)[0] @ w)
+        return torch.stack(rows)
+
+    s, w = panels([])
+    mean = m(x)
+    return kernel(x) - mean[:, None] * mean / (m(s) @ w)
+
+
+@pytest.mark.parametrize("length", [0.3, 2.0, 30.0])
+@pytest.mark.parametrize("base", CLOSED)
+def test_closed_forms(base, length):
+    kernel = Anova(1.7 * base(torch.tensor(length)), LOW, HIGH)
+    expected = dense(1.7 * base(length), X)
+    assert_close(kernel(X), expected, rtol=1e-9, atol=1e-13)
+    assert_close(kernel(X, X[:7]), expected[:, :7], rtol=1e-9, atol=1e-13)
+    assert_close(kernel.diag(X), expected.diagonal(), rtol=1e-9, atol=1e-13)
+    assert_close(1.7 * Anova(base(length), LOW, HIGH)(X), kernel(X))
+
+
+@pytest.mark.parametrize("base", CLOSED)
+def test_the_integral_is_zero(base):
+    kernel = Anova(base(0.4), LOW, HIGH)
+    for x in X:
+        s, w = panels([float(x)])
+        assert abs(kernel(x[None], s)[0] @ w) < 1e-12
+    assert (torch.linalg.eigvalsh(kernel(X)) > -1e-13).all()
+
+
+@pytest.mark.parametrize("length", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize("base", CLOSED)
+def test_float32_keeps_its_digits(base, length):
+    """Of a long length scale little but differences of nearly equal numbers is left; naively all would be lost."""
+    exact = Anova(base(length), LOW, HIGH)(X)
+    single = Anova(base(torch.tensor(length, dtype=torch.float32)), LOW, HIGH)(X.float())
+    assert single.dtype == torch.float32
+    assert (single - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+class Own:
+    """A callable with a method ``diag``, which is all that a kernel has to be."""
+
+    def __call__(self, x, z=None):
+        return kernels.RBF(0.5)(x, z)
+
+    def diag(self, x):
+        return torch.ones_like(x[..., 0])
+
+
+BY_QUADRATURE = {
+    "RationalQuadratic": (kernels.RationalQuadratic(0.8, 0.7), 1e-10),
+    "Periodic": (kernels.Periodic(0.9, 1.3), 1e-10),
+    "Sum": (1.3 * kernels.RBF(0.5) + 0.4 * kernels.RationalQuadratic(0.8), 1e-10),
+    "Line": (kernels.Linear(0.7) + kernels.Constant(1.1), 1e-12),
+    "Polynomial": (kernels.Polynomial(3), 1e-12),
+    "callable": (Own(), 1e-10),
+}
+
+
+@pytest.mark.parametrize("name", BY_QUADRATURE)
+def test_quadrature(name):
+    base, tolerance = BY_QUADRATURE[name]
+    kernel = Anova(base, LOW, HIGH)
+    s, w = panels([0.3, 1.2])
+    assert (kernel(X, s) @ w).abs().max() < tolerance
+    mean = base(X, s) @ w
+    expected = base(X) - mean[:, None] * mean / ((base(s, s) @ w) @ w)
+    assert_close(kernel(X), expected, rtol=1e-8, atol=1e-9)
+    assert_close(kernel.diag(X), expected.diagonal(), rtol=1e-8, atol=1e-9)
+    phi = kernel.features(X)
+    assert (phi is None) == (name not in ("Line", "Polynomial"))
+    if phi is not None:
+        assert_close(phi @ phi.mT, expected, rtol=1e-8, atol=1e-9)
+        found = (2.0 * kernel).explicit(X)
+        assert_close(found.features @ found.features.mT, 2 * expected, rtol=1e-8, atol=1e-9)
+        assert_close(found.diagonal, 2 * expected.diagonal(), rtol=1e-8, atol=1e-9)
+
+
+def test_few_nodes_are_still_a_kernel():
+    kernel = Anova(kernels.RationalQuadratic(0.05), LOW, HIGH, num_nodes=3)
+    assert (torch.linalg.eigvalsh(kernel(X)) > -1e-12).all()
+
+
+def test_white_noise_stays_on_the_diagonal():
+    base = kernels.RationalQuadratic(0.8)
+    assert_close(Anova(base + kernels.White(0.3), LOW, HIGH)(X), Anova(base, LOW, HIGH)(X) + 0.3 * torch.eye(25))
+
+
+def test_nothing_to_take_off():
+    """A line through the middle has mean zero, and v = 0."""
+    kernel = Anova(kernels.Linear(0.7), -2.0, 2.0)
+    assert_close(kernel(X), kernels.Linear(0.7)(X))
+    assert_close(kernel.features(X), kernels.Linear(0.7).features(X))
+
+
+def test_interaction_has_zero_mean_along_each_column():
+    kernel = 0.7 * Anova(kernels.RBF(0.4), LOW, HIGH)[0] * Anova(kernels.Matern52(0.9), LOW, HIGH)[2]
+    x = torch.rand(5, 3)
+    s, w = panels([float(v) for v in x[:, 2]])
+    for column in (0, 2):
+        line = torch.rand(1, 3).expand(len(s), 3).clone()
+        line[:, column] = s[:, 0]
+        assert (kernel(x, line) @ w).abs().max() < 1e-12
+    assert centred_on(kernel) == {0: (LOW, HIGH), 2: (LOW, HIGH)}
+    assert kernel.columns == (0, 2)
+
+
+def test_intervals_of_other_kernels():
+    term = Anova(kernels.RBF(0.4), 0.0, 2.0)
+    assert centred_on(2.0 * term[3]) == {3: (0.0, 2.0)}
+    assert centred_on((term[0] * term[1])[[4, 2]]) == {4: (0.0, 2.0), 2: (0.0, 2.0)}
+    assert centred_on(kernels.Constant(1.0)) == {}
+    assert centred_on(kernels.RBF(1.0)[0]) is None
+    assert centred_on(term[0] * kernels.RBF(1.0)[1]) is None
+    assert centred_on(term[0] * term[0]) is None
+
+
+@pytest.mark.parametrize("base", [*CLOSED, kernels.RationalQuadratic])
+def test_batches(base):
+    lengths = torch.tensor([[0.3], [0.9], [2.0]])
+    low, high = torch.tensor([-1.0, 0.0, 0.5]), torch.tensor([2.0, 1.0, 3.0])
+    variance = torch.tensor([0.5, 1.0, 2.0])
+    kernel = Anova(variance * base(lengths), low, high)
+    assert kernel.batch_shape == (3,)
+    assert kernel(X).shape == (3, 25, 25)
+    for i in range(3):
+        one = variance[i] * Anova(base(lengths[i]), low[i], high[i])
+        assert_close(kernel(X)[i], one(X))
+        assert_close(kernel(X, X[:4])[i], one(X, X[:4]))
+        assert_close(kernel.diag(X)[i], one.diag(X))
+
+
+@pytest.mark.parametrize("base", [kernels.RBF, kernels.Matern32, kernels.Matern52, kernels.RationalQuadratic])
+def test_gradients(base):
+    def value(length, low, high, x):
+        kernel = Anova(base(length), low, high)
+        return torch.cat([kernel(x).flatten(), kernel(x, X[:3]).flatten(), kernel.diag(x)])
+
+    numbers = [torch.tensor(v, requires_grad=True) for v in (0.6, -0.9, 2.2)]
+    assert torch.autograd.gradcheck(value, (*numbers, torch.rand(4, 1, requires_grad=True)))
+
+
+def test_matern12_has_gradients_at_its_kink():
+    length, x = torch.tensor(0.6, requires_grad=True), X.clone().requires_grad_()
+    Anova(kernels.Matern12(length), LOW, HIGH)(x).sum().backward()
+    assert length.grad.isfinite()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("base", CLOSED)
+def test_prior_functions(base):
+    kernel = 1.3 * Anova(base(torch.tensor([[0.5], [2.0]])), LOW, HIGH)
+    x = X[::4]
+    draws = kernel.prior_functions(40_000, 30, x)(x)
+    assert draws.shape == (40_000, 2, len(x))
+    assert_close(draws.mean(0), torch.zeros(2, len(x)), atol=0.03, rtol=0)
+    centred = draws.movedim(0, -1)
+    assert_close(centred @ centred.mT / len(draws), kernel(x), atol=0.05, rtol=0)
+    some = kernel.prior_functions(3, 30, x)
+    s, w = panels([], 300)
+    assert ((some(s) * w).sum(-1)[:, 1]).abs().max() < (0.02 if base is kernels.Matern12 else 1e-4)
+
+
+def test_prior_functions_of_features():
+    kernel = Anova(kernels.Polynomial(2), LOW, HIGH)
+    s, w = panels([])
+    assert ((kernel.prior_functions(5, 1, X)(s) * w).sum(-1)).abs().max() < 1e-12
+    assert Anova(kernels.RationalQuadratic(), LOW, HIGH).prior_functions(5, 1, X) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Anova(kernels.RBF(1.0), 1.0, 1.0), "needs low < high, got 1.0 and 1.0"),
+        (lambda: Anova(kernels.RBF(1.0), 0.0, float("inf")), "high must be finite"),
+        (lambda: Anova(kernels.RBF(1.0)[2], 0.0, 1.0), "select the column outside"),
+        (lambda: Anova(kernels.RBF(1.0), num_nodes=0), "num_nodes must be"),
+        (lambda: Anova(3.0), "Anova's base must be a kernel"),
+        (lambda: Anova(kernels.DeepBasis(torch.nn.Linear(1, 3))), "depends on the rows"),
+        (lambda: Anova(kernels.RBF(1.0))(torch.rand(3, 2)), "the inputs have 2: select one"),
+        (lambda: kernels.Categorical(0), "num_levels must be"),
+        (lambda: kernels.Categorical(2)(torch.rand(3, 2)), "select one"),
+    ],
+)
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_categorical():
+    codes = torch.tensor([[0.0], [2.0], [1.0], [2.0], [7.0], [7.0]])
+    kernel = 1.5 * kernels.Categorical(3, torch.tensor([1.0, 2.0]))
+    assert kernel.batch_shape == (2,)
+    same = (codes == codes.mT).double()
+    assert_close(kernel(codes), torch.tensor([1.5, 3.0])[:, None, None] * same)
+    assert_close(kernel.diag(codes), torch.tensor([1.5, 3.0])[:, None].expand(2, 6))
+    phi = kernel.features(codes)
+    known = kernel(codes) * (codes[:, 0] < 3)  # new levels are all residual
+    assert_close(phi @ phi.mT, known * (codes < 3))
+    assert "Categorical(3, <2>)" in repr(kernel)
+    value = GaussianProcess(1.5 * kernels.Categorical(3), codes, jitter=1e-10).rsample()
+    assert_close(value[[1, 4]], value[[3, 5]], atol=1e-3, rtol=0)
+
+
+def test_repr():
+    assert repr(2.0 * Anova(3.0 * kernels.RBF(0.5), 0, 1)[1]) == "2.0 * Anova(3.0 * RBF(0.5), 0, 1)[1]"

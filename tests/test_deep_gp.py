@@ -1,0 +1,161 @@
+"""Deep GPs as plain programs: one site's values in another's inputs."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.distributions import RobustMax
+from pyro_sparsegp.families import SVGP, OrthogonalInducing
+
+from .models import data, estimate, train
+
+
+def deep(layers=2, width=2, likelihood="normal"):
+    """Layers on the one below and the inputs; inner ones have the identity as their mean."""
+
+    def model(x, y=None, size=None):
+        noise = pyro.sample("noise", dist.HalfNormal(0.5))
+        h = x
+        for layer in range(1, layers):
+            prior = GaussianProcess(0.1 * kernels.RBF(0.5), h, mean=lambda h: h[..., :width].mT)
+            f = pyro.sample(f"f{layer}", prior.expand([width]).to_event(1))
+            h = torch.cat([f.mT, x], -1)
+        if likelihood == "classes":
+            f = pyro.sample(f"f{layers}", GaussianProcess(kernels.RBF(0.7), h).expand([3]).to_event(1))
+        else:
+            f = pyro.sample(f"f{layers}", GaussianProcess(kernels.RBF(0.7), h))
+        with pyro.plate("data", size or len(x), subsample=x):
+            if likelihood == "classes":
+                return pyro.sample("y", RobustMax(f.mT, 1e-2), obs=y)
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    return model
+
+
+def fitted(model, *args, family=None, steps=40):
+    guide = AutoSparseGP(model, family or SVGP(8))
+    train(model, guide, *args, steps=steps, lr=0.03, loss=TraceQuadrature_ELBO(2))
+    return guide
+
+
+def test_the_bound_is_that_of_the_outer_layer_averaged_over_draws_of_the_inner():
+    x, y = data(num=25)
+
+    def model(x, y=None):
+        f1 = pyro.sample("f1", GaussianProcess(0.1 * kernels.RBF(0.5), x, mean=lambda x: x.mT).expand([2]).to_event(1))
+        f2 = pyro.sample("f2", GaussianProcess(kernels.RBF(0.7), torch.cat([f1.mT, x], -1)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f2, 0.3), obs=y)
+
+    guide = fitted(model, x, y, family={"f1": OrthogonalInducing(5, 4), "f2": OrthogonalInducing(6, 5)})
+    assert guide.structure.inner == ["f1"]
+    mean, error = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=200)
+    with torch.no_grad():
+        inner = guide.posterior(x)["f1"]
+        bounds = []
+        for _ in range(200):
+            h = torch.cat([inner.marginals.rsample().mT, x], -1)
+            q = guide.gps.f2(GaussianProcess(kernels.RBF(0.7), h), "f2")
+            fit = dist.Normal(q.mean, 0.3).log_prob(y).sum() - q.variance.sum() / (2 * 0.09)
+            bounds.append(fit - q.kl - inner.kl.sum())
+        bounds = torch.stack(bounds)
+    assert abs(-mean - bounds.mean()) < 5 * (error**2 + bounds.var() / 200) ** 0.5
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_layers_train_and_predict(layers):
+    x, y = data(num=60)
+    model = deep(layers)
+    families = {f"f{layer}": OrthogonalInducing(6, 5) for layer in range(1, layers + 1)}
+    guide = AutoSparseGP(model, families)
+    losses = train(model, guide, x, y, steps=150, lr=0.03, loss=TraceQuadrature_ELBO(2))
+    assert guide.structure.inner == [f"f{layer}" for layer in range(1, layers)]
+    assert sum(losses[-20:]) < 0.5 * sum(losses[:20])
+    x_new, y_new = data(num=40, seed=5)
+    draws = predict(model, guide, x_new, num_samples=60)
+    assert draws["f1"].shape == (60, 2, 40)
+    assert draws[f"f{layers}"].shape == draws["y"].shape == (60, 40)
+    assert (draws["y"].mean(0) - y_new).square().mean().sqrt() < 0.5 * y_new.std()
+    posterior = guide.posterior(x_new)
+    assert posterior["f1"].mean.shape == (2, 40)
+    assert posterior[f"f{layers}"].variance.shape == (40,)
+
+
+def test_gradients_reach_every_layer():
+    x, y = data(num=30)
+    model = deep(3)
+    guide = fitted(model, x, y, steps=3)
+    TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in guide.parameters())
+
+
+def test_mini_batches_are_unbiased():
+    x, y = data(num=60)
+    model = deep()
+    guide = fitted(model, x, y)
+    loss = TraceQuadrature_ELBO(2)
+    whole = estimate(loss, model, guide, x, y, num=100)
+    parts = [estimate(loss, model, guide, x[rows], y[rows], num=60, size=60) for rows in torch.arange(60).split(20)]
+    mean = sum(part[0] for part in parts) / 3
+    error = (whole[1] ** 2 + sum(part[1] ** 2 for part in parts) / 9) ** 0.5
+    assert abs(mean - whole[0]) < 5 * error
+
+
+def test_draws_and_quadrature_agree():
+    x, y = data(num=25)
+    model = deep()
+    guide = fitted(model, x, y)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=300)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=150)
+    assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
+    assert integrated[1] < drawn[1]
+
+
+def test_classes_above_a_layer():
+    """Robust-max on the outer layer: its expectation at each draw of the inner one."""
+    x, _ = data(num=90)
+    y = (3 * x[:, 0]).long()
+    model = deep(likelihood="classes")
+    guide = AutoSparseGP(model, OrthogonalInducing(10, 8))
+    train(model, guide, x, y, steps=150, lr=0.05, loss=TraceQuadrature_ELBO(2))
+    q = guide.posterior(x)["f2"]
+    probs = RobustMax(q.mean.mT, 1e-2).expected_probs(q.variance.mT)
+    assert (probs.argmax(-1) == y).double().mean() > 0.9
+
+
+def test_state_goes_into_a_fresh_guide():
+    x, y = data(num=30)
+    model = deep()
+    families = {"f1": OrthogonalInducing(6, 5), "f2": SVGP(9)}
+    guide = fitted(model, x, y, family=families, steps=5)
+    fresh = AutoSparseGP(model, families)
+    fresh.load_state_dict(guide.state_dict())
+    for name in ("f1", "f2"):
+        a, b = guide.posterior(x)[name], fresh.posterior(x)[name]
+        torch.testing.assert_close(a.mean, b.mean)
+        torch.testing.assert_close(a.variance, b.variance)
+
+
+def test_components_as_the_mean_of_a_narrower_layer():
+    """Principal components as the mean, when a layer has fewer outputs than inputs."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(80, 6, generator=generator) * torch.tensor([3.0, 2.0, 0.1, 0.1, 0.1, 0.1])
+    y = torch.sin(x[:, 0])
+    centre = x.mean(0)
+    axes = torch.linalg.svd(x - centre, full_matrices=False).Vh[:2]
+
+    def model(x, y=None):
+        mean = lambda x: axes @ (x - centre).mT  # noqa: E731
+        f1 = pyro.sample("f1", GaussianProcess(0.1 * kernels.RBF(2.0), x, mean=mean).expand([2]).to_event(1))
+        f2 = pyro.sample("f2", GaussianProcess(kernels.RBF(1.0), f1.mT))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f2, 0.2), obs=y)
+
+    guide = fitted(model, x, y, family=SVGP(15), steps=100)
+    inner = guide.posterior(x[:7])["f1"]
+    assert inner.process.mean.shape == (2, 7)
+    f2 = guide.posterior(x)["f2"]
+    assert (f2.mean - y).square().mean() < 0.2 * y.var()
