@@ -98,8 +98,10 @@ class CrossFeatures(Features):
         if self.cross is not self.kernel:
             return None
         draw = kernel_base.prior_functions(self.kernel, num, num_features, x)
-        own = None if draw is None else self.coefficients_of(in_blocks(draw, num * num_features))
-        return None if draw is None or own is None else (draw, own)
+        if draw is None:
+            return None
+        own = self.coefficients_of(kernel_base.of_each(lambda f: in_blocks(f, num * num_features), draw))
+        return None if own is None else (draw, own)
 
 
 class Basis(AbstractModule):
