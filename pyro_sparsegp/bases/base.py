@@ -100,10 +100,7 @@ class CrossFeatures(Features):
         draw = kernel_base.prior_functions(self.kernel, num, num_features, x)
         if draw is None:
             return None
-        part: Callable = in_blocks(draw, num * num_features)
-        if isinstance(draw, kernel_base.SourceFunctions):
-            part = kernel_base.SourceFunctions(part, in_blocks(draw.source, num * num_features))
-        own = self.coefficients_of(part)
+        own = self.coefficients_of(kernel_base.of_each(lambda f: in_blocks(f, num * num_features), draw))
         return None if own is None else (draw, own)
 
 

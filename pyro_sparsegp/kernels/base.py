@@ -62,6 +62,13 @@ class SourceFunctions:
         return self.f(x)
 
 
+def of_each(change: Callable[[PriorFunctions], PriorFunctions], draw: PriorFunctions) -> PriorFunctions:
+    """``change(draw)``; of draws that have a source, both changed."""
+    if isinstance(draw, SourceFunctions):
+        return SourceFunctions(change(draw.f), change(draw.source))
+    return change(draw)
+
+
 class Explicit(NamedTuple):
     """What a kernel with finite features is at inputs, in one evaluation of these.
 
@@ -461,7 +468,7 @@ class Scaled(Kernel):
         def scaled(draw: PriorFunctions) -> PriorFunctions:
             return lambda x: as_tensor(self.variance, x).sqrt()[..., None] * draw(x)
 
-        return SourceFunctions(scaled(draw), scaled(draw.source)) if isinstance(draw, SourceFunctions) else scaled(draw)
+        return of_each(scaled, draw)
 
     def __repr__(self) -> str:
         return f"{describe(self.variance)} * {_bracketed(self.kernel, Sum)}"

@@ -1,0 +1,204 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Convolutional Gaussian processes, shallow and deep
+#
+# A function of an image that is made of one function of its patches, f(x) = Σ_p w_p g(x[p]), is the same wherever in
+# the image a stroke is (van der Wilk, Rasmussen and Hensman, 2017). It is a kernel like any other,
+# `kernels.Convolutional`; what g is asked at, and so what inducing inputs are, is patches. The program and the guide
+# stay as they are. Stacked, the values of g at all patches are the channels of a next image.
+#
+# The images are scikit-learn's digits, 8 by 8 pixels. On the command line:
+# `python tutorials/convolutional.py [--device cuda] [--steps 300] [--out DIR]`.
+
+# %%
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import matplotlib
+
+IN_NOTEBOOK = "ipykernel" in sys.modules
+if not IN_NOTEBOOK:
+    matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import pyro
+import torch
+from pyro.infer import SVI
+from sklearn.datasets import load_digits
+from torch.distributions import constraints
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, bases, kernels, predict
+from pyro_sparsegp.distributions import RobustMax
+from pyro_sparsegp.families import SVGP, OrthogonalInducing
+
+parser = argparse.ArgumentParser(description="Functions of images.")
+parser.add_argument("--device", default="cpu", help="cpu or cuda")
+parser.add_argument("--steps", type=int, default=300, help="training steps of each guide")
+parser.add_argument(
+    "--out", type=Path, default=Path("output" if IN_NOTEBOOK else "tutorials/output"), help="where the pictures go"
+)
+options = parser.parse_args([] if IN_NOTEBOOK else None)
+options.out.mkdir(parents=True, exist_ok=True)
+torch.set_default_dtype(torch.float64)
+pyro.set_rng_seed(0)
+
+digits = load_digits()
+order = torch.randperm(len(digits.data))
+images = (torch.as_tensor(digits.data) / 16)[order].to(options.device)
+labels = torch.as_tensor(digits.target)[order].to(options.device)
+x, y, new, truth = images[:500], labels[:500], images[500:1100], labels[500:1100]
+SHAPE, PATCH = (8, 8), (3, 3)
+
+# %% [markdown]
+# ## One program, three kernels
+#
+# Ten outputs, one a class, and the robust-max likelihood: an image's class is that of the largest output, but for an
+# error rate ε. Images are rows, `(N, 64)`; `image_shape` says how to read them. Weights are learned relative to 1/P,
+# their default, at which f is the mean response. `kernels.TICK` is told where a patch is, too: the response to a stroke
+# may then differ from place to place, as slowly as the kernel of the locations lets it.
+
+
+# %%
+def positive(name, value):
+    return pyro.param(name, torch.tensor(value).to(x), constraint=constraints.positive)
+
+
+def plain(x):
+    return positive("variance", 5.0) * kernels.RBF(positive("length", 2.0))
+
+
+def convolutional(x):
+    weights = pyro.param("weights", x.new_ones(36)) / 36
+    return positive("variance", 20.0) * kernels.Convolutional(
+        kernels.RBF(positive("length", 1.0)), SHAPE, PATCH, weights
+    )
+
+
+def located(x):
+    weights = pyro.param("weights", x.new_ones(36)) / 36
+    patch, location = kernels.RBF(positive("length", 1.0)), kernels.Matern32(positive("place", 3.0))
+    return positive("variance", 20.0) * kernels.TICK(patch, location, SHAPE, PATCH, weights)
+
+
+def single(kernel):
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernel(x), x).expand([10]).to_event(1))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", RobustMax(f.mT), obs=y)
+
+    return model
+
+
+def train(model, families, **settings):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    guide = AutoSparseGP(model, families, **settings)
+    guide(x[:100], y[:100])  # it finds out about the model on a few images
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    start = time.process_time()
+    for _ in range(options.steps):
+        rows = torch.randperm(len(x), device=x.device)[:100]
+        svi.step(x[rows], y[rows], size=len(x))
+    spent = time.process_time() - start
+    # Function values of an image need no others: they are drawn image by image.
+    f = predict(model, guide, new, num_samples=20, joint=False)["f"]  # (20, 10, N)
+    probabilities = RobustMax(f.mT).probs.mean(0)
+    hits = (probabilities.argmax(-1) == truth).double().mean().item()
+    score = probabilities.gather(-1, truth[:, None]).log().mean().item()
+    return guide, f"accuracy {hits:.1%}, test log-likelihood {score:.3f}, {1000 * spent / options.steps:.0f} ms a step"
+
+
+# %% [markdown]
+# Sixty-four inducing images for the plain kernel; sixty-four inducing patches for the others, centres of k-means (for
+# `TICK` with random locations, as in Shi, Titsias and Mnih, 2020). A number, `SVGP(64)`, would choose patches too.
+# Orthogonal inducing points take two sets, and one may be patches and the other images.
+
+# %%
+patches = bases.inducing_patches(x, 64, SHAPE, PATCH)
+placed = bases.inducing_patches(x, 64, SHAPE, PATCH, locations=True)
+for name, kernel, family in [
+    ("RBF", plain, SVGP(64, init="kmeans")),
+    ("convolutional", convolutional, SVGP(patches)),
+    ("convolutional, patches and images", convolutional, OrthogonalInducing(patches, x[:8])),
+    ("TICK", located, SVGP(placed)),
+]:
+    guide, summary = train(single(kernel), family)
+    print(f"{name:34} {summary}")
+    if name == "convolutional":
+        found, weights = guide.gps.f.basis.inputs[0].detach(), pyro.param("weights").detach()
+        strength = guide.posterior(x[:100])["f"].coefficients.loc[0].detach().norm(dim=0)
+
+# %% [markdown]
+# The inducing patches after training: detectors of strokes and corners. On the right the learned weights, by place.
+
+# %%
+figure = plt.figure(figsize=(11, 4.4))
+left, right = figure.subfigures(1, 2, width_ratios=[2, 1])
+ranked = found[strength.argsort(descending=True)].cpu()
+for axis, patch in zip(left.subplots(4, 8).flat, ranked):
+    axis.imshow(patch.reshape(PATCH), cmap="gray_r", vmin=-0.2, vmax=1.2)
+    axis.axis("off")
+left.suptitle("inducing patches")
+axis, most = right.subplots(), weights.abs().max().item()
+axis.imshow(weights.reshape(6, 6).cpu(), cmap="RdBu_r", vmin=-most, vmax=most)
+axis.axis("off")
+right.suptitle("weights of patches")
+figure.savefig(options.out / "convolutional.png", dpi=110)
+
+# %% [markdown]
+# ## Two layers
+#
+# The first layer is a GP over all patches of all images, of four outputs; `as_images` makes its values the channels of
+# 6 by 6 images. Nothing is trained beforehand: the upper layer's inducing patches start from images under random
+# convolutions.
+#
+# The upper layer looks at all patches of an image at once, so that their values must be drawn together, those of other
+# images need not be. The guide finds this out at its first call. `independent_draws=("g",)` ignores the correlation of
+# patches, as is common practice: a step is cheaper, what it maximises no longer quite the bound.
+
+
+# %%
+def deep(x, y=None, size=None):
+    rows = kernels.patches(x, SHAPE, PATCH).flatten(-3, -2)  # (N·36, 9)
+    k = positive("inner variance", 2.0) * kernels.RBF(positive("inner length", 1.0))
+    g = pyro.sample("g", GaussianProcess(k, rows).expand([4]).to_event(1))
+    hidden = bases.as_images(g, len(x))  # (N, 4·36)
+    patch, location = kernels.RBF(positive("length", 4.0)), kernels.Matern32(positive("place", 3.0))
+    k = positive("variance", 20.0) * kernels.TICK(patch, location, (4, 6, 6), PATCH)
+    f = pyro.sample("f", GaussianProcess(k, hidden).expand([10]).to_event(1))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", RobustMax(f.mT), obs=y)
+
+
+hidden = bases.random_convolution(x, SHAPE, PATCH, channels=4)
+upper = bases.inducing_patches(hidden, 64, (4, 6, 6), PATCH, locations=True)
+for name, settings in [("two layers", {}), ("two layers, independent draws", {"independent_draws": ("g",)})]:
+    guide, summary = train(deep, {"g": SVGP(patches), "f": SVGP(upper)}, **settings)
+    print(f"{name:34} {summary}")
+    if not settings:
+        learned = guide.posterior(x[:6])["g"].mean.detach()
+
+# %% [markdown]
+# What the first layer makes of six digits: its posterior mean, a row a channel.
+
+# %%
+figure, axes = plt.subplots(5, 6, figsize=(7, 6))
+channels = bases.as_images(learned, 6).reshape(6, 4, 6, 6).cpu()
+for n, column in enumerate(axes.T):
+    column[0].imshow(x[n].reshape(SHAPE).cpu(), cmap="gray_r")
+    for c in range(4):
+        column[c + 1].imshow(channels[n, c], cmap="RdBu_r")
+    for axis in column:
+        axis.axis("off")
+figure.tight_layout()
+figure.savefig(options.out / "convolutional_layers.png", dpi=110)
+print(f"The pictures are in {options.out}")
