@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, MeanFieldAdditive
+from pyro_sparsegp.families import (
+    AdditiveFreeSites,
+    AdditiveSGPR,
+    CoupledCovariance,
+    CoupledPrecision,
+    MeanFieldAdditive,
+)
 
 from .benchmarks import paper0
 from .models import gaussian, maximise
@@ -218,3 +224,30 @@ def test_functions_of_a_predictor_that_is_no_sum_are_coupled():
         correlation = covariance / (ends["a"].stddev * ends["b"].stddev)
     assert correlation.mean() < -0.3  # where one is larger, the other is smaller
     assert bounds[CoupledPrecision] > bounds[MeanFieldAdditive] + 1
+
+
+def collapsed(kernel, z, noise, x, y):
+    """Titsias' bound with a set of inducing inputs a term: Q = Σ_c k_c(x, z_c)k_c(z_c, z_c)⁻¹k_c(z_c, x)."""
+    q = kernel.terms[-1](x)  # a line is exact
+    for i, term in enumerate(kernel.terms[:-1]):
+        full = torch.zeros(len(z), x.shape[-1])
+        full[:, i] = z[:, 0]
+        q = q + term(x, full) @ torch.linalg.solve(term(full), term(full, x))
+    fit = dist.MultivariateNormal(torch.zeros(len(x)), q + noise**2 * torch.eye(len(x))).log_prob(y)
+    return (fit - (kernel.diag(x) - q.diagonal()).sum() / (2 * noise**2)).item()
+
+
+def test_optimal_posteriors_of_additive_models():
+    """Eq. 6, its sites read off the likelihood or free: the collapsed bound of all terms together."""
+    x, y = torch.rand(25, 2), torch.randn(25)
+    kernel = kernels.Matern32(0.4)[0] + 0.5 * kernels.Matern12(0.3)[1] + kernels.Linear(1.0)
+    z = torch.linspace(0, 1, 5)[:, None]
+    model = gaussian(kernel, 0.5, jitter=1e-12)
+    expected = collapsed(kernel, z, 0.5, x, y)
+    guide = AutoSparseGP(model, AdditiveSGPR([z, z, None], trainable=False))
+    assert abs(-TraceQuadrature_ELBO(2)(model, guide)(x, y).item() - expected) < 1e-6
+    _, bound = maximise(model, AdditiveFreeSites([z, z, None], trainable=False), x, y, iterations=300)
+    assert abs(bound - expected) < 0.01
+    guide = AutoSparseGP(model, AdditiveSGPR([x[:, :1], x[:, 1:], None], trainable=False))
+    evidence = dist.MultivariateNormal(torch.zeros(25), kernel(x) + 0.25 * torch.eye(25)).log_prob(y)
+    assert abs(-TraceQuadrature_ELBO(2)(model, guide)(x, y).item() - evidence) < 1e-5

@@ -138,8 +138,10 @@ def test_joint_posterior(family, batch):
     assert_close(centred @ centred.mT / len(draws), own.covariance_matrix, atol=0.08, rtol=0.05)
 
 
-def test_white_noise_is_an_effect_of_its_own():
-    q = shaken(MeanFieldAdditive(5), KERNEL + kernels.White(0.3))
+@pytest.mark.parametrize("family", [MeanFieldAdditive(5), SVGP(9)], ids=["a basis each", "one basis"])
+def test_white_noise_is_an_effect_of_its_own(family):
+    """And a draw has what the basis leaves out of each effect."""
+    q = shaken(family, KERNEL + kernels.White(0.3))
     parts = q.components
     assert parts.names[-1] == "white"
     assert_close(parts["white"].mean, torch.zeros(30))

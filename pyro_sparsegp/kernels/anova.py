@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
@@ -40,20 +40,27 @@ class _Profile(NamedTuple):
     def lost(self, a: Tensor) -> Tensor:
         """∫₀ᵃ 1 − g, an odd function of a."""
         size = a.abs()
-        series = size * _powers([-c / (k + 1) for k, c in enumerate(self.taylor, 1)], size)
+        series = size * _series(tuple(-c / (k + 1) for k, c in enumerate(self.taylor, 1)), size)
         return a.sign() * torch.where(size < _SMALL, series, size - self.once(size))
 
     def spread(self, a: Tensor) -> Tensor:
         """1 − v: the mean of 1 − g over pairs of points of an interval of length a."""
-        series = _powers([-2 * c / ((k + 1) * (k + 2)) for k, c in enumerate(self.taylor, 1)], a)
+        series = _series(tuple(-2 * c / ((k + 1) * (k + 2)) for k, c in enumerate(self.taylor, 1)), a)
         return torch.where(a < _SMALL, series, 1 - 2 * self.twice(a) / a.square())
 
 
-def _powers(coefficients: Sequence[float], a: Tensor) -> Tensor:
-    total = torch.zeros_like(a)
-    for c in reversed(coefficients):
-        total = (total + c) * a
-    return total
+def _series(coefficients: tuple[float, ...], a: Tensor) -> Tensor:
+    """Σ_k c_k aᵏ from k = 1, where a is small; elsewhere some number."""
+    powers, weights = _tables(coefficients, a.dtype, a.device)
+    return (a.clamp(max=_SMALL)[..., None] ** powers) @ weights
+
+
+@functools.lru_cache(maxsize=32)
+def _tables(coefficients: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Kept, so that a step copies nothing; made outside of inference mode, as they must serve training, too."""
+    with torch.inference_mode(False):
+        powers = torch.arange(1, len(coefficients) + 1, dtype=dtype, device=device)
+        return powers, torch.tensor(coefficients, dtype=dtype, device=device)
 
 
 def _exponential(polynomial: Callable[[int], float]) -> tuple[float, ...]:
@@ -185,7 +192,7 @@ class Anova(Kernel):
         low, high = (bound / exact for bound in self._bounds(x.double()))
         at, width = x.double()[..., 0] / exact, high - low
         rest = profile.spread(width)
-        left = rest - (profile.lost(at - low) + profile.lost(high - at)) / width
+        left = rest - profile.lost(torch.stack([at - low, high - at])).sum(0) / width
         return unit, left.to(x), rest.to(x), (1 - rest).to(x)
 
     def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:

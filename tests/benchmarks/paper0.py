@@ -167,7 +167,7 @@ def run_friedman(options: argparse.Namespace) -> None:
             picture(guide, x, y, options.out.with_name("paper0_friedman.png"))
     text = (
         f"Friedman's function of six columns (x6 inert), N = {num}, noise variance 1, the paper's kernel and Z. RMSE "
-        f"of each effect's mean to the analytic ANOVA effect, at 2,000 uniform inputs."
+        f"of each effect's mean to the analytic ANOVA effect, at 2,000 uniform inputs. "
         f"L-BFGS, {iterations} iterations.\n\n"
         + table(["family", "bound", *truth, "noise variance", "seconds"], rows)
         + "\n\nSobol indices in per cent, mean and 95 % interval of draws:\n\n"

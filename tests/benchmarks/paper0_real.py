@@ -119,7 +119,7 @@ def ours(data: Data, x: Tensor, y: Tensor, extra: bool, steps: int) -> tuple[Aut
         inducing[-1] = 36
     guide = AutoSparseGP(model, CoupledPrecision(inducing, rank=16, init="grid"))
     guide(x, y)
-    optimiser = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.1 ** (1 / steps)})
+    optimiser = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / steps)})
     svi = SVI(model, guide, optimiser, TraceQuadrature_ELBO(10 if data.counts else 2))
     for _ in range(steps):
         rows = torch.randperm(len(x))[:400]
@@ -153,7 +153,7 @@ def theirs(data: Data, x: np.ndarray, y: np.ndarray, size: float, iterations: in
 
 
 def run(options: argparse.Namespace) -> str:
-    most, steps, iterations = (200, 10, 3) if options.short else (8000, 800, 60)
+    most, steps, iterations = (200, 10, 3) if options.short else (8000, 400, 40)
     scores, effects = [], []
     for name in options.sets:
         data = load(options.data / f"{name}.npz", most, 0)
