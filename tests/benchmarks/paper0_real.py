@@ -200,8 +200,8 @@ def run(options: argparse.Namespace) -> str:
         "A fifth of the rows is held out; at most 8,000 others train. Smooth terms (Matern-5/2 Anova kernels, 12 "
         f"inducing inputs each, rank 16, {steps} steps of 400 rows) against cubic B-splines (up to 10 a term); linear "
         "terms as in the program. Deviance a held-out row: squared error (ozone in ppm, houses as log value), or the "
-        "negative binomial's with our size for both (bikes). GLMGam has no interactions; ours gets one more term. "
-        f"GLMGam's penalties are by AIC, {iterations} iterations of Nelder-Mead from 1, which is short of their optimum "
+        "negative binomial's with our size for both (bikes). GLMGam has no interactions, ours one more term. "
+        f"GLMGam's penalties are by AIC, {iterations} iterations of Nelder-Mead from 1, short of their optimum "
         "(the bikes' hours are too smooth), and its bands hold the level's uncertainty, too. Seconds are of a busy "
         "machine.\n\n"
         + table(["set", "training rows", "method", "test deviance", "seconds"], scores)
