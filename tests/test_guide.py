@@ -118,14 +118,15 @@ class TestState:
         guide = AutoSparseGP(regression, SVGP(7))
         guide(x, y)
         for family, said in (
-            (SVGP(5), "SVGP\\(inducing=5\\)"),
-            (OrthogonalInducing(4, 3), "OrthogonalInducing\\(inducing=4, orthogonal=3\\)"),
+            (SVGP(5), "SVGP\\(inducing=5, whiten=True\\)"),
+            (OrthogonalInducing(4, 3), "OrthogonalInducing\\(inducing=4, orthogonal=3, whiten=True\\)"),
             (MeanFieldAdditive(7), "MeanFieldAdditive\\(inducing=7\\)"),
         ):
             other = AutoSparseGP(regression, family)
             if used:
                 other(x, y)
-            with pytest.raises(ValueError, match=rf"GP site 'f' is SVGP\(inducing=7\), this guide declares {said}"):
+            saved = r"GP site 'f' is SVGP\(inducing=7, whiten=True\)"
+            with pytest.raises(ValueError, match=rf"{saved}, this guide declares {said}"):
                 other.load_state_dict(guide.state_dict())
         with pytest.raises(ValueError, match="no family is given for GP site 'f'"):
             AutoSparseGP(regression, {"h": SVGP(7)}).load_state_dict(guide.state_dict())

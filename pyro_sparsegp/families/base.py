@@ -67,7 +67,8 @@ class Family(ABC):
                 return f"{type(value).__name__}({value.size})"
             return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
-        numbers = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in _NOT_DECLARED}
+        known = sorted(fields(self), key=lambda f: f.kw_only)  # a base class's keywords come last
+        numbers = {f.name: plain(getattr(self, f.name)) for f in known if f.name not in _NOT_DECLARED}
         return {"name": type(self).__name__, **numbers}
 
     def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> Any:
