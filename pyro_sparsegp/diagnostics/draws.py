@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -27,7 +27,17 @@ from ..structure import COUPLED
 from .marginal import log_marginal
 from .pointwise import Moments, PointwiseDensities, Reader
 
-__all__ = ["LARGEST_JOINT", "Draw", "GuideSource", "base_of", "leave_one_out", "log_density_of", "seeded", "sites_of"]
+__all__ = [
+    "LARGEST_JOINT",
+    "Draw",
+    "GuideSource",
+    "base_of",
+    "leave_one_out",
+    "log_density_of",
+    "require_shapes",
+    "seeded",
+    "sites_of",
+]
 
 LARGEST_JOINT = 5000  # function values that are drawn jointly without being asked twice
 
@@ -89,6 +99,21 @@ def base_of(fn: Any) -> Any:
 def log_density_of(fn: Any, site: Any, value: Tensor) -> Tensor:
     """The log density of a site's value under ``fn``, summed, with the site's scale and mask."""
     return torch.as_tensor(scale_and_mask(fn.log_prob(value), site["scale"], site["mask"])).double().sum()
+
+
+def require_shapes(data: Mapping[str, Any]) -> None:
+    """Raise where observed values and their distribution have other shapes: densities would be of all their pairs.
+
+    :raises ValueError: naming the site, both shapes and the remedy.
+    """
+    for name, site in data.items():
+        there, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
+        if there != shape:
+            raise ValueError(
+                f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: a density would "
+                f"be taken of each with each. Give observations of shape {shape}"
+                + (", say by y.squeeze(-1)." if there == (*shape, 1) else ", one for each row of the inputs.")
+            )
 
 
 class GuideSource:
@@ -154,6 +179,7 @@ class GuideSource:
                 f"site {missing[0]!r} was observed when the guide was initialised and is not now: give the training "
                 "data, to_datatree(model, guide, x, y)."
             )
+        require_shapes({name: full_trace.nodes[name] for name in self.data})
         log_priors = dict(messenger.log_priors)
         log_q = sum(messenger.log_qs, torch.zeros((), dtype=torch.float64))
         values, held = {}, {}
