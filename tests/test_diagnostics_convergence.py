@@ -242,3 +242,18 @@ def test_stock_plots_take_the_trees(pictures):
     arviz_plots.plot_ecdf_pit(ranks)
     scores = diagnostics.predictive_scores(regression, guide, x, y, num_samples=5)
     arviz_plots.plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=["data"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_losses_that_are_not_finite_are_no_rest(value):
+    history, rule = History(), StoppingRule(window=20)
+    for step in range(11):
+        history.record(100.0 - step)
+    with pytest.raises(ValueError, match="at step 11"):
+        history.record(value)
+    assert len(history) == 11
+    history._values["locs.noise"] = [np.array([1.0, value if step == 15 else 1.0]) for step in range(20)]
+    for step in range(11, 20):
+        history.record(100.0 - step)
+    with pytest.raises(ValueError, match=r"'locs.noise' is NaN or infinite at step 15"):
+        rule(history)

@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -177,3 +178,57 @@ def test_scores_of_several_outputs():
     found = scores.tree["predictive_scores"]
     assert found["log_score"].shape == (30,)
     assert found["crps"].shape == found["pit"].shape == (30, 2)
+
+
+def test_a_tree_holds_the_posterior_that_the_guide_predicts_with():
+    """Under a variance correction q(w) is that of eq. 12, optimal for integrated densities: of precision 1/(σ² + c)."""
+    x, y = data(40)
+    network = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double()
+
+    def model(x, y=None):
+        pyro.module("net_predicting", network)
+        f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(network), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    guide = AutoSparseGP(model, ExactWeightSpace())
+    guide(x, y)
+    new = torch.linspace(-1.5, 1.5, 7)[:, None]
+    tree = diagnostics.to_datatree(
+        model, guide, x, y, num_samples=2000, predict=new, include_f=True, dtype="float64", seed=0
+    )
+    phi = network(x).detach()
+    c = phi.square().sum(-1).max() - phi.square().sum(-1)
+    precision = torch.eye(4) + phi.T @ (phi / (0.04 + c)[:, None])
+    mean = torch.linalg.solve(precision, phi.T @ (y / (0.04 + c)))
+    spread = torch.linalg.inv(precision).diagonal().sqrt()
+    w = torch.as_tensor(tree.posterior["f_w"].values[0])
+    assert (((w.mean(0) - mean) / spread).abs() < 0.11).all()  # 5 standard errors
+    assert ((w.std(0) / spread - 1).abs() < 0.08).all()
+    vfe = torch.linalg.solve(torch.eye(4) + phi.T @ phi / 0.04, phi.T @ y / 0.04)
+    assert (((vfe - mean) / spread).abs() > 0.3).any()  # which training uses, and the tree must not
+    for variable, inputs, group in (("f", new, "predictions"), ("f", x, "posterior")):
+        found = tree[group][variable].values[0]
+        with torch.no_grad():
+            q = guide.posterior(inputs)["f"]
+            mean, spread = q.mean.numpy(), q.stddev.numpy()
+        np.testing.assert_allclose(found.mean(0), mean, atol=0.12 * spread.max())
+        np.testing.assert_allclose(found.std(0) / spread, 1, atol=0.1)
+    stats = tree.sample_stats
+    assert stats.attrs["target"] == "fitc"
+    assert float((stats["lp_fitc"] - stats["log_q"]).std()) < 1e-6
+    evidence = dist.MultivariateNormal(torch.zeros(40), phi @ phi.T + torch.diag(0.04 + c)).log_prob(y)
+    assert abs(float((stats["lp_fitc"] - stats["log_q"]).mean()) - float(evidence)) < 1e-6
+    assert diagnostics.psis(tree).khat == -np.inf
+    inverse = torch.linalg.inv(phi @ phi.T + torch.diag(0.04 + c))
+    scale = inverse.diagonal().rsqrt()
+    exact = dist.Normal(y - inverse @ y * scale.square(), scale).log_prob(y).sum()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, large = (
+            diagnostics.loo(tree),
+            diagnostics.loo_large(model, guide, x, y, observations=40, num_samples=500),
+        )
+    assert found.target == large.target == "fitc"
+    assert abs(found.elpd - float(exact)) < 1
+    assert abs(large.elpd - float(exact)) < 1

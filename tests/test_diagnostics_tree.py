@@ -450,3 +450,29 @@ def test_looking_changes_nothing():
     assert guide.training
     after = guide.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("model", [regression, bernoulli])
+def test_observations_of_the_wrong_shape_are_refused(model):
+    guide, x, y = fitted(model, steps=2)
+    calls = (
+        lambda wrong: to_datatree(model, guide, x, wrong, num_samples=2),
+        lambda wrong: diagnostics.predictive_scores(model, guide, x, wrong, num_samples=2),
+        lambda wrong: diagnostics.loo(model, guide, x, wrong, num_samples=30),
+        lambda wrong: diagnostics.loo_large(model, guide, x, wrong, observations=5, num_samples=30),
+    )
+    for wrong in (y[:, None], y[None], y[:1], y[0]):
+        for call in calls:
+            with pytest.raises(ValueError, match=r"site .y. has observations of shape .*Give .* \(40,\)"):
+                call(wrong)
+    with pytest.raises(ValueError, match="squeeze"):
+        calls[0](y[:, None])
+    samples = {"f": torch.zeros(3, 40)}
+
+    def plain(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    with pytest.raises(ValueError, match="site 'y' has observations"):
+        to_datatree(plain, samples, x, y[:, None])

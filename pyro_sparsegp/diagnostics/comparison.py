@@ -122,7 +122,7 @@ def loo_large(
     site = var_name or source.data[0]
     if site not in source.data or (var_name is None and len(source.data) > 1):
         raise ValueError(f"var_name must be one of the observed sites {source.data}, got {var_name!r}")
-    wanted = target or target_of(source)
+    wanted = target or ""
     running: Any = None
     chosen = np.empty(0)
     labels = Labels(None, None)
@@ -133,6 +133,7 @@ def loo_large(
             densities = source.densities(draw)
             terms = densities.integrated[site].double()
             if running is None:
+                wanted = target or target_of(source)
                 labels.learn(draw.data)
                 rows = _rows(draw.data[site], terms)
                 if not 1 <= observations <= len(rows):

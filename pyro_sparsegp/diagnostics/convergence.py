@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any, Optional, Union
 
@@ -44,7 +45,15 @@ class History:
         self._values: dict[str, list[np.ndarray]] = {}
 
     def record(self, loss: float) -> float:
-        """Keep a step's loss and the parameters after it; returns the loss."""
+        """Keep a step's loss and the parameters after it; returns the loss.
+
+        :raises ValueError: where the loss is NaN or infinite, naming the step.
+        """
+        if not math.isfinite(float(loss)):
+            raise ValueError(
+                f"the loss is {float(loss)} at step {len(self)}: training has failed there. Look for NaN or infinite "
+                "data, take a smaller learning rate, or work in float64."
+            )
         self._losses.append(float(loss))
         if self.guide is not None:
             for name, parameter in self.guide.named_parameters():
@@ -122,7 +131,7 @@ class StoppingRule:
     :param tolerance: in nats.
     :param patience: looks in a row, a tenth of the window apart.
     :param watch: names, or beginnings of names, in the history: "elbo", "log_z", "locs."; by default the objective.
-    :raises ValueError: where the history has nothing of what is watched.
+    :raises ValueError: where the history has nothing of what is watched, or an iterate is NaN or infinite.
     """
 
     def __init__(
@@ -146,6 +155,7 @@ class StoppingRule:
         if len(history) < self.window or len(history) % (self.window // 10):
             return False
         iterates = history.window(self.window)
+        self._require_finite(iterates, len(history))
         halves = np.split(iterates[history.objective], 2)
         change = halves[1].mean() - halves[0].mean()
         if abs(change) <= self.tolerance:
@@ -161,6 +171,16 @@ class StoppingRule:
             return False
         self.reason = f"R-hat of the last {self.window} iterates is {worst:.3f}"
         return True
+
+    @staticmethod
+    def _require_finite(iterates: dict[str, np.ndarray], steps: int) -> None:
+        for name, values in iterates.items():
+            bad = ~np.isfinite(values.reshape(len(values), -1)).all(1)
+            if bad.any():
+                step = steps - len(values) + int(bad.argmax())
+                raise ValueError(
+                    f"{name!r} is NaN or infinite at step {step}: training has failed there, it is no rest"
+                )
 
     @staticmethod
     def largest_rhat(iterates: dict[str, np.ndarray]) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Optional
 
 import pyro
@@ -17,14 +18,26 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..guide import AutoSparseGP, as_process, whole_plates
+from ..kernels import base as kernel_base
 from ..linalg import solve_lower
 from ..posteriors import ProjectedGaussian
 from ..process import GaussianProcess, SparsePosterior
+from ..sparse_gp import OptimalGP
 from ..structure import COUPLED
 from .marginal import log_marginal
 from .pointwise import Moments, PointwiseDensities, Reader
 
-__all__ = ["LARGEST_JOINT", "Draw", "GuideSource", "base_of", "leave_one_out", "log_density_of", "seeded", "sites_of"]
+__all__ = [
+    "LARGEST_JOINT",
+    "Draw",
+    "GuideSource",
+    "base_of",
+    "leave_one_out",
+    "log_density_of",
+    "require_shapes",
+    "seeded",
+    "sites_of",
+]
 
 LARGEST_JOINT = 5000  # function values that are drawn jointly without being asked twice
 
@@ -88,6 +101,21 @@ def log_density_of(fn: Any, site: Any, value: Tensor) -> Tensor:
     return torch.as_tensor(scale_and_mask(fn.log_prob(value), site["scale"], site["mask"])).double().sum()
 
 
+def require_shapes(data: Mapping[str, Any]) -> None:
+    """Raise where observed values and their distribution have other shapes: densities would be of all their pairs.
+
+    :raises ValueError: naming the site, both shapes and the remedy.
+    """
+    for name, site in data.items():
+        there, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
+        if there != shape:
+            raise ValueError(
+                f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: a density would "
+                f"be taken of each with each. Give observations of shape {shape}"
+                + (", say by y.squeeze(-1)." if there == (*shape, 1) else ", one for each row of the inputs.")
+            )
+
+
 class GuideSource:
     """Draws from a guide: hyperparameters and coefficients, function values given those.
 
@@ -122,6 +150,7 @@ class GuideSource:
                 "is random are function values given those. Ask for joint draws of these, exact=True, in O(N³)."
             )
         self.joint, self.exact, self.marginal = bool(projected) and not marginal, exact, marginal
+        self.corrected = False  # whether a variance correction changes q(w), as the last draw showed
         self.reader = Reader(guide.model, args, kwargs, [*self.data, *self.structure.downstream])
 
     @property
@@ -135,10 +164,9 @@ class GuideSource:
         guide, training = self.guide, self.guide.training
         messenger = _Coefficients(self)
         guide.eval()
-        # Scores may be of held-out rows; those of training get the same under either view.
-        view = guide.predicting() if self.marginal else nullcontext()
         try:
-            with view, pyro.validation_enabled(False), whole_plates(), poutine.block(), messenger:
+            # As predictions are made: rows may be held-out ones, and a kernel's variance correction acts on q(w), too.
+            with guide.predicting(), pyro.validation_enabled(False), whole_plates(), poutine.block(), messenger:
                 guide(*self.args, **self.kwargs)
             model_trace, guide_trace = guide.get_traces()
             full_trace = guide.trace
@@ -151,6 +179,7 @@ class GuideSource:
                 f"site {missing[0]!r} was observed when the guide was initialised and is not now: give the training "
                 "data, to_datatree(model, guide, x, y)."
             )
+        require_shapes({name: full_trace.nodes[name] for name in self.data})
         log_priors = dict(messenger.log_priors)
         log_q = sum(messenger.log_qs, torch.zeros((), dtype=torch.float64))
         values, held = {}, {}
@@ -172,6 +201,7 @@ class GuideSource:
             if name not in self.structure.downstream:  # those have their own term
                 log_priors[name] = log_density_of(p["fn"], p, site["value"])
             log_q = log_q + log_density_of(q["fn"], q, site["value"])
+        self.corrected = any(self._corrects(name, priors[name]["fn"]) for name in messenger.posteriors)
         functions = {name: sites[name]["value"] for name in messenger.posteriors}
         return Draw(
             values,
@@ -183,6 +213,14 @@ class GuideSource:
             log_priors,
             log_q,
             messenger.posteriors,
+        )
+
+    def _corrects(self, name: str, prior: Any) -> bool:
+        module = attrgetter(name)(self.guide.gps)
+        return (
+            isinstance(module, OptimalGP)
+            and module.in_weight_space
+            and kernel_base.depends_on_rows(getattr(base_of(prior), "kernel", None))
         )
 
     def densities(self, draw: Draw) -> PointwiseDensities:

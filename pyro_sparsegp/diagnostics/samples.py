@@ -15,7 +15,7 @@ from ..guide import as_process, is_observation, whole_plates
 from ..predict import _bare, _Known
 from ..process import GaussianProcess
 from ..reparam import unwhiten
-from .draws import Draw, leave_one_out, log_density_of, sites_of
+from .draws import Draw, leave_one_out, log_density_of, require_shapes, sites_of
 from .pointwise import Moments, PointwiseDensities, Reader
 
 __all__ = ["ConditionedSource", "SampleSource"]
@@ -42,6 +42,7 @@ class SampleSource:
         self.data = [name for name, site in sites_of(trace) if is_observation(site) and not site_is_subsample(site)]
         if not self.data:
             raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
+        require_shapes({name: site for name, site in sites_of(trace) if name in self.data})
         self.reader = Reader(self.model, args, kwargs, self.data)
         self._next = 0
 

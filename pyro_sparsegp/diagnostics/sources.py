@@ -54,7 +54,11 @@ def as_source(
 
 
 def target_of(source: Source) -> str:
-    """What a result's own draws are towards: the bound's target, expectation propagation's or the model itself."""
+    """What a result's own draws are towards: the bound's target, expectation propagation's or the model itself.
+
+    A q(w) under a kernel's variance correction is optimal for integrated densities, as expectation propagation's is.
+    It is known after the first draw.
+    """
     if source.joint:
         return "exact"
-    return "fitc" if isinstance(source, GuideSource) and source.guide.by_expectation else "vfe"
+    return "fitc" if isinstance(source, GuideSource) and (source.guide.by_expectation or source.corrected) else "vfe"

@@ -52,6 +52,9 @@ def to_datatree(
     * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, that of expectation propagation;
     * ``lp_exact``, with ``exact=True``: log p(θ) p(w) + log p(y | w, θ) under the exact prior, in O(N³).
 
+    Draws are of the posterior that the guide predicts with. Where a kernel's variance correction changes q(w)
+    (:class:`~pyro_sparsegp.families.ExactWeightSpace`), it is the changed one, and "fitc" its target.
+
     :class:`~pyro_sparsegp.families.ComputationAware` knows w, and is uncertain of f given w: it needs ``exact=True``,
     and then has joint draws of f in place of w, with one target, p(θ) p(f) p(y | f), and the log likelihood of MCMC.
     Memory is that of the arrays returned plus ``chunk_size`` rows of features; each draw costs one prediction of the
@@ -94,13 +97,14 @@ def to_datatree(
     writer = Writer(Labels(dims, coords), (chains, num_samples), dtype)
     new = None if predict is None else _arguments(predict)
     shared = {"model": name_of(model), "posterior": sources[0].name, "family": _families(sources[0]), "name": name}
-    own = {"sample_stats": {"target": target_of(sources[0])}}
+    own: dict[str, dict[str, Any]] = {}
     fixed: dict[str, dict[str, Any]] = {}
     with seeded(seed):
         for chain in range(chains):
             source = sources[chain % len(sources)]
             for s in range(num_samples):
                 draw = source.draw()
+                own = own or {"sample_stats": {"target": target_of(source)}}
                 writer.at(chain, s)
                 _write(writer, source, draw, include_f, log_likelihood, posterior_predictive)
                 if new is not None:

@@ -144,10 +144,10 @@ def log_weights_of(tree: Any, target: str) -> Any:
     if "log_q" not in stats:
         raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")
     own = stats.attrs["target"]
-    if target == own:
-        return stats["lp"] - stats["log_q"]
     if f"lp_{target}" in stats:
         return stats[f"lp_{target}"] - stats["log_q"]
+    if target == ("exact" if own == "exact" else "vfe"):
+        return stats["lp"] - stats["log_q"]
     raise ValueError(
         f"the tree has draws and densities for the target {own!r}, not for {target!r}"
         + (": make it by to_datatree(..., exact=True), in O(N³) a draw." if target == "exact" else ".")
