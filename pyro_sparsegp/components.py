@@ -78,6 +78,8 @@ class Components(Sequence):
                 f"Components.at got {len(inputs)} matrices of inputs, the kernel of site {self._whole.name!r} has "
                 f"{len(self)} terms: {list(self.names)}"
             )
+        if not all(part.isfinite().all() for part in inputs):
+            raise ValueError(f"Components.at got inputs for site {self._whole.name!r} with NaN or infinite values")
         return Components(self._whole, inputs)
 
     def covariance(self, one: Union[int, str], other: Union[int, str]) -> Tensor:
@@ -128,7 +130,7 @@ class Components(Sequence):
 
         :raises ValueError: naming the terms that have no zero mean over a box.
         """
-        boxes = []
+        boxes: list[dict[int, Any]] = []
         for label, part in self.items():
             box = centred_on(part.process.kernel)
             if box is None or len(box) > max(_NODES):
@@ -137,6 +139,14 @@ class Components(Sequence):
                     f"{label!r} of site {self._whole.name!r} is {part.process.kernel!r}. Write kernels.Anova(k, low, "
                     "high)[column], products of these for interactions, and constants into kernels.Constant."
                 )
+            for column, bounds in box.items():
+                known = next((other[column] for other in boxes if column in other), bounds)
+                pairs = ((torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(bounds, known))
+                if any(bool((a.cpu() != b.cpu()).any()) for a, b in pairs):
+                    raise ValueError(
+                        f"Sobol indices need one interval for each column; term {label!r} of site {self._whole.name!r} "
+                        f"has {bounds} in column {column}, another term {known}."
+                    )
             boxes.append(box)
         if not any(boxes):
             raise ValueError(f"the kernel of site {self._whole.name!r} has no term that varies")

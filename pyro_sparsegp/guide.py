@@ -672,6 +672,10 @@ class AutoSparseGP(AutoNormalMessenger):
                 raise ValueError(
                     f"GP site {name!r} was not there when the guide was initialised; it knows {known}"
                 ) from None
+        try:
+            kernel_base.check_inputs(process.kernel, process.x)
+        except ValueError as error:
+            raise ValueError(f"GP site {name!r}: {error}") from None
         module = self._family(name).build(process, name)
         deep_setattr(self, "gps." + name, module)
         return attrgetter(name)(self.gps)

@@ -15,7 +15,7 @@ __all__ = ["RobustMax"]
 
 # The trapezoidal rule on ±_REACH standard deviations: for a product of normal curves that differ in width it is far
 # more precise than Gauss-Hermite of as many nodes (1e-6 where the largest is three times the smallest, not 1e-3).
-_NODES, _REACH = 32, 5.3
+_NODES, _REACH = 64, 5.3
 _FAR = 1e4  # standard deviations; further out, where the scale is 0, log Φ has no gradient to use
 
 

@@ -251,3 +251,35 @@ def test_optimal_posteriors_of_additive_models():
     guide = AutoSparseGP(model, AdditiveSGPR([x[:, :1], x[:, 1:], None], trainable=False))
     evidence = dist.MultivariateNormal(torch.zeros(25), kernel(x) + 0.25 * torch.eye(25)).log_prob(y)
     assert abs(-TraceQuadrature_ELBO(2)(model, guide)(x, y).item() - evidence) < 1e-5
+
+
+def test_terms_keep_their_order_and_codes_their_range():
+    from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
+    from pyro_sparsegp.families import CoupledPrecision
+
+    x = torch.rand(40, 2)
+    y = torch.sin(5 * x[:, 0])
+
+    def model_of(kernel):
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(kernel, x))
+            with pyro.plate("data", len(x)):
+                return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+        return model
+
+    a, b = kernels.RBF(0.4)[0].named("a"), kernels.RBF(0.6)[1].named("b")
+    guide = AutoSparseGP(model_of(a + b), CoupledPrecision(5))
+    guide(x, y)
+    other = AutoSparseGP(model_of(b + a), CoupledPrecision(5))
+    other.load_state_dict(guide.state_dict())
+    with pytest.raises(ValueError, match=r"are \['b', 'a'\] now, and were \['a', 'b'\]"):
+        other.posterior(x)
+    coded = torch.cat([x[:, :1], torch.randint(1, 4, (40, 1)).to(x)], 1)
+    with pytest.raises(ValueError, match=r"GP site 'f': .*codes 0 to 2, the training inputs have \[3.0\]"):
+        AutoSparseGP(model_of(a + kernels.Categorical(3)[1]), CoupledPrecision(5))(coded, y)
+    with pytest.raises(ValueError, match="one interval for each column"):
+        kernel = kernels.Anova(kernels.RBF(0.3), 0, 1)[0] + kernels.Anova(kernels.RBF(0.3), 0, 2)[0]
+        guide = AutoSparseGP(model_of(kernel), CoupledPrecision(5))
+        guide(x, y)
+        guide.posterior(x)["f"].components.sobol_indices()

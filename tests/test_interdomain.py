@@ -248,3 +248,40 @@ def test_what_fourier_coefficients_are_not_for_is_named(data):
         bases.FourierCoefficients(1.0, 1.0, 3)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         bases.FourierCoefficients(0.0, 1.0, 0)
+
+
+class TestWhatUsersWrite:
+    def test_fixed_functionals_stay(self, data):
+        x, y = data
+        guide = AutoSparseGP(model, SVGP(Averages(points(5), points(5)), trainable=False))
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+        for _ in range(3):
+            svi.step(x, y)
+        assert torch.equal(guide.gps.f.basis.variables_0.a, points(5))
+        again = AutoSparseGP(model, SVGP(Averages(points(5) + 1, points(5)), trainable=False))
+        again.load_state_dict(guide.state_dict())
+        assert torch.allclose(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
+
+    def test_another_interval_is_another_family(self, data):
+        x, y = data
+        guide = AutoSparseGP(gaussian(kernels.Matern32(0.3)), SVGP(bases.FourierCoefficients(-1.0, 3.0, 5)))
+        guide(x, y)
+        other = AutoSparseGP(gaussian(kernels.Matern32(0.3)), SVGP(bases.FourierCoefficients(0.0, 3.0, 5)))
+        with pytest.raises(ValueError, match=r"FourierCoefficients\(-1.0, 3.0, 5\)"):
+            other.load_state_dict(guide.state_dict())
+
+    def test_matrices_of_wrong_shape_are_named(self, data):
+        x, y = data
+
+        class Transposed(Averages):
+            def cross(self, kernel, x):
+                return super().cross(kernel, x).mT
+
+        class Wrong(Averages):
+            def covariance(self, kernel):
+                return super().covariance(kernel)[:3]
+
+        with pytest.raises(ValueError, match=r"Transposed.cross returned the shape \(5, 40\), \(..., 40, 5\) is wanted"):
+            AutoSparseGP(model, SVGP(Transposed(points(5), points(5))))(x, y)
+        with pytest.raises(ValueError, match=r"Wrong.covariance returned the shape \(3, 5\), \(..., 5, 5\) is wanted"):
+            AutoSparseGP(model, SVGP(Wrong(points(5), points(5))))(x, y)

@@ -65,10 +65,12 @@ class Additive(Basis):
     """A basis for each summand of the kernel.
 
     :param parts: one basis a summand, in the order of ``kernel.terms``.
+    :param names: the summands' names; empty where they are not known.
     """
 
-    def __init__(self, parts: Sequence[Basis]) -> None:
+    def __init__(self, parts: Sequence[Basis], names: Sequence[str] = ()) -> None:
         super().__init__()
+        self.names = tuple(names)
         self.num_terms = len(parts)
         for i, part in enumerate(parts):
             setattr(self, f"term_{i}", part)
@@ -90,8 +92,13 @@ class Additive(Basis):
                 f"the kernel of site {name!r} has {len(terms)} terms now, {self.num_terms} when the guide was "
                 "initialised; a kernel's structure must not change between calls."
             )
+        if self.names and (names := kernel_base.term_names(kernel)) != self.names:
+            raise ValueError(
+                f"the terms of the kernel of site {name!r} are {list(names)} now, and were {list(self.names)} when the "
+                "guide was initialised or saved; their order and names must not change."
+            )
         parts = [part(term, jitter, f"{name}, term {i}") for i, (part, term) in enumerate(zip(self.parts, terms))]
         return AdditiveFeatures(kernel, parts)
 
     def spec(self) -> dict[str, Any]:
-        return {"kind": "additive", "parts": [part.spec() for part in self.parts]}
+        return {"kind": "additive", "names": list(self.names), "parts": [part.spec() for part in self.parts]}

@@ -50,6 +50,9 @@ class FourierCoefficients(InducingVariables):
     def size(self) -> int:
         return 2 * self.num_frequencies + 1
 
+    def describe(self) -> str:
+        return f"FourierCoefficients({self.low}, {self.high}, {self.num_frequencies})"
+
     def _frequencies(self, like: Tensor) -> Tensor:
         return torch.arange(1, self.num_frequencies + 1, dtype=like.dtype, device=like.device) * (
             2 * math.pi / (self.high - self.low)

@@ -20,7 +20,7 @@ from ..kernels import base as kernel_base
 from ..linalg import cholesky, solve_lower
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs
-from .variables import InducingVariables, SourceValues, Values, Variables, between
+from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze
 
 __all__ = ["InducingFeatures", "InducingPoints"]
 
@@ -62,7 +62,7 @@ class InducingFeatures(CrossFeatures):
 
     def covariance_with(self, x: Tensor) -> Tensor:
         """K_fu, ``(..., N, M)``."""
-        return _beside([part.cross(self.cross, x) for part in self._joined])
+        return _beside([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         found: list[Tensor] = []
@@ -90,7 +90,7 @@ class InducingPoints(Basis):
 
     :param sets: inducing inputs, ``(M_b, D)`` each, or ``(M_b, d)`` in the columns that the kernel reads, or in the
         domain of the kernel's ``source``; or :class:`InducingVariables`.
-    :param trainable: whether the inputs are parameters or stay fixed; :class:`InducingVariables` say so themselves.
+    :param trainable: whether the inputs are parameters or stay fixed.
     :param columns: those columns, if the inputs live in them alone; ``None`` is all.
     :param width: D.
     :param of_source: for each set, whether it has inputs of the kernel's ``source``; ``None`` is none.
@@ -143,10 +143,16 @@ class InducingPoints(Basis):
         def is_of_source(given: Inducing) -> bool:
             if patches is None or isinstance(given, InducingVariables):
                 return False
-            return (
-                not isinstance(given, Tensor) or given.shape[-1] == patches.shape[-1] or given.shape[-1] != x.shape[-1]
-            )
+            return not isinstance(given, Tensor) or given.shape[-1] != x.shape[-1]
 
+        if source is None and any(kernel_base.source(term) is not None for term in kernel_base.terms(kernel)):
+            for given in sets:
+                if isinstance(given, Tensor) and given.shape[-1] != x.shape[-1]:
+                    raise ValueError(
+                        f"the inducing inputs of site {name!r} must be a tensor (M, {x.shape[-1]}), got "
+                        f"{tuple(given.shape)}: a sum of kernels has no patches of its own. Give images, or take an "
+                        "additive family, such as MeanFieldAdditive([patches, images])."
+                    )
         of_source = [is_of_source(given) for given in sets]
         found: list[Any] = [copy.deepcopy(given) if isinstance(given, InducingVariables) else None for given in sets]
         for wanted in (False, True):
@@ -164,6 +170,8 @@ class InducingPoints(Basis):
         for z in found:
             if isinstance(z, InducingVariables):
                 z.to(dtype=x.dtype, device=x.device)
+                if not trainable:
+                    freeze(z)
         return cls(found, trainable, columns, x.shape[-1], of_source)
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
@@ -211,7 +219,7 @@ class InducingPoints(Basis):
         rows: list[list[Tensor]] = []
         scale: Optional[Tensor] = None  # of the jitter: that of the first set for all
         for b, part in enumerate(variables):
-            rest = part.covariance(kernel)
+            rest = checked(part.covariance(kernel), part, "covariance", part.size)
             if scale is None:
                 scale = rest.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
             row: list[Tensor] = []
@@ -244,12 +252,14 @@ class InducingPoints(Basis):
         :param sets: what the family declares, for its :class:`InducingVariables`.
         """
         columns = None if spec["columns"] is None else tuple(spec["columns"])
-        empty = [
-            copy.deepcopy(given).to(dtype=like.dtype, device=like.device)
-            if isinstance(given, InducingVariables)
-            else like.new_zeros(shape)
-            for given, shape in zip(sets, spec["shapes"])
-        ]
+        empty: list[Any] = []
+        for given, shape in zip(sets, spec["shapes"]):
+            if not isinstance(given, InducingVariables):
+                empty.append(like.new_zeros(shape))
+                continue
+            empty.append(copy.deepcopy(given).to(dtype=like.dtype, device=like.device))
+            if not trainable:
+                freeze(empty[-1])
         return cls(empty, trainable, columns, spec["width"], spec["of_source"])
 
 

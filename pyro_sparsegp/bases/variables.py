@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..modules import AbstractModule
 
-__all__ = ["InducingVariables", "SourceValues", "Values", "Variables", "between"]
+__all__ = ["InducingVariables", "SourceValues", "Values", "Variables", "between", "checked", "freeze"]
 
 
 @runtime_checkable
@@ -66,6 +66,10 @@ class InducingVariables(AbstractModule):
     @abstractmethod
     def size(self) -> int:
         """M."""
+
+    def describe(self) -> str:
+        """What a saved state must agree in: the class, M, and what else u is made of but is no parameter."""
+        return f"{type(self).__name__}({self.size})"
 
     @abstractmethod
     def covariance(self, kernel: Any) -> Tensor:
@@ -148,11 +152,37 @@ class SourceValues:
         return None if of_source is None else of_source(self.z)
 
 
+def checked(value: Tensor, part: Variables, method: str, rows: int) -> Tensor:
+    """``value`` if it is ``(..., rows, M)``.
+
+    :raises ValueError: naming the class and method that gave it.
+    """
+    if value.dim() < 2 or value.shape[-2:] != (rows, part.size):
+        raise ValueError(
+            f"{type(part).__name__}.{method} returned the shape {tuple(value.shape)}, (..., {rows}, {part.size}) is "
+            f"wanted, as its size is {part.size}."
+        )
+    return value
+
+
+def freeze(module: Any) -> None:
+    """Make a module's parameters buffers: they stay as they are."""
+    for part in module.modules():
+        constrained = getattr(part, "_pyro_params", {})
+        for name in list(constrained):
+            value = getattr(part, name).detach().clone()
+            delattr(part, name)
+            part.register_buffer(name, value)
+        for name, value in list(part._parameters.items()):
+            delattr(part, name)
+            part.register_buffer(name, None if value is None else value.detach().clone())
+
+
 def between(kernel: Any, first: Variables, second: Variables) -> Tensor:
     """The covariance of two sets of inducing variables, ``(..., M, M')``; either may know it."""
     if isinstance(second, Values) and not isinstance(first, Values):
         return first.cross(kernel, second.z).mT
     unknown = type(first).between is InducingVariables.between
     if unknown and type(second).between is not InducingVariables.between:
-        return second.between(kernel, first).mT
-    return first.between(kernel, second)
+        return checked(second.between(kernel, first), first, "between", second.size).mT
+    return checked(first.between(kernel, second), second, "between", first.size)

@@ -74,7 +74,7 @@ class OnTerms(BasisFamily):
             columns = kernel_base.columns(term)
             where = f"{name}, term {i}"
             parts.append(InducingPoints.chosen(term, process.x, [inducing], self.init, where, self.trainable, columns))
-        return Additive(parts)
+        return Additive(parts, kernel_base.term_names(process.kernel))
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         wanted = self._entries(len(spec["parts"]))
@@ -84,7 +84,8 @@ class OnTerms(BasisFamily):
                 if part["kind"] == "features"
                 else InducingPoints.rebuilt(part, like, self.trainable, [inducing])
                 for part, inducing in zip(spec["parts"], wanted)
-            ]
+            ],
+            spec["names"],
         )
 
     def _entries(self, num_terms: int) -> list[Optional[Inducing]]:

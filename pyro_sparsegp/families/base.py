@@ -64,10 +64,10 @@ class Family(ABC):
             if isinstance(value, (list, tuple)):
                 return [plain(part) for part in value]
             if isinstance(value, InducingVariables):
-                return f"{type(value).__name__}({value.size})"
+                return value.describe()
             return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
-        known = sorted(fields(self), key=lambda f: f.kw_only)  # a base class's keywords come last
+        known = sorted(fields(self), key=lambda f: bool(f.kw_only))  # a base class's keywords come last
         numbers = {f.name: plain(getattr(self, f.name)) for f in known if f.name not in _NOT_DECLARED}
         return {"name": type(self).__name__, **numbers}
 

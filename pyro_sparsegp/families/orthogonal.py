@@ -71,6 +71,10 @@ class OrthogonallyDecoupled(OrthogonalInducing):
                 f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."
             )
 
+    def declared(self) -> dict[str, Any]:
+        found = super().declared()  # how many columns a step takes is no part of what was learned
+        return found if self.num_columns is None else found | {"num_columns": "some"}
+
     def new_coefficients(self) -> NewCoefficients:
         return CholeskyIdentity if self.num_columns is None else FullCholesky
 

@@ -141,6 +141,12 @@ class Kernel(ABC):
         phi = self.features(x)
         return None if phi is None else Explicit(phi, self.diag(x))
 
+    def check_inputs(self, x: Tensor) -> None:  # noqa: B027
+        """Refuse training inputs that the kernel can't mean; asked once, at a guide's first call. By default none.
+
+        :raises ValueError: saying what is wrong with them.
+        """
+
     @property
     def depends_on_rows(self) -> bool:
         """Whether the diagonal term at a row depends on which other rows are given, as that of a ``DeepBasis``."""
@@ -307,6 +313,10 @@ class Sum(Kernel):
     def relative_to(self, rows: Tensor) -> Sum:
         return Sum(*(relative_to(term, rows) for term in self._terms)) if self.depends_on_rows else self
 
+    def check_inputs(self, x: Tensor) -> None:
+        for term in self._terms:
+            check_inputs(term, x)
+
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         x = _expand(x, self.batch_shape)
         draws = [prior_functions(term, num, num_features, x) for term in self._terms]
@@ -379,6 +389,10 @@ class Product(Kernel):
 
     def relative_to(self, rows: Tensor) -> Product:
         return Product(*(relative_to(factor, rows) for factor in self.factors)) if self.depends_on_rows else self
+
+    def check_inputs(self, x: Tensor) -> None:
+        for factor in self.factors:
+            check_inputs(factor, x)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         # The spectral measure of a product is the convolution of the factors': add independent draws.
@@ -456,6 +470,9 @@ class Scaled(Kernel):
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
         return as_tensor(self.variance, x)[..., None, None] * self.kernel.from_source(x, z)
+
+    def check_inputs(self, x: Tensor) -> None:
+        check_inputs(self.kernel, x)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         return self.kernel.frequencies(shape, x) if isinstance(self.kernel, Kernel) else None
@@ -538,6 +555,9 @@ class Select(Kernel):
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
         return self.kernel.from_source(self._slice(x), z)
+
+    def check_inputs(self, x: Tensor) -> None:
+        check_inputs(self.kernel, self._slice(x))
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         omega = self.kernel.frequencies(shape, self._slice(x)) if isinstance(self.kernel, Kernel) else None
@@ -635,6 +655,12 @@ def depends_on_rows(kernel: Any) -> bool:
 def relative_to(kernel: Any, rows: Tensor) -> Any:
     """The kernel in the company of ``rows``; itself for a callable that does not depend on them."""
     return kernel.relative_to(rows) if depends_on_rows(kernel) else kernel
+
+
+def check_inputs(kernel: Any, x: Tensor) -> None:
+    """Let the kernel refuse training inputs; a callable that does not say takes all."""
+    if hasattr(kernel, "check_inputs"):
+        kernel.check_inputs(x)
 
 
 def source(kernel: Any) -> Optional[Any]:

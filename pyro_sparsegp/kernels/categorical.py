@@ -43,6 +43,16 @@ class Categorical(Kernel):
         levels = torch.arange(self.num_levels, dtype=x.dtype, device=x.device)
         return as_tensor(self.variance, x).sqrt()[..., None, None] * (x == levels)
 
+    def check_inputs(self, x: Tensor) -> None:
+        codes = x.detach()
+        unknown = (codes != codes.round()) | (codes < 0) | (codes >= self.num_levels)
+        if unknown.any():
+            some = sorted({float(code) for code in codes[unknown].flatten()[:1000]})[:5]
+            raise ValueError(
+                f"{self!r} is for codes 0 to {self.num_levels - 1}, the training inputs have {some} in its column; "
+                "recode them, or give more levels."
+            )
+
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
         return None  # a new level's effect must be remembered: exact conditioning does
 
