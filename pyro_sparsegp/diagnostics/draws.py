@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, Optional
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..guide import AutoSparseGP, as_process, whole_plates
 from ..kernels import base as kernel_base
+from ..likelihood import bare
 from ..linalg import solve_lower
 from ..posteriors import ProjectedGaussian
 from ..process import GaussianProcess, SparsePosterior
@@ -32,6 +34,7 @@ __all__ = [
     "Draw",
     "GuideSource",
     "base_of",
+    "is_factor",
     "leave_one_out",
     "log_density_of",
     "require_shapes",
@@ -55,6 +58,7 @@ class Draw:
     :param log_priors: the log prior density of each variable, summed.
     :param log_q: the log density of hyperparameters and coefficients, or function values, under q; ``None`` for MCMC.
     :param posteriors: of the GP sites under the draw's hyperparameters.
+    :param factors: the sites of ``pyro.factor``, which hold no data.
     """
 
     values: dict[str, Tensor]
@@ -66,6 +70,7 @@ class Draw:
     log_priors: dict[str, Tensor]
     log_q: Optional[Tensor] = None
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)
+    factors: dict[str, Any] = field(default_factory=dict)
 
     @property
     def log_prior(self) -> Tensor:
@@ -99,6 +104,11 @@ def base_of(fn: Any) -> Any:
 def log_density_of(fn: Any, site: Any, value: Tensor) -> Tensor:
     """The log density of a site's value under ``fn``, summed, with the site's scale and mask."""
     return torch.as_tensor(scale_and_mask(fn.log_prob(value), site["scale"], site["mask"])).double().sum()
+
+
+def is_factor(site: Any) -> bool:
+    """Whether a site is ``pyro.factor``'s: a log density of no data."""
+    return isinstance(bare(site["fn"]), dist.Unit)
 
 
 def require_shapes(data: Mapping[str, Any]) -> None:
@@ -141,7 +151,8 @@ class GuideSource:
         self.guide, self.args, self.kwargs = guide, args, kwargs
         self.chunk_size = chunk_size
         self.structure = guide.structure
-        self.data = list(self.structure.rows)
+        self.data = [name for name, num in self.structure.rows.items() if num]
+        self.factors = [name for name, num in self.structure.rows.items() if not num]  # of pyro.factor, without values
         self.drawn = {*self.structure.inner} | {f for f, kind in self.structure.dependence.items() if kind == COUPLED}
         projected = [f for f, spec in self.structure.gps.items() if spec["basis"].get("kind") == "projection"]
         if projected and not (exact or marginal):
@@ -151,7 +162,7 @@ class GuideSource:
             )
         self.joint, self.exact, self.marginal = bool(projected) and not marginal, exact, marginal
         self.corrected = False  # whether a variance correction changes q(w), as the last draw showed
-        self.reader = Reader(guide.model, args, kwargs, [*self.data, *self.structure.downstream])
+        self.reader = Reader(guide.model, args, kwargs, [*self.data, *self.factors, *self.structure.downstream])
 
     @property
     def name(self) -> str:
@@ -173,13 +184,14 @@ class GuideSource:
         finally:
             guide.train(training)
             guide.trace = poutine.Trace()
-        missing = [name for name in self.data if not full_trace.nodes[name]["is_observed"]]
+        nodes: Any = full_trace.nodes
+        missing = [n for n in [*self.data, *self.factors] if n not in nodes or not nodes[n]["is_observed"]]
         if missing:
             raise ValueError(
                 f"site {missing[0]!r} was observed when the guide was initialised and is not now: give the training "
                 "data, to_datatree(model, guide, x, y)."
             )
-        require_shapes({name: full_trace.nodes[name] for name in self.data})
+        require_shapes({name: nodes[name] for name in self.data})
         log_priors = dict(messenger.log_priors)
         log_q = sum(messenger.log_qs, torch.zeros((), dtype=torch.float64))
         values, held = {}, {}
@@ -213,6 +225,7 @@ class GuideSource:
             log_priors,
             log_q,
             messenger.posteriors,
+            {name: sites[name] for name in self.factors},
         )
 
     def _corrects(self, name: str, prior: Any) -> bool:
@@ -251,7 +264,7 @@ class GuideSource:
         return {
             name: site["value"]
             for name, site in sites_of(trace)
-            if not site_is_subsample(site) and name not in new.known
+            if not site_is_subsample(site) and name not in new.known and not is_factor(site)
         }
 
 

@@ -35,7 +35,7 @@ class Writer:
         """Learn labels, and which rows are masked, from the first draw."""
         self.learned = True
         self.functions |= set(draw.functions)
-        self.labels.learn(draw.data)
+        self.labels.learn({**draw.data, **draw.factors})  # whose plates name dimensions, too
         for site, node in draw.data.items():
             mask = node["mask"]
             if isinstance(mask, Tensor) and not mask.all() and len(node["fn"].batch_shape) == 1:
