@@ -244,7 +244,7 @@ def test_factors_are_no_data():
         with pyro.plate("window", len(nodes)):
             pyro.factor("void", -widths * f[: len(nodes)].exp())
             if counts is not None:
-                pyro.sample("counts", dist.Poisson((widths * f[: len(nodes)].exp())), obs=counts)
+                pyro.sample("counts", dist.Poisson(widths * f[: len(nodes)].exp()), obs=counts)
         if events is not None:
             with pyro.plate("events", len(events)):
                 pyro.factor("at", f[len(nodes) :])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -18,7 +18,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..guide import AutoSparseGP, as_process, whole_plates
+from ..guide import AutoSparseGP, as_process, is_observation, whole_plates
 from ..kernels import base as kernel_base
 from ..likelihood import bare
 from ..linalg import solve_lower
@@ -37,6 +37,8 @@ __all__ = [
     "is_factor",
     "leave_one_out",
     "log_density_of",
+    "require_names",
+    "require_new",
     "require_shapes",
     "seeded",
     "sites_of",
@@ -111,6 +113,26 @@ def is_factor(site: Any) -> bool:
     return isinstance(bare(site["fn"]), dist.Unit)
 
 
+def require_names(names: Iterable[str]) -> None:
+    """Raise where a site's name would be a path in a tree of groups."""
+    for name in names:
+        if "/" in name:
+            raise ValueError(
+                f"site {name!r} has a slash in its name, which no variable of a DataTree may have: rename it in the "
+                f"model, to {name.replace('/', '_')!r} say."
+            )
+
+
+def require_new(trace: Any) -> None:
+    """Raise where a run at new inputs was given observations."""
+    for name, site in sites_of(trace):
+        if is_observation(site) and not site_is_subsample(site) and not is_factor(site):
+            raise ValueError(
+                f"predict= holds observations of site {name!r}: give the model's arguments at new inputs without them, "
+                "predict=x_new, or None in their place. predictive_scores judges predictions of observed data."
+            )
+
+
 def require_shapes(data: Mapping[str, Any]) -> None:
     """Raise where observed values and their distribution have other shapes: densities would be of all their pairs.
 
@@ -146,6 +168,8 @@ class GuideSource:
         chunk_size: int,
         marginal: bool = False,
     ) -> None:
+        if not isinstance(chunk_size, int) or chunk_size < 1:
+            raise ValueError(f"chunk_size must be a whole number of at least 1, got {chunk_size!r}")
         if guide.structure is None:
             raise ValueError("the guide has not been initialised: train it, or call it once with the data, guide(x, y)")
         self.guide, self.args, self.kwargs = guide, args, kwargs
@@ -162,6 +186,7 @@ class GuideSource:
             )
         self.joint, self.exact, self.marginal = bool(projected) and not marginal, exact, marginal
         self.corrected = False  # whether a variance correction changes q(w), as the last draw showed
+        self.names = [*self.structure.rows, *self.structure.latents, *self.structure.gps]
         self.reader = Reader(guide.model, args, kwargs, [*self.data, *self.factors, *self.structure.downstream])
 
     @property
@@ -261,6 +286,7 @@ class GuideSource:
         """Every site at new inputs, given a draw's hyperparameters and coefficients."""
         with torch.no_grad(), poutine.block(), whole_plates(), _New(self, draw) as new:
             trace = poutine.trace(self.guide.model).get_trace(*args, **kwargs)
+        require_new(trace)
         return {
             name: site["value"]
             for name, site in sites_of(trace)

@@ -15,7 +15,7 @@ from ..guide import as_process, is_observation, whole_plates
 from ..predict import _bare, _Known
 from ..process import GaussianProcess
 from ..reparam import unwhiten
-from .draws import Draw, is_factor, leave_one_out, log_density_of, require_shapes, sites_of
+from .draws import Draw, is_factor, leave_one_out, log_density_of, require_new, require_shapes, sites_of
 from .pointwise import Moments, PointwiseDensities, Reader
 
 __all__ = ["ConditionedSource", "SampleSource"]
@@ -44,6 +44,7 @@ class SampleSource:
         self.factors = [name for name, site in seen.items() if is_factor(site)]
         if not seen:
             raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
+        self.names = [name for name, site in sites_of(trace) if not site_is_subsample(site)]
         require_shapes({name: seen[name] for name in self.data})
         self.reader = Reader(self.model, args, kwargs, [*self.data, *self.factors])
         self._next = 0
@@ -86,8 +87,9 @@ class SampleSource:
     def at(self, args: tuple, kwargs: dict[str, Any], draw: Draw) -> dict[str, Tensor]:
         """Every site at new inputs, given a draw."""
         known = _Known(self.model, {**draw.values, **draw.functions}, self.args, self.kwargs)
-        with torch.no_grad():
+        with torch.no_grad(), poutine.trace() as tracer:
             new = known.draw(args, kwargs)
+        require_new(tracer.trace)
         kept = {name: value for name, value in new.items() if name not in draw.values or name in known.local}
         return {name: value for name, value in kept.items() if name not in self.factors}
 
