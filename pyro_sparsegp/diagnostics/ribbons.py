@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Optional
 
 from . import backend
@@ -55,6 +56,9 @@ def plot_ribbon(
         columns = range(new.shape[1]) if new.ndim == 2 else [0]
     if len(columns) not in (1, 2):
         raise ValueError(f"{x!r} has {len(columns)} columns; name one or two of them, columns=[0, 1]")
+    width = new.shape[1] if new.ndim == 2 else 1
+    if not all(isinstance(column, Integral) and -width <= column < width for column in columns):
+        raise ValueError(f"columns must be among the {width} of {x!r}, 0 to {width - 1}, got {list(columns)}")
     if new.ndim == 2:
         new, old = (part.isel({part.dims[1]: list(columns)}) for part in (new, old))
     if len(columns) == 2:
