@@ -257,3 +257,39 @@ def test_losses_that_are_not_finite_are_no_rest(value):
         history.record(100.0 - step)
     with pytest.raises(ValueError, match=r"'locs.noise' is NaN or infinite at step 15"):
         rule(history)
+
+
+def test_the_stopping_rule_says_at_once_what_it_needs(monkeypatch):
+    from pyro_sparsegp.diagnostics import backend
+
+    def absent(module):
+        raise ImportError(f"No module named {module!r}")
+
+    monkeypatch.setattr(backend.importlib, "import_module", absent)
+    with pytest.raises(ImportError, match=r"StoppingRule, for R-hat, needs arviz_stats"):
+        StoppingRule()
+
+
+def test_rows_and_columns_that_are_not_there():
+    x, y = data(num=20)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    def fit(x, y):
+        guide = AutoSparseGP(model, SVGP(5))
+        guide(x, y)
+        return guide
+
+    for rows in (0, -2, ()):
+        with pytest.raises(ValueError, match="sbc's rows must be how many"):
+            diagnostics.sbc(model, fit, x, rows=rows, num_simulations=1, progress=False)
+    for rows in ([100], [0, 20], [-21]):
+        with pytest.raises(ValueError, match=r"sbc's rows must be row numbers of site 'f', 0 to 19"):
+            diagnostics.sbc(model, fit, x, rows=rows, num_simulations=1, progress=False)
+    tree = diagnostics.to_datatree(model, fit(x, y), x, y, num_samples=5, predict=x[:3])
+    for columns in ([5], [0, -3]):
+        with pytest.raises(ValueError, match="columns must be among the 2 of 'x'"):
+            diagnostics.plot_ribbon(tree, columns=columns)

@@ -232,3 +232,67 @@ def test_a_tree_holds_the_posterior_that_the_guide_predicts_with():
     assert found.target == large.target == "fitc"
     assert abs(found.elpd - float(exact)) < 1
     assert abs(large.elpd - float(exact)) < 1
+
+
+def test_factors_are_no_data():
+    """A Cox process, whose likelihood is pyro.factor: nothing observed, and diagnostics of f all the same."""
+    events, nodes, widths = torch.rand(30, 1), torch.linspace(0.05, 0.95, 10)[:, None], torch.full((10,), 0.1)
+
+    def cox(nodes, widths, events=None, counts=None):
+        inputs = nodes if events is None else torch.cat([nodes, events])
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), inputs, mean=3.0))
+        with pyro.plate("window", len(nodes)):
+            pyro.factor("void", -widths * f[: len(nodes)].exp())
+            if counts is not None:
+                pyro.sample("counts", dist.Poisson(widths * f[: len(nodes)].exp()), obs=counts)
+        if events is not None:
+            with pyro.plate("events", len(events)):
+                pyro.factor("at", f[len(nodes) :])
+
+    guide = AutoSparseGP(cox, SVGP(5))
+    guide(nodes, widths, events)
+    args = (nodes, widths, events)
+    tree = diagnostics.to_datatree(cox, guide, *args, num_samples=40, predict=(nodes, widths), seed=0, dtype="float64")
+    assert not {"observed_data", "posterior_predictive", "log_likelihood"} & set(tree.children)
+    assert list(tree.predictions.data_vars) == ["f"]
+    draws = diagnostics.to_datatree(cox, guide, *args, num_samples=40, seed=0, exact=True, include_f=True)
+    assert np.isfinite(draws.sample_stats["lp"]).all()
+    assert np.isfinite(diagnostics.psis(tree).khat)
+    for calls in (
+        lambda: diagnostics.loo(tree),
+        lambda: diagnostics.loo(tree, var_name="void"),
+        lambda: diagnostics.loo_large(cox, guide, *args, num_samples=30),
+        lambda: diagnostics.predictive_scores(cox, guide, *args),
+        lambda: diagnostics.predictive_scores(cox, guide, *args, var_name="void"),
+    ):
+        with pytest.raises(ValueError, match=r"pyro\.factor"):
+            calls()
+    samples = {"f": torch.full((3, 40), 3.0) + 0.1 * torch.randn(3, 40)}
+    tree = diagnostics.to_datatree(cox, samples, *args, predict=(nodes, widths))
+    assert "observed_data" not in tree.children
+    assert list(tree.predictions.data_vars) == ["f"]
+    both = AutoSparseGP(cox, SVGP(5))
+    counts = torch.ones(10)
+    both(nodes, widths, counts=counts)
+    tree = diagnostics.to_datatree(cox, both, nodes, widths, counts=counts, num_samples=5)
+    for group in ("observed_data", "posterior_predictive", "log_likelihood"):
+        assert list(tree[group].data_vars) == ["counts"]
+    assert len(diagnostics.predictive_scores(cox, both, nodes, widths, counts=counts).pointwise["log_score"]) == 10
+
+
+def test_ribbons_without_observations():
+    pytest.importorskip("matplotlib").use("Agg")
+    pytest.importorskip("arviz_plots")
+    nodes = torch.linspace(0, 1, 10)[:, None]
+
+    def void(nodes):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), nodes))
+        with pyro.plate("window", len(nodes)):
+            pyro.factor("void", -f.exp())
+
+    guide = AutoSparseGP(void, SVGP(5))
+    guide(nodes)
+    tree = diagnostics.to_datatree(void, guide, nodes, num_samples=20, predict=nodes[:7])
+    assert diagnostics.plot_ribbon(tree) is not None
+    with pytest.raises(ValueError, match="y_obs must be one of"):
+        diagnostics.plot_ribbon(tree, y_obs="void")

@@ -476,3 +476,36 @@ def test_observations_of_the_wrong_shape_are_refused(model):
 
     with pytest.raises(ValueError, match="site 'y' has observations"):
         to_datatree(plain, samples, x, y[:, None])
+
+
+def test_arguments_that_a_tree_cannot_take():
+    guide, x, y = fitted(steps=1)
+    for dtype in ("int", "int64", "complex64", "nonsense"):
+        with pytest.raises(ValueError, match="dtype must be a floating type"):
+            to_datatree(regression, guide, x, y, num_samples=2, dtype=dtype)
+    for chunk_size in (0, -1, 2.5):
+        with pytest.raises(ValueError, match="chunk_size must be a whole number of at least 1"):
+            to_datatree(regression, guide, x, y, num_samples=2, chunk_size=chunk_size)
+    with pytest.raises(ValueError, match="predict= holds observations of site 'y'"):
+        to_datatree(regression, guide, x, y, num_samples=2, predict=(x[:3], y[:3]))
+
+    def slashed(x, y=None):
+        f = pyro.sample("gp/f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    other = AutoSparseGP(slashed, SVGP(5))
+    other(x, y)
+    with pytest.raises(ValueError, match="'gp/f' has a slash"):
+        to_datatree(slashed, other, x, y, num_samples=2)
+    samples = {"gp/f": torch.zeros(3, 40)}
+    with pytest.raises(ValueError, match="'gp/f' has a slash"):
+        to_datatree(slashed, samples, x, y)
+
+    def plain(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    with pytest.raises(ValueError, match="predict= holds observations of site 'y'"):
+        to_datatree(plain, {"f": torch.zeros(3, 40)}, x, y, predict=(x[:3], y[:3]))

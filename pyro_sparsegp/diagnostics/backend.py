@@ -7,11 +7,12 @@ arviz >= 1), and one up to 0.23. Nothing is imported before it is used.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-__all__ = ["FEWEST", "arviz_plots", "arviz_stats", "inference_data", "pyplot", "smooth", "xarray"]
+__all__ = ["FEWEST", "arviz_plots", "arviz_stats", "inference_data", "pyplot", "rhat", "smooth", "xarray"]
 
 _REMEDY = 'pip install "pyro-sparsegp[diagnostics]" (ArviZ comes with it from Python 3.11 on)'
 
@@ -40,6 +41,11 @@ def xarray() -> Any:
 def arviz_stats() -> Any:
     """arviz-stats (0.8 or newer)."""
     return _load("arviz_stats", "leave-one-out cross-validation of an approximate posterior")
+
+
+def rhat() -> Callable:
+    """R̂ of arrays, by arviz-stats (0.8 or newer)."""
+    return _load("arviz_stats.base", "StoppingRule, for R-hat,").array_stats.rhat
 
 
 def arviz_plots() -> Any:

@@ -76,6 +76,8 @@ def sbc(
             "sbc needs num_simulations, num_samples and processes of at least 1, got "
             f"{num_simulations}, {num_samples} and {processes}"
         )
+    if (isinstance(rows, int) and rows < 1) or (not isinstance(rows, int) and not len(rows)):
+        raise ValueError(f"sbc's rows must be how many, at least 1, or a sequence of row numbers, got {rows!r}")
     backend.xarray()
     chosen = (rows,) if isinstance(rows, int) else tuple(rows)
     state = (model, fit, args, kwargs, dict(observed or {}), num_samples, chosen, -1 if isinstance(rows, int) else 0)
@@ -167,6 +169,8 @@ def _simulate(seed: int) -> dict[str, np.ndarray]:
     ranks = {name: _rank(draws[name], value) for name, value in truth.items()}
     for name, value in functions.items():
         num = value.shape[-1]
+        if not evenly and not all(-num <= row < num for row in rows):
+            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {num - 1}, got {list(rows)}")
         which = list(np.linspace(0, num - 1, min(rows[0], num)).round().astype(int)) if evenly else list(rows)
         ranks[name] = _rank(draws[name][..., which], value[..., which])
     return ranks

@@ -14,7 +14,7 @@ from .backend import FEWEST
 from .draws import seeded
 from .labels import Labels
 from .samples import SampleSource
-from .sources import as_source, target_of
+from .sources import as_source, observed_site, target_of
 from .weights import LIMIT, _tree, log_weights_of
 
 __all__ = ["compare", "loo", "loo_large"]
@@ -48,6 +48,14 @@ def loo(
     size = tree.posterior.sizes["chain"] * tree.posterior.sizes["draw"]
     if size < FEWEST:
         raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
+    if var_name is not None or "log_likelihood" not in tree.children:
+        there = list(tree["log_likelihood"].data_vars) if "log_likelihood" in tree.children else []
+        if var_name not in there:
+            raise ValueError(
+                (f"loo found no log likelihood of {var_name!r}" if var_name else "loo found no log likelihood")
+                + f" in the tree, it has {there}: make it by to_datatree with log_likelihood=True, of a model with "
+                "observed sites. A pyro.factor holds no observations that could be left out."
+            )
     sample_stats = tree.children.get("sample_stats")
     approximate = sample_stats is not None and "log_q" in sample_stats
     used, khat = "none", np.nan if approximate else -np.inf
@@ -119,9 +127,7 @@ def loo_large(
     source = as_source(model, guide, args, kwargs, False, chunk_size)
     if isinstance(source, SampleSource):
         raise ValueError("loo_large streams draws of a guide; of MCMC, whose draws hold f itself, use loo")
-    site = var_name or source.data[0]
-    if site not in source.data or (var_name is None and len(source.data) > 1):
-        raise ValueError(f"var_name must be one of the observed sites {source.data}, got {var_name!r}")
+    site = observed_site(source, var_name)
     wanted = target or ""
     running: Any = None
     chosen = np.empty(0)

@@ -132,6 +132,7 @@ class StoppingRule:
     :param patience: looks in a row, a tenth of the window apart.
     :param watch: names, or beginnings of names, in the history: "elbo", "log_z", "locs."; by default the objective.
     :raises ValueError: where the history has nothing of what is watched, or an iterate is NaN or infinite.
+    :raises ImportError: without arviz-stats (0.8 or newer), which R̂ is from.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class StoppingRule:
             raise ValueError(f"StoppingRule's watch must be a collection of names, got the string {watch!r}")
         if window < 20 or window % 2:
             raise ValueError(f"StoppingRule's window must be an even number of at least 20, got {window}")
+        backend.rhat()
         self.window, self.rhat, self.tolerance = window, rhat, tolerance
         self.patience, self.watch, self._calm = patience, tuple(watch or ()), 0
         self.reason: Optional[str] = None
@@ -185,12 +187,12 @@ class StoppingRule:
     @staticmethod
     def largest_rhat(iterates: dict[str, np.ndarray]) -> float:
         """The largest R̂ of all values' iterates, their first and second half taken as chains."""
-        stats = backend.arviz_stats()
+        rhat = backend.rhat()
         largest = -np.inf
         for values in iterates.values():
             columns = values.reshape(2, len(values) // 2, -1)
             columns = columns[..., np.ptp(columns, axis=(0, 1)) > 0]
             if columns.size:
-                found = stats.base.array_stats.rhat(columns, chain_axis=0, draw_axis=1)
+                found = rhat(columns, chain_axis=0, draw_axis=1)
                 largest = max(largest, float(np.max(found)))
         return largest

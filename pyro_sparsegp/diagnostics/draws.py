@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Optional
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
@@ -17,8 +18,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..guide import AutoSparseGP, as_process, whole_plates
+from ..guide import AutoSparseGP, as_process, is_observation, whole_plates
 from ..kernels import base as kernel_base
+from ..likelihood import bare
 from ..linalg import solve_lower
 from ..posteriors import ProjectedGaussian
 from ..process import GaussianProcess, SparsePosterior
@@ -32,8 +34,11 @@ __all__ = [
     "Draw",
     "GuideSource",
     "base_of",
+    "is_factor",
     "leave_one_out",
     "log_density_of",
+    "require_names",
+    "require_new",
     "require_shapes",
     "seeded",
     "sites_of",
@@ -55,6 +60,7 @@ class Draw:
     :param log_priors: the log prior density of each variable, summed.
     :param log_q: the log density of hyperparameters and coefficients, or function values, under q; ``None`` for MCMC.
     :param posteriors: of the GP sites under the draw's hyperparameters.
+    :param factors: the sites of ``pyro.factor``, which hold no data.
     """
 
     values: dict[str, Tensor]
@@ -66,6 +72,7 @@ class Draw:
     log_priors: dict[str, Tensor]
     log_q: Optional[Tensor] = None
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)
+    factors: dict[str, Any] = field(default_factory=dict)
 
     @property
     def log_prior(self) -> Tensor:
@@ -99,6 +106,31 @@ def base_of(fn: Any) -> Any:
 def log_density_of(fn: Any, site: Any, value: Tensor) -> Tensor:
     """The log density of a site's value under ``fn``, summed, with the site's scale and mask."""
     return torch.as_tensor(scale_and_mask(fn.log_prob(value), site["scale"], site["mask"])).double().sum()
+
+
+def is_factor(site: Any) -> bool:
+    """Whether a site is ``pyro.factor``'s: a log density of no data."""
+    return isinstance(bare(site["fn"]), dist.Unit)
+
+
+def require_names(names: Iterable[str]) -> None:
+    """Raise where a site's name would be a path in a tree of groups."""
+    for name in names:
+        if "/" in name:
+            raise ValueError(
+                f"site {name!r} has a slash in its name, which no variable of a DataTree may have: rename it in the "
+                f"model, to {name.replace('/', '_')!r} say."
+            )
+
+
+def require_new(trace: Any) -> None:
+    """Raise where a run at new inputs was given observations."""
+    for name, site in sites_of(trace):
+        if is_observation(site) and not site_is_subsample(site) and not is_factor(site):
+            raise ValueError(
+                f"predict= holds observations of site {name!r}: give the model's arguments at new inputs without them, "
+                "predict=x_new, or None in their place. predictive_scores judges predictions of observed data."
+            )
 
 
 def require_shapes(data: Mapping[str, Any]) -> None:
@@ -136,12 +168,15 @@ class GuideSource:
         chunk_size: int,
         marginal: bool = False,
     ) -> None:
+        if not isinstance(chunk_size, int) or chunk_size < 1:
+            raise ValueError(f"chunk_size must be a whole number of at least 1, got {chunk_size!r}")
         if guide.structure is None:
             raise ValueError("the guide has not been initialised: train it, or call it once with the data, guide(x, y)")
         self.guide, self.args, self.kwargs = guide, args, kwargs
         self.chunk_size = chunk_size
         self.structure = guide.structure
-        self.data = list(self.structure.rows)
+        self.data = [name for name, num in self.structure.rows.items() if num]
+        self.factors = [name for name, num in self.structure.rows.items() if not num]  # of pyro.factor, without values
         self.drawn = {*self.structure.inner} | {f for f, kind in self.structure.dependence.items() if kind == COUPLED}
         projected = [f for f, spec in self.structure.gps.items() if spec["basis"].get("kind") == "projection"]
         if projected and not (exact or marginal):
@@ -151,7 +186,8 @@ class GuideSource:
             )
         self.joint, self.exact, self.marginal = bool(projected) and not marginal, exact, marginal
         self.corrected = False  # whether a variance correction changes q(w), as the last draw showed
-        self.reader = Reader(guide.model, args, kwargs, [*self.data, *self.structure.downstream])
+        self.names = [*self.structure.rows, *self.structure.latents, *self.structure.gps]
+        self.reader = Reader(guide.model, args, kwargs, [*self.data, *self.factors, *self.structure.downstream])
 
     @property
     def name(self) -> str:
@@ -173,13 +209,14 @@ class GuideSource:
         finally:
             guide.train(training)
             guide.trace = poutine.Trace()
-        missing = [name for name in self.data if not full_trace.nodes[name]["is_observed"]]
+        nodes: Any = full_trace.nodes
+        missing = [n for n in [*self.data, *self.factors] if n not in nodes or not nodes[n]["is_observed"]]
         if missing:
             raise ValueError(
                 f"site {missing[0]!r} was observed when the guide was initialised and is not now: give the training "
                 "data, to_datatree(model, guide, x, y)."
             )
-        require_shapes({name: full_trace.nodes[name] for name in self.data})
+        require_shapes({name: nodes[name] for name in self.data})
         log_priors = dict(messenger.log_priors)
         log_q = sum(messenger.log_qs, torch.zeros((), dtype=torch.float64))
         values, held = {}, {}
@@ -213,6 +250,7 @@ class GuideSource:
             log_priors,
             log_q,
             messenger.posteriors,
+            {name: sites[name] for name in self.factors},
         )
 
     def _corrects(self, name: str, prior: Any) -> bool:
@@ -248,10 +286,11 @@ class GuideSource:
         """Every site at new inputs, given a draw's hyperparameters and coefficients."""
         with torch.no_grad(), poutine.block(), whole_plates(), _New(self, draw) as new:
             trace = poutine.trace(self.guide.model).get_trace(*args, **kwargs)
+        require_new(trace)
         return {
             name: site["value"]
             for name, site in sites_of(trace)
-            if not site_is_subsample(site) and name not in new.known
+            if not site_is_subsample(site) and name not in new.known and not is_factor(site)
         }
 
 

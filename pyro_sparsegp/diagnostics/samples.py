@@ -15,7 +15,7 @@ from ..guide import as_process, is_observation, whole_plates
 from ..predict import _bare, _Known
 from ..process import GaussianProcess
 from ..reparam import unwhiten
-from .draws import Draw, leave_one_out, log_density_of, require_shapes, sites_of
+from .draws import Draw, is_factor, leave_one_out, log_density_of, require_new, require_shapes, sites_of
 from .pointwise import Moments, PointwiseDensities, Reader
 
 __all__ = ["ConditionedSource", "SampleSource"]
@@ -39,11 +39,14 @@ class SampleSource:
         self.samples = {name: value.flatten(0, 1) for name, value in samples.items()}
         with poutine.block(), whole_plates():
             trace = poutine.trace(self.model).get_trace(*args, **kwargs)
-        self.data = [name for name, site in sites_of(trace) if is_observation(site) and not site_is_subsample(site)]
-        if not self.data:
+        seen = {name: site for name, site in sites_of(trace) if is_observation(site) and not site_is_subsample(site)}
+        self.data = [name for name, site in seen.items() if not is_factor(site)]
+        self.factors = [name for name, site in seen.items() if is_factor(site)]
+        if not seen:
             raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
-        require_shapes({name: site for name, site in sites_of(trace) if name in self.data})
-        self.reader = Reader(self.model, args, kwargs, self.data)
+        self.names = [name for name, site in sites_of(trace) if not site_is_subsample(site)]
+        require_shapes({name: seen[name] for name in self.data})
+        self.reader = Reader(self.model, args, kwargs, [*self.data, *self.factors])
         self._next = 0
 
     @torch.no_grad()
@@ -54,10 +57,11 @@ class SampleSource:
         hold = _Hold({name: value[s] for name, value in self.samples.items()})
         with poutine.block(), whole_plates(), hold:
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+        seen = {*self.data, *self.factors}
         values, log_priors = {}, {}
         held = {}
         for name, site in sites_of(trace):
-            if name in self.data:
+            if name in seen:
                 continue
             if site_is_subsample(site):
                 held[name] = site["value"]
@@ -69,7 +73,8 @@ class SampleSource:
         functions = {name: sites[name]["value"] for name in hold.processes}
         moments = {name: leave_one_out(process, functions[name]) for name, process in hold.processes.items()}
         data = {name: sites[name] for name in self.data}
-        return Draw(values, {}, functions, held, moments, data, log_priors)
+        factors = {name: sites[name] for name in self.factors}
+        return Draw(values, {}, functions, held, moments, data, log_priors, factors=factors)
 
     def densities(self, draw: Draw) -> PointwiseDensities:
         """The draw's pointwise densities, each function value integrated given the others."""
@@ -82,9 +87,11 @@ class SampleSource:
     def at(self, args: tuple, kwargs: dict[str, Any], draw: Draw) -> dict[str, Tensor]:
         """Every site at new inputs, given a draw."""
         known = _Known(self.model, {**draw.values, **draw.functions}, self.args, self.kwargs)
-        with torch.no_grad():
+        with torch.no_grad(), poutine.trace() as tracer:
             new = known.draw(args, kwargs)
-        return {name: value for name, value in new.items() if name not in draw.values or name in known.local}
+        require_new(tracer.trace)
+        kept = {name: value for name, value in new.items() if name not in draw.values or name in known.local}
+        return {name: value for name, value in kept.items() if name not in self.factors}
 
 
 class ConditionedSource(SampleSource):
@@ -113,7 +120,8 @@ class ConditionedSource(SampleSource):
             trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
         sites = dict(sites_of(trace))
         functions = {name: sites[name]["value"] for name in conditioned.moments}
-        latent = {n: site["value"] for n, site in sites.items() if n not in self.data and n not in functions}
+        others = {*self.data, *self.factors, *functions}
+        latent = {n: site["value"] for n, site in sites.items() if n not in others}
         data = {name: sites[name] for name in self.data}
         return Draw(latent, {}, functions, latent, conditioned.moments, data, {})
 

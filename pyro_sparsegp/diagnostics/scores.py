@@ -15,7 +15,7 @@ from . import backend
 from .draws import seeded
 from .labels import Labels, attributes
 from .scorers import Scorer, scorer_for
-from .sources import as_source
+from .sources import as_source, observed_site
 
 __all__ = ["PredictiveScores", "predictive_scores"]
 
@@ -116,9 +116,7 @@ def predictive_scores(
     if not all(0 < prob < 1 for prob in probs):
         raise ValueError(f"probs must lie strictly between 0 and 1, got {list(probs)}")
     source = as_source(model, guide, args, kwargs, chunk_size=chunk_size, marginal=True)
-    site = var_name or source.data[0]
-    if site not in source.data or (var_name is None and len(source.data) > 1):
-        raise ValueError(f"var_name must be one of the observed sites {source.data}, got {var_name!r}")
+    site = observed_site(source, var_name)
     with seeded(seed), torch.no_grad():
         scorer: Optional[Scorer] = None
         for _ in range(num_samples):

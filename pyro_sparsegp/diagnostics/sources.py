@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 from pyro.infer import MCMC
 from torch import Tensor
@@ -13,7 +13,7 @@ from ..predict import _samples_and_data
 from .draws import GuideSource
 from .samples import ConditionedSource, SampleSource
 
-__all__ = ["Source", "as_source", "target_of"]
+__all__ = ["Source", "as_source", "observed_site", "target_of"]
 
 Source = Union[GuideSource, SampleSource]
 
@@ -51,6 +51,22 @@ def as_source(
         "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
         f"pyro.infer.MCMC or a mapping of its samples, got {type(result).__name__}"
     )
+
+
+def observed_site(source: Source, var_name: Optional[str]) -> str:
+    """The observed site of that name, or the only one.
+
+    :raises ValueError: where there is none, or there are several and none is named.
+    """
+    if var_name in source.factors or not source.data:
+        factor = var_name if var_name in source.factors else source.factors[0]
+        raise ValueError(
+            f"site {factor!r} is a pyro.factor: it holds no observations that could be left out or predicted. "
+            + (f"The observed sites are {source.data}." if source.data else "The model has no observed sites.")
+        )
+    if var_name not in source.data and (var_name is not None or len(source.data) > 1):
+        raise ValueError(f"var_name must be one of the observed sites {source.data}, got {var_name!r}")
+    return var_name or source.data[0]
 
 
 def target_of(source: Source) -> str:

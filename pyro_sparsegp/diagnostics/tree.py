@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 from torch import Tensor
 
 from . import backend
-from .draws import Draw, GuideSource, seeded
+from .draws import Draw, GuideSource, require_names, seeded
 from .labels import Labels, constant_data
 from .samples import SampleSource
 from .sources import Source, as_source, target_of
@@ -94,6 +94,7 @@ def to_datatree(
         chains = len(sources)
     if any(isinstance(source, SampleSource) for source in sources[1:]):
         raise ValueError("to_datatree takes a list of guides or one MCMC result, not both")
+    require_names(sources[0].names)
     writer = Writer(Labels(dims, coords), (chains, num_samples), dtype)
     new = None if predict is None else _arguments(predict)
     shared = {"model": name_of(model), "posterior": sources[0].name, "family": _families(sources[0]), "name": name}

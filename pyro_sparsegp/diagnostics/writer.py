@@ -20,7 +20,7 @@ class Writer:
     """Collects draws into preallocated arrays, ``(chain, draw, ...)``."""
 
     def __init__(self, labels: Labels, shape: tuple[int, int], dtype: str) -> None:
-        self.labels, self.shape, self.dtype = labels, shape, np.dtype(dtype)
+        self.labels, self.shape, self.dtype = labels, shape, _floating(dtype)
         self.groups: dict[str, dict[str, np.ndarray]] = {}
         self.kept: dict[str, tuple[int, np.ndarray]] = {}  # of sites with masked rows: N, and the others
         self.functions: set[str] = set()
@@ -35,7 +35,7 @@ class Writer:
         """Learn labels, and which rows are masked, from the first draw."""
         self.learned = True
         self.functions |= set(draw.functions)
-        self.labels.learn(draw.data)
+        self.labels.learn({**draw.data, **draw.factors})  # whose plates name dimensions, too
         for site, node in draw.data.items():
             mask = node["mask"]
             if isinstance(mask, Tensor) and not mask.all() and len(node["fn"].batch_shape) == 1:
@@ -131,6 +131,16 @@ class Writer:
         :raises ValueError: naming it.
         """
         self.labels.require_used(datasets.values(), left_out=self.functions)
+
+
+def _floating(dtype: Any) -> np.dtype:
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.kind != "f":
+        raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
+    return found
 
 
 def name_of(model: Callable) -> str:
