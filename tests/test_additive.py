@@ -278,8 +278,9 @@ def test_terms_keep_their_order_and_codes_their_range():
     coded = torch.cat([x[:, :1], torch.randint(1, 4, (40, 1)).to(x)], 1)
     with pytest.raises(ValueError, match=r"GP site 'f': .*codes 0 to 2, the training inputs have \[3.0\]"):
         AutoSparseGP(model_of(a + kernels.Categorical(3)[1]), CoupledPrecision(5))(coded, y)
+    kernel = kernels.Anova(kernels.RBF(0.3), 0, 1)[0] + kernels.Anova(kernels.RBF(0.3), 0, 2)[0]
+    guide = AutoSparseGP(model_of(kernel), CoupledPrecision(5))
+    guide(x, y)
+    components = guide.posterior(x)["f"].components
     with pytest.raises(ValueError, match="one interval for each column"):
-        kernel = kernels.Anova(kernels.RBF(0.3), 0, 1)[0] + kernels.Anova(kernels.RBF(0.3), 0, 2)[0]
-        guide = AutoSparseGP(model_of(kernel), CoupledPrecision(5))
-        guide(x, y)
-        guide.posterior(x)["f"].components.sobol_indices()
+        components.sobol_indices()

@@ -104,6 +104,7 @@ def test_predict_under_another_likelihood():
     assert predict(other, guide, x, num_samples=2)["positive"].shape == (2, 12)
 
 
+@pytest.mark.slow
 def test_svi_overlaps_nuts():
     """The SVI posterior of the hyperparameters overlaps NUTS', on 40 rows."""
     x, y = data(num=40)
