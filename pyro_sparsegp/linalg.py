@@ -9,7 +9,16 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-__all__ = ["NumericalWarning", "cholesky", "default_jitter", "gaussian_kl", "row_squares", "solve_lower", "sum_blocks"]
+__all__ = [
+    "NumericalWarning",
+    "cholesky",
+    "default_jitter",
+    "gaussian_kl",
+    "row_squares",
+    "side_by_side",
+    "solve_lower",
+    "sum_blocks",
+]
 
 _ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
 
@@ -71,6 +80,12 @@ def cholesky(
 
 def _size(matrix: Tensor) -> str:
     return " x ".join(map(str, matrix.shape)) + f", {str(matrix.dtype).removeprefix('torch.')}"
+
+
+def side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Matrices ``(..., N, M_b)``, or vectors, as one, ``(..., N, ΣM_b)``; leading dimensions broadcast."""
+    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:

@@ -8,14 +8,12 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..blocks import dropping
+from ..blocks import in_pieces
 from ..linalg import cholesky, solve_lower
 from .base import CrossFeatures
 from .inducing import InducingFeatures
 
 __all__ = ["ConditionalFeatures"]
-
-_MEMORY = 2**22  # numbers in one block of k(x, X)
 
 
 class ConditionalFeatures(CrossFeatures):
@@ -40,21 +38,17 @@ class ConditionalFeatures(CrossFeatures):
         # The prior's scale of w is 1: this much noise on s is nothing, and keeps R regular where r vanishes.
         noise = 100 * torch.finfo(phi.dtype).eps
         eye = torch.eye(num, dtype=phi.dtype, device=phi.device)
-        self.root = cholesky(
-            (square + square.mT) / 2 + noise * eye, 0.0, f"BᵀC_XX B of site {name!r}", noise * eye[0, 0]
-        )
+        self.root = cholesky((square + square.mT) / 2 + noise * eye, 0.0, f"BᵀC_XX B of site {name!r}")
         self.noise = noise
         self.known = self._both(phi, across)
 
     def _across(self, x: Tensor, phi: Tensor) -> Tensor:
         """c(x, X)B, ``(..., n, M)``."""
 
-        def product(rows: Tensor, weights: Tensor) -> Tensor:
-            return self.cross(rows, self.inputs) @ weights
+        def product(rows: slice) -> Tensor:
+            return self.cross(x[..., rows, :], self.inputs) @ self.weights
 
-        size = max(1, _MEMORY * (1 if x.device.type == "cpu" else 32) // self.inputs.shape[-2])
-        parts = [dropping(product, rows, self.weights) for rows in x.split(size, -2)]
-        return torch.cat(parts, -2) - phi @ self.gram
+        return in_pieces(product, x.shape[-2], self.inputs.shape[-2], x, -2) - phi @ self.gram
 
     def _both(self, phi: Tensor, across: Tensor) -> list[Tensor]:
         second = torch.linalg.solve_triangular(self.root.mT, across, upper=True, left=False)

@@ -8,7 +8,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..blocks import dropping
+from ..blocks import in_pieces
+from ..linalg import solve_lower
 from ..posteriors.base import Gaussian
 from .base import CrossFeatures
 from .inducing import InducingFeatures
@@ -16,7 +17,6 @@ from .variables import SourceValues, Values, Variables, between
 
 __all__ = ["DecoupledFeatures"]
 
-_BLOCK = 1024  # columns of K_OO at once, where all of them are wanted
 _FLOOR = 1e-8  # of κ, in nats: where a = 0 the coefficient of the mean has no direction
 
 
@@ -37,15 +37,11 @@ class DecoupledFeatures(CrossFeatures):
     def __init__(self, inducing: InducingFeatures, means: Variables, weights: Tensor, num_columns: int) -> None:
         super().__init__(inducing.kernel, (*inducing.sizes, 1))
         self.inducing, self.means, self.weights, self.num_columns = inducing, means, weights, num_columns
-        pulls = [
-            (between(self.kernel, part, means) @ weights[..., None])[..., 0] for part in inducing.variables
-        ]  # k(Z, O)a
-        pull = torch.cat(pulls, -1)[..., None]
-        factor = inducing.factor
-        batch = torch.broadcast_shapes(factor.shape[:-2], pull.shape[:-2])
-        self.pull = torch.linalg.solve_triangular(
-            factor.expand(*batch, *factor.shape[-2:]), pull.expand(*batch, *pull.shape[-2:]), upper=False
-        )[..., 0]
+        (part,) = inducing.variables
+        pull = between(self.kernel, part, means) @ weights[..., None]  # k(Z, O)a
+        batch = torch.broadcast_shapes(inducing.factor.shape[:-2], pull.shape[:-2])
+        factor, pull = (matrix.expand(*batch, *matrix.shape[-2:]) for matrix in (inducing.factor, pull))
+        self.pull = solve_lower(factor, pull)[..., 0]
         self._square: Optional[Tensor] = None
 
     def moved(self, x: Tensor, phi: Tensor) -> Tensor:
@@ -72,26 +68,23 @@ class DecoupledFeatures(CrossFeatures):
         t = (values * self.weights).sum(-1) - (torch.cat(blocks, -1) * self.pull).sum(-1)
         return [*blocks, (t / self.square().sqrt())[..., None]]
 
-    def _columns(self, rows: Optional[Tensor]) -> Tensor:
-        """Some rows of K_OO, ``(..., n, M₂)``."""
+    def _against(self, rows: Tensor) -> Tensor:
+        """Some entries of K_OO a, ``(..., n)``."""
         means = self.means
-        if rows is None or not isinstance(means, (Values, SourceValues)):
-            whole = means.covariance(self.kernel)
-            return whole if rows is None else whole.index_select(-2, rows)
-        part = type(means)(means.z.index_select(0, rows))
-        return part.between(self.kernel, means)
+        if isinstance(means, (Values, SourceValues)):
+            columns = type(means)(means.z.index_select(0, rows)).between(self.kernel, means)
+        else:
+            columns = means.covariance(self.kernel).index_select(-2, rows)
+        return (columns @ self.weights[..., None])[..., 0]
 
     def square(self) -> Tensor:
         """κ, ``(...,)``, from all of K_OO, in blocks; computed once."""
         if self._square is None:
             index = torch.arange(self.means.size, device=self.weights.device)
-
-            def part(rows: Tensor, weights: Tensor) -> Tensor:
-                against = (self._columns(rows) @ weights[..., None])[..., 0]
-                return (weights.index_select(-1, rows) * against).sum(-1)
-
-            blocks = index.split(_BLOCK if isinstance(self.means, (Values, SourceValues)) else len(index))
-            total = sum((dropping(part, rows, self.weights) for rows in blocks[1:]), part(blocks[0], self.weights))
+            whole = not isinstance(self.means, (Values, SourceValues))  # formed at once
+            cost = 1 if whole else self.means.size
+            against = in_pieces(lambda rows: self._against(index[rows]), len(index), cost, self.weights, -1)
+            total = (self.weights * against).sum(-1)
             self._square = (total - self.pull.square().sum(-1)).clamp(min=_FLOOR)
         return self._square
 
@@ -101,6 +94,5 @@ class DecoupledFeatures(CrossFeatures):
         if num >= size:
             return self.square()
         rows = torch.randperm(size, device=self.weights.device)[:num]
-        against = (self._columns(rows) @ self.weights[..., None])[..., 0]
-        drawn = (self.weights.index_select(-1, rows) * against).sum(-1)
+        drawn = (self.weights.index_select(-1, rows) * self._against(rows)).sum(-1)
         return size / num * drawn - self.pull.square().sum(-1)

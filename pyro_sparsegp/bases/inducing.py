@@ -17,7 +17,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..kernels import base as kernel_base
-from ..linalg import cholesky, solve_lower
+from ..linalg import cholesky, side_by_side, solve_lower
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze
@@ -56,13 +56,12 @@ class InducingFeatures(CrossFeatures):
         if len(self.rows) == 1:
             return self.rows[0][0]
         total = sum(self.sizes)
-        return _side_by_side(
-            [torch.nn.functional.pad(part, (0, total - part.shape[-1])) for part in map(_beside, self.rows)], -2
-        )
+        rows = [torch.nn.functional.pad(part, (0, total - part.shape[-1])) for part in map(side_by_side, self.rows)]
+        return side_by_side([part.mT for part in rows]).mT
 
     def covariance_with(self, x: Tensor) -> Tensor:
         """K_fu, ``(..., N, M)``."""
-        return _beside([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
+        return side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         found: list[Tensor] = []
@@ -81,7 +80,7 @@ class InducingFeatures(CrossFeatures):
         values = [part.of(draw) for part in self._joined]
         if any(part is None for part in values):
             return None
-        u = _beside([part for part in values if part is not None])
+        u = side_by_side([part for part in values if part is not None])
         return list(solve_lower(self.factor, u[..., None])[..., 0].split(self.sizes, -1))
 
 
@@ -154,7 +153,7 @@ class InducingPoints(Basis):
                         "additive family, such as MeanFieldAdditive([patches, images])."
                     )
         of_source = [is_of_source(given) for given in sets]
-        found: list[Any] = [copy.deepcopy(given) if isinstance(given, InducingVariables) else None for given in sets]
+        found: list[Any] = [_own(z, x, trainable) if isinstance(z, InducingVariables) else None for z in sets]
         for wanted in (False, True):
             here = [i for i, given in enumerate(sets) if found[i] is None and of_source[i] == wanted]
             if not here:
@@ -167,11 +166,6 @@ class InducingPoints(Basis):
                 chosen = choose_inputs(kernel, x, some, init, name, columns)
             for i, z in zip(here, chosen):
                 found[i] = z
-        for z in found:
-            if isinstance(z, InducingVariables):
-                z.to(dtype=x.dtype, device=x.device)
-                if not trainable:
-                    freeze(z)
         return cls(found, trainable, columns, x.shape[-1], of_source)
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
@@ -252,15 +246,19 @@ class InducingPoints(Basis):
         :param sets: what the family declares, for its :class:`InducingVariables`.
         """
         columns = None if spec["columns"] is None else tuple(spec["columns"])
-        empty: list[Any] = []
-        for given, shape in zip(sets, spec["shapes"]):
-            if not isinstance(given, InducingVariables):
-                empty.append(like.new_zeros(shape))
-                continue
-            empty.append(copy.deepcopy(given).to(dtype=like.dtype, device=like.device))
-            if not trainable:
-                freeze(empty[-1])
+        empty = [
+            _own(given, like, trainable) if isinstance(given, InducingVariables) else like.new_zeros(shape)
+            for given, shape in zip(sets, spec["shapes"])
+        ]
         return cls(empty, trainable, columns, spec["width"], spec["of_source"])
+
+
+def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVariables:
+    """A guide's own copy, with the dtype and device of ``like``."""
+    own = copy.deepcopy(given).to(dtype=like.dtype, device=like.device)
+    if not trainable:
+        freeze(own)
+    return own
 
 
 def _some_source_inputs(kernel: Any, x: Tensor, rows: int = 1000, most: int = 100_000) -> Tensor:
@@ -280,15 +278,3 @@ def _join(variables: Sequence[Variables]) -> list[Variables]:
             part = type(part)(torch.cat([found.pop().z, part.z]))
         found.append(part)
     return found
-
-
-def _beside(parts: Sequence[Tensor]) -> Tensor:
-    return _side_by_side(parts, -1)
-
-
-def _side_by_side(parts: Sequence[Tensor], dim: int) -> Tensor:
-    if len(parts) == 1:
-        return parts[0]
-    event = 1 if dim == -1 and parts[0].dim() == 1 else 2
-    batch = torch.broadcast_shapes(*(part.shape[:-event] for part in parts))
-    return torch.cat([part.expand(*batch, *part.shape[-event:]) for part in parts], dim)

@@ -111,6 +111,10 @@ class FreeFormFamily(BasisFamily):
     def new_coefficients(self) -> NewCoefficients:
         """The posterior over the coefficients, to be called with block sizes, batch shape and a tensor like it."""
 
+    def parameterised(self, kind: NewCoefficients) -> NewCoefficients:
+        """That posterior in the coordinates that the family learns it in; by default the coefficients w."""
+        return kind
+
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
         module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
         module.start(process, name)
@@ -121,7 +125,7 @@ class FreeFormFamily(BasisFamily):
 
     def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
         require_basis(basis, name)
-        coefficients = self.new_coefficients()(basis.sizes, batch_shape, like)
+        coefficients = self.parameterised(self.new_coefficients())(basis.sizes, batch_shape, like)
         return SparseGP(basis, coefficients, batch_shape, self.declared())
 
 

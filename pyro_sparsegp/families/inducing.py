@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Union
@@ -15,7 +14,6 @@ from ..bases.initial import Initialiser
 from ..posteriors import FullCholesky, Unwhitened
 from ..process import GaussianProcess
 from ..sites import FreeSites as FreeSitesModule
-from ..sparse_gp import SparseGP
 from .base import (
     BasisFamily,
     ExpectationFamily,
@@ -25,7 +23,6 @@ from .base import (
     OptimalFamily,
     new_free_sites,
     old_free_sites,
-    require_basis,
     require_own_diagonal,
 )
 
@@ -65,11 +62,6 @@ class InducingFamily(OnInducingPoints, FreeFormFamily):
     """
 
     whiten: bool = field(default=True, kw_only=True)
-
-    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
-        require_basis(basis, name)
-        coefficients = self.parameterised(self.new_coefficients())(basis.sizes, batch_shape, like)
-        return SparseGP(basis, coefficients, batch_shape, self.declared())
 
     def parameterised(self, kind: NewCoefficients) -> NewCoefficients:
         """That posterior, over w or over u."""

@@ -19,6 +19,7 @@ from .inducing import SGPR, InducingFamily, OnInducingPoints
 __all__ = [
     "CollapsedOrthogonal",
     "ConditionalSGPR",
+    "OnNestedPoints",
     "OrthogonalInducing",
     "OrthogonallyDecoupled",
     "SemiCollapsedOrthogonal",
@@ -26,11 +27,8 @@ __all__ = [
 
 
 @dataclass(frozen=True, eq=False)
-class OrthogonalInducing(InducingFamily):
-    """SOLVE-GP: nested sets of inducing points with independent covariances (paper 1, section 3).
-
-    Shi, Titsias and Mnih, 2020, "Sparse Orthogonal Variational Inference for Gaussian Processes", eq. 8 and 9:
-    M₁ + M₂ points at a lower cost than one set of that size.
+class OnNestedPoints(OnInducingPoints):
+    """A family on nested sets of inducing points.
 
     :param inducing: the first set: a number or inputs ``(M₁, D)``.
     :param orthogonal: the second set, or a list of further sets.
@@ -42,6 +40,18 @@ class OrthogonalInducing(InducingFamily):
     def sets(self) -> list[Inducing]:
         more = self.orthogonal
         return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
+
+
+@dataclass(frozen=True, eq=False)
+class OrthogonalInducing(OnNestedPoints, InducingFamily):
+    """SOLVE-GP: nested sets of inducing points with independent covariances (paper 1, section 3).
+
+    Shi, Titsias and Mnih, 2020, "Sparse Orthogonal Variational Inference for Gaussian Processes", eq. 8 and 9:
+    M₁ + M₂ points at a lower cost than one set of that size.
+
+    :param inducing: the first set: a number or inputs ``(M₁, D)``.
+    :param orthogonal: the second set, or a list of further sets.
+    """
 
     def new_coefficients(self) -> NewCoefficients:
         return BlockCholesky
@@ -94,23 +104,18 @@ class OrthogonallyDecoupled(OrthogonalInducing):
 
 
 @dataclass(frozen=True, eq=False)
-class CollapsedOrthogonal(SGPR):
+class CollapsedOrthogonal(OnNestedPoints, SGPR):
     """SOLVE-GP with optimal independent posteriors of its sets (paper 1, eq. 27 to 30).
 
     :param inducing: the first set: a number or inputs ``(M₁, D)``.
     :param orthogonal: the second set, or a list of further sets.
     """
 
-    orthogonal: Union[Inducing, Sequence[Inducing]] = 64
     blockwise: ClassVar[bool] = True
-
-    def sets(self) -> list[Inducing]:
-        more = self.orthogonal
-        return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
 
 
 @dataclass(frozen=True, eq=False)
-class SemiCollapsedOrthogonal(OnInducingPoints, OptimalFamily):
+class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
     """SOLVE-GP with the optimal posterior of the first set given free ones of the others (paper 1, eq. 9 and 10).
 
     For a Gaussian likelihood the bound is
@@ -122,8 +127,6 @@ class SemiCollapsedOrthogonal(OnInducingPoints, OptimalFamily):
     :param covariance: S_v: "free" (eq. 9), or "prior", C_vv (eq. 10).
     """
 
-    inducing: Inducing = 64
-    orthogonal: Union[Inducing, Sequence[Inducing]] = 64
     covariance: str = "free"
 
     def __post_init__(self) -> None:
@@ -132,10 +135,6 @@ class SemiCollapsedOrthogonal(OnInducingPoints, OptimalFamily):
             raise ValueError(
                 f'SemiCollapsedOrthogonal\'s covariance must be "free" or "prior", got {self.covariance!r}'
             )
-
-    def sets(self) -> list[Inducing]:
-        more = self.orthogonal
-        return [self.inducing, *(more if isinstance(more, Sequence) else [more])]
 
     def _assemble(
         self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
+from ..linalg import side_by_side
+
 __all__ = ["Explicit", "Kernel", "Product", "Scaled", "Select", "Sum"]
 
 Scalar = Union[float, int, Tensor]
@@ -297,14 +299,14 @@ class Sum(Kernel):
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         parts = [features(term, x) for term in self._terms]
-        return None if any(part is None for part in parts) else _side_by_side([p for p in parts if p is not None])
+        return None if any(part is None for part in parts) else side_by_side([p for p in parts if p is not None])
 
     def explicit(self, x: Tensor) -> Optional[Explicit]:
         parts = [found for term in self._terms if (found := explicit(term, x)) is not None]
         if len(parts) < len(self._terms):
             return None
         diagonal = functools.reduce(torch.add, (part.diagonal for part in parts))
-        return Explicit(_side_by_side([part.features for part in parts]), diagonal, _heights(parts))
+        return Explicit(side_by_side([part.features for part in parts]), diagonal, _heights(parts))
 
     @property
     def depends_on_rows(self) -> bool:
@@ -591,11 +593,6 @@ def positive(value: Scalar, name: str) -> Scalar:
 
 def _bracketed(kernel: Kernel, types: Any) -> str:
     return f"({kernel!r})" if isinstance(kernel, types) else repr(kernel)
-
-
-def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
-    return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
 
 
 def _all_products(a: Tensor, b: Tensor) -> Tensor:
