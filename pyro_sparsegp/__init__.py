@@ -9,8 +9,9 @@ from .guide import AutoSparseGP
 from .inference import ExpectationPropagation, ProjectedLikelihood, TraceQuadrature_ELBO
 from .linalg import NumericalWarning
 from .predict import predict
-from .process import GaussianProcess, SparsePosterior
+from .process import GaussianProcess
 from .reparam import Whitening, WhitenReparam
+from .sparse_posterior import SparsePosterior
 
 __all__ = [
     "AutoSparseGP",

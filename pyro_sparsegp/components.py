@@ -20,7 +20,8 @@ from torch import Tensor
 from .kernels import base as kernel_base
 from .kernels.anova import centred_on
 from .linalg import cholesky, sum_blocks
-from .process import GaussianProcess, SparsePosterior
+from .process import GaussianProcess
+from .sparse_posterior import SparsePosterior
 
 __all__ = ["Components"]
 

@@ -20,14 +20,16 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .bases import KernelFeatures
-from .likelihood import expected_derivatives, held_trace, log_densities, normal_nodes
+from .likelihood import expected_derivatives, normal_nodes
 from .posteriors import from_natural
-from .process import GaussianProcess, SparsePosterior
+from .process import GaussianProcess
 from .sites import KeptSites, Sites, update, within_reach
 from .sparse_gp import OptimalGP, ProjectedGP, SiteGP
+from .sparse_posterior import SparsePosterior
 from .structure import DATAWISE, ELEMENTWISE
 from .terms import InseparableError, Terms
 from .tilted import normaliser_derivatives, tilted
+from .traces import as_process, held_trace, log_densities
 
 if TYPE_CHECKING:
     from .guide import AutoSparseGP
@@ -243,10 +245,8 @@ class _AtMeans(Messenger):
     """Holds GP sites at their prior means."""
 
     def _pyro_sample(self, msg: Any) -> None:
-        fn = msg["fn"]
-        while isinstance(fn, torch.distributions.Independent):
-            fn = fn.base_dist
-        if isinstance(fn, GaussianProcess) and not msg["is_observed"]:
+        fn, _ = as_process(msg["fn"])
+        if fn is not None and not msg["is_observed"]:
             msg["value"], msg["done"] = fn.mean, True
 
 

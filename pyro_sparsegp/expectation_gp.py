@@ -12,7 +12,8 @@ from .bases import Basis
 from .linalg import solve_lower
 from .modules import AbstractModule
 from .posteriors import from_natural, weighted_gram
-from .process import GaussianProcess, SparsePosterior
+from .process import GaussianProcess
+from .sparse_posterior import SparsePosterior
 
 __all__ = ["ExpectationGP"]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from operator import attrgetter
 from typing import Any, Optional, Union
 
@@ -24,64 +21,36 @@ from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from pyro.infer.autoguide.utils import deep_setattr, helpful_support_errors
 from pyro.nn import PyroModule, PyroParam
 from pyro.poutine.runtime import get_plates
-from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.util import site_is_subsample
-from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from . import structure
+from . import structure, survey
 from .conditioning import correct_sites, is_corrected, observes, read_sites, repeatable, require_full_batch
+from .drawing import ExpectedSite, GroupedSite, MarginalSite, NodeSite, Site
 from .expectation_gp import ExpectationGP
 from .families import ExpectationFamily, Family, SiteFamily
 from .kernels import base as kernel_base
-from .likelihood import bare, fill_masked, held_trace, is_quadratic, log_densities, without_event
-from .modules import unique_name
-from .process import (
-    SAMPLE_PLATES,
-    SAMPLES_ARE_VECTORISED,
-    ExpectedSite,
-    GaussianProcess,
-    GroupedSite,
-    MarginalSite,
-    NodeSite,
-    PriorProcess,
-    Site,
-    SparsePosterior,
-)
+from .modules import at_path, unique_name
+from .process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
+from .registration import require_registered
 from .sites import KeptSites
 from .sparse_gp import SiteGP
+from .sparse_posterior import SparsePosterior
+from .survey import Probe, Structure
+from .traces import (
+    all_sites,
+    as_process,
+    fill_masked,
+    first_tensor,
+    is_free,
+    is_observation,
+    piecewise_constant,
+    whole_plates,
+    without_event,
+)
 
-__all__ = ["AutoSparseGP", "Structure"]
-
-
-@dataclass
-class Structure:
-    """What the guide found out about the model at its first call, in plain Python: it travels in the state dict.
-
-    :param gps: for each GP site, the shapes of its module.
-    :param latents: for each other latent site, its event dimensions, shape and enclosing plates with sizes.
-    :param rows: for each observed site, how many values it had.
-    :param data_plates: plates that enclose an observed site.
-    :param dependence: for each GP site, how densities downstream depend on its values.
-    :param inner: GP sites whose values enter another GP site (an inner layer of a deep GP).
-    :param groups: for those whose values a layer above couples in groups of consecutive inputs (the patches of an
-        image), how many make a group, and that layer.
-    :param interactions: pairs of GP sites that meet in one term of a density.
-    :param downstream: sites whose densities move with a GP site's values.
-    :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
-    """
-
-    gps: dict[str, dict[str, Any]] = field(default_factory=dict)
-    latents: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
-    data_plates: list[str] = field(default_factory=list)
-    dependence: dict[str, str] = field(default_factory=dict)
-    inner: list[str] = field(default_factory=list)
-    groups: dict[str, tuple[int, str]] = field(default_factory=dict)
-    interactions: list[list[str]] = field(default_factory=list)
-    downstream: list[str] = field(default_factory=list)
-    quadratic: list[str] = field(default_factory=list)
+__all__ = ["AutoSparseGP"]
 
 
 @dataclass
@@ -99,20 +68,6 @@ class _Request:
     observing: Optional[bool] = None  # whether data are observed; None is not known
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)  # collected
     ahead: dict[str, Tensor] = field(default_factory=dict)  # drawn before the run gets there
-
-
-@dataclass
-class Probe:
-    """What a run with all latent values held fixed showed."""
-
-    densities: dict[str, Tensor]
-    posteriors: dict[str, SparsePosterior]
-    values: dict[str, Tensor]
-
-    def downstream(self, moved: Collection[str] = ()) -> list[Tensor]:
-        """All the log densities, and what GP sites other than those ``moved`` make of their inputs, in order."""
-        others = [q for name, q in self.posteriors.items() if name not in moved]
-        return [*self.densities.values(), *(part for q in others for part in _inputs_of(q))]
 
 
 class AutoSparseGP(AutoNormalMessenger):
@@ -195,7 +150,8 @@ class AutoSparseGP(AutoNormalMessenger):
             return super().__call__(*args, **kwargs)
         self.prepare(*args, **kwargs)
         observing = False if self._new_rows else None
-        if self._last is not None and any(is_corrected(self, name, _get(self.gps, name)) for name in self._row_counts):
+        corrected = (is_corrected(self, name, at_path(self.gps, name)) for name in self._row_counts)
+        if self._last is not None and any(corrected):
             observing = observes(self, args, kwargs) if observing is None else observing
             if not observing:
                 self._refresh_sites()
@@ -254,7 +210,7 @@ class AutoSparseGP(AutoNormalMessenger):
             wrapped(*args, **kwargs)
         try:
             self._after_run(args, kwargs)
-            values = {name: site["value"] for name, site in _sites(self.trace) if _is_free(site)}
+            values = {name: site["value"] for name, site in all_sites(self.trace) if is_free(site)}
             return (*self._traces(), values)
         finally:
             self.trace = poutine.Trace()  # under vmap its tensors are of no use to others
@@ -272,8 +228,8 @@ class AutoSparseGP(AutoNormalMessenger):
         self._check_rows()
         values = {
             name: torch.as_tensor(site["value"])
-            for name, site in _sites(self.trace)
-            if _is_free(site) and name not in processes
+            for name, site in all_sites(self.trace)
+            if is_free(site) and name not in processes
         }
         return processes, values, self.trace
 
@@ -300,7 +256,7 @@ class AutoSparseGP(AutoNormalMessenger):
         self._count_rows()
         if not self.on_sites:
             return
-        for name, module in self._site_modules().items():
+        for name, module in self.site_modules().items():
             require_full_batch(name, module, self.trace)
         assert self.structure is not None
         if self.keeps_sites and any(self.trace.nodes[name]["is_observed"] for name in self._rows_here()):
@@ -388,12 +344,12 @@ class AutoSparseGP(AutoNormalMessenger):
                 "exact": name in self.structure.quadratic,
                 "truncated": int(module.sites.truncated),
             }
-            for name, module in self._site_modules().items()
+            for name, module in self.site_modules().items()
             if isinstance(module.sites, KeptSites)
         }
 
-    def _site_modules(self) -> dict[str, SiteGP]:
-        modules = {} if self.structure is None else {name: _get(self.gps, name) for name in self.structure.gps}
+    def site_modules(self) -> dict[str, SiteGP]:
+        modules = {} if self.structure is None else {name: at_path(self.gps, name) for name in self.structure.gps}
         return {name: module for name, module in modules.items() if isinstance(module, SiteGP)}
 
     def _refresh_sites(self) -> None:
@@ -415,45 +371,6 @@ class AutoSparseGP(AutoNormalMessenger):
         finally:
             self.trace = trace
 
-    def _find_sites(self, args: tuple, kwargs: dict[str, Any], probe: Probe) -> None:
-        """Raise where a family on sites does not fit, and see for which likelihoods its sites are exact."""
-        assert self.structure is not None
-        for site, density in probe.densities.items() if self._site_modules() else ():
-            if not density.isfinite().all():
-                raise ValueError(
-                    f"the log density of site {site!r} is not finite at {int((~density.isfinite()).sum())} of "
-                    f"{density.numel()} values: look for infinite data, or data outside of the distribution's support."
-                )
-        for name, module in self._site_modules().items():
-            kind, family = self.structure.dependence[name], module.family["name"]
-            if name in self.structure.inner or kind == structure.COUPLED:
-                why = (
-                    "its values enter another GP site"
-                    if name in self.structure.inner
-                    else "its likelihood does not factorise: one term of a density depends on values at several inputs"
-                )
-                raise ValueError(
-                    f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood of each "
-                    f"value, but {why}. Take a family with a free posterior, such as SVGP or OrthogonalInducing."
-                )
-            posterior = probe.posteriors[name]
-            others = {other: value for other, value in probe.values.items() if other != name}
-
-            def total(f: Tensor, name: str = name, others: dict[str, Tensor] = others) -> Tensor:
-                trace = held_trace(self.model, {**others, name: f}, args, kwargs)
-                parts = log_densities(trace, self.structure.gps)  # type: ignore[union-attr]
-                return sum((part.sum() for part in parts.values()), f.new_zeros(()))
-
-            flat = _piecewise_constant(self.trace)
-            if flat and kind != structure.NONE:
-                raise ValueError(
-                    f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood's "
-                    f"derivatives; the distribution of site {flat[0]!r} is piecewise constant. Take a family with a "
-                    "free posterior, such as SVGP or OrthogonalInducing, or Categorical(logits=...)."
-                )
-            if is_quadratic(total, posterior.mean, posterior.process.variance.sqrt()):
-                self.structure.quadratic.append(name)
-
     def get_traces(self) -> tuple[poutine.Trace, poutine.Trace]:
         """The (model, guide) traces of the last call, as in :class:`~pyro.poutine.guide.GuideMessenger`.
 
@@ -464,7 +381,7 @@ class AutoSparseGP(AutoNormalMessenger):
             if a density is piecewise constant in f, so that draws give it no gradient.
         """
         asked = self._request is self._idle and torch.is_grad_enabled()  # by an objective, not by the run itself
-        flat = _piecewise_constant(self.trace) if asked else []
+        flat = piecewise_constant(self.trace) if asked else []
         if flat:
             raise ValueError(
                 f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
@@ -480,7 +397,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 "ExpectationPropagation(model, guide, optim) in the place of SVI, or a family such as SVGP."
             )
         model_trace, guide_trace = super().get_traces()
-        for name, site in _sites(guide_trace):
+        for name, site in all_sites(guide_trace):
             if isinstance(without_event(site["fn"])[0], Site):
                 site["fn"] = _paired(site["fn"])
                 if self.training:
@@ -749,7 +666,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 "the guide's first call makes its parameters, which torch.inference_mode() forbids: call it once, "
                 "guide(x, y), outside, or use torch.no_grad()."
             )
-        self._like = _first_tensor((args, kwargs))
+        self._like = first_tensor((args, kwargs))
         try:
             with (
                 torch.no_grad(),
@@ -758,10 +675,13 @@ class AutoSparseGP(AutoNormalMessenger):
             ):
                 super().__call__(*args, **kwargs)
             trace = self.trace
-            self._check_sites(trace, request)
-            self.structure = self._describe(trace, request)
+            survey.require_sites(self, trace, request.posteriors)
+            self.structure = survey.describe(self, trace, request.posteriors)
             self._see_all(args, kwargs, trace, request)
-            self._find_dependence(args, kwargs)
+            with torch.no_grad():
+                first = survey.find_dependence(self.structure, lambda values: self.probe(args, kwargs, values))
+                survey.find_exact_sites(self, first, args, kwargs)
+            self._warn_of_joint_draws()
         except BaseException:
             self._forget()
             raise
@@ -774,6 +694,17 @@ class AutoSparseGP(AutoNormalMessenger):
         self.structure = None
         self._checked_parameters = False
 
+    def _warn_of_joint_draws(self) -> None:
+        assert self.structure is not None
+        coupled = [name for name in self.structure.gps if self._kind_of_draws(name) is ExpectedSite]
+        if coupled:
+            warnings.warn(
+                f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
+                "different inputs: they are drawn jointly, at a cost cubic in the number of inputs, and not integrated "
+                "by quadrature.",
+                stacklevel=4,
+            )
+
     def _see_all(self, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace, request: _Request) -> None:
         """Show modules whose kernel depends on them the rows that plates with a ``subsample_size`` left out."""
         sites: Any = trace.nodes
@@ -785,75 +716,14 @@ class AutoSparseGP(AutoNormalMessenger):
                 super().__call__(*args, **kwargs)
             self.trace = trace
 
-    def _check_sites(self, trace: poutine.Trace, request: _Request) -> None:
-        if isinstance(self.families, Mapping):
-            for name in self.families:
-                if name not in request.posteriors:
-                    kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
-                    raise ValueError(
-                        f"a family is given for {name!r}, which is {kind}; the GP sites are "
-                        f"{sorted(request.posteriors)}"
-                    )
-        fixed = [name for name, site in _sites(trace) if is_observation(site) and as_process(site["fn"])[0]]
-        if not request.posteriors and fixed:
-            raise ValueError(
-                f"GP site {fixed[0]!r} is observed: it has no posterior to approximate. Add a likelihood, such as "
-                "Normal(f, noise), and leave obs= out of the GP site; or train hyperparameters with the exact density, "
-                "by a guide without AutoSparseGP."
-            )
-        if not request.posteriors:
-            raise ValueError("the model has no GP site: no pyro.sample(..., GaussianProcess(kernel, x)) was reached")
-        unknown = [name for name in self.independent_draws if name not in request.posteriors]
-        if unknown:
-            raise ValueError(f"independent_draws names {unknown}; the GP sites are {sorted(request.posteriors)}")
-        observed = [name for name, site in _sites(trace) if is_observation(site)]
-        if not observed:
-            raise ValueError(
-                "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
-                "the first SVI step, with the data, model(x, y)."
-            )
-        if not isinstance(self.point_estimates, bool):
-            unknown = [name for name in self.point_estimates if name not in trace.nodes]
-            if unknown:
-                raise ValueError(f"point_estimates names {unknown}, which are no sites of the model")
-        if pyro.settings.get("validate_infer"):
-            for name, site in _sites(trace):
-                if site["type"] == "sample" and not site_is_subsample(site) and name not in request.posteriors:
-                    try:
-                        site["log_prob"] = site["fn"].log_prob(site["value"])
-                    except ValueError as error:
-                        raise ValueError(f"site {name!r} has no density at its value: {_why(site, error)}") from error
-                    check_site_shape(site, _NO_LIMIT)
-
-    def _describe(self, trace: poutine.Trace, request: _Request) -> Structure:
-        found = Structure(gps={name: attrgetter(name)(self.gps).spec() for name in request.posteriors})
-        for name, site in _sites(trace):
-            if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:
-                continue
-            plates = {
-                frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized
-            }
-            if not site["is_observed"]:
-                own = _get(self, f"locs.{name}_unconstrained")
-                if own is not None:
-                    event_dim = biject_to(site["infer"]["prior"].support).domain.event_dim
-                    latent = {"event_dim": event_dim, "shape": list(own.shape)}
-                else:  # an overridden get_posterior has parameters of its own
-                    latent = {"event_dim": 0, "shape": None}
-                found.latents[name] = latent | {"plates": plates}
-            elif is_observation(site):
-                found.rows[name] = int(site["value"].numel())
-                found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
-        return found
-
-    def _probe(self, args: tuple, kwargs: dict[str, Any], values: dict[str, Tensor]) -> Probe:
+    def probe(self, args: tuple, kwargs: dict[str, Any], values: dict[str, Tensor]) -> Probe:
         """Run with GP sites at ``values``, other latents at their medians and the same random numbers."""
         request = _Request(values=values, observing=True)
         quiet = poutine.block(), pyro.validation_enabled(False)
         with repeatable(self._like), quiet[0], quiet[1], self._requesting(request, median=True):
             super().__call__(*args, **kwargs)
         densities, fixed = {}, {}
-        for name, site in _sites(self.trace):
+        for name, site in all_sites(self.trace):
             if site["type"] != "sample" or site_is_subsample(site):
                 continue
             fixed[name] = site["value"]
@@ -861,47 +731,6 @@ class AutoSparseGP(AutoNormalMessenger):
                 fn = site["infer"].get("prior", site["fn"])
                 densities[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), 1.0, site["mask"]))
         return Probe(densities, request.posteriors, fixed)
-
-    @torch.no_grad()
-    def _find_dependence(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        assert self.structure is not None
-        first = self._probe(args, kwargs, {})
-        spread = {name: posterior.process.variance.sqrt() for name, posterior in first.posteriors.items()}
-        base: dict[str, Tensor] = {}
-        for name, posterior in first.posteriors.items():  # move off the mean, where a model may be degenerate
-            base[name] = posterior.mean + 0.1 * spread[name]
-
-        def evaluate(moved: dict[str, Tensor]) -> list[Tensor]:
-            return self._probe(args, kwargs, base | moved).downstream(moved)
-
-        names = list(first.posteriors)
-        for name in names:
-            alone = partial(lambda f, value: evaluate({f: value}), name)
-            self.structure.dependence[name] = structure.dependence(alone, base[name], spread[name])
-            still = self._probe(args, kwargs, base)
-            # Outputs move apart: classes see their differences only.
-            uneven = torch.arange(1, spread[name].numel() + 1).to(spread[name]).reshape(spread[name].shape).cos()
-            moved = self._probe(args, kwargs, base | {name: base[name] + spread[name] * (1 + 0.5 * uneven)})
-            if any(_differ(still.posteriors[other], moved.posteriors[other]) for other in names if other != name):
-                self.structure.inner.append(name)
-                if self.structure.dependence[name] == structure.COUPLED:
-                    self._find_groups(name, base, spread[name], alone)
-            for other, density in still.densities.items():
-                if other not in self.structure.downstream and not torch.equal(density, moved.densities[other]):
-                    self.structure.downstream.append(other)
-        for f, g in itertools.combinations(names, 2):
-            both = partial(lambda f, g, a, b: evaluate({f: a, g: b}), f, g)
-            if structure.interact(both, (base[f], spread[f]), (base[g], spread[g])):
-                self.structure.interactions.append([f, g])
-        self._find_sites(args, kwargs, first)
-        coupled = [name for name in names if self._kind_of_draws(name) is ExpectedSite]
-        if coupled:
-            warnings.warn(
-                f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
-                "different inputs: they are drawn jointly, at a cost cubic in the number of inputs, and not integrated "
-                "by quadrature.",
-                stacklevel=4,
-            )
 
     def _check_loaded(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the parameters at the first call after a state was loaded, whatever the call is for."""
@@ -913,66 +742,21 @@ class AutoSparseGP(AutoNormalMessenger):
             with torch.enable_grad(), whole_plates(), repeatable(self.like):
                 self._check_parameters(args, kwargs)
 
-    def _find_groups(
-        self, name: str, base: dict[str, Tensor], spread: Tensor, evaluate: Callable[[Tensor], list[Tensor]]
-    ) -> None:
-        """See whether layers above couple a site's values only within groups, as many as one of them has inputs."""
-        assert self.structure is not None
-        num = base[name].shape[-1]
-        counts = {other: f.shape[-1] for other, f in base.items()}
-        sizes = {num // n: other for other, n in counts.items() if 1 < n < num and num % n == 0}
-        size = structure.group_size(evaluate, base[name], spread, sorted(sizes))
-        if size is not None:
-            self.structure.groups[name] = size, sizes[size]
-
     def _check_parameters(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        probe = self._probe(args, kwargs, {})
+        probe = self.probe(args, kwargs, {})
         self._check_known()
-        known = [site["value"].unconstrained() for _, site in _sites(self.trace) if site["type"] == "param"]
-        given = _tensors((args, kwargs))
-        marginals = [part for q in probe.posteriors.values() for part in (q.mean, q.variance, q.kl)]
-        outputs = [*probe.densities.values(), *marginals]
-        forgotten = structure.unregistered(outputs, [*known, *given])
-        if forgotten:
-            sources = {
-                f"{label} of site {name!r}": source
-                for name, posterior in probe.posteriors.items()
-                for label, source in (
-                    ("the kernel", posterior.process.kernel),
-                    ("the mean", posterior.process.mean_function),
-                )
-            }
-            sources |= {"the model": _mentioned(self.model)}
-            raise ValueError(
-                f"these parameters would not train: {', '.join(_name_of(p, sources) for p in forgotten)}. SVI trains "
-                "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
-                "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
-                f"should stay as it is.{self._taken(forgotten, sources)}"
-            )
+        require_registered(self.model, probe, self.trace, (args, kwargs))
         self._checked_parameters = True
-
-    def _taken(self, forgotten: list[Tensor], sources: dict[str, Any]) -> str:
-        """What to do where ``pyro.module`` found another network's parameters under the names of those forgotten."""
-        paths = {_found_in(parameter, sources)[1] for parameter in forgotten}
-        registered = [name.split("$$$", 1) for name, site in _sites(self.trace) if site["type"] == "param"]
-        names = sorted({name for name, *path in registered if path and path[0] in paths})
-        if not names:
-            return ""
-        return (
-            f" Another network is registered as {', '.join(map(repr, names))} in Pyro's parameter store (a notebook's "
-            "cell run twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
-            f"pyro.module({names[0]!r}, network, update_module_params=True) to take the stored values."
-        )
 
     def _check_known(self) -> None:
         """After a run: raise if, at a training call, the model's sites are not those the guide was initialised or
         loaded with.
         """
         assert self.structure is not None
-        sites = dict(_sites(self.trace))
+        sites = dict(all_sites(self.trace))
         if not all(name in sites and sites[name]["is_observed"] for name in self.structure.rows):
             return
-        free = {name for name, site in sites.items() if _is_free(site) and not site_is_subsample(site)}
+        free = {name for name, site in sites.items() if is_free(site) and not site_is_subsample(site)}
         known = {*self.structure.gps, *self.structure.latents}
         if free != known:
             raise ValueError(
@@ -983,7 +767,7 @@ class AutoSparseGP(AutoNormalMessenger):
     def explain_nan(self, *args: Any, **kwargs: Any) -> str:
         """Which sites' log densities are NaN at these arguments, for an error."""
         with torch.no_grad():
-            densities = self._probe(args, kwargs, {}).densities
+            densities = self.probe(args, kwargs, {}).densities
         bad = {name: density.isnan() for name, density in densities.items()}
         found = [f"{name!r} ({int(nan.sum())} of {nan.numel()} values)" for name, nan in bad.items() if nan.any()]
         where = (
@@ -996,7 +780,7 @@ class AutoSparseGP(AutoNormalMessenger):
         assert self.structure is not None
         if "rows" in self.warned or not torch.is_grad_enabled() or not self.training:
             return
-        for name, site in _sites(self.trace):
+        for name, site in all_sites(self.trace):
             rows = self.structure.rows.get(name)
             if rows is None or not site["is_observed"]:
                 continue
@@ -1018,7 +802,7 @@ class AutoSparseGP(AutoNormalMessenger):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._refresh_sites()  # the data stay where they are
         self._like = args[0](self._like)
-        for module in self._site_modules().values():
+        for module in self.site_modules().values():
             if isinstance(module.sites, KeptSites):
                 module.sites.marginals = None
         return super()._apply(*args, **kwargs)
@@ -1080,58 +864,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 module._pyro_name = f"{self._pyro_name}.{path}"
 
 
-@contextmanager
-def whole_plates() -> Iterator[None]:
-    """Turn subsampling off: plates with a ``subsample_size`` take all their rows."""
-    # A plate draws its indices in its constructor, from its arguments; no message can change their number.
-    original = SubsampleMessenger.__init__
-
-    @functools.wraps(original)
-    def whole(self: Any, name: str, size: Any = None, subsample_size: Any = None, subsample: Any = None, *a, **k):  # type: ignore[no-untyped-def]
-        original(self, name, size, subsample_size if subsample is not None else None, subsample, *a, **k)
-
-    SubsampleMessenger.__init__ = whole  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        SubsampleMessenger.__init__ = original  # type: ignore[method-assign]
-
-
 _LARGE = 5000  # function values whose joint draw is slow enough to be told of
-_NO_LIMIT: Any = float("inf")  # of nested plates
-
-
-def _sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
-    return list(trace.nodes.items())
-
-
-def _is_free(site: Any) -> bool:
-    return site["type"] == "sample" and not site["is_observed"]
-
-
-def is_observation(site: Any) -> bool:
-    """Whether a site holds data, rather than a deterministic value."""
-    return site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
-
-
-def _piecewise_constant(trace: poutine.Trace) -> list[str]:
-    """The observed sites whose distributions say that their density is piecewise constant in function values."""
-    return [
-        name
-        for name, site in _sites(trace)
-        if is_observation(site) and getattr(bare(site["fn"]), "piecewise_constant", False)
-    ]
-
-
-def _why(site: Any, error: ValueError) -> str:
-    nan = site["value"].isnan()
-    if nan.any():
-        return (
-            f"{int(nan.sum())} of {nan.numel()} are NaN. Drop those rows, or mask them: "
-            "poutine.mask(mask=~y.isnan()) around the site."
-        )
-    text = str(error)
-    return text if len(text) < 400 else f"{text[:300]} ... {text[-60:]}"
 
 
 def _paired(fn: Any) -> Any:
@@ -1160,91 +893,3 @@ def _require_linear(name: str) -> None:
                 "TraceQuadrature_ELBO, Trace_ELBO or TraceMeanField_ELBO."
             )
         frame = frame.f_back
-
-
-def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
-    """The GP under ``.to_event`` and the number of dimensions this added, or ``None``."""
-    prior, event_dim = without_event(prior)
-    return (prior, event_dim) if isinstance(prior, GaussianProcess) else (None, 0)
-
-
-def _get(module: Any, path: str) -> Any:
-    try:
-        return attrgetter(path)(module)
-    except AttributeError:
-        return None
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return []
-    return [tensor for part in tree for tensor in _tensors(part)]
-
-
-def _inputs_of(posterior: SparsePosterior) -> list[Tensor]:
-    """All that a posterior's marginals take from its inputs and hyperparameters, whatever q(w) is."""
-    return [posterior.process.mean, posterior.process.variance, *posterior.features]
-
-
-def _differ(a: SparsePosterior, b: SparsePosterior) -> bool:
-    def seen(q: SparsePosterior) -> list[Tensor]:  # the features of a family that has read no sites show nothing
-        return [*_inputs_of(q), q.process.kernel(q.process.x[..., :1, :], q.process.x)]
-
-    return not all(torch.equal(one, other) for one, other in zip(seen(a), seen(b)))
-
-
-def _first_tensor(tree: Any) -> Tensor:
-    floating = [tensor for tensor in _tensors(tree) if tensor.is_floating_point()]
-    return floating[0].new_empty(0) if floating else torch.empty(0)
-
-
-def _closed_over(function: Any) -> list[Any]:
-    contents = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # an empty cell
-            contents.append(cell.cell_contents)
-    return contents
-
-
-def _mentioned(model: Any) -> list[Any]:
-    """The objects that a function's code mentions by name: where a forgotten network is likely to be."""
-    model = inspect.unwrap(model)
-    code = getattr(model, "__code__", None)
-    everything = getattr(model, "__globals__", {})
-    return [*_closed_over(model), *(everything[name] for name in (code.co_names if code else ()) if name in everything)]
-
-
-def _name_of(parameter: Tensor, sources: dict[str, Any]) -> str:
-    return _found_in(parameter, sources)[0]
-
-
-def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional[str]]:
-    """Where a parameter is found, and a module's name for it, by looking through objects' attributes."""
-    for label, source in sources.items():
-        stack: list[Any] = [source]
-        seen: set[int] = set()
-        while stack:
-            item = stack.pop()
-            if id(item) in seen or len(seen) > 10_000:
-                continue
-            seen.add(id(item))
-            if isinstance(item, torch.nn.Module):
-                for name, value in item.named_parameters():
-                    if value is parameter:
-                        return f"{type(item).__name__}.{name} in {label}", name
-                continue
-            if item is parameter:
-                return f"a parameter of shape {tuple(parameter.shape)} in {label}", None
-            if isinstance(item, (list, tuple)):
-                stack.extend(item)
-            elif isinstance(item, Mapping):
-                stack.extend(item.values())
-            elif callable(item) or hasattr(item, "diag"):
-                stack.extend(getattr(item, "__dict__", {}).values())
-                stack.extend(_closed_over(item))
-                stack.append(getattr(item, "__self__", None))
-    return f"a parameter of shape {tuple(parameter.shape)}", None

@@ -1,112 +1,25 @@
-"""Reading log densities off a user's model with all upstream values held."""
+"""Derivatives of log densities by function values, and their expectations."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 import numpy as np
 import pyro
 import torch
-from pyro import poutine
-from pyro.distributions import MaskedDistribution
-from pyro.distributions.util import scale_and_mask
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 __all__ = [
-    "bare",
     "derivatives",
-    "element_log_densities",
     "expected_derivatives",
-    "fill_masked",
-    "held_trace",
     "is_quadratic",
-    "log_densities",
     "normal_nodes",
-    "without_event",
 ]
 
 
-def held_trace(model: Callable, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
-    """A run of the model with sites held at ``values``, unseen by other handlers.
-
-    :param values: for every latent site, and for the plates' subsample sites, so that the run sees the rows that
-        the values belong to.
-    :returns: the trace, in which the held sites pass for observed; densities are to be had from its sites' ``fn``.
-    """
-    with poutine.block():
-        trace = poutine.trace(poutine.condition(model, data=dict(values))).get_trace(*args, **kwargs)
-    for site in trace.nodes.values():
-        fill_masked(site)
-    return trace
-
-
-def fill_masked(site: Any) -> None:
-    """Put a value of an unmasked row where an observed site is masked and NaN.
-
-    Pyro's mask makes such a term 0, but not its gradient, which is 0·NaN.
-    """
-    if site["type"] != "sample" or not site["is_observed"] or not isinstance(site["mask"], Tensor):
-        return
-    value, mask = site["value"], site["mask"]
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return
-    event_dim = site["fn"].event_dim
-    batch_shape = torch.broadcast_shapes(value.shape[: value.dim() - event_dim], mask.shape)
-    mask = mask.expand(batch_shape)
-    rows = value.expand(*batch_shape, *value.shape[value.dim() - event_dim :])
-    # The row's number stays a tensor: nothing is read back from the device.
-    first = mask.flatten().to(torch.uint8).argmax().reshape(1)
-    filler = rows.flatten(0, len(batch_shape) - 1).index_select(0, first)[0] if batch_shape else rows
-    missing = ~mask.reshape(*batch_shape, *[1] * event_dim) & value.isnan()
-    site["value"] = torch.where(missing, filler.nan_to_num(), rows)
-
-
-def without_event(fn: Any) -> tuple[Any, int]:
-    """The distribution under ``.to_event`` and the number of dimensions this added."""
-    event_dim = 0
-    while isinstance(fn, torch.distributions.Independent):
-        event_dim += fn.reinterpreted_batch_ndims
-        fn = fn.base_dist
-    return fn, event_dim
-
-
-def bare(fn: Any) -> Any:
-    """The distribution under ``.to_event`` and ``.mask``."""
-    while isinstance(fn, (torch.distributions.Independent, MaskedDistribution)):
-        fn = fn.base_dist
-    return fn
-
-
 Total = Callable[[dict[str, Tensor]], Tensor]
-
-
-def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
-    """The log densities of a run's sample sites but ``skip``, one for each value, masked and scaled."""
-    sites: Any = trace.nodes
-    return {
-        name: torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]))
-        for name, site in sites.items()
-        if site["type"] == "sample" and name not in skip and not site_is_subsample(site)
-    }
-
-
-def element_log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
-    """As :func:`log_densities`, with dimensions that ``.to_event`` has added up taken apart again."""
-    sites: Any = trace.nodes
-    found = {}
-    for name, site in sites.items():
-        if site["type"] != "sample" or name in skip or site_is_subsample(site):
-            continue
-        fn, event_dim = without_event(site["fn"])
-        scale, mask = (
-            part.reshape(*part.shape, *[1] * event_dim) if isinstance(part, Tensor) and part.dim() else part
-            for part in (site["scale"], site["mask"])
-        )
-        found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
-    return found
 
 
 def derivatives(total: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tensor]:

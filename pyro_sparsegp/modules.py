@@ -2,15 +2,25 @@
 
 import uuid
 from abc import ABCMeta
+from operator import attrgetter
+from typing import Any
 
 from pyro.nn import PyroModule
 
-__all__ = ["AbstractModule", "unique_name"]
+__all__ = ["AbstractModule", "at_path", "unique_name"]
 
 
 def unique_name(kind: str) -> str:
     """A name under which parameters meet no others in Pyro's global store, in any process."""
     return f"{kind}_{uuid.uuid4().hex[:12]}"
+
+
+def at_path(module: Any, path: str) -> Any:
+    """What a module has under a dotted name, or ``None``."""
+    try:
+        return attrgetter(path)(module)
+    except AttributeError:
+        return None
 
 
 class _Meta(type(PyroModule), ABCMeta):  # type: ignore[misc]

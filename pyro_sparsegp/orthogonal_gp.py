@@ -13,11 +13,13 @@ from .bases import Basis, InducingPoints
 from .bases.conditional import ConditionalFeatures
 from .bases.decoupled import DecoupledFeatures
 from .bases.inducing import InducingFeatures
+from .drawing import ExpectedSite
 from .posteriors import Coefficients, DenseFactor, Product, ShiftFactor, optimal
 from .posteriors.conditional import ConditionalFactor
-from .process import ExpectedSite, GaussianProcess, SparsePosterior
+from .process import GaussianProcess
 from .sites import Sites
 from .sparse_gp import OptimalGP, SparseGP, same_rows
+from .sparse_posterior import SparsePosterior
 
 __all__ = ["ConditionalGP", "DecoupledGP", "SemiCollapsedGP"]
 

@@ -12,7 +12,7 @@ from .blocks import in_blocks
 from .linalg import cholesky, solve_lower, sum_blocks
 
 if TYPE_CHECKING:
-    from .process import SparsePosterior
+    from .sparse_posterior import SparsePosterior
 
 __all__ = ["sample_paths"]
 

@@ -13,9 +13,10 @@ from pyro.poutine.reparam_messenger import ReparamHandler
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .guide import AutoSparseGP, as_process, is_observation, whole_plates
+from .guide import AutoSparseGP
 from .process import GaussianProcess
 from .reparam import Whitening, unwhiten
+from .traces import as_process, is_observation, whole_plates
 
 __all__ = ["predict"]
 

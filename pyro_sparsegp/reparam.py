@@ -9,9 +9,9 @@ import pyro.distributions as dist
 from pyro.infer.reparam.reparam import Reparam
 from pyro.infer.reparam.strategies import Strategy
 
-from .guide import as_process
 from .linalg import solve_lower
 from .process import GaussianProcess
+from .traces import as_process
 
 __all__ = ["WhitenReparam", "Whitening"]
 

@@ -16,8 +16,9 @@ from .kernels import base as kernel_base
 from .memory import Held, Memory, contents, equal
 from .modules import AbstractModule
 from .posteriors import Coefficients, Gaussian, ProjectedGaussian, from_natural, optimal
-from .process import GaussianProcess, SparsePosterior
+from .process import GaussianProcess
 from .sites import FreeSites, KeptSites, Sites
+from .sparse_posterior import SparsePosterior
 from .terms import Findings
 
 __all__ = ["OptimalGP", "ProjectedGP", "SiteGP", "SparseGP", "same_rows"]

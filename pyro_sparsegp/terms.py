@@ -10,8 +10,9 @@ import pyro
 import torch
 from torch import Tensor
 
-from .likelihood import element_log_densities, held_trace
+from . import structure
 from .process import GaussianProcess
+from .traces import element_log_densities, held_trace
 
 if TYPE_CHECKING:
     from .guide import AutoSparseGP
@@ -160,31 +161,18 @@ class Terms:
     def _owners(self, name: str, process: GaussianProcess, sites: list[str]) -> dict[str, Tensor]:
         """For each site, the number of the value of GP site ``name`` that each term depends on, −1 for none."""
         f, spread = self.values[name], process.variance.sqrt()
-        numbers = torch.arange(f.numel(), device=f.device).reshape(f.shape)
-
-        def at(value: Tensor) -> dict[str, Tensor]:
-            return self._parts(name, value, sites)
-
+        owners: dict[str, Tensor] = {}
         with pyro.validation_enabled(False):
-            base = at(f)
-            owners = {site: torch.full_like(part, -1, dtype=torch.long) for site, part in base.items()}
             for step in (spread, -spread, 0.1 * spread):  # a term may be flat on one side
-                moved = {site: _differ(part, base[site]) for site, part in at(f + step).items()}
-                found = {site: torch.zeros_like(owner) for site, owner in owners.items()}
-                for bit in range(max(f.numel() - 1, 1).bit_length()):
-                    chosen = (numbers >> bit) & 1 == 1
-                    these, others = at(torch.where(chosen, f + step, f)), at(torch.where(chosen, f, f + step))
-                    for site in sites:
-                        on, off = _differ(these[site], base[site]), _differ(others[site], base[site])
-                        if (on & off).any():
-                            raise InseparableError(
-                                f"site {site!r} has one log density for several values of GP site {name!r}: "
-                                "expectation propagation needs one for each. Use a distribution of single values, in "
-                                "a plate or with .to_event, or take SVI with TraceQuadrature_ELBO."
-                            )
-                        found[site] |= on.long() << bit
-                for site in sites:
-                    owners[site] = torch.where(moved[site], found[site], owners[site])
+                found = structure.owners(lambda value: self._parts(name, value, sites), f, f + step)
+                for site, owner in found.items():
+                    if owner is None:
+                        raise InseparableError(
+                            f"site {site!r} has one log density for several values of GP site {name!r}: "
+                            "expectation propagation needs one for each. Use a distribution of single values, in "
+                            "a plate or with .to_event, or take SVI with TraceQuadrature_ELBO."
+                        )
+                    owners[site] = torch.where(owner < 0, owners.get(site, owner), owner)
                 if all((owner >= 0).all() for owner in owners.values()):
                     break
         return owners
@@ -199,10 +187,6 @@ def _rowwise(owner: Tensor, rows: int) -> bool:
         size == rows and bool((owner % rows == places.reshape(-1, *[1] * (owner.dim() - dim - 1))).all())
         for dim, size in enumerate(owner.shape)
     )
-
-
-def _differ(a: Tensor, b: Tensor) -> Tensor:
-    return (a != b) & ~(a.isnan() & b.isnan())
 
 
 def _subsampling(site: Any) -> float:

@@ -13,7 +13,7 @@ from pyro.infer.autoguide import init_to_value
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SVGP, MeanFieldAdditive, OrthogonalInducing
-from pyro_sparsegp.process import SparsePosterior
+from pyro_sparsegp.sparse_posterior import SparsePosterior
 
 from .models import data, gaussian, heteroscedastic, regression, train
 

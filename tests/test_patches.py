@@ -20,6 +20,7 @@ from pyro_sparsegp import (
     predict,
 )
 from pyro_sparsegp.distributions import RobustMax
+from pyro_sparsegp.drawing import GroupedSite
 from pyro_sparsegp.families import (
     SVGP,
     CollapsedOrthogonal,
@@ -29,7 +30,6 @@ from pyro_sparsegp.families import (
     SparseEP,
 )
 from pyro_sparsegp.paths import _Sequential
-from pyro_sparsegp.process import GroupedSite
 
 from .models import FAMILIES, train
 

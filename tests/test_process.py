@@ -7,9 +7,11 @@ import torch
 from torch.distributions import kl_divergence
 
 from pyro_sparsegp import GaussianProcess, kernels
+from pyro_sparsegp.drawing import MarginalSite
 from pyro_sparsegp.families import SVGP, CoupledCovariance, CoupledPrecision, MeanFieldAdditive, OrthogonalInducing
-from pyro_sparsegp.process import MarginalSite, PriorProcess, SparsePosterior
+from pyro_sparsegp.process import PriorProcess
 from pyro_sparsegp.sites import KeptSites, Sites
+from pyro_sparsegp.sparse_posterior import SparsePosterior
 
 from .models import FAMILIES, additive
 

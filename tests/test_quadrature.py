@@ -11,8 +11,8 @@ from pyro.poutine import Trace
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP, CoupledPrecision, OrthogonalInducing
-from pyro_sparsegp.guide import Structure
 from pyro_sparsegp.inference.quadrature import quadrature_axes
+from pyro_sparsegp.survey import Structure
 
 from .models import bernoulli, data, estimate, gaussian, heteroscedastic, poisson, regression, train
 

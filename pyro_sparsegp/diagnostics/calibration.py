@@ -16,8 +16,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from tqdm import tqdm
 
-from ..guide import AutoSparseGP, as_process, is_observation, whole_plates
+from ..guide import AutoSparseGP
 from ..predict import predict
+from ..traces import as_process, is_observation, whole_plates
 from . import backend
 from .draws import sites_of
 from .labels import Labels, attributes

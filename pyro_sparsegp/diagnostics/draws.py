@@ -18,14 +18,15 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..guide import AutoSparseGP, as_process, is_observation, whole_plates
+from ..guide import AutoSparseGP
 from ..kernels import base as kernel_base
-from ..likelihood import bare
 from ..linalg import solve_lower
 from ..posteriors import ProjectedGaussian
-from ..process import GaussianProcess, SparsePosterior
+from ..process import GaussianProcess
 from ..sparse_gp import OptimalGP
+from ..sparse_posterior import SparsePosterior
 from ..structure import COUPLED
+from ..traces import as_process, bare, is_observation, whole_plates, without_event
 from .marginal import log_marginal
 from .pointwise import Moments, PointwiseDensities, Reader
 
@@ -33,7 +34,6 @@ __all__ = [
     "LARGEST_JOINT",
     "Draw",
     "GuideSource",
-    "base_of",
     "is_factor",
     "leave_one_out",
     "log_density_of",
@@ -94,13 +94,6 @@ def seeded(seed: Optional[int]) -> Iterator[None]:
 def sites_of(trace: Any) -> list[tuple[str, Any]]:
     """A trace's sample sites by name."""
     return [(name, site) for name, site in trace.nodes.items() if site["type"] == "sample"]
-
-
-def base_of(fn: Any) -> Any:
-    """The distribution under ``.to_event``."""
-    while isinstance(fn, torch.distributions.Independent):
-        fn = fn.base_dist
-    return fn
 
 
 def log_density_of(fn: Any, site: Any, value: Tensor) -> Tensor:
@@ -258,7 +251,7 @@ class GuideSource:
         return (
             isinstance(module, OptimalGP)
             and module.in_weight_space
-            and kernel_base.depends_on_rows(getattr(base_of(prior), "kernel", None))
+            and kernel_base.depends_on_rows(getattr(without_event(prior)[0], "kernel", None))
         )
 
     def densities(self, draw: Draw) -> PointwiseDensities:
@@ -307,7 +300,7 @@ class _Coefficients(Messenger):
         self.log_qs: list[Tensor] = []
 
     def _pyro_sample(self, msg: Any) -> None:
-        q = base_of(msg["fn"])
+        q = without_event(msg["fn"])[0]
         if not isinstance(q, SparsePosterior):
             return
         name = msg["name"]

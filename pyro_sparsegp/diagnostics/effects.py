@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..kernels import Categorical, Constant, White
 from ..kernels import base as kernel_base
-from ..process import SparsePosterior
+from ..sparse_posterior import SparsePosterior
 
 __all__ = ["plot_effects"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..likelihood import derivatives
-from ..process import SparsePosterior
+from ..sparse_posterior import SparsePosterior
 from .pointwise import Moments, Reader
 
 __all__ = ["log_marginal"]

@@ -18,8 +18,8 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..guide import whole_plates
-from ..likelihood import derivatives, held_trace, is_quadratic, normal_nodes
+from ..likelihood import derivatives, is_quadratic, normal_nodes
+from ..traces import held_trace, whole_plates
 
 __all__ = ["Moments", "PointwiseDensities", "Reader"]
 

@@ -11,7 +11,7 @@ from pyro import poutine
 from pyro.infer.inspect import get_dependencies
 from pyro.poutine.util import site_is_subsample
 
-from ..guide import as_process, is_observation, whole_plates
+from ..traces import as_process, is_observation, whole_plates
 from . import backend
 from .draws import LARGEST_JOINT, seeded, sites_of
 from .labels import Labels, constant_data

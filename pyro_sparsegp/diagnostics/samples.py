@@ -11,10 +11,10 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..guide import as_process, is_observation, whole_plates
 from ..predict import _bare, _Known
 from ..process import GaussianProcess
 from ..reparam import unwhiten
+from ..traces import as_process, is_observation, whole_plates
 from .draws import Draw, is_factor, leave_one_out, log_density_of, require_new, require_shapes, sites_of
 from .pointwise import Moments, PointwiseDensities, Reader
 

@@ -11,7 +11,8 @@ from pyro.distributions import OrderedLogistic
 from torch import Tensor
 
 from ..distributions import Probit
-from .draws import Draw, base_of
+from ..traces import bare
+from .draws import Draw
 from .pointwise import Reader
 from .sources import Source
 
@@ -177,9 +178,7 @@ def scorer_for(source: Source, draw: Draw, site: str, ordered: Optional[bool] = 
     """The scorer for an observed site, with as much in closed form as its likelihood allows."""
     node = draw.data[site]
     y = node["value"].to(next(iter(draw.moments.values()))[0]) if draw.moments else node["value"]
-    fn = base_of(node["fn"])
-    while hasattr(fn, "base_dist"):  # masks and expansions
-        fn = fn.base_dist
+    fn = bare(node["fn"])
     if isinstance(fn, torch.distributions.Categorical):
         if node["fn"].event_shape:
             return LogScore(source, y, site)

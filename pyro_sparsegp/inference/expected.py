@@ -18,15 +18,17 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import MaskedDistribution
+from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .. import structure as dependences
 from ..conditioning import repeatable
-from ..guide import AutoSparseGP, Structure
-from ..likelihood import bare, held_trace, log_densities, without_event
-from ..process import SparsePosterior
+from ..guide import AutoSparseGP
+from ..sparse_posterior import SparsePosterior
+from ..survey import Structure
+from ..traces import bare, held_trace, log_densities, without_event
 
 __all__ = ["Expectations", "ExpectedLogProb", "find_expectations"]
 
@@ -105,6 +107,8 @@ def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
         return sum_rightmost(_expectation(fn.base_dist, value, variance), fn.reinterpreted_batch_ndims)
     if isinstance(fn, MaskedDistribution):
         return scale_and_mask(_expectation(fn.base_dist, value, variance), mask=fn._mask)
+    if isinstance(fn, ExpandedDistribution):
+        return _expectation(fn.base_dist, value, variance)
     return fn.expected_log_prob(value, variance)
 
 
@@ -178,6 +182,9 @@ def _owning_sites(run: Run, start: Start, name: str) -> Any:
     def parameter(moved: dict[str, Tensor]) -> Tensor:
         return _parameter(run(moved).nodes[name]["fn"])
 
+    def alone(gp: str, value: Tensor) -> dict[str, Tensor]:
+        return {name: parameter({gp: value})}
+
     def along(size: float) -> dict[str, Tensor]:
         return {gp: f + size * step[gp] for gp, (f, _) in start.items()}
 
@@ -198,21 +205,15 @@ def _owning_sites(run: Run, start: Start, name: str) -> Any:
         return "this is not an affine function of function values"
     if _others_move(base.nodes[name], run(along(1.0)).nodes[name]):
         return "another of its parameters, or its scale or mask, depends on function values too"
-    # Numbers of values and of independent functions (an output of a GP site), across sites.
+    # Independent functions (a GP site has one for each output) are numbered across sites.
     owner = torch.full(middle.shape, -1, device=middle.device)  # of each entry: its function
     owning: set[str] = set()
     functions = 0
     for gp, (f, _) in start.items():
-        numbers = torch.arange(f.numel(), device=f.device).reshape(f.shape)
-        moves = parameter({gp: f + step[gp]}) != middle
-        found = torch.zeros_like(owner)
-        for bit in range(max(f.numel() - 1, 1).bit_length()):
-            chosen = (numbers >> bit) & 1 == 1
-            on = parameter({gp: torch.where(chosen, f + step[gp], f)}) != middle
-            off = parameter({gp: torch.where(chosen, f, f + step[gp])}) != middle
-            if (on & off).any():
-                return "an entry depends on several function values"
-            found |= on.long() << bit
+        found = dependences.owners(partial(alone, gp), f, f + step[gp])[name]
+        if found is None:
+            return "an entry depends on several function values"
+        moves = found >= 0
         if (moves & (owner >= 0)).any():
             return "an entry depends on values of several GP sites"
         if moves.any():

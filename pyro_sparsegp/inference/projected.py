@@ -14,8 +14,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..bases import ProjectedFeatures
-from ..guide import AutoSparseGP, Structure
-from ..likelihood import without_event
+from ..guide import AutoSparseGP
+from ..survey import Structure
+from ..traces import without_event
 from .quadrature import divergence, weighted_sum
 
 __all__ = ["ProjectedLikelihood"]

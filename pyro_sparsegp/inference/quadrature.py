@@ -21,10 +21,11 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from ..guide import AutoSparseGP, Structure
-from ..likelihood import held_trace
-from ..process import NodeSite
+from ..drawing import NodeSite
+from ..guide import AutoSparseGP
 from ..structure import COUPLED, DATAWISE
+from ..survey import Structure
+from ..traces import held_trace
 from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]

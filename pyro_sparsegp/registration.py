@@ -1,0 +1,128 @@
+"""Parameters that a density depends on and that no optimiser would be given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Optional
+
+from pyro import poutine
+from torch import Tensor, nn
+
+from .traces import all_sites, tensors
+
+if TYPE_CHECKING:
+    from .survey import Probe
+
+__all__ = ["require_registered", "unregistered"]
+
+
+def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: Any) -> None:
+    """Raise, with their names, if densities or posteriors depend on parameters that SVI does not train.
+
+    :param run: what a run of the model showed, with its graph.
+    :param trace: the run's trace: its param sites are what SVI trains.
+    :param args: the model's arguments, which may ask for gradients of their own.
+    """
+    known = [site["value"].unconstrained() for _, site in all_sites(trace) if site["type"] == "param"]
+    marginals = [part for q in run.posteriors.values() for part in (q.mean, q.variance, q.kl)]
+    forgotten = unregistered([*run.densities.values(), *marginals], [*known, *tensors(args)])
+    if not forgotten:
+        return
+    sources = {
+        f"{label} of site {name!r}": source
+        for name, posterior in run.posteriors.items()
+        for label, source in (
+            ("the kernel", posterior.process.kernel),
+            ("the mean", posterior.process.mean_function),
+        )
+    }
+    sources |= {"the model": _mentioned(model)}
+    found = [_found_in(parameter, sources) for parameter in forgotten]
+    raise ValueError(
+        f"these parameters would not train: {', '.join(label for label, _ in found)}. SVI trains "
+        "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
+        "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
+        f"should stay as it is.{_taken({path for _, path in found}, trace)}"
+    )
+
+
+def _taken(paths: Collection[Optional[str]], trace: poutine.Trace) -> str:
+    """What to do where ``pyro.module`` found another network's parameters under these names."""
+    registered = [name.split("$$$", 1) for name, site in all_sites(trace) if site["type"] == "param"]
+    names = sorted({name for name, *path in registered if path and path[0] in paths})
+    if not names:
+        return ""
+    return (
+        f" Another network is registered as {', '.join(map(repr, names))} in Pyro's parameter store (a notebook's "
+        "cell run twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
+        f"pyro.module({names[0]!r}, network, update_module_params=True) to take the stored values."
+    )
+
+
+def unregistered(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that ``outputs`` depend on and that ask for gradients, other than those ``known``."""
+    known_ids = {id(tensor) for tensor in known}
+    found: dict[int, Tensor] = {}
+    stack: list[Any] = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            stack.append(output.grad_fn)
+        elif output.requires_grad and id(output) not in known_ids:
+            found[id(output)] = output
+    seen = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known_ids:
+            found[id(leaf)] = leaf
+        stack.extend(parent for parent, _ in node.next_functions)
+    return list(found.values())
+
+
+def _closed_over(function: Any) -> list[Any]:
+    contents = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty cell
+            contents.append(cell.cell_contents)
+    return contents
+
+
+def _mentioned(model: Any) -> list[Any]:
+    """The objects that a function's code mentions by name: where a forgotten network is likely to be."""
+    model = inspect.unwrap(model)
+    code = getattr(model, "__code__", None)
+    everything = getattr(model, "__globals__", {})
+    return [*_closed_over(model), *(everything[name] for name in (code.co_names if code else ()) if name in everything)]
+
+
+def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional[str]]:
+    """Where a parameter is found, and a module's name for it, by looking through objects' attributes."""
+    for label, source in sources.items():
+        stack: list[Any] = [source]
+        seen: set[int] = set()
+        while stack:
+            item = stack.pop()
+            if id(item) in seen or len(seen) > 10_000:
+                continue
+            seen.add(id(item))
+            if isinstance(item, nn.Module):
+                for name, value in item.named_parameters():
+                    if value is parameter:
+                        return f"{type(item).__name__}.{name} in {label}", name
+                continue
+            if item is parameter:
+                return f"a parameter of shape {tuple(parameter.shape)} in {label}", None
+            if isinstance(item, (list, tuple)):
+                stack.extend(item)
+            elif isinstance(item, Mapping):
+                stack.extend(item.values())
+            elif callable(item) or hasattr(item, "diag"):
+                stack.extend(getattr(item, "__dict__", {}).values())
+                stack.extend(_closed_over(item))
+                stack.append(getattr(item, "__self__", None))
+    return f"a parameter of shape {tuple(parameter.shape)}", None
