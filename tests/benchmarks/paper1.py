@@ -163,7 +163,9 @@ def write_tables(options: argparse.Namespace) -> None:
         f"{platform.machine()}, {torch.get_num_threads()} thread of a shared machine, torch {torch.__version__}, "
         f"float64. M = {options.size} where the paper has 1024; {options.steps} steps of batch 1024; up to "
         f"{most} splits, standard errors in parentheses where there are several.",
-        "Not whitened where not said otherwise, as in the paper. ODVGP M+8M takes M sampled columns of K_OO a step.",
+        "Not whitened where not said otherwise, as in the paper. ODVGP M+8M takes M sampled columns of K_OO a step. "
+        "SVGP 1.5M is the paper's row of about SOLVE-GP's time, where matrices of size M are most of a step "
+        "([costs](cost_model.md)).",
         "",
         "`python tests/benchmarks/paper1.py regression --data DIR "
         f"--size {options.size} --steps {options.steps} --repeats {most}`",
@@ -215,7 +217,9 @@ def _pyplot() -> Any:
 def draw_curves(curves: dict[str, dict[str, list[dict[str, Any]]]], options: argparse.Namespace) -> None:
     """Test scores against seconds of training, as figure 3 has them for another set: split 0."""
     plt = _pyplot()
-    figure, axes = plt.subplots(2, len(curves), figsize=(5 * len(curves), 6), sharex="col", squeeze=False)
+    figure, axes = plt.subplots(
+        2, len(curves), figsize=(5 * len(curves), 6), sharex="col", squeeze=False, layout="constrained"
+    )
     for column, (name, methods) in enumerate(curves.items()):
         for method, results in methods.items():
             seconds, ll, rmse = zip(*results[0]["curve"])
@@ -224,8 +228,7 @@ def draw_curves(curves: dict[str, dict[str, list[dict[str, Any]]]], options: arg
             axes[1, column].plot(seconds, rmse, style)
         axes[0, column].set(title=f"{name}, M = {options.size}", ylabel="test log-likelihood")
         axes[1, column].set(xlabel="CPU seconds of training", ylabel="test RMSE", xscale="log")
-    axes[0, 0].legend(fontsize=7)
-    figure.tight_layout()
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(options.out / "paper1.png", dpi=90)
 
 
