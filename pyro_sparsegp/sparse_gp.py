@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
@@ -22,6 +23,9 @@ from .sparse_posterior import SparsePosterior
 from .terms import Findings
 
 __all__ = ["OptimalGP", "ProjectedGP", "SiteGP", "SparseGP", "same_rows"]
+
+
+_ROWS = 4096  # enough to show where posteriors start
 
 
 class SparseGP(AbstractModule):
@@ -51,9 +55,17 @@ class SparseGP(AbstractModule):
 
     def start(self, process: GaussianProcess, name: str) -> None:
         """Take note of what a guide's first call shows."""
-        if self.coefficients.anchored:
-            with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
-                self.coefficients.start(self.basis.forward(process.kernel, process.jitter, name).anchor)
+        with torch.no_grad():
+            basis = copy.deepcopy(self.basis)  # Pyro takes no module into the guide that has been called before
+            features = basis(process.kernel, process.jitter, name)
+
+            def informative() -> list[Tensor]:
+                step = -(-process.x.shape[-2] // _ROWS)
+                x = process.x[..., ::step, :]
+                scale = (step / process.kernel.diag(x).mean(-1)).sqrt()[..., None, None]
+                return [scale * block for block in features(x)]
+
+            self.coefficients.start(features.anchor, informative)
         if kernel_base.depends_on_rows(process.kernel):
             self.see(process.x)
 

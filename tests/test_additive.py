@@ -70,6 +70,35 @@ def test_storage_is_linear_in_the_number_of_terms(base):
     assert not straight(stored(CoupledCovariance(Z)))
 
 
+@pytest.mark.parametrize("base", ["block", "identity"])
+@pytest.mark.parametrize("outputs", [(), (2,)])
+@pytest.mark.parametrize("rank", [3, 40])
+def test_the_coupling_starts_at_the_leading_directions_of_the_data(base, outputs, rank):
+    variance = torch.tensor([2.0, 5.0])[:, None][: 2 if outputs else 1, 0].reshape(outputs)
+    kernel = variance * kernels.RBF(0.3)[0] + kernels.RBF(0.5)[1] + kernels.Constant(4.0)
+    process = GaussianProcess(kernel, torch.rand(60, 2))
+    module = CoupledPrecision([Z, Z, None], rank=rank, base=base).build(process, "f")
+    q, numbers = module.coefficients(), min(rank, 17)
+    phi = torch.cat([block.expand(*outputs, 60, -1) for block in module(process, "f").features], -1)
+    gram = phi.mT @ phi / process.variance.mean(-1)[..., None, None]  # precision if the noise were as large as f
+    size, directions = torch.linalg.eigh(gram)
+    expected = (directions * size[..., None, :])[..., -numbers:] @ directions[..., -numbers:].mT
+    b, expected = torch.cat(q.b, -2).detach(), expected.detach()
+    assert b.shape == (*outputs, 17, rank)
+    torch.testing.assert_close(b @ b.mT, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+def test_the_coupling_starts_near_what_the_data_tell():
+    x, y = torch.rand(300, 4), torch.randn(300)
+    model = gaussian(sum(kernels.RBF(0.3)[i] for i in range(4)) + kernels.Constant(1.0))
+    guide = AutoSparseGP(model, CoupledPrecision(Z, rank=8))
+    guide(x, y)
+    with torch.no_grad():
+        q = guide.posterior(x)["f"]
+        assert q.variance.sum() < 0.1 * q.process.variance.sum()
+        assert q.kl < 20  # nats, where the optimum has 55
+
+
 def work(family, terms, what):
     module, process = module_of(family, terms)
     q = module(process, "f")

@@ -11,7 +11,7 @@ With L_aL_aᵀ = I + BᵀB and T = L_a⁻¹Bᵀ, S = L(I − TᵀT)Lᵀ and log|
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Optional
 
 import torch
@@ -166,17 +166,42 @@ class _LowRank(Coefficients):
         rank = max(self.sizes) if rank is None else rank
         for i, num in enumerate(self.sizes):
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
-            # B = 0 is a saddle, its gradient vanishes there: start small and random.
+            # B = 0 is a saddle, its gradient vanishes there: small and random.
             b = 0.1 * torch.randn(*batch_shape, num, rank, dtype=like.dtype, device=like.device)
             setattr(self, f"b_{i}", PyroParam(b / (sum(self.sizes) * rank) ** 0.25))
             if self.base:
                 eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
                 setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))
 
-    def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
-        def each(name: str) -> list[Tensor]:
-            return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
+    def _each(self, name: str) -> list[Tensor]:
+        return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
 
+    def start(self, anchor: Optional[Tensor], features: Callable[[], list[Tensor]]) -> None:
+        """Start BBᵀ at the leading R directions of λΦᵀΦ, by subspace iteration: what the data couple most.
+
+        From a random start, B finds some directions, such as the level that plain kernels share, very slowly.
+        """
+        phi, small = features(), torch.cat(self._each("b"), -2)
+
+        def along(directions: Tensor) -> Tensor:
+            parts = directions.split(self.sizes, -2)
+            return torch.stack([block @ part for block, part in zip(phi, parts)]).sum(0)
+
+        directions = torch.linalg.qr(small)[0]  # (..., ΣM, R)
+        for _ in range(4):
+            seen = along(directions)
+            directions = torch.linalg.qr(torch.cat([block.mT @ seen for block in phi], -2))[0]
+        _, scales, mixing = torch.linalg.svd(along(directions), full_matrices=False)
+        found = directions @ (mixing.mT * scales[..., None, :])
+        start = small.clone()  # where the data have fewer directions than B has columns, these stay small
+        num = found.shape[-1]
+        told = found.norm(dim=-2, keepdim=True) > small[..., :num].norm(dim=-2, keepdim=True)
+        start[..., :num] = torch.where(told, found, small[..., :num])
+        for i, block in enumerate(start.split(self.sizes, -2)):
+            setattr(self, f"b_{i}", block.contiguous())
+
+    def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
+        each = self._each
         return LowRankGaussian(each("loc"), each("b"), each("scale_tril") if self.base else None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Optional
 
 import torch
@@ -35,8 +35,9 @@ class Unwhitened(Coefficients):
         super().__init__(sizes, batch_shape, like)
         self.values = kind(sizes, batch_shape, like, **kwargs)
 
-    def start(self, anchor: Tensor) -> None:
+    def start(self, anchor: Optional[Tensor], features: Callable[[], list[Tensor]]) -> None:
         """Put q at the prior, N(0, L_bbL_bbᵀ), for the first anchor L ``(..., M, M)``."""
+        anchor = _require(anchor)
         for i, (kind, group) in enumerate(zip(self.values.kinds, self.values.groups)):
             block = self._block(anchor, group).detach()
             if kind is DenseFactor:
@@ -53,8 +54,7 @@ class Unwhitened(Coefficients):
         return anchor[..., rows, rows]
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
-        if anchor is None:
-            raise ValueError("a posterior over values needs a basis whose coefficients stand for values (an anchor)")
+        anchor = _require(anchor)
         q = self.values()
         factors: list[Factor] = []
         for factor, group in zip(q.factors, q.groups):
@@ -69,3 +69,9 @@ class Unwhitened(Coefficients):
             whitened = solve_lower(block, both)  # one solve for both
             factors.append(DenseFactor(whitened[..., -1], whitened[..., :-1].tril()))
         return Product(q.sizes, factors, q.groups)
+
+
+def _require(anchor: Optional[Tensor]) -> Tensor:
+    if anchor is None:
+        raise ValueError("a posterior over values needs a basis whose coefficients stand for values (an anchor)")
+    return anchor
