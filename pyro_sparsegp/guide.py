@@ -19,7 +19,7 @@ from pyro.infer import RenyiELBO, TraceTailAdaptive_ELBO
 from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from pyro.infer.autoguide.utils import deep_setattr, helpful_support_errors
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from pyro.poutine.runtime import get_plates
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -31,7 +31,7 @@ from .drawing import ExpectedSite, GroupedSite, MarginalSite, NodeSite, Site
 from .expectation_gp import ExpectationGP
 from .families import ExpectationFamily, Family, SiteFamily
 from .kernels import base as kernel_base
-from .modules import at_path, unique_name
+from .modules import at_path, drop_stored, take_name, unique_name
 from .process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
 from .registration import require_registered
 from .sites import KeptSites
@@ -122,7 +122,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 )
         super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, amortized_plates=amortized_plates)
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
-        self._pyro_name = unique_name("AutoSparseGP")
+        take_name(self, unique_name("AutoSparseGP"))
         self.families = families
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         if isinstance(independent_draws, str):
@@ -162,13 +162,18 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
-        if self.structure is None:
-            self._initialise(args, kwargs)
+        self._wake(args, kwargs)
         if torch.is_grad_enabled() and not self._checked_parameters:
             self._check_parameters(args, kwargs)
         self._check_loaded(args, kwargs)
         if not self.keeps_sites:
             self._refresh_sites()
+
+    def _wake(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
+            drop_stored(self._pyro_name)
+        if self.structure is None:
+            self._initialise(args, kwargs)
 
     @contextmanager
     def _requesting(self, request: _Request, median: bool = False) -> Iterator[_Request]:
@@ -186,8 +191,7 @@ class AutoSparseGP(AutoNormalMessenger):
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         """
-        if self.structure is None:
-            self._initialise(args, kwargs)
+        self._wake(args, kwargs)
         self._check_loaded(args, kwargs)
         self._refresh_sites()
         with (
@@ -239,8 +243,7 @@ class AutoSparseGP(AutoNormalMessenger):
 
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
-        if self.structure is None:
-            self._initialise(args, kwargs)
+        self._wake(args, kwargs)
         self._check_loaded(args, kwargs)
         self._refresh_sites()
         training = self.training
@@ -593,9 +596,22 @@ class AutoSparseGP(AutoNormalMessenger):
             kernel_base.check_inputs(process.kernel, process.x)
         except ValueError as error:
             raise ValueError(f"GP site {name!r}: {error}") from None
+        self._warn_of_noise(name, process)
         module = self._family(name).build(process, name)
         deep_setattr(self, "gps." + name, module)
         return attrgetter(name)(self.gps)
+
+    def _warn_of_noise(self, name: str, process: GaussianProcess) -> None:
+        if kernel_base.depends_on_rows(process.kernel):  # a correction that families know of
+            return
+        share = float(kernel_base.white_share(process.kernel, process.x[..., :1, :]).amax())
+        if share > 0.01:
+            warnings.warn(
+                f"{share:.0%} of the variance of GP site {name!r} is independent noise at each row, such as a White "
+                "term's. A guide learns nothing of it, and its intervals for the other terms are too narrow: put noise "
+                "into the likelihood, and effects of single rows into a plate of latents.",
+                stacklevel=4,
+            )
 
     def _family(self, name: str) -> Family:
         if not isinstance(self.families, Mapping):
@@ -808,8 +824,8 @@ class AutoSparseGP(AutoNormalMessenger):
         return super()._apply(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The :class:`Structure`, in plain Python."""
-        return {} if self.structure is None else asdict(self.structure)
+        """The :class:`Structure`, in plain Python, and the name of the guide's parameters in Pyro's store."""
+        return {} if self.structure is None else {"name": self._pyro_name, **asdict(self.structure)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
@@ -818,8 +834,22 @@ class AutoSparseGP(AutoNormalMessenger):
         saved = state_dict.get(prefix + "_extra_state")
         if saved:
             tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-            self._rebuild(Structure(**saved), tensors)
+            found = {key: value for key, value in saved.items() if key != "name"}
+            self._rebuild(Structure(**found), tensors)
+            if not prefix and "name" in saved:
+                self._resume_name(saved["name"])
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _resume_name(self, name: str) -> bool:
+        """Take the name that this guide's parameters had when they were saved, if the guide that was saved is gone: a
+        saved optimiser finds them by it.
+        """
+        before = self._pyro_name
+        if not take_name(self, name):
+            return False
+        drop_stored(before)
+        self._loaded = True
+        return True
 
     def _rebuild(self, saved: Structure, tensors: dict[str, Any]) -> None:
         now = self.structure
@@ -858,10 +888,8 @@ class AutoSparseGP(AutoNormalMessenger):
         super().__setstate__(state)
         self.trace = poutine.Trace()
         # A copy is a guide of its own, with a name of its own.
-        self._pyro_name = unique_name("AutoSparseGP")
-        for path, module in self.named_modules():
-            if path and isinstance(module, PyroModule):
-                module._pyro_name = f"{self._pyro_name}.{path}"
+        if not self._resume_name(self._pyro_name):
+            take_name(self, unique_name("AutoSparseGP"))
 
 
 _LARGE = 5000  # function values whose joint draw is slow enough to be told of

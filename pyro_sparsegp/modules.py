@@ -1,18 +1,42 @@
 """Pyro modules that can declare abstract methods and own their parameters."""
 
 import uuid
+import weakref
 from abc import ABCMeta
 from operator import attrgetter
 from typing import Any
 
+import pyro
 from pyro.nn import PyroModule
 
-__all__ = ["AbstractModule", "at_path", "unique_name"]
+__all__ = ["AbstractModule", "at_path", "drop_stored", "take_name", "unique_name"]
+
+_named: weakref.WeakValueDictionary[str, PyroModule] = weakref.WeakValueDictionary()  # by take_name, and alive
 
 
 def unique_name(kind: str) -> str:
     """A name under which parameters meet no others in Pyro's global store, in any process."""
     return f"{kind}_{uuid.uuid4().hex[:12]}"
+
+
+def take_name(module: PyroModule, name: str) -> bool:
+    """Name a module and its parts for Pyro's global store, unless another living module has taken the name.
+
+    :returns: whether the name is the module's now.
+    """
+    if _named.setdefault(name, module) is not module:
+        return False
+    for path, part in module.named_modules():
+        if isinstance(part, PyroModule):
+            part._pyro_name = f"{name}.{path}" if path else name
+    return True
+
+
+def drop_stored(name: str) -> None:
+    """Drop what Pyro's global store holds of a module of this name: the module has its parameters itself."""
+    store = pyro.get_param_store()
+    for key in [key for key in store if key.startswith(f"{name}.")]:
+        del store[key]
 
 
 def at_path(module: Any, path: str) -> Any:

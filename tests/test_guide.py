@@ -1,6 +1,7 @@
 """The guide: what it owns, remembers, restores, refuses and warns of."""
 
 import copy
+import gc
 import io
 import pickle
 
@@ -84,6 +85,17 @@ class TestOwnership:
         assert moved == {"gps.f.coefficients.loc_0_unconstrained"}
 
 
+def test_noise_in_the_kernel_is_told_of():
+    def model(x, y, share):
+        f = pyro.sample("f", GaussianProcess(RBF + kernels.White(share), x))
+        pyro.sample("y", dist.Normal(f, 0.1).to_event(1), obs=y)
+
+    x, y = data()
+    with pytest.warns(UserWarning, match="50% of the variance of GP site 'f' is independent noise"):
+        AutoSparseGP(model, SVGP(7))(x, y, 1.0)
+    AutoSparseGP(model, SVGP(7))(x, y, 1e-4)  # no more than jitter: warnings are errors here
+
+
 class TestState:
     def test_file_round_trip_and_resume(self):
         x, y = data()
@@ -101,6 +113,67 @@ class TestState:
         one = train(heteroscedastic, guide, x, y, steps=5)
         pyro.set_rng_seed(1)
         assert train(heteroscedastic, other, x, y, steps=5) == pytest.approx(one, rel=1e-10)
+
+    @pytest.mark.parametrize("saved", ["state", "guide"])
+    @pytest.mark.parametrize("store_first", [False, True])
+    def test_resuming_an_optimiser(self, tmp_path, saved, store_first):
+        x, y = data()
+        elbo = TraceQuadrature_ELBO(8)
+        pyro.clear_param_store()
+        guide, optim = AutoSparseGP(regression, SVGP(7)), pyro.optim.Adam({"lr": 0.05})
+        svi = SVI(regression, guide, optim, elbo)
+        for _ in range(10):
+            svi.step(x, y)
+        store = pyro.get_param_store()
+        store.save(tmp_path / "store")
+        optim.save(tmp_path / "optim")
+        if saved == "state":
+            torch.save(guide.state_dict(), tmp_path / "guide")
+        else:
+            torch.save(guide, tmp_path / "guide")
+        # More steps, and an older copy of the parameters in the file than the guide's must not matter.
+        pyro.set_rng_seed(1)
+        expected = [svi.step(x, y) for _ in range(5)]
+        name = guide._pyro_name
+        del guide, svi, optim
+        gc.collect()
+        pyro.clear_param_store()
+
+        def load_store():
+            store.load(tmp_path / "store")
+            for key in store:
+                if key.startswith(name):
+                    store._params[key].data.zero_()
+
+        if store_first:
+            load_store()
+        if saved == "state":
+            other = AutoSparseGP(regression, SVGP(7))
+            other.load_state_dict(torch.load(tmp_path / "guide", weights_only=True))
+        else:
+            other = torch.load(tmp_path / "guide", weights_only=False)
+        if not store_first:
+            load_store()
+        optim = pyro.optim.Adam({"lr": 0.05})
+        optim.load(tmp_path / "optim")
+        svi = SVI(regression, other, optim, elbo)
+        pyro.set_rng_seed(1)
+        assert [svi.step(x, y) for _ in range(5)] == pytest.approx(expected, rel=1e-10)
+
+    def test_two_guides_of_one_saved_state_stay_apart(self):
+        x, y = data()
+        guide = AutoSparseGP(regression, SVGP(7))
+        train(regression, guide, x, y, steps=5)
+        state = guide.state_dict()
+        del guide
+        gc.collect()
+        one, two = AutoSparseGP(regression, SVGP(7)), AutoSparseGP(regression, SVGP(7))
+        one.load_state_dict(state)
+        two.load_state_dict(state)
+        before = means(two, x)
+        train(regression, one, x, y, steps=5)
+        assert torch.equal(means(two, x), before)
+        assert not torch.equal(means(one, x), before)
 
     def test_loading_into_a_used_guide_keeps_its_parameters(self):
         x, y = data()

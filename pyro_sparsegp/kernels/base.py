@@ -649,6 +649,13 @@ def depends_on_rows(kernel: Any) -> bool:
     return getattr(kernel, "depends_on_rows", False)
 
 
+def white_share(kernel: Any, x: Tensor) -> Tensor:
+    """The share of the variance at x, ``(..., N, D)``, that k(x, x') lacks at x' = x, such as :class:`White`'s."""
+    rows = x[..., None, :]
+    variance = kernel.diag(rows)
+    return ((variance - kernel(rows, rows)[..., 0]) / variance)[..., 0]
+
+
 def relative_to(kernel: Any, rows: Tensor) -> Any:
     """The kernel in the company of ``rows``; itself for a callable that does not depend on them."""
     return kernel.relative_to(rows) if depends_on_rows(kernel) else kernel
