@@ -29,7 +29,7 @@ from . import structure, survey
 from .conditioning import correct_sites, is_corrected, observes, read_sites, repeatable, require_full_batch
 from .drawing import ExpectedSite, GroupedSite, MarginalSite, NodeSite, Site
 from .expectation_gp import ExpectationGP
-from .families import ExpectationFamily, Family, SiteFamily
+from .families import ExpectationFamily, Family, FreeFormFamily, SiteFamily
 from .kernels import base as kernel_base
 from .modules import at_path, drop_stored, take_name, unique_name
 from .process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
@@ -596,15 +596,15 @@ class AutoSparseGP(AutoNormalMessenger):
             kernel_base.check_inputs(process.kernel, process.x)
         except ValueError as error:
             raise ValueError(f"GP site {name!r}: {error}") from None
-        self._warn_of_noise(name, process)
         module = self._family(name).build(process, name)
+        self._warn_of_noise(name, process)
         deep_setattr(self, "gps." + name, module)
         return attrgetter(name)(self.gps)
 
     def _warn_of_noise(self, name: str, process: GaussianProcess) -> None:
         if kernel_base.depends_on_rows(process.kernel):  # a correction that families know of
             return
-        share = float(kernel_base.white_share(process.kernel, process.x[..., :1, :]).amax())
+        share = float(kernel_base.white_share(process.kernel, process.x).amax())
         if share > 0.01:
             warnings.warn(
                 f"{share:.0%} of the variance of GP site {name!r} is independent noise at each row, such as a White "
@@ -697,6 +697,10 @@ class AutoSparseGP(AutoNormalMessenger):
             with torch.no_grad():
                 first = survey.find_dependence(self.structure, lambda values: self.probe(args, kwargs, values))
                 survey.find_exact_sites(self, first, args, kwargs)
+            for name, posterior in first.posteriors.items():
+                family = self._family(name)
+                if isinstance(family, FreeFormFamily) and family.start == "data" and name not in self.structure.inner:
+                    at_path(self.gps, name).inform(posterior.process, name)
             self._warn_of_joint_draws()
         except BaseException:
             self._forget()

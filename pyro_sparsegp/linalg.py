@@ -136,3 +136,11 @@ def sum_blocks(features: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
     for phi, block in zip(features[1:], w[1:]):
         total = total + (phi @ block[..., None])[..., 0]
     return total
+
+
+def root_of_inverse(gram: Tensor) -> Tensor:
+    """Lower triangular L with LLᵀ = (I + G)⁻¹, for G positive semidefinite, ``(..., M, M)``: no inverse is formed."""
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    # With rows and columns reversed, I + G = CCᵀ is UUᵀ for an upper U, and (UUᵀ)⁻¹ = U⁻ᵀU⁻¹.
+    upper = cholesky((eye + gram).flip((-2, -1)), 0.0, "I + ΦᵀΦ").flip((-2, -1))
+    return torch.linalg.solve_triangular(upper, eye, upper=True).mT

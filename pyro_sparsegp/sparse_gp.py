@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
 import torch
+from pyro import poutine
 from torch import Tensor
 
 from .bases import Basis, ExplicitFeatures, KernelFeatures
@@ -55,19 +55,21 @@ class SparseGP(AbstractModule):
 
     def start(self, process: GaussianProcess, name: str) -> None:
         """Take note of what a guide's first call shows."""
-        with torch.no_grad():
-            basis = copy.deepcopy(self.basis)  # Pyro takes no module into the guide that has been called before
-            features = basis(process.kernel, process.jitter, name)
-
-            def informative() -> list[Tensor]:
-                step = -(-process.x.shape[-2] // _ROWS)
-                x = process.x[..., ::step, :]
-                scale = (step / process.kernel.diag(x).mean(-1)).sqrt()[..., None, None]
-                return [scale * block for block in features(x)]
-
-            self.coefficients.start(features.anchor, informative)
+        if self.coefficients.anchored:
+            with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
+                self.coefficients.start(self.basis.forward(process.kernel, process.jitter, name).anchor, None)
         if kernel_base.depends_on_rows(process.kernel):
             self.see(process.x)
+
+    def inform(self, process: GaussianProcess, name: str) -> None:
+        """Start the covariance of q(w) at what noise as large as the process would leave of it at these inputs."""
+        with torch.no_grad(), poutine.block():
+            features = self.basis(process.kernel, process.jitter, name)
+            step = -(-process.x.shape[-2] // _ROWS)
+            x = process.x[..., ::step, :]
+            noise = process.kernel.diag(x).mean(-1).clamp(min=torch.finfo(x.dtype).tiny)
+            root = (step / noise).sqrt()[..., None, None]
+            self.coefficients.start(features.anchor, [root * phi for phi in features(x)])
 
     def predict(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior

@@ -78,14 +78,21 @@ def test_the_coupling_starts_at_the_leading_directions_of_the_data(base, outputs
     kernel = variance * kernels.RBF(0.3)[0] + kernels.RBF(0.5)[1] + kernels.Constant(4.0)
     process = GaussianProcess(kernel, torch.rand(60, 2))
     module = CoupledPrecision([Z, Z, None], rank=rank, base=base).build(process, "f")
+    module.inform(process, "f")
     q, numbers = module.coefficients(), min(rank, 17)
-    phi = torch.cat([block.expand(*outputs, 60, -1) for block in module(process, "f").features], -1)
+    phi = torch.cat([block.detach().expand(*outputs, 60, -1) for block in module(process, "f").features], -1)
     gram = phi.mT @ phi / process.variance.mean(-1)[..., None, None]  # precision if the noise were as large as f
     size, directions = torch.linalg.eigh(gram)
-    expected = (directions * size[..., None, :])[..., -numbers:] @ directions[..., -numbers:].mT
-    b, expected = torch.cat(q.b, -2).detach(), expected.detach()
-    assert b.shape == (*outputs, 17, rank)
-    torch.testing.assert_close(b @ b.mT, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+    leading = (directions * size[..., None, :])[..., -numbers:] @ directions[..., -numbers:].mT
+    with torch.no_grad():
+        precision = torch.linalg.inv(q.covariance_matrix)
+    torch.testing.assert_close(precision - torch.eye(17), leading, rtol=0.02, atol=0.02 * float(leading.abs().max()))
+    if base == "block":
+        for own in (slice(0, 8), slice(8, 16), slice(16, 17)):
+            wanted = torch.eye(17)[own, own] + gram[..., own, own]
+            torch.testing.assert_close(precision[..., own, own], wanted, rtol=1e-6, atol=1e-9 if rank < 17 else 0.05)
+    assert q.b[0].shape == (*outputs, 8, rank)
+    assert all((torch.cat(q.b, -2).norm(dim=-2) > 0).flatten())  # a column of 0 would never move
 
 
 def test_the_coupling_starts_near_what_the_data_tell():
@@ -251,7 +258,7 @@ def test_functions_of_a_predictor_that_is_no_sum_are_coupled():
         ends = parts.at([rows[:20], rows[20:]])
         covariance = ends.covariance("a", "b").diagonal()
         correlation = covariance / (ends["a"].stddev * ends["b"].stddev)
-    assert correlation.mean() < -0.3  # where one is larger, the other is smaller
+    assert correlation.mean() < -0.25  # where one is larger, the other is smaller
     assert bounds[CoupledPrecision] > bounds[MeanFieldAdditive] + 1
 
 

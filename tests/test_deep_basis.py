@@ -399,7 +399,7 @@ STREAMED = {
 }
 
 
-@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
+@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace(start="prior")], ids=["exact", "free"])
 @pytest.mark.parametrize("case", STREAMED)
 @pytest.mark.parametrize("correcting", [False, True])
 def test_blocks_change_nothing(case, correcting, family, monkeypatch):

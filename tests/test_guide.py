@@ -31,7 +31,7 @@ class TestOwnership:
         first = AutoSparseGP(regression, SVGP(7))
         train(regression, first, x, y, steps=20)
         before = means(first, x)
-        second = AutoSparseGP(regression, SVGP(5))
+        second = AutoSparseGP(regression, SVGP(5, start="prior"))
         second(x, y)
         assert second.gps.f.basis.sizes == (5,)
         assert second.posterior(x)["f"].kl.abs() < 1e-10  # fresh, not the first one's

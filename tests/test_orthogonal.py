@@ -209,7 +209,7 @@ def test_three_sets_of_the_same_points_are_no_tighter_than_two(line):
 def test_unwhitened_posterior_is_the_papers(line):
     x, y = line
     pyro.clear_param_store()
-    guide = AutoSparseGP(MODEL, OrthogonalInducing(Z, O, whiten=False))
+    guide = AutoSparseGP(MODEL, OrthogonalInducing(Z, O, whiten=False, start="prior"))
     _, start = guide(x, y), -EXACT.loss(MODEL, guide, x, y)
     assert start == pytest.approx(-EXACT.loss(MODEL, _whitened_at_prior(x, y), x, y), rel=1e-9)
     values = guide.gps.f.coefficients.values
@@ -237,7 +237,7 @@ def test_unwhitened_posterior_is_the_papers(line):
 
 
 def _whitened_at_prior(x, y):
-    guide = AutoSparseGP(MODEL, OrthogonalInducing(Z, O))
+    guide = AutoSparseGP(MODEL, OrthogonalInducing(Z, O, start="prior"))
     guide(x, y)
     return guide
 
@@ -263,7 +263,7 @@ def decoupled(line, num_columns, **kwargs):
 @pytest.mark.parametrize("whiten", [True, False])
 def test_decoupled_mean_and_divergence_from_coefficients(line, whiten):
     x, _ = line
-    guide = decoupled(line, 2, whiten=whiten)
+    guide = decoupled(line, 2, whiten=whiten, start="prior")
     a = guide.gps.f.weights
     q = guide.posterior(x)["f"]
     project = torch.linalg.solve(KERNEL(Z), KERNEL(Z, O))

@@ -129,6 +129,7 @@ class CoupledPrecision(AdditiveFamily):
     base: str = "block"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.base not in ("block", "identity"):
             raise ValueError(f'CoupledPrecision\'s base must be "block" or "identity", got {self.base!r}')
         if self.rank is not None and (not isinstance(self.rank, int) or self.rank < 1):

@@ -84,7 +84,7 @@ class Family(ABC):
         return self._rebuild(spec, like, name)
 
 
-_NOT_DECLARED = ("init", "trainable", "at", "rate", "updates", "tolerance")  # they change no shape
+_NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "tolerance")  # they change no shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,18 @@ class FreeFormFamily(BasisFamily):
     """A recipe for :class:`SparseGP` modules: a basis, and a free posterior over its coefficients.
 
     A new one gives, besides its basis, the :class:`~pyro_sparsegp.posteriors.Coefficients` it takes.
+
+    :param start: where the covariance of q(w) starts: "data" (default), at what the inputs of the guide's first call
+        would leave of it, if their noise were as large as the process, (I + ΦᵀΦ/k̄)⁻¹; or "prior", as in the papers,
+        from where steps are lost until it is as narrow as that. The mean starts at the prior's, and so do inner layers
+        of a deep GP, which at a narrow start would hand on nothing but their mean.
     """
+
+    start: str = field(default="data", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.start not in ("data", "prior"):
+            raise ValueError(f'{type(self).__name__}\'s start must be "data" or "prior", got {self.start!r}')
 
     @abstractmethod
     def new_coefficients(self) -> NewCoefficients:

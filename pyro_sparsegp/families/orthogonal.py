@@ -71,6 +71,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
     num_columns: Optional[int] = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         num = self.num_columns
         if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
             raise ValueError(

@@ -58,7 +58,7 @@ class ComputationAware(SiteFamily):
             raise ValueError(
                 f"site {name!r} asks for {self.num_actions} actions, the guide's first call has {x.shape[-2]} rows"
             )
-        if kernel_base.depends_on_rows(kernel) or (kernel_base.white_share(kernel, x[:1]).abs() > 1e-4).any():
+        if kernel_base.depends_on_rows(kernel) or (kernel_base.white_share(kernel, x).abs() > 1e-4).any():
             raise ValueError(
                 f"the kernel of site {name!r} has a diagonal term, such as White or a DeepBasis' correction, which "
                 "projections of data cannot tell from noise: put the noise into the likelihood, or turn the correction "

@@ -650,10 +650,10 @@ def depends_on_rows(kernel: Any) -> bool:
 
 
 def white_share(kernel: Any, x: Tensor) -> Tensor:
-    """The share of the variance at x, ``(..., N, D)``, that k(x, x') lacks at x' = x, such as :class:`White`'s."""
-    rows = x[..., None, :]
-    variance = kernel.diag(rows)
-    return ((variance - kernel(rows, rows)[..., 0]) / variance)[..., 0]
+    """The share of the variance that k(x, x') lacks at x' = x, such as :class:`White`'s, at the first of the rows x."""
+    row = x.reshape(-1, x.shape[-1])[:1]
+    variance = kernel.diag(row)
+    return (variance - kernel(row, row)[..., 0]) / variance
 
 
 def relative_to(kernel: Any, rows: Tensor) -> Any:

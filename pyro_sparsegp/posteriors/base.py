@@ -7,7 +7,7 @@ over blocks w_b, to be held against the prior N(0, I).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Optional
 
 import torch
@@ -86,12 +86,12 @@ class Coefficients(AbstractModule):
 
     anchored: ClassVar[bool] = False  # whether it is about u = Lw
 
-    def start(self, anchor: Optional[Tensor], features: Callable[[], list[Tensor]]) -> None:
-        """Take a start from what a guide's first call shows; by default q starts at the prior.
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        """Put q where training starts, for a guide's first call.
 
         :param anchor: L, as for :meth:`forward`.
-        :param features: gives √λ·Φ, a block ``(..., n, M_b)`` each, at some of the call's rows, where λΦᵀΦ is the
-            precision of all N data if their noise is as large as the process.
+        :param features: √λ·Φ at inputs of that call, a block ``(..., n, M_b)`` each, for a covariance near
+            (I + λΦᵀΦ)⁻¹; ``None`` for the prior's.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ With L_aL_aᵀ = I + BᵀB and T = L_a⁻¹Bᵀ, S = L(I − TᵀT)Lᵀ and log|
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -19,7 +19,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..linalg import cholesky, gaussian_kl, row_squares, solve_lower
+from ..linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, solve_lower
 from .base import Coefficients, Gaussian
 from .product import DenseFactor, Product
 
@@ -176,29 +176,35 @@ class _LowRank(Coefficients):
     def _each(self, name: str) -> list[Tensor]:
         return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
 
-    def start(self, anchor: Optional[Tensor], features: Callable[[], list[Tensor]]) -> None:
-        """Start BBᵀ at the leading R directions of λΦᵀΦ, by subspace iteration: what the data couple most.
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        """Start S⁻¹ at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading R directions of λΦᵀΦ.
 
-        From a random start, B finds some directions, such as the level that plain kernels share, very slowly.
+        From a random start, B finds some directions very slowly, such as the level that plain kernels share. U is ΦᵀP
+        for R orthonormal columns P, by subspace iteration: UUᵀ is at most ΦᵀΦ, and nothing of size (ΣM_b)² is formed.
         """
-        phi, small = features(), torch.cat(self._each("b"), -2)
-
-        def along(directions: Tensor) -> Tensor:
-            parts = directions.split(self.sizes, -2)
-            return torch.stack([block @ part for block, part in zip(phi, parts)]).sum(0)
-
-        directions = torch.linalg.qr(small)[0]  # (..., ΣM, R)
-        for _ in range(4):
-            seen = along(directions)
-            directions = torch.linalg.qr(torch.cat([block.mT @ seen for block in phi], -2))[0]
-        _, scales, mixing = torch.linalg.svd(along(directions), full_matrices=False)
-        found = directions @ (mixing.mT * scales[..., None, :])
-        start = small.clone()  # where the data have fewer directions than B has columns, these stay small
-        num = found.shape[-1]
-        told = found.norm(dim=-2, keepdim=True) > small[..., :num].norm(dim=-2, keepdim=True)
-        start[..., :num] = torch.where(told, found, small[..., :num])
-        for i, block in enumerate(start.split(self.sizes, -2)):
-            setattr(self, f"b_{i}", block.contiguous())
+        if features is None:
+            return
+        small = self._each("b")
+        u = small
+        for _ in range(5):
+            seen = torch.stack([phi @ part for phi, part in zip(features, u)]).sum(0)
+            p = torch.linalg.qr(seen)[0]  # (..., n, R)
+            u = [phi.mT @ p for phi in features]
+        found = torch.cat(u, -2)
+        mixing = torch.linalg.svd(found, full_matrices=False)[2]
+        found = found @ mixing.mT
+        # Where the data have fewer directions than B has columns, these stay small: at 0 they would have no gradient.
+        random = torch.cat(small, -2)
+        lost = found.norm(dim=-2) < random[..., : found.shape[-1]].norm(dim=-2)
+        found = found * ~lost[..., None, :]
+        spare = torch.cat([lost, lost.new_ones(*lost.shape[:-1], random.shape[-1] - lost.shape[-1])], -1)
+        found = torch.cat([found, torch.zeros_like(random[..., found.shape[-1] :])], -1)
+        for i, (phi, part) in enumerate(zip(features, found.split(self.sizes, -2))):
+            if self.base:
+                root = root_of_inverse(phi.mT @ phi - part @ part.mT)
+                setattr(self, f"scale_tril_{i}", root.expand(getattr(self, f"scale_tril_{i}").shape))
+                part = root.mT @ part
+            setattr(self, f"b_{i}", part + small[i] * spare[..., None, :])
 
     def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
         each = self._each

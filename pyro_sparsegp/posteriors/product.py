@@ -13,7 +13,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..linalg import cholesky, gaussian_kl, row_squares
+from ..linalg import cholesky, gaussian_kl, root_of_inverse, row_squares
 from .base import Coefficients, Gaussian
 
 __all__ = [
@@ -238,9 +238,7 @@ class Product(Gaussian):
         ]
 
     def _join(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            blocks[group[0]] if len(group) == 1 else torch.cat([blocks[b] for b in group], -1) for group in self.groups
-        ]
+        return _joined(blocks, self.groups)
 
     def mean(self, features: Sequence[Tensor]) -> Tensor:
         return _sum((phi @ f.loc[..., None])[..., 0] for f, phi in zip(self.factors, self._join(features)))
@@ -297,6 +295,11 @@ class Product(Gaussian):
         return total
 
 
+def _joined(blocks: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The blocks of each group, side by side."""
+    return [blocks[group[0]] if len(group) == 1 else torch.cat([blocks[b] for b in group], -1) for group in groups]
+
+
 def _sum(values: Iterable[Tensor]) -> Tensor:
     return functools.reduce(torch.add, values) if (values := list(values)) else torch.zeros(())
 
@@ -313,13 +316,25 @@ class _Factored(Coefficients):
             num = sum(self.sizes[b] for b in group)
             self.kinds.append(kind)
             self.groups.append(tuple(group))
-            # The posterior starts at the prior: m = 0, S = I (paper 1, appendix G).
+            # At the prior, m = 0, S = I (paper 1, appendix G), until start says more.
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
             if kind is DenseFactor:
                 eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
                 setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))
             elif kind is DiagonalFactor:
                 setattr(self, f"scale_diag_{i}", PyroParam(like.new_ones(*batch_shape, num), constraints.positive))
+
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        """Start each factor at (I + λΦᵀΦ)⁻¹ of its blocks; it was made at the prior."""
+        if features is None:
+            return
+        for i, (kind, own) in enumerate(zip(self.kinds, _joined(features, self.groups))):
+            if kind is DenseFactor:
+                current = getattr(self, f"scale_tril_{i}")
+                setattr(self, f"scale_tril_{i}", root_of_inverse(own.mT @ own).expand(current.shape))
+            elif kind is DiagonalFactor:
+                current = getattr(self, f"scale_diag_{i}")
+                setattr(self, f"scale_diag_{i}", (1 + own.square().sum(-2)).rsqrt().expand(current.shape))
 
     def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         """The factors, each with the blocks it covers."""

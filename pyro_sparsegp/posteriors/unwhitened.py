@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Optional
 
 import torch
@@ -35,18 +35,19 @@ class Unwhitened(Coefficients):
         super().__init__(sizes, batch_shape, like)
         self.values = kind(sizes, batch_shape, like, **kwargs)
 
-    def start(self, anchor: Optional[Tensor], features: Callable[[], list[Tensor]]) -> None:
-        """Put q at the prior, N(0, L_bbL_bbᵀ), for the first anchor L ``(..., M, M)``."""
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        """Put q where the whitened one starts, under the first anchor L: at the prior, it is N(0, L_bbL_bbᵀ)."""
         anchor = _require(anchor)
+        self.values.start(anchor, features)
         for i, (kind, group) in enumerate(zip(self.values.kinds, self.values.groups)):
             block = self._block(anchor, group).detach()
             if kind is DenseFactor:
                 current = getattr(self.values, f"scale_tril_{i}")
-                setattr(self.values, f"scale_tril_{i}", block.expand(current.shape).clone())
+                setattr(self.values, f"scale_tril_{i}", block @ current)
             elif kind is DiagonalFactor:
                 current = getattr(self.values, f"scale_diag_{i}")
-                spread = block.square().sum(-1).sqrt()
-                setattr(self.values, f"scale_diag_{i}", spread.expand(current.shape).clone())
+                spread = (block * current[..., None, :]).square().sum(-1).sqrt()
+                setattr(self.values, f"scale_diag_{i}", spread)
 
     def _block(self, anchor: Tensor, group: Sequence[int]) -> Tensor:
         edges = [0, *itertools.accumulate(self.values.sizes)]

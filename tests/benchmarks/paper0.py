@@ -247,7 +247,7 @@ def gaps(phi: list[Tensor], ranks: list[int], iterations: int) -> dict[str, Any]
             kind = IdentityPlusLowRank if label == "identity" else BlockPlusLowRank
             module = kind(sizes, (), joined.new_zeros(()), rank=rank)
             if blocks is None:  # from the prior, and the leading directions of ΦᵀΦ
-                module.start(None, lambda: [scale * part for part in phi])
+                module.start(None, [scale * part for part in phi])
             for i, part in enumerate(blocks or ()):
                 tril = torch.linalg.cholesky(torch.linalg.inv(part))
                 setattr(module, f"scale_tril_{i}", tril)

@@ -1,0 +1,134 @@
+"""Where free posteriors start: near what data at the first call's inputs would leave of the prior, or at the prior."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import (
+    SVGP,
+    CoupledCovariance,
+    CoupledPrecision,
+    MeanFieldAdditive,
+    OrthogonalInducing,
+    OrthogonallyDecoupled,
+    WeightSpace,
+)
+
+from .models import gaussian
+
+SMOOTH = 3.0 * kernels.RBF(0.4)[0] + 2.0 * kernels.Matern52(0.5)[1]
+Z = torch.linspace(0, 1, 5, dtype=torch.float64)[:, None]
+# Each with the sizes of the groups of coefficients that it has a covariance of, None where the prior's stays.
+CASES = {
+    "SVGP": (lambda **k: SVGP(7, **k), [(7, True)]),
+    "SVGP, values": (lambda **k: SVGP(7, whiten=False, **k), [(7, True)]),
+    "nested": (lambda **k: OrthogonalInducing(5, [4, 3], **k), [(5, True), (4, True), (3, True)]),
+    "nested, values": (lambda **k: OrthogonalInducing(5, 4, whiten=False, **k), [(5, True), (4, True)]),
+    "decoupled": (lambda **k: OrthogonallyDecoupled(5, 4, **k), [(5, True), (4, False)]),
+    "mean field": (lambda **k: MeanFieldAdditive([Z, Z], **k), [(5, True), (5, True)]),
+    "coupled": (lambda **k: CoupledCovariance([Z, Z], **k), [(10, True)]),
+    "weights": (lambda **k: WeightSpace(**k), [(6, True)]),
+}
+
+
+def built(case, outputs, informed, num=80):
+    kernel = kernels.Polynomial(2, 0.7) if case == "weights" else SMOOTH
+    process = GaussianProcess(kernel, torch.rand(num, 2)).expand(outputs)
+    with torch.no_grad():
+        module = CASES[case][0]().build(process, "f")
+        if informed:
+            module.inform(process, "f")
+        posterior = module(process, "f")
+        return posterior.coefficients, torch.cat(list(posterior.features), -1), process.variance.mean()
+
+
+@pytest.mark.parametrize("outputs", [(), (3,)])
+@pytest.mark.parametrize("case", CASES)
+def test_covariance_is_what_noise_as_large_as_the_process_would_leave(case, outputs):
+    q, phi, variance = built(case, outputs, True)
+    covariance, stop = q.covariance_matrix, 0
+    assert covariance.shape == (*outputs, phi.shape[-1], phi.shape[-1])
+    expected = torch.zeros_like(covariance)
+    for size, free in CASES[case][1]:
+        own = slice(stop, stop + size)
+        gram = phi[..., own].mT @ phi[..., own] / variance
+        expected[..., own, own] = torch.linalg.inv(torch.eye(size) + gram) if free else torch.eye(size)
+        stop += size
+    torch.testing.assert_close(covariance, expected, rtol=1e-6, atol=1e-8)
+    assert all((part == 0).all() for part in q.loc)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_at_the_prior(case):
+    q, _, _ = built(case, (), False)
+    torch.testing.assert_close(q.kl(), torch.zeros(()), rtol=0, atol=1e-9)
+
+
+def test_some_of_many_rows_stand_for_all():
+    q, phi, variance = built("SVGP", (), True, num=20_001)
+    precision = torch.eye(7) + phi.mT @ phi / variance
+    size = torch.linalg.eigvalsh(precision @ q.covariance_matrix)
+    assert ((size > 0.9) & (size < 1.1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inputs_that_tell_nothing_or_nearly_everything(dtype):
+    nothing = GaussianProcess(kernels.Linear(1.0), torch.zeros(10, 1, dtype=dtype))
+    module = WeightSpace().build(nothing, "f")
+    module.inform(nothing, "f")
+    assert module(nothing, "f").kl == 0
+    x = torch.rand(4000, 1, dtype=dtype)
+    everything = GaussianProcess(kernels.RBF(100.0) + kernels.Constant(1e4), x)
+    for family in (SVGP(4), OrthogonalInducing(2, 2), CoupledPrecision([x[:3], None], rank=2)):
+        module = family.build(everything, "f")
+        module.inform(everything, "f")
+        assert module(everything, "f").kl.isfinite()
+
+
+@pytest.mark.parametrize("whiten", [True, False])
+def test_it_saves_steps(whiten):
+    x = torch.rand(400, 1)
+    y = (9 * x[:, 0]).sin() + 0.05 * torch.randn(400)
+    model = gaussian(kernels.RBF(0.2), noise=0.05)
+
+    def bound(start):
+        guide, elbo = AutoSparseGP(model, SVGP(15, whiten=whiten, start=start)), TraceQuadrature_ELBO(2)
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
+        for _ in range(60):
+            svi.step(x, y)
+        return -elbo.loss(model, guide, x, y)
+
+    assert bound("data") > bound("prior") + 1000  # nats
+
+
+def test_inner_layers_start_at_the_prior():
+    def model(x, y=None):
+        h = pyro.sample("h", GaussianProcess(kernels.RBF(0.5), x, mean=lambda x: x[:, 0]))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), h[:, None]))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x, y = torch.rand(30, 1), torch.randn(30)
+    guide = AutoSparseGP(model, SVGP(6))
+    guide(x, y)
+    start = guide.posterior(x)
+    assert abs(float(start["h"].kl.detach())) < 1e-6
+    assert float(start["f"].kl.detach()) > 1
+
+
+def test_a_saved_guide_does_not_depend_on_where_it_started():
+    x, y = torch.rand(30, 1), torch.randn(30)
+    model = gaussian(kernels.RBF(0.5))
+    guide = AutoSparseGP(model, SVGP(5))
+    guide(x, y)
+    other = AutoSparseGP(model, SVGP(5, start="prior"))
+    other.load_state_dict(guide.state_dict())
+    assert torch.equal(other.posterior(x)["f"].variance, guide.posterior(x)["f"].variance)
+
+
+def test_unknown_starts():
+    for family in (SVGP, MeanFieldAdditive, CoupledPrecision, OrthogonallyDecoupled, WeightSpace):
+        with pytest.raises(ValueError, match=f'{family.__name__}\'s start must be "data" or "prior", got \'zero\''):
+            family(start="zero")
