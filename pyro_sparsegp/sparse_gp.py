@@ -69,7 +69,8 @@ class SparseGP(AbstractModule):
             x = process.x[..., ::step, :]
             noise = process.kernel.diag(x).mean(-1).clamp(min=torch.finfo(x.dtype).tiny)
             root = (step / noise).sqrt()[..., None, None]
-            self.coefficients.start(features.anchor, [root * phi for phi in features(x)])
+            # In float64: the gram matrices of millions of rows have the condition of their number.
+            self.coefficients.start(features.anchor, [(root * phi).double() for phi in features(x)])
 
     def predict(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior

@@ -87,6 +87,21 @@ def test_inputs_that_tell_nothing_or_nearly_everything(dtype):
         assert module(everything, "f").kl.isfinite()
 
 
+def test_a_million_rows_in_float32():
+    x = torch.rand(1_000_000, 2, dtype=torch.float32)
+    process = GaussianProcess(kernels.RBF(1.0)[0] + kernels.RBF(1.0)[1] + kernels.Constant(1.0), x)
+    z = torch.rand(40, 2, dtype=torch.float32)
+    values = SVGP(z, whiten=False)
+    for family in (SVGP(z), values, CoupledPrecision([z[:10, :1], z[:10, 1:], None], rank=8)):
+        module = family.build(process, "f")
+        module.inform(process, "f")
+        with torch.no_grad():
+            q = module(GaussianProcess(process.kernel, x[:1000]), "f")
+            assert 20 < q.kl < 30
+            assert 0 < q.variance.max() < 1e-2
+        assert all(p.dtype == torch.float32 for p in module.parameters())
+
+
 @pytest.mark.parametrize("whiten", [True, False])
 def test_it_saves_steps(whiten):
     x = torch.rand(400, 1)

@@ -185,7 +185,7 @@ class _LowRank(Coefficients):
         if features is None:
             return
         small = self._each("b")
-        u = small
+        u = [part.to(features[0]) for part in small]
         for _ in range(5):
             seen = torch.stack([phi @ part for phi, part in zip(features, u)]).sum(0)
             p = torch.linalg.qr(seen)[0]  # (..., n, R)
@@ -194,7 +194,7 @@ class _LowRank(Coefficients):
         mixing = torch.linalg.svd(found, full_matrices=False)[2]
         found = found @ mixing.mT
         # Where the data have fewer directions than B has columns, these stay small: at 0 they would have no gradient.
-        random = torch.cat(small, -2)
+        random = torch.cat(small, -2).to(found)
         lost = found.norm(dim=-2) < random[..., : found.shape[-1]].norm(dim=-2)
         found = found * ~lost[..., None, :]
         spare = torch.cat([lost, lost.new_ones(*lost.shape[:-1], random.shape[-1] - lost.shape[-1])], -1)
@@ -202,9 +202,10 @@ class _LowRank(Coefficients):
         for i, (phi, part) in enumerate(zip(features, found.split(self.sizes, -2))):
             if self.base:
                 root = root_of_inverse(phi.mT @ phi - part @ part.mT)
-                setattr(self, f"scale_tril_{i}", root.expand(getattr(self, f"scale_tril_{i}").shape))
+                current = getattr(self, f"scale_tril_{i}")
+                setattr(self, f"scale_tril_{i}", root.to(current).expand(current.shape))
                 part = root.mT @ part
-            setattr(self, f"b_{i}", part + small[i] * spare[..., None, :])
+            setattr(self, f"b_{i}", part.to(small[i]) + small[i] * spare[..., None, :])
 
     def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
         each = self._each

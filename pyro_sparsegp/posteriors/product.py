@@ -331,10 +331,10 @@ class _Factored(Coefficients):
         for i, (kind, own) in enumerate(zip(self.kinds, _joined(features, self.groups))):
             if kind is DenseFactor:
                 current = getattr(self, f"scale_tril_{i}")
-                setattr(self, f"scale_tril_{i}", root_of_inverse(own.mT @ own).expand(current.shape))
+                setattr(self, f"scale_tril_{i}", root_of_inverse(own.mT @ own).to(current).expand(current.shape))
             elif kind is DiagonalFactor:
                 current = getattr(self, f"scale_diag_{i}")
-                setattr(self, f"scale_diag_{i}", (1 + own.square().sum(-2)).rsqrt().expand(current.shape))
+                setattr(self, f"scale_diag_{i}", (1 + own.square().sum(-2)).rsqrt().to(current).expand(current.shape))
 
     def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         """The factors, each with the blocks it covers."""
