@@ -840,9 +840,13 @@ class AutoSparseGP(AutoNormalMessenger):
             tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
             found = {key: value for key, value in saved.items() if key != "name"}
             self._rebuild(Structure(**found), tensors)
-            if not prefix and "name" in saved:
+            if "name" in saved:
                 self._resume_name(saved["name"])
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _pyro_set_supermodule(self, name: str, context: Any) -> None:
+        # Its name is its own inside another module, too: two of these may hold guides under one attribute's name.
+        super()._pyro_set_supermodule(self._pyro_name, context)
 
     def _resume_name(self, name: str) -> bool:
         """Take the name that this guide's parameters had when they were saved, if the guide that was saved is gone: a

@@ -110,7 +110,7 @@ def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional
             if id(item) in seen or len(seen) > 10_000:
                 continue
             seen.add(id(item))
-            if isinstance(item, nn.Module):
+            if isinstance(item, nn.Module) and "_parameters" in vars(item):  # an adapter's copy is half a module
                 for name, value in item.named_parameters():
                     if value is parameter:
                         return f"{type(item).__name__}.{name} in {label}", name

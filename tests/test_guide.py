@@ -6,11 +6,13 @@ import io
 import pickle
 
 import pyro
+import pyro.contrib.gp as gp
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import init_to_value
+from pyro.nn import PyroModule
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SVGP, MeanFieldAdditive, OrthogonalInducing
@@ -37,6 +39,24 @@ class TestOwnership:
         assert second.posterior(x)["f"].kl.abs() < 1e-10  # fresh, not the first one's
         train(regression, second, x, y, steps=20)
         assert torch.equal(means(first, x), before)
+
+    def test_guides_inside_modules_never_meet(self):
+        class Holder(PyroModule):
+            def __init__(self):
+                super().__init__()
+                self.guide = AutoSparseGP(regression, SVGP(7))
+
+        x, y = data()
+        one, two = Holder(), Holder()
+        train(regression, one.guide, x, y, steps=20)
+        before = means(one.guide, x)
+        train(regression, two.guide, x, -y, steps=20)
+        assert torch.equal(means(one.guide, x), before)
+        three = Holder()
+        three.load_state_dict(one.state_dict())
+        assert torch.equal(means(three.guide, x), before)
+        train(regression, three.guide, x, y, steps=5)
+        assert torch.equal(means(one.guide, x), before)
 
     def test_the_parameter_store_does_not_matter(self):
         x, y = data()
@@ -83,6 +103,18 @@ class TestOwnership:
         SVI(regression, guide, optim, TraceQuadrature_ELBO(2)).step(x, y)
         moved = {name for name, value in guide.named_parameters() if not torch.equal(value, before[name])}
         assert moved == {"gps.f.coefficients.loc_0_unconstrained"}
+
+
+def test_a_forgotten_adapted_kernel_is_told_of():
+    module = gp.kernels.RBF(2)
+
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.from_pyro(module), x))
+        pyro.sample("y", dist.Normal(f, 0.1).to_event(1), obs=y)
+
+    x, y = data()
+    with pytest.raises(ValueError, match="these parameters would not train"):
+        AutoSparseGP(model, SVGP(7))(x, y)
 
 
 def test_noise_in_the_kernel_is_told_of():
