@@ -14,6 +14,7 @@ __all__ = [
     "cholesky",
     "default_jitter",
     "gaussian_kl",
+    "root_of_inverse",
     "row_squares",
     "side_by_side",
     "solve_lower",
@@ -84,6 +85,8 @@ def _size(matrix: Tensor) -> str:
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Matrices ``(..., N, M_b)``, or vectors, as one, ``(..., N, ΣM_b)``; leading dimensions broadcast."""
+    if len(parts) == 1:
+        return parts[0]
     shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
     return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
@@ -161,11 +162,11 @@ class SiteGP(AbstractModule):
         """The prior, before any sites are read."""
         return self.given(process, name, kind, self.sites(process), False)
 
+    @abstractmethod
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
     ) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``."""
-        raise NotImplementedError
 
 
 class OptimalGP(SiteGP):

@@ -272,24 +272,13 @@ def test_the_stopping_rule_says_at_once_what_it_needs(monkeypatch):
 
 def test_rows_and_columns_that_are_not_there():
     x, y = data(num=20)
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
-
-    def fit(x, y):
-        guide = AutoSparseGP(model, SVGP(5))
-        guide(x, y)
-        return guide
-
     for rows in (0, -2, ()):
         with pytest.raises(ValueError, match="sbc's rows must be how many"):
-            diagnostics.sbc(model, fit, x, rows=rows, num_simulations=1, progress=False)
+            diagnostics.sbc(model, fit_sgpr, x, rows=rows, num_simulations=1, progress=False)
     for rows in ([100], [0, 20], [-21]):
         with pytest.raises(ValueError, match=r"sbc's rows must be row numbers of site 'f', 0 to 19"):
-            diagnostics.sbc(model, fit, x, rows=rows, num_simulations=1, progress=False)
-    tree = diagnostics.to_datatree(model, fit(x, y), x, y, num_samples=5, predict=x[:3])
+            diagnostics.sbc(model, fit_sgpr, x, rows=rows, num_simulations=1, progress=False)
+    tree = diagnostics.to_datatree(model, fit_sgpr(x, y), x, y, num_samples=5, predict=x[:3])
     for columns in ([5], [0, -3]):
         with pytest.raises(ValueError, match="columns must be among the 2 of 'x'"):
             diagnostics.plot_ribbon(tree, columns=columns)

@@ -135,9 +135,8 @@ def test_leave_one_out_by_streaming_takes_the_guides_own_target():
     assert bound.target == "vfe"
 
 
-@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()])
-def test_deep_bases_keep_their_level_at_new_rows(family):
-    x, y = data()
+def deep_model():
+    """A regression on the features of a small network, and the network."""
     network = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double()
 
     def model(x, y=None):
@@ -146,6 +145,13 @@ def test_deep_bases_keep_their_level_at_new_rows(family):
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
 
+    return model, network
+
+
+@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()])
+def test_deep_bases_keep_their_level_at_new_rows(family):
+    x, y = data()
+    model, _ = deep_model()
     guide = AutoSparseGP(model, family)
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
     for _ in range(60):
@@ -183,14 +189,7 @@ def test_scores_of_several_outputs():
 def test_a_tree_holds_the_posterior_that_the_guide_predicts_with():
     """Under a variance correction q(w) is that of eq. 12, optimal for integrated densities: of precision 1/(σ² + c)."""
     x, y = data(40)
-    network = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).double()
-
-    def model(x, y=None):
-        pyro.module("net_predicting", network)
-        f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(network), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
-
+    model, network = deep_model()
     guide = AutoSparseGP(model, ExactWeightSpace())
     guide(x, y)
     new = torch.linspace(-1.5, 1.5, 7)[:, None]

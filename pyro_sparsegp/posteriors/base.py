@@ -86,6 +86,11 @@ class Coefficients(AbstractModule):
 
     anchored: ClassVar[bool] = False  # whether it is about u = Lw
 
+    def put(self, name: str, value: Tensor) -> None:
+        """Give a parameter a value, in the parameter's own shape, dtype and device."""
+        current = getattr(self, name)
+        setattr(self, name, value.to(current).expand(current.shape))
+
     def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
         """Put q where training starts, for a guide's first call.
 

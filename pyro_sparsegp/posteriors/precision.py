@@ -202,14 +202,12 @@ class _LowRank(Coefficients):
         for i, (phi, part) in enumerate(zip(features, found.split(self.sizes, -2))):
             if self.base:
                 root = root_of_inverse(phi.mT @ phi - part @ part.mT)
-                current = getattr(self, f"scale_tril_{i}")
-                setattr(self, f"scale_tril_{i}", root.to(current).expand(current.shape))
+                self.put(f"scale_tril_{i}", root)
                 part = root.mT @ part
-            setattr(self, f"b_{i}", part.to(small[i]) + small[i] * spare[..., None, :])
+            self.put(f"b_{i}", part.to(small[i]) + small[i] * spare[..., None, :])
 
     def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
-        each = self._each
-        return LowRankGaussian(each("loc"), each("b"), each("scale_tril") if self.base else None)
+        return LowRankGaussian(self._each("loc"), self._each("b"), self._each("scale_tril") if self.base else None)
 
 
 class BlockPlusLowRank(_LowRank):

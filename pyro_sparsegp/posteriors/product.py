@@ -13,7 +13,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..linalg import cholesky, gaussian_kl, root_of_inverse, row_squares
+from ..linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, side_by_side
 from .base import Coefficients, Gaussian
 
 __all__ = [
@@ -297,7 +297,7 @@ class Product(Gaussian):
 
 def _joined(blocks: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> list[Tensor]:
     """The blocks of each group, side by side."""
-    return [blocks[group[0]] if len(group) == 1 else torch.cat([blocks[b] for b in group], -1) for group in groups]
+    return [side_by_side([blocks[b] for b in group]) for group in groups]
 
 
 def _sum(values: Iterable[Tensor]) -> Tensor:
@@ -330,11 +330,9 @@ class _Factored(Coefficients):
             return
         for i, (kind, own) in enumerate(zip(self.kinds, _joined(features, self.groups))):
             if kind is DenseFactor:
-                current = getattr(self, f"scale_tril_{i}")
-                setattr(self, f"scale_tril_{i}", root_of_inverse(own.mT @ own).to(current).expand(current.shape))
+                self.put(f"scale_tril_{i}", root_of_inverse(own.mT @ own))
             elif kind is DiagonalFactor:
-                current = getattr(self, f"scale_diag_{i}")
-                setattr(self, f"scale_diag_{i}", (1 + own.square().sum(-2)).rsqrt().to(current).expand(current.shape))
+                self.put(f"scale_diag_{i}", (1 + own.square().sum(-2)).rsqrt())
 
     def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         """The factors, each with the blocks it covers."""
