@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any, Optional, Union
 
@@ -26,16 +27,17 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from . import structure, survey
-from .conditioning import correct_sites, is_corrected, observes, read_sites, repeatable, require_full_batch
+from .data import Relation, TrainingData
 from .drawing import ExpectedSite, GroupedSite, MarginalSite, NodeSite, Site
 from .expectation_gp import ExpectationGP
 from .families import ExpectationFamily, Family, FreeFormFamily, SiteFamily
 from .kernels import base as kernel_base
 from .modules import at_path, drop_stored, take_name, unique_name
 from .process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
+from .reading import Held, Reader, SiteReading, observes, repeatable, require_full_batch, settle, unrecorded
 from .registration import require_registered
-from .sites import KeptSites
-from .sparse_gp import SiteGP
+from .sites import KeptSites, Sites
+from .sparse_gp import SiteGP, SparseGP
 from .sparse_posterior import SparsePosterior
 from .survey import Probe, Structure
 from .traces import (
@@ -54,6 +56,25 @@ __all__ = ["AutoSparseGP"]
 
 
 @dataclass
+class _Conditions:
+    """What q(f | latents, data) of families on sites is conditioned on: drawn and read before the run that uses it.
+
+    :param values: of the latents, and of GP sites that enter others.
+    :param draws: of these GP sites, the posteriors they were drawn from.
+    :param readings: of the sites of such families.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    draws: dict[str, SparsePosterior] = field(default_factory=dict)
+    readings: list[SiteReading] = field(default_factory=list)
+
+    @property
+    def sites(self) -> dict[str, Sites]:
+        """By GP site."""
+        return {reading.name: reading.sites for reading in self.readings}
+
+
+@dataclass
 class _Request:
     """What one run of the guide is for."""
 
@@ -61,13 +82,18 @@ class _Request:
     predicting: bool = False  # new inputs: latents under the data plate come from the model
     values: dict[str, Tensor] = field(default_factory=dict)  # GP sites held at these values
     nodes: Optional[dict[str, Tensor]] = None  # GP sites at these standardised quadrature nodes
-    reading: bool = False  # sites are read off the model
-    refreshing: bool = False  # and nothing else is wanted
-    processes: Optional[dict[str, GaussianProcess]] = None  # GP sites' priors are wanted, and nothing else
+    latents: bool = False  # the latents are drawn, for what GP sites are conditioned on
+    conditions: _Conditions = field(default_factory=_Conditions)
+    keep: bool = False  # a step of training: modules keep what it shows
+    joint: bool = False  # a prediction: function values are drawn jointly
+    marginal: bool = False  # or, where the model allows it, independently of each other
+    points: bool = False  # GP sites' priors are wanted, and nothing else
     seeing: bool = False  # modules take note of all the training inputs, and nothing else is wanted
-    observing: Optional[bool] = None  # whether data are observed; None is not known
+    same: bool = True  # whether the rows are those of training
+    observing: bool = True  # whether they are a part of those of training, which the kernel's diagonal may depend on
+    rows_known: bool = True  # whether latents under the data plate are of these rows
+    processes: dict[str, GaussianProcess] = field(default_factory=dict)  # collected
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)  # collected
-    ahead: dict[str, Tensor] = field(default_factory=dict)  # drawn before the run gets there
 
 
 class AutoSparseGP(AutoNormalMessenger):
@@ -134,7 +160,7 @@ class AutoSparseGP(AutoNormalMessenger):
         self._checked_parameters = False
         self._loaded = False  # and not called since
         self._like = torch.empty(0)
-        self._last: Optional[tuple[tuple, dict[str, Any]]] = None  # the last training call, of families on sites
+        self.data: Optional[TrainingData] = None
         self.warned: set[str] = set()
         self._row_counts: dict[str, tuple[int, int]] = {}  # of a GP's rows in a mini-batch, and in all the data
 
@@ -146,18 +172,20 @@ class AutoSparseGP(AutoNormalMessenger):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
-        if self._request.nodes is not None:  # at_nodes calls, perhaps through a wrapper
-            return super().__call__(*args, **kwargs)
-        self.prepare(*args, **kwargs)
-        observing = False if self._new_rows else None
-        corrected = (is_corrected(self, name, at_path(self.gps, name)) for name in self._row_counts)
-        if self._last is not None and any(corrected):
-            observing = observes(self, args, kwargs) if observing is None else observing
-            if not observing:
-                self._refresh_sites()
-        with self._requesting(_Request(reading=self.on_sites, observing=observing), self._computing_median):
+        nodes = self._request.nodes  # at_nodes calls, perhaps through a wrapper
+        if nodes is None:
+            self.prepare(*args, **kwargs)
+        relation = self._relation(args, kwargs)
+        request = _Request(nodes=nodes, keep=self._is_training, rows_known=relation.inputs)
+        request.joint = nodes is None and relation.fewer
+        request.same = relation.same and not self._new_rows
+        request.observing = nodes is not None or self._observing(args, kwargs)
+        if relation.order is not None and request.keep:
+            self._follow(relation.order, args, kwargs)
+        request.conditions = self._condition(args, kwargs, relation, request.keep)
+        with self._requesting(request), self._held(request.conditions):
             draws = super().__call__(*args, **kwargs)
-        self._after_run(args, kwargs)
+        self._after_run(args, kwargs, relation)
         return draws
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -166,8 +194,25 @@ class AutoSparseGP(AutoNormalMessenger):
         if torch.is_grad_enabled() and not self._checked_parameters:
             self._check_parameters(args, kwargs)
         self._check_loaded(args, kwargs)
-        if not self.keeps_sites:
-            self._refresh_sites()
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether a call with data is a step of training: with gradients it is."""
+        return torch.is_grad_enabled() and not self._computing_median
+
+    def _relation(self, args: tuple, kwargs: dict[str, Any]) -> Relation:
+        """What a call's data are to those of training."""
+        if self.data is None:  # it is loaded from a state that holds none
+            return Relation(self._is_training, None, True, False)
+        return self.data.relation(self.model, args, kwargs)
+
+    def _observing(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call's rows are those of training, asked only where a kernel's diagonal depends on them."""
+        assert self.structure is not None
+        modules = [at_path(self.gps, name) for name in self.structure.gps]
+        if self._new_rows or not any(module.num_seen for module in modules if isinstance(module, SparseGP)):
+            return not self._new_rows
+        return observes(self.model, self.structure.rows, self.like, args, kwargs)
 
     def _wake(self, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
@@ -193,12 +238,8 @@ class AutoSparseGP(AutoNormalMessenger):
         """
         self._wake(args, kwargs)
         self._check_loaded(args, kwargs)
-        self._refresh_sites()
-        with (
-            self._requesting(_Request(predicting=True, observing=False), median=True) as request,
-            poutine.block(),
-            whole_plates(),
-        ):
+        request = _Request(predicting=True, same=False, observing=False, conditions=self._conditions_now(median=True))
+        with self._requesting(request, median=True), poutine.block(), whole_plates(), self._held(request.conditions):
             super().__call__(*args, **kwargs)
         return request.posteriors
 
@@ -210,10 +251,9 @@ class AutoSparseGP(AutoNormalMessenger):
         :param wrapped: this guide, or what handlers such as ``poutine.scale`` made of it.
         :returns: the model's trace, the guide's, and the values of all sites, the plates' row numbers among them.
         """
-        with self._requesting(_Request(nodes=nodes, reading=self.on_sites, observing=True)):
+        with self._requesting(_Request(nodes=nodes)):
             wrapped(*args, **kwargs)
         try:
-            self._after_run(args, kwargs)
             values = {name: site["value"] for name, site in all_sites(self.trace) if is_free(site)}
             return (*self._traces(), values)
         finally:
@@ -226,10 +266,11 @@ class AutoSparseGP(AutoNormalMessenger):
 
         :returns: the GP sites' priors under them; the values of latents and the plates' row numbers; the run's trace.
         """
-        processes: dict[str, GaussianProcess] = {}
-        with self._requesting(_Request(processes=processes), median=True):
+        relation = self._relation(args, kwargs)
+        with self._requesting(_Request(points=True, rows_known=relation.inputs), median=True) as request:
             super().__call__(*args, **kwargs)
-        self._check_rows()
+        processes = request.processes
+        self._check_rows(relation)
         values = {
             name: torch.as_tensor(site["value"])
             for name, site in all_sites(self.trace)
@@ -237,33 +278,43 @@ class AutoSparseGP(AutoNormalMessenger):
         }
         return processes, values, self.trace
 
-    def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
-        """One draw of every site at new inputs, for prediction: subsampling is off, latents under the data plate
-        come from the model.
+    def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> Iterator[dict[str, Tensor]]:
+        """Draws of every site at new inputs, for prediction: subsampling is off, latents under the data plate come
+        from the model.
 
+        :param num: how many.
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
         self._wake(args, kwargs)
         self._check_loaded(args, kwargs)
-        self._refresh_sites()
-        training = self.training
-        self.train(not joint)
-        try:
-            with self._requesting(_Request(predicting=True, observing=False)), poutine.block(), whole_plates():
-                return super().__call__(*args, **kwargs)
-        finally:
-            self.train(training)
+        conditions = None
+        for _ in range(num):
+            if conditions is None or self._has_random_latents:
+                conditions = self._conditions_now(median=False)
+            request = _Request(predicting=True, same=False, observing=False, joint=joint, conditions=conditions)
+            request.marginal = not joint
+            with self._requesting(request), poutine.block(), whole_plates(), self._held(conditions):
+                draws = super().__call__(*args, **kwargs)
+            yield draws
 
-    def _after_run(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._check_rows()
+    def _after_run(self, args: tuple, kwargs: dict[str, Any], relation: Relation) -> None:
+        self._check_rows(relation)
         self._count_rows()
-        if not self.on_sites:
-            return
+        observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
+        if observed and self._is_training and not relation.same:
+            self._check_other_data(observed[0])
+
+    def _check_other_data(self, observed: str) -> None:
+        """Raise if a step of training brings other data than the guide is about."""
         for name, module in self.site_modules().items():
             require_full_batch(name, module, self.trace)
-        assert self.structure is not None
-        if self.keeps_sites and any(self.trace.nodes[name]["is_observed"] for name in self._rows_here()):
-            self._last = args, kwargs
+            raise ValueError(
+                f"GP site {name!r} has the family {module.family['name']}, whose posterior is that of all its training "
+                f"data, and this call with gradients brings other rows at site {observed!r}: it would be taken for a "
+                "step of training on them. To evaluate the trained guide on other data use torch.no_grad(); to train "
+                "it on other data, make a new guide or call guide.forget_data() first; for mini-batches take a family "
+                "such as SVGP, and pyro.plate('data', size=N, subsample=x)."
+            )
 
     def _count_rows(self) -> None:
         for name, (rows, _) in self._row_counts.items():
@@ -297,32 +348,179 @@ class AutoSparseGP(AutoNormalMessenger):
         return list(self.families.values()) if isinstance(self.families, Mapping) else [self.families]
 
     @property
-    def keeps_sites(self) -> bool:
-        """Whether this run's sites are to be kept: with gradients, it is a step of training."""
-        return self._request.refreshing or (torch.is_grad_enabled() and not self._computing_median)
+    def _has_random_latents(self) -> bool:
+        """Whether a latent that is no GP, or a GP site that enters another, is drawn."""
+        assert self.structure is not None
+        return bool(self.structure.inner) or any(not self._is_point(name) for name in self.structure.latents)
 
-    @property
-    def posteriors_so_far(self) -> dict[str, SparsePosterior]:
-        """The posteriors of GP sites that the current run has passed."""
-        return self._request.posteriors
+    def _conditions_now(self, median: bool) -> _Conditions:
+        """What prediction is conditioned on: read at the training data, for one draw of the latents or their medians.
 
-    @property
-    def drawn_ahead(self) -> dict[str, Tensor]:
-        """Values that the current run will take where it gets to these sites."""
-        return self._request.ahead
+        :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
+        """
+        if not self.on_sites:
+            return _Conditions()
+        if self.data is None:
+            if self._has_random_latents:
+                raise ValueError(
+                    "the guide was loaded from a state without its training data, on which the posterior of GP site "
+                    f"{next(iter(self.site_modules()))!r} given a draw of the other latents depends: call the guide "
+                    "with them once, guide(x, y)."
+                )
+            return _Conditions()
+        with (
+            torch.inference_mode(False),  # sites that are kept must serve training, too
+            torch.no_grad(),
+            self._at_medians(median),
+            repeatable(self.like) if median else nullcontext(),
+        ):
+            relation = Relation(False, None, True, True)
+            return self._condition(self.data.args, self.data.kwargs, relation, False)
 
-    def look_ahead(self, name: str, prior: Any, new_rows: bool = False) -> Any:
-        """The posterior of a site that the current run has not reached; of a GP site, the one of the sites kept.
+    @contextmanager
+    def _at_medians(self, median: bool) -> Iterator[None]:
+        with self._requesting(self._request, median):
+            yield
 
-        :param new_rows: whether its inputs are new, not those of training.
+    def _condition(self, args: tuple, kwargs: dict[str, Any], relation: Relation, keep: bool) -> _Conditions:
+        """Draw the latents at the training data, and read under them the sites of families on sites.
+
+        :param relation: what the arguments are to the training data.
+        :param keep: whether this is a step of training: modules keep the sites, gradients pass through them.
+        """
+        if not self.on_sites:
+            return _Conditions()
+        if relation.same:
+            if keep:
+                self._remember(args, kwargs)
+        elif self.data is None:
+            return _Conditions()
+        else:
+            args, kwargs = self.data.args, self.data.kwargs
+        assert self.structure is not None
+        request = _Request(latents=True, same=relation.same, rows_known=relation.inputs)
+        with unrecorded(), self._requesting(request, self._computing_median), torch.set_grad_enabled(keep):
+            super().__call__(*args, **kwargs)
+        trace, processes = self.trace, request.processes
+        modules = {name: module for name, module in self.site_modules().items() if name in processes}
+        for name, module in modules.items():
+            require_full_batch(name, module, trace)
+        reader = Reader(self.model, args, kwargs, self.structure, trace)
+        with torch.set_grad_enabled(keep):
+            readings = self._read(reader, modules, processes, request.posteriors, keep)
+        values = {
+            name: site["value"]
+            for name, site in all_sites(trace)
+            if is_free(site) and (name in self.structure.inner or name not in processes)
+        }
+        draws = {name: request.posteriors[name] for name in self.structure.inner if name in request.posteriors}
+        if not relation.same:
+            values = {name: value for name, value in values.items() if self._is_shared(name)}
+        return _Conditions(values, draws, readings)
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether a latent's value is that of all rows, those of training and others."""
+        assert self.structure is not None
+        latent = self.structure.latents.get(name)
+        return latent is not None and not set(latent["plates"]) & set(self.structure.data_plates)
+
+    def _read(
+        self,
+        reader: Reader,
+        modules: dict[str, SiteGP],
+        processes: dict[str, GaussianProcess],
+        posteriors: dict[str, SparsePosterior],
+        keep: bool,
+    ) -> list[SiteReading]:
+        """The sites of families on sites, at a run's latents."""
+        found = reader.found
+        marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in posteriors.items()}
+        readings = []
+        for name, module in modules.items():
+            process, kept = processes[name], module.sites
+            if isinstance(kept, KeptSites):
+                quadratic, meeting = name in found.quadratic, name in found.meeting
+                reading = SiteReading.of(name, process, module, quadratic, meeting)
+                readings.append(reading)
+                if not reading.direct or reader.meeting(name):
+                    marginals[name] = reading.resume() if keep else reading.marginal()
+            elif reader.meeting(name):
+                with torch.no_grad():
+                    q = module(process, name)
+                marginals[name] = q.mean, q.variance
+        # Under latents that are drawn anew, the sites that were kept are those of another draw.
+        most = max((reading.module.updates for reading in readings), default=1)
+        if not keep:
+            most, tolerance = 100, 1e-4 if self.like.dtype == torch.float64 else 1e-3
+        elif self._has_random_latents:
+            most, tolerance = max(most, 5), 0.05
+        else:
+            tolerance = 0.0
+        if readings:
+            settle(reader, readings, marginals, most, tolerance)
+        for reading in readings:  # to look at a guide does not change how it trains
+            if keep or reading.module.sites.empty or (reading.direct and self._computing_median):
+                reading.keep()
+        return readings
+
+    @contextmanager
+    def _held(self, conditions: _Conditions) -> Iterator[None]:
+        """A run with latents as they were drawn before."""
+        if not conditions.values:
+            yield
+            return
+        with Held(conditions.values, conditions.draws):
+            yield
+
+    def _remember(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Take note of the last step's arguments."""
+        if self.data is None:
+            self.data = TrainingData(self.model, args, kwargs)
+        self.data.args, self.data.kwargs = args, kwargs
+
+    def _follow(self, order: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Follow the training data into another order of their rows."""
+        assert self.structure is not None
+        local = [name for name in self.structure.latents if not self._is_shared(name)]
+        if local:
+            raise ValueError(
+                f"this call brings the training data with its rows in another order; site {local[0]!r} has a value for "
+                "each row, which belongs to the row's number. Keep the order, or write plate = pyro.plate('data', N, "
+                "subsample_size=B) and index the data by plate.indices."
+            )
+        for module in self.site_modules().values():
+            module.reorder(order)
+        self.data = TrainingData(self.model, args, kwargs)
+
+    def forget_data(self) -> None:
+        """Forget the training data: the next call with observations brings those that families on sites are about.
+
+        Parameters stay. Families with parameters for each row (FreeSites, sparse actions) need a new guide.
+
+        :raises ValueError: naming the GP site of such a family.
+        """
+        for name, module in self.site_modules().items():
+            if not module.forgets:
+                raise ValueError(
+                    f"GP site {name!r} has the family {module.family['name']}, with parameters for each row of its "
+                    "training data: make a new guide for other data."
+                )
+        for module in self.site_modules().values():
+            module.forget()
+        self.data = None
+
+    def posterior_given(self, name: str, prior: Any, sites: Optional[Sites], new_rows: bool) -> SparsePosterior:
+        """The posterior of a GP site under a prior of other inputs, given the sites of a draw.
+
+        :param sites: of a family on sites, those the draw was conditioned on.
+        :param new_rows: whether the inputs are new, not those of training.
         """
         process, _ = as_process(prior)
         if process is None:
-            return self.get_posterior(name, prior)
+            raise ValueError(f"site {name!r} is no GP site")
         module = self._module(name, process)
-        if new_rows and kernel_base.depends_on_rows(process.kernel):
-            return module.predict(process, name)
-        return module(process, name)
+        answer = module.predict if new_rows else module
+        return answer(process, name, SparsePosterior, sites) if isinstance(module, SiteGP) else answer(process, name)
 
     @contextmanager
     def predicting(self) -> Iterator[None]:
@@ -335,44 +533,27 @@ class AutoSparseGP(AutoNormalMessenger):
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:
-        """For each GP site whose Gaussian sites are read off the model: how many there are, whether they are exact
-        (the likelihood is Gaussian in f), and how many had negative curvature, which was cut to 0, at the last reading.
+        """For each GP site whose Gaussian sites are read off the model: how many there are; whether they are exact
+        (the likelihood is Gaussian in f); how many had negative curvature, which was cut to 0, at the last reading;
+        how many updates of training were cut since they lowered the bound; and whether those of the posterior, other
+        latents at their medians, have converged: another would move no marginal by 0.001 standard deviations.
         """
         if self.structure is None:
             raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
-        self._refresh_sites()
         return {
-            name: {
-                "sites": module.sites.precision.numel(),
-                "exact": name in self.structure.quadratic,
-                "truncated": int(module.sites.truncated),
+            reading.name: {
+                "sites": reading.sites.precision.numel(),
+                "exact": reading.quadratic,
+                "truncated": int(reading.truncated),
+                "halved": reading.module.sites.halved,
+                "converged": reading.change <= 1e-3,
             }
-            for name, module in self.site_modules().items()
-            if isinstance(module.sites, KeptSites)
+            for reading in self._conditions_now(median=True).readings
         }
 
     def site_modules(self) -> dict[str, SiteGP]:
         modules = {} if self.structure is None else {name: at_path(self.gps, name) for name in self.structure.gps}
         return {name: module for name, module in modules.items() if isinstance(module, SiteGP)}
-
-    def _refresh_sites(self) -> None:
-        """Read the sites at the parameters as they are now and the other latents' medians."""
-        if self._last is None or self._request.refreshing:
-            return
-        args, kwargs = self._last
-        self._last = None
-        trace = self.trace
-        try:
-            with (
-                torch.inference_mode(False),  # what is kept must serve training, too
-                torch.no_grad(),
-                repeatable(self._like),
-                poutine.block(),
-                self._requesting(_Request(reading=True, refreshing=True, observing=True), median=True),
-            ):
-                super().__call__(*args, **kwargs)
-        finally:
-            self.trace = trace
 
     def get_traces(self) -> tuple[poutine.Trace, poutine.Trace]:
         """The (model, guide) traces of the last call, as in :class:`~pyro.poutine.guide.GuideMessenger`.
@@ -417,8 +598,6 @@ class AutoSparseGP(AutoNormalMessenger):
             if process is not None:  # in ELBOs the prior process is the base measure, of density 1
                 base = PriorProcess.of(process)
                 msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
-            elif msg["name"] in self._request.ahead:
-                msg["value"] = self._request.ahead[msg["name"]]
 
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)
@@ -453,8 +632,6 @@ class AutoSparseGP(AutoNormalMessenger):
         request = self._request
         module = self._module(name, process)
         self._check_dtype(name, process, module)
-        if request.predicting and not self.training and not self._computing_median:
-            self._check_size(name, process)
         if self.structure is not None and self.structure.groups:
             self._check_groups(name, process.event_shape[0])
         if module.batch_shape != process.batch_shape:
@@ -462,40 +639,12 @@ class AutoSparseGP(AutoNormalMessenger):
                 f"site {name!r} has batch shape {tuple(process.batch_shape)} now, {tuple(module.batch_shape)} when the "
                 "guide was initialised"
             )
-        if request.processes is not None:
-            request.processes[name] = process
-            return process.mean
-        kind: type[Site] = Site
-        if request.nodes is not None and name in request.nodes:
-            kind = NodeSite
-        elif self.training and not self._computing_median:
-            kind = self._kind_of_draws(name)
+        request.processes[name] = process
         if request.seeing:
             module.see(process.x)
+        if request.points or request.seeing or (request.latents and isinstance(module, SiteGP)):
             return process.mean
-        observing = True
-        if kernel_base.depends_on_rows(process.kernel):
-            observing = self._observing(name, process, module)
-        if request.refreshing and isinstance(module, SiteGP):
-            # Iterated sites stay: to look at a guide must not change how it trains.
-            if isinstance(module.sites, KeptSites) and self.structure and name in self.structure.quadratic:
-                read_sites(self, name, process, module)
-            elif kernel_base.depends_on_rows(process.kernel) and is_corrected(self, name, module):
-                correct_sites(self, name, process, module)
-            if not self._meets(name):
-                return process.mean
-        if request.reading and not request.refreshing and self._is_to_read(module):
-            sites = read_sites(self, name, process, module)
-            quadratic = self.structure is not None and name in self.structure.quadratic
-            if observing:
-                exact = sites is not None and quadratic and not self._meets(name)
-                posterior = module(process, name, kind, sites, exact)
-            else:
-                posterior = module.predict(process, name, kind)
-            if sites is not None and not quadratic and self.keeps_sites:
-                module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
-        else:
-            posterior = module(process, name, kind) if observing else module.predict(process, name, kind)
+        posterior = self._answer(name, process, module, self._kind(name, process))
         request.posteriors[name] = posterior
         if name in request.values:
             return request.values[name]
@@ -506,13 +655,48 @@ class AutoSparseGP(AutoNormalMessenger):
         if request.setup:  # a smooth function for the layers above to place their inducing inputs on
             w = posterior.coefficients.rsample(posterior.batch_shape)
             return process.mean + posterior.basis.function(process.x, w)
-        if self._computing_median:
+        if self._computing_median or (request.latents and not (request.same and self._is_inner(name))):
             return posterior.mean
         if isinstance(posterior, NodeSite) and request.nodes is not None:
             posterior.at_node(request.nodes[name])
         if isinstance(posterior, GroupedSite) and self.structure is not None:
             posterior.in_groups_of(self.structure.groups[name][0])
         return posterior.to_event(event_dim) if event_dim else posterior
+
+    def _is_inner(self, name: str) -> bool:
+        return self.structure is not None and name in self.structure.inner
+
+    def _answer(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
+        """The posterior at a GP site of this run."""
+        request = self._request
+        if isinstance(module, SiteGP):
+            reading = next((r for r in request.conditions.readings if r.name == name), None)
+            sites = None if reading is None else reading.sites
+            if not request.same:
+                return module.predict(process, name, kind, sites)
+            posterior = module(process, name, kind, sites, reading is not None and reading.alone)
+            if request.keep and reading is not None and not reading.direct:
+                module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
+            return posterior
+        if kernel_base.depends_on_rows(process.kernel) and not self._sees(name, process, module):
+            return module.predict(process, name, kind)
+        return module(process, name, kind)
+
+    def _kind(self, name: str, process: GaussianProcess) -> type[Site]:
+        """How a site is drawn in this run."""
+        request = self._request
+        if request.nodes is not None and name in request.nodes:
+            return NodeSite
+        if self._computing_median:
+            return Site
+        if request.predicting:
+            if request.marginal:
+                return self._kind_of_draws(name)
+            self._check_size(name, process)
+            return Site
+        if self.training and not (request.joint and process.event_shape[0] <= _LARGE):
+            return self._kind_of_draws(name)
+        return Site
 
     def _kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""
@@ -534,13 +718,10 @@ class AutoSparseGP(AutoNormalMessenger):
                     "change between calls."
                 )
 
-    def _observing(self, name: str, process: GaussianProcess, module: Any) -> bool:
-        """Whether this run observes data, for a kernel whose diagonal depends on the rows in training."""
-        request = self._request
-        if request.observing is None:
-            request.observing = observes(self, *self.args_kwargs)
-        if request.observing:
-            if self.keeps_sites:
+    def _sees(self, name: str, process: GaussianProcess, module: Any) -> bool:
+        """Whether the rows are of the training data, on which the kernel's diagonal depends; training shows them."""
+        if self._request.observing:
+            if self._request.keep:
                 module.see(process.x)
                 self._row_counts[name] = process.x.shape[-2], 0
         elif module.num_seen < self._row_counts.get(name, (0, 0))[1] and name not in self.warned:
@@ -551,15 +732,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 "with all of them, guide(x, y), before or after training.",
                 stacklevel=5,
             )
-        return request.observing
-
-    def _is_to_read(self, module: Any) -> bool:
-        if not isinstance(module, SiteGP) or not isinstance(module.sites, KeptSites):
-            return False
-        return self.keeps_sites or module.sites.empty
-
-    def _meets(self, name: str) -> bool:
-        return self.structure is not None and any(name in pair for pair in self.structure.interactions)
+        return self._request.observing
 
     def _check_dtype(self, name: str, process: GaussianProcess, module: Any) -> None:
         kept = module.sites.inputs if isinstance(module, SiteGP) else process.x
@@ -635,8 +808,12 @@ class AutoSparseGP(AutoNormalMessenger):
         plates = self.structure.latents[name]["plates"]
         if not any(plate in self.structure.data_plates for plate in plates):
             return False
-        sizes = {plate.name: plate.full_size or plate.size for plate in get_plates()}
-        return self._request.predicting or any(sizes.get(plate, size) != size for plate, size in plates.items())
+        here = {plate.name: plate for plate in get_plates()}
+        sizes = {name: plate.full_size or plate.size for name, plate in here.items()}
+        if self._request.predicting or any(sizes.get(plate, size) != size for plate, size in plates.items()):
+            return not self._request.latents
+        # Row numbers of a plate's part say which rows they are.
+        return not self._request.rows_known and all(plate.size == sizes[name] for name, plate in here.items())
 
     def _check_local(self, name: str) -> None:
         for plate in get_plates():
@@ -687,7 +864,7 @@ class AutoSparseGP(AutoNormalMessenger):
             with (
                 torch.no_grad(),
                 poutine.block(),
-                self._requesting(_Request(setup=True, observing=True), median=True) as request,
+                self._requesting(_Request(setup=True), median=True) as request,
             ):
                 super().__call__(*args, **kwargs)
             trace = self.trace
@@ -701,13 +878,14 @@ class AutoSparseGP(AutoNormalMessenger):
                 family = self._family(name)
                 if isinstance(family, FreeFormFamily) and family.start == "data" and name not in self.structure.inner:
                     at_path(self.gps, name).inform(posterior.process, name)
+            self.data = TrainingData(self.model, args, kwargs)
             self._warn_of_joint_draws()
         except BaseException:
             self._forget()
             raise
 
     def _forget(self) -> None:
-        self._last = None
+        self.data = None
         for name in ("gps", "locs", "scales"):
             if name in self._modules:
                 delattr(self, name)
@@ -731,14 +909,14 @@ class AutoSparseGP(AutoNormalMessenger):
         frames = [frame for site in sites.values() if is_observation(site) for frame in site["cond_indep_stack"]]
         left_out = any(frame.full_size is not None and frame.size < frame.full_size for frame in frames)
         if left_out and any(kernel_base.depends_on_rows(q.process.kernel) for q in request.posteriors.values()):
-            seeing = _Request(seeing=True, observing=True)
+            seeing = _Request(seeing=True)
             with torch.no_grad(), poutine.block(), whole_plates(), self._requesting(seeing, median=True):
                 super().__call__(*args, **kwargs)
             self.trace = trace
 
     def probe(self, args: tuple, kwargs: dict[str, Any], values: dict[str, Tensor]) -> Probe:
         """Run with GP sites at ``values``, other latents at their medians and the same random numbers."""
-        request = _Request(values=values, observing=True)
+        request = _Request(values=values)
         quiet = poutine.block(), pyro.validation_enabled(False)
         with repeatable(self._like), quiet[0], quiet[1], self._requesting(request, median=True):
             super().__call__(*args, **kwargs)
@@ -796,7 +974,7 @@ class AutoSparseGP(AutoNormalMessenger):
         broken = [name for name, parameter in self.named_parameters() if not parameter.isfinite().all()]
         return where + (f"; parameters {', '.join(broken)} are not finite" if broken else "")
 
-    def _check_rows(self) -> None:
+    def _check_rows(self, relation: Relation) -> None:
         assert self.structure is not None
         if "rows" in self.warned or not torch.is_grad_enabled() or not self.training:
             return
@@ -804,32 +982,58 @@ class AutoSparseGP(AutoNormalMessenger):
             rows = self.structure.rows.get(name)
             if rows is None or not site["is_observed"]:
                 continue
-            if isinstance(site["scale"], (int, float)) and site["scale"] == 1 and site["value"].numel() < rows:
+            unscaled = isinstance(site["scale"], (int, float)) and site["scale"] == 1
+            num = site["value"].numel()
+            if unscaled and (num < rows or (num == rows and not relation.same)):
                 self.warned.add("rows")
+                how = (
+                    f"{num} values in this step, {rows} in the first" if num < rows else f"other {num} rows than before"
+                )
                 warnings.warn(
-                    f"site {name!r} observes {site['value'].numel()} values in this step, {rows} in the first, and no "
-                    "plate scales them up: if this is a mini-batch, give the plate the full size, pyro.plate('data', "
-                    "size=N, subsample=x) or subsample_size=B; otherwise the KL outweighs the data.",
+                    f"site {name!r} observes {how}, and no plate scales them up: if this is a mini-batch, give the "
+                    "plate the full size, pyro.plate('data', size=N, subsample=x) or subsample_size=B; otherwise the "
+                    "KL outweighs the data.",
                     stacklevel=4,
                 )
 
     # State.
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """All that makes the guide: a freshly made one, of the same model, is this one after ``load_state_dict``.
+
+        With a family on sites, or latents under the data plate, it holds the training data too, N(D + 1) numbers for
+        the arguments (x, y): a draw from the posterior conditions on them, given a draw of the other latents. In
+        memory the guide keeps the arguments of the last training call themselves, no copies. Arguments other than
+        tensors, numbers, strings and lists, tuples and dictionaries of them are left out, and with them the data: then
+        call the loaded guide with the data once, ``guide(x, y)``.
+        """
+        return super().state_dict(*args, **kwargs)
+
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._refresh_sites()
+        if self.structure is not None and not self._loaded:
+            self._conditions_now(median=True)  # the sites are kept, for a guide that is loaded without the data
         super()._save_to_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._refresh_sites()  # the data stay where they are
         self._like = args[0](self._like)
         for module in self.site_modules().values():
             if isinstance(module.sites, KeptSites):
                 module.sites.marginals = None
+        if self.data is not None:
+            self.data = self.data.mapped(args[0], self.model)
         return super()._apply(*args, **kwargs)
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The :class:`Structure`, in plain Python, and the name of the guide's parameters in Pyro's store."""
-        return {} if self.structure is None else {"name": self._pyro_name, **asdict(self.structure)}
+        """The :class:`Structure`, in plain Python, the name of the guide's parameters in Pyro's store, and the training
+        data where prediction needs them.
+        """
+        if self.structure is None:
+            return {}
+        state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.structure)}
+        local = any(not self._is_shared(name) for name in self.structure.latents)
+        if self.data is not None and (self.on_sites or local) and self.data.is_plain:
+            state["data"] = {"args": self.data.args, "kwargs": self.data.kwargs}
+        return state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
@@ -838,8 +1042,12 @@ class AutoSparseGP(AutoNormalMessenger):
         saved = state_dict.get(prefix + "_extra_state")
         if saved:
             tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-            found = {key: value for key, value in saved.items() if key != "name"}
+            found = {key: value for key, value in saved.items() if key not in ("name", "data")}
             self._rebuild(Structure(**found), tensors)
+            self.data = None
+            if "data" in saved:
+                data = TrainingData(self.model, saved["data"]["args"], saved["data"]["kwargs"])
+                self.data = data.mapped(partial(_placed, like=self.like), self.model)
             if "name" in saved:
                 self._resume_name(saved["name"])
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -887,7 +1095,6 @@ class AutoSparseGP(AutoNormalMessenger):
         self._loaded, self._checked_parameters = True, False
 
     def __getstate__(self) -> dict[str, Any]:
-        self._refresh_sites()
         for parameter in self.parameters():  # weak references do not pickle
             parameter.__dict__.pop("unconstrained", None)
         return super().__getstate__()
@@ -901,6 +1108,10 @@ class AutoSparseGP(AutoNormalMessenger):
 
 
 _LARGE = 5000  # function values whose joint draw is slow enough to be told of
+
+
+def _placed(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device)
 
 
 def _paired(fn: Any) -> Any:

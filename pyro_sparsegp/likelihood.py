@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
@@ -12,32 +13,72 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "Expectation",
     "derivatives",
+    "expand",
     "expected_derivatives",
     "is_quadratic",
+    "mapped",
     "normal_nodes",
+    "quadratic_kind",
 ]
 
 
 Total = Callable[[dict[str, Tensor]], Tensor]
 
 
-def derivatives(total: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tensor]:
-    """First and second derivatives by each value of a sum of terms with one input's values each.
+@dataclass
+class Expectation:
+    """E[ℓ], a scalar, and E[ℓ'] and E[ℓ''] by each value, ``(..., N)``."""
+
+    value: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def expand(total: Callable[[Tensor], Tensor], f: Tensor, outputs_meet: bool = True) -> Expectation:
+    """A sum of terms with one input's values each, and its first and second derivatives by each value.
 
     :param total: f, ``(..., N)``, to a scalar.
-    :returns: both ``(..., N)``.
+    :param outputs_meet: whether a term may have values of several outputs; if none has, one pass does for all.
     """
-    gradient = torch.func.grad(total)
-    if f.dim() == 1:
-        second, first = torch.func.grad(_summed(gradient), has_aux=True)(f)
-        return first, second
-    # Outputs may meet in a term: a pass for each keeps the diagonal.
-    seconds = []
-    for output in torch.eye(f[..., 0].numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape[:-1], 1):
-        second, first = torch.func.grad(_summed(gradient, output), has_aux=True)(f)
-        seconds.append(second * output)
-    return first, torch.stack(seconds).sum(0)
+
+    def summed(f: Tensor, weight: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        first, value = torch.func.grad_and_value(total)(f)
+        return (weight * first).sum(), (first, value)
+
+    if f.dim() == 1 or not outputs_meet:
+        second, (first, value) = torch.func.grad(summed, has_aux=True)(f, 1.0)
+        return Expectation(value, first, second)
+
+    def one(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        second, (first, value) = torch.func.grad(summed, has_aux=True)(f, output)
+        return second * output, first, value
+
+    each = torch.eye(f[..., 0].numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape[:-1], 1)
+    seconds, firsts, values = mapped(one, each)
+    return Expectation(values[0], firsts[0], seconds.sum(0))
+
+
+def derivatives(total: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tensor]:
+    """First and second derivatives by each value of a sum of terms with one input's values each, ``(..., N)`` both."""
+    found = expand(total, f)
+    return found.first, found.second
+
+
+def mapped(function: Callable[[Any], tuple[Tensor, ...]], stack: Any) -> tuple[Tensor, ...]:
+    """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or in a loop for
+    programs that :func:`torch.func.vmap` refuses.
+    """
+    try:
+        return torch.func.vmap(function, randomness="same")(stack)
+    except (RuntimeError, TypeError):
+        if isinstance(stack, Tensor):
+            parts = [function(part) for part in stack]
+        else:
+            num = len(next(iter(stack.values())))
+            parts = [function({key: part[k] for key, part in stack.items()}) for k in range(num)]
+        return tuple(torch.stack(each) for each in zip(*parts))
 
 
 def is_quadratic(total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor) -> bool:
@@ -45,68 +86,71 @@ def is_quadratic(total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor) -
 
     A piecewise constant one, which has neither anywhere, is not.
     """
+    return quadratic_kind(total, f, spread)[0]
+
+
+def quadratic_kind(
+    total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor, outputs_meet: bool = True
+) -> tuple[bool, bool]:
+    """Whether a sum is as :func:`is_quadratic` says, and whether it has derivatives across outputs then."""
     generator = torch.Generator().manual_seed(0)
     tolerance = 1e-6 if f.dtype == torch.float64 else 1e-3
+    met = False
     with pyro.validation_enabled(False):
-        slope, curvature = derivatives(total, f)
+        here = expand(total, f, outputs_meet)
+        slope, curvature = here.first, here.second
         size = curvature.abs() + 1e-6 * curvature.abs().mean()
         if ((slope != 0) & (curvature >= 0)).any() or not (slope.any() or curvature.any()):
-            return False
+            return False, False
         for _ in range(3):  # in directions of their own for all values: outputs may meet in a term
             step = spread * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
-            slope_there, curvature_there = derivatives(total, f + step)
-            expected = slope + curvature * step
-            if ((curvature_there - curvature).abs() > tolerance * size).any():
-                return False
-            if f.dim() == 1 and ((slope_there - expected).abs() > tolerance * (slope.abs() + size * step.abs())).any():
-                return False
-    return True
-
-
-def _summed(gradient: Callable[[Tensor], Tensor], weight: Any = 1.0) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    def total(f: Tensor) -> tuple[Tensor, Tensor]:
-        first = gradient(f)
-        return (weight * first).sum(), first
-
-    return total
+            there = expand(total, f + step, outputs_meet)
+            _, moved = torch.func.jvp(torch.func.grad(total), (f,), (step,))
+            reach = tolerance * (slope.abs() + size * step.abs() + moved.abs())
+            if ((there.second - curvature).abs() > tolerance * size).any():
+                return False, False
+            if ((there.first - slope - moved).abs() > reach).any():
+                return False, False
+            met = met or bool(((moved - curvature * step).abs() > reach).any())
+    return True, met
 
 
 def expected_derivatives(
-    total: Total, values: Mapping[str, Tensor], name: str, weights: Tensor, scores: Optional[Tensor] = None
-) -> tuple[Tensor, Tensor]:
-    """E[ℓ'] and E[ℓ''] by the values of GP site ``name`` over K joint nodes of several GP sites.
+    total: Total,
+    values: Mapping[str, Tensor],
+    name: str,
+    weights: Tensor,
+    scores: Optional[Tensor] = None,
+    outputs_meet: bool = True,
+) -> Expectation:
+    """E[ℓ], E[ℓ'] and E[ℓ''] by the values of GP site ``name`` over K joint nodes of several GP sites.
 
     :param total: values of GP sites, ``(..., N)`` each, to the sum of the log densities.
     :param values: the nodes, ``(K, ..., N)`` each.
     :param weights: ``(K,)``.
     :param scores: (f − m)/v at the nodes, ``(K, ..., N)``: then E[ℓ''] is E[ℓ'(f − m)]/v (Stein, 1981), the gradient
         of the quadrature itself, which sees kinks of ℓ and needs no second derivative.
+    :param outputs_meet: whether a term may have values of several outputs.
     """
 
-    def at(node: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def at(node: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         def moved(f: Tensor) -> Tensor:
             return total({**node, name: f})
 
         if scores is None:
-            return derivatives(moved, node[name])
-        first = torch.func.grad(moved)(node[name])
-        return first, first
-
-    def looped() -> tuple[Tensor, Tensor]:
-        pairs = [at({key: value[k] for key, value in values.items()}) for k in range(len(weights))]
-        return torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs])
+            found = expand(moved, node[name], outputs_meet)
+            return found.value, found.first, found.second
+        first, value = torch.func.grad_and_value(moved)(node[name])
+        return value, first, first
 
     if len(weights) == 1:
-        first, second = looped()
+        value, first, second = (part[None] for part in at({key: part[0] for key, part in values.items()}))
     else:
-        try:
-            first, second = torch.func.vmap(at, randomness="same")(dict(values))
-        except (RuntimeError, TypeError):  # a program that vmap refuses
-            first, second = looped()
+        value, first, second = mapped(at, dict(values))
     shaped = weights.reshape(-1, *[1] * (first.dim() - 1))
     if scores is not None:
         second = second * scores
-    return (shaped * first).sum(0), (shaped * second).sum(0)
+    return Expectation((weights * value).sum(), (shaped * first).sum(0), (shaped * second).sum(0))
 
 
 def normal_nodes(num_axes: int, like: Tensor) -> tuple[Tensor, Tensor]:

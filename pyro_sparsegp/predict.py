@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional, Union
 
 import torch
@@ -51,9 +51,7 @@ def predict(
     :raises ValueError: where ``result`` is none of these, or lacks the training data.
     """
     if isinstance(result, AutoSparseGP):
-        draws = [
-            _from_guide(model, result, joint, args, kwargs) for _ in range(100 if num_samples is None else num_samples)
-        ]
+        draws = list(_from_guide(model, result, 100 if num_samples is None else num_samples, joint, args, kwargs))
     else:
         samples, (old_args, old_kwargs) = _samples_and_data(result, data)
         model = _bare(model)
@@ -79,14 +77,15 @@ def _values(trace: Any) -> dict[str, Tensor]:
 
 
 def _from_guide(
-    model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any]
-) -> dict[str, Tensor]:
-    values = guide.draw(*args, joint=joint, **kwargs)
-    if model is guide.model or guide.structure is None:
-        return values
-    latent = {name: values[name] for name in (*guide.structure.latents, *guide.structure.gps) if name in values}
-    with whole_plates():
-        return _values(poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs))
+    model: Callable, guide: AutoSparseGP, num: int, joint: bool, args: tuple, kwargs: dict[str, Any]
+) -> Iterator[dict[str, Tensor]]:
+    for values in guide.draws(num, *args, joint=joint, **kwargs):
+        if model is guide.model or guide.structure is None:
+            yield values
+            continue
+        latent = {name: values[name] for name in (*guide.structure.latents, *guide.structure.gps) if name in values}
+        with whole_plates():
+            yield _values(poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs))
 
 
 def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:

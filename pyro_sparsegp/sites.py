@@ -5,6 +5,7 @@ They are held as (λ, λ(z − μ)), so that λ = 0, a masked or uninformative d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
@@ -88,17 +89,15 @@ class KeptSites(AbstractModule):
     :param columns: D.
     """
 
-    corrected: Optional[Tensor]
-
     def __init__(self, like: Tensor, batch_shape: Sequence[int], columns: int) -> None:
         super().__init__()
         self.register_buffer("inputs", like.new_zeros(0, columns))
         self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
         self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
         self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
-        # λ and λ(z − μ), (2, ..., N), that predictions under a kernel whose diagonal acts on the data take instead.
-        self.register_buffer("corrected", None)
         self.marginals: Optional[tuple[Tensor, Tensor]] = None  # of the posterior that these sites gave
+        # Of updates: a share of their rate, the last one's size in standard deviations, and how many were cut.
+        self.pace, self.change, self.halved = 1.0, math.inf, 0
 
     @property
     def empty(self) -> bool:
@@ -119,12 +118,24 @@ class KeptSites(AbstractModule):
         )
         self.truncated = truncated
 
+    def reorder(self, order: Tensor) -> None:
+        """Follow the data into another order of their rows."""
+        self.inputs = self.inputs[order]
+        self.precision, self.linear = self.precision[..., order], self.linear[..., order]
+        if self.marginals is not None:
+            self.marginals = self.marginals[0][..., order], self.marginals[1][..., order]
+
+    def forget(self) -> None:
+        """Be as if no sites had been read."""
+        self.inputs, self.precision, self.linear = self.inputs[:0], self.precision[..., :0], self.linear[..., :0]
+        self.marginals = None
+        self.pace, self.change, self.halved = 1.0, math.inf, 0
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("inputs", "precision", "linear"):
             if prefix + name in state_dict:
                 setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
-        corrected = state_dict.get(prefix + "corrected")
-        self.corrected = None if corrected is None else self.linear.new_zeros(corrected.shape)
+        state_dict.pop(prefix + "corrected", None)  # of releases that kept other sites for predictions
         self.marginals = None
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -154,3 +165,6 @@ class FreeSites(AbstractModule):
         root: Any = self.root
         linear: Any = self.linear
         return Sites(self.inputs, root.square(), linear)
+
+    def reorder(self, order: Tensor) -> None:
+        """Nothing: they know their own inputs."""

@@ -11,7 +11,7 @@ from pyro import poutine
 from torch import Tensor
 
 from .bases import Basis, ExplicitFeatures, KernelFeatures
-from .bases.actions import DenseActions, Policy, UserPolicy
+from .bases.actions import BlockPolicy, DenseActions, Policy, RandomPolicy, UserPolicy
 from .bases.projection import ProjectedFeatures, project
 from .blocks import is_long
 from .kernels import base as kernel_base
@@ -21,7 +21,6 @@ from .posteriors import Coefficients, Gaussian, ProjectedGaussian, from_natural,
 from .process import GaussianProcess
 from .sites import FreeSites, KeptSites, Sites
 from .sparse_posterior import SparsePosterior
-from .terms import Findings
 
 __all__ = ["OptimalGP", "ProjectedGP", "SiteGP", "SparseGP", "same_rows"]
 
@@ -145,15 +144,36 @@ class SiteGP(AbstractModule):
         return self.given(process, name, kind, self.sites(process) if sites is None else sites, exact)
 
     def predict(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior] = SparsePosterior,
+        sites: Optional[Sites] = None,
     ) -> SparsePosterior:
         """The posterior at new inputs, where the kernel's diagonal is that in the company of the sites' inputs."""
-        return self(process if self.sites.empty else process.relative_to(self.sites.inputs), name, kind)
+        if sites is None and self.sites.empty:
+            return self(process, name, kind)
+        sites = self.sites(process) if sites is None else sites
+        return self(process.relative_to(sites.inputs), name, kind, sites)
+
+    def reorder(self, order: Tensor) -> None:
+        """Follow the data into another order: row n is what row ``order[n]`` was."""
+        self.sites.reorder(order)
 
     @property
     def num_seen(self) -> int:
         """How many inputs of training it knows."""
         return self.sites.inputs.shape[-2]
+
+    @property
+    def forgets(self) -> bool:
+        """Whether it may be given other training data: it has no parameters for each row."""
+        return isinstance(self.sites, KeptSites)
+
+    def forget(self) -> None:
+        """Forget what was read off the training data."""
+        if isinstance(self.sites, KeptSites):
+            self.sites.forget()
 
     def see(self, x: Tensor) -> None:
         """Nothing: the sites know the inputs of training."""
@@ -178,7 +198,6 @@ class OptimalGP(SiteGP):
     def __init__(self, basis: Basis, blockwise: bool, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.basis, self.blockwise = basis, blockwise
-        self.findings = Findings()
         self._memory = Memory()
 
     @property
@@ -218,19 +237,20 @@ class OptimalGP(SiteGP):
         return kind(process, features, coefficients, name, sites)
 
     def predict(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior] = SparsePosterior,
+        sites: Optional[Sites] = None,
     ) -> SparsePosterior:
         """The posterior at new inputs. In weight space the kernel's diagonal acts on the training data too (eq. 12):
 
         q(w) is the optimum for sites of variance 1/λₙ + c(xₙ). For a likelihood that is Gaussian in f they are those of
-        ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is read so that they are (``conditioning.correct_sites``).
+        ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is training's.
         """
-        corrected = self.sites.corrected if isinstance(self.sites, KeptSites) else None
-        sites = self.sites(process)
-        if corrected is not None:
-            sites = Sites(sites.inputs, corrected[0], corrected[1])
-        if self.sites.empty or not kernel_base.depends_on_rows(process.kernel):
-            return super().predict(process, name, kind)
+        if (sites is None and self.sites.empty) or not kernel_base.depends_on_rows(process.kernel):
+            return super().predict(process, name, kind, sites)
+        sites = self.sites(process) if sites is None else sites
 
         def condition() -> tuple[Any, Optional[Gaussian]]:
             kernel = kernel_base.relative_to(process.kernel, sites.inputs)
@@ -240,8 +260,7 @@ class OptimalGP(SiteGP):
             sums = features.gram(sites.inputs, sites.precision, sites.linear, absorb=True)
             return kernel, from_natural(*sums, features.sizes, None, name)
 
-        values = [sites.precision, sites.linear] if corrected is None else [corrected]
-        key = contents([process.kernel, Held(sites.inputs), *map(Held, values)])
+        key = contents([process.kernel, Held(sites.inputs), sites.precision, sites.linear])
         kernel, coefficients = self._memory.recall(key, condition)
         settled = process.with_kernel(kernel)
         if coefficients is None:
@@ -288,6 +307,14 @@ class ProjectedGP(SiteGP):
         if self._remembered is None or not equal(self._remembered[0], key):
             self._remembered = key, project(kernel, self.policy(kernel, sites, name), name)
         return self._remembered[1]
+
+    @property
+    def forgets(self) -> bool:
+        return super().forgets and not isinstance(self.policy, (BlockPolicy, RandomPolicy))
+
+    def reorder(self, order: Tensor) -> None:
+        super().reorder(order)
+        self.policy.reorder(order)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_remembered": None}

@@ -258,6 +258,11 @@ class SparsePosterior(TorchDistribution):
             raise ValueError(f"the posterior of site {self.name!r} has not been drawn from")
         return self._cache["draw"]
 
+    def repeat(self, other: SparsePosterior) -> None:
+        """Take the last joint draw of another posterior of the same q(w), if there is one, for this one's."""
+        if "draw" in other._cache:
+            self._cache["draw"] = other._cache["draw"]
+
     def residual(self, like: Tensor) -> Tensor:
         """A joint draw of r ~ N(0, ρ) at the inputs, of the shape of ``like``, ``(..., N)``, in O(N³)."""
         return (self.residual_tril @ torch.randn_like(like)[..., None])[..., 0]

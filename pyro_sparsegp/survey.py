@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from . import structure
-from .likelihood import is_quadratic
+from .likelihood import quadratic_kind
 from .modules import at_path
 from .sparse_posterior import SparsePosterior
 from .traces import all_sites, as_process, held_trace, is_observation, log_densities, piecewise_constant
@@ -45,6 +45,7 @@ class Structure:
     :param interactions: pairs of GP sites that meet in one term of a density.
     :param downstream: sites whose densities move with a GP site's values.
     :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
+    :param meeting: those of them with several outputs that meet in a term.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class Structure:
     interactions: list[list[str]] = field(default_factory=list)
     downstream: list[str] = field(default_factory=list)
     quadratic: list[str] = field(default_factory=list)
+    meeting: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -239,8 +241,12 @@ def find_exact_sites(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dic
                 f"derivatives; the distribution of site {flat[0]!r} is piecewise constant. Take a family with a "
                 "free posterior, such as SVGP or OrthogonalInducing, or Categorical(logits=...)."
             )
-        if is_quadratic(total, posterior.mean, posterior.process.variance.sqrt()):
+        spread, outputs_meet = posterior.process.variance.sqrt(), kind == structure.DATAWISE
+        quadratic, meeting = quadratic_kind(total, posterior.mean, spread, outputs_meet)
+        if quadratic:
             found.quadratic.append(name)
+        if meeting:
+            found.meeting.append(name)
 
 
 def _inputs_of(posterior: SparsePosterior) -> list[Tensor]:

@@ -12,6 +12,7 @@ from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -82,18 +83,48 @@ def bare(fn: Any) -> Any:
     return fn
 
 
-def held_trace(model: Callable, values: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
+def held_trace(
+    model: Callable,
+    values: Mapping[str, Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+    like: Optional[poutine.Trace] = None,
+) -> poutine.Trace:
     """A run of the model with sites held at ``values``, unseen by other handlers.
 
     :param values: for every latent site, and for the plates' subsample sites, so that the run sees the rows that
         the values belong to.
+    :param like: a run under the handlers around this one, whose values are held besides, and whose scales and masks
+        sites get.
     :returns: the trace, in which the held sites pass for observed; densities are to be had from its sites' ``fn``.
+    :raises ValueError: naming a site that would be drawn.
     """
-    with poutine.block():
-        trace = poutine.trace(poutine.condition(model, data=dict(values))).get_trace(*args, **kwargs)
-    for site in trace.nodes.values():
+    there: dict[str, Any] = {} if like is None else dict(like.nodes)
+    known = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
+    with poutine.block(), _Holding({**known, **values}):
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    for name, site in all_sites(trace):
+        if is_free(site) and not site_is_subsample(site):
+            raise ValueError(
+                f"site {name!r} has no value when the model's densities are read: a handler around this call, such as "
+                "poutine.reparam, changes which sites there are. Wrap the model in it before it goes to AutoSparseGP."
+            )
+        if name in there:
+            site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
         fill_masked(site)
     return trace
+
+
+class _Holding(Messenger):
+    """Holds sites that the model leaves free at values; they pass for observed."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not msg["is_observed"] and msg["name"] in self.values:
+            msg["value"], msg["is_observed"] = self.values[msg["name"]], True
 
 
 def fill_masked(site: Any) -> None:

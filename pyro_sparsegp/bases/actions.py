@@ -234,6 +234,9 @@ class Policy(AbstractModule):
     @abstractmethod
     def forward(self, kernel: Any, sites: Sites, name: str) -> Actions: ...
 
+    def reorder(self, order: Tensor) -> None:
+        """Follow the data into another order: row n is what row ``order[n]`` was."""
+
 
 class BlockPolicy(Policy):
     """Learned block-sparse actions, CaGP-Opt (eq. 14): one number a datum.
@@ -251,6 +254,9 @@ class BlockPolicy(Policy):
         self.num = num
         self.block_sizes = _sizes(rows, num)
         self.values = PyroParam(inputs.new_ones(*batch_shape, rows))
+
+    def reorder(self, order: Tensor) -> None:
+        self.order = order.argsort()[self.order]
 
     def forward(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
         if sites.inputs.shape[-2] != len(self.order):
@@ -353,6 +359,9 @@ class RandomPolicy(_Detached):
         super().__init__(num)
         shape = inputs.shape[-2], min(num, inputs.shape[-2])
         self.register_buffer("draws", torch.randn(shape).to(inputs) if draw else inputs.new_zeros(shape))
+
+    def reorder(self, order: Tensor) -> None:
+        self.draws = self.draws[order]
 
     def directions(self, kernel: Any, sites: Sites) -> Tensor:
         if len(self.draws) != sites.inputs.shape[-2]:

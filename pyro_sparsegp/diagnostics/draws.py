@@ -373,7 +373,8 @@ class _New(Messenger):
             return
         process, _ = as_process(msg["fn"])
         if process is not None and name in self.source.structure.gps:
-            q = self.source.guide.look_ahead(name, msg["fn"], new_rows=True)
+            sites = self.draw.posteriors[name].sites
+            q = self.source.guide.posterior_given(name, msg["fn"], sites, new_rows=True)
             if name not in self.draw.coefficients:  # projected data: nothing but the residual is random
                 w = q.coefficients.rsample(q.batch_shape)
             else:

@@ -20,15 +20,14 @@ from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .. import structure as dependences
-from ..conditioning import repeatable
 from ..guide import AutoSparseGP
+from ..reading import repeatable
 from ..sparse_posterior import SparsePosterior
 from ..survey import Structure
-from ..traces import bare, held_trace, log_densities, without_event
+from ..traces import all_sites, bare, held_trace, is_observation, log_densities, without_event
 
 __all__ = ["Expectations", "ExpectedLogProb", "find_expectations"]
 
@@ -125,20 +124,18 @@ def find_expectations(
     found = guide.structure
     outer = [name for name in found.gps if name not in found.inner]
     zero = guide.like.new_zeros(())
+    guide.probe(args, kwargs, {})
+    candidates = [
+        name
+        for name, site in all_sites(guide.trace)
+        if is_observation(site) and isinstance(bare(site["fn"]), ExpectedLogProb)
+    ]
+    if not candidates:
+        return None
     with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
         nodes = dict.fromkeys(outer, zero)
         trace, guide_trace, values = guide.at_nodes(nodes, guide, args, kwargs)
         sites: Any = trace.nodes
-        candidates = [
-            name
-            for name, site in sites.items()
-            if site["type"] == "sample"
-            and site["is_observed"]
-            and not site_is_subsample(site)
-            and isinstance(bare(site["fn"]), ExpectedLogProb)
-        ]
-        if not candidates:
-            return None
         start = {name: (values[name], posterior_at(guide_trace, name).process.variance.sqrt()) for name in outer}
         run = partial(_run, guide.model, values, args, kwargs)
         owners: dict[str, set[str]] = {}

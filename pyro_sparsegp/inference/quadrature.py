@@ -105,7 +105,9 @@ class TraceQuadrature_ELBO(ELBO):
 
         :raises ValueError: if it is NaN, naming the sites.
         """
-        return self._value(self.differentiable_loss(model, guide, *args, **kwargs), guide, args, kwargs)
+        with torch.no_grad():
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        return self._value(loss, guide, args, kwargs)
 
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'.
@@ -201,7 +203,6 @@ class TraceQuadrature_ELBO(ELBO):
         def held_at(
             model_trace: poutine.Trace, guide_trace: poutine.Trace, values: dict[str, Tensor]
         ) -> Callable[..., Tensor]:
-            scales = {name: site["scale"] for name, site in model_trace.nodes.items() if site["type"] == "sample"}
             done: Collection[str] = () if expected is None else expected.sites
             for name in () if expected is None else expected.gps:
                 if name in structure.dependence and name not in axes:
@@ -213,9 +214,7 @@ class TraceQuadrature_ELBO(ELBO):
                 for name, z in at(node).items():
                     site: NodeSite = posterior_at(guide_trace, name)
                     moved[name] = site.at_node(z).rsample()
-                trace = held_trace(guide.model, values | moved, args, kwargs)
-                for name in scales.keys() & trace.nodes.keys():  # the held run is hidden from handlers around the step
-                    trace.nodes[name]["scale"] = scales[name]
+                trace = held_trace(guide.model, values | moved, args, kwargs, model_trace)
                 return _log_density_minus_kl(trace, guide_trace, done)
 
             return held

@@ -1,0 +1,154 @@
+"""The data that a guide was trained on, and what a call brings of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .rows import find_permutation
+
+__all__ = ["Relation", "TrainingData"]
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """What a call's tensors are to those of training; numbers and other arguments may change from call to call.
+
+    :param same: they are the same rows, perhaps in another order.
+    :param order: the old rows' numbers in the new order; ``None`` for the order of training.
+    :param inputs: all the tensors that this call brings, perhaps not all of training's, are those of training.
+    :param fewer: a tensor of training is not given now, such as the observations.
+    """
+
+    same: bool
+    order: Optional[Tensor]
+    inputs: bool
+    fewer: bool
+
+
+class TrainingData:
+    """The arguments of a call with observations: references, no copies.
+
+    :param model: whose parameters name the arguments.
+    """
+
+    def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self._leaves = {path: _Leaf(tensor) for path, tensor in _leaves(model, args, kwargs).items()}
+
+    def relation(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> Relation:
+        """What the tensors of another call are to these."""
+        new = _leaves(model, args, kwargs)
+        fewer = any(path not in new for path in self._leaves)
+        if any(path not in self._leaves for path in new):
+            return Relation(False, None, False, fewer)
+        moved = [path for path, tensor in new.items() if not self._leaves[path].is_still(tensor)]
+        if not moved:
+            return Relation(not fewer, None, True, fewer)
+        order = None if fewer else self._order(new, moved)
+        return Relation(order is not None, order, order is not None, fewer)
+
+    def _order(self, new: Mapping[Any, Tensor], moved: list[Any]) -> Optional[Tensor]:
+        """The permutation of rows that takes these tensors to the new ones, if there is one."""
+        old = {path: leaf.tensor for path, leaf in self._leaves.items() if leaf.unchanged}
+        if len({len(new[path]) for path in moved}) != 1 or any(path not in old for path in moved):
+            return None
+        num = len(new[moved[0]])
+        by_row = [path for path, tensor in new.items() if path in old and len(tensor) == num]
+        if any(old[path].shape != new[path].shape or old[path].device != new[path].device for path in by_row):
+            return None
+        return find_permutation(_columns(old[path] for path in by_row), _columns(new[path] for path in by_row))
+
+    def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
+        """These data with all tensors converted, to another dtype or device."""
+        return TrainingData(model, _mapped(function, self.args), _mapped(function, self.kwargs))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether they are tensors, numbers and strings in lists, tuples and mappings, which every file can hold."""
+        return _is_plain(self.args) and _is_plain(self.kwargs)
+
+
+class _Leaf:
+    """A tensor, and whether it has been written to since."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._version = tensor, _version(tensor)
+
+    @property
+    def unchanged(self) -> bool:
+        return _version(self.tensor) == self._version
+
+    def is_still(self, other: Tensor) -> bool:
+        """Whether another tensor has these values."""
+        if not self.unchanged:
+            return False
+        if other is self.tensor or (_place(other) == _place(self.tensor)):
+            return True
+        if other.shape != self.tensor.shape or other.device != self.tensor.device:
+            return False
+        return torch.equal(other, self.tensor) or bool(
+            ((other == self.tensor) | (other.isnan() & self.tensor.isnan())).all()
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _leaves(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[Any, Tensor]:
+    """The tensors with rows among a call's arguments, by the parameter's name and the path within it."""
+    try:
+        bound = inspect.signature(model).bind(*args, **kwargs)
+        tree: Any = bound.arguments
+    except (TypeError, ValueError):
+        tree = {"args": args, "kwargs": kwargs}
+    found: dict[Any, Tensor] = {}
+
+    def visit(item: Any, path: tuple[Any, ...]) -> None:
+        if isinstance(item, Tensor):
+            if item.dim():
+                found[path] = item
+        elif isinstance(item, Mapping):
+            for key, part in item.items():
+                visit(part, (*path, key))
+        elif isinstance(item, (list, tuple)):
+            for i, part in enumerate(item):
+                visit(part, (*path, i))
+
+    visit(tree, ())
+    return found
+
+
+def _columns(tensors: Any) -> Tensor:
+    """Tensors of as many rows side by side, as numbers that hold all others."""
+    return torch.cat([tensor.detach().reshape(len(tensor), -1).double() for tensor in tensors], -1)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return function(item)
+    if isinstance(item, dict):
+        return {key: _mapped(function, part) for key, part in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(_mapped(function, part) for part in item)
+    return item
+
+
+def _is_plain(item: Any) -> bool:
+    if type(item) is dict:
+        return all(isinstance(key, (str, int)) and _is_plain(part) for key, part in item.items())
+    if type(item) in (list, tuple):
+        return all(map(_is_plain, item))
+    return isinstance(item, (Tensor, *_PLAIN))
