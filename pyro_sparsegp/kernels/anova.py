@@ -258,6 +258,8 @@ class Anova(Kernel):
         return phi, mean * share
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        if kernel_base.prior_functions(self.base, 1, 1, x) is None:
+            return None  # features and frequencies leave out a diagonal term
         if kernel_base.features(self.base, x[..., :1, :]) is not None:
             return super().prior_functions(num, num_features, x)
         profile = _PROFILES.get(type(self.base))
