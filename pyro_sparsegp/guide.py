@@ -33,7 +33,7 @@ from .families import ExpectationFamily, Family, FreeFormFamily, SiteFamily
 from .kernels import base as kernel_base
 from .modules import at_path, drop_stored, take_name, unique_name
 from .process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
-from .registration import require_registered
+from .registration import held_parameters, require_registered
 from .sites import KeptSites
 from .sparse_gp import SiteGP
 from .sparse_posterior import SparsePosterior
@@ -888,7 +888,8 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def __getstate__(self) -> dict[str, Any]:
         self._refresh_sites()
-        for parameter in self.parameters():  # weak references do not pickle
+        # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
+        for parameter in [*self.parameters(), *(held for held, *_ in held_parameters(self.model))]:
             parameter.__dict__.pop("unconstrained", None)
         return super().__getstate__()
 

@@ -1,6 +1,7 @@
 """The guide: what it owns, remembers, restores, refuses and warns of."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -25,6 +26,28 @@ RBF = kernels.RBF(0.5)
 
 def means(guide, x):
     return guide.posterior(x)["f"].mean.detach()
+
+
+def _registers(network, x, y=None):
+    pyro.module("network", network)
+    f = pyro.sample("f", GaussianProcess(RBF, network(x)))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+class _Settings:
+    def __init__(self, network):
+        self.network = network
+
+
+class _Registers:
+    """A model that holds a network, in an attribute or in an object of its own."""
+
+    def __init__(self, network, kind):
+        self.held = _Settings(network) if kind == "settings" else network
+
+    def __call__(self, x, y=None):
+        return _registers(getattr(self.held, "network", self.held), x, y)
 
 
 class TestOwnership:
@@ -84,6 +107,21 @@ class TestOwnership:
         train(regression, other, x, y, steps=3)
         assert torch.equal(means(guide, x), before)
         assert not torch.equal(means(other, x), before)
+
+    @pytest.mark.parametrize("kind", ["attribute", "settings", "partial"])
+    @pytest.mark.parametrize("clear", [False, True])
+    def test_a_model_that_registers_its_network_pickles(self, kind, clear):
+        x, y = data()
+        network = torch.nn.Linear(2, 2)
+        model = functools.partial(_registers, network) if kind == "partial" else _Registers(network, kind)
+        guide = AutoSparseGP(model, SVGP(7))
+        train(model, guide, x, y, steps=3)
+        if clear:
+            pyro.clear_param_store()
+        other = pickle.loads(pickle.dumps(guide))
+        assert torch.equal(means(other, x), means(guide, x))
+        train(model, guide, x, y, steps=1)
+        train(other.model, other, x, y, steps=1)
 
     def test_module_local_parameters(self):
         x, y = data()
