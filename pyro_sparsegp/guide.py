@@ -44,8 +44,10 @@ from .traces import (
     fill_masked,
     first_tensor,
     is_free,
+    is_left_out,
     is_observation,
     piecewise_constant,
+    settle_left_out,
     whole_plates,
     without_event,
 )
@@ -410,6 +412,8 @@ class AutoSparseGP(AutoNormalMessenger):
     # Posteriors at sites.
 
     def _pyro_sample(self, msg: Any) -> None:
+        if is_left_out(msg["name"], self.trace.nodes):
+            settle_left_out(msg, self.trace.nodes, draw=self._request.nodes is None)
         super()._pyro_sample(msg)
         prior = None if msg["infer"] is None else msg["infer"].get("prior")
         if prior is not None:
@@ -695,6 +699,7 @@ class AutoSparseGP(AutoNormalMessenger):
             self.structure = survey.describe(self, trace, request.posteriors)
             self._see_all(args, kwargs, trace, request)
             with torch.no_grad():
+                survey.require_left_out(self, trace, args, kwargs)
                 first = survey.find_dependence(self.structure, lambda values: self.probe(args, kwargs, values))
                 survey.find_exact_sites(self, first, args, kwargs)
             for name, posterior in first.posteriors.items():

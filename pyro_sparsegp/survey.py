@@ -17,15 +17,33 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from . import structure
+from .conditioning import repeatable
 from .likelihood import is_quadratic
 from .modules import at_path
 from .sparse_posterior import SparsePosterior
-from .traces import all_sites, as_process, held_trace, is_observation, log_densities, piecewise_constant
+from .traces import (
+    all_sites,
+    as_process,
+    held_trace,
+    is_free,
+    is_left_out,
+    is_observation,
+    log_densities,
+    piecewise_constant,
+)
 
 if TYPE_CHECKING:
     from .guide import AutoSparseGP
 
-__all__ = ["Probe", "Structure", "describe", "find_dependence", "find_exact_sites", "require_sites"]
+__all__ = [
+    "Probe",
+    "Structure",
+    "describe",
+    "find_dependence",
+    "find_exact_sites",
+    "require_left_out",
+    "require_sites",
+]
 
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
@@ -114,13 +132,47 @@ def require_sites(guide: AutoSparseGP, trace: poutine.Trace, posteriors: Collect
                 check_site_shape(site, _NO_LIMIT)
 
 
+def require_left_out(guide: AutoSparseGP, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if a density depends on values that ``obs_mask=`` leaves out: these are drawn from the model.
+
+    :param trace: a run of the guide's.
+    """
+    values = {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
+    sites = dict(all_sites(trace))
+
+    assert guide.structure is not None
+    gps = guide.structure.gps
+
+    def densities(moved: dict[str, Tensor]) -> dict[str, Tensor]:
+        with pyro.validation_enabled(False), repeatable(guide.like):
+            return log_densities(held_trace(guide.model, values | moved, args, kwargs), gps)
+
+    for name in [name for name in sites if is_left_out(name, sites)]:
+        with repeatable(guide.like):
+            drawn = sites[name]["fn"].sample((2,))
+        first, second = (densities({name: one}) for one in drawn)
+        used = [other for other, one in first.items() if not one.nan_to_num().equal(second[other].nan_to_num())]
+        if used:
+            raise ValueError(
+                f"site {name!r} holds values that obs_mask= leaves out; they are drawn from the model, but the density "
+                f"of site {used[0]!r} depends on them, so they are latents with a posterior of their own. Write them as "
+                "pyro.sample(name, fn) in a plate of their own, and the others as data; where values are only missing, "
+                "poutine.mask(mask=obs_mask) around the site leaves them out."
+            )
+
+
 def _why(site: Any, error: ValueError) -> str:
     nan = site["value"].isnan()
     if nan.any():
-        return (
-            f"{int(nan.sum())} of {nan.numel()} are NaN. Drop those rows, or mask them: "
-            "poutine.mask(mask=~y.isnan()) around the site."
-        )
+        found = f"{int(nan.sum())} of {nan.numel()} are NaN."
+        event_dim = site["fn"].event_dim
+        if not event_dim:
+            return f"{found} Drop those rows, or mask them: poutine.mask(mask=~y.isnan()) around the site."
+        whole = "" if event_dim == 1 else f".flatten(-{event_dim})"
+        rows = f"{found} Drop those rows, or mask them: poutine.mask(mask=~y.isnan(){whole}.any(-1)) around the site."
+        if not isinstance(site["fn"], torch.distributions.Independent):
+            return rows
+        return f"{rows} To keep their other values, mask single ones: dist.Normal(...).mask(~y.isnan()).to_event(...)."
     text = str(error)
     return text if len(text) < 400 else f"{text[:300]} ... {text[-60:]}"
 

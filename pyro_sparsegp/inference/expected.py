@@ -28,7 +28,7 @@ from ..conditioning import repeatable
 from ..guide import AutoSparseGP
 from ..sparse_posterior import SparsePosterior
 from ..survey import Structure
-from ..traces import bare, held_trace, log_densities, without_event
+from ..traces import bare, held_trace, is_observation, log_densities, without_event
 
 __all__ = ["Expectations", "ExpectedLogProb", "find_expectations"]
 
@@ -132,10 +132,7 @@ def find_expectations(
         candidates = [
             name
             for name, site in sites.items()
-            if site["type"] == "sample"
-            and site["is_observed"]
-            and not site_is_subsample(site)
-            and isinstance(bare(site["fn"]), ExpectedLogProb)
+            if is_observation(site) and not site_is_subsample(site) and isinstance(bare(site["fn"]), ExpectedLogProb)
         ]
         if not candidates:
             return None

@@ -314,7 +314,7 @@ def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace
     total: Any = 0.0
     site: Any
     for name, site in model_trace.nodes.items():
-        if site["type"] != "sample" or name in skip:
+        if site["type"] != "sample" or name in skip or site["mask"] is False:
             continue
         if name not in guide_trace.nodes:
             if site_is_subsample(site):
