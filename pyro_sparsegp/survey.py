@@ -155,7 +155,7 @@ def require_left_out(guide: AutoSparseGP, trace: poutine.Trace, args: tuple, kwa
         if used:
             raise ValueError(
                 f"site {name!r} holds values that obs_mask= leaves out; they are drawn from the model, but the density "
-                f"of site {used[0]!r} depends on them, so they are latents with a posterior of their own. Write them as "
+                f"of site {used[0]!r} depends on them: they are latents with a posterior of their own. Write them as "
                 "pyro.sample(name, fn) in a plate of their own, and the others as data; where values are only missing, "
                 "poutine.mask(mask=obs_mask) around the site leaves them out."
             )

@@ -164,9 +164,7 @@ def _filled(value: Tensor, mask: Tensor, event_dim: int) -> Tensor:
 
 
 def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
-    """The log densities of a run's sample sites but ``skip`` and those masked as a whole, one for each value, masked and
-    scaled.
-    """
+    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and those masked as a whole."""
     sites: Any = trace.nodes
     return {
         name: torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]))

@@ -118,7 +118,7 @@ def test_missing_values_that_other_densities_depend_on_are_refused():
             value = pyro.sample("y", dist.Normal(f, NOISE), obs=y, obs_mask=mask)
             pyro.sample("z", dist.Normal(value, 1.0), obs=x[:, 0])
 
-    with pytest.raises(ValueError, match="'y_unobserved'.*the density of site 'z'.*poutine.mask"):
+    with pytest.raises(ValueError, match=r"'y_unobserved'.*the density of site 'z'.*poutine\.mask"):
         AutoSparseGP(program, FAMILIES["SVGP"])(x, y, mask)
 
 
