@@ -71,7 +71,17 @@ class GaussianProcess(TorchDistribution):
             self._refuse_inputs()
             super().__init__(torch.Size(), torch.Size([len(x) if x.dim() else 1]), validate_args=False)
             return
+        try:
+            self.kernel = kernel_base.on_columns(kernel, x.shape[-1])
+        except ValueError as error:
+            self._unfit = f"kernel does not fit x, of shape {tuple(x.shape)}: {error}"
+            self._refuse_inputs()
         batch_shape = torch.broadcast_shapes(kernel_base.batch_shape(kernel), x.shape[:-2])
+        if isinstance(mean, Tensor) and _is_column(mean, x) and x.shape[-2] > 1 and batch_shape[-1:] != x.shape[-2:-1]:
+            raise ValueError(
+                f"GaussianProcess's mean is a column, of shape {tuple(mean.shape)}; give one value a row, "
+                f"({x.shape[-2]},), such as mean[..., 0]."
+            )
         if isinstance(mean, Tensor) and mean.dim() > 1:
             batch_shape = torch.broadcast_shapes(batch_shape, mean.shape[:-1])
         if isinstance(mean, Tensor) and mean.dim() and mean.shape[-1] not in (1, x.shape[-2]):
@@ -126,6 +136,11 @@ class GaussianProcess(TorchDistribution):
             return x.new_zeros(())
         if callable(mean):
             value = mean(x)
+            if _is_column(value, x) and self._batch_shape[-1:] != x.shape[-2:-1]:
+                raise ValueError(
+                    f"GaussianProcess's mean returned a column, of shape {tuple(value.shape)}, for inputs "
+                    f"{tuple(x.shape)}; it must return ({x.shape[-2]},), such as lambda x: mean(x)[..., 0]."
+                )
             if value.dim() and value.shape[-1] not in (1, x.shape[-2]):
                 raise ValueError(
                     f"GaussianProcess's mean returned shape {tuple(value.shape)} for inputs {tuple(x.shape)}; it must "
@@ -253,6 +268,11 @@ def _unfit_inputs(x: Any) -> Optional[str]:
     if x.shape[-2] == 0 or x.shape[-1] == 0:
         return f"x must have at least one row and one column, got {tuple(x.shape)}"
     return None
+
+
+def _is_column(mean: Tensor, x: Tensor) -> bool:
+    """Whether values of a mean stand in a column, (N, 1)."""
+    return mean.shape[-2:] == (x.shape[-2], 1)
 
 
 SAMPLE_PLATES = ("num_particles_vectorized", "_num_predictive_samples")

@@ -63,6 +63,23 @@ class TestGaussianProcess:
         single = GaussianProcess(KERNEL, x)
         torch.testing.assert_close(process.log_prob(f), single.log_prob(f).sum(-1))
 
+    @pytest.mark.parametrize("rows", [1, 6])
+    def test_a_mean_in_a_column(self, rows):
+        x, kernel = torch.rand(rows, 2), kernels.RBF(0.4)
+        column = torch.nn.Linear(2, 1)
+        with pytest.raises(ValueError, match=rf"returned a column, of shape \({rows}, 1\).*must return \({rows},\)"):
+            GaussianProcess(kernel, x, column).mean_at(x)
+        flat = GaussianProcess(kernel, x, lambda x: column(x)[..., 0])
+        if rows > 1:
+            with pytest.raises(ValueError, match=r"mean is a column, of shape \(6, 1\); give one value a row, \(6,\)"):
+                GaussianProcess(kernel, x, column(x))
+            torch.testing.assert_close(flat.mean, GaussianProcess(kernel, x, column(x)[:, 0]).mean)
+        # One level an output is no column.
+        levels = torch.rand(rows, 1)
+        process = GaussianProcess(kernels.RBF(torch.rand(rows, 1)), x, levels)
+        torch.testing.assert_close(process.mean, levels.expand(rows, rows))
+        torch.testing.assert_close(GaussianProcess(kernel, x, torch.ones(3, 1)).mean, torch.ones(3, rows))
+
     def test_batches_of_hyperparameters(self):
         x, scale = torch.rand(5, 2), torch.tensor([1.0, 2.0])
         process = GaussianProcess(scale * kernels.RBF(torch.tensor([[0.3, 0.4], [0.5, 0.6]])), x)

@@ -137,6 +137,7 @@ class Anova(Kernel):
                 f"Anova's base must be a kernel of one column, got {base!r}: select the column outside, "
                 "Anova(RBF(l), low, high)[2], and write interactions as products."
             )
+        base = kernel_base.on_columns(base, 1)
         if kernel_base.depends_on_rows(base):
             raise ValueError(f"Anova's base must not have a diagonal that depends on the rows given, as {base!r} has")
         for bound, value in (("low", low), ("high", high)):
