@@ -158,9 +158,18 @@ class AutoSparseGP(AutoNormalMessenger):
             if not observing:
                 self._refresh_sites()
         with self._requesting(_Request(reading=self.on_sites, observing=observing), self._computing_median):
-            draws = super().__call__(*args, **kwargs)
+            draws = self._run(args, kwargs)
         self._after_run(args, kwargs)
         return draws
+
+    def _run(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        try:
+            return super().__call__(*args, **kwargs)
+        except ValueError as error:
+            why = survey.unfit_parameter(self, args, kwargs)
+            if why is None:
+                raise
+            raise ValueError(why) from error
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
@@ -231,6 +240,7 @@ class AutoSparseGP(AutoNormalMessenger):
         processes: dict[str, GaussianProcess] = {}
         with self._requesting(_Request(processes=processes), median=True):
             super().__call__(*args, **kwargs)
+        survey.require_sizes(self.trace)
         self._check_rows()
         values = {
             name: torch.as_tensor(site["value"])
@@ -257,6 +267,7 @@ class AutoSparseGP(AutoNormalMessenger):
             self.train(training)
 
     def _after_run(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        survey.require_sizes(self.trace)
         self._check_rows()
         self._count_rows()
         if not self.on_sites:
@@ -457,6 +468,7 @@ class AutoSparseGP(AutoNormalMessenger):
         request = self._request
         module = self._module(name, process)
         self._check_dtype(name, process, module)
+        self._check_columns(name, process)
         if request.predicting and not self.training and not self._computing_median:
             self._check_size(name, process)
         if self.structure is not None and self.structure.groups:
@@ -577,6 +589,14 @@ class AutoSparseGP(AutoNormalMessenger):
                 f"{own.dtype} on {own.device}: convert the inputs, or call {remedy}."
             )
 
+    def _check_columns(self, name: str, process: GaussianProcess) -> None:
+        known = None if self.structure is None else self.structure.columns.get(name)
+        if known not in (None, process.x.shape[-1]):
+            raise ValueError(
+                f"GP site {name!r} has inputs of shape {tuple(process.x.shape)}; at the guide's first call they had "
+                f"{known} columns, not {process.x.shape[-1]}."
+            )
+
     def _check_size(self, name: str, process: GaussianProcess) -> None:
         num = process.event_shape[0]
         if num > _LARGE and name not in self.warned:
@@ -693,8 +713,9 @@ class AutoSparseGP(AutoNormalMessenger):
                 poutine.block(),
                 self._requesting(_Request(setup=True, observing=True), median=True) as request,
             ):
-                super().__call__(*args, **kwargs)
+                self._run(args, kwargs)
             trace = self.trace
+            survey.require_sizes(trace)
             survey.require_sites(self, trace, request.posteriors)
             self.structure = survey.describe(self, trace, request.posteriors)
             self._see_all(args, kwargs, trace, request)
@@ -790,16 +811,24 @@ class AutoSparseGP(AutoNormalMessenger):
             )
 
     def explain_nan(self, *args: Any, **kwargs: Any) -> str:
-        """Which sites' log densities are NaN at these arguments, for an error."""
+        """Which sites' log densities are NaN or infinite at these arguments, for an error."""
         with torch.no_grad():
-            densities = self.probe(args, kwargs, {}).densities
-        bad = {name: density.isnan() for name, density in densities.items()}
-        found = [f"{name!r} ({int(nan.sum())} of {nan.numel()} values)" for name, nan in bad.items() if nan.any()]
-        where = (
-            f"the log density of site {', '.join(found)} is NaN" if found else "no log density is NaN at the medians"
-        )
+            run = self.probe(args, kwargs, {})
+        where = []
+        for kind, test in (("NaN", torch.isnan), ("infinite", torch.isinf)):
+            bad = {name: test(density) for name, density in run.densities.items()}
+            found = [
+                f"{name!r} ({int(part.sum())} of {part.numel()} values)" for name, part in bad.items() if part.any()
+            ]
+            where += [f"the log density of site {', '.join(found)} is {kind}"] if found else []
+        where += [
+            f"the KL divergence of GP site {name!r} is not finite"
+            for name, q in run.posteriors.items()
+            if not q.kl.isfinite().all()
+        ]
         broken = [name for name, parameter in self.named_parameters() if not parameter.isfinite().all()]
-        return where + (f"; parameters {', '.join(broken)} are not finite" if broken else "")
+        where += [f"parameters {', '.join(broken)} are not finite"] if broken else []
+        return "; ".join(where) or "all is finite at the medians"
 
     def _check_rows(self) -> None:
         assert self.structure is not None

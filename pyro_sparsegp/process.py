@@ -158,10 +158,22 @@ class GaussianProcess(TorchDistribution):
     def at(self, x: Tensor) -> GaussianProcess:
         """The same process at other inputs.
 
-        :raises ValueError: if μ was given as values at these inputs.
+        :raises ValueError: if μ was given as values at these inputs, or the others have other columns.
         """
+        self.require_columns(x)
         self._require_mean_at(x)
         return GaussianProcess(self.kernel, x, self.mean_function, self.jitter)
+
+    def require_columns(self, x: Tensor) -> None:
+        """Raise if other inputs have not as many columns as this process's.
+
+        :raises ValueError: naming both numbers.
+        """
+        if x.shape[-1:] != self.x.shape[-1:]:
+            raise ValueError(
+                f"inputs of shape {tuple(x.shape)} for a process whose own have {self.x.shape[-1]} columns, "
+                f"{tuple(self.x.shape)}"
+            )
 
     def relative_to(self, rows: Tensor) -> GaussianProcess:
         """The same process with the diagonal term that its kernel has in the company of ``rows``, ``(N₀, D)``."""
@@ -187,6 +199,7 @@ class GaussianProcess(TorchDistribution):
         """
         if f.shape[-1:] != x.shape[-2:-1]:
             raise ValueError(f"given(x, f) needs one value a row: x is {tuple(x.shape)}, f is {tuple(f.shape)}")
+        self.require_columns(x)
         kernel = kernel_base.relative_to(self.kernel, x)
         factor = cholesky(kernel(x), self.jitter, "the covariance at the inputs of GaussianProcess.given")
         white = solve_lower(factor, (f - (self.mean_at(x) if mean is None else mean))[..., None])
