@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Optional, Union
 
 import pyro.distributions as dist
@@ -123,7 +124,9 @@ class GaussianProcess(TorchDistribution):
     def scale_tril(self) -> Tensor:
         """Cholesky factor of k(x, x), ``(..., N, N)``; computed once."""
         if self._scale_tril is None:
-            self._scale_tril = cholesky(self.kernel(self.x), self.jitter, "the prior covariance of a GaussianProcess")
+            what = "the prior covariance of a GaussianProcess"
+            made_of = partial(kernel_base.hyperparameters, self.kernel)
+            self._scale_tril = cholesky(self.kernel(self.x), self.jitter, what, made_of=made_of)
         return self._scale_tril
 
     def mean_at(self, x: Tensor) -> Tensor:

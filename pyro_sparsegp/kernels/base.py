@@ -745,6 +745,21 @@ def prior_functions(kernel: Any, num: int, num_features: int, x: Tensor) -> Opti
     return kernel.prior_functions(num, num_features, x) if hasattr(kernel, "prior_functions") else None
 
 
+def hyperparameters(kernel: Any) -> str:
+    """What numbers a kernel is made of, such as "RBF's lengthscale is nan", for an error."""
+    found = []
+    for label, value in getattr(kernel, "__dict__", {}).items():
+        if isinstance(value, (Kernel, tuple)):
+            parts = value if isinstance(value, tuple) else (value,)
+            found += [text for part in parts if isinstance(part, Kernel) and (text := hyperparameters(part))]
+        elif isinstance(value, (float, Tensor)) and not label.startswith("_"):
+            low, high = (float(end) for end in torch.as_tensor(value).detach().aminmax())
+            found.append(
+                f"{type(kernel).__name__}'s {label} is {f'{low:.3g} to {high:.3g}' if low < high else f'{low:.3g}'}"
+            )
+    return ", ".join(found)
+
+
 def terms(kernel: Any) -> tuple[Any, ...]:
     """The kernel's summands; itself for a callable that declares none."""
     return getattr(kernel, "terms", (kernel,))
