@@ -79,6 +79,8 @@ class Components(Sequence):
                 f"Components.at got {len(inputs)} matrices of inputs, the kernel of site {self._whole.name!r} has "
                 f"{len(self)} terms: {list(self.names)}"
             )
+        for part in inputs:
+            self._whole.process.require_columns(part)
         if not all(part.isfinite().all() for part in inputs):
             raise ValueError(f"Components.at got inputs for site {self._whole.name!r} with NaN or infinite values")
         return Components(self._whole, inputs)

@@ -34,8 +34,8 @@ from .families import ExpectationFamily, Family, FreeFormFamily, SiteFamily
 from .kernels import base as kernel_base
 from .modules import at_path, drop_stored, take_name, unique_name
 from .process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
-from .reading import Held, Reader, SiteReading, observes, repeatable, require_full_batch, settle, unrecorded
-from .registration import require_registered
+from .reading import Held, Reader, SiteReading, observes, require_full_batch, settle, unrecorded
+from .registration import held_parameters, require_registered
 from .sites import KeptSites, Sites
 from .sparse_gp import SiteGP, SparseGP
 from .sparse_posterior import SparsePosterior
@@ -46,8 +46,11 @@ from .traces import (
     fill_masked,
     first_tensor,
     is_free,
+    is_left_out,
     is_observation,
     piecewise_constant,
+    repeatable,
+    settle_left_out,
     whole_plates,
     without_event,
 )
@@ -184,9 +187,18 @@ class AutoSparseGP(AutoNormalMessenger):
             self._follow(relation.order, args, kwargs)
         request.conditions = self._condition(args, kwargs, relation, request.keep)
         with self._requesting(request), self._held(request.conditions):
-            draws = super().__call__(*args, **kwargs)
+            draws = self._run(args, kwargs)
         self._after_run(args, kwargs, relation)
         return draws
+
+    def _run(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        try:
+            return super().__call__(*args, **kwargs)
+        except ValueError as error:
+            why = survey.unfit_parameter(self, args, kwargs)
+            if why is None:
+                raise
+            raise ValueError(why) from error
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
@@ -269,6 +281,7 @@ class AutoSparseGP(AutoNormalMessenger):
         relation = self._relation(args, kwargs)
         with self._requesting(_Request(points=True, rows_known=relation.inputs), median=True) as request:
             super().__call__(*args, **kwargs)
+        survey.require_sizes(self.trace)
         processes = request.processes
         self._check_rows(relation)
         values = {
@@ -298,6 +311,7 @@ class AutoSparseGP(AutoNormalMessenger):
             yield draws
 
     def _after_run(self, args: tuple, kwargs: dict[str, Any], relation: Relation) -> None:
+        survey.require_sizes(self.trace)
         self._check_rows(relation)
         self._count_rows()
         observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
@@ -591,6 +605,8 @@ class AutoSparseGP(AutoNormalMessenger):
     # Posteriors at sites.
 
     def _pyro_sample(self, msg: Any) -> None:
+        if is_left_out(msg["name"], self.trace.nodes):
+            settle_left_out(msg, self.trace.nodes, draw=self._request.nodes is None)
         super()._pyro_sample(msg)
         prior = None if msg["infer"] is None else msg["infer"].get("prior")
         if prior is not None:
@@ -632,6 +648,7 @@ class AutoSparseGP(AutoNormalMessenger):
         request = self._request
         module = self._module(name, process)
         self._check_dtype(name, process, module)
+        self._check_columns(name, process)
         if self.structure is not None and self.structure.groups:
             self._check_groups(name, process.event_shape[0])
         if module.batch_shape != process.batch_shape:
@@ -744,6 +761,14 @@ class AutoSparseGP(AutoNormalMessenger):
             raise ValueError(
                 f"site {name!r} has inputs of {process.x.dtype} on {process.x.device}, the guide's parameters are "
                 f"{own.dtype} on {own.device}: convert the inputs, or call {remedy}."
+            )
+
+    def _check_columns(self, name: str, process: GaussianProcess) -> None:
+        known = None if self.structure is None else self.structure.columns.get(name)
+        if known not in (None, process.x.shape[-1]):
+            raise ValueError(
+                f"GP site {name!r} has inputs of shape {tuple(process.x.shape)}; at the guide's first call they had "
+                f"{known} columns, not {process.x.shape[-1]}."
             )
 
     def _check_size(self, name: str, process: GaussianProcess) -> None:
@@ -866,12 +891,14 @@ class AutoSparseGP(AutoNormalMessenger):
                 poutine.block(),
                 self._requesting(_Request(setup=True), median=True) as request,
             ):
-                super().__call__(*args, **kwargs)
+                self._run(args, kwargs)
             trace = self.trace
+            survey.require_sizes(trace)
             survey.require_sites(self, trace, request.posteriors)
             self.structure = survey.describe(self, trace, request.posteriors)
             self._see_all(args, kwargs, trace, request)
             with torch.no_grad():
+                survey.require_left_out(self, trace, args, kwargs)
                 first = survey.find_dependence(self.structure, lambda values: self.probe(args, kwargs, values))
                 survey.find_exact_sites(self, first, args, kwargs)
             for name, posterior in first.posteriors.items():
@@ -963,16 +990,24 @@ class AutoSparseGP(AutoNormalMessenger):
             )
 
     def explain_nan(self, *args: Any, **kwargs: Any) -> str:
-        """Which sites' log densities are NaN at these arguments, for an error."""
+        """Which sites' log densities are NaN or infinite at these arguments, for an error."""
         with torch.no_grad():
-            densities = self.probe(args, kwargs, {}).densities
-        bad = {name: density.isnan() for name, density in densities.items()}
-        found = [f"{name!r} ({int(nan.sum())} of {nan.numel()} values)" for name, nan in bad.items() if nan.any()]
-        where = (
-            f"the log density of site {', '.join(found)} is NaN" if found else "no log density is NaN at the medians"
-        )
+            run = self.probe(args, kwargs, {})
+        where = []
+        for kind, test in (("NaN", torch.isnan), ("infinite", torch.isinf)):
+            bad = {name: test(density) for name, density in run.densities.items()}
+            found = [
+                f"{name!r} ({int(part.sum())} of {part.numel()} values)" for name, part in bad.items() if part.any()
+            ]
+            where += [f"the log density of site {', '.join(found)} is {kind}"] if found else []
+        where += [
+            f"the KL divergence of GP site {name!r} is not finite"
+            for name, q in run.posteriors.items()
+            if not q.kl.isfinite().all()
+        ]
         broken = [name for name, parameter in self.named_parameters() if not parameter.isfinite().all()]
-        return where + (f"; parameters {', '.join(broken)} are not finite" if broken else "")
+        where += [f"parameters {', '.join(broken)} are not finite"] if broken else []
+        return "; ".join(where) or "all is finite at the medians"
 
     def _check_rows(self, relation: Relation) -> None:
         assert self.structure is not None
@@ -1095,7 +1130,8 @@ class AutoSparseGP(AutoNormalMessenger):
         self._loaded, self._checked_parameters = True, False
 
     def __getstate__(self) -> dict[str, Any]:
-        for parameter in self.parameters():  # weak references do not pickle
+        # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
+        for parameter in [*self.parameters(), *(held for held, *_ in held_parameters(self.model))]:
             parameter.__dict__.pop("unconstrained", None)
         return super().__getstate__()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
@@ -38,6 +38,7 @@ def cholesky(
     jitter: Optional[float] = None,
     what: str = "matrix",
     scale: Optional[Tensor] = None,
+    made_of: Callable[[], str] = str,
 ) -> Tensor:
     """Lower Cholesky factor L of A + εsI, LLᵀ = A + εsI, with ε escalated until it exists.
 
@@ -49,9 +50,11 @@ def cholesky(
     :param jitter: relative jitter; ``None`` is :func:`default_jitter` of the dtype.
     :param what: what is factorised, for the error and the warning, such as ``"K_ZZ of site 'f'"``.
     :param scale: s, broadcastable to ``(...,)``.
+    :param made_of: says, for the error of a matrix that is not finite, what it is made of.
     :returns: L, ``(..., M, M)``.
-    :raises torch.linalg.LinAlgError: (a ``RuntimeError``) naming ``what``, its size and the jitters tried.
-        The text says "input is not positive-definite", by which Pyro's HMC recognises a step to reject.
+    :raises torch.linalg.LinAlgError: (a ``RuntimeError``) naming ``what``, its size and the jitters tried, or how much
+        of it is NaN or infinite, which no jitter mends. The text says "input is not positive-definite", by which Pyro's
+        HMC recognises a step to reject.
     """
     first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
@@ -70,12 +73,23 @@ def cholesky(
                     stacklevel=2,
                 )
             return factor
+        if attempt == 0 and not matrix.isfinite().all():
+            raise torch.linalg.LinAlgError(_not_finite(matrix, what, made_of()))  # type: ignore[attr-defined]
         level = 10 * level if level > 0 else default_jitter(matrix.dtype)
-    problem = "it contains NaN or infinite values" if not matrix.isfinite().all() else "its eigenvalues are too small"
     raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
-        f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite; {problem}. "
-        f"Relative jitters from {first:.0e} to {level / 10:.0e} were tried. Check the inputs and hyperparameters "
-        f"for NaN, use float64, use fewer or better spread points, or give GaussianProcess(..., jitter=...)."
+        f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite; its "
+        f"eigenvalues are too small. Relative jitters from {first:.0e} to {level / 10:.0e} were tried. Use float64, "
+        "use fewer or better spread points, or give GaussianProcess(..., jitter=...)."
+    )
+
+
+def _not_finite(matrix: Tensor, what: str, made_of: str) -> str:
+    return (
+        f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite; "
+        f"{int((~matrix.isfinite()).sum())} of its {matrix.numel()} entries are NaN or infinite"
+        f"{f' ({made_of})' if made_of else ''}. No jitter mends that: look for inputs and hyperparameters that are NaN "
+        "or infinite, or 0, or so large or small that they over- or underflow; in training, too large a learning rate "
+        "leads there."
     )
 
 

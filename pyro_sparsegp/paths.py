@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .blocks import in_blocks
+from .kernels import base as kernel_base
 from .linalg import cholesky, solve_lower, sum_blocks
 
 if TYPE_CHECKING:
@@ -38,21 +39,38 @@ def sample_paths(posterior: SparsePosterior, num: int, num_features: int) -> Cal
 
 
 class _Sequential:
-    """f = μ + φᵀw + r with w fixed and r drawn given all values of r drawn before."""
+    """f = μ + φᵀw + r with w fixed and r drawn given all values of r drawn before.
+
+    An input that was asked for before, or stands twice in x, has one value: a diagonal term, which is drawn anew at
+    every row, would otherwise give it several.
+    """
 
     def __init__(self, posterior: SparsePosterior, num: int, w: list[Tensor]) -> None:
         self.posterior, self.w = posterior, w
         self.shape = torch.Size((num, *posterior.batch_shape))
         x = posterior.process.x
+        # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
+        self.kernel = kernel_base.relative_to(posterior.process.kernel, x)
         self.x = x[..., :0, :]
         self.phi = basis_at(posterior, self.x)
         self.factor = x.new_zeros(*posterior.batch_shape, 0, 0)
         self.noise = x.new_zeros(*self.shape, 0)
-        self.scale = posterior.process.kernel.diag(x).detach().mean(-1)
+        self.values = x.new_zeros(*self.shape, 0)  # f − μ at the inputs asked for so far
+        self.scale = self.kernel.diag(x).detach().mean(-1)
 
     def __call__(self, x: Tensor) -> Tensor:
-        posterior = self.posterior
-        kernel, jitter = posterior.process.kernel, posterior.process.jitter
+        known = self.x.shape[-2]
+        first = _first_of_equal(torch.cat([self.x, x], -2))
+        fresh = first[known:] == torch.arange(known, len(first), device=x.device)
+        if fresh.any():
+            value = self._extend(x[..., fresh, :])
+            self.values = torch.cat([self.values, value], -1)
+        place = torch.cat([fresh.new_ones(known), fresh]).cumsum(0) - 1  # of each first one among the values
+        return self.posterior.process.at(x).mean + self.values[..., place[first[known:]]]
+
+    def _extend(self, x: Tensor) -> Tensor:
+        """f − μ at new inputs."""
+        posterior, kernel = self.posterior, self.kernel
         phi = posterior.basis(x)
         new = kernel(x)
         for block in phi:
@@ -64,11 +82,12 @@ class _Sequential:
             for old, block in zip(self.phi, phi):
                 cross = cross - old @ block.mT
             white = solve_lower(self.factor, cross.expand(*self.factor.shape[:-1], -1))
-        rest = cholesky(new - white.mT @ white, jitter, f"the residual of paths of site {posterior.name!r}", self.scale)
+        what = f"the residual of paths of site {posterior.name!r}"
+        rest = cholesky(new - white.mT @ white, posterior.process.jitter, what, self.scale)
         fresh = torch.randn(*self.shape, x.shape[-2], dtype=x.dtype, device=x.device)
         residual = (white.mT @ self.noise[..., None] + rest @ fresh[..., None])[..., 0]
         self._remember(x, phi, white, rest, fresh)
-        return posterior.process.at(x).mean + sum_blocks(phi, self.w) + residual
+        return sum_blocks(phi, self.w) + residual
 
     def _remember(self, x: Tensor, phi: list[Tensor], white: Tensor, rest: Tensor, fresh: Tensor) -> None:
         zeros = rest.new_zeros(*rest.shape[:-2], white.shape[-2], rest.shape[-1])
@@ -83,3 +102,11 @@ class _Sequential:
 def basis_at(posterior: SparsePosterior, x: Tensor) -> list[Tensor]:
     """Φ at inputs; no rows at no inputs, for which kernels need not be defined."""
     return [] if x.shape[-2] == 0 else posterior.basis(x)
+
+
+def _first_of_equal(x: Tensor) -> Tensor:
+    """For each row of ``(..., N, D)`` the number of the first that is equal to it, ``(N,)``."""
+    _, kind = x.detach().movedim(-2, 0).flatten(1).unique(dim=0, return_inverse=True)
+    numbers = torch.arange(len(kind), device=x.device)
+    first = torch.full_like(numbers, len(kind)).scatter_reduce(0, kind, numbers, "amin")
+    return first[kind]

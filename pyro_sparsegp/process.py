@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Optional, Union
 
 import pyro.distributions as dist
@@ -71,7 +72,17 @@ class GaussianProcess(TorchDistribution):
             self._refuse_inputs()
             super().__init__(torch.Size(), torch.Size([len(x) if x.dim() else 1]), validate_args=False)
             return
+        try:
+            self.kernel = kernel_base.on_columns(kernel, x.shape[-1])
+        except ValueError as error:
+            self._unfit = f"kernel does not fit x, of shape {tuple(x.shape)}: {error}"
+            self._refuse_inputs()
         batch_shape = torch.broadcast_shapes(kernel_base.batch_shape(kernel), x.shape[:-2])
+        if isinstance(mean, Tensor) and _is_column(mean, x) and x.shape[-2] > 1 and batch_shape[-1:] != x.shape[-2:-1]:
+            raise ValueError(
+                f"GaussianProcess's mean is a column, of shape {tuple(mean.shape)}; give one value a row, "
+                f"({x.shape[-2]},), such as mean[..., 0]."
+            )
         if isinstance(mean, Tensor) and mean.dim() > 1:
             batch_shape = torch.broadcast_shapes(batch_shape, mean.shape[:-1])
         if isinstance(mean, Tensor) and mean.dim() and mean.shape[-1] not in (1, x.shape[-2]):
@@ -113,7 +124,9 @@ class GaussianProcess(TorchDistribution):
     def scale_tril(self) -> Tensor:
         """Cholesky factor of k(x, x), ``(..., N, N)``; computed once."""
         if self._scale_tril is None:
-            self._scale_tril = cholesky(self.kernel(self.x), self.jitter, "the prior covariance of a GaussianProcess")
+            what = "the prior covariance of a GaussianProcess"
+            made_of = partial(kernel_base.hyperparameters, self.kernel)
+            self._scale_tril = cholesky(self.kernel(self.x), self.jitter, what, made_of=made_of)
         return self._scale_tril
 
     def mean_at(self, x: Tensor) -> Tensor:
@@ -126,6 +139,11 @@ class GaussianProcess(TorchDistribution):
             return x.new_zeros(())
         if callable(mean):
             value = mean(x)
+            if _is_column(value, x) and self._batch_shape[-1:] != x.shape[-2:-1]:
+                raise ValueError(
+                    f"GaussianProcess's mean returned a column, of shape {tuple(value.shape)}, for inputs "
+                    f"{tuple(x.shape)}; it must return ({x.shape[-2]},), such as lambda x: mean(x)[..., 0]."
+                )
             if value.dim() and value.shape[-1] not in (1, x.shape[-2]):
                 raise ValueError(
                     f"GaussianProcess's mean returned shape {tuple(value.shape)} for inputs {tuple(x.shape)}; it must "
@@ -143,10 +161,22 @@ class GaussianProcess(TorchDistribution):
     def at(self, x: Tensor) -> GaussianProcess:
         """The same process at other inputs.
 
-        :raises ValueError: if μ was given as values at these inputs.
+        :raises ValueError: if μ was given as values at these inputs, or the others have other columns.
         """
+        self.require_columns(x)
         self._require_mean_at(x)
         return GaussianProcess(self.kernel, x, self.mean_function, self.jitter)
+
+    def require_columns(self, x: Tensor) -> None:
+        """Raise if other inputs have not as many columns as this process's.
+
+        :raises ValueError: naming both numbers.
+        """
+        if x.shape[-1:] != self.x.shape[-1:]:
+            raise ValueError(
+                f"inputs of shape {tuple(x.shape)} for a process whose own have {self.x.shape[-1]} columns, "
+                f"{tuple(self.x.shape)}"
+            )
 
     def relative_to(self, rows: Tensor) -> GaussianProcess:
         """The same process with the diagonal term that its kernel has in the company of ``rows``, ``(N₀, D)``."""
@@ -172,6 +202,7 @@ class GaussianProcess(TorchDistribution):
         """
         if f.shape[-1:] != x.shape[-2:-1]:
             raise ValueError(f"given(x, f) needs one value a row: x is {tuple(x.shape)}, f is {tuple(f.shape)}")
+        self.require_columns(x)
         kernel = kernel_base.relative_to(self.kernel, x)
         factor = cholesky(kernel(x), self.jitter, "the covariance at the inputs of GaussianProcess.given")
         white = solve_lower(factor, (f - (self.mean_at(x) if mean is None else mean))[..., None])
@@ -253,6 +284,11 @@ def _unfit_inputs(x: Any) -> Optional[str]:
     if x.shape[-2] == 0 or x.shape[-1] == 0:
         return f"x must have at least one row and one column, got {tuple(x.shape)}"
     return None
+
+
+def _is_column(mean: Tensor, x: Tensor) -> bool:
+    """Whether values of a mean stand in a column, (N, 1)."""
+    return mean.shape[-2:] == (x.shape[-2], 1)
 
 
 SAMPLE_PLATES = ("num_particles_vectorized", "_num_predictive_samples")

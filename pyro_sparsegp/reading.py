@@ -6,8 +6,7 @@ The reader runs the model with every value of an earlier run held, so that it ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -26,9 +25,9 @@ from .sparse_gp import ProjectedGP, SiteGP
 from .sparse_posterior import SparsePosterior
 from .structure import DATAWISE
 from .survey import Structure
-from .traces import as_process, held_trace, is_observation, log_densities, without_event
+from .traces import as_process, held_trace, is_observation, log_densities, repeatable, without_event
 
-__all__ = ["Held", "Reader", "SiteReading", "observes", "repeatable", "require_full_batch", "settle", "unrecorded"]
+__all__ = ["Held", "Reader", "SiteReading", "observes", "require_full_batch", "settle", "unrecorded"]
 
 Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
 
@@ -340,14 +339,6 @@ def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, 
     with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), _AtMeans():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return any(name in rows and is_observation(site) for name, site in trace.nodes.items())
-
-
-@contextmanager
-def repeatable(like: Tensor) -> Iterator[None]:
-    """The same random numbers each time, and the global generator as it was."""
-    with torch.random.fork_rng([like.device] if like.is_cuda else []):
-        torch.manual_seed(0)
-        yield
 
 
 def unrecorded() -> Any:

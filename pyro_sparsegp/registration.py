@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Optional
 
 from pyro import poutine
@@ -15,7 +17,7 @@ from .traces import all_sites, tensors
 if TYPE_CHECKING:
     from .survey import Probe
 
-__all__ = ["require_registered", "unregistered"]
+__all__ = ["held_parameters", "require_registered", "unregistered"]
 
 
 def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: Any) -> None:
@@ -101,28 +103,35 @@ def _mentioned(model: Any) -> list[Any]:
 
 
 def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional[str]]:
-    """Where a parameter is found, and a module's name for it, by looking through objects' attributes."""
+    """Where a parameter is found, and a module's name for it."""
     for label, source in sources.items():
-        stack: list[Any] = [source]
-        seen: set[int] = set()
-        while stack:
-            item = stack.pop()
-            if id(item) in seen or len(seen) > 10_000:
-                continue
-            seen.add(id(item))
-            if isinstance(item, nn.Module) and "_parameters" in vars(item):  # an adapter's copy is half a module
-                for name, value in item.named_parameters():
-                    if value is parameter:
-                        return f"{type(item).__name__}.{name} in {label}", name
-                continue
-            if item is parameter:
-                return f"a parameter of shape {tuple(parameter.shape)} in {label}", None
-            if isinstance(item, (list, tuple)):
-                stack.extend(item)
-            elif isinstance(item, Mapping):
-                stack.extend(item.values())
-            elif callable(item) or hasattr(item, "diag"):
-                stack.extend(getattr(item, "__dict__", {}).values())
-                stack.extend(_closed_over(item))
-                stack.append(getattr(item, "__self__", None))
+        for found, what, name in held_parameters(source):
+            if found is parameter:
+                return f"{what} in {label}", name
     return f"a parameter of shape {tuple(parameter.shape)}", None
+
+
+def held_parameters(source: Any) -> Iterator[tuple[Tensor, str, Optional[str]]]:
+    """The tensors and modules' parameters that an object holds, however deep; what each is, and its module's name."""
+    stack: list[Any] = [source]
+    seen: set[int] = set()
+    while stack and len(seen) < 10_000:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module) and "_parameters" in vars(item):  # an adapter's copy is half a module
+            for name, value in item.named_parameters():
+                yield value, f"{type(item).__name__}.{name}", name
+        elif isinstance(item, Tensor):
+            yield item, f"a parameter of shape {tuple(item.shape)}", None
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif isinstance(item, Mapping):
+            stack.extend(item.values())
+        elif not isinstance(item, (type, ModuleType)):
+            stack.extend(getattr(item, "__dict__", {}).values())
+            stack.extend(_closed_over(item))
+            stack.append(getattr(item, "__self__", None))
+            if isinstance(item, functools.partial):
+                stack.extend((item.func, item.args, item.keywords))

@@ -91,6 +91,7 @@ class SparseGP(AbstractModule):
     def see(self, x: Tensor) -> None:
         """Take note of inputs of training, for a kernel whose diagonal depends on them: most rows count, then last."""
         if self.rows is None or x.shape[-2] >= self.rows.shape[-2]:
+            x.data_ptr()  # raises under torch.func.vmap, whose tensors can't be kept: the run is then made outside
             self.rows = x.detach()
 
     def spec(self) -> dict[str, Any]:

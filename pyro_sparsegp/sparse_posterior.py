@@ -10,6 +10,7 @@ The only place with the marginal formula: with a basis f = μ + φᵀw + r, r �
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Optional
 
 import pyro.distributions as dist
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributions import constraints, register_kl
 
 from .bases.base import Features
+from .kernels import base as kernel_base
 from .linalg import cholesky, row_squares, solve_lower, sum_blocks
 from .posteriors.base import Gaussian
 from .process import GaussianProcess
@@ -277,7 +279,9 @@ class SparsePosterior(TorchDistribution):
             scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
             for block in phi:
                 prior = prior - block @ block.mT
-            return cholesky(prior, self.process.jitter, f"the residual covariance of site {self.name!r}", scale)
+            what = f"the residual covariance of site {self.name!r}"
+            made_of = partial(kernel_base.hyperparameters, self.process.kernel)
+            return cholesky(prior, self.process.jitter, what, scale, made_of)
 
         return self._cached("residual", compute)
 

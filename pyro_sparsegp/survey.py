@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
 import pyro
 import torch
@@ -14,18 +14,39 @@ from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from pyro.util import check_site_shape
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import biject_to, constraints
 
 from . import structure
 from .likelihood import quadratic_kind
 from .modules import at_path
 from .sparse_posterior import SparsePosterior
-from .traces import all_sites, as_process, held_trace, is_observation, log_densities, piecewise_constant
+from .traces import (
+    all_sites,
+    as_process,
+    bare,
+    held_trace,
+    is_free,
+    is_left_out,
+    is_observation,
+    log_densities,
+    piecewise_constant,
+    repeatable,
+)
 
 if TYPE_CHECKING:
     from .guide import AutoSparseGP
 
-__all__ = ["Probe", "Structure", "describe", "find_dependence", "find_exact_sites", "require_sites"]
+__all__ = [
+    "Probe",
+    "Structure",
+    "describe",
+    "find_dependence",
+    "find_exact_sites",
+    "require_left_out",
+    "require_sites",
+    "require_sizes",
+    "unfit_parameter",
+]
 
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
@@ -46,6 +67,7 @@ class Structure:
     :param downstream: sites whose densities move with a GP site's values.
     :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
     :param meeting: those of them with several outputs that meet in a term.
+    :param columns: for each GP site, how many columns its inputs have.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -59,6 +81,7 @@ class Structure:
     downstream: list[str] = field(default_factory=list)
     quadratic: list[str] = field(default_factory=list)
     meeting: list[str] = field(default_factory=list)
+    columns: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -116,20 +139,121 @@ def require_sites(guide: AutoSparseGP, trace: poutine.Trace, posteriors: Collect
                 check_site_shape(site, _NO_LIMIT)
 
 
+def require_sizes(trace: poutine.Trace) -> None:
+    """Raise if a plate holds more of a run's data than it has: it would scale them down.
+
+    :raises ValueError: naming the site and the plate.
+    """
+    for name, site in all_sites(trace):
+        for frame in site["cond_indep_stack"] if is_observation(site) else ():
+            if frame.full_size is not None and frame.size > frame.full_size:
+                raise ValueError(
+                    f"site {name!r} observes {frame.size} rows in pyro.plate({frame.name!r}, {frame.full_size}, "
+                    f"subsample=...), whose size is {frame.full_size}: they would be weighed by "
+                    f"{frame.full_size}/{frame.size}. Give the plate the number of all rows, size=N."
+                )
+
+
+def unfit_parameter(guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> Optional[str]:
+    """What to say of a run that failed, if a distribution has a parameter out of its support that moves with a GP
+    site's values; else ``None``.
+    """
+    values = {name: site["value"].detach() for name, site in all_sites(guide.trace) if is_free(site)}
+    gps = {name: values[name] for name, site in all_sites(guide.trace) if name in values and _is_process(site)}
+    try:
+        with pyro.validation_enabled(False), torch.no_grad():
+            trace, moved = (
+                held_trace(guide.model, values | {name: scale * f for name, f in gps.items()}, args, kwargs)
+                for scale in (1.0, 0.0)
+            )
+    except Exception:  # the model's own error will be shown
+        return None
+    for name, site in all_sites(trace):
+        if site["type"] != "sample" or name in gps or name not in moved.nodes or site_is_subsample(site):
+            continue
+        other = dict(_parameters(bare(moved.nodes[name]["fn"])))
+        for label, (value, ok) in _parameters(bare(site["fn"])).items():
+            if ok.all() or label not in other or _equal(value, other[label][0]):
+                continue
+            ranges = [f"{f!r} from {float(v.min()):.4g} to {float(v.max()):.4g}" for f, v in gps.items()]
+            return (
+                f"site {name!r}: {label} of its distribution {type(bare(site['fn'])).__name__} is out of its support "
+                f"at {int((~ok).sum())} of {ok.numel()} values, from {float(value.min()):.4g} to "
+                f"{float(value.max()):.4g}. Function values did it, of GP site {', '.join(ranges)}: when a guide "
+                "starts, they have the size that the prior gives them. Give it a smaller variance or another mean, or "
+                "keep the parameter in its support, such as f.exp().clamp(1e-6, 1e6)."
+            )
+    return None
+
+
+def _is_process(site: Any) -> bool:
+    prior = site["infer"].get("prior") if site["type"] == "sample" else None
+    return prior is not None and as_process(prior)[0] is not None
+
+
+def _parameters(fn: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """A distribution's parameters, each with where it satisfies its constraint."""
+    found = {}
+    for name, constraint in getattr(fn, "arg_constraints", {}).items():
+        value = None if constraints.is_dependent(constraint) else getattr(fn, name, None)
+        if isinstance(value, Tensor):
+            found[name] = value, constraint.check(value)
+    return found
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.nan_to_num().equal(other.nan_to_num())
+
+
+def require_left_out(guide: AutoSparseGP, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if a density depends on values that ``obs_mask=`` leaves out: these are drawn from the model.
+
+    :param trace: a run of the guide's.
+    """
+    values = {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
+    sites = dict(all_sites(trace))
+
+    assert guide.structure is not None
+    gps = guide.structure.gps
+
+    def densities(moved: dict[str, Tensor]) -> dict[str, Tensor]:
+        with pyro.validation_enabled(False), repeatable(guide.like):
+            return log_densities(held_trace(guide.model, values | moved, args, kwargs), gps)
+
+    for name in [name for name in sites if is_left_out(name, sites)]:
+        with repeatable(guide.like):
+            drawn = sites[name]["fn"].sample((2,))
+        first, second = (densities({name: one}) for one in drawn)
+        used = [other for other, one in first.items() if not _equal(one, second[other])]
+        if used:
+            raise ValueError(
+                f"site {name!r} holds values that obs_mask= leaves out; they are drawn from the model, but the density "
+                f"of site {used[0]!r} depends on them: they are latents with a posterior of their own. Write them as "
+                "pyro.sample(name, fn) in a plate of their own, and the others as data; where values are only missing, "
+                "poutine.mask(mask=obs_mask) around the site leaves them out."
+            )
+
+
 def _why(site: Any, error: ValueError) -> str:
     nan = site["value"].isnan()
     if nan.any():
-        return (
-            f"{int(nan.sum())} of {nan.numel()} are NaN. Drop those rows, or mask them: "
-            "poutine.mask(mask=~y.isnan()) around the site."
-        )
+        found = f"{int(nan.sum())} of {nan.numel()} are NaN."
+        event_dim = site["fn"].event_dim
+        if not event_dim:
+            return f"{found} Drop those rows, or mask them: poutine.mask(mask=~y.isnan()) around the site."
+        whole = "" if event_dim == 1 else f".flatten(-{event_dim})"
+        rows = f"{found} Drop those rows, or mask them: poutine.mask(mask=~y.isnan(){whole}.any(-1)) around the site."
+        if not isinstance(site["fn"], torch.distributions.Independent):
+            return rows
+        return f"{rows} To keep their other values, mask single ones: dist.Normal(...).mask(~y.isnan()).to_event(...)."
     text = str(error)
     return text if len(text) < 400 else f"{text[:300]} ... {text[-60:]}"
 
 
-def describe(guide: AutoSparseGP, trace: poutine.Trace, posteriors: Collection[str]) -> Structure:
+def describe(guide: AutoSparseGP, trace: poutine.Trace, posteriors: Mapping[str, SparsePosterior]) -> Structure:
     """The sites of a first run, in which the guide made its parameters."""
     found = Structure(gps={name: at_path(guide.gps, name).spec() for name in posteriors})
+    found.columns = {name: q.process.x.shape[-1] for name, q in posteriors.items()}
     for name, site in all_sites(trace):
         if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:
             continue

@@ -28,13 +28,19 @@ __all__ = [
     "first_tensor",
     "held_trace",
     "is_free",
+    "is_left_out",
     "is_observation",
     "log_densities",
     "piecewise_constant",
+    "repeatable",
+    "settle_left_out",
     "tensors",
     "whole_plates",
     "without_event",
 ]
+
+
+_WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
 
 def all_sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
@@ -50,6 +56,36 @@ def is_free(site: Any) -> bool:
 def is_observation(site: Any) -> bool:
     """Whether a site holds data, rather than a deterministic value."""
     return site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
+
+
+def is_left_out(name: str, nodes: Mapping[str, Any]) -> bool:
+    """Whether a site holds the values that ``obs_mask=`` leaves out: Pyro makes y_observed and y_unobserved of y."""
+    base = name.removesuffix("_unobserved")
+    twin = nodes.get(f"{base}_observed") if base != name else None
+    return twin is not None and twin["is_observed"] and isinstance(twin["mask"], Tensor)
+
+
+def settle_left_out(site: Any, nodes: Mapping[str, Any], draw: bool) -> None:
+    """Make such values neither latents nor data: given f they have the density p(y | f), which integrates to 1.
+
+    :param draw: draw them from the model; or take any, the observed ones, where no density depends on them.
+    """
+    if site["value"] is None:
+        twin = site["name"].removesuffix("_unobserved") + "_observed"
+        site["value"] = site["fn"]() if draw else nodes[twin]["value"]
+    site["is_observed"], site["mask"] = True, False
+    site["infer"] = {**(site["infer"] or {}), "_deterministic": True}
+
+
+class _LeftOut(Messenger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: dict[str, Any] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        self.nodes[msg["name"]] = msg
+        if is_left_out(msg["name"], self.nodes):
+            settle_left_out(msg, self.nodes, draw=False)
 
 
 def piecewise_constant(trace: poutine.Trace) -> list[str]:
@@ -78,7 +114,7 @@ def without_event(fn: Any) -> tuple[Any, int]:
 
 def bare(fn: Any) -> Any:
     """The distribution under ``.to_event``, ``.mask`` and ``.expand``."""
-    while isinstance(fn, (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)):
+    while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist
     return fn
 
@@ -101,7 +137,7 @@ def held_trace(
     """
     there: dict[str, Any] = {} if like is None else dict(like.nodes)
     known = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
-    with poutine.block(), _Holding({**known, **values}):
+    with poutine.block(), _LeftOut(), _Holding({**known, **values}):
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     for name, site in all_sites(trace):
         if is_free(site) and not site_is_subsample(site):
@@ -130,14 +166,24 @@ class _Holding(Messenger):
 def fill_masked(site: Any) -> None:
     """Put a value of an unmasked row where an observed site is masked and NaN.
 
-    Pyro's mask makes such a term 0, but not its gradient, which is 0·NaN.
+    A mask makes such a term 0, but not its gradient, which is 0·NaN. It may be ``poutine.mask``'s, of whole rows, or
+    ``.mask``'s under ``.to_event``, of single values.
     """
-    if site["type"] != "sample" or not site["is_observed"] or not isinstance(site["mask"], Tensor):
+    if site["type"] != "sample" or not site["is_observed"]:
         return
-    value, mask = site["value"], site["mask"]
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(site["value"], Tensor) or not site["value"].is_floating_point():
         return
-    event_dim = site["fn"].event_dim
+    fn, mask = site["fn"], site["mask"]
+    while True:
+        if isinstance(mask, Tensor):
+            site["value"] = _filled(site["value"], mask, fn.event_dim)
+        if not isinstance(fn, _WRAPPERS):
+            return
+        mask = fn._mask if isinstance(fn, MaskedDistribution) else None
+        fn = fn.base_dist
+
+
+def _filled(value: Tensor, mask: Tensor, event_dim: int) -> Tensor:
     batch_shape = torch.broadcast_shapes(value.shape[: value.dim() - event_dim], mask.shape)
     mask = mask.expand(batch_shape)
     rows = value.expand(*batch_shape, *value.shape[value.dim() - event_dim :])
@@ -145,16 +191,16 @@ def fill_masked(site: Any) -> None:
     first = mask.flatten().to(torch.uint8).argmax().reshape(1)
     filler = rows.flatten(0, len(batch_shape) - 1).index_select(0, first)[0] if batch_shape else rows
     missing = ~mask.reshape(*batch_shape, *[1] * event_dim) & value.isnan()
-    site["value"] = torch.where(missing, filler.nan_to_num(), rows)
+    return torch.where(missing, filler.nan_to_num(), rows)
 
 
 def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
-    """The log densities of a run's sample sites but ``skip``, one for each value, masked and scaled."""
+    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and those masked as a whole."""
     sites: Any = trace.nodes
     return {
         name: torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]))
         for name, site in sites.items()
-        if site["type"] == "sample" and name not in skip and not site_is_subsample(site)
+        if site["type"] == "sample" and name not in skip and not site_is_subsample(site) and site["mask"] is not False
     }
 
 
@@ -163,7 +209,7 @@ def element_log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> d
     sites: Any = trace.nodes
     found = {}
     for name, site in sites.items():
-        if site["type"] != "sample" or name in skip or site_is_subsample(site):
+        if site["type"] != "sample" or name in skip or site_is_subsample(site) or site["mask"] is False:
             continue
         fn, event_dim = without_event(site["fn"])
         scale, mask = (
@@ -172,6 +218,14 @@ def element_log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> d
         )
         found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
     return found
+
+
+@contextmanager
+def repeatable(like: Tensor) -> Iterator[None]:
+    """The same random numbers each time, and the global generator as it was."""
+    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+        torch.manual_seed(0)
+        yield
 
 
 @contextmanager

@@ -127,6 +127,8 @@ def test_few_nodes_are_still_a_kernel():
 def test_white_noise_stays_on_the_diagonal():
     base = kernels.RationalQuadratic(0.8)
     assert_close(Anova(base + kernels.White(0.3), LOW, HIGH)(X), Anova(base, LOW, HIGH)(X) + 0.3 * torch.eye(25))
+    # No function of finitely many features has such a term.
+    assert Anova(kernels.Linear(1.0) + kernels.White(0.3), LOW, HIGH).prior_functions(2, 8, X) is None
 
 
 def test_nothing_to_take_off():

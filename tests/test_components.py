@@ -11,6 +11,8 @@ from pyro_sparsegp.bases import Additive, InducingPoints
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
+    AdditiveFreeSites,
+    AdditiveSGPR,
     ComputationAware,
     CoupledCovariance,
     CoupledPrecision,
@@ -138,16 +140,54 @@ def test_joint_posterior(family, batch):
     assert_close(centred @ centred.mT / len(draws), own.covariance_matrix, atol=0.08, rtol=0.05)
 
 
-@pytest.mark.parametrize("family", [MeanFieldAdditive(5), SVGP(9)], ids=["a basis each", "one basis"])
+@pytest.mark.parametrize(
+    "family",
+    [MeanFieldAdditive(5), SVGP(9), CoupledPrecision(5), CoupledPrecision(5, base="identity")],
+    ids=["a basis each", "one basis", "block plus low rank", "low rank"],
+)
 def test_white_noise_is_an_effect_of_its_own(family):
     """And a draw has what the basis leaves out of each effect."""
     q = shaken(family, KERNEL + kernels.White(0.3))
     parts = q.components
     assert parts.names[-1] == "white"
     assert_close(parts["white"].mean, torch.zeros(30))
+    assert_close(parts["white"].variance, torch.full((30,), 0.3))
     assert_close(parts.covariance("white", "white"), 0.3 * torch.eye(30))
     assert (parts.covariance("white", 0) == 0).all()
     assert_close(parts.rsample((20_000,))["white"].std(0), torch.full((30,), 0.3**0.5), rtol=0.05, atol=0)
+
+
+LENGTHS = torch.tensor([[0.3], [0.6]], dtype=torch.float64)
+PER_OUTPUT = [
+    torch.tensor([1.0, 2.0]) * kernels.Matern32(LENGTHS)[0] + kernels.Matern12(0.5)[1],
+    kernels.Linear(1.0) + torch.tensor([1.0, 2.0]) * kernels.Matern32(LENGTHS)[0],
+]
+
+
+@pytest.mark.parametrize("kernel", PER_OUTPUT, ids=["first", "second"])
+@pytest.mark.parametrize("family", [AdditiveSGPR, AdditiveFreeSites, CoupledCovariance])
+def test_one_term_has_hyperparameters_an_output(family, kernel):
+    x, y = data(num=12)
+    both = torch.stack([y, 1 - y])
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x, jitter=1e-11).expand([2]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f.mT, NOISE).to_event(1), obs=y)
+
+    guide = AutoSparseGP(model, family(12))
+    loss = TraceQuadrature_ELBO(2).loss(model, guide, x, both.mT)
+    if family is not AdditiveSGPR:
+        assert loss < 1e4
+        return
+    TraceQuadrature_ELBO(2)(model, guide)(x, both.mT)
+    parts = guide.posterior(x)["f"].components
+    for p in range(2):
+        one = [kernels.Matern32(LENGTHS[p])[0] * (p + 1.0), *(k for k in kernel.terms if not k.batch_shape)]
+        one = one if kernel is PER_OUTPUT[0] else one[::-1]
+        mean, covariance = exact(kernels.Sum(*one), x, both[p], x)
+        assert_close(torch.cat([part.mean[p] for part in parts]), mean, rtol=1e-5, atol=1e-6)
+        assert_close(parts.covariance_matrix[p], covariance, rtol=1e-4, atol=1e-6)
 
 
 def test_names():

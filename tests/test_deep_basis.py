@@ -619,6 +619,30 @@ def test_iterated_sites_reach_the_free_optimum_for_a_fixed_network():
     assert abs(bound - best) < 1e-3
 
 
+@pytest.mark.parametrize("family", [WeightSpace(), MeanFieldAdditive(5)], ids=["weight space", "additive"])
+def test_an_outer_layer_that_ignores_the_inner_ones_values(family):
+    """Its inputs hold them nonetheless, at quadrature nodes, under vmap."""
+    x, y = data()
+    network = mlp()
+
+    def model(x, y=None):
+        pyro.module("network", network)
+        g = pyro.sample("g", GaussianProcess(kernels.RBF(0.3), x))
+        f = pyro.sample("f", GaussianProcess(DeepBasis(network)[0, 1], torch.cat([x, g[:, None]], -1)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide = AutoSparseGP(model, {"g": SVGP(6, start="prior"), "f": family})
+    loss = TraceQuadrature_ELBO(2).loss(model, guide, x, y)
+    one = AutoSparseGP(deep(network), family)
+    assert loss == pytest.approx(TraceQuadrature_ELBO(2).loss(one.model, one, x, y), rel=1e-9)
+    train(model, guide, x, y, steps=2)
+    q = guide.posterior(x[:4])["f"]
+    other = AutoSparseGP(model, {"g": SVGP(6, start="prior"), "f": family})
+    other.load_state_dict(pickle.loads(pickle.dumps(guide.state_dict())))
+    torch.testing.assert_close(other.posterior(x[:4])["f"].variance, q.variance)
+
+
 # One contract for kernels with features.
 
 KERNELS = {

@@ -1,9 +1,11 @@
 """The guide: what it owns, remembers, restores, refuses and warns of."""
 
 import copy
+import functools
 import gc
 import io
 import pickle
+from functools import partial
 
 import pyro
 import pyro.contrib.gp as gp
@@ -15,7 +17,7 @@ from pyro.infer.autoguide import init_to_value
 from pyro.nn import PyroModule
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.families import SVGP, MeanFieldAdditive, OrthogonalInducing
+from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, MeanFieldAdditive, OrthogonalInducing, WeightSpace
 from pyro_sparsegp.sparse_posterior import SparsePosterior
 
 from .models import data, gaussian, heteroscedastic, regression, train
@@ -25,6 +27,28 @@ RBF = kernels.RBF(0.5)
 
 def means(guide, x):
     return guide.posterior(x)["f"].mean.detach()
+
+
+def _registers(network, x, y=None):
+    pyro.module("network", network)
+    f = pyro.sample("f", GaussianProcess(RBF, network(x)))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+class _Settings:
+    def __init__(self, network):
+        self.network = network
+
+
+class _Registers:
+    """A model that holds a network, in an attribute or in an object of its own."""
+
+    def __init__(self, network, kind):
+        self.held = _Settings(network) if kind == "settings" else network
+
+    def __call__(self, x, y=None):
+        return _registers(getattr(self.held, "network", self.held), x, y)
 
 
 class TestOwnership:
@@ -85,6 +109,21 @@ class TestOwnership:
         assert torch.equal(means(guide, x), before)
         assert not torch.equal(means(other, x), before)
 
+    @pytest.mark.parametrize("kind", ["attribute", "settings", "partial"])
+    @pytest.mark.parametrize("clear", [False, True])
+    def test_a_model_that_registers_its_network_pickles(self, kind, clear):
+        x, y = data()
+        network = torch.nn.Linear(2, 2)
+        model = functools.partial(_registers, network) if kind == "partial" else _Registers(network, kind)
+        guide = AutoSparseGP(model, SVGP(7))
+        train(model, guide, x, y, steps=3)
+        if clear:
+            pyro.clear_param_store()
+        other = pickle.loads(pickle.dumps(guide))
+        assert torch.equal(means(other, x), means(guide, x))
+        train(model, guide, x, y, steps=1)
+        train(other.model, other, x, y, steps=1)
+
     def test_module_local_parameters(self):
         x, y = data()
         with pyro.settings.context(module_local_params=True):
@@ -115,6 +154,59 @@ def test_a_forgotten_adapted_kernel_is_told_of():
     x, y = data()
     with pytest.raises(ValueError, match="these parameters would not train"):
         AutoSparseGP(model, SVGP(7))(x, y)
+
+
+@pytest.mark.parametrize("family", [SVGP(7), SGPR(7), ComputationAware(5), MeanFieldAdditive(5), WeightSpace()])
+def test_other_columns_than_in_training_raise(family):
+    """A scalar length scale would take any number."""
+    x, y = torch.rand(20, 3), torch.rand(20)
+    model = gaussian(kernels.Linear(1.0) if isinstance(family, WeightSpace) else RBF)
+    guide = AutoSparseGP(model, family)
+    train(model, guide, x, y, steps=1)
+    restored = AutoSparseGP(model, family)
+    restored.load_state_dict(guide.state_dict())
+    for found in (guide, restored):
+        for new in (x[:5, :1], torch.rand(5, 4)):
+            message = rf"GP site 'f' has inputs of shape \(5, {new.shape[1]}\); .* they had 3 columns"
+            for ask in (found.posterior, found, partial(predict, model, found, num_samples=1)):
+                with pytest.raises(ValueError, match=message):
+                    ask(new)
+            q = found.posterior(x)["f"]
+            for ask in (q.at, q.paths(2), q.components.at, partial(q.process.given, f=torch.zeros(5))):
+                with pytest.raises(ValueError, match="for a process whose own have 3 columns"):
+                    ask(new)
+    with pytest.raises(ValueError, match="they had 3 columns, not 2"):
+        train(model, guide, x[:, :2], y, steps=1)
+
+
+def test_a_plate_smaller_than_its_rows_raises():
+    x, y = torch.rand(60, 1), torch.rand(60)
+    with pytest.raises(ValueError, match=r"'y' observes 60 rows in pyro.plate\('data', 20, subsample=...\).*by 20/60"):
+        AutoSparseGP(gaussian(RBF), SVGP(7))(x, y, 20)
+    model = gaussian(RBF)
+    guide = AutoSparseGP(model, SVGP(7))
+    guide(x, y)
+    with pytest.raises(ValueError, match="weighed by 20/60"):
+        train(model, guide, x, y, 20, steps=1)
+    train(model, guide, x[:20], y[:20], 60, steps=1)
+
+
+@pytest.mark.parametrize("family", [SVGP(7), SGPR(7)])
+def test_parameters_out_of_support_at_the_first_call_are_named(family):
+    def model(x, y=None, variance=1e7, level=1.0):
+        f = pyro.sample("f", GaussianProcess(variance * RBF, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Beta(f.exp(), level), obs=y)
+
+    x, y = torch.rand(40, 1), torch.rand(40)
+    message = (
+        r"site 'y': concentration1 of .* Beta is out of its support at \d+ of 40 values, from 0 to .*GP site 'f' from -"
+    )
+    with pytest.raises(ValueError, match=message):
+        AutoSparseGP(model, family)(x, y)
+    with pytest.raises(ValueError, match="Expected parameter concentration"):  # f has no part in it
+        AutoSparseGP(model, family)(x, y, 1.0, -1.0)
+    AutoSparseGP(model, family)(x, y, 1.0)
 
 
 def test_noise_in_the_kernel_is_told_of():

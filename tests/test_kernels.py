@@ -8,7 +8,10 @@ from pyro import poutine
 from pyro.nn import PyroModule, PyroSample
 from torch.testing import assert_close
 
-from pyro_sparsegp import kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
+from pyro_sparsegp.families import SGPR, AdditiveSGPR
+
+from .models import gaussian
 
 LENGTH = torch.tensor([0.7, 1.6], dtype=torch.float64)
 VARIANCE = torch.tensor(1.7, dtype=torch.float64)
@@ -191,6 +194,70 @@ def test_columns():
     assert (a[3] + a).columns is None
     assert a[1][0, 2].columns == (2,)  # column 1 of the columns (0, 2)
     assert_close(a[1][0, 2](x, z), a[2](x, z))
+
+
+def test_columns_from_the_end():
+    """k[2:] and k[-1] have numbers once inputs are there; a process knows them."""
+    x, z, a = torch.randn(5, 4), torch.randn(3, 4), kernels.RBF(0.7)
+    cases = [
+        (-1, [3]),
+        ([0, -1], [0, 3]),
+        (slice(2, None), [2, 3]),
+        (slice(None, -1), [0, 1, 2]),
+        (slice(-2, 4), [2, 3]),
+    ]
+    for dims, columns in [*cases, (slice(None, None, 2), [0, 2]), (slice(None), [0, 1, 2, 3])]:
+        part, there = a[dims], a[columns]
+        assert_close(part(x, z), a(x[:, columns], z[:, columns]))
+        assert_close(part.diag(x), there.diag(x))
+        assert part.columns is None
+        kernel = GaussianProcess(2.0 * part + kernels.Constant(1.0), x).kernel
+        assert kernel.terms[0].columns == tuple(columns)
+        assert repr(kernel) == repr(2.0 * there + kernels.Constant(1.0))
+        assert kernel.on_columns(4) is kernel
+    assert_close(a[-2:][-1](x, z), a[3](x, z))
+    assert repr(2.0 * a[-2:] + a[0, -1] + a[::2]) == "2.0 * RBF(0.7)[-2:] + RBF(0.7)[0, -1] + RBF(0.7)[::2]"
+    assert GaussianProcess(a[-1].named("last") + a[0], x).kernel.terms[0].name == "last"
+    assert kernels.Anova(a[-1], 0, 1)[-1](x).shape == (5, 5)
+    known = a[0] + a[1, 2] * kernels.Linear()
+    assert GaussianProcess(known, x).kernel is known
+
+
+def test_columns_from_the_end_in_an_additive_family():
+    x, y = torch.rand(20, 4), torch.rand(20)
+    a = kernels.RBF(0.7)
+    found = []
+    for kernel in (
+        a[-1] + kernels.Matern12()[:2] + kernels.Linear()[2:] + 0.5 * kernels.Anova(a, 0, 1)[-2],
+        a[3] + kernels.Matern12()[0, 1] + kernels.Linear()[2, 3] + 0.5 * kernels.Anova(a, 0, 1)[2],
+    ):
+        model = gaussian(kernel)
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(model, AdditiveSGPR(5))
+        guide(x, y)
+        parts = guide.posterior(x)["f"].components
+        other = AutoSparseGP(model, AdditiveSGPR(5))
+        other.load_state_dict(guide.state_dict())
+        again = other.posterior(x)["f"].components
+        assert [part.mean.equal(same.mean) for part, same in zip(parts, again)] == [True] * 4
+        found.append((parts.names, torch.stack([part.mean for part in parts]), guide.get_extra_state()["gps"]))
+    assert found[0][0] == found[1][0] == ("x3", "x0:x1", "x2:x3", "x2")
+    assert_close(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2]
+
+
+def test_functions_as_kernels():
+    def brownian(x, z):
+        return torch.minimum(x, z.mT)
+
+    x, z = torch.rand(5, 2), torch.rand(3, 2)
+    kernel = kernels.from_function(brownian, lambda x: x[..., 0])
+    assert_close((2.0 * kernel[1] + kernels.RBF())(x, z), 2 * brownian(x[:, 1:], z[:, 1:]) + kernels.RBF()(x, z))
+    assert_close((kernel[0] * 3.0).diag(x), 3 * x[:, 0])
+    assert repr(2.0 * kernel) == "2.0 * _FromFunction(brownian)"
+    guide = AutoSparseGP(gaussian(2.0 * kernel[-1] + 0.1), SGPR(3))
+    guide(x, x[:, 0])
+    assert guide.posterior(z)["f"].variance.shape == (3,)
 
 
 def test_repr():
@@ -460,10 +527,14 @@ MISTAKES = {
     "Linear's variance has 3 entries": lambda: kernels.Linear(torch.ones(3))(X, Z),
     "RandomFourier's lengthscale has 3 entries": lambda: kernels.RandomFourier(X, torch.ones(3))(X),
     "reads column 2, the inputs have 2": lambda: a[0, 2](X),
-    "at least 0, got": lambda: a[-1],
+    r"k\[-3\] reads column -1, the inputs have 2": lambda: a[-3](X),
     "distinct column numbers": lambda: a[1, 1],
-    "needs a stop": lambda: a[1:],
-    "no number below 0": lambda: a[-2:3],
+    r"k\[0, -2\] needs distinct columns, of the inputs' 2 it reads \(0, 0\)": lambda: a[0, -2](X),
+    r"k\[2:\] needs distinct columns, of the inputs' 2 it reads \(\)": lambda: a[2:](X),
+    r"kernel does not fit x, .*k\[-3\] reads column -1": lambda: GaussianProcess(a[0] + a[-3], X),
+    "Anova's base must be a kernel of one column": lambda: kernels.Anova(a[1], 0, 1),
+    "got function; kernels.from_function makes one": lambda: a * (lambda x, z: x @ z.mT),
+    "from_function's diag must be a function": lambda: kernels.from_function(lambda x, z: x @ z.mT, None),
     "Matern32's lengthscale must be positive, got -1": lambda: kernels.Matern32(-1.0),
     "alpha must be positive": lambda: kernels.RationalQuadratic(1.0, 0.0),
     "period must be positive": lambda: kernels.Periodic(1.0, 0.0),

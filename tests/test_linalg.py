@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from pyro_sparsegp import GaussianProcess, kernels
+from pyro_sparsegp.families import SVGP
 from pyro_sparsegp.linalg import NumericalWarning, cholesky, default_jitter, gaussian_kl, solve_lower, sum_blocks
 
 
@@ -27,12 +29,28 @@ def test_cholesky_escalates_and_says_so():
 
 
 @pytest.mark.parametrize("bad", ["negative", "nan"])
-def test_cholesky_failure_names_what_size_and_jitter(bad):
+def test_cholesky_failure_names_what_size_and_cause(bad):
     matrix = -torch.eye(3) if bad == "negative" else torch.full((3, 3), torch.nan)
-    with pytest.raises(RuntimeError, match=r"K_ZZ of site 'f' \(3 x 3, float64\).*1e-08 to 1e-04") as error:
-        cholesky(matrix, what="K_ZZ of site 'f'")
+    cause = "jitters from 1e-08 to 1e-04" if bad == "negative" else r"9 of its 9 entries are NaN .*a kernel of mine"
+    with pytest.raises(RuntimeError, match=rf"K_ZZ of site 'f' \(3 x 3, float64\).*{cause}") as error:
+        cholesky(matrix, what="K_ZZ of site 'f'", made_of=lambda: "a kernel of mine")
     assert "input is not positive-definite" in str(error.value)  # what Pyro's HMC looks for
-    assert ("contains NaN" in str(error.value)) == (bad == "nan")
+    assert ("NaN" in str(error.value)) == (bad == "nan")
+    assert ("float64, use fewer" in str(error.value)) == (bad == "negative")  # which do not help against NaN
+
+
+@pytest.mark.parametrize("length", [torch.nan, 0.0, 1e-320])
+def test_a_kernel_that_is_not_finite_is_told_of_with_its_hyperparameters(length):
+    x = torch.rand(12, 2)
+    kernel = 2.0 * kernels.RBF(torch.tensor([length, 0.5])) + kernels.Linear(torch.tensor(0.3))
+    message = (
+        rf"entries are NaN or infinite \(RBF's lengthscale is {length:.3g}( to 0.5)?, Scaled's variance is 2, "
+        r"Linear's variance is 0.3\)"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        GaussianProcess(kernel, x).rsample()
+    with pytest.raises(RuntimeError, match=r"K_ZZ of site 'f' .*" + message):
+        SVGP(x[:5]).build(GaussianProcess(kernel, x), "f")(GaussianProcess(kernel, x), "f")
 
 
 def test_gaussian_kl_is_that_of_torch():

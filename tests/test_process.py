@@ -8,7 +8,14 @@ from torch.distributions import kl_divergence
 
 from pyro_sparsegp import GaussianProcess, kernels
 from pyro_sparsegp.drawing import MarginalSite
-from pyro_sparsegp.families import SVGP, CoupledCovariance, CoupledPrecision, MeanFieldAdditive, OrthogonalInducing
+from pyro_sparsegp.families import (
+    SVGP,
+    CoupledCovariance,
+    CoupledPrecision,
+    MeanFieldAdditive,
+    OrthogonalInducing,
+    WeightSpace,
+)
 from pyro_sparsegp.process import PriorProcess
 from pyro_sparsegp.sites import KeptSites, Sites
 from pyro_sparsegp.sparse_posterior import SparsePosterior
@@ -55,6 +62,23 @@ class TestGaussianProcess:
         f = process.sample((2,))
         single = GaussianProcess(KERNEL, x)
         torch.testing.assert_close(process.log_prob(f), single.log_prob(f).sum(-1))
+
+    @pytest.mark.parametrize("rows", [1, 6])
+    def test_a_mean_in_a_column(self, rows):
+        x, kernel = torch.rand(rows, 2), kernels.RBF(0.4)
+        column = torch.nn.Linear(2, 1)
+        with pytest.raises(ValueError, match=rf"returned a column, of shape \({rows}, 1\).*must return \({rows},\)"):
+            GaussianProcess(kernel, x, column).mean_at(x)
+        flat = GaussianProcess(kernel, x, lambda x: column(x)[..., 0])
+        if rows > 1:
+            with pytest.raises(ValueError, match=r"mean is a column, of shape \(6, 1\); give one value a row, \(6,\)"):
+                GaussianProcess(kernel, x, column(x))
+            torch.testing.assert_close(flat.mean, GaussianProcess(kernel, x, column(x)[:, 0]).mean)
+        # One level an output is no column.
+        levels = torch.rand(rows, 1)
+        process = GaussianProcess(kernels.RBF(torch.rand(rows, 1)), x, levels)
+        torch.testing.assert_close(process.mean, levels.expand(rows, rows))
+        torch.testing.assert_close(GaussianProcess(kernel, x, torch.ones(3, 1)).mean, torch.ones(3, rows))
 
     def test_batches_of_hyperparameters(self):
         x, scale = torch.rand(5, 2), torch.tensor([1.0, 2.0])
@@ -270,8 +294,29 @@ class TestPaths:
             path = posterior(SVGP(6), kernel).paths(3)
             first, second = path(self.NEW), path(self.NEW)
             assert first.shape == (3, 3)
-            if kernel is KERNEL:
-                torch.testing.assert_close(first, second)
+            torch.testing.assert_close(first, second)
+
+    @pytest.mark.parametrize("white", [kernels.White(0.5), kernels.RBF(0.3) * kernels.White(0.5)])
+    def test_a_diagonal_term_has_one_value_an_input(self, white):
+        q = posterior(SVGP(6), kernels.RBF(0.4) + white)
+        path = q.paths(20_000)
+        first = path(torch.cat([self.NEW[:2], self.NEW[:1]]))
+        assert torch.equal(first[:, 0], first[:, 2])
+        both = path(torch.cat([self.NEW, self.NEW.flip(0)]))
+        assert torch.equal(both[:, :3], both[:, 3:].flip(1))
+        assert torch.equal(both[:, :2], first[:, :2])
+        exact = q.at(self.NEW)
+        torch.testing.assert_close(both[:, :3].mean(0), exact.mean, atol=0.04, rtol=0)
+        torch.testing.assert_close(both[:, :3].T.cov(), exact.covariance_matrix, atol=0.08, rtol=0.05)
+        assert path(self.NEW.flip(0)).equal(both[:, 3:])
+
+    def test_a_corrected_basis_has_one_value_an_input(self):
+        network = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+        q = posterior(WeightSpace(), kernels.DeepBasis(network.requires_grad_(False)))
+        path = q.paths(20_000)
+        first = path(q.process.x)
+        assert torch.equal(first[:, :5], path(q.process.x[:5]))
+        torch.testing.assert_close(first.var(0), q.variance, atol=0.0, rtol=0.1)
 
     def test_exact_conditioning_where_there_are_no_features(self):
         q = posterior(SVGP(6), 1.5 * kernels.Periodic(0.8, 2.0), x=torch.rand(20, 1), mean=None)

@@ -1,13 +1,17 @@
 """The quadrature bound: values, axes, what is drawn, and agreement with Pyro's ELBOs."""
 
+import dataclasses
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI, Importance, RenyiELBO, Trace_ELBO, TraceMeanField_ELBO
+from pyro.nn import PyroModule, PyroParam
 from pyro.poutine import Trace
+from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP, CoupledPrecision, OrthogonalInducing
@@ -331,6 +335,58 @@ def test_nan_observations_raise_and_spare_the_parameters():
         train(model, guide, x, bad, steps=1)
     assert all(torch.equal(value, guide.state_dict()[name]) for name, value in before.items())
     train(model, guide, x, y, steps=2)
+
+
+def test_an_infinite_bound_raises_and_spares_the_parameters():
+    x, y = data(poisson, 20)
+    guide = fitted(poisson, x, y, steps=2)
+    before = {name: value.clone() for name, value in guide.named_parameters()}
+    elsewhere = torch.full_like(guide.gps.f.coefficients.loc_0, -5000.0)
+    kept, guide.gps.f.coefficients.loc_0 = guide.gps.f.coefficients.loc_0.detach().clone(), elsewhere
+    message = r"bound is infinite: the log density of site 'y' \(\d+ of 20 values\) is infinite"
+    with pytest.raises(ValueError, match=message):
+        TraceQuadrature_ELBO(2).loss(poisson, guide, x, y)
+    with pytest.raises(ValueError, match=message):
+        train(poisson, guide, x, y, steps=1)
+    guide.gps.f.coefficients.loc_0 = kept
+    assert all(torch.equal(value, before[name]) for name, value in guide.named_parameters())
+
+
+def test_the_loss_as_a_module_has_no_parameters_before_the_guide_has():
+    class Model(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.noise = PyroParam(torch.tensor(0.3), constraints.positive)
+
+        def forward(self, x, y=None):
+            f = pyro.sample("f", GaussianProcess(RBF, x))
+            pyro.sample("y", dist.Normal(f, self.noise).to_event(1), obs=y)
+
+    x, y = data(num=20)
+    model = Model()
+    guide = AutoSparseGP(model, SVGP(5))
+    loss = TraceQuadrature_ELBO(2)(model, guide)
+    with pytest.raises(ValueError, match=r"no parameters before its first call: call it with the data, guide\(x, y\)"):
+        torch.optim.Adam(loss.parameters())
+    loss(x, y)
+    names = {name for name, _ in loss.named_parameters()}
+    assert names == {"model.noise_unconstrained", *(f"guide.{name}" for name, _ in guide.named_parameters())}
+
+
+@pytest.mark.parametrize("family", [SVGP(15, whiten=False), OrthogonalInducing(8, 8, whiten=False)])
+def test_a_loss_that_rises_a_hundredfold_where_q_is_not_whitened_is_told_of_once(family):
+    x = torch.rand(40, 1)
+    y = torch.sin(6 * x[:, 0])
+    model = gaussian(RBF)
+    guide = AutoSparseGP(model, family)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = train(model, guide, x, y, steps=6, lr=0.1, loss=TraceQuadrature_ELBO(2))
+    assert max(losses) > 100 * losses[0]
+    (told,) = [str(w.message) for w in caught if "has risen from" in str(w.message)]
+    assert "GP site 'f' (whiten=False) is not whitened" in told
+    whitened = AutoSparseGP(model, dataclasses.replace(family, whiten=True))
+    train(model, whitened, x, y, steps=6, lr=0.1, loss=TraceQuadrature_ELBO(2))  # warnings are errors here
 
 
 def test_bad_arguments():

@@ -210,6 +210,7 @@ class InducingPoints(Basis):
                 "a kernel's structure must not change between calls."
             )
         variables = self.variables()
+        made_of = functools.partial(kernel_base.hyperparameters, kernel)
         rows: list[list[Tensor]] = []
         scale: Optional[Tensor] = None  # of the jitter: that of the first set for all
         for b, part in enumerate(variables):
@@ -224,7 +225,7 @@ class InducingPoints(Basis):
                 row.append(torch.linalg.solve_triangular(rows[c][c].mT, right, upper=True, left=False))
                 rest = rest - row[-1] @ row[-1].mT
             what = "K_ZZ" if isinstance(part, Values) and not b else "K_uu" if not b else f"what set {b} adds to K_uu"
-            row.append(cholesky(rest, jitter, f"{what} of site {name!r}", scale))
+            row.append(cholesky(rest, jitter, f"{what} of site {name!r}", scale, made_of))
             rows.append(row)
         return InducingFeatures(kernel, variables, rows)
 

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from .. import structure as dependences
 from ..guide import AutoSparseGP
-from ..reading import repeatable
 from ..sparse_posterior import SparsePosterior
 from ..survey import Structure
-from ..traces import all_sites, bare, held_trace, is_observation, log_densities, without_event
+from ..traces import all_sites, bare, held_trace, is_observation, log_densities, repeatable, without_event
 
 __all__ = ["Expectations", "ExpectedLogProb", "find_expectations"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, Optional
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.infer import ELBO
+from pyro.infer.elbo import ELBOModule
 from pyro.infer.util import torch_item
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -31,6 +32,7 @@ from .expected import Expectations, find_expectations, joint_or_marginal_draw, p
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
 
 _MAX_AXES = 2
+_RISE = 100  # of a loss, over its lowest or what it has come down by, that is told of
 
 
 def quadrature_axes(structure: Structure) -> dict[str, tuple[int, ...]]:
@@ -97,13 +99,14 @@ class TraceQuadrature_ELBO(ELBO):
         self._nodes = torch.from_numpy(nodes)
         self._weights = torch.from_numpy(weights / weights.sum())
         self._placed: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._levels: WeakKeyDictionary[AutoSparseGP, tuple[float, float]] = WeakKeyDictionary()
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
         self._expectations: WeakKeyDictionary[AutoSparseGP, Optional[Expectations]] = WeakKeyDictionary()
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats.
 
-        :raises ValueError: if it is NaN, naming the sites.
+        :raises ValueError: if it is NaN or infinite, naming the sites.
         """
         with torch.no_grad():
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
@@ -112,14 +115,36 @@ class TraceQuadrature_ELBO(ELBO):
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'.
 
-        :raises ValueError: if the bound is NaN, naming the sites, before anything reaches the parameters.
+        Warns once if it has risen a hundredfold where q is not whitened.
+
+        :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         value = self._value(loss, guide, args, kwargs)
         if loss.requires_grad:
             loss.backward(retain_graph=self.retain_graph)
             self._check_gradients(poutine.unwrap(guide))
+        self._watch(poutine.unwrap(guide), value)
         return value
+
+    def _watch(self, guide: Any, value: float) -> None:
+        """Warn once if the loss has risen a hundredfold where q is in coordinates in which Adam's steps overshoot."""
+        first, lowest = self._levels.get(guide, (value, value))
+        self._levels[guide] = first, min(lowest, value)
+        if value - lowest <= _RISE * max(abs(lowest), first - lowest, 1.0) or "risen" in guide.warned:
+            return
+        families = {name: spec["family"] for name, spec in guide.structure.gps.items()}
+        found = {name: "whiten=False" for name, family in families.items() if family.get("whiten") is False}
+        found |= {name: "num_columns=" for name, family in families.items() if family.get("num_columns") is not None}
+        if found:
+            guide.warned.add("risen")
+            which = ", ".join(f"{name!r} ({how})" for name, how in found.items())
+            warnings.warn(
+                f"the loss has risen from {lowest:.4g} to {value:.4g}. The posterior of GP site {which} is not "
+                "whitened: the curvature of its divergence is that of an inverse kernel matrix, over which Adam's "
+                "steps can overshoot without end. Take a far smaller learning rate, or a whitened family.",
+                stacklevel=3,
+            )
 
     def _check_gradients(self, guide: Any) -> None:
         named = [(name, p.grad) for name, p in guide.named_parameters() if p.grad is not None]
@@ -138,15 +163,23 @@ class TraceQuadrature_ELBO(ELBO):
 
     def _value(self, loss: Tensor, guide: Any, args: tuple, kwargs: dict[str, Any]) -> float:
         value = torch_item(loss)
-        if math.isnan(value):
+        if not math.isfinite(value):
             unwrapped: Any = poutine.unwrap(guide)
             why = unwrapped.explain_nan(*args, **kwargs)
+            kind = "NaN" if math.isnan(value) else "infinite"
             raise ValueError(
-                f"the bound is NaN: {why}. The parameters are as they were before this step; look for NaN in the data "
-                "(leave missing rows out with poutine.mask), too large a learning rate, or a density without support "
-                "here."
+                f"the bound is {kind}: {why}. The parameters are as they were before this step; look for NaN in the "
+                "data (leave missing rows out with poutine.mask), too large a learning rate, or a density without "
+                "support here."
             )
         return value
+
+    def __call__(self, model: Any, guide: Any) -> ELBOModule:
+        """The loss as a module of the model's and the guide's parameters, called with the model's arguments.
+
+        Its parameters are not to be had before the guide's first call, or state, makes the guide's.
+        """
+        return _Module(model, guide, self)
 
     def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Minus the bound as a scalar tensor."""
@@ -295,6 +328,17 @@ class TraceQuadrature_ELBO(ELBO):
             warnings.warn(message, stacklevel=6)
 
 
+class _Module(ELBOModule):
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        guide = poutine.unwrap(self.guide)
+        if isinstance(guide, AutoSparseGP) and guide.structure is None:
+            raise ValueError(
+                "the guide has no parameters before its first call: call it with the data, guide(x, y), before an "
+                "optimiser asks TraceQuadrature_ELBO()(model, guide) for them."
+            )
+        return super().named_parameters(*args, **kwargs)
+
+
 def _mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
     for axis in range(num_axes):
         in_dims = tuple(0 if i == num_axes - 1 - axis else None for i in range(num_axes))
@@ -313,7 +357,7 @@ def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace
     total: Any = 0.0
     site: Any
     for name, site in model_trace.nodes.items():
-        if site["type"] != "sample" or name in skip:
+        if site["type"] != "sample" or name in skip or site["mask"] is False:
             continue
         if name not in guide_trace.nodes:
             if site_is_subsample(site):

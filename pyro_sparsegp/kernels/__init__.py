@@ -1,6 +1,6 @@
 """Covariance functions of tensors; see :class:`~pyro_sparsegp.kernels.base.Kernel` for the protocol."""
 
-from .adapters import from_gpytorch, from_pyro
+from .adapters import from_function, from_gpytorch, from_pyro
 from .anova import Anova
 from .base import Kernel, Product, Scaled, Select, Sum
 from .categorical import Categorical
@@ -33,6 +33,7 @@ __all__ = [
     "Stationary",
     "Sum",
     "White",
+    "from_function",
     "from_gpytorch",
     "from_pyro",
     "patch_grid",

@@ -1,4 +1,4 @@
-"""Kernels of other libraries: Pyro's own and GPyTorch's, as covariance functions of tensors.
+"""Functions as kernels, and kernels of other libraries: Pyro's own and GPyTorch's, as covariance functions of tensors.
 
 The modules keep their parameters. So that these train, the model must register the module, as any
 network: ``pyro.module("kernel", module)``, or an attribute of a ``PyroModule`` model.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -15,7 +16,38 @@ from torch import Tensor
 
 from .base import Kernel
 
-__all__ = ["from_gpytorch", "from_pyro"]
+__all__ = ["from_function", "from_gpytorch", "from_pyro"]
+
+
+class _FromFunction(Kernel):
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor], variance: Callable[[Tensor], Tensor]) -> None:
+        self.function, self.variance = function, variance
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return self.function(x, x if z is None else z)
+
+    def diag(self, x: Tensor) -> Tensor:
+        return self.variance(x)
+
+    def _repr_arguments(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+
+def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[Tensor], Tensor]) -> Kernel:
+    """Two functions of tensors as a kernel, to be added, multiplied and put on columns as others are.
+
+    >>> brownian = from_function(lambda x, z: torch.minimum(x, z.mT), lambda x: x[..., 0])
+    >>> (2.0 * brownian[-1])(torch.ones(3, 2)).shape
+    torch.Size([3, 3])
+
+    :param function: k(x, z), ``(N, D)`` and ``(M, D)`` to ``(N, M)``.
+    :param diag: its diagonal k(xₙ, xₙ), ``(N, D)`` to ``(N,)``.
+    :raises ValueError: if one of them is not callable.
+    """
+    for name, value in (("function", function), ("diag", diag)):
+        if not callable(value) or isinstance(value, type):
+            raise ValueError(f"from_function's {name} must be a function of tensors, got {value!r}")
+    return _FromFunction(function, diag)
 
 
 class _FromPyro(Kernel):

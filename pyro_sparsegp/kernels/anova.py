@@ -137,6 +137,7 @@ class Anova(Kernel):
                 f"Anova's base must be a kernel of one column, got {base!r}: select the column outside, "
                 "Anova(RBF(l), low, high)[2], and write interactions as products."
             )
+        base = kernel_base.on_columns(base, 1)
         if kernel_base.depends_on_rows(base):
             raise ValueError(f"Anova's base must not have a diagonal that depends on the rows given, as {base!r} has")
         for bound, value in (("low", low), ("high", high)):
@@ -258,6 +259,8 @@ class Anova(Kernel):
         return phi, mean * share
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        if kernel_base.prior_functions(self.base, 1, 1, x) is None:
+            return None  # features and frequencies leave out a diagonal term
         if kernel_base.features(self.base, x[..., :1, :]) is not None:
             return super().prior_functions(num, num_features, x)
         profile = _PROFILES.get(type(self.base))

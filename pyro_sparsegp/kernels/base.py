@@ -131,8 +131,12 @@ class Kernel(ABC):
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
-        """The input columns the kernel reads, or ``None`` for all of them."""
+        """The input columns the kernel reads, or ``None`` for all of them, or where :meth:`on_columns` is to tell."""
         return None
+
+    def on_columns(self, num: int) -> Kernel:
+        """The kernel for inputs of ``num`` columns, in which ``k[2:]`` and ``k[-1]`` have numbers."""
+        return self
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         """Φ, ``(..., N, R)``, with k(x, z) = φ(x)ᵀφ(z) off the diagonal, or ``None`` if there is no finite Φ."""
@@ -256,8 +260,8 @@ def require_kernel(value: Any, name: str) -> Any:
     """``value`` if it can act as a kernel: callable, with a method ``diag``."""
     if not callable(value) or not callable(getattr(value, "diag", None)):
         raise ValueError(
-            f"{name} must be a kernel (k(x, z), k(x) and k.diag(x)), got {type(value).__name__}; "
-            "kernels.from_pyro and kernels.from_gpytorch adapt those libraries' modules."
+            f"{name} must be a kernel (k(x, z), k(x) and k.diag(x)), got {type(value).__name__}; kernels.from_function "
+            "makes one of functions, kernels.from_pyro and kernels.from_gpytorch adapt those libraries' modules."
         )
     return value
 
@@ -296,6 +300,9 @@ class Sum(Kernel):
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
         return _union(self._terms)
+
+    def on_columns(self, num: int) -> Kernel:
+        return _changed(self, _terms=tuple(on_columns(term, num) for term in self._terms))
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         parts = [features(term, x) for term in self._terms]
@@ -368,6 +375,9 @@ class Product(Kernel):
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
         return _union(self.factors)
+
+    def on_columns(self, num: int) -> Kernel:
+        return _changed(self, factors=tuple(on_columns(factor, num) for factor in self.factors))
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         product: Optional[Tensor] = None
@@ -443,6 +453,9 @@ class Scaled(Kernel):
     def columns(self) -> Optional[tuple[int, ...]]:
         return columns(self.kernel)
 
+    def on_columns(self, num: int) -> Kernel:
+        return _changed(self, kernel=on_columns(self.kernel, num))
+
     def features(self, x: Tensor) -> Optional[Tensor]:
         phi = features(self.kernel, x)
         return None if phi is None else as_tensor(self.variance, x).sqrt()[..., None, None] * phi
@@ -494,27 +507,60 @@ class Scaled(Kernel):
 
 
 class Select(Kernel):
-    """k(x, x') = k₀(x[dims], x'[dims]): the kernel k₀ on some columns of the inputs."""
+    """k(x, x') = k₀(x[dims], x'[dims]): the kernel k₀ on some columns of the inputs.
+
+    :param dims: a column's number, several, or a slice; what counts from the end, ``k[-1]`` or ``k[2:]``, has numbers
+        once there are inputs.
+    """
 
     def __init__(self, kernel: Kernel, dims: Union[int, slice, Sequence[int]]) -> None:
         self.kernel = require_kernel(kernel, "Select's kernel")
-        if isinstance(dims, slice):
-            if dims.stop is None or dims.stop < 0 or (dims.start or 0) < 0:
-                raise ValueError(
-                    f"k[start:stop] needs a stop, and no number below 0, as the inputs are not known yet: got {dims}"
-                )
+        if isinstance(dims, slice) and dims.stop is not None and min(dims.stop, dims.start or 0) >= 0:
             dims = range(dims.stop)[dims]
-        dims = (int(dims),) if isinstance(dims, (int, numbers.Integral)) else tuple(int(d) for d in dims)
-        if not dims or min(dims) < 0 or len(set(dims)) < len(dims):
-            raise ValueError(f"k[dims] needs distinct column numbers of at least 0, got {dims}")
-        self.dims = dims
+        if not isinstance(dims, slice):
+            dims = (int(dims),) if isinstance(dims, (int, numbers.Integral)) else tuple(int(d) for d in dims)
+            if not dims or len(set(dims)) < len(dims):
+                raise ValueError(f"k[dims] needs distinct column numbers, got {dims}")
+        self._dims: Union[slice, tuple[int, ...]] = dims
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The columns' numbers.
+
+        :raises ValueError: where they are not known before the inputs are.
+        """
+        if isinstance(self._dims, slice) or min(self._dims) < 0:
+            raise ValueError(f"the columns of k[{self._written}] have numbers once there are inputs: k.on_columns(D)")
+        return self._dims
+
+    def _numbers(self, num: int) -> tuple[int, ...]:
+        """The numbers of the columns, of ``num``."""
+        dims = self._dims
+        found = tuple(range(num)[dims]) if isinstance(dims, slice) else tuple(d + num * (d < 0) for d in dims)
+        if not found or len(set(found)) < len(found):
+            raise ValueError(f"k[{self._written}] needs distinct columns, of the inputs' {num} it reads {found}")
+        for dim in found:
+            if not 0 <= dim < num:
+                raise ValueError(f"k[{self._written}] reads column {dim}, the inputs have {num}")
+        return found
+
+    @property
+    def _written(self) -> str:
+        dims = self._dims
+        if not isinstance(dims, slice):
+            return ", ".join(map(str, dims))
+        parts = [dims.start, dims.stop, *([] if dims.step is None else [dims.step])]
+        return ":".join("" if part is None else str(part) for part in parts)
+
+    def on_columns(self, num: int) -> Kernel:
+        dims = self._numbers(num)
+        return _changed(self, _dims=dims, kernel=on_columns(self.kernel, len(dims)))
 
     def _slice(self, x: Tensor) -> Tensor:
-        if max(self.dims) >= x.shape[-1]:
-            raise ValueError(f"k[{list(self.dims)}] reads column {max(self.dims)}, the inputs have {x.shape[-1]}")
-        if self.dims == tuple(range(self.dims[0], self.dims[-1] + 1)):
-            return x[..., self.dims[0] : self.dims[-1] + 1]
-        return torch.stack([x[..., d] for d in self.dims], -1)  # an index list would be copied to the device
+        dims = self._numbers(x.shape[-1])
+        if dims == tuple(range(dims[0], dims[-1] + 1)):
+            return x[..., dims[0] : dims[-1] + 1]
+        return torch.stack([x[..., d] for d in dims], -1)  # an index list would be copied to the device
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         return self.kernel(self._slice(x), None if z is None else self._slice(z))
@@ -532,8 +578,10 @@ class Select(Kernel):
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
+        if isinstance(self._dims, slice) or min(self._dims) < 0:
+            return None
         inner = columns(self.kernel)
-        return tuple(sorted(self.dims if inner is None else (self.dims[i] for i in inner)))
+        return tuple(sorted(self._dims if inner is None else (self._dims[i] for i in inner)))
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         return features(self.kernel, self._slice(x))
@@ -546,7 +594,7 @@ class Select(Kernel):
         return depends_on_rows(self.kernel)
 
     def relative_to(self, rows: Tensor) -> Select:
-        return Select(relative_to(self.kernel, self._slice(rows)), self.dims) if self.depends_on_rows else self
+        return Select(relative_to(self.kernel, self._slice(rows)), self._dims) if self.depends_on_rows else self
 
     @property
     def source(self) -> Optional[Any]:
@@ -566,7 +614,7 @@ class Select(Kernel):
         if omega is None:
             return None
         full = omega.new_zeros(*omega.shape[:-1], x.shape[-1])
-        full[..., list(self.dims)] = omega
+        full[..., list(self._numbers(x.shape[-1]))] = omega
         return full
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
@@ -581,7 +629,7 @@ class Select(Kernel):
 
     def __repr__(self) -> str:
         inner = _bracketed(self.kernel, (Sum, Product, Scaled))
-        return f"{inner}[{', '.join(map(str, self.dims))}]"
+        return f"{inner}[{self._written}]"
 
 
 def positive(value: Scalar, name: str) -> Scalar:
@@ -589,6 +637,21 @@ def positive(value: Scalar, name: str) -> Scalar:
     if isinstance(value, (int, float)) and not value > 0:
         raise ValueError(f"{name} must be positive, got {value}")
     return value
+
+
+def _changed(kernel: Kernel, /, **parts: Any) -> Kernel:
+    """The kernel with other parts; itself if they are the same."""
+    if all(_is(getattr(kernel, name), part) for name, part in parts.items()):
+        return kernel
+    new = copy.copy(kernel)
+    vars(new).update(parts)
+    return new
+
+
+def _is(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is, one, other))
+    return one is other or (isinstance(one, int) and one == other)
 
 
 def _bracketed(kernel: Kernel, types: Any) -> str:
@@ -656,6 +719,11 @@ def white_share(kernel: Any, x: Tensor) -> Tensor:
     return (variance - kernel(row, row)[..., 0]) / variance
 
 
+def on_columns(kernel: Any, num: int) -> Any:
+    """The kernel for inputs of ``num`` columns; itself for a callable that does not say."""
+    return kernel.on_columns(num) if hasattr(kernel, "on_columns") else kernel
+
+
 def relative_to(kernel: Any, rows: Tensor) -> Any:
     """The kernel in the company of ``rows``; itself for a callable that does not depend on them."""
     return kernel.relative_to(rows) if depends_on_rows(kernel) else kernel
@@ -675,6 +743,21 @@ def source(kernel: Any) -> Optional[Any]:
 def prior_functions(kernel: Any, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
     """Draws of the kernel's process as functions; none for a callable that declares none."""
     return kernel.prior_functions(num, num_features, x) if hasattr(kernel, "prior_functions") else None
+
+
+def hyperparameters(kernel: Any) -> str:
+    """What numbers a kernel is made of, such as "RBF's lengthscale is nan", for an error."""
+    found = []
+    for label, value in getattr(kernel, "__dict__", {}).items():
+        if isinstance(value, (Kernel, tuple)):
+            parts = value if isinstance(value, tuple) else (value,)
+            found += [text for part in parts if isinstance(part, Kernel) and (text := hyperparameters(part))]
+        elif isinstance(value, (float, Tensor)) and not label.startswith("_"):
+            low, high = (float(end) for end in torch.as_tensor(value).detach().aminmax())
+            found.append(
+                f"{type(kernel).__name__}'s {label} is {f'{low:.3g} to {high:.3g}' if low < high else f'{low:.3g}'}"
+            )
+    return ", ".join(found)
 
 
 def terms(kernel: Any) -> tuple[Any, ...]:

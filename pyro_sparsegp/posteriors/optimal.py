@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..linalg import cholesky, solve_lower
+from ..linalg import cholesky, side_by_side, solve_lower
 from .product import DenseFactor, Factor, Product
 
 __all__ = ["PrecisionFactor", "from_natural", "optimal", "weighted_gram"]
@@ -74,7 +74,7 @@ def optimal(
     :param groups: blocks that share a covariance; ``None`` is all of them.
     :param name: the site, for errors.
     """
-    phi = features[0] if len(features) == 1 else torch.cat(list(features), -1)
+    phi = side_by_side(features)
     gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
     return from_natural(gram, pull, [block.shape[-1] for block in features], groups, name)
 

@@ -126,8 +126,10 @@ class LowRankGaussian(Gaussian):
 
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
         chosen = sorted(blocks)
-        if not chosen or len(chosen) == len(self.sizes):
+        if len(chosen) == len(self.sizes):
             return self
+        if not chosen:
+            return Product([], [], [])
         # S_bb = L_b(I − T_bᵀT_b)L_bᵀ = L_b(I − TᵀT)L_bᵀ over the chosen blocks.
         roots = self.trils or [
             torch.eye(size, dtype=self._loc[0].dtype, device=self._loc[0].device) for size in self.sizes

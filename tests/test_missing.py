@@ -1,0 +1,164 @@
+"""Data of which some are missing: obs_mask=, poutine.mask, and single values of an event."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import Predictive, TraceMeanField_ELBO
+
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.families import SGPR, SparseEP
+
+from .models import FAMILIES, train
+
+NOISE = 0.2
+KERNEL = kernels.RBF(0.3)[0] + kernels.Linear(1.0)
+LIKELIHOODS = {"normal": lambda f: dist.Normal(f, NOISE), "bernoulli": lambda f: dist.Bernoulli(logits=f)}
+
+
+def model(likelihood, by_obs_mask):
+    """Missing values left out by ``obs_mask=``, or by ``poutine.mask``."""
+
+    def program(x, y=None, mask=None, size=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x, jitter=1e-10))
+        with pyro.plate("data", size or len(x), subsample=x):
+            if by_obs_mask:
+                return pyro.sample("y", LIKELIHOODS[likelihood](f), obs=y, obs_mask=mask)
+            with poutine.mask(mask=True if mask is None else mask):
+                return pyro.sample("y", LIKELIHOODS[likelihood](f), obs=y)
+
+    return program
+
+
+def data(likelihood):
+    x = torch.rand(30, 2)
+    y = torch.sin(6 * x[:, 0]) + NOISE * torch.randn(30)
+    y = (y > 0).double() if likelihood == "bernoulli" else y
+    mask = (torch.rand(30) < 0.7) & (x[:, 0] < 0.8)
+    return x, torch.where(mask, y, torch.nan), mask
+
+
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_obs_mask_is_the_mask(family, likelihood):
+    """What it leaves out has no parameters, costs nothing and teaches nothing."""
+    x, y, mask = data(likelihood)
+    found = []
+    for by_obs_mask in (True, False):
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(model(likelihood, by_obs_mask), FAMILIES[family])
+        guide(x, y, mask)
+        pyro.set_rng_seed(0)
+        losses = train(guide.model, guide, x, y, mask, steps=3)
+        q = guide.posterior(x)["f"]
+        found.append((torch.tensor(losses), q.mean, q.variance, [name for name, _ in guide.named_parameters()]))
+        pyro.clear_param_store()
+    for one, other in zip(*found):
+        assert one == other if isinstance(one, list) else torch.allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_expectation_propagation():
+    x, y, mask = data("bernoulli")
+    losses = []
+    for by_obs_mask in (True, False):
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(model("bernoulli", by_obs_mask), SparseEP(6))
+        propagation = ExpectationPropagation(guide.model, guide, pyro.optim.Adam({"lr": 0.01}))
+        losses.append([propagation.step(x, y, mask) for _ in range(3)])
+        pyro.clear_param_store()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_missing_values_are_drawn_from_the_exact_posterior():
+    x, y, mask = data("normal")
+    program = model("normal", True)
+    guide = AutoSparseGP(program, SGPR(x))
+    loss = TraceQuadrature_ELBO(2).loss(program, guide, x, y, mask)
+    known, gram = y[mask], KERNEL(x[mask]) + NOISE**2 * torch.eye(int(mask.sum()))
+    evidence = dist.MultivariateNormal(torch.zeros(len(known)), gram).log_prob(known)
+    assert -loss == pytest.approx(evidence.item(), abs=1e-4)
+    weights = KERNEL(x, x[mask]) @ torch.linalg.inv(gram)
+    spread = (KERNEL.diag(x) - (weights * KERNEL(x, x[mask])).sum(-1) + NOISE**2).sqrt()
+    draws = predict(program, guide, x, y, mask, num_samples=300, joint=False)["y"]
+    standard = (draws - weights @ known)[:, ~mask] / spread[~mask]
+    assert standard.mean().abs() < 0.1
+    assert standard.square().mean() == pytest.approx(1.0, abs=0.1)
+    assert (draws[:, mask] == known).all()
+    assert (Predictive(program, guide=guide, num_samples=2)(x, y, mask)["y"][:, mask] == known).all()
+    assert predict(program, guide, x[:3], num_samples=2)["y"].shape == (2, 3)
+
+
+def test_objectives_by_draws_take_discrete_missing_values():
+    x, y, mask = data("bernoulli")
+    program = model("bernoulli", True)
+    guide = AutoSparseGP(program, SGPR(8))
+    exact = TraceQuadrature_ELBO(20).loss(program, guide, x, y, mask)
+    rough = TraceMeanField_ELBO(num_particles=50).loss(program, guide, x, y, mask)
+    assert rough == pytest.approx(exact, rel=0.1)
+
+
+def test_mini_batches():
+    x, y, mask = data("normal")
+    program = model("normal", True)
+    guide = AutoSparseGP(program, FAMILIES["SVGP"])
+    guide(x, y, mask)
+    loss = TraceQuadrature_ELBO(2)
+    whole = loss.loss(program, guide, x, y, mask)
+    parts = [loss.loss(program, guide, x[i : i + 10], y[i : i + 10], mask[i : i + 10], 30) for i in (0, 10, 20)]
+    assert sum(parts) / 3 == pytest.approx(whole, rel=1e-9)
+
+
+def test_missing_values_that_other_densities_depend_on_are_refused():
+    x, y, mask = data("normal")
+
+    def program(x, y, mask):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            value = pyro.sample("y", dist.Normal(f, NOISE), obs=y, obs_mask=mask)
+            pyro.sample("z", dist.Normal(value, 1.0), obs=x[:, 0])
+
+    with pytest.raises(ValueError, match=r"'y_unobserved'.*the density of site 'z'.*poutine\.mask"):
+        AutoSparseGP(program, FAMILIES["SVGP"])(x, y, mask)
+
+
+def outputs(mask_of):
+    def program(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x, jitter=1e-10).expand([2]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", mask_of(dist.Normal(f.mT, NOISE), y).to_event(1), obs=y)
+
+    return program
+
+
+@pytest.fixture
+def partly():
+    x = torch.rand(20, 2)
+    y = torch.stack([torch.sin(6 * x[:, 0]), x[:, 1]], -1)
+    y[3, 0], y[5], y[7, 1] = torch.nan, torch.nan, torch.nan
+    return x, y
+
+
+def test_nan_in_an_event_says_what_to_do(partly):
+    with pytest.raises(ValueError, match=r"4 of 40 are NaN.*isnan\(\).any\(-1\)\).*\.mask\(~y.isnan\(\)\).to_event"):
+        AutoSparseGP(outputs(lambda fn, y: fn), SGPR(8))(*partly)
+
+
+@pytest.mark.parametrize("family", ["SGPR", "SVGP", "ComputationAwareSparse"])
+def test_single_values_of_an_event_are_masked(partly, family):
+    x, y = partly
+    program = outputs(lambda fn, y: fn if y is None else fn.mask(~y.isnan()))
+    guide = AutoSparseGP(program, SGPR(x) if family == "SGPR" else FAMILIES[family])
+    assert all(loss < 1e4 for loss in train(program, guide, x, y, steps=3))
+    assert all(parameter.isfinite().all() for parameter in guide.parameters())
+    if family != "SGPR":
+        return
+    q = AutoSparseGP(program, SGPR(x, trainable=False))
+    q(x, y)
+    q = q.posterior(x)["f"]
+    for p in range(2):
+        known = ~y[:, p].isnan()
+        weights = KERNEL(x, x[known]) @ torch.linalg.inv(KERNEL(x[known]) + NOISE**2 * torch.eye(int(known.sum())))
+        torch.testing.assert_close(q.mean[p], weights @ y[known, p], atol=1e-4, rtol=0)
+        variance = KERNEL.diag(x) - (weights * KERNEL(x, x[known])).sum(-1)
+        torch.testing.assert_close(q.variance[p], variance, atol=1e-4, rtol=0)
