@@ -82,6 +82,12 @@ class _Leaf:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self._version = tensor, _version(tensor)
 
+    def __getstate__(self) -> Tensor:
+        return self.tensor
+
+    def __setstate__(self, tensor: Tensor) -> None:
+        self.tensor, self._version = tensor, _version(tensor)  # a copy counts from its own start
+
     @property
     def unchanged(self) -> bool:
         return _version(self.tensor) == self._version
@@ -108,7 +114,10 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _leaves(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[Any, Tensor]:
-    """The tensors with rows among a call's arguments, by the parameter's name and the path within it."""
+    """The tensors with rows among a call's arguments, by the parameter's name and the path within it.
+
+    Masks, of bools, are none of the data: they may change from step to step.
+    """
     try:
         bound = inspect.signature(model).bind(*args, **kwargs)
         tree: Any = bound.arguments
@@ -118,7 +127,7 @@ def _leaves(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[Any, T
 
     def visit(item: Any, path: tuple[Any, ...]) -> None:
         if isinstance(item, Tensor):
-            if item.dim():
+            if item.dim() and item.dtype is not torch.bool:
                 found[path] = item
         elif isinstance(item, Mapping):
             for key, part in item.items():

@@ -179,13 +179,14 @@ class AutoSparseGP(AutoNormalMessenger):
         if nodes is None:
             self.prepare(*args, **kwargs)
         relation = self._relation(args, kwargs)
-        request = _Request(nodes=nodes, keep=self._is_training, rows_known=relation.inputs)
+        keep = self._is_training and relation.same
+        request = _Request(nodes=nodes, keep=keep, rows_known=relation.inputs)
         request.joint = nodes is None and relation.fewer
         request.same = relation.same and not self._new_rows
         request.observing = nodes is not None or self._observing(args, kwargs)
-        if relation.order is not None and request.keep:
+        if relation.order is not None and keep:
             self._follow(relation.order, args, kwargs)
-        request.conditions = self._condition(args, kwargs, relation, request.keep)
+        request.conditions = self._condition(args, kwargs, relation, keep)
         with self._requesting(request), self._held(request.conditions):
             draws = self._run(args, kwargs)
         self._after_run(args, kwargs, relation)
@@ -738,7 +739,7 @@ class AutoSparseGP(AutoNormalMessenger):
     def _sees(self, name: str, process: GaussianProcess, module: Any) -> bool:
         """Whether the rows are of the training data, on which the kernel's diagonal depends; training shows them."""
         if self._request.observing:
-            if self._request.keep:
+            if self._is_training:
                 module.see(process.x)
                 self._row_counts[name] = process.x.shape[-2], 0
         elif module.num_seen < self._row_counts.get(name, (0, 0))[1] and name not in self.warned:
