@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, Optional
@@ -26,6 +25,7 @@ from ..guide import AutoSparseGP
 from ..structure import COUPLED, DATAWISE
 from ..survey import Structure
 from ..traces import held_trace
+from ..warned import warn_once
 from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
@@ -166,7 +166,8 @@ class TraceQuadrature_ELBO(ELBO):
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         assert guide.structure is not None
         if guide not in self._expectations:
-            self._expectations[guide] = find_expectations(guide, args, kwargs, partial(self._say_once, guide))
+            warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
+            self._expectations[guide] = find_expectations(guide, args, kwargs, warn)
         expected = self._expectations[guide]
         structure = guide.structure if expected is None else expected.rest
         axes = quadrature_axes(structure)
@@ -176,10 +177,13 @@ class TraceQuadrature_ELBO(ELBO):
             if name not in axes and name not in structure.inner and kind != COUPLED
         ]
         if drawn:
-            self._say_once(
-                guide,
+            warn_once(
+                guide.warned,
+                "integrated by draws",
+                ", ".join(drawn),
                 f"GP sites {', '.join(drawn)} meet in densities of more than {_MAX_AXES} function values: these are "
                 "integrated by Monte Carlo, one draw a particle, not by quadrature.",
+                stacklevel=5,
             )
         num_axes = 1 + max((axis for used in axes.values() for axis in used), default=-1)
 
@@ -282,18 +286,16 @@ class TraceQuadrature_ELBO(ELBO):
                 continue
             self._ways[guide] = way
             if way == 2 and way > first:
-                self._say_once(
-                    guide,
+                warn_once(
+                    guide.warned,
+                    "vmap refused",
+                    ", ".join(guide.structure.gps) if guide.structure else "",
                     "torch.func.vmap refuses what this model does with function values; it now runs once for each "
                     f"quadrature node, {self.num_nodes**num_axes} times a step: {refusal}",
+                    stacklevel=5,
                 )
             return values
         raise RuntimeError("no way of evaluating the bound is left")
-
-    def _say_once(self, guide: AutoSparseGP, message: str) -> None:
-        if message not in guide.warned:
-            guide.warned.add(message)
-            warnings.warn(message, stacklevel=6)
 
 
 def _mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
