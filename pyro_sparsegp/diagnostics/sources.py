@@ -9,7 +9,7 @@ from pyro.infer import MCMC
 from torch import Tensor
 
 from ..guide import AutoSparseGP
-from ..predict import _samples_and_data
+from ..predict import _samples_and_data, divergences
 from .draws import GuideSource
 from .samples import ConditionedSource, SampleSource
 
@@ -44,7 +44,9 @@ def as_source(
         samples = result.get_samples(group_by_chain=True)
         if marginal:
             return ConditionedSource(model, samples, args, kwargs, old_args, old_kwargs)
-        return SampleSource(model, samples, args or old_args, kwargs if args else old_kwargs)
+        source = SampleSource(model, samples, args or old_args, kwargs if args else old_kwargs)
+        source.divergences = divergences(result)
+        return source
     if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
         return SampleSource(model, {name: value[None] for name, value in result.items()}, args, kwargs)
     raise ValueError(
