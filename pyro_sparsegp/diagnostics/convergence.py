@@ -10,6 +10,7 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from . import backend
+from .arguments import kind_of, require_tree
 from .labels import attributes
 
 __all__ = ["History", "StoppingRule", "add_history"]
@@ -40,6 +41,10 @@ class History:
         if isinstance(parameters, str):
             raise ValueError(f"History's parameters must be a collection of names, got the string {parameters!r}")
         guide = getattr(guide, "guide", guide)
+        if guide is not None and not callable(getattr(guide, "named_parameters", None)):
+            raise ValueError(
+                f"History needs a guide, whose parameters it keeps, or None for the loss alone; got {kind_of(guide)}"
+            )
         self.guide, self.parameters, self.largest = guide, tuple(parameters), largest
         self.objective = objective or ("log_z" if getattr(guide, "by_expectation", False) else "elbo")
         self._losses: list[float] = []
@@ -85,7 +90,14 @@ def add_history(tree: Any, histories: Union[History, Sequence[History]], window:
 
     :param window: the last so many iterates; all, or as many as the shortest run has, if not given.
     """
+    require_tree("add_history", tree)
     runs = [histories] if isinstance(histories, History) else list(histories)
+    for run in runs:
+        if not isinstance(run, History):
+            raise ValueError(
+                f"add_history needs a History, or several, got {kind_of(run)}: history.record(svi.step(x, y)) after "
+                "each step makes one"
+            )
     new = tree.copy()
     new["vi_history"] = backend.xarray().DataTree(_group(runs, window))
     return new
@@ -208,6 +220,11 @@ class StoppingRule:
 
     def __call__(self, history: History) -> bool:
         """Whether to stop now; :attr:`reason` then says why."""
+        if not isinstance(history, History):
+            raise ValueError(
+                f"StoppingRule looks at a History, got {kind_of(history)}: history.record(svi.step(x, y)) after each "
+                "step makes one"
+            )
         if len(history) < self.window or len(history) % (self.window // 10):
             return False
         iterates = history.window(self.window)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import backend
+from .arguments import require_tree
 from .draws import Draw, GuideSource, require_names, seeded
 from .labels import Labels, constant_data
 from .samples import SampleSource
@@ -174,6 +175,7 @@ def to_inference_data(tree: Any) -> Any:
 
     :raises ImportError: where this arviz has no use for it: arviz 1 and the 0.8 packages take the DataTree itself.
     """
+    require_tree("to_inference_data", tree)
     return backend.inference_data(tree)
 
 
