@@ -61,8 +61,8 @@ class Reader:
     A GP site in which the density is quadratic is integrated in closed form (a Gaussian likelihood; the mean of a
     heteroscedastic one). Otherwise, where single values of a GP site enter terms of their own, it is integrated as in
     expectation propagation (:func:`~pyro_sparsegp.tilted.tilted`), so that a likelihood much narrower than the residual
-    does no harm. Both are done at each node of what else moves the density: Gauss-Hermite grids of one or two values,
-    128 Sobol points of more.
+    does no harm: such a one takes some 450 numbers a row at a time, others 33. Both are done at each node of what else
+    moves the density: Gauss-Hermite grids of one or two values, 128 Sobol points of more.
 
     :param model: the model.
     :param sites: names of the sites whose densities are read: data, and latents whose densities move with f.
@@ -136,13 +136,20 @@ class Reader:
             f, step = means[gp], _step(moments)
             mask = (torch.rand(f.shape, generator=generator) < 0.5).to(f.device)
             moved = self.terms({**held, **means, gp: f + step}, names)
-            halves = [self.terms({**held, **means, gp: f + step * part}, names) for part in (mask, ~mask)]
+            # A term may be flat on one side, or near the mean.
+            moves = [self.terms({**held, **means, gp: f + size * step}, names) for size in (-1.0, 8.0, -8.0)]
+            halves = [
+                (part, self.terms({**held, **means, gp: f + size * step * part}, names))
+                for part in (mask, ~mask)
+                for size in (1.0, -1.0, 8.0, -8.0)
+            ]
             for site, before in start.items():
                 # Classes see differences of their outputs: moving all values alike may change nothing.
-                if not any(_changed(before, after[site]).any() for after in (moved, *halves)):
+                after = [moved, *moves, *(half for _, half in halves)]
+                if not any(_changed(before, terms[site]).any() for terms in after):
                     continue
                 aligned = before.shape == f.shape and not any(
-                    (_changed(before, half[site]) & ~part).any() for half, part in zip(halves, (mask, ~mask))
+                    (_changed(before, half[site]) & ~part).any() for part, half in halves
                 )
                 plans[site].aligned[gp] = bool(aligned)
                 effects[site][gp] = float((moved[site] - before).abs().nan_to_num().sum())

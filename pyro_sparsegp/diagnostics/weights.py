@@ -153,13 +153,29 @@ def log_weights_of(tree: Any, target: str) -> Any:
     if "log_q" not in stats:
         raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")
     own = stats.attrs["target"]
-    if f"lp_{target}" in stats:
-        return stats[f"lp_{target}"] - stats["log_q"]
-    if target == ("exact" if own == "exact" else "vfe"):
-        return stats["lp"] - stats["log_q"]
+    name = "lp" if target == ("exact" if own == "exact" else "vfe") else f"lp_{target}"
+    if name in stats:
+        _require_finite(name, target, stats[name].values)
+        return stats[name] - stats["log_q"]
     raise ValueError(
         f"the tree has draws and densities for the target {own!r}, not for {target!r}"
         + (": make it by to_datatree(..., exact=True), in O(N³) a draw." if target == "exact" else ".")
+    )
+
+
+def _require_finite(name: str, target: str, values: np.ndarray) -> None:
+    bad = ~np.isfinite(values)
+    if not bad.any():
+        return
+    why = "the log densities under the posterior's draws are not finite"
+    if target == "vfe":
+        why = (
+            "E[log p(y | f)] is infinite where the likelihood has no density at some function values that the "
+            'posterior allows; the target "fitc" takes integrated densities'
+        )
+    raise ValueError(
+        f"{name}, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "
+        f"draws: {why}. Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
     )
 
 
