@@ -173,6 +173,7 @@ def test_exact_process_needs_no_more_than_the_kernel():
     torch.testing.assert_close(given.variance, (k(new) - gain @ k(x, new))[0] + 1e-8, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*transitions of this MCMC diverged")  # a short run
 def test_prior_predictive_and_nuts():
     x, y = data(num=10)
     network = mlp()
