@@ -54,6 +54,7 @@ from .traces import (
     whole_plates,
     without_event,
 )
+from .warned import Warned, warn_once
 
 __all__ = ["AutoSparseGP"]
 
@@ -164,7 +165,7 @@ class AutoSparseGP(AutoNormalMessenger):
         self._loaded = False  # and not called since
         self._like = torch.empty(0)
         self.data: Optional[TrainingData] = None
-        self.warned: set[str] = set()
+        self.warned: Warned = set()
         self._row_counts: dict[str, tuple[int, int]] = {}  # of a GP's rows in a mini-batch, and in all the data
 
     # Running the model.
@@ -742,9 +743,11 @@ class AutoSparseGP(AutoNormalMessenger):
             if self._is_training:
                 module.see(process.x)
                 self._row_counts[name] = process.x.shape[-2], 0
-        elif module.num_seen < self._row_counts.get(name, (0, 0))[1] and name not in self.warned:
-            self.warned.add(name)
-            warnings.warn(
+        elif module.num_seen < self._row_counts.get(name, (0, 0))[1]:
+            warn_once(
+                self.warned,
+                "rows unseen",
+                name,
                 f"the kernel of GP site {name!r} has a variance correction relative to the training inputs; the guide "
                 f"has seen at most {module.num_seen} of {self._row_counts[name][1]} of them in one call. Call it once "
                 "with all of them, guide(x, y), before or after training.",
@@ -774,9 +777,11 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def _check_size(self, name: str, process: GaussianProcess) -> None:
         num = process.event_shape[0]
-        if num > _LARGE and name not in self.warned:
-            self.warned.add(name)
-            warnings.warn(
+        if num > _LARGE:
+            warn_once(
+                self.warned,
+                "large joint draw",
+                name,
                 f"{num} values of GP site {name!r} are drawn jointly, at O(N³) time and O(N²) memory a draw; "
                 "predict(..., joint=False) draws them independently, in O(N).",
                 stacklevel=4,
@@ -1012,7 +1017,7 @@ class AutoSparseGP(AutoNormalMessenger):
 
     def _check_rows(self, relation: Relation) -> None:
         assert self.structure is not None
-        if "rows" in self.warned or not torch.is_grad_enabled() or not self.training:
+        if not torch.is_grad_enabled() or not self.training:
             return
         for name, site in all_sites(self.trace):
             rows = self.structure.rows.get(name)
@@ -1021,14 +1026,14 @@ class AutoSparseGP(AutoNormalMessenger):
             unscaled = isinstance(site["scale"], (int, float)) and site["scale"] == 1
             num = site["value"].numel()
             if unscaled and (num < rows or (num == rows and not relation.same)):
-                self.warned.add("rows")
-                how = (
-                    f"{num} values in this step, {rows} in the first" if num < rows else f"other {num} rows than before"
-                )
-                warnings.warn(
-                    f"site {name!r} observes {how}, and no plate scales them up: if this is a mini-batch, give the "
-                    "plate the full size, pyro.plate('data', size=N, subsample=x) or subsample_size=B; otherwise the "
-                    "KL outweighs the data.",
+                fewer = f"{num} values in this step, {rows} in the first"
+                warn_once(
+                    self.warned,
+                    "rows",
+                    name,
+                    f"site {name!r} observes {fewer if num < rows else f'other {num} rows than before'}, and no plate "
+                    "scales them up: if this is a mini-batch, give the plate the full size, pyro.plate('data', size=N, "
+                    "subsample=x) or subsample_size=B; otherwise the KL outweighs the data.",
                     stacklevel=4,
                 )
 

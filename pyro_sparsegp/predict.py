@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional, Union
 
@@ -14,6 +15,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .guide import AutoSparseGP
+from .linalg import NumericalWarning
 from .process import GaussianProcess
 from .reparam import Whitening, unwhiten
 from .traces import as_process, is_observation, whole_plates
@@ -37,7 +39,8 @@ def predict(
 
     Function values come from the sparse posterior of a guide, or, for MCMC draws of f at the training inputs,
     from the process conditioned on them (:meth:`GaussianProcess.given`). Latents under a plate that holds data
-    are drawn from the model; subsampling is off.
+    are drawn from the model; subsampling is off. A :class:`~pyro_sparsegp.linalg.NumericalWarning` tells of
+    transitions of an ``MCMC`` that diverged.
 
     :param model: the model. Under a guide it may differ from the guide's in what follows the latent sites.
     :param result: a fitted guide, an ``MCMC`` that has run, or its samples, each ``(S, ...)``. MCMC may have run
@@ -93,6 +96,7 @@ def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tupl
         ran = getattr(result, "_args", None), getattr(result, "_kwargs", None)
         if data is None and ran[0] is None:
             raise ValueError("predict needs the training arguments: this MCMC has not run; pass data=(x, y)")
+        _warn_of_divergences(result)
         return result.get_samples(), (ran[0] or (), ran[1] or {}) if data is None else (tuple(data), {})
     if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
         if data is None:
@@ -102,6 +106,25 @@ def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tupl
         "predict's result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, got "
         f"{type(result).__name__}"
     )
+
+
+def divergences(result: MCMC) -> list[list[int]]:
+    """The numbers of the draws whose transitions diverged, of each chain."""
+    chains = getattr(result, "_diagnostics", None) or []
+    return [sorted(set((chain or {}).get("divergences", []))) for chain in chains]
+
+
+def _warn_of_divergences(result: MCMC) -> None:
+    num = sum(map(len, divergences(result)))
+    if num:
+        first = next(iter(result.get_samples(group_by_chain=True).values()))
+        warnings.warn(
+            f"{num} of {first.shape[0] * first.shape[1]} transitions of this MCMC diverged: its draws may miss part of "
+            "the posterior, and so may all that is made of them. Run it on poutine.reparam(model, config=Whitening()), "
+            "with NUTS(..., init_strategy=init_to_median), more warm-up steps or a larger target_accept_prob.",
+            NumericalWarning,
+            stacklevel=4,
+        )
 
 
 def _bare(model: Callable) -> Callable:

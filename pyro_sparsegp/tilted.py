@@ -1,4 +1,6 @@
-"""Tilted distributions p(y | f)^α N(f | m, v) by one-dimensional quadrature."""
+"""Tilted distributions p(y | f)^α N(f | m, v) by one-dimensional quadrature: the one integral of a likelihood over
+function values that expectation propagation, corrected sites and the diagnostics share.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Optional
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,49 +47,150 @@ def tilted(
     num_nodes: int = 48,
     passes: int = 2,
 ) -> Tilted:
-    """Moments of p(y | f)^α N(f | m, v) by the trapezoidal rule around where that density is.
+    """Moments of p(y | f)^α N(f | m, v): by the trapezoidal rule around where that density is, or in panels.
 
     On the whole line that rule's error for a Gaussian, or a Gaussian's integral, of standard deviation s is
     2exp(−2π²s²/h²): at spacing h = s that is 5e-9. The nodes reach 8 standard deviations to each side, or as far as
     balances the two errors if they are few. Each pass sets centre and spread by the moments that the pass before
-    found: a likelihood narrower than the nodes' spacing is closed in on.
+    found: a likelihood narrower than the nodes' spacing is closed in on. Where the last pass is not borne out by every
+    other of its nodes, its ends or the pass before, as with two humps of different widths, a cusp or a peak many
+    standard deviations away, all is integrated anew by adaptive Gauss-Legendre quadrature, whose nodes are more.
 
     :param log_density: f at nodes, ``(K, ..., N)``, to log p(yₙ | fₙ), of the same shape.
     :param mean: m, ``(..., N)``.
-    :param variance: v, ``(..., N)``.
+    :param variance: v, ``(..., N)``; 0 is as good as the smallest positive number.
     :param centre: a guess of the tilted mean, ``(..., N)``.
     :param spread: a guess of its standard deviation, ``(..., N)``.
     :param power: α.
     """
+    variance = variance.clamp(min=torch.finfo(variance.dtype).tiny)
+    scale = variance.sqrt()
+    spread = torch.where(spread > 0, spread, scale)
+    num_nodes += 1 - num_nodes % 2  # one in the middle, so that every other one of a symmetric density's tells
     reach = min(math.sqrt(math.pi * (num_nodes - 1)), 8.0)
     steps = torch.linspace(-reach, reach, num_nodes, dtype=mean.dtype, device=mean.device)
     columns = steps.reshape(-1, *[1] * mean.dim())
     step = 2 * reach / (num_nodes - 1)
+    shift = centre - mean  # from m: next to m, a small variance would be lost
+    log_z: Optional[Tensor] = None
     for _ in range(passes):
-        nodes = torch.addcmul(centre, spread, columns)
-        values = log_density(nodes).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-        away = nodes - mean
-        logits = torch.addcmul(power * values, away, away / variance, value=-0.5)
+        away = torch.addcmul(shift, spread, columns)
+        values = _finite(log_density(mean + away))
+        logits = power * values - 0.5 * (away / scale).square()
         peak = logits.amax(0)
         weights = (logits - peak).exp_()
         total = weights.sum(0)
+        before, log_z = log_z, peak + (total * (spread / scale)).log() + math.log(step / math.sqrt(2 * math.pi))
         # In units of the spread, relative to the centre.
         first = torch.tensordot(steps, weights, 1) / total
         second = torch.tensordot(steps.square(), weights, 1) / total - first.square()
         # Mass on one node: all that is known is that the density is narrower than their spacing.
         second = torch.where(second.isfinite(), second.clamp(min=(step / 8) ** 2), second)
-        at = centre, spread
-        centre = torch.where(first.isfinite(), centre + spread * first, centre)
+        at = shift, spread
+        shift = torch.where(first.isfinite(), shift + spread * first, shift)
         spread = spread * torch.where(second.isfinite(), second.sqrt(), step / 4)
-    log_z = peak + (total * at[1] * step).log() - 0.5 * (variance.log() + math.log(2 * math.pi))
-    return Tilted(
-        log_z,
-        at[0] + at[1] * first,
-        second * at[1].square(),
-        torch.where(values.isfinite(), nodes, at[0]),
-        weights / total,
-        (mean, variance),
-    )
+    # The last pass against every other of its nodes and the pass before; what may be beyond its ends, and at m.
+    doubt = (weights[::2].sum(0) - weights[1::2].sum(0)).abs()
+    stretch = 1 + scale / (at[1] * step)
+    doubt = torch.maximum(doubt, torch.maximum(weights[0], weights[-1]) * stretch) / total
+    assert log_z is not None
+    if before is not None:
+        doubt = torch.maximum(doubt, (log_z - before).abs())
+    elsewhere = at[0].abs() > reach * at[1]
+    if elsewhere.any():
+        there = power * _finite(log_density(mean[None]))[0]
+        doubt = torch.where(elsewhere, torch.maximum(doubt, (there - peak).exp() * stretch / total), doubt)
+    if not (doubt <= _DOUBT).all():
+        return _in_panels(log_density, mean, variance, at, power)
+    return _found(mean, variance, away, values, weights / total, log_z, at[0] + at[1] * first, second * at[1].square())
+
+
+def _finite(values: Tensor) -> Tensor:
+    return values.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+def _found(
+    mean: Tensor,
+    variance: Tensor,
+    away: Tensor,
+    values: Tensor,
+    weights: Tensor,
+    log_z: Tensor,
+    shift: Tensor,
+    spread: Tensor,
+) -> Tilted:
+    heaviest = away.gather(0, weights.argmax(0, keepdim=True))
+    nodes = mean + torch.where(values.isfinite(), away, heaviest)
+    return Tilted(log_z, mean + shift, spread, nodes, weights, (mean, variance))
+
+
+def _in_panels(
+    log_density: Callable[[Tensor], Tensor],
+    mean: Tensor,
+    variance: Tensor,
+    guess: tuple[Tensor, Tensor],
+    power: float,
+) -> Tilted:
+    """As :func:`tilted`, by Gauss-Legendre quadrature in panels, of which those of the largest error are split.
+
+    :param guess: a place, relative to m, and a spread, about which there are panels from the start.
+    """
+    like, scale = mean, variance.sqrt()
+    found, own = np.polynomial.legendre.leggauss(_ORDER)
+    points, rule = (torch.from_numpy(part).to(like) for part in (found, own))
+    # The integrand's last two coefficients in Legendre polynomials say how well the panel's nodes follow it.
+    last = np.polynomial.legendre.legvander(found, _ORDER - 1)[:, -2:] * (2 * np.arange(_ORDER - 2, _ORDER) + 1)
+    tests = torch.from_numpy(last.T * own).to(like)
+    column = (-1, *[1] * like.dim())
+
+    def evaluate(left: Tensor, width: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """f − m and log p at the panels' nodes, ``(J, O, ..., N)``, and the integrand's logarithm."""
+        z = left[:, None] + width[:, None] * ((points + 1) / 2).reshape(column)
+        away = scale * z
+        values = _finite(log_density(mean + away.flatten(0, 1))).reshape(away.shape)
+        logits = power * values - 0.5 * z.square() + width.log()[:, None]
+        return away, values, logits
+
+    ends = like.new_tensor(_ENDS).reshape(column).expand(-1, *like.shape)
+    near = guess[0] / scale + guess[1] / scale * like.new_tensor(_NEAR).reshape(column)
+    ends = torch.cat([ends, near.nan_to_num().clamp(_ENDS[0], _ENDS[-1])]).sort(0).values
+    left, width = ends[:-1], ends.diff(dim=0)
+    away, values, logits = evaluate(left, width)
+    for i in range(_SPLITS + 1):
+        peak = logits.amax((0, 1))
+        parts = (logits - peak).exp()
+        mass = (parts * rule.reshape(column)).sum(1) / 2
+        total = mass.sum(0)
+        error = torch.stack([(parts * test.reshape(column)).sum(1).abs() for test in tests]).amax(0) / 2
+        if i == _SPLITS or not (error.sum(0) > _TOLERANCE * total).any():
+            break
+        # The worst panels are split in four, for which the emptiest make room.
+        chosen = error.topk(2, 0).indices
+        kept = torch.where(torch.zeros_like(mass).scatter(0, chosen, 1.0) > 0, -1.0, mass)
+        kept = kept.topk(min(len(mass) - 2, _MOST_PANELS), 0).indices
+        quarter = width.gather(0, chosen) / 4
+        more = left.gather(0, chosen)
+        more, quarter = torch.cat([more + k * quarter for k in range(4)]), quarter.repeat(4, *[1] * like.dim())
+        new = evaluate(more, quarter)
+        left, width = torch.cat([left.gather(0, kept), more]), torch.cat([width.gather(0, kept), quarter])
+        across = kept[:, None].expand(-1, _ORDER, *like.shape)
+        away, values, logits = (torch.cat([a.gather(0, across), b]) for a, b in zip((away, values, logits), new))
+    weights = (parts * rule.reshape(column) / 2 / total).flatten(0, 1)
+    away, values = away.flatten(0, 1), values.flatten(0, 1)
+    shift = (weights * away).sum(0)
+    spread = (weights * (away - shift).square()).sum(0)
+    log_z = peak + total.log() - 0.5 * math.log(2 * math.pi)
+    return _found(mean, variance, away, values, weights, log_z, shift, spread)
+
+
+_DOUBT = 1e-3  # of the trapezoidal rule's integral, above which panels take its place
+_TOLERANCE = 1e-4  # of the panels': the true error of a smooth integrand is about its square
+_ORDER = 8  # nodes of a panel
+_SPLITS = 24  # of panels, at most
+_MOST_PANELS = 48
+_FAR = [8.0 * 2**k for k in range(9)]
+_ENDS = [*(-end for end in reversed(_FAR)), -6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0, *_FAR]  # in units of √v, about m
+_NEAR = [-8.0, -3.0, -1.0, 1.0, 3.0, 8.0]  # in units of the guessed spread, about its centre
 
 
 def log_normaliser(

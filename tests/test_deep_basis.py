@@ -173,6 +173,7 @@ def test_exact_process_needs_no_more_than_the_kernel():
     torch.testing.assert_close(given.variance, (k(new) - gain @ k(x, new))[0] + 1e-8, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*transitions of this MCMC diverged")  # a short run
 def test_prior_predictive_and_nuts():
     x, y = data(num=10)
     network = mlp()
@@ -536,6 +537,21 @@ def test_unseen_rows_are_told_of_and_one_call_mends_it():
     with torch.no_grad():
         guide(torch.rand(200, 2), torch.rand(200))  # looking changes nothing
     assert guide.gps.f.rows.shape == (80, 2)
+
+
+def test_one_warning_does_not_silence_another_of_the_same_site(monkeypatch):
+    """Rows unseen and a large joint draw, of one site: each is told of, once."""
+    monkeypatch.setattr("pyro_sparsegp.guide._LARGE", 50)
+    network, (x, y) = mlp(), data(num=80)
+    model = deep(network)
+    guide = AutoSparseGP(model, WeightSpace())
+    batches(model, guide, x, y, steps=3)
+    with pytest.warns(UserWarning, match="seen at most|drawn jointly") as caught:
+        predict(model, guide, x, num_samples=2)
+    found = [str(warning.message) for warning in caught]
+    assert len(found) == 2, found
+    assert any("seen at most 16 of 80" in message for message in found)
+    assert any("80 values of GP site 'f' are drawn jointly" in message for message in found)
 
 
 @pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])

@@ -81,6 +81,48 @@ def test_the_stopping_rule():
             StoppingRule(window=window)
 
 
+@pytest.mark.parametrize("noise", [70, 100])
+def test_a_slow_fall_in_much_noise_is_no_rest(noise):
+    """R-hat alone takes it for rest by step 480, with 454 of 500 nats left: the window's fall is half of the noise."""
+    falling = 500 * np.exp(-np.arange(8000) / 5000)
+    for seed in range(5):
+        losses = falling + noise * np.random.default_rng(seed).normal(size=8000)
+        history = History()
+        for loss in losses[:480]:
+            history.record(loss)
+        assert StoppingRule.largest_rhat(history.window(400)) < 1.05
+        step, _ = stops_at(losses)
+        assert step is None or falling[step] < 250
+
+
+@pytest.mark.parametrize(("memory", "looks"), [(0.0, 30), (0.5, 70)])
+def test_noise_at_rest_stops_within_so_many_looks(memory, looks):
+    for seed in range(5):
+        losses = np.random.default_rng(seed).normal(size=400 + 40 * looks)
+        for step in range(1, len(losses)):
+            losses[step] += memory * losses[step - 1]
+        step, reason = stops_at(losses)
+        assert step is not None
+        assert step >= 799
+        assert "beside noise of" in reason
+
+
+@pytest.mark.parametrize("rate", [100, 1000])
+def test_a_loss_without_noise_stops_by_its_change_in_nats(rate):
+    falling = 500 * np.exp(-np.arange(20 * rate) / rate)
+    step, reason = stops_at(falling)
+    assert falling[step - 399] - falling[step] < 0.1
+    assert "nats over 400 steps" in reason
+    assert stops_at(falling[: int(5 * rate)])[0] is None
+
+
+def test_chance_does_not_make_a_change_small():
+    """The window's halves agree to a thousandth of a nat, and are known to a nat."""
+    losses = 10 * np.random.default_rng(0).normal(size=400) - 0.02 * np.arange(400)
+    losses[200:] += losses[:200].mean() - losses[200:].mean()
+    assert stops_at(losses)[0] is None
+
+
 def test_the_stopping_rule_watches_parameters():
     _, history, _, _ = run(0, 100)
     assert StoppingRule.largest_rhat(history.window(100)) > 1.5

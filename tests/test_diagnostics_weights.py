@@ -310,6 +310,24 @@ def test_loo_says_when_weights_fail():
         diagnostics.loo(tree, target="vfe")
 
 
+def test_an_expected_density_that_is_infinite_is_told_of():
+    """A likelihood with bounded support: E[log p] is −∞, the integrated density is not."""
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Uniform(f - 3, f + 3, validate_args=False), obs=y)
+
+    x, y = smooth_data(10)
+    guide = AutoSparseGP(model, SVGP(2))
+    guide(x, y)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=30)
+    assert np.isfinite(tree.log_likelihood["y"]).all()
+    with pytest.raises(ValueError, match=r"lp, .*'vfe', is not finite in 30 of 30 draws.*\"fitc\""):
+        diagnostics.psis(tree)
+    assert np.isfinite(diagnostics.psis(tree, target="fitc").ess)
+
+
 def test_loo_large_without_weights():
     """Weights p/q are lost where training has left noise; what is left is the guide's own leave-one-out, and it is what
     new data have: the mean log score of 3,000 more rows is the same within its standard error.
@@ -425,6 +443,7 @@ def test_coverage_of_every_family(name):
     assert 0.93 <= np.mean(covered) <= 0.97, covered
 
 
+@pytest.mark.filterwarnings("ignore:.*transitions of this MCMC diverged")  # any draws will do
 def test_scores_of_mcmc_samples_at_new_data():
     from pyro.infer import MCMC, NUTS
 

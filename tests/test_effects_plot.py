@@ -2,10 +2,12 @@
 
 import matplotlib
 import numpy as np
+import pyro
 import pytest
 import torch
+from pyro.infer import SVI
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, diagnostics, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, kernels
 from pyro_sparsegp.families import MeanFieldAdditive
 
 from .models import gaussian
@@ -98,7 +100,18 @@ def test_one_output_at_a_time():
 def test_a_guide_of_one_column():
     x = torch.rand(20, 1)
     guide = AutoSparseGP(gaussian(SMOOTH + kernels.Constant(1.0)), MeanFieldAdditive(5))
+    with pytest.raises(ValueError, match=r"one GP site, got a guide: give guide.posterior\(x\)\['f'\]"):
+        diagnostics.plot_effects(guide)
     guide(x, x[:, 0])
+    svi = SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    for given, message in (
+        (guide, r"got a guide: give guide.posterior\(x\)\['f'\]"),
+        (svi, r"got a guide's SVI object: give its guide.posterior\(x\)\['f'\]"),
+        (guide.posterior(x), r"got a mapping of posteriors of the sites \['f'\]: give one of them"),
+        (guide.model, "got function: give guide.posterior"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            diagnostics.plot_effects(given)
     figure = diagnostics.plot_effects(guide.posterior(x)["f"])
     assert [axis.get_title() for axis in figure.axes] == ["rbf"]
     plt.close(figure)

@@ -9,9 +9,10 @@ from pyro.infer import MCMC, NUTS, Predictive
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, Whitening, WhitenReparam, kernels, predict
 from pyro_sparsegp.families import SVGP
+from pyro_sparsegp.linalg import NumericalWarning
 from pyro_sparsegp.predict import _Known
 
-from .models import data, train
+from .models import data, gaussian, train
 
 
 def model(x, y=None, size=None):
@@ -155,3 +156,25 @@ def test_hmc_survives_a_failed_cholesky():
     mcmc.run(x, x.new_zeros(15))
     assert failures[0] > 0
     assert (mcmc.get_samples()["length"] <= 1.5).all()
+
+
+def test_divergences_are_told_of():
+    x, y = data(num=6)
+    short = gaussian(kernels.RBF(0.4), 0.3)
+    mcmc = MCMC(NUTS(short, step_size=1e3, adapt_step_size=False), num_samples=4, warmup_steps=0, disable_progbar=True)
+    mcmc.run(x, y)
+    with pytest.warns(NumericalWarning, match="4 of 4 transitions of this MCMC diverged.*Whitening") as caught:
+        predict(short, mcmc, x)
+    assert len(caught) == 1
+    diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
+    pytest.importorskip("xarray")
+    with pytest.warns(NumericalWarning, match="4 of 4 transitions"):
+        tree = diagnostics.to_datatree(short, mcmc, x, y)
+    assert tree.sample_stats["diverging"].dtype == bool
+    assert tree.sample_stats["diverging"].shape == (1, 4)
+    assert tree.sample_stats["diverging"].all()
+    with pytest.warns(NumericalWarning, match="4 of 4 transitions"):
+        diagnostics.predictive_scores(short, mcmc, x, y, num_samples=2)
+    mcmc = MCMC(NUTS(short), num_samples=5, warmup_steps=40, disable_progbar=True)
+    mcmc.run(x, y)
+    predict(short, mcmc, x)  # in silence

@@ -61,7 +61,8 @@ def pyplot() -> Any:
 def smooth(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
     """Pareto-smoothed log weights, normalised, and k-hat, of one vector of log p − log q.
 
-    (Vehtari, Simpson, Gelman, Yao and Gabry, 2024.) Constant weights have k-hat −∞.
+    (Vehtari, Simpson, Gelman, Yao and Gabry, 2024.) Constant weights have k-hat −∞. What
+    the draws never reach does not show: a q far too narrow may have a low k-hat.
     """
     log_weights = np.asarray(log_weights, dtype=np.float64)
     if log_weights.size < FEWEST:

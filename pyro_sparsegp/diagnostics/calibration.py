@@ -20,6 +20,7 @@ from ..guide import AutoSparseGP
 from ..predict import predict
 from ..traces import as_process, is_observation, whole_plates
 from . import backend
+from .arguments import guide_of, kind_of, require_arguments, require_model
 from .draws import sites_of
 from .labels import Labels, attributes
 
@@ -72,6 +73,13 @@ def sbc(
         ``arviz_plots.plot_ecdf_pit(tree)`` draws it.
     :raises ValueError: where the model observes nothing, or lacks an argument for its data.
     """
+    require_model("sbc", "then the fitting function, then the model's arguments without data: (model, fit, x)", model)
+    if not callable(fit) or guide_of(fit) is not None:
+        raise ValueError(
+            "sbc's fit must be a function of the model's arguments and the data that makes and trains a new guide, got "
+            f"{kind_of(fit)}"
+        )
+    require_arguments("sbc", "It is called without observations; the order is (model, fit, x).", model, args, kwargs)
     if num_simulations < 1 or num_samples < 1 or processes < 1:
         raise ValueError(
             "sbc needs num_simulations, num_samples and processes of at least 1, got "
@@ -160,7 +168,7 @@ def _simulate(seed: int) -> dict[str, np.ndarray]:
         ) from error
     guide = getattr(guide, "guide", guide)  # of an ExpectationPropagation, say
     if not isinstance(guide, AutoSparseGP):
-        raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {type(guide).__name__}")
+        raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {kind_of(guide)}")
     for name in list(truth):  # latents of single data have no posterior at new inputs, points have none at all
         frames = {frame.name for frame in trace.nodes[name]["cond_indep_stack"]}
         points = guide.point_estimates

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from . import backend
+from .arguments import is_tree, kind_of, require_tree
 from .backend import FEWEST
 from .draws import seeded
 from .labels import Labels
@@ -32,7 +33,7 @@ def loo(
     ``loo(tree)`` of a tree made by :func:`to_datatree`, or ``loo(model, guide, *args, num_samples=...)``. The weight
     of a draw in the leave-one-out posterior of datum n is p/q / p(yₙ | draw) (Magnusson, Andersen, Jonasson and
     Vehtari, 2019, eq. 8), smoothed. Draws by MCMC have p/q = 1. Hyperparameters that are points are left as they are,
-    for each datum left out: nothing here judges them.
+    for each datum left out: nothing here judges them. Nor does a low k-hat say that q is wide enough (:func:`psis`).
 
     :param target: "vfe" or "fitc", as of :func:`psis`; "none" leaves p/q out, and judges the posterior as it is. By
         default the tree's own; but "none", with a warning, where the k-hat of p/q is above 0.7.
@@ -82,11 +83,15 @@ def compare(results: Mapping[str, Any], target: Optional[str] = None, **kwargs: 
     :param target: of :func:`loo`, for trees.
     :param kwargs: of ``arviz_stats.compare``.
     :returns: a ``pandas.DataFrame``, best first.
+    :raises ValueError: where a result is neither.
     """
     stats = backend.arviz_stats()
-    elpds = {
-        name: loo(result, target=target) if hasattr(result, "children") else result for name, result in results.items()
-    }
+    if not isinstance(results, Mapping):
+        raise ValueError(f"compare needs a mapping of names to trees, {{'a': tree}}, got {kind_of(results)}")
+    for name, result in results.items():
+        if not is_tree(result) and not hasattr(result, "elpd"):
+            require_tree(f"compare, for {name!r},", result)
+    elpds = {name: loo(result, target=target) if is_tree(result) else result for name, result in results.items()}
     return stats.compare(elpds, **kwargs)
 
 

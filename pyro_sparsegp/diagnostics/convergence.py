@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 import numpy as np
 
 from . import backend
+from .arguments import kind_of, require_tree
 from .labels import attributes
 
 __all__ = ["History", "StoppingRule", "add_history"]
@@ -39,6 +41,10 @@ class History:
         if isinstance(parameters, str):
             raise ValueError(f"History's parameters must be a collection of names, got the string {parameters!r}")
         guide = getattr(guide, "guide", guide)
+        if guide is not None and not callable(getattr(guide, "named_parameters", None)):
+            raise ValueError(
+                f"History needs a guide, whose parameters it keeps, or None for the loss alone; got {kind_of(guide)}"
+            )
         self.guide, self.parameters, self.largest = guide, tuple(parameters), largest
         self.objective = objective or ("log_z" if getattr(guide, "by_expectation", False) else "elbo")
         self._losses: list[float] = []
@@ -84,7 +90,14 @@ def add_history(tree: Any, histories: Union[History, Sequence[History]], window:
 
     :param window: the last so many iterates; all, or as many as the shortest run has, if not given.
     """
+    require_tree("add_history", tree)
     runs = [histories] if isinstance(histories, History) else list(histories)
+    for run in runs:
+        if not isinstance(run, History):
+            raise ValueError(
+                f"add_history needs a History, or several, got {kind_of(run)}: history.record(svi.step(x, y)) after "
+                "each step makes one"
+            )
     new = tree.copy()
     new["vi_history"] = backend.xarray().DataTree(_group(runs, window))
     return new
@@ -108,14 +121,67 @@ def _group(runs: Sequence[History], window: Optional[int]) -> Any:
     return backend.xarray().Dataset(variables, coords=coords, attrs=attributes(draws="iterates of the optimiser"))
 
 
+_CONFIDENCE = 1.64  # standard errors, of a probability of 0.95 on one side
+_RISE = 0.3  # of the objective over what is looked at, in standard deviations of its noise
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line fitted to a series, and how well it is known.
+
+    :param rise: of the line, from the first value to the last.
+    :param noise: the standard deviation of what is left.
+    :param time: the integrated autocorrelation time of what is left, at least 1.
+    :param num: of values.
+    """
+
+    rise: float
+    noise: float
+    time: float
+    num: int
+
+    @property
+    def noise_of_mean(self) -> float:
+        """The standard error of the mean."""
+        return self.noise * math.sqrt(self.time / self.num)
+
+    @property
+    def error(self) -> float:
+        """The standard error of the rise."""
+        return math.sqrt(12) * self.noise_of_mean
+
+    @classmethod
+    def fit(cls, values: np.ndarray) -> _Line:
+        num = len(values)
+        place = np.linspace(-0.5, 0.5, num)
+        centred = values - values.mean()
+        rise = float((place * centred).sum() / np.square(place).sum())
+        left = centred - rise * place
+        power = np.abs(np.fft.rfft(left, 2 * num)) ** 2
+        covariance = np.fft.irfft(power)[:num]
+        if not covariance[0] > 0:
+            return cls(rise, 0.0, 1.0, num)
+        # Summed up to five times the sum itself (Sokal, 1997).
+        times = 2 * np.cumsum(covariance / covariance[0]) - 1
+        enough = np.arange(num) >= 5 * times
+        time = float(times[enough.argmax()] if enough.any() else times.max())
+        return cls(rise, math.sqrt(np.square(left).mean()), max(time, 1.0), num)
+
+
 class StoppingRule:
     """Says when to stop: the last iterates are stationary, or the objective has stopped to move.
 
-    Over a window of iterates, split in halves as if two chains (Dhaka et al., 2020, section 3): stop when R̂ of what is
-    watched is at most ``rhat`` at ``patience`` looks in a row, which noisy optimisation reaches; or when the mean
-    objective (the bound; log Z of expectation propagation) of the two halves differs by at most ``tolerance`` nats,
-    which a deterministic one reaches. R̂ of *parameters* asks for more: their iterates wander at a rest that the
-    objective has reached long before.
+    Over a window of iterates, split in halves as if two chains (Dhaka et al., 2020, section 3), noisy optimisation
+    rests when R̂ of what is watched is at most ``rhat`` at ``patience`` looks in a row, and the objective (the bound;
+    log Z of expectation propagation) has no trend beside its noise. R̂ alone takes a slow rise in much noise for rest.
+    The trend is the slope of a line fitted to at least two windows, and to as many more iterates as it takes to tell
+    a rise of 0.3 standard deviations of the noise from none, its standard error allowing for autocorrelation: some 800
+    iterates of independent noise, more in proportion to its autocorrelation time. The rule stops when that rise, with
+    1.64 standard errors added, is at most 0.3 standard deviations; a slower one is not told from rest.
+
+    A deterministic optimisation rests when the mean objective of the window's halves differs by at most ``tolerance``
+    nats, again with 1.64 standard errors added. R̂ of *parameters* asks for more than that of the objective: their
+    iterates wander at a rest that the objective has reached long before.
 
     >>> from pyro_sparsegp.diagnostics import History, StoppingRule
     >>> history, converged = History(), StoppingRule(window=50)
@@ -154,13 +220,19 @@ class StoppingRule:
 
     def __call__(self, history: History) -> bool:
         """Whether to stop now; :attr:`reason` then says why."""
+        if not isinstance(history, History):
+            raise ValueError(
+                f"StoppingRule looks at a History, got {kind_of(history)}: history.record(svi.step(x, y)) after each "
+                "step makes one"
+            )
         if len(history) < self.window or len(history) % (self.window // 10):
             return False
         iterates = history.window(self.window)
         self._require_finite(iterates, len(history))
         halves = np.split(iterates[history.objective], 2)
         change = halves[1].mean() - halves[0].mean()
-        if abs(change) <= self.tolerance:
+        line = _Line.fit(iterates[history.objective])
+        if abs(change) + _CONFIDENCE * 2 * line.noise_of_mean <= self.tolerance:
             self.reason = f"{history.objective} changed by {change:.2g} nats over {self.window} steps"
             return True
         names = self.watch or (history.objective,)
@@ -171,8 +243,24 @@ class StoppingRule:
         self._calm = self._calm + 1 if worst <= self.rhat else 0
         if self._calm < self.patience:
             return False
-        self.reason = f"R-hat of the last {self.window} iterates is {worst:.3f}"
+        trend = self._trend(history)
+        if trend is None or trend.rise + _CONFIDENCE * trend.error > _RISE * trend.noise:
+            return False
+        self.reason = (
+            f"R-hat of the last {self.window} iterates is {worst:.3f}, and {history.objective} rose by "
+            f"{trend.rise:.2g} ± {trend.error:.2g} nats over {trend.num} steps, beside noise of {trend.noise:.2g}"
+        )
         return True
+
+    def _trend(self, history: History) -> Optional[_Line]:
+        """The objective's, over as many iterates as can tell a rise from noise; ``None`` if there are too few."""
+        num = 2 * self.window
+        while num <= len(history):
+            line = _Line.fit(history.window(num)[history.objective])
+            if _CONFIDENCE * line.error <= 0.75 * _RISE * line.noise:
+                return line
+            num += num // 2
+        return None
 
     @staticmethod
     def _require_finite(iterates: dict[str, np.ndarray], steps: int) -> None:

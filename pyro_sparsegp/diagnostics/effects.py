@@ -11,6 +11,7 @@ from torch import Tensor
 from ..kernels import Categorical, Constant, White
 from ..kernels import base as kernel_base
 from ..sparse_posterior import SparsePosterior
+from .arguments import require_posterior
 
 __all__ = ["plot_effects"]
 
@@ -45,8 +46,9 @@ def plot_effects(
     :param transform: increasing; of means and ends of intervals, such as ``torch.exp`` for effects on a log rate.
     :param num_columns: plots side by side.
     :returns: a matplotlib figure.
-    :raises ValueError: naming a term that cannot be shown, or for several outputs.
+    :raises ValueError: naming a term that cannot be shown, for several outputs, or for anything but a posterior.
     """
+    require_posterior("plot_effects", posterior)
     if posterior.batch_shape:
         raise ValueError(
             f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}; plot_effects is for a single one"

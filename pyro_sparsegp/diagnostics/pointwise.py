@@ -19,6 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..likelihood import derivatives, is_quadratic, normal_nodes
+from ..tilted import tilted
 from ..traces import held_trace, whole_plates
 
 __all__ = ["Moments", "PointwiseDensities", "Reader"]
@@ -26,8 +27,8 @@ __all__ = ["Moments", "PointwiseDensities", "Reader"]
 Moments = tuple[Tensor, Tensor]  # mean and variance of function values, (..., N) each
 
 _NUMBERS = 2**23  # values of function nodes evaluated at once
-_PASSES = 3  # of adaptive quadrature
-_SHRINKAGE = 9.0  # of the variance, at most, in one of them
+_NODES = 32  # of an integral over one function value, at first
+_MOST_NODES = 512  # of one that needs more
 
 
 @dataclass
@@ -50,16 +51,18 @@ class _Plan:
 
     aligned: dict[str, bool]  # of each GP site that moves it: a term a value, in the same place
     quadratic: Optional[str] = None  # a GP site integrated in closed form
-    others: list[str] = field(default_factory=list)  # by quadrature
+    inner: Optional[str] = None  # if none is, one of single function values, integrated adaptively
+    others: list[str] = field(default_factory=list)  # at fixed nodes
 
 
 class Reader:
     """Reads a model's densities at draws of all that is not integrated out.
 
     A GP site in which the density is quadratic is integrated in closed form (a Gaussian likelihood; the mean of a
-    heteroscedastic one). Otherwise a density of one function value is integrated by Gauss-Hermite quadrature that is
-    centred and scaled on the integrand (Naylor and Smith, 1982), so that a likelihood much narrower than the
-    residual does no harm; one of two values by a product grid; of more, by 128 Sobol points.
+    heteroscedastic one). Otherwise, where single values of a GP site enter terms of their own, it is integrated as in
+    expectation propagation (:func:`~pyro_sparsegp.tilted.tilted`), so that a likelihood much narrower than the residual
+    does no harm: such a one takes some 450 numbers a row at a time, others 33. Both are done at each node of what else
+    moves the density: Gauss-Hermite grids of one or two values, 128 Sobol points of more.
 
     :param model: the model.
     :param sites: names of the sites whose densities are read: data, and latents whose densities move with f.
@@ -76,6 +79,7 @@ class Reader:
 
         :param held: values of all latent sites that are not integrated, subsample sites among them.
         :param functions: h and d of the GP sites that are.
+        :raises ValueError: where an integrated density is not finite, naming the site and the rows.
         """
         with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
             if self.plans is None:
@@ -84,6 +88,7 @@ class Reader:
             expected = log_evidence = torch.zeros((), dtype=torch.float64)
             for name, plan in self.plans.items():
                 log_density, expectation = self._site(name, plan, held, functions)
+                _require_finite(name, log_density)
                 integrated[name] = log_density
                 expected = expected + (self._scales[name] * expectation).double().sum()
                 log_evidence = log_evidence + (self._scales[name] * log_density).double().sum()
@@ -125,27 +130,39 @@ class Reader:
         names = self.sites
         start = self.terms({**held, **means}, names)
         plans = {name: _Plan({}) for name in start}
+        effects: dict[str, dict[str, float]] = {name: {} for name in start}
         generator = torch.Generator().manual_seed(0)
         for gp, moments in functions.items():
             f, step = means[gp], _step(moments)
             mask = (torch.rand(f.shape, generator=generator) < 0.5).to(f.device)
             moved = self.terms({**held, **means, gp: f + step}, names)
-            halves = [self.terms({**held, **means, gp: f + step * part}, names) for part in (mask, ~mask)]
+            # A term may be flat on one side, or near the mean.
+            moves = [self.terms({**held, **means, gp: f + size * step}, names) for size in (-1.0, 8.0, -8.0)]
+            halves = [
+                (part, self.terms({**held, **means, gp: f + size * step * part}, names))
+                for part in (mask, ~mask)
+                for size in (1.0, -1.0, 8.0, -8.0)
+            ]
             for site, before in start.items():
                 # Classes see differences of their outputs: moving all values alike may change nothing.
-                if not any(_changed(before, after[site]).any() for after in (moved, *halves)):
+                after = [moved, *moves, *(half for _, half in halves)]
+                if not any(_changed(before, terms[site]).any() for terms in after):
                     continue
                 aligned = before.shape == f.shape and not any(
-                    (_changed(before, half[site]) & ~part).any() for half, part in zip(halves, (mask, ~mask))
+                    (_changed(before, half[site]) & ~part).any() for part, half in halves
                 )
                 plans[site].aligned[gp] = bool(aligned)
+                effects[site][gp] = float((moved[site] - before).abs().nan_to_num().sum())
         for site, plan in plans.items():
             for gp, aligned in plan.aligned.items():
                 total = self._total(site, gp, held, means)
                 rows = start[site].shape == means[gp].shape[-1:]
                 if plan.quadratic is None and (aligned or rows) and _is_separable_quadratic(total, functions[gp]):
                     plan.quadratic = gp
-            plan.others = [gp for gp in plan.aligned if gp != plan.quadratic]
+            single = [gp for gp, aligned in plan.aligned.items() if aligned]
+            if plan.quadratic is None and single:  # the one against whose residual the density is the narrowest
+                plan.inner = max(single, key=effects[site].__getitem__)
+            plan.others = [gp for gp in plan.aligned if gp not in (plan.quadratic, plan.inner)]
         return plans
 
     def _total(
@@ -162,8 +179,6 @@ class Reader:
         if not plan.aligned:
             term = self.terms(fixed, [name])[name]
             return term, term
-        if plan.quadratic is None and len(plan.others) == 1 and plan.aligned[plan.others[0]]:
-            return self._adaptive(name, plan.others[0], fixed, functions[plan.others[0]])
         widths = [1 if plan.aligned[gp] else max(1, means[gp][..., 0].numel()) for gp in plan.others]
         nodes, weights = normal_nodes(sum(widths), next(iter(means.values())))
         values = {
@@ -171,15 +186,17 @@ class Reader:
             for gp, part in zip(plan.others, nodes.split(widths, -1))
         }
 
+        if plan.inner is not None:
+            log_densities, expectations = self._adaptive(name, plan.inner, fixed, values, len(weights), functions)
+            return _averages(log_densities, expectations, weights)
+
         def at(node: dict[str, Tensor]) -> Moments:
             if plan.quadratic is None:
                 term = self.terms({**fixed, **node}, [name])[name]
                 return term, term
             return self._closed(name, plan, {**fixed, **node}, functions[plan.quadratic])
 
-        log_densities, expectations = _at_nodes(at, values, len(weights))
-        shaped = weights.reshape(-1, *[1] * (log_densities.dim() - 1)).to(log_densities)
-        return torch.logsumexp(log_densities + shaped.log(), 0), (shaped * expectations).sum(0)
+        return _averages(*_at_nodes(at, values, len(weights)), weights)
 
     def _closed(self, name: str, plan: _Plan, fixed: Mapping[str, Tensor], moments: Moments) -> Moments:
         # ℓ(f) = ℓ + ℓ'(f − h) − ½λ(f − h)²: log ∫ exp ℓ N(f | h, d) df = ℓ − ½ log(1 + λd) + ½ ℓ'²d/(1 + λd).
@@ -208,34 +225,58 @@ class Reader:
             change, spread = (part.reshape(-1, part.shape[-1]).sum(0) for part in (change, spread))
         return value + change, value + spread
 
-    def _adaptive(self, name: str, gp: str, fixed: Mapping[str, Tensor], moments: Moments) -> Moments:
-        h, d = moments
-        nodes, weights = normal_nodes(1, h)
-        shape = (-1, *[1] * h.dim())
-        t, log_weights = nodes[:, 0].reshape(shape), weights.log().reshape(shape)
-        floor = torch.finfo(d.dtype).tiny
-        variance = d.clamp(min=floor)
-        m, v = h, variance
-        expectation = log_density = h
+    def _adaptive(
+        self,
+        name: str,
+        gp: str,
+        fixed: Mapping[str, Tensor],
+        others: Mapping[str, Tensor],
+        num: int,
+        functions: Mapping[str, Moments],
+    ) -> Moments:
+        """As :meth:`_site`, at each of the nodes ``(J, ..., N)`` of other GP sites: ``(J, ..., N)`` each."""
+        h, d = functions[gp]
+        columns, weights = normal_nodes(1, h)
+        columns, weights = (part.reshape(-1, *[1] * (h.dim() + 1)) for part in (columns, weights))
 
         def at(node: dict[str, Tensor]) -> Moments:
             term = self.terms({**fixed, **node}, [name])[name]
             return term, term
 
-        for i in range(_PASSES):
-            f = m + v.sqrt() * t
-            terms, _ = _at_nodes(at, {gp: f}, len(weights))
-            if i == 0:
-                expectation = (log_weights.exp() * terms).sum(0)
-            # importance weights of N(h, d) over N(m, v) at the nodes
-            ratio = 0.5 * ((v / variance).log() + t.square() - (f - h).square() / variance)
-            log_joint = terms + ratio + log_weights
-            log_density = torch.logsumexp(log_joint, 0)
-            share = (log_joint - log_density).exp()
-            mean = (share * f).sum(0)
-            spread = (share * (f - mean).square()).sum(0)
-            m, v = mean, torch.minimum(torch.maximum(spread, v / _SHRINKAGE), variance)
-        return log_density, expectation
+        parts: list[Moments] = []
+        for rows in torch.arange(num).split(max(1, _NUMBERS // (_MOST_NODES * h.numel()))):
+            some = {other: value[rows] for other, value in others.items()}
+
+            def log_density(f: Tensor, some: dict[str, Tensor] = some) -> Tensor:  # (K, J, ..., N)
+                beside = {other: value.expand(len(f), *value.shape).flatten(0, 1) for other, value in some.items()}
+                terms, _ = _at_nodes(at, {**beside, gp: f.flatten(0, 1)}, f.shape[0] * f.shape[1])
+                return terms.reshape(f.shape)
+
+            mean, variance = (part.expand(len(rows), *part.shape) for part in (h, d))
+            integrated = tilted(log_density, mean, variance, mean, variance.sqrt(), num_nodes=_NODES).log_z
+            expected = (weights * log_density(mean + variance.sqrt() * columns)).sum(0)
+            parts.append((integrated, expected))
+        return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
+
+
+def _averages(log_densities: Tensor, expectations: Tensor, weights: Tensor) -> Moments:
+    """Of exponentials and of expectations over nodes, ``(J, ..., N)``, with these weights."""
+    shaped = weights.reshape(-1, *[1] * (log_densities.dim() - 1)).to(log_densities)
+    return torch.logsumexp(log_densities + shaped.log(), 0), (shaped * expectations).sum(0)
+
+
+def _require_finite(name: str, log_density: Tensor) -> None:
+    bad = ~log_density.isfinite()
+    if not bad.any():
+        return
+    rows = bad.reshape(-1, bad.shape[-1]).any(0) if bad.dim() else bad.reshape(1)
+    found = rows.nonzero()[:, 0].tolist()
+    raise ValueError(
+        f"site {name!r} has integrated log densities that are not finite in rows "
+        f"[{', '.join(map(str, found[:10]))}{', ...' if len(found) > 10 else ''}] ({len(found)} of {len(rows)}): at no "
+        "function value that the posterior allows has the likelihood a density there. Look for NaN in the data (leave "
+        "missing rows out with poutine.mask), data outside of the likelihood's support, or hyperparameters at extremes."
+    )
 
 
 def _at_nodes(at: Callable, values: dict[str, Tensor], num: int) -> Moments:

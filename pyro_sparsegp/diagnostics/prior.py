@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Optional
 
@@ -13,6 +12,7 @@ from pyro.poutine.util import site_is_subsample
 
 from ..traces import as_process, is_observation, whole_plates
 from . import backend
+from .arguments import require_arguments, require_model
 from .draws import LARGEST_JOINT, seeded, sites_of
 from .labels import Labels, constant_data
 from .writer import Writer, name_of
@@ -49,7 +49,12 @@ def prior_predictive(
     if isinstance(observed, str):
         raise ValueError(f"observed must be a collection of names, got the string {observed!r}: give [{observed!r}]")
     backend.xarray()
-    _require_arguments(model, args, kwargs)
+    require_model("prior_predictive", "then its arguments: (model, x)", model)
+    remedy = (
+        "Give the observations, which are kept for comparison and drawn anew, or None in their place if the model "
+        "passes them on as obs: model(x, None)."
+    )
+    require_arguments("prior_predictive", remedy, model, args, kwargs)
     labels = Labels(dims, coords)
     writer = Writer(labels, (1, num_samples), dtype)
     shared = {"model": name_of(model), "name": name}
@@ -79,20 +84,6 @@ def prior_predictive(
                 }
                 writer.check(writer.datasets(shared, {}, fixed))
     return backend.xarray().DataTree.from_dict(writer.datasets(shared, {}, fixed), name=name)
-
-
-def _require_arguments(model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-    try:
-        signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
-    except (TypeError, ValueError):  # a callable without one
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise ValueError(
-            f"prior_predictive cannot call the model: {error}. Give the observations, which are kept for comparison "
-            "and drawn anew, or None in their place if the model passes them on as obs: model(x, None)."
-        ) from error
 
 
 def _data_sites(trace: Any, observed: Optional[Collection[str]], values: Collection[str]) -> set[str]:

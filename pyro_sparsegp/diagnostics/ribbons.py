@@ -7,6 +7,7 @@ from numbers import Integral
 from typing import Any, Optional
 
 from . import backend
+from .arguments import require_tree
 
 __all__ = ["plot_ribbon"]
 
@@ -36,6 +37,7 @@ def plot_ribbon(
     :returns: a ``PlotCollection``, or a matplotlib figure.
     :raises ValueError: where the tree has no predictions, or the inputs are not one or two.
     """
+    require_tree("plot_ribbon", tree)
     for group in ("predictions", "predictions_constant_data", "constant_data"):
         if group not in tree.children:
             raise ValueError(

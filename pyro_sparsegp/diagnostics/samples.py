@@ -47,6 +47,7 @@ class SampleSource:
         self.names = [name for name, site in sites_of(trace) if not site_is_subsample(site)]
         require_shapes({name: seen[name] for name in self.data})
         self.reader = Reader(self.model, args, kwargs, [*self.data, *self.factors])
+        self.divergences: list[list[int]] = []  # the diverging draws' numbers, of each chain, where they are known
         self._next = 0
 
     @torch.no_grad()

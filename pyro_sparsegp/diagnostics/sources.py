@@ -8,8 +8,8 @@ from typing import Any, Optional, Union
 from pyro.infer import MCMC
 from torch import Tensor
 
-from ..guide import AutoSparseGP
-from ..predict import _samples_and_data
+from ..predict import _samples_and_data, divergences
+from .arguments import guide_of, is_posterior, kind_of, require_arguments, require_model
 from .draws import GuideSource
 from .samples import ConditionedSource, SampleSource
 
@@ -31,25 +31,31 @@ def as_source(
 
     :raises ValueError: where ``result`` is none of these, or belongs to another model.
     """
-    if not isinstance(result, AutoSparseGP) and isinstance(getattr(result, "guide", None), AutoSparseGP):
-        result = result.guide
-    if isinstance(result, AutoSparseGP):
+    require_model("diagnostics", "then the guide or the MCMC, then the model's arguments: (model, guide, x, y)", model)
+    guide = guide_of(result)
+    if guide is not None:
+        result = guide
         if model is not result.model and model != result.model:
             raise ValueError(
                 "the guide belongs to another model: give the one it was made for, to_datatree(guide.model, guide, ...)"
             )
+        require_arguments("a posterior's draws", "Give the training data, (model, guide, x, y).", model, args, kwargs)
         return GuideSource(result, args, kwargs, exact, chunk_size, marginal)
     if isinstance(result, MCMC):
         _, (old_args, old_kwargs) = _samples_and_data(result, None)
         samples = result.get_samples(group_by_chain=True)
         if marginal:
             return ConditionedSource(model, samples, args, kwargs, old_args, old_kwargs)
-        return SampleSource(model, samples, args or old_args, kwargs if args else old_kwargs)
+        source = SampleSource(model, samples, args or old_args, kwargs if args else old_kwargs)
+        source.divergences = divergences(result)
+        return source
     if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
         return SampleSource(model, {name: value[None] for name, value in result.items()}, args, kwargs)
     raise ValueError(
         "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
-        f"pyro.infer.MCMC or a mapping of its samples, got {type(result).__name__}"
+        f"pyro.infer.MCMC or a mapping of its samples, got {kind_of(result)}. The order is model, result, then the "
+        "model's arguments."
+        + (" A GP site's posterior lacks the other latents: give the guide that it is from." * is_posterior(result))
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
+import torch
 from torch import Tensor
 
 from . import backend
+from .arguments import require_tree
 from .draws import Draw, GuideSource, require_names, seeded
 from .labels import Labels, constant_data
 from .samples import SampleSource
@@ -45,8 +47,9 @@ def to_datatree(
     ``(chain, draw, ...)``. One fit is one chain: several guides of the same model, restarts, become chains.
 
     The log likelihood is integrated over what a draw leaves open, log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ; of MCMC, whose
-    draws hold f itself, log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. ``sample_stats`` has ``log_q``, the log density of (θ, w)
-    under the guide, and ``lp``, what is set against it in importance weights, both in float64:
+    draws hold f itself, log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. ``sample_stats`` has ``diverging`` of an ``MCMC``; of a
+    guide ``log_q``, the log density of (θ, w) under it, and ``lp``, what is set against it in importance weights, both
+    in float64:
 
     * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe" that the evidence lower bound is for;
     * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, that of expectation propagation;
@@ -162,6 +165,9 @@ def _write(
                 writer.put("sample_stats", "lp_exact", source.log_joint_exact(draw))
     if draw.log_q is not None:
         writer.put("sample_stats", "log_q", draw.log_q)
+    if isinstance(source, SampleSource) and source.divergences:
+        chain, number = writer.index
+        writer.put("sample_stats", "diverging", torch.tensor(number in source.divergences[chain]))
 
 
 def to_inference_data(tree: Any) -> Any:
@@ -169,6 +175,7 @@ def to_inference_data(tree: Any) -> Any:
 
     :raises ImportError: where this arviz has no use for it: arviz 1 and the 0.8 packages take the DataTree itself.
     """
+    require_tree("to_inference_data", tree)
     return backend.inference_data(tree)
 
 

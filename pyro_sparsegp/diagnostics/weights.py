@@ -8,6 +8,7 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from . import backend
+from .arguments import guide_of, is_tree, kind_of, require_tree
 from .tree import to_datatree
 
 __all__ = ["PSIS", "TARGETS", "log_weights_of", "psis", "resample"]
@@ -22,6 +23,7 @@ class PSIS:
 
     :param log_weights: ``xarray.DataArray`` ``(chain, draw)``, normalised over all draws.
     :param pareto_k: k-hat of each chain's weights, ``xarray.DataArray`` ``(chain,)``; −∞ where all weights are equal.
+        It does not see what q's draws leave out (:func:`psis`).
     :param target: what the draws are weighted towards.
     :param good_k: min(1 − 1/log₁₀ S, 0.7), up to which the weights may be relied on.
     """
@@ -33,7 +35,7 @@ class PSIS:
 
     @property
     def khat(self) -> float:
-        """The largest k-hat of a chain."""
+        """The largest k-hat of a chain. A q that is too narrow may have a low one (:func:`psis`)."""
         return float(self.pareto_k.max())
 
     @property
@@ -75,6 +77,12 @@ def psis(tree_or_model: Any, *args: Any, target: Optional[str] = None, **kwargs:
     * "fitc": p(θ) p(w) Πₙ ∫ p(yₙ | fₙ) p(fₙ | w) dfₙ, which expectation propagation aims at.
     * "exact": p(θ) p(w) p(y | w, θ), the model itself, in O(N³); sees the sparse approximation, too.
 
+    k-hat is of the weights at q's own draws: where these never come it sees nothing. A q that is too narrow, as
+    mean-field posteriors of intercepts and random effects beside f are, can have a low one: 0.39 and 0.54 where an
+    intercept's standard deviation under q was a tenth and an eighth of the posterior's. A low k-hat says that weights
+    may be relied on for what q covers, not that q is as wide as the posterior: :func:`sbc` of that latent or NUTS on
+    part of the data say so. Coverage of held-out data need not, for f makes up for the intercept in predictions.
+
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
 
     :raises ValueError: for MCMC draws, which need no weights, or where the tree was made for another target.
@@ -108,6 +116,7 @@ def resample(
     :param num_samples: how many; as many as there are, if not given.
     :raises ValueError: if k-hat is above 0.7.
     """
+    require_tree("resample", tree)
     found = weights if isinstance(weights, PSIS) else psis(tree, target=weights)
     found.require()
     chains, draws = found.log_weights.shape
@@ -144,23 +153,42 @@ def log_weights_of(tree: Any, target: str) -> Any:
     if "log_q" not in stats:
         raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")
     own = stats.attrs["target"]
-    if f"lp_{target}" in stats:
-        return stats[f"lp_{target}"] - stats["log_q"]
-    if target == ("exact" if own == "exact" else "vfe"):
-        return stats["lp"] - stats["log_q"]
+    name = "lp" if target == ("exact" if own == "exact" else "vfe") else f"lp_{target}"
+    if name in stats:
+        _require_finite(name, target, stats[name].values)
+        return stats[name] - stats["log_q"]
     raise ValueError(
         f"the tree has draws and densities for the target {own!r}, not for {target!r}"
         + (": make it by to_datatree(..., exact=True), in O(N³) a draw." if target == "exact" else ".")
     )
 
 
+def _require_finite(name: str, target: str, values: np.ndarray) -> None:
+    bad = ~np.isfinite(values)
+    if not bad.any():
+        return
+    why = "the log densities under the posterior's draws are not finite"
+    if target == "vfe":
+        why = (
+            "E[log p(y | f)] is infinite where the likelihood has no density at some function values that the "
+            'posterior allows; the target "fitc" takes integrated densities'
+        )
+    raise ValueError(
+        f"{name}, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "
+        f"draws: {why}. Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
+    )
+
+
 def _tree(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]) -> Any:
-    if hasattr(tree_or_model, "children") and "posterior" in tree_or_model.children:
+    if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
         if args or kwargs:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")
         return tree_or_model
-    if not callable(tree_or_model) or not args:
-        raise ValueError("give a tree made by to_datatree, or model, guide and the training arguments")
+    if not callable(tree_or_model) or not args or guide_of(tree_or_model) is not None:
+        raise ValueError(
+            "give a tree made by to_datatree, or model, guide and the training arguments, in this order: "
+            f"(model, guide, x, y); got {kind_of(tree_or_model)} first and {len(args)} more"
+        )
     kwargs.setdefault("exact", target == "exact")
     kwargs.setdefault("posterior_predictive", False)
     return to_datatree(tree_or_model, *args, **kwargs)

@@ -50,6 +50,8 @@ class Writer:
         arrays = self.groups.setdefault(group, {})
         if variable not in arrays:
             kind = np.dtype("float64") if group == "sample_stats" else self.dtype
+            if group == "sample_stats" and value.dtype is torch.bool:
+                kind = np.dtype("bool")
             if group.endswith("predictive") and not value.is_floating_point():
                 kind = np.dtype("int64")
             arrays[variable] = np.empty((*self.shape, *value.shape), kind)

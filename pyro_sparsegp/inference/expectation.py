@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -23,6 +22,7 @@ from ..process import GaussianProcess
 from ..structure import ELEMENTWISE, NONE
 from ..terms import Findings, Terms
 from ..tilted import Tilted, log_normaliser, tilted
+from ..warned import warn_once
 from .distributed import Workers
 
 __all__ = ["ExpectationPropagation"]
@@ -481,15 +481,16 @@ class ExpectationPropagation:
         if info.any():
             # Negative precisions of some sites outweigh the rest: without these sites q exists.
             self._status.setdefault(run.name, _Status()).cut += 1
-            if run.name not in self.guide.warned:
-                self.guide.warned.add(run.name)
-                warnings.warn(
-                    f"expectation propagation at GP site {run.name!r} dropped sites of negative precision, with which "
-                    "q had no covariance: the likelihood is not log-concave, and the updates may not converge. Look at "
-                    "ep.status; lower damping (0.1) and power (0.5) help.",
-                    NumericalWarning,
-                    stacklevel=6,
-                )
+            warn_once(
+                self.guide.warned,
+                "negative sites dropped",
+                run.name,
+                f"expectation propagation at GP site {run.name!r} dropped sites of negative precision, with which q "
+                "had no covariance: the likelihood is not log-concave, and the updates may not converge. Look at "
+                "ep.status; lower damping (0.1) and power (0.5) help.",
+                NumericalWarning,
+                stacklevel=6,
+            )
             run.precision, run.linear = _without_negative(run.precision, run.linear)
             if run.index is None:
                 gram, pull = self.workers.sum(*module.sums(run.rows, run.precision, run.linear))

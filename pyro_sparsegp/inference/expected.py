@@ -112,11 +112,12 @@ def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
 
 @torch.no_grad()
 def find_expectations(
-    guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], warn: Callable[[str], None]
+    guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], warn: Callable[[str, str], None]
 ) -> Optional[Expectations]:
     """The sites of a model whose distributions bring their expectations, and may be asked for them; or ``None``.
 
-    :param warn: told about sites whose parameter is not of the kind wanted: they are integrated as others are.
+    :param warn: told, by name and in words, about sites whose parameter is not of the kind wanted: they are
+        integrated as others are.
     :raises ValueError: naming the site, if such a one is piecewise constant, so that draws would give no gradient.
     """
     assert guide.structure is not None
@@ -154,7 +155,7 @@ def find_expectations(
                     "give it one output of a GP for each entry, scaled or shifted at most, or take a likelihood with a "
                     "gradient, such as Categorical(logits=...)."
                 )
-            warn(f"{complaint}: it is integrated like any other density.")
+            warn(name, f"{complaint}: it is integrated like any other density.")
         owners = {name: gps for name, gps in owners.items() if gps}
         if not owners:
             return None

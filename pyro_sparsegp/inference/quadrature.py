@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, Optional
@@ -27,6 +26,7 @@ from ..guide import AutoSparseGP
 from ..structure import COUPLED, DATAWISE
 from ..survey import Structure
 from ..traces import held_trace
+from ..warned import warn_once
 from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
@@ -131,15 +131,17 @@ class TraceQuadrature_ELBO(ELBO):
         """Warn once if the loss has risen a hundredfold where q is in coordinates in which Adam's steps overshoot."""
         first, lowest = self._levels.get(guide, (value, value))
         self._levels[guide] = first, min(lowest, value)
-        if value - lowest <= _RISE * max(abs(lowest), first - lowest, 1.0) or "risen" in guide.warned:
+        if value - lowest <= _RISE * max(abs(lowest), first - lowest, 1.0):
             return
         families = {name: spec["family"] for name, spec in guide.structure.gps.items()}
         found = {name: "whiten=False" for name, family in families.items() if family.get("whiten") is False}
         found |= {name: "num_columns=" for name, family in families.items() if family.get("num_columns") is not None}
         if found:
-            guide.warned.add("risen")
             which = ", ".join(f"{name!r} ({how})" for name, how in found.items())
-            warnings.warn(
+            warn_once(
+                guide.warned,
+                "risen",
+                next(iter(found)),
                 f"the loss has risen from {lowest:.4g} to {value:.4g}. The posterior of GP site {which} is not "
                 "whitened: the curvature of its divergence is that of an inverse kernel matrix, over which Adam's "
                 "steps can overshoot without end. Take a far smaller learning rate, or a whitened family.",
@@ -201,7 +203,8 @@ class TraceQuadrature_ELBO(ELBO):
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         assert guide.structure is not None
         if guide not in self._expectations:
-            self._expectations[guide] = find_expectations(guide, args, kwargs, partial(self._say_once, guide))
+            warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
+            self._expectations[guide] = find_expectations(guide, args, kwargs, warn)
         expected = self._expectations[guide]
         structure = guide.structure if expected is None else expected.rest
         axes = quadrature_axes(structure)
@@ -211,10 +214,13 @@ class TraceQuadrature_ELBO(ELBO):
             if name not in axes and name not in structure.inner and kind != COUPLED
         ]
         if drawn:
-            self._say_once(
-                guide,
+            warn_once(
+                guide.warned,
+                "integrated by draws",
+                ", ".join(drawn),
                 f"GP sites {', '.join(drawn)} meet in densities of more than {_MAX_AXES} function values: these are "
                 "integrated by Monte Carlo, one draw a particle, not by quadrature.",
+                stacklevel=5,
             )
         num_axes = 1 + max((axis for used in axes.values() for axis in used), default=-1)
 
@@ -314,18 +320,16 @@ class TraceQuadrature_ELBO(ELBO):
                 continue
             self._ways[guide] = way
             if way == 2 and way > first:
-                self._say_once(
-                    guide,
+                warn_once(
+                    guide.warned,
+                    "vmap refused",
+                    ", ".join(guide.structure.gps) if guide.structure else "",
                     "torch.func.vmap refuses what this model does with function values; it now runs once for each "
                     f"quadrature node, {self.num_nodes**num_axes} times a step: {refusal}",
+                    stacklevel=5,
                 )
             return values
         raise RuntimeError("no way of evaluating the bound is left")
-
-    def _say_once(self, guide: AutoSparseGP, message: str) -> None:
-        if message not in guide.warned:
-            guide.warned.add(message)
-            warnings.warn(message, stacklevel=6)
 
 
 class _Module(ELBOModule):

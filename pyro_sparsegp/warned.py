@@ -1,0 +1,21 @@
+"""Warnings that are given once for each site."""
+
+from __future__ import annotations
+
+import warnings
+
+__all__ = ["Warned", "warn_once"]
+
+Warned = set[tuple[str, str]]  # kinds of warnings, and the sites that they were about
+
+
+def warn_once(
+    warned: Warned, kind: str, site: str, message: str, category: type[Warning] = UserWarning, stacklevel: int = 1
+) -> None:
+    """Warn, unless ``warned`` has a warning of this kind about this site.
+
+    :param stacklevel: as of ``warnings.warn`` in the caller's place.
+    """
+    if (kind, site) not in warned:
+        warned.add((kind, site))
+        warnings.warn(message, category, stacklevel=stacklevel + 1)
