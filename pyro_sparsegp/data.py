@@ -68,7 +68,10 @@ class TrainingData:
 
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
-        return TrainingData(model, _mapped(function, self.args), _mapped(function, self.kwargs))
+        new = TrainingData(model, _mapped(function, self.args), _mapped(function, self.kwargs))
+        for path, leaf in new._leaves.items():
+            leaf.digits = _coarser(leaf.digits, self._leaves[path].digits)
+        return new
 
     @property
     def is_plain(self) -> bool:
@@ -79,14 +82,15 @@ class TrainingData:
 class _Leaf:
     """A tensor, and whether it has been written to since."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, digits: Optional[torch.dtype] = None) -> None:
         self.tensor, self._version = tensor, _version(tensor)
+        self.digits = _coarser(tensor.dtype, digits or tensor.dtype)  # as many as it had before any conversion
 
-    def __getstate__(self) -> Tensor:
-        return self.tensor
+    def __getstate__(self) -> tuple[Tensor, torch.dtype]:
+        return self.tensor, self.digits
 
-    def __setstate__(self, tensor: Tensor) -> None:
-        self.tensor, self._version = tensor, _version(tensor)  # a copy counts from its own start
+    def __setstate__(self, state: tuple[Tensor, torch.dtype]) -> None:
+        self.__init__(*state)  # type: ignore[misc]  # a copy counts from its own start
 
     @property
     def unchanged(self) -> bool:
@@ -100,9 +104,18 @@ class _Leaf:
             return True
         if other.shape != self.tensor.shape or other.device != self.tensor.device:
             return False
-        return torch.equal(other, self.tensor) or bool(
-            ((other == self.tensor) | (other.isnan() & self.tensor.isnan())).all()
-        )
+        if other.dtype != self.digits or self.tensor.dtype != self.digits:
+            digits = _coarser(other.dtype, self.digits)
+            return _equal(other.to(digits), self.tensor.to(digits))
+        return _equal(other, self.tensor)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return one if one.itemsize <= other.itemsize else other
 
 
 def _version(tensor: Tensor) -> int:

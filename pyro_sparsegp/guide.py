@@ -188,7 +188,7 @@ class AutoSparseGP(AutoNormalMessenger):
         if relation.order is not None and keep:
             self._follow(relation.order, args, kwargs)
         request.conditions = self._condition(args, kwargs, relation, keep)
-        with self._requesting(request), self._held(request.conditions):
+        with self._requesting(request, self._computing_median), self._held(request.conditions):
             draws = self._run(args, kwargs)
         self._after_run(args, kwargs, relation)
         return draws

@@ -39,6 +39,7 @@ def data(likelihood):
     return x, torch.where(mask, y, torch.nan), mask
 
 
+@pytest.mark.filterwarnings("ignore:the loss has risen")  # Adam, not whitened
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_obs_mask_is_the_mask(family, likelihood):
