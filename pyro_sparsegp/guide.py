@@ -28,7 +28,7 @@ from torch.distributions import biject_to, constraints
 from . import structure, survey
 from .conditioning import correct_sites, is_corrected, observes, read_sites, repeatable, require_full_batch
 from .drawing import ExpectedSite, GroupedSite, MarginalSite, NodeSite, Site
-from .expectation_gp import ExpectationGP
+from .expectation_gp import ExpectationGP, require_refined
 from .families import ExpectationFamily, Family, FreeFormFamily, SiteFamily
 from .kernels import base as kernel_base
 from .modules import at_path, drop_stored, take_name, unique_name
@@ -150,6 +150,7 @@ class AutoSparseGP(AutoNormalMessenger):
             return super().__call__(*args, **kwargs)
         self.prepare(*args, **kwargs)
         observing = False if self._new_rows else None
+        self._require_refined(lambda: self._new_rows or not observes(self, args, kwargs))
         corrected = (is_corrected(self, name, at_path(self.gps, name)) for name in self._row_counts)
         if self._last is not None and any(corrected):
             observing = observes(self, args, kwargs) if observing is None else observing
@@ -175,6 +176,11 @@ class AutoSparseGP(AutoNormalMessenger):
         if self.structure is None:
             self._initialise(args, kwargs)
 
+    def _require_refined(self, predicting: Callable[[], bool] = lambda: True) -> None:
+        """Raise if expectation propagation has not begun, and what a call is to give is a posterior."""
+        if self.by_expectation and self.structure is not None:
+            require_refined({name: at_path(self.gps, name) for name in self.structure.gps}, predicting)
+
     @contextmanager
     def _requesting(self, request: _Request, median: bool = False) -> Iterator[_Request]:
         before = self._request, self._computing_median
@@ -192,6 +198,7 @@ class AutoSparseGP(AutoNormalMessenger):
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         """
         self._wake(args, kwargs)
+        self._require_refined()
         self._check_loaded(args, kwargs)
         self._refresh_sites()
         with (
@@ -244,6 +251,7 @@ class AutoSparseGP(AutoNormalMessenger):
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
         self._wake(args, kwargs)
+        self._require_refined()
         self._check_loaded(args, kwargs)
         self._refresh_sites()
         training = self.training

@@ -12,6 +12,8 @@ from torch import Tensor
 
 __all__ = ["Tilted", "log_normaliser", "normaliser_derivatives", "tilted"]
 
+_MOST_PASSES = 30
+
 
 @dataclass(frozen=True)
 class Tilted:
@@ -49,7 +51,8 @@ def tilted(
     On the whole line that rule's error for a Gaussian, or a Gaussian's integral, of standard deviation s is
     2exp(−2π²s²/h²): at spacing h = s that is 5e-9. The nodes reach 8 standard deviations to each side, or as far as
     balances the two errors if they are few. Each pass sets centre and spread by the moments that the pass before
-    found: a likelihood narrower than the nodes' spacing is closed in on.
+    found: a likelihood narrower than the nodes' spacing is closed in on, and one beyond the last node is gone after.
+    Passes are added while some density is not well among its nodes.
 
     :param log_density: f at nodes, ``(K, ..., N)``, to log p(yₙ | fₙ), of the same shape.
     :param mean: m, ``(..., N)``.
@@ -62,7 +65,7 @@ def tilted(
     steps = torch.linspace(-reach, reach, num_nodes, dtype=mean.dtype, device=mean.device)
     columns = steps.reshape(-1, *[1] * mean.dim())
     step = 2 * reach / (num_nodes - 1)
-    for _ in range(passes):
+    for i in range(_MOST_PASSES):
         nodes = torch.addcmul(centre, spread, columns)
         values = log_density(nodes).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
         away = nodes - mean
@@ -73,11 +76,16 @@ def tilted(
         # In units of the spread, relative to the centre.
         first = torch.tensordot(steps, weights, 1) / total
         second = torch.tensordot(steps.square(), weights, 1) / total - first.square()
+        aside = first.abs() > 0.5 * reach
+        bad = aside | (second > max(reach / 3, 1.5) ** 2) | (second < min(step, 0.5) ** 2)
         # Mass on one node: all that is known is that the density is narrower than their spacing.
         second = torch.where(second.isfinite(), second.clamp(min=(step / 8) ** 2), second)
         at = centre, spread
+        if i + 1 >= passes and not bad.any():
+            break
         centre = torch.where(first.isfinite(), centre + spread * first, centre)
-        spread = spread * torch.where(second.isfinite(), second.sqrt(), step / 4)
+        ratio = torch.where(aside, 4.0, second.sqrt())
+        spread = spread * torch.where(ratio.isfinite(), ratio, step / 4)
     log_z = peak + (total * at[1] * step).log() - 0.5 * (variance.log() + math.log(2 * math.pi))
     return Tilted(
         log_z,

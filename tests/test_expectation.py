@@ -306,6 +306,46 @@ class TestGaussianLikelihood:
         assert abs(loss + dist.MultivariateNormal(torch.zeros(12), fitc).log_prob(y)) < 1e-4
 
 
+class TestFarFromThePrior:
+    """A Gaussian's site is exact at once, whatever the damping: FITC."""
+
+    @pytest.mark.parametrize("size", [60, 15])
+    @pytest.mark.parametrize(("level", "noise"), [(50.0, 1.0), (100.0, 0.05)])
+    def test_two_sweeps(self, size, level, noise):
+        x, _ = classes(60)
+        y = level + torch.sin(2 * x[:, 0]) + noise * torch.randn(60)
+        kernel = kernels.RBF(0.8)
+        _, ep = start(gaussian(kernel, noise, jitter=1e-8), x)
+        for _ in range(2):
+            for rows in torch.arange(60).split(size):
+                part = {} if size == 60 else {"size": 60, "indices": rows}
+                ep.sweep(x[rows], y[rows], **part)
+        assert ep.status["f"]["converged"]
+        cross = kernel(x, Z)
+        q = cross @ torch.linalg.solve(kernel(Z) + 1e-8 * torch.eye(8), cross.mT)
+        fitc = q + torch.diag(kernel.diag(x) - q.diagonal() + noise**2)
+        exact = dist.MultivariateNormal(torch.zeros(60), fitc).log_prob(y)
+        assert abs(ep.evaluate_loss(x, y) + exact) < 1e-6
+
+    def test_the_tilted_distribution_beyond_the_nodes(self):
+        """Narrow and 100 cavity's standard deviations away, from a guess that is wrong and too narrow."""
+        target = torch.tensor([100.0, -100.0, 3.0])
+        for noise in (0.01, 1.0):
+            found = tilted(
+                lambda f, noise=noise: dist.Normal(f, noise).log_prob(target),
+                torch.zeros(3),
+                torch.ones(3),
+                torch.full((3,), -2.0),
+                torch.full((3,), 0.01),
+                passes=1,
+            )
+            variance = 1 / (1 + noise**-2)
+            torch.testing.assert_close(found.mean, variance * target / noise**2, rtol=1e-7, atol=1e-7)
+            torch.testing.assert_close(found.variance, torch.full((3,), variance), rtol=1e-6, atol=0)
+            exact = dist.Normal(0.0, math.sqrt(1 + noise**2)).log_prob(target)
+            torch.testing.assert_close(found.log_z, exact, rtol=1e-7, atol=1e-7)
+
+
 @pytest.mark.parametrize("model", [bernoulli, poisson])
 def test_little_power_is_variational_inference(model):
     x, y = data(model, 40)
@@ -467,7 +507,7 @@ class TestMiniBatches:
         with pytest.raises(ValueError, match="must be 10 row numbers"):
             ep.step(x[:10], y[:10], size=60, indices=torch.arange(9))
         with pytest.raises(ValueError, match="no plate holds a part"):
-            ep.step(x, y, indices=torch.arange(60))
+            ep.step(x, y, indices=torch.arange(59))
         ep.step(x, y)
         with pytest.raises(ValueError, match="has sites of 60 data, this call brings 50"):
             ep.step(x[:50], y[:50])
@@ -485,10 +525,6 @@ def test_contract(model, dtype, device):
     family = SparseEP(12)
     guide = AutoSparseGP(model, family)
     guide(x, y)
-    start = guide.posterior(x)["f"]
-    torch.testing.assert_close(start.variance, start.process.variance, rtol=1e-4, atol=0)
-    assert abs(start.kl) < 1e-5
-
     ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.02}))
     seen = {name: 0.0 for name, _ in guide.named_parameters()}
 
@@ -742,6 +778,153 @@ class TestModels:
         _, ep = start(model, x)
         _, other = start(same, x)
         assert ep.sweep(x, y, num=5) == pytest.approx(other.sweep(x, y, num=5), abs=1e-10)
+
+
+class TestRowsInAnotherOrder:
+    """All data in each call, as by a loader that shuffles them: the sites follow."""
+
+    def test_they_are_followed(self):
+        x, y = classes(60)
+        x[7], y[7], y[8] = x[8], 1 - y[8], y[8]  # inputs alike, outcomes not
+        guide, ep = start(probit, x)
+        loss = converge(ep, x, y)
+        precision = guide.gps.f.precision.clone()
+        order = torch.randperm(60)
+        assert ep.evaluate_loss(x[order], y[order]) == pytest.approx(loss, abs=1e-8)
+        assert ep.sweep(x[order], y=y[order]) == pytest.approx(loss, abs=1e-8)
+        torch.testing.assert_close(guide.gps.f.precision, precision)  # in the first call's order
+        other = AutoSparseGP(probit, SparseEP(Z))
+        other.load_state_dict(guide.state_dict())
+        again = ExpectationPropagation(probit, other, pyro.optim.Adam({"lr": 0.02}))
+        assert again.evaluate_loss(x[order], y[order]) == pytest.approx(loss, abs=1e-8)
+        rows = order[:20]  # and mini-batches by the first call's numbers
+        ep.sweep(x[rows], y[rows], size=60, indices=rows)
+        torch.testing.assert_close(guide.gps.f.precision, precision)
+
+    @pytest.mark.parametrize("gradient", ["matched", "exact"])
+    def test_training(self, gradient):
+        x, y = classes(40)
+        losses = []
+        for shuffled in (False, True):
+            pyro.clear_param_store()
+            _, ep = start(probit, x, gradient=gradient)
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(15):
+                rows = torch.randperm(40, generator=generator) if shuffled else torch.arange(40)
+                ep.step(x[rows], y[rows])
+            losses.append(ep.evaluate_loss(x, y))
+        assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+    def test_inputs_that_move_with_parameters(self):
+        """A network's outputs: the arguments say which rows they are."""
+        x, y = classes(40)
+        network = torch.nn.Linear(1, 1)
+
+        def model(x, y=None):
+            pyro.module("network", network)
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), network(x)))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", Probit(f), obs=y)
+
+        losses = []
+        for shuffled in (False, True):
+            pyro.clear_param_store()
+            with torch.no_grad():
+                network.weight.fill_(1.2), network.bias.fill_(0.1)
+            _, ep = start(model, x)
+            for _ in range(8):
+                rows = torch.randperm(40) if shuffled else torch.arange(40)
+                ep.step(x[rows], y[rows])
+            ep.step(x, 1 - y)  # other outcomes of the same rows
+            losses.append(ep.evaluate_loss(x, y))
+        assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+        with pytest.raises(ValueError, match=r"GP site 'f' has sites of 40 data.* that are others"):
+            ep.step(x + 0.01, y)
+
+    def test_data_in_a_closure(self):
+        x, y = classes(40)
+        rows = torch.arange(40)
+
+        def model():
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x[rows]))
+            with pyro.plate("data", 40):
+                pyro.sample("y", Probit(f), obs=y[rows])
+
+        _, ep = start(lambda: model(), x)
+        loss = converge(ep)
+        rows = torch.randperm(40)
+        assert ep.evaluate_loss() == pytest.approx(loss, abs=1e-8)
+
+    def test_other_rows_are_refused(self):
+        x, y = classes(60)
+        _, ep = start(probit, x)
+        ep.step(x, y)
+        ep.step(x, 1 - y)  # a matter of the likelihood
+        for call in ((x + 1e-9, y), (x.flip(0) + 1e-9, y.flip(0)), (torch.cat([x[:59], x[:1]]), y)):
+            with pytest.raises(ValueError, match=r"GP site 'f' .* others: .*indices=rows.* new guide"):
+                ep.step(*call)
+
+    def test_row_numbers_in_the_place_of_values(self):
+        x, y = classes(60)
+        _, ep = start(probit, x)
+        loss = converge(ep, x, y)
+        order = torch.randperm(60)
+        moved = x[order] + 1e-10
+        assert ep.evaluate_loss(moved, y[order], indices=order) == pytest.approx(loss, abs=1e-6)
+
+    def test_data_changed_in_place(self):
+        x, y = classes(60)
+        _, ep = start(probit, x)
+        loss = converge(ep, x, y)
+        order = torch.randperm(60)
+        x.copy_(x[order].clone()), y.copy_(y[order].clone())
+        assert ep.evaluate_loss(x, y) == pytest.approx(loss, abs=1e-8)
+
+    def test_states_without_fingerprints_load(self):
+        x, y = classes(40)
+        guide, ep = start(probit, x)
+        loss = converge(ep, x, y)
+        state = {key: value for key, value in guide.state_dict().items() if not key.endswith("fingerprints")}
+        other = AutoSparseGP(probit, SparseEP(Z))
+        other.load_state_dict(state)
+        again = ExpectationPropagation(probit, other, pyro.optim.Adam({"lr": 0.02}))
+        assert again.sweep(x, y) == pytest.approx(loss, abs=1e-8)
+        other.float()
+        torch.set_default_dtype(torch.float32)
+        pyro.clear_param_store()
+        assert again.sweep(x.float(), y.float()) == pytest.approx(loss, abs=1e-3)
+
+
+class TestBeforeAnyStep:
+    def test_posteriors_are_refused(self):
+        x, y = classes(20)
+        guide, ep = start(probit, x)
+        message = r"GP site 'f' has the family SparseEP.*ExpectationPropagation\(model, guide, optim\)\.step"
+        with pytest.raises(ValueError, match=message):
+            guide.posterior(x, y)
+        guide(x, y)
+        ep.evaluate_loss(x, y)
+        ep.evaluate_loss(x[:5], y[:5], size=20, indices=torch.arange(5))
+        loaded = AutoSparseGP(probit, SparseEP(Z))
+        loaded.load_state_dict(guide.state_dict())
+        for one in (guide, loaded):
+            for ask in (one.posterior, one, lambda new, one=one: predict(probit, one, new, num_samples=2)):
+                with pytest.raises(ValueError, match=message):
+                    ask(x[:3])
+        ep.step(x, y)
+        guide.posterior(x[:3]), guide(x[:3])
+
+    def test_looking_changes_nothing(self):
+        x, y = classes(30)
+        losses = []
+        for looks in (0, 1):
+            _, ep = start(probit, x)
+            for _ in range(6):
+                ep.sweep(x[:10], y[:10], size=30, indices=torch.arange(10))
+                for _ in range(looks):
+                    ep.evaluate_loss(x, y)
+            losses.append(ep.evaluate_loss(x, y))
+        assert losses[0] == losses[1]
 
 
 class TestRobustness:
