@@ -793,13 +793,20 @@ class AutoSparseGP(AutoNormalMessenger):
             )
 
     def explain_nan(self, *args: Any, **kwargs: Any) -> str:
-        """Which sites' log densities are NaN at these arguments, for an error."""
+        """Which sites' log densities are NaN or infinite at these arguments, for an error."""
         with torch.no_grad():
             densities = self.probe(args, kwargs, {}).densities
-        bad = {name: density.isnan() for name, density in densities.items()}
-        found = [f"{name!r} ({int(nan.sum())} of {nan.numel()} values)" for name, nan in bad.items() if nan.any()]
+        bad = {name: ~density.isfinite() for name, density in densities.items()}
+        kinds = {name: "NaN" if densities[name].isnan().any() else "infinite" for name in bad}
+        found = [
+            f"{name!r} ({int(which.sum())} of {which.numel()} values) is {kinds[name]}"
+            for name, which in bad.items()
+            if which.any()
+        ]
         where = (
-            f"the log density of site {', '.join(found)} is NaN" if found else "no log density is NaN at the medians"
+            f"the log density of site {', '.join(found)}"
+            if found
+            else "no log density is NaN or infinite at the medians"
         )
         broken = [name for name, parameter in self.named_parameters() if not parameter.isfinite().all()]
         return where + (f"; parameters {', '.join(broken)} are not finite" if broken else "")

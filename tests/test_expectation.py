@@ -997,6 +997,76 @@ class TestRobustness:
             assert torch.equal(guide.state_dict()[key], value)
         assert math.isfinite(ep.step(x, y))
 
+    @pytest.mark.parametrize("value", [torch.inf, 1.0, -1.0])  # infinite density, or none
+    def test_data_outside_of_the_support(self, value):
+        x, _ = classes(20)
+        y = torch.full((20,), 0.3)
+
+        def model(x, y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            with pyro.plate("data", 20):
+                pyro.sample("y", dist.Beta(0.5 + f.exp(), 0.5, validate_args=False), obs=y)
+
+        bad = y.clone()
+        bad[3] = value
+        _, ep = start(model, x)
+        with pytest.raises(ValueError, match=r"log density of site 'y' is not finite at 1 of 20 values.*support"):
+            ep.step(x, bad)
+        loss = ep.step(x, y)  # nothing is left of it
+        with pytest.raises(ValueError, match=r"log density of site 'y' \(1 of 20 values\) is (NaN|infinite)"):
+            ep.step(x, bad)
+        assert ep.evaluate_loss(x, y) < loss
+
+    @pytest.mark.parametrize("scale", [1.0, 1000.0])
+    @pytest.mark.parametrize("size", [20, 5])
+    def test_exponential_links_under_wide_priors(self, scale, size):
+        x = torch.linspace(0, 4, 20)[:, None]
+        f = torch.sin(2 * x[:, 0])
+        counts, times = torch.poisson((3 + f).exp()), f.exp() * (0.2 + torch.rand(20))
+
+        def model(counts, times, x, size=None):
+            kernel = scale * kernels.Polynomial(2)
+            f, g = pyro.sample("f", GaussianProcess(kernel, x)), pyro.sample("g", GaussianProcess(kernel, x))
+            with pyro.plate("data", size or len(x), subsample=x):
+                pyro.sample("counts", dist.Poisson(f.exp(), validate_args=False), obs=counts)
+                pyro.sample("times", dist.Gamma(2.0, 2.0 * (-g).exp(), validate_args=False), obs=times)
+
+        _, ep = start(model, counts, times, x, family=SparseEP(x[::2], trainable=False))
+        losses = []
+        for _ in range(15):
+            for rows in torch.arange(20).split(size):
+                part = {} if size == 20 else {"size": 20, "indices": rows}
+                ep.sweep(counts[rows], times[rows], x[rows], **part)
+            losses.append(ep.evaluate_loss(counts, times, x))
+        assert max(losses) < 2 * losses[-1]
+        assert max(status["change"] for status in ep.status.values()) < 1e-2
+
+    def test_masked_batches(self):
+        """A batch all of whose rows are masked teaches nothing; the next ones do."""
+        x, y = classes(20)
+        mask = torch.arange(20) >= 5
+
+        def model(x, y, mask, size=None):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
+            with pyro.plate("data", size or len(x), subsample=x), pyro.poutine.mask(mask=mask):
+                pyro.sample("y", Probit(f), obs=y)
+
+        _, whole = start(model, x)
+        loss = converge(whole, x, y, mask)
+        guide = AutoSparseGP(model, SparseEP(Z))
+        ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.02}))
+        rows = torch.arange(5)
+        with pytest.raises(ValueError, match="no log density depends on GP site 'f' in the guide's first call"):
+            ep.sweep(x[rows], y[rows], mask[rows], size=20, indices=rows)
+        guide = AutoSparseGP(model, SparseEP(Z))
+        guide(x, y, mask)
+        ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.02}))
+        for _ in range(20):
+            for rows in torch.arange(20).split(5):
+                ep.sweep(x[rows], y[rows], mask[rows], size=20, indices=rows)
+        assert ep.evaluate_loss(x, y, mask) == pytest.approx(loss, abs=1e-4)
+        assert (guide.gps.f.precision[:5].abs() < 1e-12).all()
+
     def test_one_datum(self):
         x, y = torch.tensor([[0.5]]), torch.tensor([1.0])
         _, ep = start(probit, x, family=SparseEP(x, trainable=False), damping=1.0)
