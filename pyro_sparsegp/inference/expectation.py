@@ -108,12 +108,14 @@ class _Pace:
     """A share of the damping's ρ, which falls where updates go astray: with likelihoods that are not log-concave.
 
     :param change: the last sweep's largest move, and the sites from which it started.
+    :param moves: of each datum's site at its last visit in a mini-batch.
     """
 
     now: float = 1.0
     ceiling: float = 1.0
     change: float = math.inf
     start: Optional[tuple[Tensor, Tensor]] = None
+    moves: Optional[Tensor] = None
 
 
 @dataclass
@@ -639,7 +641,9 @@ class ExpectationPropagation:
             counts = status.skipped.to(moves), status.negative.to(moves), moves.new_tensor(float(run.num))
             status.skipped, status.negative, status.sites = self.workers.sum(*counts)
             status.change = self.workers.largest(status.change)
-        return self._careful(run, *new, cut=status.cut > status.cuts_seen)
+        # Sites that are exact may move by as much as they like.
+        moves = torch.where(state.gaussian, 0.0, moves).reshape(-1, moves.shape[-1]).amax(0)
+        return self._careful(run, *new, moves, cut=status.cut > status.cuts_seen)
 
     @torch.no_grad()
     def _valid(self, run: _Run, more: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -675,18 +679,32 @@ class ExpectationPropagation:
         """Whether any is true, in any process."""
         return bool(self.workers.largest(flags.any().float()))
 
-    def _careful(self, run: _Run, precision: Tensor, linear: Tensor, cut: bool) -> tuple[Tensor, Tensor]:
-        """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there."""
+    def _careful(self, run: _Run, precision: Tensor, linear: Tensor, moves: Tensor, cut: bool) -> tuple[Tensor, Tensor]:
+        """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there.
+
+        Mini-batches, whose data have others' visits since their own last one, go on from where they are.
+
+        :param moves: of each site given, ``(B,)``.
+        """
         pace, status = self._paces[run.name], self._status[run.name]
-        change = float(status.change)
+        change = float(self.workers.largest(moves.amax() if moves.numel() else moves.sum()))
         start, status.cuts_seen = pace.start, status.cut
-        astray = cut or change > max(2 * pace.change, 0.5)
-        if start is not None and astray:
+        before = pace.change
+        if run.index is not None:
+            if pace.moves is None or pace.moves.shape[-1] != run.num:
+                pace.moves = moves.new_full((run.num,), math.inf)
+            before = float(self.workers.largest(pace.moves[run.index].amax()))
+            pace.moves[run.index] = moves
+        astray = cut or change > max(2 * before, 0.5)
+        if start is not None and astray and run.index is None:
             pace.ceiling = pace.now = max(0.6 * pace.now, _SLOWEST)
             pace.start, pace.change = None, math.inf
             return run.as_given(start[0]), run.as_given(start[1])
-        pace.now = max(0.6 * pace.now, _SLOWEST) if cut else min(1.1 * pace.now, pace.ceiling)
-        if run.index is None and not astray:
+        slower = cut or (astray and run.index is not None)
+        pace.now = max(0.6 * pace.now, _SLOWEST) if slower else min(1.1 * pace.now, pace.ceiling)
+        if run.index is not None:
+            pace.start, pace.change = None, math.inf
+        elif not astray:
             pace.start, pace.change = (run.in_order(run.precision), run.in_order(run.linear)), change
         return precision, linear
 
