@@ -154,7 +154,8 @@ class ExpectationPropagation:
     :param guide: an :class:`AutoSparseGP` of that model with the family :class:`~pyro_sparsegp.families.SparseEP`.
     :param optim: a Pyro optimiser for all parameters; with a learning rate of 0, or by :meth:`sweep`, they stay.
     :param damping: ρ in (0, 1], the weight of the new site: 1 is undamped. Paper 4 takes 0.5 for all data at once
-        and 0.99 for mini-batches.
+        and 0.99 for mini-batches. Where the likelihood is Gaussian in f sites do not depend on cavities: they are
+        taken as they are found. Sites of negative precision grow no further than q and the cavities bear.
     :param power: α in (0, 1]: 1 is expectation propagation, near 0 it is variational inference.
     :param schedule: "inner" updates the parameters after each sweep, "outer" only at convergence.
     :param gradient: "matched", which supposes that the tilted moments are q's, so that the cavities are held: those
@@ -233,10 +234,11 @@ class ExpectationPropagation:
 
         :param args: the model's arguments, with the data.
         :param indices: the data's row numbers, ``(B,)``, where part of the data comes in a plate that does not say
-            them (``subsample=x``). The model is given them, too, if it asks for ``indices``.
+            them (``subsample=x``). The model is given them, too, if it asks for ``indices``. All data at once may come
+            in any order: their values tell which they are, or these numbers.
         :returns: −log Z_EP − log p(other latents), in nats, before this step; estimated from part of the data.
         :raises ValueError: naming the site, if it is not finite, before anything changes; if the model or the guide do
-            not fit.
+            not fit; if as many data are given as before, but others.
         """
         return self._work(args, kwargs, indices, 1 if self.schedule == "inner" else self.max_sweeps, train=True)
 
