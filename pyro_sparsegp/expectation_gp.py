@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -13,11 +13,12 @@ from .linalg import solve_lower
 from .modules import AbstractModule
 from .posteriors import from_natural, weighted_gram
 from .process import GaussianProcess
+from .rows import find_permutation
 from .sparse_posterior import SparsePosterior
 
-__all__ = ["ExpectationGP"]
+__all__ = ["ExpectationGP", "require_refined"]
 
-_BUFFERS = ("precision", "linear", "rows", "gram", "pull", "anchor")
+_BUFFERS = ("precision", "linear", "rows", "gram", "pull", "anchor", "fingerprints")
 
 
 class ExpectationGP(AbstractModule):
@@ -36,6 +37,7 @@ class ExpectationGP(AbstractModule):
     gram: Tensor  # Σ νφφᵀ, (..., M, M)
     pull: Tensor  # Σ bφ, (..., M)
     anchor: Tensor  # L that gram and pull belong to, (..., M, M); empty if w keeps its meaning
+    fingerprints: Tensor  # of the data: inputs, other arguments' rows, observations, (3, N); empty if not known
 
     def __init__(self, basis: Basis, batch_shape: Sequence[int], like: Tensor, family: dict[str, Any]) -> None:
         super().__init__()
@@ -48,7 +50,35 @@ class ExpectationGP(AbstractModule):
         self.register_buffer("gram", like.new_zeros(*batch_shape, size, size))
         self.register_buffer("pull", like.new_zeros(*batch_shape, size))
         self.register_buffer("anchor", like.new_zeros(0, 0))
+        self.register_buffer("fingerprints", torch.zeros(3, 0, dtype=torch.int64, device=like.device))
         self._unsummed: Optional[tuple[Tensor, Optional[Tensor]]] = None  # Φ of all data, not summed yet, and its L
+
+    def order_of(self, found: Tensor, name: str) -> Optional[Tensor]:
+        """The sites' numbers of data in the order of a call, ``(N,)``; ``None`` if it is theirs, or not known.
+
+        The inputs tell, with observations or without (they may have changed). Inputs that move with parameters, such
+        as a network's outputs, are of the rows that the model's arguments say.
+
+        :param found: the data's :attr:`fingerprints` in that call; 0 where there are none.
+        :raises ValueError: if these are other data.
+        """
+        known = self.fingerprints.to(found.device)
+        if not known.numel():
+            return None
+        told = bool(known[1].any() and found[1].any())
+        for columns in ([0, 1, 2], [0, 2], [0], *([[1, 2], [1]] if told else [])):
+            if torch.equal(known[columns], found[columns]):
+                return None
+            order = find_permutation(known[columns].mT, found[columns].mT)
+            if order is not None:
+                return order
+        if not told and found[2].any() and torch.equal(known[2], found[2]):
+            return None
+        raise ValueError(
+            f"GP site {name!r} has sites of {known.shape[-1]} data, and this call brings as many that are others: a "
+            "site belongs to its datum. Give the same data, in whatever order; or, if they cannot be known by their "
+            "values, their row numbers, ep.step(..., indices=rows); for other data, make a new guide."
+        )
 
     @property
     def empty(self) -> bool:
@@ -104,16 +134,23 @@ class ExpectationGP(AbstractModule):
 
     @torch.no_grad()
     def make_room(self, num: int, phi: Tensor, anchor: Optional[Tensor]) -> None:
-        """Have sites for ``num`` data, none of them refined yet if they were not there, seen from ``anchor``.
+        """Have sites for ``num`` data, none of them refined yet, seen from ``anchor``.
 
         :param phi: features of some of them: of their shape but for the number.
         """
+        self._unsummed = None
+        self.precision = phi.new_zeros(*self.batch_shape, num)
+        self.linear = torch.zeros_like(self.precision)
+        self.gram, self.pull = torch.zeros_like(self.gram), torch.zeros_like(self.pull)
+        self.rows = phi.new_zeros(*phi.shape[:-2], num, phi.shape[-1])
+        self.fingerprints = self.fingerprints[:, :0]
+        if anchor is not None:
+            self.anchor = anchor
+
+    @torch.no_grad()
+    def look_from(self, anchor: Optional[Tensor]) -> None:
+        """Have :attr:`gram` and :attr:`pull` as they are seen from ``anchor``."""
         self.settle()
-        if self.precision.shape[-1] != num:
-            self.precision = phi.new_zeros(*self.batch_shape, num)
-            self.linear = torch.zeros_like(self.precision)
-            self.gram, self.pull = torch.zeros_like(self.gram), torch.zeros_like(self.pull)
-            self.rows = phi.new_zeros(*phi.shape[:-2], num, phi.shape[-1])
         self.gram, self.pull = self._seen_from(anchor)
         if anchor is not None:
             self.anchor = anchor
@@ -143,7 +180,11 @@ class ExpectationGP(AbstractModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.settle()
-        return super()._apply(*args, **kwargs)
+        dtype = self.gram.dtype
+        super()._apply(*args, **kwargs)
+        if self.gram.dtype != dtype:  # so will be the data's
+            self.fingerprints = self.fingerprints[:, :0]
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
@@ -151,7 +192,23 @@ class ExpectationGP(AbstractModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self._unsummed = None
+        state_dict.setdefault(prefix + "fingerprints", self.fingerprints[:, :0])  # older files have none
         for name in _BUFFERS:
             if prefix + name in state_dict:
                 setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def require_refined(modules: Mapping[str, Any], predicting: Callable[[], bool]) -> None:
+    """Raise if a module has no sites yet: what it gives is the prior, which would pass for a posterior.
+
+    :param modules: of GP sites, by name.
+    :param predicting: asked only then: whether a posterior is wanted.
+    """
+    for name, module in modules.items():
+        if isinstance(module, ExpectationGP) and module.empty and predicting():
+            raise ValueError(
+                f"GP site {name!r} has the family {module.family['name']}, and no data were learned from yet: its "
+                "posterior is that of no step. Take one first, "
+                "ExpectationPropagation(model, guide, optim).step(x, y), or load the state of a guide that took some."
+            )

@@ -29,7 +29,7 @@ from torch.distributions import biject_to, constraints
 from . import structure, survey
 from .data import Relation, TrainingData
 from .drawing import ExpectedSite, GroupedSite, MarginalSite, NodeSite, Site
-from .expectation_gp import ExpectationGP
+from .expectation_gp import ExpectationGP, require_refined
 from .families import ExpectationFamily, Family, FreeFormFamily, SiteFamily
 from .kernels import base as kernel_base
 from .modules import at_path, drop_stored, take_name, unique_name
@@ -180,6 +180,9 @@ class AutoSparseGP(AutoNormalMessenger):
         if nodes is None:
             self.prepare(*args, **kwargs)
         relation = self._relation(args, kwargs)
+        self._require_refined(
+            lambda: relation.fewer or not observes(self.model, self._observed, self.like, args, kwargs)
+        )
         keep = self._is_training and relation.same
         request = _Request(nodes=nodes, keep=keep, rows_known=relation.inputs)
         request.joint = nodes is None and relation.fewer
@@ -220,19 +223,28 @@ class AutoSparseGP(AutoNormalMessenger):
             return Relation(self._is_training, None, True, False)
         return self.data.relation(self.model, args, kwargs)
 
+    @property
+    def _observed(self) -> Collection[str]:
+        return () if self.structure is None else self.structure.rows
+
     def _observing(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a call's rows are those of training, asked only where a kernel's diagonal depends on them."""
         assert self.structure is not None
         modules = [at_path(self.gps, name) for name in self.structure.gps]
         if self._new_rows or not any(module.num_seen for module in modules if isinstance(module, SparseGP)):
             return not self._new_rows
-        return observes(self.model, self.structure.rows, self.like, args, kwargs)
+        return observes(self.model, self._observed, self.like, args, kwargs)
 
     def _wake(self, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
             drop_stored(self._pyro_name)
         if self.structure is None:
             self._initialise(args, kwargs)
+
+    def _require_refined(self, predicting: Callable[[], bool] = lambda: True) -> None:
+        """Raise if expectation propagation has not begun, and what a call is to give is a posterior."""
+        if self.by_expectation and self.structure is not None:
+            require_refined({name: at_path(self.gps, name) for name in self.structure.gps}, predicting)
 
     @contextmanager
     def _requesting(self, request: _Request, median: bool = False) -> Iterator[_Request]:
@@ -251,6 +263,7 @@ class AutoSparseGP(AutoNormalMessenger):
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         """
         self._wake(args, kwargs)
+        self._require_refined()
         self._check_loaded(args, kwargs)
         request = _Request(predicting=True, same=False, observing=False, conditions=self._conditions_now(median=True))
         with self._requesting(request, median=True), poutine.block(), whole_plates(), self._held(request.conditions):
@@ -301,6 +314,7 @@ class AutoSparseGP(AutoNormalMessenger):
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
         self._wake(args, kwargs)
+        self._require_refined()
         self._check_loaded(args, kwargs)
         conditions = None
         for _ in range(num):

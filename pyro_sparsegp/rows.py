@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
 
-__all__ = ["find_permutation"]
+__all__ = ["Objects", "find_permutation", "fingerprints"]
 
 _Rows = Union[Tensor, Sequence[Tensor]]
+
+
+class Objects:
+    """Tensors to be known again as the objects they are, unchanged since, without a look at their values."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._seen = None
+        if not any(tensor.is_inference() for tensor in tensors):  # which do not count their versions
+            self._seen = [(weakref.ref(tensor), tensor._version) for tensor in tensors]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_seen": None}  # copies are other objects
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are they."""
+        if self._seen is None or len(tensors) != len(self._seen):
+            return False
+        return all(
+            seen() is tensor and not tensor.is_inference() and version == tensor._version
+            for (seen, version), tensor in zip(self._seen, tensors)
+        )
 
 
 def find_permutation(old: _Rows, new: _Rows) -> Optional[Tensor]:
@@ -30,10 +52,8 @@ def find_permutation(old: _Rows, new: _Rows) -> Optional[Tensor]:
         return None
     with torch.no_grad():
         before = [a.to(b.device) for a, b in zip(old, new)]
-        if [a.dtype for a in before] != [b.dtype for b in new]:
-            before, new = [a.double() for a in before], [b.double() for b in new]
-        one, order = torch.sort(_hashes(before), stable=True)
-        two, other = torch.sort(_hashes(new), stable=True)
+        one, order = torch.sort(fingerprints(before), stable=True)
+        two, other = torch.sort(fingerprints(new), stable=True)
         if not torch.equal(one, two):
             return None
         permutation = torch.empty_like(order)
@@ -47,19 +67,22 @@ def _as_list(rows: _Rows) -> list[Tensor]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype:
+        one, other = one.double(), other.double()
     return torch.equal(one, other) or bool(torch.where(one.isnan(), other.isnan(), one == other).all())
 
 
-def _hashes(tensors: Sequence[Tensor]) -> Tensor:
-    """A number for each row, the same for equal rows, ``(N,)``."""
+def fingerprints(rows: _Rows) -> Tensor:
+    """A number for each row, the same for equal rows, and else, but by a chance of 2⁻⁶⁴, another: int64, ``(N,)``.
+
+    Numbers that are the same in float64 are equal, whatever their dtypes.
+    """
+    tensors = _as_list(rows)
     total = torch.zeros(len(tensors[0]), dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
-        for column in tensor.reshape(len(tensor), tensor[:1].numel()).mT:
-            if column.is_floating_point():
-                column = column.double() + 0.0  # of −0, 0
-                bits = torch.where(column.isnan(), torch.nan, column).view(torch.int64)
-            else:
-                bits = column.to(torch.int64)
+        for column in tensor.detach().reshape(len(tensor), tensor[:1].numel()).mT:
+            column = column.double() + 0.0  # of −0, 0
+            bits = torch.where(column.isnan(), torch.nan, column).view(torch.int64)
             total = _mixed(total * 31 + bits)
     return total
 

@@ -332,7 +332,7 @@ def find_exact_sites(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dic
     found = guide.structure
     assert found is not None
     modules = guide.site_modules()
-    for site, density in probe.densities.items() if modules else ():
+    for site, density in probe.densities.items() if modules or guide.by_expectation else ():
         if not density.isfinite().all():
             raise ValueError(
                 f"the log density of site {site!r} is not finite at {int((~density.isfinite()).sum())} of "

@@ -31,11 +31,13 @@ class Findings:
     :param owners: by GP site and site downstream, the number of the value that each term depends on, −1 for none;
         ``None`` where the numbers are the places.
     :param rowwise: GP sites of which each term stands in the row of its value.
+    :param masked: all terms of some site were masked, so that nothing is known of it.
     :param looped: vmap has refused the model.
     """
 
     owners: dict[str, dict[str, Optional[Tensor]]] = field(default_factory=dict)
     rowwise: set[str] = field(default_factory=set)
+    masked: bool = False
     looped: bool = False
 
 
@@ -75,6 +77,8 @@ class Terms:
         shapes = {name: parts[name].shape for name in downstream}
         if not self._known(shapes):
             self._find(processes, downstream)
+            unknown = [name for name in downstream if not any(name in owners for owners in findings.owners.values())]
+            findings.masked = any(isinstance(trace.nodes[name]["mask"], Tensor) for name in unknown)
         zero = guide.like.new_zeros(())
         #: log densities without a GP value: of latents, and of other data.
         self.priors: Tensor = zero
@@ -92,7 +96,7 @@ class Terms:
     def _known(self, shapes: dict[str, torch.Size]) -> bool:
         """Whether what was found holds for terms of these shapes: where they stand in rows of their values."""
         found = self.findings
-        if not found.owners or found.rowwise != set(found.owners):
+        if not found.owners or found.masked or found.rowwise != set(found.owners):
             return False
         return all(
             site in shapes and shapes[site] == (self.values[name].shape if owner is None else owner.shape)

@@ -19,9 +19,11 @@ from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
 from ..linalg import NumericalWarning, cholesky, row_squares, solve_lower
 from ..process import GaussianProcess
+from ..rows import Objects, fingerprints
 from ..structure import ELEMENTWISE, NONE
 from ..terms import Findings, Terms
 from ..tilted import Tilted, log_normaliser, tilted
+from ..traces import all_sites, is_observation, tensors
 from ..warned import warn_once
 from .distributed import Workers
 
@@ -37,12 +39,28 @@ class _Run:
     phi: Tensor  # Φ at the data given, (..., B, M), with its graph
     residual: Tensor  # d, with its graph
     prior_mean: Tensor  # μ, with its graph
+    spread: Tensor  # f's prior standard deviation
     index: Optional[Tensor]  # the row numbers of the data given; None for all
     num: int  # how many data there are
     rows: Tensor  # the features that the sites are about
     anchor: Optional[Tensor]  # L, with its graph, where the sites are about u = Lw
     precision: Tensor
     linear: Tensor
+    order: Optional[Tensor] = None  # the sites' numbers where all data are given in another order
+    data: Optional[tuple[Objects, Tensor]] = None  # all data given, if not those of the call before, and fingerprints
+
+    @property
+    def numbers(self) -> Optional[Tensor]:
+        """The sites' numbers of the data given; ``None`` if it is all in their order."""
+        return self.order if self.index is None else self.index
+
+    def in_order(self, values: Tensor, dim: int = -1) -> Tensor:
+        """Values of all data given, in the sites' order."""
+        return values if self.order is None else values.index_select(dim, self.order.argsort())
+
+    def as_given(self, values: Tensor) -> Tensor:
+        """Values of sites, of the data given and in their order."""
+        return (values if self.numbers is None else values[..., self.numbers]).to(self.precision)
 
     @property
     def scale(self) -> float:
@@ -75,12 +93,14 @@ class _State:
 
     cavity: _Cavity
     at: Tilted
+    gaussian: Tensor  # where the likelihood is one, so that the site found is exact whatever the cavity
     loc: Tensor  # q's mean
     factor: Tensor  # of q's precision
     log_normaliser: Tensor  # G(q) − G(p)
 
 
 _SLOWEST = 1 / 64
+_WIDEST = 4.0  # a cavity's variance, over the prior's
 
 
 @dataclass
@@ -88,12 +108,14 @@ class _Pace:
     """A share of the damping's ρ, which falls where updates go astray: with likelihoods that are not log-concave.
 
     :param change: the last sweep's largest move, and the sites from which it started.
+    :param moves: of each datum's site at its last visit in a mini-batch.
     """
 
     now: float = 1.0
     ceiling: float = 1.0
     change: float = math.inf
     start: Optional[tuple[Tensor, Tensor]] = None
+    moves: Optional[Tensor] = None
 
 
 @dataclass
@@ -132,7 +154,8 @@ class ExpectationPropagation:
     :param guide: an :class:`AutoSparseGP` of that model with the family :class:`~pyro_sparsegp.families.SparseEP`.
     :param optim: a Pyro optimiser for all parameters; with a learning rate of 0, or by :meth:`sweep`, they stay.
     :param damping: ρ in (0, 1], the weight of the new site: 1 is undamped. Paper 4 takes 0.5 for all data at once
-        and 0.99 for mini-batches.
+        and 0.99 for mini-batches. Where the likelihood is Gaussian in f sites do not depend on cavities: they are
+        taken as they are found. Sites of negative precision grow no further than q and the cavities bear.
     :param power: α in (0, 1]: 1 is expectation propagation, near 0 it is variational inference.
     :param schedule: "inner" updates the parameters after each sweep, "outer" only at convergence.
     :param gradient: "matched", which supposes that the tilted moments are q's, so that the cavities are held: those
@@ -203,16 +226,19 @@ class ExpectationPropagation:
         self._agreed = self._checked = False
         self._seen: dict[str, int] = {}
         self._factors: dict[str, tuple[Tensor, Tensor]] = {}
+        # The last call with all data: their order, and the fingerprints that it is relative to.
+        self._calls: dict[str, tuple[Objects, Optional[Tensor], Tensor]] = {}
 
     def step(self, *args: Any, indices: Optional[Tensor] = None, **kwargs: Any) -> float:
         """Refine the sites, once or to convergence, and take one step of the optimiser.
 
         :param args: the model's arguments, with the data.
         :param indices: the data's row numbers, ``(B,)``, where part of the data comes in a plate that does not say
-            them (``subsample=x``). The model is given them, too, if it asks for ``indices``.
+            them (``subsample=x``). The model is given them, too, if it asks for ``indices``. All data at once may come
+            in any order: their values tell which they are, or these numbers.
         :returns: −log Z_EP − log p(other latents), in nats, before this step; estimated from part of the data.
         :raises ValueError: naming the site, if it is not finite, before anything changes; if the model or the guide do
-            not fit.
+            not fit; if as many data are given as before, but others.
         """
         return self._work(args, kwargs, indices, 1 if self.schedule == "inner" else self.max_sweeps, train=True)
 
@@ -260,7 +286,9 @@ class ExpectationPropagation:
             self._check_fit()
             processes, values, trace = guide.priors(args, kwargs)
             terms = Terms(guide, values, processes, args, kwargs, self._findings)
-            runs = [self._run(name, process, terms, trace, indices) for name, process in processes.items()]
+            runs = [
+                self._run(name, process, terms, trace, indices, (args, kwargs)) for name, process in processes.items()
+            ]
         sites: Any = capture.trace.nodes
         parameters = list(dict.fromkeys(site["value"].unconstrained() for site in sites.values()))
         if self.workers.num > 1 and not self._agreed:
@@ -268,7 +296,7 @@ class ExpectationPropagation:
             self.workers.agree(parameters)
             return self._work(args, kwargs, indices, sweeps, train)
         # With sites that say nothing yet, log Z tells more of the prior than of the data.
-        untouched = self.schedule == "inner" and any(run.module.empty for run in runs)
+        untouched = self.schedule == "inner" and any(run.module.empty and run.index is None for run in runs)
         loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, (args, kwargs))
         if train:
             if loss is not None and loss.requires_grad:
@@ -296,6 +324,11 @@ class ExpectationPropagation:
                     f"GP site {name!r} cannot be trained by expectation propagation, whose integrals are "
                     f"one-dimensional: {why}. Take SVI with TraceQuadrature_ELBO and a family such as SVGP."
                 )
+        if set(structure.dependence.values()) == {NONE}:
+            raise ValueError(
+                f"no log density depends on GP site {next(iter(structure.dependence))!r} in the guide's first call: "
+                "were all its rows masked? Call the guide once with data before training, guide(x, y)."
+            )
         points = guide.point_estimates
         free = [name for name in structure.latents if not (points if isinstance(points, bool) else name in points)]
         if free or (structure.latents and type(guide).get_posterior is not AutoSparseGP.get_posterior):
@@ -309,7 +342,13 @@ class ExpectationPropagation:
         self._checked = True
 
     def _run(
-        self, name: str, process: GaussianProcess, terms: Terms, trace: poutine.Trace, indices: Optional[Tensor]
+        self,
+        name: str,
+        process: GaussianProcess,
+        terms: Terms,
+        trace: poutine.Trace,
+        indices: Optional[Tensor],
+        call: tuple[tuple, dict[str, Any]],
     ) -> _Run:
         module: ExpectationGP = attrgetter(name)(self.guide.gps)
         features = module.basis(process.kernel, process.jitter, name)
@@ -319,36 +358,88 @@ class ExpectationPropagation:
         floor = 10 * torch.finfo(prior.dtype).eps * prior.detach()
         residual = torch.maximum(prior - row_squares(phi), floor)
         index, num = self._rows(name, process, terms, trace, indices)
+        order = data = None
         with torch.no_grad():
+            kept = module.precision.shape[-1]
+            if kept not in (0, num):
+                raise ValueError(
+                    f"GP site {name!r} has sites of {kept} data, this call brings {num}. For a part of the data, "
+                    "give the plate their full number and row numbers, pyro.plate('data', N, subsample_size=B); "
+                    "for other data, make a new guide."
+                )
+            none = torch.zeros_like(process.mean)
+            rows, precision, linear = phi.detach(), none, none
             if index is None:
-                kept = module.precision.shape[-1]
-                if kept not in (0, num):
-                    raise ValueError(
-                        f"GP site {name!r} has sites of {kept} data, this call brings {num}. For a part of the data, "
-                        "give the plate their full number and row numbers, pyro.plate('data', N, subsample_size=B); "
-                        "for other data, make a new guide."
-                    )
-                none = torch.zeros_like(process.mean)
-                rows = phi.detach()
-                precision, linear = (module.precision, module.linear) if kept else (none, none)
+                order, data = self._order(name, process, trace, indices, call)
+                if kept:
+                    precision, linear = module.precision, module.linear
+                    if order is not None:
+                        precision, linear = precision[..., order], linear[..., order]
             else:
                 if self.gradient == "exact":
                     raise ValueError(
                         'ExpectationPropagation\'s gradient="exact" needs all data in each step; this one brings '
                         f'{len(index)} of {num}. Take gradient="matched" for mini-batches.'
                     )
-                module.make_room(num, phi.detach(), None if anchor is None else anchor.detach())
-                rows = module.features_of(module.rows[..., index, :])
-                precision, linear = module.precision[..., index], module.linear[..., index]
-        return _Run(name, module, phi, residual, process.mean, index, num, rows, anchor, precision, linear)
+                if kept:
+                    module.look_from(None if anchor is None else anchor.detach())
+                    rows = module.features_of(module.rows[..., index, :])
+                    precision, linear = module.precision[..., index], module.linear[..., index]
+        return _Run(
+            name,
+            module,
+            phi,
+            residual,
+            process.mean,
+            prior.detach().sqrt(),
+            index,
+            num,
+            rows,
+            anchor,
+            precision,
+            linear,
+            order,
+            data,
+        )
+
+    def _order(
+        self,
+        name: str,
+        process: GaussianProcess,
+        trace: poutine.Trace,
+        indices: Optional[Tensor],
+        call: tuple[tuple, dict[str, Any]],
+    ) -> tuple[Optional[Tensor], Optional[tuple[Objects, Tensor]]]:
+        """The sites' numbers of all data in the order given, ``None`` if it is theirs; and the data, if they are not
+        the last call's, with their fingerprints.
+        """
+        module, num = attrgetter(name)(self.guide.gps), process.x.shape[-2]
+        assert self.guide.structure is not None
+        known = self.guide.structure.rows
+        observed = [site["value"] for other, site in all_sites(trace) if other in known and is_observation(site)]
+        arguments = tensors(call)
+        seen = [*arguments, *observed] if arguments else [process.x, *observed]
+        last = self._calls.get(name)
+        if indices is None and last is not None and last[2] is module.fingerprints and last[0].are(seen):
+            return last[1], None
+        columns = [
+            [process.x.movedim(-2, 0)],
+            _along(num, [a for a in arguments if not any(a is y for y in observed)]),
+            _along(num, observed),
+        ]
+        none = process.x.new_zeros(num, dtype=torch.int64)
+        found = torch.stack([fingerprints(column) if column else none for column in columns])
+        order = module.order_of(found, name) if indices is None else indices.to(none.device)
+        return order, (Objects(seen), found)
 
     def _rows(
         self, name: str, process: GaussianProcess, terms: Terms, trace: poutine.Trace, indices: Optional[Tensor]
     ) -> tuple[Optional[Tensor], int]:
         """The row numbers of the data given, ``None`` if these are all, and how many there are."""
         here = process.x.shape[-2]
-        if not terms.plates or name not in terms:
-            if indices is not None:
+        assert self.guide.structure is not None
+        if not terms.plates or self.guide.structure.dependence[name] == NONE:
+            if indices is not None and not _is_order(indices, here):
                 raise ValueError(
                     "indices are given, but no plate holds a part of the data: say how many there are, "
                     "pyro.plate('data', N, subsample=x)"
@@ -389,8 +480,8 @@ class ExpectationPropagation:
     ) -> tuple[Optional[Tensor], float]:
         """Refine the sites up to ``sweeps`` times; the loss before the last, with its graph, and as a number."""
         for i in range(max(sweeps, 1)):
-            states = [self._state(run, terms) for run in runs]
-            proposals = [self._propose(run, state) for run, state in zip(runs, states)]
+            states = [self._state(run, terms, keep=sweeps > 0) for run in runs]
+            proposals = [self._propose(run, state) for run, state in zip(runs, states)] if sweeps else []
             if i + 1 >= sweeps or all(self._status[run.name].change <= self.tolerance for run in runs):
                 break
             self._require_finite(self._loss(runs, states, terms, False)[1], call)
@@ -398,7 +489,7 @@ class ExpectationPropagation:
                 self._keep(run, *proposal)
         loss, total = self._loss(runs, states, terms, train)
         value = self._require_finite(total, call)
-        for run, proposal in zip(runs, proposals) if sweeps else ():
+        for run, proposal in zip(runs, proposals):
             self._keep(run, *proposal)
         return loss, value
 
@@ -413,10 +504,16 @@ class ExpectationPropagation:
         return value
 
     @torch.no_grad()
-    def _state(self, run: _Run, terms: Terms) -> _State:
-        factor, loc, pull = self._posterior(run)
+    def _state(self, run: _Run, terms: Terms, keep: bool) -> _State:
         phi = run.phi.detach()
-        cavity = _cavity(phi, run.rows, self.power * run.precision, self.power * run.linear, loc, factor)
+        for share in (0.5, 0.5, 0.5, 0.0, None):
+            factor, loc, pull = self._posterior(run)
+            cavity = _cavity(phi, run.rows, self.power * run.precision, self.power * run.linear, loc, factor)
+            # Other data's negative sites have grown since these were refined.
+            if not keep or share is None or not self._any(~cavity.valid):
+                break
+            self._status.setdefault(run.name, _Status()).cut += 1
+            self._weaken(run, share)
         variance = cavity.variance + run.residual.detach()
         # The likelihood as the last tilted distribution showed it, and the cavity: near the tilted distribution.
         weight, tilt = self._seen_factor(run)
@@ -427,12 +524,15 @@ class ExpectationPropagation:
             return terms.log_density(run.name, f) if run.name in terms else torch.zeros_like(f)
 
         prior_mean = run.prior_mean.detach()
+        mean = cavity.mean + prior_mean
+        slope, curvature, gaussian = _parabola(log_density, mean, run.spread)
+        exact = 1 / variance + self.power * curvature
         at = tilted(
             log_density,
-            cavity.mean + prior_mean,
+            mean,
             variance,
-            centre + prior_mean,
-            precision.rsqrt(),
+            torch.where(gaussian, mean + self.power * slope / exact, centre + prior_mean),
+            torch.where(gaussian, exact, precision).rsqrt(),
             self.power,
             self.num_nodes,
             self._passes(run),
@@ -440,8 +540,9 @@ class ExpectationPropagation:
         found = 1 / at.variance - 1 / variance
         drawn = (at.mean - prior_mean) / at.variance - cavity.mean / variance
         usable = found.isfinite() & drawn.isfinite()
-        self._remember_factor(run, torch.where(usable, found, 0.0), torch.where(usable, drawn, 0.0))
-        return _State(cavity, at, loc, factor, _log_normaliser_of(factor, loc, pull))
+        if keep:
+            self._remember_factor(run, torch.where(usable, found, 0.0), torch.where(usable, drawn, 0.0))
+        return _State(cavity, at, gaussian, loc, factor, _log_normaliser_of(factor, loc, pull))
 
     def _passes(self, run: _Run) -> int:
         """How often an integral's nodes are placed: as many times as they may have to close in."""
@@ -449,23 +550,23 @@ class ExpectationPropagation:
             return 5
         if run.name not in self._factors:
             return 7
-        return 1 if self._paces[run.name].change < 0.5 else 3
+        return 1 if self._paces.setdefault(run.name, _Pace()).change < 0.5 else 3
 
     def _seen_factor(self, run: _Run) -> tuple[Tensor, Tensor]:
         """The Gaussian factors of f − μ that tilted distributions were to their cavities; 0 at first."""
-        if run.name not in self._factors or self._factors[run.name][0].shape[-1] != run.num:
-            none = run.prior_mean.new_zeros(*run.prior_mean.shape[:-1], run.num)
-            if run.index is not None:
-                self._factors[run.name] = none, none.clone()
-            else:
-                return none, none
+        if run.name not in self._factors:
+            none = torch.zeros_like(run.prior_mean)
+            return none, none
         weight, tilt = self._factors[run.name]
-        return (weight, tilt) if run.index is None else (weight[..., run.index], tilt[..., run.index])
+        return run.as_given(weight), run.as_given(tilt)
 
     def _remember_factor(self, run: _Run, *factor: Tensor) -> None:
         if run.index is None:
-            self._factors[run.name] = factor[0], factor[1]
+            self._factors[run.name] = run.in_order(factor[0]), run.in_order(factor[1])
             return
+        if run.name not in self._factors:
+            none = run.prior_mean.new_zeros(*run.prior_mean.shape[:-1], run.num)
+            self._factors[run.name] = none, none.clone()
         for kept, new in zip(self._factors[run.name], factor):
             kept[..., run.index] = new
 
@@ -491,14 +592,19 @@ class ExpectationPropagation:
                 NumericalWarning,
                 stacklevel=6,
             )
-            run.precision, run.linear = _without_negative(run.precision, run.linear)
-            if run.index is None:
-                gram, pull = self.workers.sum(*module.sums(run.rows, run.precision, run.linear))
-            else:
-                module.precision, module.linear = _without_negative(module.precision, module.linear)
-                gram, pull = self._resum(module)
+            gram, pull = self._weaken(run, 0.0)
             factor = cholesky(gram + eye, 0.0, f"q's precision at site {run.name!r}")
         return factor, torch.cholesky_solve(pull[..., None], factor)[..., 0], pull
+
+    def _weaken(self, run: _Run, share: float) -> tuple[Tensor, Tensor]:
+        """Leave this share of all sites of negative precision; Σ νφφᵀ and Σ bφ then."""
+        module = run.module
+        run.precision, run.linear = _less_negative(run.precision, run.linear, share)
+        if run.index is None:
+            gram, pull = self.workers.sum(*module.sums(run.rows, run.precision, run.linear))
+            return gram, pull
+        module.precision, module.linear = _less_negative(module.precision, module.linear, share)
+        return self._resum(module)
 
     def _resum(self, module: ExpectationGP) -> tuple[Tensor, Tensor]:
         phi = module.features_of(module.rows)
@@ -520,13 +626,15 @@ class ExpectationPropagation:
         more = torch.where(usable, precision - run.precision, 0.0)
         shift = torch.where(usable, linear - run.linear, 0.0)
         mean, spread = cavity.marginal[0], cavity.marginal[1].clamp(min=0).sqrt()
-        rate = self.damping * self._paces.setdefault(run.name, _Pace()).now
+        pace = self._paces.setdefault(run.name, _Pace())
         # Each site by itself may at most double its marginal's variance, and move its mean by 3 standard deviations.
-        size = spread.square().clamp(min=torch.finfo(spread.dtype).tiny)
-        added = torch.maximum(rate * more, -0.5 / size)
-        limit = 3 * (1 + added * size) / size.sqrt()
-        pull = (rate * (shift - more * mean)).clamp(-limit, limit)
-        new = run.precision + added, run.linear + pull + added * mean
+        tiny = torch.finfo(spread.dtype).tiny
+        down = (-more * spread.square()).clamp(min=tiny)
+        far = ((shift - more * mean) * spread).abs() - 3 * more * spread.square()
+        rate = (self.damping * pace.now * torch.ones_like(more)).minimum(0.5 / down)
+        rate = rate.minimum(3 / far.clamp(min=tiny))
+        rate = torch.where(state.gaussian & usable, 1.0, rate)
+        new = self._valid(run, rate * more, rate * shift)
         status = self._status.setdefault(run.name, _Status())
         status.sites = run.num
         status.skipped, status.negative = (~usable).sum(), (new[0] < 0).sum()
@@ -536,32 +644,88 @@ class ExpectationPropagation:
             counts = status.skipped.to(moves), status.negative.to(moves), moves.new_tensor(float(run.num))
             status.skipped, status.negative, status.sites = self.workers.sum(*counts)
             status.change = self.workers.largest(status.change)
-        return self._careful(run, *new, cut=status.cut > status.cuts_seen)
+        # Sites that are exact may move by as much as they like.
+        moves = torch.where(state.gaussian, 0.0, moves).reshape(-1, moves.shape[-1]).amax(0)
+        return self._careful(run, *new, moves, cut=status.cut > status.cuts_seen)
 
-    def _careful(self, run: _Run, precision: Tensor, linear: Tensor, cut: bool) -> tuple[Tensor, Tensor]:
-        """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there."""
+    @torch.no_grad()
+    def _valid(self, run: _Run, more: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """The sites moved by ``more`` and ``shift``, those that lose precision less far if else q or the cavities of
+        the data given had no covariance.
+        """
+        phi = run.phi.detach()
+        if not self._any(run.precision + more < 0):
+            return run.precision + more, run.linear + shift
+        held, _ = run.module.sums(run.rows, run.precision, run.linear)
+        share = more.new_ones(*more.shape[:-1], 1)
+        for _ in range(8):
+            step = torch.where(more < 0, share, 1.0)
+            precision, linear = run.precision + step * more, run.linear + step * shift
+            gram, _ = run.module.sums(phi, precision, linear)
+            if run.index is None:
+                (gram,) = self.workers.sum(gram)
+            else:
+                gram = run.module.gram + self.workers.sum(gram - held)[0]
+            eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+            factor, info = torch.linalg.cholesky_ex(gram + eye)
+            spread = (torch.cholesky_solve(phi.mT, factor).mT * phi).sum(-1)
+            ok = (info == 0)[..., None] & _is_valid(1 - self.power * precision * spread, spread, phi).all(-1, True)
+            if not self._any(~ok):
+                break
+            share = torch.where(ok, share, share / 4)
+        else:
+            up = more.clamp(min=0)
+            return run.precision + up, run.linear + torch.where(more < 0, 0.0, shift)
+        return precision, linear
+
+    def _any(self, flags: Tensor) -> bool:
+        """Whether any is true, in any process."""
+        return bool(self.workers.largest(flags.any().float()))
+
+    def _careful(self, run: _Run, precision: Tensor, linear: Tensor, moves: Tensor, cut: bool) -> tuple[Tensor, Tensor]:
+        """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there.
+
+        Mini-batches, whose data have others' visits since their own last one, go on from where they are.
+
+        :param moves: of each site given, ``(B,)``.
+        """
         pace, status = self._paces[run.name], self._status[run.name]
-        change = float(status.change)
+        change = float(self.workers.largest(moves.amax() if moves.numel() else moves.sum()))
         start, status.cuts_seen = pace.start, status.cut
-        astray = cut or change > max(2 * pace.change, 0.5)
-        if start is not None and astray:
+        before = pace.change
+        if run.index is not None:
+            if pace.moves is None or pace.moves.shape[-1] != run.num:
+                pace.moves = moves.new_full((run.num,), math.inf)
+            before = float(self.workers.largest(pace.moves[run.index].amax()))
+            pace.moves[run.index] = moves
+        astray = cut or change > max(2 * before, 0.5)
+        if start is not None and astray and run.index is None:
             pace.ceiling = pace.now = max(0.6 * pace.now, _SLOWEST)
             pace.start, pace.change = None, math.inf
-            return start
-        pace.now = max(0.6 * pace.now, _SLOWEST) if cut else min(1.1 * pace.now, pace.ceiling)
-        if run.index is None and not astray:
-            pace.start, pace.change = (run.precision, run.linear), change
+            return run.as_given(start[0]), run.as_given(start[1])
+        slower = cut or (astray and run.index is not None)
+        pace.now = max(0.6 * pace.now, _SLOWEST) if slower else min(1.1 * pace.now, pace.ceiling)
+        if run.index is not None:
+            pace.start, pace.change = None, math.inf
+        elif not astray:
+            pace.start, pace.change = (run.in_order(run.precision), run.in_order(run.linear)), change
         return precision, linear
 
     @torch.no_grad()
     def _keep(self, run: _Run, precision: Tensor, linear: Tensor) -> None:
         module, rows = run.module, run.phi.detach()
+        anchor = None if run.anchor is None else run.anchor.detach()
         if run.index is None:
-            module.keep_all(rows, None if run.anchor is None else run.anchor.detach(), precision, linear)
+            module.keep_all(run.in_order(rows, -2), anchor, run.in_order(precision), run.in_order(linear))
+            if run.data is not None:
+                module.fingerprints = run.in_order(run.data[1])
+                self._calls[run.name] = run.data[0], run.order, module.fingerprints
             if self.workers.num > 1:
                 module.settle()
                 module.gram, module.pull = self.workers.sum(module.gram, module.pull)
         else:
+            if module.empty:
+                module.make_room(run.num, rows, anchor)
             gram, pull = self.workers.sum(*module.keep_some(run.index, rows, precision, linear))
             module.gram, module.pull = module.gram + gram, module.pull + pull
             self._seen[run.name] = self._seen.get(run.name, 0) + rows.shape[-2]
@@ -615,6 +779,18 @@ class ExpectationPropagation:
         return normaliser.sum(), run.scale * each.sum()
 
 
+def _is_order(indices: Tensor, num: int) -> bool:
+    """Whether these are all the numbers from 0, each once."""
+    numbers = torch.arange(num, device=indices.device)
+    return indices.shape == (num,) and torch.equal(indices.sort().values.to(numbers), numbers)
+
+
+def _along(num: int, values: list[Tensor]) -> list[Tensor]:
+    """Those of the tensors that have so many rows, along the first dimension or else the last, rows first."""
+    shaped = [value for value in values if value.dim() and num in (value.shape[0], value.shape[-1])]
+    return [value if value.shape[0] == num else value.movedim(-1, 0) for value in shaped]
+
+
 def _cavity(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: Tensor, factor: Tensor) -> _Cavity:
     """Marginals of φᵀw under q(w) without one site each, exp(−½ν(φ̂ᵀw)² + bφ̂ᵀw) with rows φ̂.
 
@@ -629,7 +805,7 @@ def _cavity(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: T
     solved = torch.cholesky_solve(rows.mT, factor).mT  # Sφ̂
     spread, centre = (solved * rows).sum(-1), (rows @ loc[..., None])[..., 0]
     left = 1 - precision * spread
-    valid = left > 1e-6
+    valid = _is_valid(left, spread, rows)
     left = torch.where(valid, left, 1.0)
     if phi is rows:
         across, cov, spread_here, centre_here = spread, solved, spread, centre
@@ -649,8 +825,36 @@ def _cavity(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: T
     )
 
 
-def _without_negative(precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
-    return precision.clamp(min=0), torch.where(precision < 0, 0.0, linear)
+def _is_valid(left: Tensor, spread: Tensor, rows: Tensor) -> Tensor:
+    """Whether cavities, of variance φ̂ᵀSφ̂/e, have one that is positive and not far above the prior's.
+
+    It exceeds the prior's only by negative sites of other data; without bounds it goes to infinity.
+
+    :param left: e, ``(..., N)``.
+    :param spread: φ̂ᵀSφ̂, ``(..., N)``.
+    """
+    rounding = 1000 * torch.finfo(left.dtype).eps
+    return (left > rounding) & (spread <= _WIDEST * rows.square().sum(-1) * left)
+
+
+def _parabola(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slope and minus the curvature of log p(yₙ | f) by five nodes, and where a parabola goes through them all.
+
+    :param centre: where the slope is taken, ``(..., N)``.
+    :param step: between the nodes, ``(..., N)``.
+    """
+    steps = torch.arange(-2.0, 3.0, dtype=centre.dtype, device=centre.device).reshape(-1, *[1] * centre.dim())
+    values = log_density(centre + step * steps)
+    bends = 2 * values[1:-1] - values[:-2] - values[2:]
+    rounding = 100 * torch.finfo(values.dtype).eps * values.abs().amax(0)
+    bend, spread = bends[1], bends.amax(0) - bends.amin(0)
+    gaussian = (bend > 0) & (spread <= 1e-6 * bend + rounding) & (rounding < 1e-3 * bend)
+    return (values[3] - values[1]) / (2 * step), bend / step.square(), gaussian
+
+
+def _less_negative(precision: Tensor, linear: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    left = torch.where(precision < 0, share, 1.0)
+    return left * precision, left * linear
 
 
 def _prior_of(turn: Tensor, loc: Tensor, factor: Tensor) -> Tensor:
