@@ -18,7 +18,7 @@ from torch import Tensor
 from ..expectation_gp import ExpectationGP
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..linalg import NumericalWarning, cholesky, row_squares, solve_lower
+from ..linalg import NumericalWarning, cholesky, row_squares, solve_lower, variance_floor
 from ..process import GaussianProcess
 from ..structure import ELEMENTWISE, NONE
 from ..terms import Findings, Terms
@@ -316,8 +316,7 @@ class ExpectationPropagation:
         blocks, anchor = features(process.x), features.anchor
         phi = blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
         prior = process.variance
-        floor = 10 * torch.finfo(prior.dtype).eps * prior.detach()
-        residual = torch.maximum(prior - row_squares(phi), floor)
+        residual = torch.maximum(prior - row_squares(phi), variance_floor(prior))
         index, num = self._rows(name, process, terms, trace, indices)
         with torch.no_grad():
             if index is None:
