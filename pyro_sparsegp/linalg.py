@@ -19,6 +19,8 @@ __all__ = [
     "side_by_side",
     "solve_lower",
     "sum_blocks",
+    "variance_floor",
+    "wider",
 ]
 
 _ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
@@ -28,9 +30,49 @@ class NumericalWarning(UserWarning):
     """A result is usable, but floating point forced a change that the user should know of."""
 
 
+def wider(x: Tensor) -> torch.dtype:
+    """float64 for a float32 tensor on a device that has it; otherwise the tensor's own dtype."""
+    return torch.float64 if x.dtype == torch.float32 and x.device.type != "mps" else x.dtype
+
+
 def default_jitter(dtype: torch.dtype) -> float:
     """Relative jitter of the first Cholesky attempt: 1e-8 in float64, 1e-6 in float32."""
     return 1e-8 if dtype == torch.float64 else 1e-6
+
+
+class _Factor(torch.autograd.Function):
+    # The factor of A + εsI in a narrower dtype than A's. The gradient by L comes in that dtype: to go on in A's would
+    # cost more and add no digits.
+
+    @staticmethod
+    def forward(matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        shifted = matrix.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
+        factor, info = torch.linalg.cholesky_ex(shifted)
+        return factor.to(dtype), info
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output[0])
+        ctx.wide = inputs[0].dtype
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
+        (factor,) = ctx.saved_tensors
+        # Ā = ½L⁻ᵀ(P + Pᵀ)L⁻¹ with P the lower triangle of LᵀL̄, its diagonal halved (Murray, 2016, eq. 10). Without Pᵀ
+        # the rounding of an antisymmetric part that is far larger would stay.
+        inner = (factor.mT @ grad).tril_()
+        inner.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+        right = torch.linalg.solve_triangular(factor, 0.5 * (inner + inner.mT), upper=False, left=False)
+        return torch.linalg.solve_triangular(factor.mT, right, upper=True).to(ctx.wide), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> Any:
+        matrix = matrix.movedim(in_dims[0], 0) if in_dims[0] is not None else matrix[None]
+        shift = shift.movedim(in_dims[1], 0) if in_dims[1] is not None else shift[None]
+        matrix = matrix.expand(*torch.broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
+        return _Factor.apply(matrix, shift, dtype), (0, 0)
 
 
 def cholesky(
@@ -39,6 +81,7 @@ def cholesky(
     what: str = "matrix",
     scale: Optional[Tensor] = None,
     made_of: Callable[[], str] = str,
+    dtype: Optional[torch.dtype] = None,
 ) -> Tensor:
     """Lower Cholesky factor L of A + εsI, LLᵀ = A + εsI, with ε escalated until it exists.
 
@@ -51,6 +94,7 @@ def cholesky(
     :param what: what is factorised, for the error and the warning, such as ``"K_ZZ of site 'f'"``.
     :param scale: s, broadcastable to ``(...,)``.
     :param made_of: says, for the error of a matrix that is not finite, what it is made of.
+    :param dtype: of L and of gradients through it, if it is not the matrix's.
     :returns: L, ``(..., M, M)``.
     :raises torch.linalg.LinAlgError: (a ``RuntimeError``) naming ``what``, its size and the jitters tried, or how much
         of it is NaN or infinite, which no jitter mends. The text says "input is not positive-definite", by which Pyro's
@@ -60,15 +104,20 @@ def cholesky(
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     if scale is None:
         scale = diagonal.detach().abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
-    unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) * scale[..., None, None]
+    if dtype is None:
+        unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) * scale[..., None, None]
     level = first
     for attempt in range(_ESCALATIONS + 1):
-        factor, info = torch.linalg.cholesky_ex(matrix + level * unit if level > 0 else matrix)
+        if dtype is None:
+            factor, info = torch.linalg.cholesky_ex(matrix + level * unit if level > 0 else matrix)
+        else:
+            factor, info = _Factor.apply(matrix, level * scale, dtype)
         if not info.any():
             if attempt > 0:
                 warnings.warn(
                     f"{what} ({_size(matrix)}) needed a relative jitter above {first:.0e} for its Cholesky "
-                    f"factorisation; use float64, fewer or better spread points, or set jitter=.",
+                    f"factorisation; use {'' if matrix.dtype == torch.float64 else 'float64, '}fewer or better spread "
+                    "points, or set jitter=.",
                     NumericalWarning,
                     stacklevel=2,
                 )
@@ -77,9 +126,22 @@ def cholesky(
             raise torch.linalg.LinAlgError(_not_finite(matrix, what, made_of()))  # type: ignore[attr-defined]
         level = 10 * level if level > 0 else default_jitter(matrix.dtype)
     raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
-        f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite; its "
-        f"eigenvalues are too small. Relative jitters from {first:.0e} to {level / 10:.0e} were tried. Use float64, "
-        "use fewer or better spread points, or give GaussianProcess(..., jitter=...)."
+        f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite. "
+        f"{_why(matrix, diagonal)} Relative jitters from {first:.0e} to {level / 10:.0e} were tried."
+    )
+
+
+def _why(matrix: Tensor, diagonal: Tensor) -> str:
+    """Why there is no Cholesky factor of a finite matrix, and what to do."""
+    if not (diagonal > 0).any():
+        return (
+            "No entry of its diagonal is above 0: the kernel is 0 at these inputs, where nothing is left to factorise. "
+            "Look at the kernel, its variances and these inputs."
+        )
+    precision = "" if matrix.dtype == torch.float64 else "float64, "
+    return (
+        f"Its eigenvalues are too small: use {precision}fewer or better spread points, or give "
+        "GaussianProcess(..., jitter=...)."
     )
 
 
@@ -138,6 +200,18 @@ class _RowSquares(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
         return _RowSquares.apply(x.movedim(in_dims[0], 0)), 0
+
+
+def variance_floor(prior: Tensor) -> Tensor:
+    """10ε·max(kₙ, ε·max_n kₙ): what is rounding error of variances whose prior's are kₙ, ``(..., N)``.
+
+    Above 0 where kₙ is 0, so that logarithms and square roots have finite gradients.
+    """
+    info = torch.finfo(prior.dtype)
+    prior = prior.detach()
+    if not prior.shape[-1]:
+        return prior
+    return 10 * info.eps * torch.maximum(prior, info.eps * prior.amax(-1, keepdim=True)).clamp(min=info.tiny / info.eps)
 
 
 def row_squares(x: Tensor) -> Tensor:

@@ -38,7 +38,9 @@ class GaussianProcess(TorchDistribution):
     :param x: inputs, ``(N, D)``; leading batch dimensions broadcast with those of the hyperparameters.
     :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, a number, or ``None``
         (zero).
-    :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32.
+    :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32. For
+        inducing points ``None`` is 3e-8 in float32, if the library's own kernels give K_ZZ in float64. A guide keeps it
+        when its dtype changes.
     :raises ValueError: if x is no matrix of finite floating point numbers, or mean or kernel do not fit.
     """
 

@@ -21,7 +21,7 @@ from torch.distributions import constraints, register_kl
 
 from .bases.base import Features
 from .kernels import base as kernel_base
-from .linalg import cholesky, row_squares, solve_lower, sum_blocks
+from .linalg import cholesky, row_squares, solve_lower, sum_blocks, variance_floor
 from .posteriors.base import Gaussian
 from .process import GaussianProcess
 from .sites import Sites
@@ -108,8 +108,8 @@ class SparsePosterior(TorchDistribution):
             if prior is None:
                 prior = self.process.kernel.diag(self.process.x)
             variance = prior + change
-            floor = 10 * torch.finfo(prior.dtype).eps * prior.detach()
-            return variance.clamp(min=floor.expand(variance.shape)).expand(self._batch_shape + self._event_shape)
+            floor = variance_floor(prior).expand(variance.shape)
+            return variance.clamp(min=floor).expand(self._batch_shape + self._event_shape)
 
         return self._cached("variance", compute)
 
@@ -234,7 +234,8 @@ class SparsePosterior(TorchDistribution):
 
         def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
             mean, change = self.coefficients.moments(phi)
-            return mean, (prior + change).clamp(min=10 * torch.finfo(prior.dtype).eps * float(prior.max()))
+            variance = prior + change
+            return mean, variance.clamp(min=variance_floor(prior).expand(variance.shape))
 
         return self._by_rows(moments, chunk_size)
 

@@ -5,9 +5,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from pyro_sparsegp import GaussianProcess, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
+from pyro_sparsegp.families import SVGP, MeanFieldAdditive
 from pyro_sparsegp.kernels import Anova
 from pyro_sparsegp.kernels.anova import centred_on
+
+from .models import data, gaussian
 
 CLOSED = [kernels.RBF, kernels.Matern12, kernels.Matern32, kernels.Matern52]
 LOW, HIGH = -1.0, 2.5
@@ -249,3 +252,14 @@ def test_categorical():
 
 def test_repr():
     assert repr(2.0 * Anova(3.0 * kernels.RBF(0.5), 0, 1)[1]) == "2.0 * Anova(3.0 * RBF(0.5), 0, 1)[1]"
+
+
+@pytest.mark.parametrize("base", [kernels.Linear(2.0), kernels.Constant(1.0)])
+@pytest.mark.parametrize("family", [SVGP(4), MeanFieldAdditive(4)])
+def test_a_base_without_functions_of_mean_zero_is_refused(base, family):
+    x, y = data(num=20)
+    model = gaussian(Anova(base)[0] + kernels.RBF(0.5)[1])
+    with pytest.raises(ValueError, match=r"GP site 'f': Anova\(.*\) is identically 0.*Polynomial\(1\)"):
+        AutoSparseGP(model, family)(x, y)
+    for kernel in (Anova(kernels.Linear(1.0), -1.0, 1.0), Anova(kernels.Polynomial(1))):
+        AutoSparseGP(gaussian(kernel[0] + kernels.RBF(0.5)[1]), family)(x, y)

@@ -1194,3 +1194,16 @@ class TestErrors:
         svi = pyro.infer.SVI(regression, guide, pyro.optim.Adam({"lr": 0.01}), loss)
         with pytest.raises(ValueError, match="ExpectationPropagation"):
             svi.step(x, y)
+
+
+def test_a_row_whose_prior_variance_is_0():
+    x = torch.linspace(-1, 1, 21)[:, None]
+    x[10] = 0.0
+    y = x[:, 0] + 0.1 * torch.randn(21)
+    kernel = kernels.Linear(1.0)
+    model = gaussian(kernel, 0.1, jitter=1e-12)
+    ep = ExpectationPropagation(model, AutoSparseGP(model, SparseEP(torch.ones(1, 1))), pyro.optim.Adam({"lr": 0.01}))
+    assert math.isfinite(ep.step(x, y))
+    assert all(parameter.isfinite().all() for parameter in ep.guide.parameters())
+    evidence = GaussianProcess(kernel + kernels.White(0.01), x, jitter=0.0).log_prob(y)
+    assert -ep.sweep(x, y, num=100) == pytest.approx(evidence.item(), abs=1e-4)

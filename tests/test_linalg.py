@@ -3,7 +3,15 @@ import torch
 
 from pyro_sparsegp import GaussianProcess, kernels
 from pyro_sparsegp.families import SVGP
-from pyro_sparsegp.linalg import NumericalWarning, cholesky, default_jitter, gaussian_kl, solve_lower, sum_blocks
+from pyro_sparsegp.linalg import (
+    NumericalWarning,
+    cholesky,
+    default_jitter,
+    gaussian_kl,
+    solve_lower,
+    sum_blocks,
+    variance_floor,
+)
 
 
 def test_cholesky_adds_a_jitter_relative_to_the_diagonal():
@@ -36,7 +44,7 @@ def test_cholesky_failure_names_what_size_and_cause(bad):
         cholesky(matrix, what="K_ZZ of site 'f'", made_of=lambda: "a kernel of mine")
     assert "input is not positive-definite" in str(error.value)  # what Pyro's HMC looks for
     assert ("NaN" in str(error.value)) == (bad == "nan")
-    assert ("float64, use fewer" in str(error.value)) == (bad == "negative")  # which do not help against NaN
+    assert ("jitters from" in str(error.value)) == (bad == "negative")  # which do not help against NaN
 
 
 @pytest.mark.parametrize("length", [torch.nan, 0.0, 1e-320])
@@ -69,3 +77,40 @@ def test_small_helpers():
     torch.testing.assert_close(factor @ solve_lower(factor, b), b)
     phi, w = [torch.randn(4, 2), torch.randn(4, 3)], [torch.randn(2), torch.randn(3)]
     torch.testing.assert_close(sum_blocks(phi, w), torch.cat(phi, -1) @ torch.cat(w))
+
+
+@pytest.mark.parametrize(
+    ("matrix", "advice"),
+    [
+        (torch.eye(3, dtype=torch.float64).index_fill(0, torch.tensor(1), torch.nan), "3 of its 9 entries are NaN"),
+        (torch.zeros(3, 3, dtype=torch.float64), "the kernel is 0 at these inputs"),
+        (-torch.eye(3, dtype=torch.float64) + 1.5, "fewer or better spread points"),
+    ],
+    ids=["nan", "zero", "indefinite"],
+)
+def test_a_failure_tells_its_cause_and_no_other(matrix, advice):
+    with pytest.raises(RuntimeError, match=advice) as error:
+        cholesky(matrix, what="K_ZZ of site 'f'")
+    assert "use float64" not in str(error.value)  # it is
+    assert ("spread points" in str(error.value)) == ("spread" in advice)
+    assert "input is not positive-definite" in str(error.value)
+
+
+def test_a_factor_in_a_narrower_dtype():
+    a = torch.randn(2, 5, 7)
+    matrix = (a @ a.mT).requires_grad_()
+    wide, narrow = cholesky(matrix, 1e-3), cholesky(matrix, 1e-3, dtype=torch.float32)
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(narrow.double(), wide, rtol=1e-6, atol=1e-6)
+    weights = torch.randn(2, 5, 5)
+    (expected,) = torch.autograd.grad((wide * weights).sum(), matrix)
+    (found,) = torch.autograd.grad((narrow * weights).sum(), matrix)
+    torch.testing.assert_close((found + found.mT) / 2, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_floor_of_variances_is_positive_and_relative():
+    prior = torch.tensor([[4.0, 0.0, 1e-8], [0.0, 0.0, 0.0]])
+    eps, floor = torch.finfo(torch.float64).eps, variance_floor(prior)
+    torch.testing.assert_close(floor[0], 10 * eps * torch.tensor([4.0, 4.0 * eps, 1e-8]))
+    assert (floor > 0).all()
+    assert floor.rsqrt().isfinite().all()

@@ -14,7 +14,7 @@ from pyro.poutine import Trace
 from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SVGP, CoupledPrecision, OrthogonalInducing
+from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, OrthogonalInducing
 from pyro_sparsegp.inference.quadrature import quadrature_axes
 from pyro_sparsegp.survey import Structure
 
@@ -542,3 +542,32 @@ class TestImportanceWeights:
         guide.train(training)
         with pytest.raises(ValueError, match="GP site 'f' has a density relative to the prior process only"):
             Importance(model, guide, 5).run(x, y)
+
+
+VANISHING = {
+    "linear": kernels.Linear(1.0),
+    "polynomial": kernels.Polynomial(2, 0.0),
+    "product": kernels.Linear(1.0) * kernels.RBF(0.5),
+}
+
+
+@pytest.mark.parametrize("loss", [Trace_ELBO, TraceMeanField_ELBO, TraceQuadrature_ELBO])
+@pytest.mark.parametrize("kernel", VANISHING.values(), ids=VANISHING)
+@pytest.mark.parametrize("family", [SVGP, SGPR])
+def test_a_row_whose_prior_variance_is_0_trains(family, kernel, loss):
+    x = torch.linspace(-1, 1, 21)[:, None]
+    x[10] = 0.0
+    y = x[:, 0] + 0.1 * torch.randn(21)
+
+    def model(x, y=None):
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(scale * kernel, x, jitter=1e-6))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    guide = AutoSparseGP(model, family(x[2::4]))
+    losses = train(model, guide, x, y, steps=2, loss=loss())
+    assert torch.tensor(losses).isfinite().all()
+    assert all(parameter.isfinite().all() for parameter in guide.parameters())
+    variance = guide.posterior(x)["f"].variance
+    assert 0 < variance[10] < 1e-20 * variance.max()

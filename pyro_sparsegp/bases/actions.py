@@ -256,7 +256,7 @@ class BlockPolicy(Policy):
         self.values = PyroParam(inputs.new_ones(*batch_shape, rows))
 
     def reorder(self, order: Tensor) -> None:
-        self.order = order.argsort()[self.order]
+        self.order: Tensor = order.argsort()[self.order]
 
     def forward(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
         if sites.inputs.shape[-2] != len(self.order):
@@ -361,7 +361,7 @@ class RandomPolicy(_Detached):
         self.register_buffer("draws", torch.randn(shape).to(inputs) if draw else inputs.new_zeros(shape))
 
     def reorder(self, order: Tensor) -> None:
-        self.draws = self.draws[order]
+        self.draws: Tensor = self.draws[order]
 
     def directions(self, kernel: Any, sites: Sites) -> Tensor:
         if len(self.draws) != sites.inputs.shape[-2]:

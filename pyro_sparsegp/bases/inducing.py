@@ -17,14 +17,17 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..kernels import base as kernel_base
-from ..linalg import cholesky, side_by_side, solve_lower
+from ..linalg import cholesky, default_jitter, side_by_side, solve_lower
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs
-from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze
+from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
 
 __all__ = ["InducingFeatures", "InducingPoints"]
 
 Inducing = Union[int, Tensor, InducingVariables]
+
+_WIDENED = 3e-8  # the jitter in float32 where K_uu is found in float64
+_LAGGING = 1e-8  # the least where q(w) is free and inputs are learned: 1e-6 is steadier and biases more; not settled
 
 
 class InducingFeatures(CrossFeatures):
@@ -93,6 +96,8 @@ class InducingPoints(Basis):
     :param columns: those columns, if the inputs live in them alone; ``None`` is all.
     :param width: D.
     :param of_source: for each set, whether it has inputs of the kernel's ``source``; ``None`` is none.
+    :param jitter: relative jitter of K_uu where the process has none of its own; ``None`` is that of the dtype, 1e-8 in
+        float64 and 1e-6 in float32. It stays when the dtype changes, since it is part of what w means: L depends on it.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class InducingPoints(Basis):
         columns: Optional[tuple[int, ...]] = None,
         width: Optional[int] = None,
         of_source: Optional[Sequence[bool]] = None,
+        jitter: Optional[float] = None,
     ) -> None:
         super().__init__()
         self.sizes = tuple(z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets)
@@ -109,6 +115,7 @@ class InducingPoints(Basis):
         first = next((z for z in sets if isinstance(z, Tensor)), None)
         self.trainable, self.columns = trainable, columns
         self.width = width or (None if first is None else first.shape[-1])
+        self.jitter = default_jitter(first.dtype) if jitter is None and first is not None else jitter
         if columns is not None and first is not None:  # on the device, so that a step copies nothing there
             self.register_buffer("column_index", torch.tensor(columns, device=first.device), persistent=False)
         for i, z in enumerate(sets):
@@ -129,11 +136,13 @@ class InducingPoints(Basis):
         name: str,
         trainable: bool = True,
         columns: Optional[tuple[int, ...]] = None,
+        free: bool = False,
     ) -> InducingPoints:
         """The sets as a guide's first call starts them: counts are chosen among the inputs, the rest is as given.
 
         :param kernel: the kernel they are for. If it has a ``source``, counts are of inputs of that.
         :param x: inputs, ``(..., N, D)``.
+        :param free: whether q(w) is learned by gradients, so that it lags behind inputs that move.
         :raises ValueError: naming the site, as :func:`choose_inputs`.
         """
         source = kernel_base.source(kernel)
@@ -166,13 +175,15 @@ class InducingPoints(Basis):
                 chosen = choose_inputs(kernel, x, some, init, name, columns)
             for i, z in zip(here, chosen):
                 found[i] = z
-        return cls(found, trainable, columns, x.shape[-1], of_source)
+        jitter = _jitter(kernel, x, of_source, found, free and trainable)
+        return cls(found, trainable, columns, x.shape[-1], of_source, jitter)
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
         """The first ``num`` sets and the others, as bases of their own."""
 
         def part(sets: slice) -> InducingPoints:
-            return InducingPoints(self.inputs[sets], self.trainable, self.columns, self.width, self.of_source[sets])
+            inputs, of_source = self.inputs[sets], self.of_source[sets]
+            return InducingPoints(inputs, self.trainable, self.columns, self.width, of_source, self.jitter)
 
         return part(slice(None, num)), part(slice(num, None))
 
@@ -209,24 +220,31 @@ class InducingPoints(Basis):
                 f"the kernel of site {name!r} has no source now, {kernel!r}, but had when the guide was initialised; "
                 "a kernel's structure must not change between calls."
             )
+        jitter = self.jitter if jitter is None else jitter
         variables = self.variables()
         made_of = functools.partial(kernel_base.hyperparameters, kernel)
+        # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
+        exact = widened(kernel, variables)
+        dtype = next((z.dtype for z in self.inputs if isinstance(z, Tensor)), None)
         rows: list[list[Tensor]] = []
         scale: Optional[Tensor] = None  # of the jitter: that of the first set for all
-        for b, part in enumerate(variables):
+        for b, part in enumerate(exact):
             rest = checked(part.covariance(kernel), part, "covariance", part.size)
             if scale is None:
                 scale = rest.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
             row: list[Tensor] = []
-            for c, other in enumerate(variables[:b]):
+            for c, other in enumerate(exact[:b]):
                 right = between(kernel, part, other)
                 for left, above in zip(row, rows[c]):
                     right = right - left @ above.mT
                 row.append(torch.linalg.solve_triangular(rows[c][c].mT, right, upper=True, left=False))
                 rest = rest - row[-1] @ row[-1].mT
             what = "K_ZZ" if isinstance(part, Values) and not b else "K_uu" if not b else f"what set {b} adds to K_uu"
-            row.append(cholesky(rest, jitter, f"{what} of site {name!r}", scale, made_of))
+            narrow = None if exact is variables or b + 1 < len(exact) else dtype  # other blocks follow from this one
+            row.append(cholesky(rest, jitter, f"{what} of site {name!r}", scale, made_of, narrow))
             rows.append(row)
+        if exact is not variables:
+            rows = [[block.to(dtype) for block in row] for row in rows]
         return InducingFeatures(kernel, variables, rows)
 
     def spec(self) -> dict[str, Any]:
@@ -236,6 +254,7 @@ class InducingPoints(Basis):
             "columns": None if self.columns is None else list(self.columns),
             "width": self.width,
             "of_source": list(self.of_source),
+            "jitter": self.jitter,
         }
 
     @classmethod
@@ -251,7 +270,23 @@ class InducingPoints(Basis):
             _own(given, like, trainable) if isinstance(given, InducingVariables) else like.new_zeros(shape)
             for given, shape in zip(sets, spec["shapes"])
         ]
-        return cls(empty, trainable, columns, spec["width"], spec["of_source"])
+        # A state that says nothing of the jitter had that of its dtype.
+        jitter = spec.get("jitter") or default_jitter(like.dtype)
+        return cls(empty, trainable, columns, spec["width"], spec["of_source"], jitter)
+
+
+def _jitter(kernel: Any, x: Tensor, of_source: Sequence[bool], sets: Sequence[Any], lags: bool) -> float:
+    """The relative jitter of K_uu, for sets as :class:`InducingPoints` takes them; see ``tests/benchmarks/jitter.md``.
+
+    It biases the bound, so it is as small as the dtype lets it be: rounding of K_fu grows with its inverse root. Where
+    q(w) lags behind inputs that move, a larger one keeps their steps from moving q(f) by much more.
+    """
+    like: list[Any] = [
+        (SourceValues if source else Values)(z) if isinstance(z, Tensor) else z for z, source in zip(sets, of_source)
+    ]
+    exact = x.dtype == torch.float64 or widened(kernel, like) is not like
+    least = default_jitter(x.dtype) if not exact or x.dtype == torch.float64 else _WIDENED
+    return max(least, _LAGGING) if lags else least
 
 
 def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVariables:

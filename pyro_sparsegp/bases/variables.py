@@ -11,9 +11,11 @@ from typing import Any, Optional, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ..kernels import base as kernel_base
+from ..linalg import wider
 from ..modules import AbstractModule
 
-__all__ = ["InducingVariables", "SourceValues", "Values", "Variables", "between", "checked", "freeze"]
+__all__ = ["InducingVariables", "SourceValues", "Values", "Variables", "between", "checked", "freeze", "widened"]
 
 
 @runtime_checkable
@@ -150,6 +152,17 @@ class SourceValues:
     def of(self, draw: Callable) -> Optional[Tensor]:
         of_source = getattr(draw, "source", None)
         return None if of_source is None else of_source(self.z)
+
+
+def widened(kernel: Any, variables: list[Any]) -> list[Any]:
+    """The sets with inputs in float64, where these are float32 and all kernels follow; otherwise the same list."""
+    if not all(isinstance(part, (Values, SourceValues)) for part in variables):
+        return variables
+    owners = [kernel.source if isinstance(part, SourceValues) else kernel for part in variables]
+    dtypes = {wider(part.z) for part in variables}
+    if dtypes == {variables[0].z.dtype} or not all(map(kernel_base.in_any_dtype, owners)):
+        return variables
+    return [type(part)(part.z.to(wider(part.z))) for part in variables]
 
 
 def checked(value: Tensor, part: Variables, method: str, rows: int) -> Tensor:

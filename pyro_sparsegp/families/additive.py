@@ -73,7 +73,9 @@ class OnTerms(BasisFamily):
             require_own_diagonal(term, f"{name}, term {i}")
             columns = kernel_base.columns(term)
             where = f"{name}, term {i}"
-            parts.append(InducingPoints.chosen(term, process.x, [inducing], self.init, where, self.trainable, columns))
+            parts.append(
+                InducingPoints.chosen(term, process.x, [inducing], self.init, where, self.trainable, columns, self.free)
+            )
         return Additive(parts, kernel_base.term_names(process.kernel))
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:

@@ -91,6 +91,8 @@ _NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "toleran
 class BasisFamily(Family):
     """A family on a basis: it says how this starts, and how it is made again before its state is loaded."""
 
+    free: ClassVar[bool] = False  # whether q(w) is learned by gradients
+
     @abstractmethod
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         """The basis, initialised from the inputs and hyperparameters of a first call."""
@@ -112,6 +114,7 @@ class FreeFormFamily(BasisFamily):
         of a deep GP, which at a narrow start would hand on nothing but their mean.
     """
 
+    free: ClassVar[bool] = True
     start: str = field(default="data", kw_only=True)
 
     def __post_init__(self) -> None:

@@ -47,7 +47,9 @@ class OnInducingPoints(BasisFamily):
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         require_own_diagonal(process.kernel, name)
-        return InducingPoints.chosen(process.kernel, process.x, self.sets(), self.init, name, self.trainable)
+        return InducingPoints.chosen(
+            process.kernel, process.x, self.sets(), self.init, name, self.trainable, free=self.free
+        )
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         return InducingPoints.rebuilt(spec, like, self.trainable, self.sets())

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..expectation_gp import ExpectationGP
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..linalg import NumericalWarning, cholesky, row_squares, solve_lower
+from ..linalg import NumericalWarning, cholesky, row_squares, solve_lower, variance_floor
 from ..process import GaussianProcess
 from ..rows import Objects, fingerprints
 from ..structure import ELEMENTWISE, NONE
@@ -355,8 +355,7 @@ class ExpectationPropagation:
         blocks, anchor = features(process.x), features.anchor
         phi = blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
         prior = process.variance
-        floor = 10 * torch.finfo(prior.dtype).eps * prior.detach()
-        residual = torch.maximum(prior - row_squares(phi), floor)
+        residual = torch.maximum(prior - row_squares(phi), variance_floor(prior))
         index, num = self._rows(name, process, terms, trace, indices)
         order = data = None
         with torch.no_grad():

@@ -130,6 +130,8 @@ class Anova(Kernel):
     :raises ValueError: for an empty interval, or a base that reads other columns than its first.
     """
 
+    any_dtype = True
+
     def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0, num_nodes: int = 64) -> None:
         kernel_base.require_kernel(base, "Anova's base")
         if kernel_base.columns(base) not in (None, (0,)):
@@ -231,6 +233,30 @@ class Anova(Kernel):
     def batch_shape(self) -> torch.Size:
         own = (batch_of(value, 0) for value in (self.variance, self.low, self.high) if value is not None)
         return torch.broadcast_shapes(kernel_base.batch_shape(self.base), *own)
+
+    @property
+    def parts(self) -> tuple[Kernel, ...]:
+        return (self.base,)
+
+    def check_inputs(self, x: Tensor) -> None:
+        """Refuse a base of which nothing is left.
+
+        :raises ValueError: if no function of the base but 0 has mean zero, as of ``Linear`` on [0, 1].
+        """
+        kernel_base.check_inputs(self.base, x)
+        nodes, _ = self._nodes(x.detach())
+        phi, left = (
+            kernel_base.features(self.base, nodes),
+            Anova(self.base, self.low, self.high, self.num_nodes).features(nodes),
+        )
+        if phi is None or left is None:
+            return
+        if left.square().amax() <= (100 * torch.finfo(x.dtype).eps) ** 2 * phi.square().amax():
+            raise ValueError(
+                f"{self!r} is identically 0: of the functions of {self.base!r}, none but 0 has mean zero over "
+                f"[{describe(self.low)}, {describe(self.high)}]. For a linear effect write Anova(Polynomial(1), low, "
+                "high), whose functions have an intercept, too; leave a constant outside of Anova."
+            )
 
     def features(self, x: Tensor) -> Optional[Tensor]:
         found = self._projected(x)

@@ -13,7 +13,7 @@ import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, ClassVar, NamedTuple, Optional, Union
 
 import torch
 from torch import Tensor
@@ -128,6 +128,15 @@ class Kernel(ABC):
     def terms(self) -> tuple[Kernel, ...]:
         """The summands of the kernel; of all but a :class:`Sum`, the kernel itself."""
         return (self,)
+
+    any_dtype: ClassVar[bool] = (
+        False  # whether k(x) has the dtype of x, whatever that of hyperparameters; not inherited
+    )
+
+    @property
+    def parts(self) -> tuple[Kernel, ...]:
+        """The kernels that this one is made of; of most, none."""
+        return ()
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
@@ -269,6 +278,8 @@ def require_kernel(value: Any, name: str) -> Any:
 class Sum(Kernel):
     """k(x, x') = Σ_c k_c(x, x'); nested sums are flattened, ``terms`` lists the summands."""
 
+    any_dtype = True
+
     def __init__(self, *kernels: Kernel) -> None:
         flat: list[Kernel] = []
         for i, kernel in enumerate(kernels):
@@ -279,6 +290,10 @@ class Sum(Kernel):
 
     @property
     def terms(self) -> tuple[Kernel, ...]:
+        return self._terms
+
+    @property
+    def parts(self) -> tuple[Kernel, ...]:
         return self._terms
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
@@ -347,6 +362,8 @@ class Sum(Kernel):
 class Product(Kernel):
     """k(x, x') = Π_c k_c(x, x'); an interaction where the factors read different columns."""
 
+    any_dtype = True
+
     def __init__(self, *kernels: Kernel) -> None:
         flat: list[Kernel] = []
         for i, kernel in enumerate(kernels):
@@ -355,6 +372,10 @@ class Product(Kernel):
         if not flat:
             raise ValueError("Product needs at least one kernel, got none")
         self.factors: tuple[Kernel, ...] = tuple(flat)
+
+    @property
+    def parts(self) -> tuple[Kernel, ...]:
+        return self.factors
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         total = self.factors[0](x, z)
@@ -429,9 +450,15 @@ class Product(Kernel):
 class Scaled(Kernel):
     """k(x, x') = s·k₀(x, x') with a variance s > 0, ``(...,)``."""
 
+    any_dtype = True
+
     def __init__(self, kernel: Kernel, variance: Scalar) -> None:
         self.kernel = require_kernel(kernel, "Scaled's kernel")
         self.variance = positive(variance, "the variance that scales a kernel")
+
+    @property
+    def parts(self) -> tuple[Kernel, ...]:
+        return (self.kernel,)
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         variance = as_tensor(self.variance, x)[..., None, None]
@@ -513,6 +540,8 @@ class Select(Kernel):
         once there are inputs.
     """
 
+    any_dtype = True
+
     def __init__(self, kernel: Kernel, dims: Union[int, slice, Sequence[int]]) -> None:
         self.kernel = require_kernel(kernel, "Select's kernel")
         if isinstance(dims, slice) and dims.stop is not None and min(dims.stop, dims.start or 0) >= 0:
@@ -555,6 +584,10 @@ class Select(Kernel):
     def on_columns(self, num: int) -> Kernel:
         dims = self._numbers(num)
         return _changed(self, _dims=dims, kernel=on_columns(self.kernel, len(dims)))
+
+    @property
+    def parts(self) -> tuple[Kernel, ...]:
+        return (self.kernel,)
 
     def _slice(self, x: Tensor) -> Tensor:
         dims = self._numbers(x.shape[-1])
@@ -733,6 +766,14 @@ def check_inputs(kernel: Any, x: Tensor) -> None:
     """Let the kernel refuse training inputs; a callable that does not say takes all."""
     if hasattr(kernel, "check_inputs"):
         kernel.check_inputs(x)
+
+
+def in_any_dtype(kernel: Any) -> bool:
+    """Whether k(x) has the dtype of x, whatever that of hyperparameters.
+
+    The kernel's own class must say so: one derived from it may hold a network, which takes inputs of its dtype only.
+    """
+    return bool(vars(type(kernel)).get("any_dtype")) and all(map(in_any_dtype, kernel.parts))
 
 
 def source(kernel: Any) -> Optional[Any]:

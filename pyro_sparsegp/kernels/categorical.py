@@ -24,6 +24,8 @@ class Categorical(Kernel):
     :raises ValueError: if L is no whole number of at least 1.
     """
 
+    any_dtype = True
+
     def __init__(self, num_levels: int, variance: Scalar = 1.0) -> None:
         if isinstance(num_levels, bool) or not isinstance(num_levels, int) or num_levels < 1:
             raise ValueError(f"Categorical's num_levels must be a whole number of at least 1, got {num_levels!r}")

@@ -49,6 +49,8 @@ class FeatureKernel(Kernel):
 class Constant(FeatureKernel):
     """k = s: one shared random level, of variance s, ``(...,)``."""
 
+    any_dtype = True
+
     def __init__(self, variance: Scalar = 1.0) -> None:
         self.variance = positive(variance, "Constant's variance")
 
@@ -70,6 +72,8 @@ class Linear(FeatureKernel):
     :param variance: v > 0, prior variance of the slopes: a number, ``(..., 1)`` or one per column, ``(..., D)``.
     """
 
+    any_dtype = True
+
     def __init__(self, variance: Scalar = 1.0) -> None:
         self.variance = positive(variance, "Linear's variance")
 
@@ -90,6 +94,8 @@ class Polynomial(FeatureKernel):
     :param degree: p, a whole number of at least 1.
     :param bias: b ≥ 0, ``(...,)``.
     """
+
+    any_dtype = True
 
     def __init__(self, degree: int = 2, bias: Scalar = 1.0) -> None:
         if int(degree) != degree or degree < 1:
@@ -136,6 +142,8 @@ class RandomFourier(FeatureKernel):
     :param frequencies: ω, ``(R, D)``.
     :param lengthscale: ℓ > 0: a number, ``(..., 1)`` or one per column, ``(..., D)``.
     """
+
+    any_dtype = True
 
     def __init__(self, frequencies: Tensor, lengthscale: Scalar = 1.0) -> None:
         if not isinstance(frequencies, Tensor) or frequencies.dim() != 2:
@@ -192,6 +200,8 @@ class White(FeatureKernel):
     nothing of it, its variance s enters the bound as a penalty, Σs/(2σ²), and the posterior of the other terms is too
     narrow: under a guide put such noise into the likelihood, and effects of single rows into a plate of latents.
     """
+
+    any_dtype = True
 
     def __init__(self, variance: Scalar = 1.0) -> None:
         self.variance = positive(variance, "White's variance")

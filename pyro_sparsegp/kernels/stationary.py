@@ -14,17 +14,56 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from ..linalg import wider
 from .base import Kernel, Scalar, as_tensor, batch_of, describe, per_column, positive
 
 __all__ = ["RBF", "Matern12", "Matern32", "Matern52", "Periodic", "RationalQuadratic", "Stationary"]
 
 
+_FEW = 16  # columns: up to here the product of inputs, even in float64, costs little beside the passes over it
+
+
+class _SquaredDistance(torch.autograd.Function):
+    # One node of the graph in the place of a dozen.
+
+    @staticmethod
+    def forward(x: Tensor, z: Tensor) -> Tensor:
+        # In float32 the product would leave few digits of distances that are small beside the inputs' range.
+        wide = wider(x) if x.shape[-1] <= _FEW else x.dtype
+        a, b = x.to(wide), z.to(wide)
+        a2, b2 = a.square().sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
+        left = torch.cat([a, a2, torch.ones_like(a2)], -1)
+        right = torch.cat([-2 * b, torch.ones_like(b2), b2], -1)
+        return (left @ right.mT).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], Optional[Tensor]]:
+        x, z = ctx.saved_tensors
+
+        def towards(grad: Tensor, one: Tensor, other: Tensor) -> Tensor:
+            return 2 * (grad.sum(-1, keepdim=True) * one - grad @ other).sum_to_size(one.shape)
+
+        by_x = towards(grad, x, z) if ctx.needs_input_grad[0] else None
+        return by_x, towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor, z: Tensor) -> Any:
+        dims = max(t.dim() - (dim is not None) for t, dim in zip((x, z), in_dims))
+
+        def leading(t: Tensor, dim: Optional[int]) -> Tensor:
+            t = t[None] if dim is None else t.movedim(dim, 0)
+            return t.reshape(t.shape[0], *[1] * (dims + 1 - t.dim()), *t.shape[1:])
+
+        return _SquaredDistance.apply(leading(x, in_dims[0]), leading(z, in_dims[1])), 0
+
+
 def squared_distance(x: Tensor, z: Tensor) -> Tensor:
     """‖xₙ − zₘ‖², ``(..., N, M)``, by one matrix product; rounding may leave it slightly negative."""
-    x2, z2 = x.square().sum(-1, keepdim=True), z.square().sum(-1, keepdim=True)
-    left = torch.cat([x, x2, torch.ones_like(x2)], -1)
-    right = torch.cat([-2 * z, torch.ones_like(z2), z2], -1)
-    return left @ right.mT
+    return _SquaredDistance.apply(x, z)
 
 
 def _clean(s: Tensor, same: bool) -> Tensor:
@@ -150,6 +189,8 @@ class Stationary(Kernel):
 class RBF(Stationary):
     """Squared exponential: k = exp(−s/2)."""
 
+    any_dtype = True
+
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
         value = (-0.5 * s).exp_()
@@ -179,6 +220,8 @@ class _Matern(Stationary):
 class Matern12(_Matern):
     """Exponential (Ornstein-Uhlenbeck): k = exp(−√s). Its gradient at coincident points is taken as 0."""
 
+    any_dtype = True
+
     twice_nu = 1
 
     @staticmethod
@@ -196,6 +239,8 @@ class Matern12(_Matern):
 class Matern32(_Matern):
     """k = (1 + a)e^(−a), a = √(3s)."""
 
+    any_dtype = True
+
     twice_nu = 3
 
     @staticmethod
@@ -211,6 +256,8 @@ class Matern32(_Matern):
 
 class Matern52(_Matern):
     """k = (1 + a + a²/3)e^(−a), a = √(5s)."""
+
+    any_dtype = True
 
     twice_nu = 5
 
@@ -235,6 +282,8 @@ class RationalQuadratic(Stationary):
 
     :param alpha: α > 0, ``(...,)``.
     """
+
+    any_dtype = True
 
     def __init__(self, lengthscale: Scalar = 1.0, alpha: Scalar = 1.0) -> None:
         super().__init__(lengthscale)
@@ -283,6 +332,8 @@ class Periodic(RBF):
     :param lengthscale: ℓ > 0, without unit: relative to a circle of radius 1.
     :param period: p > 0 in the units of the inputs, shaped like ``lengthscale``.
     """
+
+    any_dtype = True
 
     def __init__(self, lengthscale: Scalar = 1.0, period: Scalar = 1.0) -> None:
         super().__init__(lengthscale)

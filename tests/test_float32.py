@@ -1,0 +1,148 @@
+"""float32 beside float64: the jitter and distances of kernel matrices, and guides that change their dtype."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.bases import InducingPoints
+from pyro_sparsegp.families import SGPR, SVGP, MeanFieldAdditive, OrthogonalInducing, SparseEP
+from pyro_sparsegp.inference import ExpectationPropagation
+from pyro_sparsegp.linalg import default_jitter
+
+from .models import additive, data, gaussian, train
+
+NOISE = 0.01
+
+
+def precise_data(length=0.3, num=1000):
+    """2-D draws of an RBF process with little noise, in numbers that float32 has, and some of the inputs."""
+    x = torch.rand(num, 2).float().double()
+    y = GaussianProcess(kernels.RBF(length), x, jitter=1e-10).rsample() + NOISE * torch.randn(num)
+    return x, y.float().double(), x[:100]
+
+
+def learned(x, y=None):
+    length = pyro.param("length", x.new_tensor(0.3), constraint=dist.constraints.positive)
+    noise = pyro.param("noise", x.new_tensor(NOISE), constraint=dist.constraints.positive)
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def bound_and_gradients(x, y, z):
+    pyro.clear_param_store()
+    guide = AutoSparseGP(learned, SGPR(z))
+    guide(x, y)
+    bound = -TraceQuadrature_ELBO(2).differentiable_loss(learned, guide, x, y)
+    parameters = [*guide.parameters(), *dict(pyro.get_param_store().named_parameters()).values()]
+    gradients = [grad.double() for grad in torch.autograd.grad(bound, parameters)]
+    return bound.item(), gradients, guide.posterior(x)["f"].mean.detach().double()
+
+
+def test_the_bound_its_gradient_and_means_are_those_of_float64():
+    x, y, z = precise_data()
+    bound, gradients, mean = bound_and_gradients(x, y, z)
+    single, found, single_mean = bound_and_gradients(x.float(), y.float(), z.float())
+    assert single == pytest.approx(bound, abs=30)  # 105 at the jitter of 1e-6, of some 2,900
+    hyperparameters = [(one, other) for one, other in zip(found, gradients) if not other.dim()]
+    assert len(hyperparameters) == 2
+    for one, other in hyperparameters:
+        assert (one - other).abs() < 0.5 * other.abs()
+    assert (single_mean - mean).abs().max() < NOISE
+
+
+def test_inducing_features_in_float32():
+    x, _, z = precise_data()
+    kernel = 2.0 * kernels.RBF(0.5)
+    basis = InducingPoints([z.float()], jitter=1e-6)
+    single = basis(kernel, None, "f")
+    double = InducingPoints([z])(kernel, 1e-6, "f")
+    assert single.factor.dtype == torch.float32
+    torch.testing.assert_close(single.factor.double(), double.factor, rtol=0, atol=1e-6)
+    torch.testing.assert_close(single(x.float())[0].double(), double(x)[0], rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 8])
+def test_distances_in_float32_keep_their_digits(columns):
+    x = 100 * torch.rand(200, columns).float()
+    z = x[:50] + 1e-2 * torch.rand(50, columns).float()
+    for kernel in (kernels.Matern12(1.0), kernels.RBF(1.0)):
+        torch.testing.assert_close(kernel(x, z).double(), kernel(x.double(), z.double()), rtol=0, atol=1e-5)
+
+
+class Warped(kernels.RBF):
+    """A network in float32 takes no other inputs."""
+
+    def __init__(self, network):
+        super().__init__(0.5)
+        self.network = network
+
+    def scale(self, x):
+        return super().scale(self.network(x))
+
+
+def test_kernels_that_hold_networks_are_left_in_their_dtype():
+    x, y = data(num=30, dtype=torch.float32)
+    network = torch.nn.Linear(2, 2).float()
+
+    def model(x, y=None):
+        pyro.module("network", network)
+        f = pyro.sample("f", GaussianProcess(Warped(network), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(6))
+    train(model, guide, x, y, steps=2)
+    assert guide.gps.f.basis.jitter == default_jitter(torch.float32)
+
+
+CONVERTED = [SVGP(20), SVGP(20, whiten=False), OrthogonalInducing(10, 10), MeanFieldAdditive(12), SGPR(20)]
+
+
+@pytest.mark.parametrize("family", CONVERTED, ids=lambda family: type(family).__name__)
+@pytest.mark.parametrize("start", [torch.float32, torch.float64], ids=["double", "float"])
+def test_a_conversion_keeps_the_posterior(family, start):
+    x, y = data(num=60)
+    length = torch.tensor([0.7, 0.7])
+    model = gaussian(additive(torch.tensor(1.0), length), 0.2)
+    guide = AutoSparseGP(model, family)
+    other = torch.float64 if start == torch.float32 else torch.float32
+    train(model, guide, x.to(start), y.to(start), steps=100, lr=0.05)
+    before = TraceQuadrature_ELBO(2).loss(model, guide, x.to(start), y.to(start))
+    q = guide.posterior(x.to(start))["f"]
+    guide.to(other)
+    after = TraceQuadrature_ELBO(2).loss(model, guide, x.to(other), y.to(other))
+    assert after == pytest.approx(before, abs=0.02)
+    p = guide.posterior(x.to(other))["f"]
+    torch.testing.assert_close(p.mean.double(), q.mean.double(), rtol=0, atol=1e-3)
+    torch.testing.assert_close(p.variance.double(), q.variance.double(), rtol=1e-2, atol=1e-5)
+
+
+def test_a_conversion_keeps_the_sites_of_expectation_propagation():
+    x, y = data(num=40)
+    model = gaussian(kernels.RBF(0.7))
+    guide = AutoSparseGP(model, SparseEP(15))
+    ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}))
+    before = ep.sweep(x.float(), y.float(), num=20)
+    guide.double()
+    assert ep.evaluate_loss(x, y) == pytest.approx(before, abs=0.02)
+
+
+def test_states_of_before_keep_their_jitter():
+    x, y = data(num=60)
+    model = gaussian(kernels.RBF(0.7))
+    for dtype in (torch.float32, torch.float64):
+        guide = AutoSparseGP(model, SVGP(20))
+        guide(x.to(dtype), y.to(dtype))
+        state = copy.deepcopy(guide.state_dict())
+        assert state["_extra_state"]["gps"]["f"]["basis"].pop("jitter") == guide.gps.f.basis.jitter
+        for old in (AutoSparseGP(model, SVGP(20)), guide):
+            old.load_state_dict(state)
+            assert old.gps.f.basis.jitter == default_jitter(dtype)
+        new = AutoSparseGP(model, SVGP(20))
+        new.load_state_dict(guide.state_dict())
+        assert new.gps.f.basis.jitter == default_jitter(dtype)
