@@ -1,0 +1,364 @@
+"""Families on sites beside other latents: q is q(c) q(f | c, data), wherever the guide is asked."""
+
+import copy
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from torch.distributions import constraints
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, kernels, predict
+from pyro_sparsegp.families import SGPR, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
+
+from .models import estimate, train
+
+KERNEL = kernels.Matern32(0.5)
+LINES = kernels.Linear(1.0) + kernels.Constant(0.5)
+NOISE = 0.35
+
+
+def data(num=30, binary=False):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.rand(num, 1, generator=generator) * 3
+    y = torch.sin(2 * x[:, 0]) + 0.8 + NOISE * torch.randn(num, generator=generator)
+    return x, (y > 0.8).to(y) if binary else y
+
+
+def program(place, kernel=KERNEL, binary=False):
+    """A model with one latent, c, at a place."""
+
+    def model(x, y=None):
+        c = pyro.sample("c", dist.Normal(0.0, 2.0)) if place != "after" else 0.0
+        scaled = kernel * torch.as_tensor(c).exp() if place == "kernel" else kernel
+        f = pyro.sample("f", GaussianProcess(scaled, x, mean=c if place == "mean" else None))
+        if place == "after":
+            c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        shift = c if place in ("before", "after") else 0.0
+        noise = NOISE * torch.as_tensor(c).exp() if place == "noise" else NOISE
+        with pyro.plate("data", len(x)):
+            likelihood = dist.Bernoulli(logits=f + shift) if binary else dist.Normal(f + shift, noise)
+            return pyro.sample("y", likelihood, obs=y)
+
+    return model
+
+
+def conditional(place, kernel, x, y, new, c):
+    """The dense mean and variance of f at new inputs, given c and the data, and log p(y | c)."""
+    kernel = kernel * c.exp() if place == "kernel" else kernel
+    noise = NOISE * c.exp() if place == "noise" else NOISE
+    mean, shift = (c if place == "mean" else 0.0), (c if place in ("before", "after") else 0.0)
+    gram = kernel(x) + noise**2 * torch.eye(len(x))
+    gain = kernel(new, x) @ torch.linalg.inv(gram)
+    evidence = dist.MultivariateNormal((mean + shift) * torch.ones(len(x)), gram).log_prob(y)
+    return mean + gain @ (y - shift - mean), kernel.diag(new) - (gain * kernel(new, x)).sum(-1), evidence
+
+
+def assert_standard(z, far=0.0):
+    """Draws standardised by what they should be, (S, N), have mean 0 and mean square 1."""
+    assert abs(z.mean()) < 0.25 + far
+    assert abs(z.square().mean() - 1) < 0.25 + far
+
+
+def started(model, family, x, y, loc=0.4, scale=0.7):
+    """A guide with q(c) = N(0.4, 0.7²), wide enough for q(f | c) to tell."""
+    guide = AutoSparseGP(model, family)
+    guide(x, y)
+    with torch.no_grad():
+        guide.locs.c = torch.tensor(loc)
+        guide.scales.c = torch.tensor(scale)
+    return guide
+
+
+FAMILIES = {
+    "SGPR": lambda x: SGPR(x, trainable=False),
+    "collapsed": lambda x: CollapsedOrthogonal(x, x[:1] + 5.0, trainable=False),
+    "projected": lambda x: ComputationAware(len(x), "eigen"),
+    "sparse": lambda x: ComputationAware(len(x)),
+    "weights": lambda x: ExactWeightSpace(),
+}
+PLACES = ["before", "after", "mean", "kernel", "noise"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_way_to_ask_conditions_on_the_draw(name, place):
+    x, y = data()
+    kernel = LINES if name == "weights" else KERNEL
+    model, new = program(place, kernel), torch.linspace(0.2, 4.0, 7)[:, None]
+    guide = started(model, FAMILIES[name](x), x, y)
+
+    def standardised(draws):
+        found = [conditional(place, kernel, x, y, new, c) for c in draws["c"]]
+        means, variances = (torch.stack([part[i] for part in found]) for i in (0, 1))
+        return (draws["f"] - means) / variances.sqrt()
+
+    pyro.set_rng_seed(0)
+    draws = predict(model, guide, new, num_samples=60, joint=False)
+    assert abs(draws["c"].std() - 0.7) < 0.2
+    assert_standard(standardised(draws))
+    # guide(...), in training and in eval mode.
+    each = [guide(new) for _ in range(30)]
+    assert_standard(standardised({key: torch.stack([one[key] for one in each]) for key in ("c", "f")}), 0.15)
+    # At the medians.
+    q = guide.posterior(new)["f"]
+    mean, variance, _ = conditional(place, kernel, x, y, new, torch.tensor(0.4))
+    torch.testing.assert_close(q.mean, mean, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(q.variance, variance, atol=2e-5, rtol=1e-4)
+    # After a state was loaded, and in copies.
+    fresh = AutoSparseGP(model, FAMILIES[name](x))
+    fresh.load_state_dict(guide.state_dict())
+    for other in (fresh, copy.deepcopy(guide)):
+        pyro.set_rng_seed(0)
+        again = predict(model, other, new, num_samples=3, joint=False)
+        torch.testing.assert_close(again["f"], draws["f"][:3])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_evaluation_is_the_bound_of_training(name, place):
+    x, y = data()
+    kernel = LINES if name == "weights" else KERNEL
+    model = program(place, kernel)
+    guide = started(model, FAMILIES[name](x), x, y)
+    elbo = TraceQuadrature_ELBO(2)
+    for seed in range(3):
+        losses = []
+        for evaluate in (elbo.loss_and_grads, elbo.loss, SVI(model, guide, pyro.optim.Adam({}), elbo).evaluate_loss):
+            pyro.set_rng_seed(seed)
+            losses.append(evaluate(*(() if evaluate.__name__ == "evaluate_loss" else (model, guide)), x, y))
+        assert losses[1] == pytest.approx(losses[0], abs=1e-7)
+        assert losses[2] == pytest.approx(losses[0], abs=1e-7)
+        # Where q(f | c) is exact, the bound at the draw is log p(y | c) + log p(c) − log q(c).
+        pyro.set_rng_seed(seed)
+        with torch.no_grad():
+            c = guide.at_nodes({"f": torch.zeros(())}, guide, (x, y), {})[2]["c"]
+            bound = conditional(place, kernel, x, y, x, c)[2]
+            bound = bound + dist.Normal(0.0, 2.0).log_prob(c) - dist.Normal(0.4, 0.7).log_prob(c)
+        assert -losses[0] == pytest.approx(float(bound), abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["SGPR", "collapsed", "weights"])
+def test_importance_weights_do_not_depend_on_f(name):
+    """With the exact q(f | c), log p/q of a draw is log p(c) + log p(y | c) − log q(c), whatever f."""
+    x, y = data(12)
+    kernel = LINES if name == "weights" else KERNEL
+    model = program("before", kernel)
+    guide = started(model, FAMILIES[name](x), x, y)
+    guide.eval()
+    for _ in range(5):
+        with torch.no_grad():
+            draw = guide(x, y)
+            p, q = (trace.log_prob_sum() for trace in guide.get_traces())
+        c = draw["c"]
+        expected = conditional("before", kernel, x, y, x, c)[2] + dist.Normal(0.0, 2.0).log_prob(c)
+        assert float(p - q) == pytest.approx(float(expected - dist.Normal(0.4, 0.7).log_prob(c)), abs=0.02)
+
+
+def test_an_intercept_leaves_the_predictor_its_width():
+    """The plainest hierarchical model: trained, and set against the exact Gaussian posterior."""
+    x, y = data()
+    model = program("before")
+    guide = AutoSparseGP(model, SGPR(x, trainable=False))
+    train(model, guide, x, y, steps=250, lr=0.05, loss=TraceQuadrature_ELBO(2))
+    both = kernels.Matern32(0.5) + kernels.Constant(4.0)
+    gain = both(x) @ torch.linalg.inv(both(x) + NOISE**2 * torch.eye(30))
+    exact = (both.diag(x) - (gain * both(x)).sum(-1)).sqrt()
+    draws = predict(model, guide, x, num_samples=400, joint=False)
+    found = (draws["f"] + draws["c"][:, None]).std(0)
+    assert ((found / exact - 1).abs() < 0.2).all()
+    assert abs((found / exact).mean() - 1) < 0.05
+    evidence = dist.MultivariateNormal(torch.zeros(30), both(x) + NOISE**2 * torch.eye(30)).log_prob(y)
+    loss, error = estimate(TraceQuadrature_ELBO(2), model, guide, x, y)
+    assert abs(loss + evidence) < 0.02 + 3 * error
+
+
+def dense_bernoulli(x, y, new, c):
+    """The optimum of the bound over Gaussian q(f), given c, by dense conjugate-computation VI."""
+    nodes, weights = (torch.as_tensor(part) for part in _hermite(20))
+    k, eye = KERNEL(x), torch.eye(len(x))
+    precision, linear = torch.zeros(len(x)), torch.zeros(len(x))
+    for _ in range(80):
+        covariance = torch.linalg.solve(eye + k * precision, k)
+        mean, variance = covariance @ linear, covariance.diagonal()
+        f = mean[:, None] + variance.sqrt()[:, None] * nodes
+        slope = y[:, None] - torch.sigmoid(f + c)
+        gradient = slope @ weights
+        curvature = -(slope * nodes) @ weights / variance.sqrt()
+        precision, linear = curvature, gradient + curvature * mean
+    covariance = torch.linalg.solve(eye + k * precision, k)
+    across = KERNEL(new, x)
+    mean = across @ torch.linalg.solve(k, covariance @ linear)
+    reduced = torch.linalg.solve(k + torch.diag(1 / precision), across.mT)
+    return mean, KERNEL.diag(new) - (across * reduced.mT).sum(-1)
+
+
+def _hermite(num):
+    import numpy as np
+
+    nodes, weights = np.polynomial.hermite_e.hermegauss(num)
+    return nodes, weights / weights.sum()
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+@pytest.mark.parametrize("name", ["SGPR", "collapsed", "projected"])
+def test_classes_condition_on_the_draw(name, place):
+    x, y = data(20, binary=True)
+    model, new = program(place, binary=True), torch.linspace(0.2, 4.0, 7)[:, None]
+    guide = started(model, FAMILIES[name](x), x, y)
+    pyro.set_rng_seed(1)
+    draws = predict(model, guide, new, num_samples=40, joint=False)
+    found = [dense_bernoulli(x, y, new, c) for c in draws["c"]]
+    means, variances = (torch.stack(parts) for parts in zip(*found))
+    assert_standard((draws["f"] - means) / variances.sqrt(), 0.05)
+    q = guide.posterior(new)["f"]
+    mean, variance = dense_bernoulli(x, y, new, torch.tensor(0.4))
+    torch.testing.assert_close(q.mean, mean, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(q.variance, variance, atol=2e-3, rtol=2e-3)
+
+
+def test_free_sites_are_those_of_training_whatever_the_draw():
+    """Their q(f) does not depend on c: mean field, in training and everywhere else."""
+    x, y = data(20)
+    model = program("before")
+    guide = started(model, FreeSites(x, trainable=False), x, y)
+    for seed in range(3):
+        losses = []
+        for evaluate in (TraceQuadrature_ELBO(2).loss_and_grads, TraceQuadrature_ELBO(2).loss):
+            pyro.set_rng_seed(seed)
+            losses.append(evaluate(model, guide, x, y))
+        assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+    new = torch.linspace(0.0, 3.0, 5)[:, None]
+    q = guide.posterior(new)["f"]
+    draws = predict(model, guide, new, num_samples=200, joint=False)
+    assert_standard((draws["f"] - q.mean) / q.stddev)
+
+
+def test_trees_condition_on_the_draw():
+    x, y = data(20)
+    model, new = program("before"), torch.linspace(0.2, 4.0, 7)[:, None]
+    guide = started(model, SGPR(x, trainable=False), x, y)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=60, predict=new, seed=0)
+    draws = {
+        "c": torch.as_tensor(tree["posterior"]["c"].values[0]),
+        "f": torch.as_tensor(tree["predictions"]["f"].values[0]),
+    }
+    found = [conditional("before", KERNEL, x, y, new, c) for c in draws["c"]]
+    means, variances = (torch.stack([part[i] for part in found]) for i in (0, 1))
+    assert_standard((draws["f"] - means) / variances.sqrt())
+
+
+def test_group_effects_with_counts():
+    """Poisson counts of groups: what training's bound is at, evaluation and prediction are at."""
+    x, _ = data(30)
+    groups = torch.arange(30) % 5
+    y = torch.poisson(torch.exp(torch.sin(2 * x[:, 0]) + 0.3 * groups))
+
+    def model(x, groups, y=None):
+        with pyro.plate("groups", 5):
+            b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Poisson((f + b[groups]).exp()), obs=y)
+
+    guide = AutoSparseGP(model, SGPR(x, trainable=False))
+    elbo = TraceQuadrature_ELBO(20)
+    train(model, guide, x, groups, y, steps=60, lr=0.05, loss=elbo)
+    trained = torch.tensor(train(model, guide, x, groups, y, steps=20, lr=0.0, loss=elbo))
+    evaluated = torch.tensor([elbo.loss(model, guide, x, groups, y) for _ in range(20)])
+    assert (evaluated - trained).mean().abs() < 4 * (evaluated.std() + trained.std()) / math.sqrt(20) + 0.2
+
+
+def test_the_state_holds_the_data_and_says_when_it_cannot():
+    x, y = data(12)
+
+    class Odd:
+        rows = x
+
+    def model(x, y=None, odd=None):
+        return program("before")(x, y)
+
+    new = torch.rand(3, 1)
+    plain = started(model, SGPR(6), x, y)
+    assert torch.equal(plain.state_dict()["_extra_state"]["data"]["args"][0], x)
+    guide = AutoSparseGP(model, SGPR(6))
+    guide(x, y, Odd())
+    state = guide.state_dict()
+    assert "data" not in state["_extra_state"]
+    fresh = AutoSparseGP(model, SGPR(6))
+    fresh.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"without its training data.*'f'.*guide\(x, y\)"):
+        predict(model, fresh, new, num_samples=2)
+    fresh(x, y)
+    torch.testing.assert_close(fresh.posterior(new)["f"].mean, guide.posterior(new)["f"].mean)
+
+
+def test_handlers_around_are_seen_as_the_objective_sees_them():
+    """poutine.scale, condition, do, mask, reparam and infer_config, round the model, the data and the step."""
+    x, y = data(20)
+    exact = {}
+    for c in (0.3,):
+        _, _, exact[c] = conditional("before", KERNEL, x, y, x, torch.tensor(c))
+    model = program("before")
+    fixed = pyro.poutine.condition(model, {"c": torch.tensor(0.3)})
+    done = pyro.poutine.do(model, {"c": torch.tensor(0.3)})
+    prior = dist.Normal(0.0, 2.0).log_prob(torch.tensor(0.3))
+    for wrapped, rest in ((fixed, prior), (done, None)):
+        guide = AutoSparseGP(wrapped, SGPR(x, trainable=False))
+        loss = TraceQuadrature_ELBO(2).loss(wrapped, guide, x, y)
+        if rest is not None:
+            assert -loss == pytest.approx(float(exact[0.3] + rest), abs=1e-3)
+        mean = conditional("before", KERNEL, x, y, x, torch.tensor(0.3))[0]
+        torch.testing.assert_close(guide.posterior(x)["f"].mean, mean, atol=1e-4, rtol=1e-3)
+
+    def plain(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    def weighted(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.poutine.scale(scale=4.0), pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    sharp = KERNEL(x) @ torch.linalg.solve(KERNEL(x) + NOISE**2 / 4 * torch.eye(20), y)
+    rest = TraceQuadrature_ELBO(2)
+    guide = AutoSparseGP(weighted, SGPR(x, trainable=False))
+    rest.loss(weighted, guide, x, y)
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, sharp, atol=1e-4, rtol=1e-3)
+    for configured in (
+        pyro.poutine.infer_config(plain, lambda site: {}),
+        pyro.poutine.mask(plain, mask=torch.tensor(True)),
+        pyro.poutine.scale(plain, scale=1.0),
+    ):
+        guide = AutoSparseGP(configured, SGPR(x, trainable=False))
+        alone = AutoSparseGP(plain, SGPR(x, trainable=False))
+        losses = [rest.loss_and_grads(g.model, g, x, y) for g in (guide, alone)]
+        assert losses[0] == pytest.approx(losses[1])
+    # A handler open around the step.
+    guide = started(model, SGPR(x, trainable=False), x, y)
+    with pyro.poutine.condition(data={"c": torch.tensor(0.3)}):
+        loss = rest.loss(model, guide, x, y)
+    assert -loss == pytest.approx(float(exact[0.3] + prior), abs=1e-3)
+    from pyro.infer.reparam import LocScaleReparam
+
+    centred = pyro.poutine.reparam(model, config={"c": LocScaleReparam(0.0)})
+    guide = AutoSparseGP(centred, SGPR(x, trainable=False))
+    assert math.isfinite(train(centred, guide, x, y, steps=3)[-1])
+
+
+def test_a_positive_latent_learns_by_drawn_elbos():
+    x, y = data(20)
+
+    def model(x, y=None):
+        noise = pyro.param("noise", torch.tensor(0.5), constraint=constraints.positive)
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f + c, noise), obs=y)
+
+    guide = AutoSparseGP(model, SGPR(8))
+    losses = train(model, guide, x, y, steps=60, loss=Trace_ELBO())
+    assert sum(losses[-10:]) < sum(losses[:10])
