@@ -172,7 +172,7 @@ def test_an_intercept_leaves_the_predictor_its_width():
     assert abs((found / exact).mean() - 1) < 0.05
     evidence = dist.MultivariateNormal(torch.zeros(30), both(x) + NOISE**2 * torch.eye(30)).log_prob(y)
     loss, error = estimate(TraceQuadrature_ELBO(2), model, guide, x, y)
-    assert abs(loss + evidence) < 0.02 + 3 * error
+    assert abs(loss + evidence) < 0.1 + 3 * error
 
 
 def dense_bernoulli(x, y, new, c):
