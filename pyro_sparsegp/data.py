@@ -83,7 +83,7 @@ class _Leaf:
     """A tensor, and whether it has been written to since."""
 
     def __init__(self, tensor: Tensor, digits: Optional[torch.dtype] = None) -> None:
-        self.tensor, self._version = tensor, _version(tensor)
+        self.tensor, self._version, self._digest = tensor, _version(tensor), _digest(tensor)
         self.digits = _coarser(tensor.dtype, digits or tensor.dtype)  # as many as it had before any conversion
 
     def __getstate__(self) -> tuple[Tensor, torch.dtype]:
@@ -94,6 +94,9 @@ class _Leaf:
 
     @property
     def unchanged(self) -> bool:
+        """Whether its values are those it had; what was written to it may have left them."""
+        if _version(self.tensor) != self._version and _digest(self.tensor) == self._digest:
+            self._version = _version(self.tensor)
         return _version(self.tensor) == self._version
 
     def is_still(self, other: Tensor) -> bool:
@@ -116,6 +119,13 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return one if one.itemsize <= other.itemsize else other
+
+
+def _digest(tensor: Tensor) -> tuple[float, float]:
+    """Two sums that tell values apart, and their places."""
+    flat = tensor.detach().flatten().double().nan_to_num()
+    places = torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64, device=flat.device).sqrt()
+    return float(flat.sum()), float(flat @ places)
 
 
 def _version(tensor: Tensor) -> int:

@@ -165,6 +165,7 @@ class AutoSparseGP(AutoNormalMessenger):
         self._loaded = False  # and not called since
         self._like = torch.empty(0)
         self.data: Optional[TrainingData] = None
+        self._forgotten = False  # the training data, for others
         self.warned: Warned = set()
         self._row_counts: dict[str, tuple[int, int]] = {}  # of a GP's rows in a mini-batch, and in all the data
 
@@ -306,6 +307,10 @@ class AutoSparseGP(AutoNormalMessenger):
         }
         return processes, values, self.trace
 
+    def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
+        """One of :meth:`draws`."""
+        return next(self.draws(1, *args, joint=joint, **kwargs))
+
     def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> Iterator[dict[str, Tensor]]:
         """Draws of every site at new inputs, for prediction: subsampling is off, latents under the data plate come
         from the model.
@@ -327,12 +332,19 @@ class AutoSparseGP(AutoNormalMessenger):
             yield draws
 
     def _after_run(self, args: tuple, kwargs: dict[str, Any], relation: Relation) -> None:
+        assert self.structure is not None
         survey.require_sizes(self.trace)
-        self._check_rows(relation)
-        self._count_rows()
         observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
         if observed and self._is_training and not relation.same:
             self._check_other_data(observed[0])
+        if observed and self._is_training and self.data is None:
+            self.data = TrainingData(self.model, args, kwargs)
+        if self._forgotten and observed and self._is_training:
+            self._forgotten = False
+            for name in observed:
+                self.structure.rows[name] = self.trace.nodes[name]["value"].numel()
+        self._check_rows(relation)
+        self._count_rows()
 
     def _check_other_data(self, observed: str) -> None:
         """Raise if a step of training brings other data than the guide is about."""
@@ -537,7 +549,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 )
         for module in self.site_modules().values():
             module.forget()
-        self.data = None
+        self.data, self._forgotten = None, True
 
     def posterior_given(self, name: str, prior: Any, sites: Optional[Sites], new_rows: bool) -> SparsePosterior:
         """The posterior of a GP site under a prior of other inputs, given the sites of a draw.

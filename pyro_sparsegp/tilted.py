@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Tilted", "log_normaliser", "normaliser_derivatives", "tilted"]
+__all__ = ["Tilted", "log_normaliser", "tilted"]
 
 
 @dataclass(frozen=True)
@@ -213,21 +213,3 @@ def log_normaliser(
         change = torch.where(at.weights > 0, at.weights * (values - values.detach()), 0.0)
         result = result + power * change.sum(0)
     return result
-
-
-def normaliser_derivatives(at: Tilted, log_density: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """First and second derivative of log ∫ p(y | f) N(f | m, v) df by m, ``(..., N)`` each.
-
-    With ℓ = log p and moments of the tilted distribution they are E ℓ' and Cov(ℓ', f)/v, whose limits as v → 0 are
-    ℓ'(m) and ℓ''(m). In (E f − m)/v, the same by parts, all digits would cancel there.
-
-    :param at: of power 1.
-    :param log_density: as in :func:`tilted`, differentiable.
-    """
-    mean, variance = at.cavity
-    nodes = at.nodes.detach().requires_grad_()
-    with torch.enable_grad():
-        (slope,) = torch.autograd.grad(log_density(nodes).sum(), nodes)
-    slope = torch.where(at.weights > 0, slope, 0.0)
-    first = (at.weights * slope).sum(0)
-    return first, (at.weights * (slope - first) * (at.nodes - mean)).sum(0) / variance

@@ -138,7 +138,7 @@ def held_trace(
     there: dict[str, Any] = {} if like is None else dict(like.nodes)
     known = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
     with poutine.block(), _LeftOut(), _Holding({**known, **values}):
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
+        trace = poutine.trace(poutine.condition(model, data=dict(values))).get_trace(*args, **kwargs)
     for name, site in all_sites(trace):
         if is_free(site) and not site_is_subsample(site):
             raise ValueError(
