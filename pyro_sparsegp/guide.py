@@ -342,7 +342,7 @@ class AutoSparseGP(AutoNormalMessenger):
         if self._forgotten and observed and self._is_training:
             self._forgotten = False
             for name in observed:
-                self.structure.rows[name] = self.trace.nodes[name]["value"].numel()
+                self.structure.rows[name] = torch.as_tensor(self.trace.nodes[name]["value"]).numel()
         self._check_rows(relation)
         self._count_rows()
 
