@@ -561,7 +561,8 @@ class AutoSparseGP(AutoNormalMessenger):
         if process is None:
             raise ValueError(f"site {name!r} is no GP site")
         module = self._module(name, process)
-        answer = module.predict if new_rows else module
+        by_rows = isinstance(module, SiteGP) or kernel_base.depends_on_rows(process.kernel)
+        answer = module.predict if new_rows and by_rows else module
         return answer(process, name, SparsePosterior, sites) if isinstance(module, SiteGP) else answer(process, name)
 
     @contextmanager
@@ -1051,7 +1052,8 @@ class AutoSparseGP(AutoNormalMessenger):
                 continue
             unscaled = isinstance(site["scale"], (int, float)) and site["scale"] == 1
             num = site["value"].numel()
-            if unscaled and (num < rows or (num == rows and not relation.same)):
+            others = num == rows and not relation.same and not self.by_expectation  # which refuses them itself
+            if unscaled and (num < rows or others):
                 fewer = f"{num} values in this step, {rows} in the first"
                 warn_once(
                     self.warned,

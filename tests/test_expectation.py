@@ -561,8 +561,9 @@ def test_contract(model, dtype, device):
     other.load_state_dict(guide.state_dict())
     torch.testing.assert_close(other.posterior(new)["f"].mean, q.mean)  # but for rounding, by memory layout
     again = ExpectationPropagation(model, other, pyro.optim.Adam({"lr": 0.02}))
-    assert again.evaluate_loss(x, y) == pytest.approx(ep.evaluate_loss(x, y), rel=1e-5)
-    assert again.step(x, y) == pytest.approx(ep.step(x, y), rel=1e-5)
+    rounding = 1e-3 if dtype == torch.float32 else 0.0  # of sums that cancel
+    assert again.evaluate_loss(x, y) == pytest.approx(ep.evaluate_loss(x, y), rel=1e-5, abs=rounding)
+    assert again.step(x, y) == pytest.approx(ep.step(x, y), rel=1e-5, abs=rounding)
 
 
 def test_ep_is_near_the_exact_evidence():
