@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Optional, Union
@@ -191,6 +191,8 @@ class AutoSparseGP(AutoNormalMessenger):
         request.observing = nodes is not None or self._observing(args, kwargs)
         if relation.order is not None and keep:
             self._follow(relation.order, args, kwargs)
+        elif relation.order is not None:  # to look at the guide is to leave its rows where they are
+            relation, request.rows_known = replace(relation, same=False), False
         request.conditions = self._condition(args, kwargs, relation, keep)
         with self._requesting(request, self._computing_median), self._held(request.conditions):
             draws = self._run(args, kwargs)

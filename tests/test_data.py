@@ -1,0 +1,204 @@
+"""What a guide takes for its training data: first calls, other data, other orders of the rows, forgotten sizes."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Predictive, Trace_ELBO
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.data import TrainingData
+from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
+
+from .models import bernoulli, data, gaussian, poisson, train
+
+KERNEL = kernels.Matern32(torch.tensor([0.5, 0.7]))
+NOISE = 0.2
+MODEL = gaussian(KERNEL, NOISE)
+
+
+def exact_mean(x, y, new):
+    return KERNEL(new, x) @ torch.linalg.solve(KERNEL(x) + NOISE**2 * torch.eye(len(x)), y)
+
+
+def looked_at(guide, x, y):
+    with torch.no_grad():
+        guide(x, y)
+
+
+def evaluated(guide, x, y):
+    SVI(MODEL, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).evaluate_loss(x, y)
+
+
+def asked(guide, x, y):
+    guide.posterior(x, y)
+
+
+@pytest.mark.parametrize("first", [looked_at, evaluated, asked], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("family", [SGPR, lambda x, **_: ComputationAware(len(x), "eigen")], ids=["SGPR", "projected"])
+def test_the_first_call_with_data_is_enough(first, family):
+    x, y = data(num=20)
+    new = torch.rand(5, 2)
+    guide = AutoSparseGP(MODEL, family(x, trainable=False))
+    first(guide, x, y)
+    torch.testing.assert_close(guide.posterior(new)["f"].mean, exact_mean(x, y, new), atol=1e-4, rtol=1e-4)
+    other = AutoSparseGP(MODEL, family(x, trainable=False))
+    other.load_state_dict(guide.state_dict())
+    torch.testing.assert_close(other.posterior(new)["f"].mean, exact_mean(x, y, new), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [SGPR(8), FreeSites(8), ComputationAware(8), ComputationAware(8, "cg")])
+def test_a_loss_at_other_data_leaves_the_posterior_alone(family):
+    x, y = data(num=30)
+    there, seen = data(num=30, seed=9)
+    guide = AutoSparseGP(MODEL, family)
+    train(MODEL, guide, x, y, steps=3)
+    before = guide.posterior(x)["f"].mean
+    loss = TraceQuadrature_ELBO(2).loss(MODEL, guide, there, seen)
+    with torch.no_grad():
+        rough = torch.tensor([Trace_ELBO().loss(MODEL, guide, there, seen) for _ in range(200)])
+    assert abs(rough.mean() - loss) < 5 * rough.std() / 200**0.5
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, before)
+    q = guide.posterior(there)["f"]
+    by_hand = dist.Normal(q.mean, NOISE).log_prob(seen).sum() - (q.variance / (2 * NOISE**2)).sum() - q.kl
+    assert loss == pytest.approx(-by_hand.item(), rel=1e-6)
+    for num, elbo in ((30, Trace_ELBO()), (30, TraceQuadrature_ELBO(2)), (12, TraceQuadrature_ELBO(2))):
+        with pytest.raises(ValueError, match=r"GP site 'f' has the family .*brings other rows at site 'y'.*no_grad"):
+            elbo.loss_and_grads(MODEL, guide, there[:num], seen[:num])
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, before)
+
+
+def test_other_data_after_the_first_are_forgotten():
+    x, y = data(num=30)
+    there, seen = data(num=25, seed=9)
+    guide = AutoSparseGP(MODEL, SGPR(x[:10], trainable=False))
+    guide(x, y)
+    guide.forget_data()
+    guide(there, seen)
+    fresh = AutoSparseGP(MODEL, SGPR(x[:10], trainable=False))
+    fresh(there, seen)
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, fresh.posterior(x)["f"].mean)
+
+
+SHUFFLED = {
+    "SGPR": lambda x: SGPR(x[:8] + 0.01, trainable=False),
+    "collapsed": lambda x: CollapsedOrthogonal(x[:5] + 0.01, x[8:12] + 0.01, trainable=False),
+    "sparse": lambda x: ComputationAware(8),
+    "random": lambda x: ComputationAware(8, "random"),
+    "cg": lambda x: ComputationAware(8, "cg"),
+    "free": lambda x: FreeSites(x[:8] + 0.01, trainable=False),
+}
+
+
+@pytest.mark.parametrize("model", [MODEL, bernoulli, poisson], ids=["gaussian", "bernoulli", "poisson"])
+@pytest.mark.parametrize("name", SHUFFLED)
+def test_rows_in_another_order_are_followed(name, model):
+    x, y = data(model, num=40)
+    new = torch.rand(6, 2)
+    runs = []
+    for shuffled in (False, True):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(model, SHUFFLED[name](x), point_estimates=True)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(20))
+        losses = []
+        for step in range(6):
+            generator = torch.Generator().manual_seed(step)
+            order = torch.randperm(40, generator=generator) if shuffled and step else torch.arange(40)
+            losses.append(svi.step(x[order], y[order]))
+        with torch.no_grad():
+            losses.append(svi.evaluate_loss(x.flip(0), y.flip(0)) if shuffled else svi.evaluate_loss(x, y))
+        runs.append((torch.tensor(losses), guide.posterior(new)["f"].mean.detach()))
+    torch.testing.assert_close(runs[1][0], runs[0][0], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(runs[1][1], runs[0][1], rtol=1e-4, atol=1e-4)
+
+
+def with_local(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("data", len(x)):
+        e = pyro.sample("e", dist.Normal(0.0, 2.0))
+        return pyro.sample("y", dist.Normal(f + e, NOISE), obs=y)
+
+
+@pytest.mark.parametrize("family", [SVGP(6), SGPR(6)], ids=["SVGP", "SGPR"])
+def test_latents_of_single_rows_are_new_at_new_rows(family):
+    x, y = data(num=15)
+    guide = AutoSparseGP(with_local, family)
+    train(with_local, guide, x, y, steps=100, lr=0.05)
+    new = torch.rand(15, 2)
+    there = Predictive(with_local, guide=guide, num_samples=200)(new)["e"].std(0).mean()
+    here = torch.stack([guide(x)["e"] for _ in range(200)]).std(0).mean()
+    called = torch.stack([guide(new)["e"] for _ in range(200)]).std(0).mean()
+    assert abs(there - 2) < 0.2
+    assert abs(called - 2) < 0.2
+    assert here < 1
+    loaded = AutoSparseGP(with_local, family)
+    loaded.load_state_dict(guide.state_dict())
+    assert abs(torch.stack([loaded(new)["e"] for _ in range(200)]).std(0).mean() - 2) < 0.2
+    with pytest.raises(ValueError, match=r"'e' has a value for each row|other rows"):
+        train(with_local, guide, x.flip(0), y.flip(0), steps=1)
+
+
+def test_batches_without_a_size_are_told_of():
+    x, y = data(num=60)
+    for family in (SGPR(6), FreeSites(6), ComputationAware(6), ComputationAware(6, "cg"), ExactWeightSpace()):
+        model = gaussian(kernels.Linear(1.0), NOISE) if isinstance(family, ExactWeightSpace) else MODEL
+        guide = AutoSparseGP(model, family)
+        train(model, guide, x[:20], y[:20], steps=1)
+        with pytest.raises(ValueError, match=r"brings other rows.*size=N"):
+            train(model, guide, x[20:40], y[20:40], steps=1)
+    guide = AutoSparseGP(MODEL, SVGP(6))
+    train(MODEL, guide, x[:20], y[:20], steps=2)
+    with pytest.warns(UserWarning, match="other 20 rows than before, and no plate scales them up.*size=N"):
+        train(MODEL, guide, x[20:40], y[20:40], steps=1)
+    train(MODEL, guide, x[40:], y[40:], steps=1)  # once
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sized = AutoSparseGP(MODEL, SVGP(6))
+        for i in range(3):
+            train(MODEL, sized, x[20 * i : 20 * i + 20], y[20 * i : 20 * i + 20], size=60, steps=1)
+        whole = AutoSparseGP(MODEL, SVGP(6))
+        for _ in range(3):  # copies, keywords, converted
+            train(MODEL, whole, x.clone(), y=y.clone(), steps=1)
+
+
+def test_prediction_draws_jointly():
+    x, y = data()
+    guide = AutoSparseGP(gaussian(kernels.RBF(5.0)), SVGP(5))
+    guide(x, y)
+    close = torch.tensor([[0.0, 0.0], [1e-3, 0.0]])
+    for draws in (
+        torch.stack([guide(close)["f"] for _ in range(100)]),
+        Predictive(guide.model, guide=guide, num_samples=100)(close)["f"].reshape(100, 2),
+        predict(guide.model, guide, close, num_samples=100)["f"],
+    ):
+        assert draws.T.corrcoef()[0, 1] > 0.95
+
+
+def test_what_is_the_same():
+    def model(x, y=None, scale=1.0, mask=None, more=()):
+        pass
+
+    x, y = torch.rand(7, 2), torch.rand(7)
+    known = TrainingData(model, (x, y), {"more": [x + 1]})
+
+    def relation(*args, **kwargs):
+        return known.relation(model, args, kwargs)
+
+    order = torch.tensor([3, 1, 2, 0, 6, 5, 4])
+    same = relation(x.clone(), y=y, scale=2.0, mask=torch.ones(7, dtype=torch.bool), more=[x + 1])
+    assert (same.same, same.order, same.inputs, same.fewer) == (True, None, True, False)
+    moved = relation(x[order], y[order], more=[x[order] + 1])
+    assert moved.same
+    assert torch.equal(moved.order, order)
+    assert not relation(x[order], y, more=[x[order] + 1]).same
+    fewer = relation(x, more=[x + 1])
+    assert (fewer.same, fewer.inputs, fewer.fewer) == (False, True, True)
+    assert not relation(x[:5], y[:5], more=[x[:5] + 1]).inputs
+    assert not relation(x, y, more=[x + 1, x]).same
+    x.mul_(1.0)
+    assert relation(x, y, more=[known.kwargs["more"][0]]).same  # written to, but as it was
+    x.add_(1.0)
+    assert not relation(x, y, more=[known.kwargs["more"][0]]).same
