@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Optional
 
 import torch
@@ -17,20 +17,52 @@ __all__ = ["Relation", "TrainingData"]
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-@dataclass(frozen=True)
 class Relation:
     """What a call's tensors are to those of training; numbers and other arguments may change from call to call.
 
-    :param same: they are the same rows, perhaps in another order.
-    :param order: the old rows' numbers in the new order; ``None`` for the order of training.
-    :param inputs: all the tensors that this call brings, perhaps not all of training's, are those of training.
-    :param fewer: a tensor of training is not given now, such as the observations.
+    Nothing is compared before it is asked for.
+
+    :param known: the training data.
     """
 
-    same: bool
-    order: Optional[Tensor]
-    inputs: bool
-    fewer: bool
+    def __init__(self, known: TrainingData, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._known, self._call = known, (model, args, kwargs)
+
+    @cached_property
+    def _new(self) -> dict[Any, Tensor]:
+        return _leaves(*self._call)
+
+    @cached_property
+    def _moved(self) -> list[Any]:
+        old = self._known.leaves
+        return [path for path, tensor in self._new.items() if path not in old or not old[path].is_still(tensor)]
+
+    @property
+    def fewer(self) -> bool:
+        """Whether a tensor of training is not given now, such as the observations."""
+        return any(path not in self._new for path in self._known.leaves)
+
+    @cached_property
+    def order(self) -> Optional[Tensor]:
+        """The old rows' numbers in the new order, if these are the same rows in another."""
+        if not self._moved or self.fewer:
+            return None
+        new, old = self._new, {path: leaf.tensor for path, leaf in self._known.leaves.items() if leaf.unchanged}
+        if len({len(new[path]) for path in self._moved}) != 1 or any(path not in old for path in self._moved):
+            return None
+        num = len(new[self._moved[0]])
+        by_row = [path for path, tensor in new.items() if path in old and len(tensor) == num]
+        return find_permutation([old[path] for path in by_row], [new[path] for path in by_row])
+
+    @property
+    def inputs(self) -> bool:
+        """Whether all the tensors that this call brings, perhaps not all of training's, are those of training."""
+        return not self._moved or self.order is not None
+
+    @property
+    def same(self) -> bool:
+        """Whether they are the same rows, perhaps in another order."""
+        return self.inputs and not self.fewer
 
 
 class TrainingData:
@@ -41,36 +73,17 @@ class TrainingData:
 
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        self._leaves = {path: _Leaf(tensor) for path, tensor in _leaves(model, args, kwargs).items()}
+        self.leaves = {path: _Leaf(tensor) for path, tensor in _leaves(model, args, kwargs).items()}
 
     def relation(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> Relation:
         """What the tensors of another call are to these."""
-        new = _leaves(model, args, kwargs)
-        fewer = any(path not in new for path in self._leaves)
-        if any(path not in self._leaves for path in new):
-            return Relation(False, None, False, fewer)
-        moved = [path for path, tensor in new.items() if not self._leaves[path].is_still(tensor)]
-        if not moved:
-            return Relation(not fewer, None, True, fewer)
-        order = None if fewer else self._order(new, moved)
-        return Relation(order is not None, order, order is not None, fewer)
-
-    def _order(self, new: Mapping[Any, Tensor], moved: list[Any]) -> Optional[Tensor]:
-        """The permutation of rows that takes these tensors to the new ones, if there is one."""
-        old = {path: leaf.tensor for path, leaf in self._leaves.items() if leaf.unchanged}
-        if len({len(new[path]) for path in moved}) != 1 or any(path not in old for path in moved):
-            return None
-        num = len(new[moved[0]])
-        by_row = [path for path, tensor in new.items() if path in old and len(tensor) == num]
-        if any(old[path].shape != new[path].shape or old[path].device != new[path].device for path in by_row):
-            return None
-        return find_permutation(_columns(old[path] for path in by_row), _columns(new[path] for path in by_row))
+        return Relation(self, model, args, kwargs)
 
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
         new = TrainingData(model, _mapped(function, self.args), _mapped(function, self.kwargs))
-        for path, leaf in new._leaves.items():
-            leaf.digits = _coarser(leaf.digits, self._leaves[path].digits)
+        for path, leaf in new.leaves.items():
+            leaf.digits = _coarser(leaf.digits, self.leaves[path].digits)
         return new
 
     @property
@@ -161,11 +174,6 @@ def _leaves(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[Any, T
 
     visit(tree, ())
     return found
-
-
-def _columns(tensors: Any) -> Tensor:
-    """Tensors of as many rows side by side, as numbers that hold all others."""
-    return torch.cat([tensor.detach().reshape(len(tensor), -1).double() for tensor in tensors], -1)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], item: Any) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any, Optional, Union
@@ -181,22 +181,22 @@ class AutoSparseGP(AutoNormalMessenger):
         if nodes is None:
             self.prepare(*args, **kwargs)
         relation = self._relation(args, kwargs)
-        self._require_refined(
-            lambda: relation.fewer or not observes(self.model, self._observed, self.like, args, kwargs)
-        )
-        keep = self._is_training and relation.same
-        request = _Request(nodes=nodes, keep=keep, rows_known=relation.inputs)
-        request.joint = nodes is None and relation.fewer
-        request.same = relation.same and not self._new_rows
+        fewer = nodes is None and relation is not None and relation.fewer
+        self._require_refined(lambda: fewer or not observes(self.model, self._observed, self.like, args, kwargs))
+        same, inputs, order = self._is_training or not self.on_sites, True, None
+        if relation is not None and self._is_about_rows:
+            same, inputs, order = relation.same, relation.inputs, relation.order
+        keep = self._is_training and same
+        if order is not None and keep:
+            self._follow(order, args, kwargs)
+        elif order is not None:  # to look at the guide is to leave its rows where they are
+            inputs = False
+        request = _Request(nodes=nodes, keep=keep, same=same and not self._new_rows, joint=fewer, rows_known=inputs)
         request.observing = nodes is not None or self._observing(args, kwargs)
-        if relation.order is not None and keep:
-            self._follow(relation.order, args, kwargs)
-        elif relation.order is not None:  # to look at the guide is to leave its rows where they are
-            relation, request.rows_known = replace(relation, same=False), False
-        request.conditions = self._condition(args, kwargs, relation, keep)
+        request.conditions = self._condition(args, kwargs, same and inputs, keep)
         with self._requesting(request, self._computing_median), self._held(request.conditions):
             draws = self._run(args, kwargs)
-        self._after_run(args, kwargs, relation)
+        self._after_run(args, kwargs, relation, same)
         return draws
 
     def _run(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -220,11 +220,18 @@ class AutoSparseGP(AutoNormalMessenger):
         """Whether a call with data is a step of training: with gradients it is."""
         return torch.is_grad_enabled() and not self._computing_median
 
-    def _relation(self, args: tuple, kwargs: dict[str, Any]) -> Relation:
-        """What a call's data are to those of training."""
-        if self.data is None:  # it is loaded from a state that holds none
-            return Relation(self._is_training, None, True, False)
-        return self.data.relation(self.model, args, kwargs)
+    def _relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
+        """What a call's data are to those of training; ``None`` if a state without them was loaded."""
+        return None if self.data is None else self.data.relation(self.model, args, kwargs)
+
+    @property
+    def _is_about_rows(self) -> bool:
+        """Whether what it knows belongs to single rows of the training data."""
+        return self.on_sites or bool(self._local_latents)
+
+    @property
+    def _local_latents(self) -> list[str]:
+        return [] if self.structure is None else [n for n in self.structure.latents if not self._is_shared(n)]
 
     @property
     def _observed(self) -> Collection[str]:
@@ -297,7 +304,8 @@ class AutoSparseGP(AutoNormalMessenger):
         :returns: the GP sites' priors under them; the values of latents and the plates' row numbers; the run's trace.
         """
         relation = self._relation(args, kwargs)
-        with self._requesting(_Request(points=True, rows_known=relation.inputs), median=True) as request:
+        known = relation is None or not self._local_latents or (relation.inputs and relation.order is None)
+        with self._requesting(_Request(points=True, rows_known=known), median=True) as request:
             super().__call__(*args, **kwargs)
         survey.require_sizes(self.trace)
         processes = request.processes
@@ -333,11 +341,11 @@ class AutoSparseGP(AutoNormalMessenger):
                 draws = super().__call__(*args, **kwargs)
             yield draws
 
-    def _after_run(self, args: tuple, kwargs: dict[str, Any], relation: Relation) -> None:
+    def _after_run(self, args: tuple, kwargs: dict[str, Any], relation: Optional[Relation], same: bool) -> None:
         assert self.structure is not None
         survey.require_sizes(self.trace)
         observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
-        if observed and self._is_training and not relation.same:
+        if observed and self._is_training and not same:
             self._check_other_data(observed[0])
         if observed and self._is_training and self.data is None:
             self.data = TrainingData(self.model, args, kwargs)
@@ -359,6 +367,9 @@ class AutoSparseGP(AutoNormalMessenger):
                 "it on other data, make a new guide or call guide.forget_data() first; for mini-batches take a family "
                 "such as SVGP, and pyro.plate('data', size=N, subsample=x)."
             )
+        sites: Any = self.trace.nodes
+        drawn = [n for n in self._local_latents if n in sites and sites[n]["fn"] is sites[n]["infer"].get("prior")]
+        self._refuse_rows(drawn, f"other rows at site {observed!r} in a step of training")
 
     def _count_rows(self) -> None:
         for name, (rows, _) in self._row_counts.items():
@@ -418,23 +429,22 @@ class AutoSparseGP(AutoNormalMessenger):
             self._at_medians(median),
             repeatable(self.like) if median else nullcontext(),
         ):
-            relation = Relation(False, None, True, True)
-            return self._condition(self.data.args, self.data.kwargs, relation, False)
+            return self._condition(self.data.args, self.data.kwargs, False, False)
 
     @contextmanager
     def _at_medians(self, median: bool) -> Iterator[None]:
         with self._requesting(self._request, median):
             yield
 
-    def _condition(self, args: tuple, kwargs: dict[str, Any], relation: Relation, keep: bool) -> _Conditions:
+    def _condition(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> _Conditions:
         """Draw the latents at the training data, and read under them the sites of families on sites.
 
-        :param relation: what the arguments are to the training data.
+        :param same: whether the arguments are the training data; else these are taken.
         :param keep: whether this is a step of training: modules keep the sites, gradients pass through them.
         """
         if not self.on_sites:
             return _Conditions()
-        if relation.same:
+        if same:
             if keep:
                 self._remember(args, kwargs)
         elif self.data is None:
@@ -442,7 +452,7 @@ class AutoSparseGP(AutoNormalMessenger):
         else:
             args, kwargs = self.data.args, self.data.kwargs
         assert self.structure is not None
-        request = _Request(latents=True, same=relation.same, rows_known=relation.inputs)
+        request = _Request(latents=True, same=same)
         with unrecorded(), self._requesting(request, self._computing_median), torch.set_grad_enabled(keep):
             super().__call__(*args, **kwargs)
         trace, processes = self.trace, request.processes
@@ -458,7 +468,7 @@ class AutoSparseGP(AutoNormalMessenger):
             if is_free(site) and (name in self.structure.inner or name not in processes)
         }
         draws = {name: request.posteriors[name] for name in self.structure.inner if name in request.posteriors}
-        if not relation.same:
+        if not same:
             values = {name: value for name, value in values.items() if self._is_shared(name)}
         return _Conditions(values, draws, readings)
 
@@ -525,16 +535,18 @@ class AutoSparseGP(AutoNormalMessenger):
     def _follow(self, order: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Follow the training data into another order of their rows."""
         assert self.structure is not None
-        local = [name for name in self.structure.latents if not self._is_shared(name)]
-        if local:
-            raise ValueError(
-                f"this call brings the training data with its rows in another order; site {local[0]!r} has a value for "
-                "each row, which belongs to the row's number. Keep the order, or write plate = pyro.plate('data', N, "
-                "subsample_size=B) and index the data by plate.indices."
-            )
+        self._refuse_rows(self._local_latents, "the training data with its rows in another order")
         for module in self.site_modules().values():
             module.reorder(order)
         self.data = TrainingData(self.model, args, kwargs)
+
+    def _refuse_rows(self, local: Sequence[str], what: str) -> None:
+        if local:
+            raise ValueError(
+                f"this call brings {what}; site {local[0]!r} has a value for each row, which belongs to the row's "
+                "number. Keep the rows and their order, or write plate = pyro.plate('data', N, subsample_size=B) and "
+                "index the data by plate.indices."
+            )
 
     def forget_data(self) -> None:
         """Forget the training data: the next call with observations brings those that families on sites are about.
@@ -1044,7 +1056,7 @@ class AutoSparseGP(AutoNormalMessenger):
         where += [f"parameters {', '.join(broken)} are not finite"] if broken else []
         return "; ".join(where) or "all is finite at the medians"
 
-    def _check_rows(self, relation: Relation) -> None:
+    def _check_rows(self, relation: Optional[Relation]) -> None:
         assert self.structure is not None
         if not torch.is_grad_enabled() or not self.training:
             return
@@ -1054,8 +1066,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 continue
             unscaled = isinstance(site["scale"], (int, float)) and site["scale"] == 1
             num = site["value"].numel()
-            others = num == rows and not relation.same and not self.by_expectation  # which refuses them itself
-            if unscaled and (num < rows or others):
+            if unscaled and (num < rows or (num == rows and self._are_others(name, relation))):
                 fewer = f"{num} values in this step, {rows} in the first"
                 warn_once(
                     self.warned,
@@ -1066,6 +1077,11 @@ class AutoSparseGP(AutoNormalMessenger):
                     "subsample=x) or subsample_size=B; otherwise the KL outweighs the data.",
                     stacklevel=4,
                 )
+
+    def _are_others(self, name: str, relation: Optional[Relation]) -> bool:
+        """Whether a step's rows are others than the first's, asked until it was told of."""
+        asked = ("rows", name) not in self.warned and not self.by_expectation  # which refuses them itself
+        return asked and relation is not None and not relation.same
 
     # State.
 
@@ -1101,8 +1117,7 @@ class AutoSparseGP(AutoNormalMessenger):
         if self.structure is None:
             return {}
         state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.structure)}
-        local = any(not self._is_shared(name) for name in self.structure.latents)
-        if self.data is not None and (self.on_sites or local) and self.data.is_plain:
+        if self.data is not None and self._is_about_rows and self.data.is_plain:
             state["data"] = {"args": self.data.args, "kwargs": self.data.kwargs}
         return state
 
