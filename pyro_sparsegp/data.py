@@ -55,6 +55,11 @@ class Relation:
         return find_permutation([old[path] for path in by_row], [new[path] for path in by_row])
 
     @property
+    def others(self) -> bool:
+        """Whether none of the tensors is one of training, as in another mini-batch."""
+        return len(self._moved) == len(self._new)
+
+    @property
     def inputs(self) -> bool:
         """Whether all the tensors that this call brings, perhaps not all of training's, are those of training."""
         return not self._moved or self.order is not None

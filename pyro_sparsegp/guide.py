@@ -770,7 +770,8 @@ class AutoSparseGP(AutoNormalMessenger):
         """Raise if the rows of a layer are not as many as the groups of the layers below that it couples."""
         assert self.structure is not None
         for below, (size, above) in self.structure.groups.items():
-            rows = self.posteriors_so_far[below].process.event_shape[0] if below in self.posteriors_so_far else None
+            process = self._request.processes.get(below)
+            rows = None if process is None else process.event_shape[0]
             if above == name and rows is not None and rows != num * size:
                 raise ValueError(
                     f"GP site {below!r} has {rows} inputs and {name!r} has {num}; at the guide's first call {size} of "
@@ -1081,7 +1082,7 @@ class AutoSparseGP(AutoNormalMessenger):
     def _are_others(self, name: str, relation: Optional[Relation]) -> bool:
         """Whether a step's rows are others than the first's, asked until it was told of."""
         asked = ("rows", name) not in self.warned and not self.by_expectation  # which refuses them itself
-        return asked and relation is not None and not relation.same
+        return asked and relation is not None and relation.others and not relation.same
 
     # State.
 

@@ -35,6 +35,7 @@ _LARGE = 0.5  # a move, in standard deviations, that may overshoot
 _SMALL = 0.02  # one that will not, however it compares with the last
 _SLOWEST = 1 / 256
 _ATTEMPTS = 8
+_MOST, _DEPTH = 100, 30  # iterations of a linear system, and how many of them are remembered
 _PATIENCE = 10  # updates that bring sites no closer to a fixed point
 
 
@@ -195,6 +196,10 @@ def settle(
     trained = torch.is_grad_enabled()
     if all(reading.direct and not _meets_another(reader, reading, readings) for reading in readings):
         most = 1
+    elif all(reading.quadratic for reading in readings) and _solve(reader, readings, marginals, tolerance):
+        for reading in readings if trained else ():  # once more, for the gradient
+            reading.sites = _target(reader, reading, marginals)
+        return
     best, patience = math.inf, _PATIENCE
     for i in range(most):
         last = i + 1 == most
@@ -207,6 +212,66 @@ def settle(
             for reading in readings if trained else ():  # once more, for the gradient
                 _update(reader, reading, marginals, reading is not readings[-1], trained)
             return
+
+
+@torch.no_grad()
+def _solve(reader: Reader, readings: Sequence[SiteReading], marginals: dict[str, Marginal], tolerance: float) -> bool:
+    """The sites of GP sites and outputs that meet in Gaussian densities, at the optimum of a mean field.
+
+    Its precisions are constants, and its means solve a linear system: that of the fixed point, by Anderson's mixing of
+    all iterates (1965), which on linear maps is GMRES.
+
+    :returns: whether they were found: not if the precisions of one depend on the others, as in a product of functions.
+    """
+    tolerance = max(tolerance, 1e-6 if marginals[readings[0].name][0].dtype == torch.float64 else 1e-3)
+    iterates: list[Tensor] = []
+    residuals: list[Tensor] = []
+    precisions: list[Tensor] = []
+    for reading in readings:
+        target = _target(reader, reading, marginals)
+        reading.sites = Sites(
+            target.inputs, target.precision, target.linear if reading.unread else reading.sites.linear
+        )
+        reading.unread = False
+        precisions.append(target.precision)
+    for _ in range(_MOST):
+        for reading in readings:
+            marginals[reading.name] = reading.marginal()
+        targets = [_target(reader, reading, marginals) for reading in readings]
+        if not all(torch.allclose(target.precision, p, rtol=1e-6) for target, p in zip(targets, precisions)):
+            return False
+        sizes = [marginals[reading.name][1].clamp(min=0).sqrt() for reading in readings]
+        now = torch.cat([(r.sites.linear * size).flatten() for r, size in zip(readings, sizes)])
+        away = torch.cat([(target.linear * size).flatten() for target, size in zip(targets, sizes)]) - now
+        change = float(away.abs().max())
+        for reading in readings:
+            reading.change = change
+        if change <= tolerance:
+            return True
+        iterates, residuals = [*iterates[-_DEPTH:], now], [*residuals[-_DEPTH:], away]
+        new = now + away
+        if len(iterates) > 1:
+            moved = torch.stack([now - one for one in iterates[:-1]], -1)
+            turned = torch.stack([away - one for one in residuals[:-1]], -1)
+            weights = torch.linalg.lstsq(turned, away[:, None], driver="gelsd" if away.device.type == "cpu" else None)
+            new = new - ((moved + turned) @ weights.solution)[:, 0]
+        parts = new.split([reading.sites.linear.numel() for reading in readings])
+        for reading, part, size, target in zip(readings, parts, sizes, targets):
+            linear = part.reshape(size.shape) / size.clamp(min=torch.finfo(size.dtype).tiny)
+            reading.sites = Sites(reading.process.x, target.precision, linear)
+    return False
+
+
+def _target(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Sites:
+    """The sites that a quadratic ℓ has where the marginals are."""
+    prior_mean = reading.process.mean
+    mean, variance = marginals[reading.name]
+    if reading.direct:
+        mean, variance = prior_mean, torch.zeros_like(prior_mean)
+    found = reader.expect(reading.name, {**marginals, reading.name: (mean, variance)}, True)
+    reading.truncated = _negative(found)
+    precision = (-found.second).clamp(min=0)
+    return Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
 
 
 def _meets_another(reader: Reader, reading: SiteReading, readings: Sequence[SiteReading]) -> bool:

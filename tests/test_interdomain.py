@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, bases, kernels
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, bases, kernels
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
@@ -180,7 +180,7 @@ def test_paths_and_expectation_propagation_take_functionals(data):
     assert torch.allclose(drawn.std(0), q.stddev, atol=0.05)
     pyro.clear_param_store()
     guide = AutoSparseGP(model, SparseEP(Averages(points(8), points(8, 0.05, 1.9))))
-    guide(x, y)
+    ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.01})).step(x, y)
     assert guide.posterior(x)["f"].variance.isfinite().all()
 
 

@@ -433,7 +433,7 @@ class TestMissing:
             guide = fitted(self.model, x, y, steps=10)
             gradients = []
             for args in ((x, y), (x[known], y[known])):
-                guide.warned.add("rows")  # fewer rows, and no mini-batch
+                guide.warned.add(("rows", "y"))  # fewer rows, and no mini-batch
                 pyro.set_rng_seed(0)
                 for p in guide.parameters():
                     p.grad = None
