@@ -565,6 +565,11 @@ class AutoSparseGP(AutoNormalMessenger):
             module.forget()
         self.data, self._forgotten = None, True
 
+    @property
+    def posteriors_so_far(self) -> dict[str, SparsePosterior]:
+        """The posteriors of GP sites that the current run has passed."""
+        return self._request.posteriors
+
     def posterior_given(self, name: str, prior: Any, sites: Optional[Sites], new_rows: bool) -> SparsePosterior:
         """The posterior of a GP site under a prior of other inputs, given the sites of a draw.
 
@@ -691,9 +696,9 @@ class AutoSparseGP(AutoNormalMessenger):
         request = self._request
         module = self._module(name, process)
         self._check_dtype(name, process, module)
-        self._check_columns(name, process)
         if self.structure is not None and self.structure.groups:
             self._check_groups(name, process.event_shape[0])
+        self._check_columns(name, process)
         if module.batch_shape != process.batch_shape:
             raise ValueError(
                 f"site {name!r} has batch shape {tuple(process.batch_shape)} now, {tuple(module.batch_shape)} when the "
