@@ -206,7 +206,7 @@ class Recipe:
 
 
 def draw_points(r: random.Random, distinct: int) -> Points:
-    if r.random() < 0.3:
+    if r.random() < 0.35:
         return Points(-1, True)
     return Points(r.randint(1, max(1, min(distinct, 12))), r.random() < 0.4)
 
@@ -220,7 +220,7 @@ def draw_family(r: random.Random, num: int, distinct: int, columns: int) -> Reci
     def placed() -> dict[str, Any]:
         init = r.choice(("greedy",) * 4 + ("kmeans",) + ("grid",) * (columns < 3))
         points = draw_points(r, distinct)
-        return {"inducing": points, "init": init, "trainable": r.random() < (0.3 if points.num < 0 else 0.6)}
+        return {"inducing": points, "init": init, "trainable": r.random() < (0.15 if points.num < 0 else 0.6)}
 
     def sites() -> dict[str, Any]:
         return {
@@ -237,7 +237,7 @@ def draw_family(r: random.Random, num: int, distinct: int, columns: int) -> Reci
         return {**placed(), "inducing": first, "orthogonal": more}
 
     def actions() -> dict[str, Any]:
-        count = -1 if r.random() < 0.4 else r.randint(1, max(1, num // 2))
+        count = -1 if r.random() < 0.5 else r.randint(1, max(1, num // 2))
         return {"num_actions": count, "actions": r.choice(("sparse", "sparse", "cg", "eigen", "random"))}
 
     def whiten() -> dict[str, Any]:
@@ -337,8 +337,8 @@ class Configuration:
         family = draw_family(r, num, distinct, columns)
         one_value = family.name == "SparseEP" and r.random() < 0.95  # what it integrates over
         possible = [name for name in LIKELIHOODS if not one_value or name not in (*SEVERAL, "heteroscedastic")]
-        likelihood = r.choice(("normal",) * 8 + tuple(possible))
-        extreme = r.random() < 0.2
+        likelihood = r.choice(("normal",) * (30 if family.spans_data else 8) + tuple(possible))
+        extreme = r.random() < 0.15
         scales = draw_scales(r, likelihood) if extreme else {"x": 1.0, "length": 1.0, "variance": 1.0, "y": 1.0}
         finite = "WeightSpace" in family.name and r.random() < 0.95
         unit = scales["x"] == 1
@@ -358,8 +358,8 @@ class Configuration:
             columns=columns,
             codes=codes,
             num_new=r.choice((1, 5, 5, num)),
-            dtype=torch.float32 if r.random() < 0.25 else torch.float64,
-            jitter=r.choice((None,) * 8 + (1e-6, 1e-4)),
+            dtype=torch.float32 if r.random() < 0.2 else torch.float64,
+            jitter=r.choice((None,) * 16 + (1e-6, 1e-4)),
             scales=scales,
             duplicates=duplicates,
             constant_column=constant_column,
@@ -710,7 +710,7 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
 
 
 def fit(c: Configuration, order: Optional[Tensor] = None, shuffled: bool = False) -> Fit:
-    """Train from the start, on the rows in another order, or in a new one at every step."""
+    """Train from the start, on the rows in another order, or in a new one at every step after the first."""
     pyro.set_rng_seed(c.index)
     x, y = c.data()
     order = torch.arange(len(x)) if order is None else order
@@ -736,7 +736,7 @@ def fit(c: Configuration, order: Optional[Tensor] = None, shuffled: bool = False
     randoms = random.Random(c.index)
     for _ in range(c.steps):
         rows = list(range(len(x)))
-        if c.batch or shuffled:
+        if c.batch or (shuffled and fitted.losses):
             randoms.shuffle(rows)
         rows = torch.tensor(rows[: c.batch or len(rows)])
         more: dict[str, Any] = {"size": len(x)} if c.batch else {}
@@ -1072,9 +1072,11 @@ def evaluation(fitted: Fit) -> None:
 def follows_rows(c: Configuration) -> bool:
     """Whether another order of the rows should change rounding alone."""
     drawn = c.family.options.get("num_columns") is not None or "local" in c.latents or c.num_outputs > 2
-    tied = c.family.name == "ComputationAware" and (c.duplicates or c.constant_column or c.codes)
     steady = c.objective == "quadrature" or not c.steps or c.family.name == "SparseEP"
-    return steady and not (c.family.depends_on_order or tied or drawn or c.batch or not c.is_plain)
+    if c.again == "permuted":
+        tied = c.family.name == "ComputationAware" and (c.duplicates or c.constant_column or c.codes)
+        steady = steady and not (c.family.depends_on_order or tied)
+    return steady and c.is_plain and not (drawn or c.batch)
 
 
 @check
