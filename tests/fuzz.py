@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import io
 import linecache
 import math
@@ -22,7 +23,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -316,6 +317,9 @@ class Configuration:
     scales: dict[str, float]  # of inputs, length scales, the prior variance and the observations
     duplicates: bool
     constant_column: bool
+    origin: bool  # the first row is 0
+    weight: float  # of the data, by poutine.scale in the model
+    conditioned: bool  # the model is under poutine.condition
     first: str  # how the guide is called first
     objective: str
     steps: int
@@ -363,6 +367,9 @@ class Configuration:
             scales=scales,
             duplicates=duplicates,
             constant_column=constant_column,
+            origin=r.random() < 0.08,
+            weight=r.choice((1.0,) * 16 + (0.5, 3.0)),
+            conditioned=r.random() < 0.06,
             first=r.choice(("step", "guide", "no_grad", "evaluate", "posterior")),
             objective=r.choice(("quadrature",) * 5 + ("trace", "mean field")),
             steps=r.choice((0, 1, 1, 2, 3, r.randint(4, 10), r.randint(4, 30))),
@@ -398,6 +405,8 @@ class Configuration:
         x[:, : self.columns - self.codes] *= self.scales["x"]
         if self.constant_column:
             x[:, 0] = self.scales["x"]
+        if self.origin and seed == 0:
+            x[0] = 0.0
         if self.duplicates and seed == 0:
             x[num // 2 :] = x[: num - num // 2].clone()
         return x
@@ -435,6 +444,11 @@ class Configuration:
         return 0.2 * self.scales["y"]
 
     @property
+    def level(self) -> float:
+        """What the model's site "level" is conditioned on."""
+        return 0.7 * self.scales["y"]
+
+    @property
     def sites(self) -> tuple[str, ...]:
         return ("f", "g") if self.likelihood == "heteroscedastic" else ("f",)
 
@@ -465,6 +479,9 @@ class Configuration:
             f"mean={self.mean}" if self.mean != "zero" else "",
             "duplicates" if self.duplicates else "",
             "constant column" if self.constant_column else "",
+            "origin" if self.origin else "",
+            f"weight={self.weight}" if self.weight != 1 else "",
+            "conditioned" if self.conditioned else "",
             "" if self.is_plain else f"scales={self.scales}",
             "" if self.jitter is None else f"jitter={self.jitter:g}",
             f"{self.first}, {self.steps} steps of {self.rate} by {self.objective}",
@@ -526,6 +543,8 @@ class Model:
             if name in c.latents:
                 site = name.replace(" ", "_")
                 h[site] = pyro.sample(site, dist.Normal(x.new_zeros(()), 2.0 * c.scales["y"]))
+        if c.conditioned:
+            pyro.sample("level", dist.Normal(x.new_zeros(()), c.scales["y"]))
         if "groups before" in c.latents:
             h["groups_before"] = self._groups("groups_before", x)
         f = pyro.sample("f", self.process(x, h))
@@ -539,7 +558,8 @@ class Model:
         if "noise" in c.latents:
             h["noise"] = pyro.sample("noise", dist.LogNormal(x.new_full((), math.log(c.noise)), 0.5))
         eta = f + self.shift(x, h)
-        with pyro.plate("data", size or len(x), subsample=x):
+        weighted = poutine.scale(scale=c.weight) if c.weight != 1 else nullcontext()
+        with weighted, pyro.plate("data", size or len(x), subsample=x):
             if "local" in c.latents:
                 eta = eta + pyro.sample("local", dist.Normal(x.new_zeros(()), c.scales["y"]))
             likelihood = LIKELIHOODS[c.likelihood](eta, h.get("noise", c.noise), g)
@@ -561,6 +581,8 @@ class Model:
         total = x.new_zeros(len(x))
         if self.c.offset:
             total = total + 0.5 * torch.cos(x.sum(-1) / self.c.scales["x"])
+        if self.c.conditioned:
+            total = total + self.c.level
         if "intercept" in h:
             total = total + h["intercept"]
         groups = (x[:, 0] / self.c.scales["x"] * NUM_LEVELS).long().clamp(0, NUM_LEVELS - 1)
@@ -581,15 +603,14 @@ class Model:
 
     def kernel(self, like: Tensor, h: dict[str, Tensor]) -> Any:
         kernel = self._build(self.c.kernel, like, h.get("length", 1.0))
-        variance = self.c.scales["variance"] * h.get("scale", like.new_ones(()))
-        if self.c.num_outputs and self.c.per_output:
-            variance = variance * torch.linspace(1.0, 2.0, self.c.num_outputs).to(like)
-        elif self.c.scales["variance"] == 1 and "scale" not in h:
-            return kernel
         # Inside the sum, so that its terms stay terms.
-        parts = kernel.terms if isinstance(kernel, kernels.Sum) else [kernel]
-        scaled = [kernels.Scaled(part, variance) for part in parts]
-        return kernels.Sum(*scaled) if len(scaled) > 1 else scaled[0]
+        parts = list(kernel.terms) if isinstance(kernel, kernels.Sum) else [kernel]
+        if self.c.scales["variance"] != 1 or "scale" in h:
+            variance = self.c.scales["variance"] * h.get("scale", like.new_ones(()))
+            parts = [kernels.Scaled(part, variance) for part in parts]
+        if self.c.num_outputs and self.c.per_output:
+            parts[0] = kernels.Scaled(parts[0], torch.linspace(1.0, 2.0, self.c.num_outputs).to(like))
+        return kernels.Sum(*parts) if len(parts) > 1 else parts[0]
 
     def _build(self, term: Term, like: Tensor, length: Any) -> Any:
         parts = [self._build(part, like, length) for part in term.parts]
@@ -665,6 +686,7 @@ class Fit:
 
     c: Configuration
     model: Model
+    program: Any  # the model, perhaps under a handler
     family: Any
     guide: AutoSparseGP
     x: Tensor
@@ -676,7 +698,7 @@ class Fit:
         return self.c.new_inputs()
 
     def new_guide(self) -> AutoSparseGP:
-        return AutoSparseGP(self.model, self.family, point_estimates=True if self.c.points else None)
+        return AutoSparseGP(self.program, self.family, point_estimates=True if self.c.points else None)
 
     @cached_property
     def posteriors(self) -> dict[str, Any]:
@@ -717,13 +739,16 @@ def fit(c: Configuration, order: Optional[Tensor] = None, shuffled: bool = False
     x, y = x[order], y[order]
     model = Model(c)
     family = build_family(c, model)
-    guide = AutoSparseGP(model, family, point_estimates=True if c.points else None)
+    program: Any = model
+    if c.conditioned:
+        program = poutine.condition(model, data={"level": x.new_full((), c.level)})
+    guide = AutoSparseGP(program, family, point_estimates=True if c.points else None)
     optim = pyro.optim.Adam({"lr": c.rate})
-    fitted = Fit(c, model, family, guide, x, y, [])
+    fitted = Fit(c, model, program, family, guide, x, y, [])
     if c.family.name == "SparseEP":
-        trainer: Any = ExpectationPropagation(model, guide, optim, **c.propagation)
+        trainer: Any = ExpectationPropagation(program, guide, optim, **c.propagation)
     else:
-        trainer = SVI(model, guide, optim, OBJECTIVES[c.objective]())
+        trainer = SVI(program, guide, optim, OBJECTIVES[c.objective]())
     if c.batch or c.first == "guide":
         guide(x, y)
     elif c.first == "no_grad":
@@ -868,7 +893,7 @@ def require_equal_guide(fitted: Fit, other: AutoSparseGP) -> None:
     with torch.no_grad():
         require_same(other.posterior(fitted.x_new), fitted.posteriors, tolerance(fitted.c, 1e-9, 1e-4))
     pyro.set_rng_seed(1)
-    ours = predict(fitted.model, fitted.guide, fitted.x_new, num_samples=2)
+    ours = predict(fitted.program, fitted.guide, fitted.x_new, num_samples=2)
     pyro.set_rng_seed(1)
     theirs = predict(other.model, other, fitted.x_new, num_samples=2)
     for name, value in ours.items():
@@ -915,7 +940,7 @@ def bound(fitted: Fit) -> None:
     if c.likelihood not in GAUSSIAN or not c.fixed or c.family.name == "SparseEP" or random_bound:
         return
     with torch.no_grad():
-        value = -TraceQuadrature_ELBO(4).loss(fitted.model, fitted.guide, fitted.x, fitted.y)
+        value = -TraceQuadrature_ELBO(4).loss(fitted.program, fitted.guide, fitted.x, fitted.y)
         evidence, slack = log_evidence(fitted)
         slack = slack + tolerance(c, 1e-6, 1e-3) * abs(evidence)
         if not value <= evidence + slack:
@@ -936,8 +961,12 @@ def log_evidence(fitted: Fit) -> tuple[float, float]:
         K, mean = (K.sum(-3) if K.dim() > 2 else c.num_outputs * K), mean.sum(-2)
     if c.likelihood == "outputs":
         y = y.mT
-    K = K[..., seen, :][..., seen] + c.noise**2 * torch.eye(int(seen.sum()), dtype=torch.float64)
+    num = int(seen.sum())
+    K = K[..., seen, :][..., seen] + c.noise**2 / c.weight * torch.eye(num, dtype=torch.float64)
     evidence = dist.MultivariateNormal(mean[..., seen], K).log_prob(y[..., seen]).sum()
+    # A density to the power w is one of variance σ²/w, but for a factor.
+    terms = num * (c.num_outputs if c.likelihood == "outputs" else 1)
+    evidence = evidence + terms * ((1 - c.weight) * math.log(2 * math.pi * c.noise**2) - math.log(c.weight)) / 2
     diagonal = K.diagonal(dim1=-2, dim2=-1).mean()
     rounding = torch.finfo(c.dtype).eps * float(diagonal / c.noise**2) * len(x) ** 2
     return float(evidence), (1e-8 if c.dtype == torch.float64 else 1e-4) + 100 * rounding
@@ -950,7 +979,7 @@ def conditional(fitted: Fit, x_new: Tensor, h: dict[str, Tensor]) -> tuple[Tenso
     x, y = fitted.x[seen], (fitted.y.mT if c.likelihood == "outputs" else fitted.y)[..., seen]
     kernel = model.kernel(x, h)
     noise = torch.as_tensor(h.get("noise", c.noise)).double()
-    K = kernel(x).double() + noise**2 * torch.eye(len(x), dtype=torch.float64)
+    K = kernel(x).double() + noise**2 / c.weight * torch.eye(len(x), dtype=torch.float64)
     cross = kernel(x, x_new).double()
     solved = torch.linalg.solve(K, cross)
     rest = (y - model.process(x, h).mean - model.shift(x, h)).double()
@@ -986,10 +1015,10 @@ def draws(fitted: Fit) -> None:
     c = fitted.c
     if not (c.fixed or c.is_exact):
         return
-    num = 64
+    num = 40
     pyro.set_rng_seed(2)
     with torch.no_grad():
-        drawn = predict(fitted.model, fitted.guide, fitted.x_new, num_samples=num)
+        drawn = predict(fitted.program, fitted.guide, fitted.x_new, num_samples=num)
         for name in c.sites:
             q = fitted.posteriors[name]
             means, variances = [], []
@@ -1007,13 +1036,55 @@ def draws(fitted: Fit) -> None:
 
 
 @check
+def at_least_the_prior(fitted: Fit) -> None:
+    """What is optimal given a Gaussian likelihood has a bound no lower than the prior's."""
+    c = fitted.c
+    optimal = issubclass(c.family.kind, families.OptimalFamily) and c.family.keeps_sites
+    if not optimal or not c.steps or c.likelihood not in GAUSSIAN or not c.fixed or c.missing or c.weight != 1:
+        return
+    with torch.no_grad():
+        process = fitted.model.process(fitted.x, {})
+        mean, variance = process.mean + fitted.model.shift(fitted.x, {}), process.variance
+        y = fitted.y.mT if c.likelihood == "outputs" else fitted.y
+        if c.likelihood == "summed":
+            mean, variance = mean.sum(-2), variance.sum(-2)
+        prior = (dist.Normal(mean, c.noise).log_prob(y) - variance / (2 * c.noise**2)).sum()
+        value = -TraceQuadrature_ELBO(4).loss(fitted.program, fitted.guide, fitted.x, fitted.y)
+    if not value >= prior - tolerance(c, 1e-6, 1e-2) * abs(prior) - 1e-3:
+        raise FaultError(f"a bound of {value:.6g} after {c.steps} steps, where the prior's is {prior:.6g}")
+
+
+@check
+def other_columns(fitted: Fit) -> None:
+    """Inputs of other columns are refused."""
+    x = fitted.x_new[:, :1] if fitted.c.columns > 1 else fitted.x_new.expand(-1, 2)
+    try:
+        with torch.no_grad():
+            fitted.guide.posterior(x)
+    except Exception:
+        return
+    raise FaultError(f"inputs of {x.shape[-1]} columns pass for those of {fitted.c.columns}")
+
+
+@check
+def unobserved(fitted: Fit) -> None:
+    """Data that ``obs_mask`` leaves out say as little as data under ``poutine.mask``."""
+    c = fitted.c
+    random_bound = c.family.options.get("num_columns") is not None or not c.fixed or c.num_outputs > 2
+    if c.missing == "obs_mask" and not random_bound and (c.objective == "quadrature" or not c.steps):
+        with apart():
+            wanted = fit(dataclasses.replace(c, missing="mask")).posteriors
+        require_same(fitted.posteriors, wanted, tolerance(c, 1e-3, 0.3))
+
+
+@check
 def local_latents(fitted: Fit) -> None:
     """At new rows, though there be as many as in training, latents of single rows come from the prior."""
     c = fitted.c
     if "local" not in c.latents or c.points:
         return
     pyro.set_rng_seed(4)
-    for label, draw in (("the guide", fitted.guide), ("predict", lambda x: predict(fitted.model, fitted.guide, x))):
+    for label, draw in (("the guide", fitted.guide), ("predict", lambda x: predict(fitted.program, fitted.guide, x))):
         with torch.no_grad():
             x = fitted.x.flip(0) + 0.0
             found = torch.stack([draw(x)["local"] for _ in range(60)]) if label == "the guide" else draw(x)["local"]
@@ -1062,9 +1133,9 @@ def evaluation(fitted: Fit) -> None:
     objective = TraceQuadrature_ELBO(6)
     pyro.set_rng_seed(3)
     with torch.no_grad():
-        plain = objective.loss(fitted.model, fitted.guide, fitted.x, fitted.y)
+        plain = objective.loss(fitted.program, fitted.guide, fitted.x, fitted.y)
     pyro.set_rng_seed(3)
-    training = float(objective.differentiable_loss(fitted.model, fitted.guide, fitted.x, fitted.y))
+    training = float(objective.differentiable_loss(fitted.program, fitted.guide, fitted.x, fitted.y))
     if not abs(plain - training) <= tolerance(c, 1e-6, 1e-2) * max(abs(training), c.num):
         raise FaultError(f"a loss of {plain:.6g} without gradients, {training:.6g} with them")
 
