@@ -1143,6 +1143,7 @@ def evaluation(fitted: Fit) -> None:
 def follows_rows(c: Configuration) -> bool:
     """Whether another order of the rows should change rounding alone."""
     drawn = c.family.options.get("num_columns") is not None or "local" in c.latents or c.num_outputs > 2
+    drawn = drawn or c.missing == "obs_mask"
     steady = c.objective == "quadrature" or not c.steps or c.family.name == "SparseEP"
     if c.again == "permuted":
         tied = c.family.name == "ComputationAware" and (c.duplicates or c.constant_column or c.codes)
@@ -1172,7 +1173,7 @@ def again(fitted: Fit) -> None:
 
 CLEAN, ERROR, EXPLOSION, SILENT, RAW = "clean", "clear error", "explosion", "silent fault", "raw exception"
 SEVERITY = (CLEAN, ERROR, EXPLOSION, SILENT, RAW)
-_NAMES = r"site|argument|GP |'f'|'g'|kernel|family|guide|model|" + "|".join([*families.__all__, *kernels.__all__])
+_NAMES = "|".join([*families.__all__, *kernels.__all__, *pyro_sparsegp.__all__]) + "|site|GP |kernel|family|guide|model"
 _PACKAGE = str(Path(pyro_sparsegp.__file__).parent)
 
 
