@@ -1040,7 +1040,7 @@ def at_least_the_prior(fitted: Fit) -> None:
     """What is optimal given a Gaussian likelihood has a bound no lower than the prior's."""
     c = fitted.c
     optimal = issubclass(c.family.kind, families.OptimalFamily) and c.family.keeps_sites
-    if not optimal or not c.steps or c.likelihood not in GAUSSIAN or not c.fixed or c.missing or c.weight != 1:
+    if not optimal or not c.steps or c.likelihood not in GAUSSIAN or not c.fixed or c.missing:
         return
     with torch.no_grad():
         process = fitted.model.process(fitted.x, {})
@@ -1048,7 +1048,7 @@ def at_least_the_prior(fitted: Fit) -> None:
         y = fitted.y.mT if c.likelihood == "outputs" else fitted.y
         if c.likelihood == "summed":
             mean, variance = mean.sum(-2), variance.sum(-2)
-        prior = (dist.Normal(mean, c.noise).log_prob(y) - variance / (2 * c.noise**2)).sum()
+        prior = c.weight * (dist.Normal(mean, c.noise).log_prob(y) - variance / (2 * c.noise**2)).sum()
         value = -TraceQuadrature_ELBO(4).loss(fitted.program, fitted.guide, fitted.x, fitted.y)
     if not value >= prior - tolerance(c, 1e-6, 1e-2) * abs(prior) - 1e-3:
         raise FaultError(f"a bound of {value:.6g} after {c.steps} steps, where the prior's is {prior:.6g}")
@@ -1075,6 +1075,25 @@ def unobserved(fitted: Fit) -> None:
         with apart():
             wanted = fit(dataclasses.replace(c, missing="mask")).posteriors
         require_same(fitted.posteriors, wanted, tolerance(c, 1e-3, 0.3))
+
+
+@check
+def together(fitted: Fit) -> None:
+    """At new inputs the guide draws function values jointly: at one input twice they agree."""
+    c, num = fitted.c, 20
+    if not c.fixed:
+        return
+    x = fitted.x_new[:1].expand(2, -1).clone()
+    with torch.no_grad():
+        pyro.set_rng_seed(5)
+        drawn = [fitted.guide(x) for _ in range(num)]
+        for name, q in fitted.guide.posterior(x).items():
+            values, C = torch.stack([draw[name] for draw in drawn]).double(), q.covariance_matrix.double()
+            variance = C[..., 0, 0] + C[..., 1, 1] - 2 * C[..., 0, 1]
+            floor = (tolerance(c, 1e-6, 1e-3) + 10 * (c.jitter or 0.0)) * q.process.variance[..., 0]
+            square = (values[..., 0] - values[..., 1]).square().mean(0) / (variance + floor)
+            if not square.max() <= 1 + 8 * math.sqrt(2 / num):
+                raise FaultError(f"draws of {name} at one input differ by {square.max().sqrt():.3g} sds")
 
 
 @check
