@@ -496,7 +496,7 @@ def draw_scales(r: random.Random, likelihood: str) -> dict[str, float]:
         return 10.0 ** r.randint(low, high)
 
     x = power() if r.random() < 0.5 else 1.0
-    length = x if r.random() < 0.6 else 1.0
+    length = x if r.random() < 0.6 or likelihood in ("poisson", "gamma", "negative binomial") else 1.0
     y = power() if likelihood in LOCATED and r.random() < 0.6 else 1.0
     variance = y**2 if r.random() < 0.6 else power(-4, 4 if likelihood in LOCATED else 0)
     return {"x": x, "length": length, "variance": variance, "y": y}
@@ -1052,6 +1052,35 @@ def at_least_the_prior(fitted: Fit) -> None:
         value = -TraceQuadrature_ELBO(4).loss(fitted.program, fitted.guide, fitted.x, fitted.y)
     if not value >= prior - tolerance(c, 1e-6, 1e-2) * abs(prior) - 1e-3:
         raise FaultError(f"a bound of {value:.6g} after {c.steps} steps, where the prior's is {prior:.6g}")
+
+
+@check
+def informed(fitted: Fit) -> None:
+    """A first call that shows the data is enough for what is exact in one step, whatever call it was."""
+    c = fitted.c
+    if c.steps or not c.family.keeps_sites or c.likelihood not in ("normal", "outputs") or not c.fixed or c.missing:
+        return
+    with apart():
+        wanted = fit(dataclasses.replace(c, first="step", steps=1, rate=1e-12)).posteriors
+    require_same(fitted.posteriors, wanted, tolerance(c, 1e-3, 0.1))
+
+
+@check
+def forgotten_size(fitted: Fit) -> None:
+    """Two halves of the data, one after the other and without their number, are refused or warned of."""
+    c, half = fitted.c, fitted.c.num // 2
+    if half < 2 or c.family.name == "SparseEP" or c.duplicates or not c.fixed or c.index % 4:
+        return
+    with apart(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", UserWarning)
+        svi = SVI(fitted.program, fitted.new_guide(), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(4))
+        try:
+            svi.step(fitted.x[:half], fitted.y[:half])
+            svi.step(fitted.x[half : 2 * half], fitted.y[half : 2 * half])
+        except (ValueError, RuntimeError):
+            return
+    if not any("size" in str(warning.message) for warning in told):
+        raise FaultError("other rows without the data's number pass without a word")
 
 
 @check
