@@ -440,6 +440,12 @@ class Configuration:
         return not self.latents
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether the bound by quadrature has no draws in it."""
+        drawn = self.latents or self.num_outputs > 2  # so many axes make no grid
+        return not drawn and self.family.options.get("num_columns") is None
+
+    @property
     def noise(self) -> float:
         return 0.2 * self.scales["y"]
 
@@ -936,8 +942,7 @@ def other_dtype(fitted: Fit) -> None:
 def bound(fitted: Fit) -> None:
     """Under a Gaussian likelihood the bound is at most the log evidence."""
     c = fitted.c
-    random_bound = c.family.options.get("num_columns") is not None
-    if c.likelihood not in GAUSSIAN or not c.fixed or c.family.name == "SparseEP" or random_bound:
+    if c.likelihood not in GAUSSIAN or not c.is_deterministic or c.family.name == "SparseEP":
         return
     with torch.no_grad():
         value = -TraceQuadrature_ELBO(4).loss(fitted.program, fitted.guide, fitted.x, fitted.y)
@@ -1040,7 +1045,7 @@ def at_least_the_prior(fitted: Fit) -> None:
     """What is optimal given a Gaussian likelihood has a bound no lower than the prior's."""
     c = fitted.c
     optimal = issubclass(c.family.kind, families.OptimalFamily) and c.family.keeps_sites
-    if not optimal or not c.steps or c.likelihood not in GAUSSIAN or not c.fixed or c.missing:
+    if not optimal or not c.steps or c.likelihood not in GAUSSIAN or not c.is_deterministic or c.missing:
         return
     with torch.no_grad():
         process = fitted.model.process(fitted.x, {})
@@ -1099,10 +1104,10 @@ def other_columns(fitted: Fit) -> None:
 def unobserved(fitted: Fit) -> None:
     """Data that ``obs_mask`` leaves out say as little as data under ``poutine.mask``."""
     c = fitted.c
-    random_bound = c.family.options.get("num_columns") is not None or not c.fixed or c.num_outputs > 2
-    if c.missing == "obs_mask" and not random_bound and (c.objective == "quadrature" or not c.steps):
+    masked = dataclasses.replace(c, missing="mask")
+    if c.missing == "obs_mask" and masked.is_deterministic and (c.objective == "quadrature" or not c.steps):
         with apart():
-            wanted = fit(dataclasses.replace(c, missing="mask")).posteriors
+            wanted = fit(masked).posteriors
         require_same(fitted.posteriors, wanted, tolerance(c, 1e-3, 0.3))
 
 
@@ -1174,9 +1179,8 @@ def other_data(fitted: Fit) -> None:
 def evaluation(fitted: Fit) -> None:
     """The loss is the same number with gradients and without."""
     c = fitted.c
-    random_bound = c.family.options.get("num_columns") is not None
     iterated = c.family.keeps_sites and c.likelihood not in GAUSSIAN
-    if c.family.name == "SparseEP" or iterated or random_bound:
+    if c.family.name == "SparseEP" or iterated or c.family.options.get("num_columns") is not None:
         return
     objective = TraceQuadrature_ELBO(6)
     pyro.set_rng_seed(3)
@@ -1190,8 +1194,7 @@ def evaluation(fitted: Fit) -> None:
 
 def follows_rows(c: Configuration) -> bool:
     """Whether another order of the rows should change rounding alone."""
-    drawn = c.family.options.get("num_columns") is not None or "local" in c.latents or c.num_outputs > 2
-    drawn = drawn or c.missing == "obs_mask"
+    drawn = not dataclasses.replace(c, latents=()).is_deterministic or "local" in c.latents
     steady = c.objective == "quadrature" or not c.steps or c.family.name == "SparseEP"
     if c.again == "permuted":
         tied = c.family.name == "ComputationAware" and (c.duplicates or c.constant_column or c.codes)
@@ -1205,15 +1208,19 @@ def again(fitted: Fit) -> None:
     c = fitted.c
     if c.again != "repeatable" and not follows_rows(c):
         return
-    order = None
-    if c.again == "permuted":
-        order = torch.randperm(c.num, generator=torch.Generator().manual_seed(c.index))
     with apart():
-        other = fit(c, order, shuffled=c.again == "shuffled")
-        if c.again == "repeatable" and other.losses != fitted.losses:
-            raise FaultError("repeatable: losses differ at the same seed")
-        limit = 1e-12 if c.again == "repeatable" else tolerance(c, 1e-3, 0.3)
-        require_same(other.posteriors, fitted.posteriors, limit, c.again)
+        if c.again == "repeatable":
+            wanted, limit, other = fitted, 1e-12, fit(c)
+            if other.losses != fitted.losses:
+                raise FaultError("losses differ at the same seed")
+        else:
+            # Training amplifies rounding, so that parameters hardly move, but where they are the sites themselves.
+            free = "FreeSites" in c.family.name
+            slow, limit = (c, 0.02) if free else (dataclasses.replace(c, rate=1e-6), tolerance(c, 1e-3, 0.3))
+            order = torch.randperm(c.num, generator=torch.Generator().manual_seed(c.index))
+            wanted = fit(slow)
+            other = fit(slow, order) if c.again == "permuted" else fit(slow, shuffled=True)
+        require_same(other.posteriors, wanted.posteriors, limit, c.again)
 
 
 # Outcomes.
