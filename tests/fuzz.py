@@ -1156,7 +1156,7 @@ def paths(fitted: Fit) -> None:
         units = q.process.variance.max().sqrt() + one.abs().max()
         gap = max((one - other).abs().max(), (one[..., 0] - some).abs().max()) / units
         # Values that are drawn exactly, given those drawn before, have the jitter's noise.
-        jitter = fitted.c.jitter or tolerance(fitted.c, 1e-8, 1e-6)
+        jitter = fitted.c.jitter or tolerance(fitted.c, 1e-8, 1e-4)
         if not gap <= 10 * math.sqrt(jitter):
             raise FaultError(f"a path of {name} differs from itself by {gap:.2g} prior sds")
 
