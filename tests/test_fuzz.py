@@ -1,0 +1,38 @@
+"""Random configurations have no silent fault and no raw exception: see :mod:`tests.fuzz`."""
+
+import pytest
+
+from .fuzz import CLEAN, ERROR, EXPLOSION, RAW, SILENT, Configuration, judge, run
+
+
+def require_sound(indices):
+    bad = [str(result) for result in map(run, indices) if result.outcome in (SILENT, RAW)]
+    assert not bad, f"{len(bad)} of {len(indices)}:\n" + "\n".join(bad)
+
+
+def test_quick_sweep():
+    require_sound(range(25))
+
+
+@pytest.mark.slow
+def test_sweep():
+    require_sound(range(500))
+
+
+def test_a_configuration_depends_on_its_index_alone():
+    assert repr(Configuration.draw(7)) == repr(Configuration.draw(7)) != repr(Configuration.draw(8))
+    assert run(3).outcome in (CLEAN, ERROR, EXPLOSION, SILENT, RAW)
+
+
+def test_outcomes_of_exceptions():
+    from pyro_sparsegp import families
+
+    def outcome(function):
+        try:
+            function()
+        except Exception as error:
+            return judge("here", error).outcome
+
+    assert outcome(lambda: families.SVGP(4, start="nowhere")) == ERROR  # the package's own, naming the argument
+    assert outcome(lambda: [][0]) == RAW
+    assert outcome(lambda: families.SVGP(4).missing) == RAW
