@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 from pyro_sparsegp import AutoSparseGP
 from pyro_sparsegp.families import SVGP
@@ -58,7 +59,7 @@ def test_what_is_said_to_arviz_1(monkeypatch):
     new.__getattr__ = lambda name: pytest.fail(f"asked arviz 1 for {name}")
     monkeypatch.setitem(sys.modules, "arviz", new)
     with pytest.raises(ImportError, match=r"this is arviz 1\.3\.0\. From arviz 1 on, pass the DataTree itself"):
-        diagnostics.to_inference_data(None)
+        diagnostics.to_inference_data(xr.DataTree())
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 3.0])
