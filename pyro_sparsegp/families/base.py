@@ -154,8 +154,8 @@ class SiteFamily(Family):
     is the whole gradient, under data projections with a likelihood that is not Gaussian it is an approximation.
 
     A call with data and gradients enabled is a training step; others leave the sites alone. They train on all rows at
-    once; a mini-batch raises. The posterior is q(c) q(f | c, data) for other latents c: every draw of them has sites of its
-    own, read off the model at the training data, whose arguments the guide refers to and its state holds.
+    once; a mini-batch raises. The posterior is q(c) q(f | c, data) for other latents c: every draw of them has sites of
+    its own, read off the model at the training data, whose arguments the guide refers to and its state holds.
 
     :param at: where ℓ' and ℓ'' are taken: "marginals", their expectations under q, the optimum of the bound; or
         "mean", at q's mean, which is Newton's method for Laplace's approximation.
