@@ -426,15 +426,10 @@ class AutoSparseGP(AutoNormalMessenger):
         with (
             torch.inference_mode(False),  # sites that are kept must serve training, too
             torch.no_grad(),
-            self._at_medians(median),
+            self._requesting(self._request, median),
             repeatable(self.like) if median else nullcontext(),
         ):
             return self._condition(self.data.args, self.data.kwargs, False, False)
-
-    @contextmanager
-    def _at_medians(self, median: bool) -> Iterator[None]:
-        with self._requesting(self._request, median):
-            yield
 
     def _condition(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> _Conditions:
         """Draw the latents at the training data, and read under them the sites of families on sites.

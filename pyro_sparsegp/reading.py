@@ -183,7 +183,6 @@ def settle(
     marginals: dict[str, Marginal],
     most: int,
     tolerance: float,
-    least: int = 1,
 ) -> None:
     """Update sites until they stay, GP sites that meet one after the other, and none so that the bound falls.
 
@@ -265,9 +264,7 @@ def _solve(reader: Reader, readings: Sequence[SiteReading], marginals: dict[str,
 def _target(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Sites:
     """The sites that a quadratic ℓ has where the marginals are."""
     prior_mean = reading.process.mean
-    mean, variance = marginals[reading.name]
-    if reading.direct:
-        mean, variance = prior_mean, torch.zeros_like(prior_mean)
+    mean, variance = (prior_mean, torch.zeros_like(prior_mean)) if reading.direct else marginals[reading.name]
     found = reader.expect(reading.name, {**marginals, reading.name: (mean, variance)}, True)
     reading.truncated = _negative(found)
     precision = (-found.second).clamp(min=0)
@@ -301,14 +298,16 @@ def _update(
         return within_reach(sites, mean, variance, prior_mean) if isinstance(reading.module, ProjectedGP) else sites
 
     reading.truncated = _negative(found)
-    reading.change = float(_distance(reading.sites, found, mean, variance, prior_mean))
+    precision = (-found.second).clamp(min=0)
+    target = Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
+    reading.change = float(_distance(reading.sites, target, mean, variance, prior_mean))
     if always is not True and reading.change <= always:
         return
     step = reading.change * full * reading.pace
     if step <= _SMALL or (step <= _LARGE and reading.change <= 1.05 * before):
         reading.sites, reading.unread, reading.pace = proposed(), False, min(1.0, 1.1 * reading.pace)
         if show:
-            _show(reading, marginals)
+            marginals[reading.name] = reading.marginal()
         return
     # The update may overshoot. What was kept may be of an earlier step: look at the posterior as it is now.
     posterior = reading.posterior(None if reading.unread else _detached(reading.sites))
@@ -335,19 +334,14 @@ def _update(
 
 def _read_at_once(reader: Reader, reading: SiteReading, marginals: dict[str, Marginal], show: bool) -> None:
     """The sites of a quadratic ℓ: the same wherever it is expanded."""
-    name, prior_mean = reading.name, reading.process.mean
-    found = reader.expect(name, {**marginals, name: (prior_mean, torch.zeros_like(prior_mean))}, True)
-    reading.truncated = _negative(found)
-    reading.alone, reading.change = not reader.meeting(name), 0.0
-    sites = Sites(reading.process.x, (-found.second).clamp(min=0), found.first)
+    sites = _target(reader, reading, marginals)
+    reading.alone, reading.change = not reader.meeting(reading.name), 0.0
     if not reading.alone:
-        mean, variance = marginals[name]
-        with torch.no_grad():
-            found.first = sites.linear - sites.precision * (mean - prior_mean)
-            reading.change = float(_distance(reading.sites, found, mean, variance, prior_mean))
+        mean, variance = marginals[reading.name]
+        reading.change = float(_distance(reading.sites, sites, mean, variance, reading.process.mean))
     reading.sites, reading.unread = sites, False
     if show and not reading.alone:
-        _show(reading, marginals)
+        marginals[reading.name] = reading.marginal()
 
 
 def _expect(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Expectation:
@@ -359,22 +353,18 @@ def _expect(reader: Reader, reading: SiteReading, marginals: Mapping[str, Margin
     return reader.expect(reading.name, detached, True)  # expectations overflow where the prior is wide
 
 
-def _show(reading: SiteReading, marginals: dict[str, Marginal]) -> None:
-    posterior = reading.posterior(_detached(reading.sites))
-    marginals[reading.name] = posterior.mean, posterior.variance
-
-
 def _negative(found: Expectation) -> Tensor:
     return (found.second > 1e-6 * found.second.abs().amax()).sum()  # beyond rounding
 
 
 @torch.no_grad()
-def _distance(sites: Sites, found: Expectation, mean: Tensor, variance: Tensor, prior_mean: Tensor) -> Tensor:
-    """How far sites are from the fixed point, each by itself: in standard deviations of the marginals' means, and as a
-    share of their precisions.
+def _distance(sites: Sites, target: Sites, mean: Tensor, variance: Tensor, prior_mean: Tensor) -> Tensor:
+    """How far sites are from others, each by itself: in standard deviations of the marginals' means, and as a share of
+    their precisions.
     """
-    pull = found.first - (sites.linear - sites.precision * (mean - prior_mean))
-    tighter = ((-found.second).clamp(min=0) - sites.precision).abs() * variance
+    away = mean - prior_mean
+    pull = (target.linear - target.precision * away) - (sites.linear - sites.precision * away)
+    tighter = (target.precision - sites.precision).abs() * variance
     return torch.maximum(pull.abs() * variance.clamp(min=0).sqrt(), tighter).nan_to_num(math.inf).max()
 
 
