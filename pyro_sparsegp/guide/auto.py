@@ -420,7 +420,7 @@ class AutoSparseGP(AutoNormalMessenger):
                 raise ValueError(
                     "the guide was loaded from a state without its training data, on which the posterior of GP site "
                     f"{next(iter(self.site_modules()))!r} given a draw of the other latents depends: call the guide "
-                    "with them once, guide(x, y)."
+                    "with them once, guide(x, y), not under torch.no_grad()."
                 )
             return _Conditions()
         with (
