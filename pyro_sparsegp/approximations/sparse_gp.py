@@ -15,7 +15,6 @@ from ..bases.actions import BlockPolicy, DenseActions, Policy, RandomPolicy, Use
 from ..bases.projection import ProjectedFeatures, project
 from ..gaussians import Coefficients, Gaussian, ProjectedGaussian, from_natural, optimal
 from ..gaussians.sites import FreeSites, KeptSites, Sites
-from ..kernels import base as kernel_base
 from ..modules import AbstractModule
 from ..numerics.chunks import is_long
 from ..posterior.sparse_posterior import SparsePosterior
@@ -58,7 +57,7 @@ class SparseGP(AbstractModule):
         if self.coefficients.anchored:
             with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
                 self.coefficients.start(self.basis.forward(process.kernel, process.jitter, name).anchor, None)
-        if kernel_base.depends_on_rows(process.kernel):
+        if process.kernel.depends_on_rows:
             self.see(process.x)
 
     def inform(self, process: GaussianProcess, name: str) -> None:
@@ -77,9 +76,9 @@ class SparseGP(AbstractModule):
     ) -> SparsePosterior:
         """The posterior at new inputs, where the kernel's diagonal is that in the company of the training inputs."""
         rows = self.rows
-        if rows is not None and kernel_base.depends_on_rows(process.kernel):
+        if rows is not None and process.kernel.depends_on_rows:
             key = contents([process.kernel, Held(rows)])
-            kernel = self._memory.recall(key, lambda: kernel_base.relative_to(process.kernel, rows))
+            kernel = self._memory.recall(key, lambda: process.kernel.relative_to(rows))
             process = process.with_kernel(kernel)
         return self(process, name, kind)
 
@@ -249,12 +248,12 @@ class OptimalGP(SiteGP):
         q(w) is the optimum for sites of variance 1/λₙ + c(xₙ). For a likelihood that is Gaussian in f they are those of
         ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is training's.
         """
-        if (sites is None and self.sites.empty) or not kernel_base.depends_on_rows(process.kernel):
+        if (sites is None and self.sites.empty) or not process.kernel.depends_on_rows:
             return super().predict(process, name, kind, sites)
         sites = self.sites(process) if sites is None else sites
 
         def condition() -> tuple[Any, Optional[Gaussian]]:
-            kernel = kernel_base.relative_to(process.kernel, sites.inputs)
+            kernel = process.kernel.relative_to(sites.inputs)
             features = self.basis(kernel, process.jitter, name)
             if not isinstance(features, KernelFeatures):
                 return kernel, None

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import base as kernel_base
+from ..kernels.algebra import term_names
 from ..kernels.anova import centred_on
 from ..numerics.linalg import cholesky, sum_blocks
 from ..process import GaussianProcess
@@ -42,7 +42,7 @@ class Components(Sequence):
     def __init__(self, whole: SparsePosterior, inputs: Optional[Sequence[Tensor]] = None) -> None:
         self._whole = whole
         process, found = whole.process, whole.basis.components()
-        self.names = kernel_base.term_names(process.kernel)
+        self.names = term_names(process.kernel)
         self._blocks = [blocks for _, _, blocks in found]
         self._parts = []
         for (term, basis, blocks), x in zip(found, inputs or [process.x] * len(found)):

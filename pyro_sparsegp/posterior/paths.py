@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels import base as kernel_base
 from ..numerics.chunks import in_blocks
 from ..numerics.linalg import cholesky, solve_lower, sum_blocks
 
@@ -50,7 +49,7 @@ class _Sequential:
         self.shape = torch.Size((num, *posterior.batch_shape))
         x = posterior.process.x
         # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
-        self.kernel = kernel_base.relative_to(posterior.process.kernel, x)
+        self.kernel = posterior.process.kernel.relative_to(x)
         self.x = x[..., :0, :]
         self.phi = basis_at(posterior, self.x)
         self.factor = x.new_zeros(*posterior.batch_shape, 0, 0)

@@ -22,7 +22,7 @@ from torch.distributions import constraints, register_kl
 from ..bases.base import Features
 from ..gaussians.base import Gaussian
 from ..gaussians.sites import Sites
-from ..kernels import base as kernel_base
+from ..kernels.base import hyperparameters
 from ..numerics.linalg import cholesky, row_squares, solve_lower, sum_blocks, variance_floor
 from ..process import GaussianProcess
 
@@ -281,7 +281,7 @@ class SparsePosterior(TorchDistribution):
             for block in phi:
                 prior = prior - block @ block.mT
             what = f"the residual covariance of site {self.name!r}"
-            made_of = partial(kernel_base.hyperparameters, self.process.kernel)
+            made_of = partial(hyperparameters, self.process.kernel)
             return cholesky(prior, self.process.jitter, what, scale, made_of)
 
         return self._cached("residual", compute)
