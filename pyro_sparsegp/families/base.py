@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Union
 from torch import Tensor
 
 from ..approximations.expectation import ExpectationGP
-from ..approximations.sparse_gp import OptimalGP, SparseGP
+from ..approximations.free import SparseGP
+from ..approximations.optimal import OptimalGP
 from ..bases import Basis, InducingVariables
 from ..gaussians import Coefficients
 from ..gaussians.sites import FreeSites as FreeSitesModule

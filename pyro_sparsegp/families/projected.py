@@ -9,8 +9,8 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from ..approximations.sparse_gp import ProjectedGP
-from ..bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
+from ..approximations.projected import ProjectedGP
+from ..bases.policies import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
 from ..gaussians.sites import KeptSites
 from ..kernels.base import white_share
 from ..process import GaussianProcess

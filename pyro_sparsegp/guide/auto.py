@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from ..approximations.expectation import ExpectationGP, require_refined
-from ..approximations.sparse_gp import SiteGP, SparseGP
+from ..approximations.free import SparseGP
+from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, FreeFormFamily, SiteFamily
 from ..gaussians.sites import KeptSites, Sites
 from ..kernels.base import white_share

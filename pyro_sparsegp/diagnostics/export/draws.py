@@ -18,7 +18,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ...approximations.sparse_gp import OptimalGP
+from ...approximations.optimal import OptimalGP
 from ...gaussians import ProjectedGaussian
 from ...guide import AutoSparseGP
 from ...numerics.linalg import solve_lower
