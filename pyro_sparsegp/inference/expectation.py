@@ -21,7 +21,7 @@ from ..numerics.linalg import NumericalWarning, cholesky, row_squares, solve_low
 from ..numerics.rows import Objects, fingerprints
 from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..process import GaussianProcess
-from ..program.structure import ELEMENTWISE, NONE
+from ..program.dependence import ELEMENTWISE, NONE
 from ..program.terms import Findings, Terms
 from ..program.traces import all_sites, is_observation, tensors
 from ..warned import warn_once
@@ -285,7 +285,8 @@ class ExpectationPropagation:
             guide.prepare(*args, **kwargs)
             self._check_fit()
             processes, values, trace = guide.priors(args, kwargs)
-            terms = Terms(guide, values, processes, args, kwargs, self._findings)
+            assert guide.structure is not None
+            terms = Terms(guide.model, guide.structure, values, processes, args, kwargs, self._findings)
             runs = [
                 self._run(name, process, terms, trace, indices, (args, kwargs)) for name, process in processes.items()
             ]
