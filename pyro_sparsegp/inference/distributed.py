@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Optional
 
+import pyro
 import torch
+from pyro.optim import PyroOptim
 from torch import Tensor
 
-__all__ = ["Workers"]
+__all__ = ["SharedOptim", "Workers", "agree", "joined", "sharing"]
 
 
 class _AllReduce(torch.autograd.Function):
@@ -38,7 +43,7 @@ class Workers:
     def __init__(self, group: Optional[Any]) -> None:
         if group is not None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             raise ValueError(
-                "ExpectationPropagation's group needs torch.distributed: run the script by torchrun and call "
+                "group needs torch.distributed: run the script by torchrun and call "
                 "torch.distributed.init_process_group('gloo'), or 'nccl' on GPUs, before"
             )
         self.group = group
@@ -77,3 +82,89 @@ class Workers:
             value = tensor.detach().contiguous()
             torch.distributed.broadcast(value, source, group=self.group)
             tensor.data.copy_(value)
+
+
+# Steps on mini-batches, whose plates scale each process's rows up to all data.
+
+_sharing: ContextVar[Optional[tuple[Workers, float]]] = ContextVar("sharing", default=None)
+
+
+@contextmanager
+def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
+    """Steps of SVI within are of all the processes of a group together, each with rows of its own.
+
+    :param group: a ``torch.distributed`` process group; ``None`` changes nothing.
+    :param weight: how many rows this process's batch stands for, beside the others': equal ones by default.
+    """
+    token = _sharing.set(None if group is None else (Workers(group), weight))
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
+
+
+@torch.no_grad()
+def joined(*values: Tensor) -> list[Tensor]:
+    """What one process with the batches of all would have for sums over a batch's rows that plates scale up to N.
+
+    Of process r's batch the sum is s_r = c + (N/b_r) Σₙ tₙ, with the same c (a divergence) in all. With weights b_r
+    the joined batch has Σ_r b_r s_r / Σ_r b_r = c + (N/Σ_r b_r) Σₙ tₙ. Losses, gradients and sums of sites are such.
+    Outside of :func:`sharing`, the values themselves.
+
+    :param values: of any shapes; all processes give as many, in the same order.
+    """
+    found = _sharing.get()
+    if found is None or found[0].num == 1:
+        return list(values)
+    workers, weight = found
+    *sums, total = workers.sum(*[weight * value for value in values], values[0].new_full((), weight))
+    return [(part / total).to(value) for part, value in zip(sums, values)]
+
+
+class SharedOptim(PyroOptim):
+    """An optimiser that steps by the gradients of all processes' batches joined, within :func:`sharing`.
+
+    >>> optim = SharedOptim(pyro.optim.Adam({"lr": 0.01}))
+    >>> svi = pyro.infer.SVI(model, guide, optim, TraceQuadrature_ELBO())  # doctest: +SKIP
+    >>> with sharing(torch.distributed.group.WORLD):  # doctest: +SKIP
+    ...     svi.step(x, y, size=N)
+
+    :param optim: the Pyro optimiser that takes the steps.
+    """
+
+    def __init__(self, optim: PyroOptim) -> None:
+        super().__init__(optim.pt_optim_constructor, optim.pt_optim_args, optim.pt_clip_args)
+        self.optim = optim
+
+    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        # The same order in all processes; SVI gives a set.
+        ordered = sorted(params, key=_name)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in ordered]
+        for p, gradient in zip(ordered, joined(*gradients) if gradients else []):
+            p.grad = gradient
+        self.optim(ordered, *args, **kwargs)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.optim.get_state()
+
+    def set_state(self, state_dict: dict[str, Any]) -> None:
+        self.optim.set_state(state_dict)
+
+
+_UNIQUE = re.compile(r"_[0-9a-f]{12}(?=\.|$)")  # modules.unique_name's, which differs between processes
+
+
+def _name(parameter: Tensor) -> str:
+    name = pyro.get_param_store().param_name(parameter)
+    if name is None:
+        raise ValueError("a parameter without a name in Pyro's store cannot be shared between processes")
+    return _UNIQUE.sub("", name)
+
+
+def agree(guide: torch.nn.Module, group: Optional[Any]) -> None:
+    """Give a guide and the model's parameters in Pyro's store the values that they have in the first process."""
+    if group is None:
+        return
+    own = {id(p) for p in guide.parameters()}
+    store = [p for p in dict(pyro.get_param_store().named_parameters()).values() if id(p) not in own]
+    Workers(group).agree([*guide.parameters(), *guide.buffers(), *sorted(store, key=_name)])

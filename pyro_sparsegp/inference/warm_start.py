@@ -1,0 +1,1 @@
+def warm(*a, **k): pass
