@@ -99,6 +99,9 @@ class Coefficients(AbstractModule):
             (I + λΦᵀΦ)⁻¹; ``None`` for the prior's.
         """
 
+    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
+        """Put the mean where training starts, ``(..., M)`` over all blocks; q's whose steps find it at once need none."""
+
     @abstractmethod
     def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:
         """q(w); ``anchor`` is L, ``(..., M, M)``, of the run's :attr:`Features.anchor`, for those that want it."""

@@ -185,7 +185,7 @@ def fit(
             _see_all(guide, batches, feed)
             _require_scaled(guide, feed.call(first), first, feed.size)
         if warm_start and fresh and isinstance(method, SVI):
-            warm(model, guide, first, feed.takes)
+            warm(model, guide, first, feed.takes, feed.size)
         agree(guide, group if workers.num > 1 else None)
 
     def keep() -> None:
