@@ -100,7 +100,7 @@ class Coefficients(AbstractModule):
         """
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
-        """Put the mean where training starts, ``(..., M)`` over all blocks; q's whose steps find it at once need none."""
+        """Put the mean where training starts, ``(..., M)`` over all blocks; nothing, where steps find it at once."""
 
     @abstractmethod
     def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:

@@ -229,8 +229,9 @@ class LoadedBatches(Batches):
 
     def _open(self) -> Iterator:
         for part in (self.source, getattr(self.source, "sampler", None)):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(self._epoch)
+            told = getattr(part, "set_epoch", None)
+            if told is not None:
+                told(self._epoch)
         self._start = pyro.util.get_rng_state(), [g.get_state() for g in self._generators()]
         return iter(self.source)
 

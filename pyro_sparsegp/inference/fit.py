@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import numbers
 import os
 import signal
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy as np
-import pyro
 import torch
 from pyro import poutine
 from pyro.infer import ELBO, SVI
@@ -173,8 +171,8 @@ def fit(
     saved = files.read(path, guide.like) if resume and path is not None and path.exists() else None
     if saved is not None:
         files.prepare(saved, guide, *feed.call(first))
-        now, held = saved["progress"], saved["iterates"]
-        iterates.set_state(held)
+        now = _Progress(**saved["progress"])
+        iterates.set_state(saved["iterates"])
         _set_rule(stopping, saved["stopping"])
         batches.set_state(saved["batches"])
         files.restore(saved, guide, model, method)
@@ -183,7 +181,8 @@ def fit(
             guide.prepare(*feed.call(first)[0], **feed.call(first)[1])
         if not batches.whole:
             _see_all(guide, batches, feed)
-            _require_scaled(guide, feed.call(first), first, feed.size)
+            few = batches.some(batch_size or 1)
+            _require_scaled(guide, feed.call(few), few, feed.size)
         if warm_start and fresh and isinstance(method, SVI):
             warm(model, guide, first, feed.takes, feed.size)
         agree(guide, group if workers.num > 1 else None)
@@ -193,7 +192,7 @@ def fit(
             return
         state = files.snapshot(guide, model, method)
         state |= {
-            "progress": now,
+            "progress": vars(now),
             "iterates": iterates.get_state(),
             "stopping": _rule_state(stopping),
             "batches": batches.get_state(),
@@ -269,10 +268,10 @@ class _Feed:
         self.method, self.workers = method, workers
         self.takes = _parameters(model)
         self.whole = batches.whole and workers.num == 1
-        self.size = batches.size
+        self.size: Optional[int] = batches.size
         if workers.num > 1 and isinstance(batches, TensorBatches):
-            share = torch.tensor(float(batches.num), dtype=torch.float64)
-            self.size = int(workers.sum(share)[0])
+            (total,) = workers.sum(torch.tensor(float(batches.num), dtype=torch.float64))
+            self.size = int(total)
         needs = "size" in self.takes and not (self.whole and self.takes["size"].default is not inspect.Parameter.empty)
         if needs and self.size is None:
             raise ValueError("size: the model takes the number of all rows, and data does not say it; give size=N")
@@ -362,7 +361,12 @@ def _require_arguments(
         raise ValueError("model must be the guide's own; it was given another")
     if steps is not None and epochs is not None:
         raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
-    for argument, number in (("steps", steps), ("epochs", epochs), ("score_every", score_every), ("patience", patience)):
+    for argument, number in (
+        ("steps", steps),
+        ("epochs", epochs),
+        ("score_every", score_every),
+        ("patience", patience),
+    ):
         if number is None:
             continue
         if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1:
@@ -388,8 +392,10 @@ def _total(
 
 def _see_all(guide: AutoSparseGP, batches: Batches, feed: _Feed) -> None:
     """Show a kernel whose diagonal is relative to the training inputs all of them."""
-    if isinstance(batches, TensorBatches) and batches.num > _FIRST and any(
-        getattr(module, "num_seen", 0) for module in guide.gps.modules()
+    if (
+        isinstance(batches, TensorBatches)
+        and batches.num > _FIRST
+        and any(getattr(module, "num_seen", 0) for module in guide.gps.modules())
     ):
         args, kwargs = feed.call(batches.everything())
         with poutine.block():

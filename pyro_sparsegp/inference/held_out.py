@@ -32,7 +32,7 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
     with repeatable(guide.like), whole_plates(), pyro.validation_enabled(False):
         posteriors = guide.posterior(*args, **kwargs)
         assert guide.structure is not None
-        inner = guide.structure.inner
+        inner, observed = guide.structure.inner, guide.structure.rows
         medians = {name: s["value"] for name, s in all_sites(guide.trace) if is_free(s) and name not in posteriors}
         means = {name: q.mean for name, q in posteriors.items()}
         free = {name: q for name, q in posteriors.items() if name not in inner}
@@ -46,8 +46,8 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
             trace = held_trace(model, {**medians, **values}, args, kwargs)
             return tuple(
                 scale_and_mask(site["fn"].log_prob(site["value"]), 1.0, site["mask"])
-                for name, site in trace.nodes.items()
-                if site["type"] == "sample" and name in guide.structure.rows and is_observation(site)
+                for name, site in all_sites(trace)
+                if name in observed and is_observation(site)
             )
 
         found = mapped(densities, nodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pyro
+import torch
 from pyro.optim import PyroOptim
 
 __all__ = ["FallingAdam"]
@@ -24,9 +24,8 @@ class FallingAdam(PyroOptim):
     :param lr: of all parameters, before it falls.
     """
 
-    def __init__(self, lr: float = 0.03) -> None:
-        adam = pyro.optim.Adam({"lr": lr, "betas": (0.9, 0.99)})
-        super().__init__(adam.pt_optim_constructor, adam.pt_optim_args)
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(torch.optim.Adam, {"lr": lr, "betas": (0.9, 0.99)})
 
         self._factor = 1.0
 

@@ -11,10 +11,10 @@ from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
+from ..approximations.sparse_gp import SparseGP
 from ..bases import InducingPoints
 from ..families import SGPR, InducingFamily
 from ..gaussians.optimal import from_natural, weighted_gram
-from ..approximations.sparse_gp import SparseGP
 from ..guide import AutoSparseGP
 from ..modules import at_path, drop_stored
 from ..numerics.linalg import side_by_side

@@ -3,14 +3,15 @@
 python tests/benchmarks/fit_time.py DATA.npz [DATA.npz ...] [--inducing 64] [--out fit_time.md]
 
 A file has X, (N, D), and y, (N,). Of a random order a tenth are test rows; columns and targets are standardised by the
-training rows. A Matern-3/2 kernel with a length scale a column, a Gaussian likelihood, SVGP, batches of 1,024 in float64
-on one thread. Seconds are of CPU time, all of it: the first call and the warm start are in them.
+training rows. A Matern-3/2 kernel with a length scale a column, a Gaussian likelihood, SVGP, batches of 1,024, float64,
+one thread. Seconds are of CPU time, all of it: the first call and the warm start are in them.
 """
 
 import argparse
 import platform
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ def log_likelihood(guide, x, y):
     return dist.Normal(q.mean, (q.variance + noise**2).sqrt()).log_prob(y).mean().item()
 
 
-def fitted(train, inducing, steps, warm_start, **options):
+def fitted(train, inducing, steps, *, warm_start, **options):
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, SVGP(inducing, **options))
@@ -104,12 +105,8 @@ def main():
         train, test = load(path, options.split)
         for steps in options.steps:
             cells = []
-            for way in (
-                lambda s: fitted(train, options.inducing, s, True),
-                lambda s: fitted(train, options.inducing, s, False),
-                lambda s: looped(train, options.inducing, s),
-            ):
-                guide, seconds = way(steps)
+            for way in (partial(fitted, warm_start=True), partial(fitted, warm_start=False), looped):
+                guide, seconds = way(train, options.inducing, steps)
                 cells.append(f"{log_likelihood(guide, *test):.3f} ({seconds:.1f} s)")
             lines.append(f"| {path.stem} | {steps:,} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)
