@@ -275,7 +275,7 @@ class _Feed:
         needs = "size" in self.takes and not (self.whole and self.takes["size"].default is not inspect.Parameter.empty)
         if needs and self.size is None:
             raise ValueError("size: the model takes the number of all rows, and data does not say it; give size=N")
-        self._extra = {"size": self.size} if needs else {}
+        self._extra: dict[str, Any] = {"size": self.size} if needs else {}
 
     def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
         """The model's arguments."""

@@ -1,9 +1,9 @@
-"""An epoch of fit over rows that are on disk, and the memory it takes: python tests/benchmarks/fit_memory.py --rows 10000000
+"""The memory of an epoch of fit over rows on disk: python tests/benchmarks/fit_memory.py --rows 10000000
 
 Rows of 8 columns are written to a temporary folder in blocks. Then a process of its own fits SVGP for one epoch, and
-reports its peak resident memory: from memory maps, with batches of rows anywhere, and from an iterable that reads blocks.
-Pages of a memory map count as resident while the machine has room for them, though it could drop them at any time; they
-are told apart.
+reports its peak resident memory: from memory maps, with batches of rows anywhere, and from an iterable that reads
+blocks. Pages of a memory map count as resident while the machine has room for them, though it could drop them at any
+time; they are told apart.
 """
 
 import argparse
