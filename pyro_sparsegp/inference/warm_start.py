@@ -11,7 +11,7 @@ from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from ..approximations.sparse_gp import SparseGP
+from ..approximations.free import SparseGP
 from ..bases import InducingPoints
 from ..families import SGPR, InducingFamily
 from ..gaussians.optimal import from_natural, weighted_gram
