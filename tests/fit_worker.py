@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, fit, kernels
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
-STEPS = 24
+STEPS = 12
 
 
 def rows(num=96):
@@ -56,8 +56,9 @@ def arguments(case):
     torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(3)
     x, y = rows()
-    if case == "tensors":
-        return regression, AutoSparseGP(regression, SVGP(8)), (x, y), {"batch_size": 20}
+    if case in ("tensors", "cold"):
+        options = {"batch_size": 20, "warm_start": case == "tensors"}
+        return regression, AutoSparseGP(regression, SVGP(8)), (x, y), options
     if case == "loader":
         network = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Tanh(), torch.nn.Dropout(0.2))
         model = deep_kernel(network)

@@ -51,7 +51,7 @@ def test_resumed_as_if_never_cut_off(case, tmp_path):
     pyro.clear_param_store()
     file = tmp_path / "fit.pt"
     with pytest.raises(CutError):
-        fit_worker.run(case, checkpoint=file, checkpoint_every=0.0, stopping=cut_after(14))
+        fit_worker.run(case, checkpoint=file, checkpoint_every=0.0, stopping=cut_after(7))
     pyro.clear_param_store()  # a new process
     again, found = fit_worker.run(case, checkpoint=file, resume=True)
     require_equal(found, expected)
@@ -62,12 +62,12 @@ def test_resumed_as_if_never_cut_off(case, tmp_path):
 def test_killed_and_resumed(tmp_path):
     file = tmp_path / "fit.pt"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, fit_worker.__file__, "tensors", str(file), "10"]
+    command = [sys.executable, fit_worker.__file__, "cold", str(file), "5"]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert process.returncode == -signal.SIGKILL, process.stderr
-    _, expected = fit_worker.run("tensors")
+    _, expected = fit_worker.run("cold")
     pyro.clear_param_store()
-    again, found = fit_worker.run("tensors", checkpoint=file, resume=True)
+    again, found = fit_worker.run("cold", checkpoint=file, resume=True)
     assert again.steps == fit_worker.STEPS
     require_equal(found, expected)
 
@@ -76,18 +76,18 @@ def test_an_interrupt_lets_the_step_end(tmp_path):
     file = tmp_path / "fit.pt"
 
     def rule(iterates):
-        if len(iterates) == 9:
+        if len(iterates) == 5:
             os.kill(os.getpid(), signal.SIGINT)
         return False
 
-    _, expected = fit_worker.run("tensors")
+    _, expected = fit_worker.run("cold")
     pyro.clear_param_store()
     before = signal.getsignal(signal.SIGINT)
-    result, _ = fit_worker.run("tensors", checkpoint=file, stopping=rule)
-    assert (result.steps, result.reason) == (9, "interrupted by SIGINT")
+    result, _ = fit_worker.run("cold", checkpoint=file, stopping=rule)
+    assert (result.steps, result.reason) == (5, "interrupted by SIGINT")
     assert signal.getsignal(signal.SIGINT) is before
     pyro.clear_param_store()
-    _, found = fit_worker.run("tensors", checkpoint=file, resume=True)
+    _, found = fit_worker.run("cold", checkpoint=file, resume=True)
     require_equal(found, expected)
 
 
@@ -105,7 +105,7 @@ def test_sigterm_ends_the_process_after_its_checkpoint(tmp_path):
         return False
 
     with pytest.raises(SystemExit) as ended:
-        fit_worker.run("tensors", checkpoint=tmp_path / "fit.pt", stopping=rule)
+        fit_worker.run("cold", checkpoint=tmp_path / "fit.pt", stopping=rule)
     assert ended.value.code == 128 + signal.SIGTERM
     assert checkpoint.read(tmp_path / "fit.pt", torch.zeros(()))["progress"]["step"] == 1
 
@@ -121,11 +121,11 @@ def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path):
 
 def test_a_finished_fit_has_nothing_left_to_do(tmp_path):
     file = tmp_path / "fit.pt"
-    first, expected = fit_worker.run("tensors", checkpoint=file)
+    first, expected = fit_worker.run("cold", checkpoint=file)
     pyro.clear_param_store()
-    again, found = fit_worker.run("tensors", checkpoint=file, resume=True)
+    again, found = fit_worker.run("cold", checkpoint=file, resume=True)
     require_equal(found, expected)
-    assert again.reason == first.reason == "all 24 steps were taken"
+    assert again.reason == first.reason == "all 12 steps were taken"
 
 
 # What is trained on.
@@ -180,7 +180,7 @@ def test_a_generator_ends_the_fit():
     x, y = fit_worker.rows(60)
     guide = AutoSparseGP(fit_worker.regression, SVGP(6))
     stream = ({"x": x[i : i + 10], "y": y[i : i + 10]} for i in range(0, 60, 10))
-    result = fit(fit_worker.regression, guide, stream, size=60, progress=False)
+    result = fit(fit_worker.regression, guide, stream, size=60, warm_start=False, progress=False)
     assert (result.steps, result.reason) == (6, "the data came to their end after 6 steps")
 
 
@@ -239,6 +239,7 @@ def test_early_stopping_leaves_the_best_state():
         score=score,
         score_every=3,
         patience=2,
+        warm_start=False,
         progress=False,
     )
     assert result.steps == 12
@@ -256,7 +257,7 @@ def test_early_stopping_leaves_the_best_state():
 def test_held_out_score_of_a_gaussian_likelihood():
     x, y = fit_worker.rows(60)
     guide = AutoSparseGP(fit_worker.regression, SVGP(8))
-    fit(fit_worker.regression, guide, (x, y), steps=150, progress=False)
+    fit(fit_worker.regression, guide, (x, y), steps=60, warm_start=False, progress=False)
     new_x, new_y = fit_worker.rows(80)[0][60:], fit_worker.rows(80)[1][60:]
     noise = guide.median(x, y)["noise"]
     q = guide.posterior(new_x)["f"]
@@ -271,7 +272,7 @@ def test_a_stopping_rule_and_its_history():
     x, y = fit_worker.rows(40)
     guide = AutoSparseGP(fit_worker.regression, SVGP(6))
     rule = diagnostics.StoppingRule(window=20, tolerance=1e9)
-    result = fit(fit_worker.regression, guide, (x, y), stopping=rule, progress=False)
+    result = fit(fit_worker.regression, guide, (x, y), stopping=rule, warm_start=False, progress=False)
     assert result.steps == 20
     assert result.reason == rule.reason
     tree = diagnostics.to_datatree(fit_worker.regression, guide, x, y, num_samples=4)
@@ -333,7 +334,7 @@ def test_what_batches_cannot_do():
 def test_a_file_that_is_no_checkpoint(tmp_path):
     (tmp_path / "fit.pt").write_text("hello")
     with pytest.raises(ValueError, match="no file that fit wrote"):
-        fit_worker.run("tensors", checkpoint=tmp_path / "fit.pt", resume=True)
+        fit_worker.run("cold", checkpoint=tmp_path / "fit.pt", resume=True)
 
 
 def test_a_bar_with_the_bound(capsys):

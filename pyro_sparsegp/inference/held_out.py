@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..guide import AutoSparseGP
 from ..program.likelihood import mapped, normal_nodes
-from ..program.traces import all_sites, held_trace, is_free, is_observation, repeatable, whole_plates
+from ..program.traces import all_sites, held_trace, is_observation, repeatable, whole_plates
 
 __all__ = ["log_score"]
 
@@ -33,7 +33,10 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
         posteriors = guide.posterior(*args, **kwargs)
         assert guide.structure is not None
         inner, observed = guide.structure.inner, guide.structure.rows
-        medians = {name: s["value"] for name, s in all_sites(guide.trace) if is_free(s) and name not in posteriors}
+        if not any(name in observed and is_observation(site) for name, site in all_sites(guide.trace)):
+            raise ValueError("held_out: the model observes nothing at these arguments; give the observations too")
+        latents = guide.structure.latents
+        medians = {name: site["value"] for name, site in all_sites(guide.trace) if name in latents}
         means = {name: q.mean for name, q in posteriors.items()}
         free = {name: q for name, q in posteriors.items() if name not in inner}
         shapes = {name: q.batch_shape.numel() for name, q in free.items()}
@@ -51,7 +54,5 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
             )
 
         found = mapped(densities, nodes)
-    if not found:
-        raise ValueError("held_out: the model observes nothing at these arguments; give the observations too")
     total = sum(float(torch.logsumexp(part.flatten(1) + weights.log()[:, None], 0).mean()) for part in found)
     return total if math.isfinite(total) else -math.inf
