@@ -19,6 +19,7 @@ from pyro_sparsegp.inference.held_out import log_score
 from pyro_sparsegp.inference.interrupts import Interrupts
 
 from . import fit_worker
+from .benchmarks import fit_memory
 
 CASES = ["tensors", "loader", "sites", "EP", "EP, batches"]
 
@@ -176,6 +177,35 @@ def test_batches_of_an_iterable_come_again():
     assert float(again.next().args[1][0]) == 2
 
 
+class Drawing:
+    """Batches that are drawn, from the global random numbers, as they are asked for."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        for _ in range(4):
+            yield torch.rand(3, 1), torch.from_numpy(np.random.rand(3))  # noqa: NPY002
+
+
+def test_an_iterable_that_draws_as_it_goes_is_replayed():
+    def numbers(batches, num):
+        found = []
+        for batch in taken(batches, num):
+            torch.rand(7)  # what training draws
+            found.append(torch.cat([batch.args[0][:, 0], batch.args[1]]))
+        return torch.stack(found)
+
+    whole = numbers(as_batches(Drawing(), None, 12, None, seed=5), 10)
+    assert len(whole.unique()) == 60
+    first = as_batches(Drawing(), None, 12, None, seed=5)
+    first.some(5)  # to look ahead changes nothing
+    start = numbers(first, 6)
+    second = as_batches(Drawing(), None, 12, None, seed=0)
+    second.set_state(first.get_state())
+    assert torch.equal(torch.cat([start, numbers(second, 4)]), whole)
+
+
 def test_a_generator_ends_the_fit():
     x, y = fit_worker.rows(60)
     guide = AutoSparseGP(fit_worker.regression, SVGP(6))
@@ -215,6 +245,14 @@ def test_a_deep_basis_has_seen_all_rows():
     guide = AutoSparseGP(model, WeightSpace())
     fit(model, guide, (x, y), batch_size=50, steps=2, progress=False)
     assert guide.gps.f.num_seen == 9000
+
+
+@pytest.mark.parametrize("rows", [200_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+def test_an_epoch_over_rows_on_disk_stays_under_two_gibibytes(rows):
+    command = [sys.executable, fit_memory.__file__, "--rows", str(rows), "--limit", "2"]
+    if rows < 1_000_000:
+        command += ["--ways", "maps"]
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=1800)
 
 
 # When it stops, and what it gives.

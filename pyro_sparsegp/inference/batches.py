@@ -6,8 +6,10 @@ Both know where they are, so that a fit that was cut off goes on with the batch 
 from __future__ import annotations
 
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -62,7 +64,7 @@ class Batches(ABC):
 
     @abstractmethod
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from the place of :meth:`get_state`. It may set the global random numbers' state."""
+        """Go on from the place of :meth:`get_state`."""
 
 
 def as_batches(
@@ -90,7 +92,7 @@ def as_batches(
         raise ValueError(
             f"batch_size={batch_size} is for data in tensors; a {type(data).__name__} makes batches of its own"
         )
-    return LoadedBatches(data, size, device)
+    return LoadedBatches(data, size, device, seed)
 
 
 def as_arguments(data: Any, argument: str) -> tuple[tuple, dict[str, Any]]:
@@ -207,7 +209,8 @@ class TensorBatches(Batches):
 class LoadedBatches(Batches):
     """Batches out of an iterable: tensors, tuples of the model's arguments or dicts of them.
 
-    One that can be passed over once only, such as a generator, ends the fit where it ends.
+    One that can be passed over once only, such as a generator, ends the fit where it ends. The source has global random
+    numbers of its own, so that those of training do not depend on what it draws, and it can be replayed up to any batch.
 
     :param source: if it, or its sampler, has a method ``set_epoch``, it is told each epoch's number.
     :param size: rows in all.
@@ -215,8 +218,9 @@ class LoadedBatches(Batches):
 
     whole = False
 
-    def __init__(self, source: Iterable, size: Optional[int], device: Optional[torch.device]) -> None:
+    def __init__(self, source: Iterable, size: Optional[int], device: Optional[torch.device], seed: int) -> None:
         self.source, self.device = source, device
+        self._random = _seeded(seed)
         self.size = _length(getattr(source, "dataset", None)) if size is None else size
         self._epoch, self._place = 0, 0
         self._ahead: list[Batch] = []  # of a source that is passed over once
@@ -232,8 +236,30 @@ class LoadedBatches(Batches):
             told = getattr(part, "set_epoch", None)
             if told is not None:
                 told(self._epoch)
-        self._start = pyro.util.get_rng_state(), [g.get_state() for g in self._generators()]
-        return iter(self.source)
+        self._start = self._random, [g.get_state() for g in self._generators()]
+        with self._own_random():
+            return iter(self.source)
+
+    def _pull(self, stream: Iterator) -> Any:
+        """The next item, ``None`` at the end."""
+        with self._own_random():
+            return next(stream, None)
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        outside = pyro.util.get_rng_state()
+        pyro.util.set_rng_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = pyro.util.get_rng_state()
+            pyro.util.set_rng_state(outside)
+
+    def _rewind(self, start: Any) -> None:
+        """Have random numbers come as they did from an epoch's start."""
+        self._random = start[0]
+        for generator, saved in zip(self._generators(), start[1]):
+            generator.set_state(saved)
 
     def _generators(self) -> list[torch.Generator]:
         found = [getattr(self.source, "generator", None)]
@@ -246,13 +272,13 @@ class LoadedBatches(Batches):
             return self._ahead.pop(0)
         if self._stream is None:
             self._stream = self._open()
-        item = next(self._stream, None)
+        item = self._pull(self._stream)
         if item is None:
             if self._once:
                 return None
             self._epoch, self._place = self._epoch + 1, 1
             self._stream = self._open()
-            item = next(self._stream, None)
+            item = self._pull(self._stream)
             if item is None:
                 raise ValueError("data gives no batches: it is empty, or can be passed over only once")
         return self._batch(item)
@@ -270,17 +296,19 @@ class LoadedBatches(Batches):
         if self._once:
             self._stream = self._stream or self._open()
             while sum(batch.num for batch in self._ahead) < num:
-                item = next(self._stream, None)
+                item = self._pull(self._stream)
                 if item is None:
                     break
                 self._ahead.append(self._batch(item))
             found = self._ahead
         else:
-            found = []
-            for item in self._open():
-                found.append(self._batch(item))
-                if sum(batch.num for batch in found) >= num:
+            found, stream, before = [], self._open(), self._start
+            while sum(batch.num for batch in found) < num:
+                item = self._pull(stream)
+                if item is None:
                     break
+                found.append(self._batch(item))
+            self._rewind(before)
         if not found:
             raise ValueError("data gives no batches")
         return _joined(found)
@@ -297,17 +325,25 @@ class LoadedBatches(Batches):
     def set_state(self, state: dict[str, Any]) -> None:
         self._epoch, self._place = state["epoch"], state["place"]
         self._ahead = []
-        if state["start"] is not None:
-            pyro.util.set_rng_state(state["start"][0])
-            for generator, saved in zip(self._generators(), state["start"][1]):
-                generator.set_state(saved)
+        if state["start"] is None:
+            return
+        self._rewind(state["start"])
         self._stream = self._open()
         for i in range(self._place):
-            if next(self._stream, None) is None:
+            if self._pull(self._stream) is None:
                 raise ValueError(
                     f"data gave {i} batches in an epoch of which the checkpoint has seen {self._place}: give the data "
                     "that the fit began with"
                 )
+
+
+def _seeded(seed: int) -> dict[str, Any]:
+    """The state of torch's, NumPy's and Python's random numbers under a seed."""
+    return {
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "random": random.Random(seed).getstate(),
+        "numpy": np.random.RandomState(seed % 2**32).get_state(),
+    }
 
 
 def _length(source: Any) -> Optional[int]:

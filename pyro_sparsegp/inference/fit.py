@@ -121,7 +121,7 @@ def fit(
     :param guide: an :class:`AutoSparseGP`; a fresh one sees up to 8,192 random rows at its first call.
     :param data: the model's arguments, a tuple or a dict of tensors with a row for each datum (NumPy arrays and memory
         maps too); or a ``DataLoader`` or another iterable of batches, each a tuple or a dict of arguments, of which no
-        more than a batch is held in memory. One that is to resume gives the same batches when random numbers do.
+        more than a batch is held in memory.
     :param steps: how many in all; 2,000 if ``epochs`` are not given either.
     :param epochs: passes over the data, in the place of ``steps``.
     :param batch_size: rows a step, drawn anew without replacement in each epoch; by default all of them.
@@ -162,6 +162,8 @@ def fit(
             f"{'batch_size' if batch_size is not None else 'data'}: the guide's family needs all rows in each step; "
             "give all data in tensors and no batch_size, or take a family such as SVGP"
         )
+    if guide.on_sites and workers.num > 1:
+        raise ValueError("group: the guide's family needs all rows in each process; take a family such as SVGP")
     feed = _Feed(model, batches, method, workers)
     now, iterates = _Progress(), Iterates(guide, history)
     fresh = guide.structure is None
@@ -186,7 +188,9 @@ def fit(
             _require_scaled(guide, feed.call(few), few, feed.size)
         if warm_start and fresh and isinstance(method, SVI):
             warm(model, guide, first, feed.takes, feed.size)
-        agree(guide, group if workers.num > 1 else None)
+        if workers.num > 1:
+            _require_shared(guide)
+            agree(guide, group)
 
     def keep() -> None:
         if path is None:
@@ -235,10 +239,10 @@ def fit(
                 reason = f"the held-out score has not risen for {patience} scores"
             if stopping is not None and stopping(iterates):
                 reason = getattr(stopping, "reason", None) or "the stopping rule says so"
-            if workers.num > 1:  # all of them, or none
-                reason = _common(workers, guide, reason)
             if interrupts.signal is not None:
                 reason = f"interrupted by {signal.Signals(interrupts.signal).name}"
+            if workers.num > 1:  # all of them, or none
+                reason = _common(workers, guide, reason)
             now.seconds = time.monotonic() - began
             if reason or time.monotonic() - written >= checkpoint_every:
                 keep()
@@ -426,6 +430,16 @@ def _require_scaled(guide: AutoSparseGP, call: tuple, batch: Batch, size: Option
                 "the plate the number of all rows, def model(x, y=None, size=None) with "
                 "pyro.plate('data', size or len(x), subsample=x), to which fit gives it as size"
             )
+
+
+def _require_shared(guide: AutoSparseGP) -> None:
+    """Raise for latents that are one process's rows' own."""
+    assert guide.structure is not None
+    local = [name for name, latent in guide.structure.latents.items() if set(latent["plates"])]
+    if local:
+        raise ValueError(
+            f"group: latent site {local[0]!r} stands in a plate: processes share parameters, which would mix its values"
+        )
 
 
 def _common(workers: Workers, guide: AutoSparseGP, reason: str) -> str:

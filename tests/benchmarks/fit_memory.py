@@ -106,16 +106,19 @@ def main():
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--ways", nargs="+", default=["blocks", "maps"], choices=["blocks", "maps"])
+    parser.add_argument("--limit", type=float, default=2.0, help="GiB above which it fails")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     if options.folder:  # the process that is measured
-        epoch(options.folder, options.rows, options.batch, options.ways[0])
-        return
+        used = epoch(options.folder, options.rows, options.batch, options.ways[0])
+        sys.exit(f"more than {options.limit} GiB" if used > options.limit else 0)
     with tempfile.TemporaryDirectory() as folder:
         written(Path(folder), options.rows)
         for way in options.ways:
             command = [sys.executable, __file__, "--folder", folder, "--rows", str(options.rows)]
-            subprocess.run([*command, "--batch", str(options.batch), "--ways", way], check=True)
+            subprocess.run(
+                [*command, "--batch", str(options.batch), "--ways", way, "--limit", str(options.limit)], check=True
+            )
 
 
 if __name__ == "__main__":
