@@ -17,6 +17,7 @@ from pyro_sparsegp.inference import checkpoint
 from pyro_sparsegp.inference.batches import as_batches
 from pyro_sparsegp.inference.held_out import log_score
 from pyro_sparsegp.inference.interrupts import Interrupts
+from pyro_sparsegp.inference.recipe import FallingAdam
 
 from . import fit_worker
 from .benchmarks import fit_memory
@@ -175,6 +176,30 @@ def test_batches_of_an_iterable_come_again():
     again = as_batches(source, None, 6, None, seed=0)
     again.set_state(batches.get_state())
     assert float(again.next().args[1][0]) == 2
+
+
+def test_rates_fall_to_the_end():
+    x, y = fit_worker.rows(40)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    optim, rates = FallingAdam(0.1), []
+
+    def rule(iterates):  # after the next step's rates are set
+        rates.append({group["lr"] for one in optim.optim_objs.values() for group in one.param_groups})
+        return False
+
+    fit(
+        fit_worker.regression,
+        guide,
+        (x, y),
+        steps=40,
+        optim=optim,
+        stopping=rule,
+        warm_start=False,
+        progress=False,
+    )
+    assert all(len(found) == 1 for found in rates)
+    np.testing.assert_allclose([*map(min, rates)], [0.1 * FallingAdam.factor(step, 40) for step in range(1, 41)])
+    assert min(rates[-2]) < 0.002
 
 
 class Drawing:

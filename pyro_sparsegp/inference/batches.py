@@ -209,8 +209,9 @@ class TensorBatches(Batches):
 class LoadedBatches(Batches):
     """Batches out of an iterable: tensors, tuples of the model's arguments or dicts of them.
 
-    One that can be passed over once only, such as a generator, ends the fit where it ends. The source has global random
-    numbers of its own, so that those of training do not depend on what it draws, and it can be replayed up to any batch.
+    One that can be passed over once only, such as a generator, ends the fit where it ends. The source has global
+    random numbers of its own, so that those of training do not depend on what it draws, and it can be replayed up to
+    any batch.
 
     :param source: if it, or its sampler, has a method ``set_epoch``, it is told each epoch's number.
     :param size: rows in all.
