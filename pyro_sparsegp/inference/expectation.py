@@ -273,6 +273,23 @@ class ExpectationPropagation:
             for name, status in self._status.items()
         }
 
+    def get_state(self) -> dict[str, Any]:
+        """What the next sweep takes from this one, besides the guide's state and the optimiser's; see
+        :func:`~pyro_sparsegp.fit`.
+        """
+        return {
+            "paces": self._paces,
+            "status": self._status,
+            "factors": self._factors,
+            "seen": self._seen,
+            "agreed": self._agreed,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`get_state`."""
+        self._paces, self._status = dict(state["paces"]), dict(state["status"])
+        self._factors, self._seen, self._agreed = dict(state["factors"]), dict(state["seen"]), state["agreed"]
+
     # One call.
 
     def _work(self, args: tuple, kwargs: dict[str, Any], indices: Optional[Tensor], sweeps: int, train: bool) -> float:
