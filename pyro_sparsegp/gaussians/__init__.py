@@ -1,6 +1,7 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
+from .natural import Falling, NaturalGaussian, Rate
 from .optimal import PrecisionFactor, from_natural, optimal, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
 from .product import (
@@ -26,15 +27,18 @@ __all__ = [
     "DenseFactor",
     "Diagonal",
     "DiagonalFactor",
+    "Falling",
     "FullCholesky",
     "Gaussian",
     "Identity",
     "IdentityFactor",
     "IdentityPlusLowRank",
     "LowRankGaussian",
+    "NaturalGaussian",
     "PrecisionFactor",
     "Product",
     "ProjectedGaussian",
+    "Rate",
     "ShiftFactor",
     "Unwhitened",
     "from_natural",
