@@ -23,10 +23,12 @@ from torch import Tensor
 
 from ..numerics.linalg import root_of_inverse, side_by_side, solve_lower
 from .base import Coefficients
-from .optimal import from_natural, weighted_gram
+from .optimal import from_natural
 from .product import DenseFactor, FullCholesky, IdentityFactor, Product
 
 __all__ = ["Falling", "Heard", "Listening", "NaturalGaussian", "Rate", "StepsOnBackward"]
+
+_FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
 
 Rate = Union[float, Callable[[int], float]]
 
@@ -231,9 +233,10 @@ class Listening(Product):
         w = side_by_side(super().rsample(shape)).clone()
         centred = (w - side_by_side(self.loc)).detach()
 
-        def hear(grad: Tensor) -> None:
-            self.heard.draws[id(centred)] = centred, grad.detach()
-            self.module.note(self.heard)
+        def hear(grad: Optional[Tensor]) -> None:
+            if grad is not None:
+                self.heard.draws[id(centred)] = centred, grad.detach()
+                self.module.note(self.heard)
 
         if w.requires_grad:
             w.register_hook(hear)
@@ -244,7 +247,9 @@ def listen(module: StepsOnBackward, heard: Heard, features: Sequence[Tensor], me
     """Note the gradients by Φm and diag(Φ(S − I)Φᵀ)."""
     row: dict[str, Any] = {"features": [phi.detach() for phi in features]}
 
-    def hear(name: str, grad: Tensor) -> None:
+    def hear(name: str, grad: Optional[Tensor]) -> None:
+        if grad is None:
+            return
         row[name] = grad.detach()
         heard.rows[id(row)] = row
         module.note(heard)
@@ -260,9 +265,10 @@ def weighed(module: StepsOnBackward, heard: Heard, shape: torch.Size, inner: boo
     place = heard.inner if inner else heard.weights
     key = id(zero)
 
-    def hear(grad: Tensor) -> None:
-        place[key] = grad.detach()
-        module.note(heard)
+    def hear(grad: Optional[Tensor]) -> None:
+        if grad is not None:
+            place[key] = grad.detach()
+            module.note(heard)
 
     if zero.requires_grad:
         zero.register_hook(hear)
@@ -284,8 +290,10 @@ class NaturalGaussian(StepsOnBackward):
     of hyperparameters pass through q. When these move, w = Vᵀ... sites keep their meaning about v = (L + ηsI)w, with s the
     root mean variance of u = Lw: about u where u is well conditioned, about w where it is not. η = 0 is u alone.
 
-    A step that would leave I + G without half of its precision somewhere, which takes likelihoods that are not
-    log-concave, or draws, has negative curvatures cut to 0; gradients that are not finite change nothing.
+    Three guards keep a step where its quadratic model holds. If it would leave less than half of the precision anywhere,
+    for which it takes likelihoods that are not log-concave, or draws, negative curvatures are cut to 0. The mean moves no
+    function value by more than three standard deviations of the prior: counts of 1,000 under an exponential link would
+    else be jumped to at e¹⁰⁰⁰. Gradients that are not finite change nothing.
 
     :param kind: the free posterior with the same layout of factors. These share the whole of G: their means are solved for
         together (a step with each one's own mean diverges where they are coupled).
@@ -305,7 +313,7 @@ class NaturalGaussian(StepsOnBackward):
         like: Tensor,
         kind: Any = FullCholesky,
         rate: Rate = Falling(),
-        softness: float = 0.01,
+        softness: float = 0.03,
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)
         self.softness = softness
@@ -363,29 +371,41 @@ class NaturalGaussian(StepsOnBackward):
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
         base: _Base = heard.base
-        if again:
-            base.gram, base.pull = self._seen_from(base.seat)
-        gram, slope, cut = self._sums(heard, base)
+        here = self._seen_from(base.seat) if again else (base.gram, base.pull)
+        target, slope, cut = self._sums(heard, base)
         c, each = weight, rate / total
+        eye = torch.eye(target.shape[-1], dtype=target.dtype, device=target.device)
 
-        def moved(target: Tensor) -> tuple[Tensor, Tensor]:
-            pull = (target @ base.loc[..., None])[..., 0] - slope
-            new = base.gram + each[..., None, None] * (target - c[..., None, None] * base.gram)
-            return 0.5 * (new + new.mT), base.pull + each[..., None] * (pull - c[..., None] * base.pull)
+        def moved(target: Tensor) -> Tensor:
+            new = here[0] + each[..., None, None] * (target - c[..., None, None] * base.gram)
+            return 0.5 * (new + new.mT)
 
-        found = moved(gram)
+        new = moved(target)
         if cut is not None:
-            eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-            # What is left above half of the precision, and above half of the prior's.
-            rest = found[0] + 0.5 * eye, found[0] - 0.5 * base.gram + 0.5 * eye
-            info = sum(torch.linalg.cholesky_ex(part.nan_to_num()).info.abs() for part in rest)
-            safe, kept = moved(gram + cut), info == 0
-            found = tuple(_choose(kept, one, other) for one, other in zip(found, safe))  # type: ignore[assignment]
-        fine = found[0].isfinite().all(-1).all(-1) & found[1].isfinite().all(-1) & (each > 0)
-        self.gram = _choose(fine, found[0], base.gram).expand(self.gram.shape)
-        self.pull = _choose(fine, found[1], base.pull).expand(self.pull.shape)
+            # What is left above half of the prior's precision, and above half of the precision there is.
+            rest = new + 0.5 * eye, new + 0.5 * (eye - here[0])
+            short = sum(torch.linalg.cholesky_ex(part.nan_to_num()).info.abs() for part in rest)
+            target = torch.where((short > 0)[..., None, None], target + cut, target)
+            new = moved(target)
+        pull = (target @ base.loc[..., None])[..., 0] - slope
+        pull = here[1] + each[..., None] * (pull - c[..., None] * base.pull)
+        factor, info = torch.linalg.cholesky_ex(new.nan_to_num() + eye)
+        shift = self._cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0] - base.loc, heard)
+        pull = ((new + eye) @ (base.loc + shift)[..., None])[..., 0]
+        fine = new.isfinite().all(-1).all(-1) & pull.isfinite().all(-1) & (each > 0) & (info == 0)
+        self.gram = torch.where(fine[..., None, None], new, here[0]).expand(self.gram.shape)
+        self.pull = torch.where(fine[..., None], pull, here[1]).expand(self.pull.shape)
         if base.seat is not None:
             self.seat = base.seat
+
+    def _cautious(self, shift: Tensor, heard: Heard) -> Tensor:
+        """A step of m, shortened where it would move function values by more than three of the prior's deviations."""
+        for row in heard.rows.values():
+            phi = side_by_side(row["features"])
+            moved = (phi @ shift[..., None])[..., 0].abs()
+            most = (moved / phi.square().sum(-1).sqrt().clamp(min=torch.finfo(phi.dtype).tiny)).amax(-1, keepdim=True)
+            shift = shift * (_FARTHEST / most.clamp(min=_FARTHEST))
+        return shift
 
     def _sums(self, heard: Heard, base: _Base) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """Φᵀ2HΦ and Φᵀg, both with what draws say; what is to be added to the first to cut negative curvatures."""
@@ -397,9 +417,9 @@ class NaturalGaussian(StepsOnBackward):
                 slope = slope + (phi.mT @ row["by_mean"][..., None])[..., 0]
             if "by_change" in row:
                 curvature = 2 * row["by_change"]
-                gram = gram + weighted_gram(phi, curvature)
+                gram = gram + phi.mT @ (phi * curvature[..., None])
                 if (curvature < 0).any():
-                    more = weighted_gram(phi, (-curvature).clamp(min=0))
+                    more = phi.mT @ (phi * (-curvature).clamp(min=0)[..., None])
                     cut = more if cut is None else cut + more
         for centred, grad in heard.draws.values():
             # E ∇²f = E ∇f(w)(w − m)ᵀP (Stein's identity; Lin, Khan and Schmidt, 2019).
@@ -426,7 +446,3 @@ class NaturalGaussian(StepsOnBackward):
             block = v[..., own]
             parts.append(block if kind is IdentityFactor else (whole[..., own, own] @ block[..., None])[..., 0])
         return torch.cat(parts, -1)
-
-
-def _choose(which: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    return torch.where(which.reshape(which.shape + (1,) * (one.dim() - which.dim())), one, other)
