@@ -125,8 +125,10 @@ class Heard:
 
 
 def _summed(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:
-    total = sum(part.sum(tuple(range(part.dim() - len(batch_shape)))) if part.dim() else part for part in parts)
-    return torch.as_tensor(total).expand(batch_shape)
+    total = torch.zeros(batch_shape, dtype=parts[0].dtype, device=parts[0].device)
+    for part in parts:
+        total = total + (part.sum_to_size(batch_shape) if part.dim() > len(batch_shape) else part)
+    return total
 
 
 class StepsOnBackward(Coefficients):
