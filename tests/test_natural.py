@@ -16,13 +16,14 @@ from pyro_sparsegp.families import (
     AdditiveSGPR,
     CollapsedOrthogonal,
     CoupledCovariance,
+    CoupledPrecision,
     ExactWeightSpace,
     MeanFieldAdditive,
     OrthogonalInducing,
     OrthogonallyDecoupled,
     WeightSpace,
 )
-from pyro_sparsegp.gaussians import Falling, NaturalGaussian, from_natural
+from pyro_sparsegp.gaussians import Falling, LowRankGaussian, NaturalGaussian, NaturalLowRank, from_natural
 
 from .models import bernoulli, data, gaussian, poisson, regression
 
@@ -506,3 +507,105 @@ def test_bad_rates(rate):
 def test_a_rate_without_natural_steps():
     with pytest.raises(ValueError, match="rate is that of natural steps"):
         SVGP(4, natural=False, rate=0.5)
+
+
+PLAIN = sum((10.0 * kernels.RBF(0.5)[i % 2] for i in range(4)), kernels.Constant(30.0))
+
+
+def dense_optimum(phi, noise, y):
+    """log-determinant and mean of the one full covariance, and what q loses against it: KL[q ‖ optimum]."""
+    joined = torch.cat(phi, -1)
+    precision = torch.eye(joined.shape[-1]) + joined.mT @ joined / noise**2
+    mean = torch.linalg.solve(precision, joined.mT @ y / noise**2)
+
+    def loss(q):
+        s, apart = q.covariance_matrix, torch.cat(q.loc, -1) - mean
+        both = precision @ s
+        return 0.5 * (both.trace() - len(s) - torch.logdet(both) + apart @ precision @ apart)
+
+    return loss
+
+
+def test_low_rank_steps_close_the_gap_to_one_full_covariance():
+    """Plain kernels share a level: independent blocks lose nats by it, and L-BFGS on rank 6 some."""
+    x, y = data(num=400)
+    z = [None, *[torch.linspace(0, 1, 6)[:, None]] * 4]
+    model = gaussian(PLAIN, 0.1)
+    lost = {}
+    for family in (
+        CoupledPrecision(z, rank=6, natural=True, trainable=False, rate=1.0),
+        MeanFieldAdditive(z, natural=True, trainable=False, rate=1.0),
+    ):
+        guide, svi = svi_of(model, family)
+        for _ in range(5):
+            svi.step(x, y)
+        q = guide.posterior(x)["f"]
+        lost[type(family).__name__] = float(dense_optimum(q.features, 0.1, y)(q.coefficients).detach())
+    assert lost["CoupledPrecision"] < 0.2
+    assert lost["MeanFieldAdditive"] > 5
+
+
+def test_low_rank_mini_batches():
+    x, y = data(num=400)
+    z = [None, *[torch.linspace(0, 1, 6)[:, None]] * 4]
+    guide, svi = svi_of(gaussian(PLAIN, 0.1), CoupledPrecision(z, rank=6, natural=True, trainable=False))
+    guide(x, y)
+    for _ in range(40):
+        rows = torch.randperm(400)[:100]
+        svi.step(x[rows], y[rows], size=400)
+    q = guide.posterior(x)["f"]
+    assert float(dense_optimum(q.features, 0.1, y)(q.coefficients).detach()) < 3.0
+
+
+@pytest.mark.parametrize("base", [True, False], ids=["block", "identity"])
+def test_sweeps_reach_the_best_precision_of_the_form(base):
+    """Against L-BFGS over (L, B), which maximises the same bound."""
+    phi = list((2 * torch.randn(30, 9)).split([4, 5], -1))
+    y = torch.randn(30)
+    loss = dense_optimum(phi, 1.0, y)
+    module = NaturalLowRank([4, 5], (), torch.zeros(()), rank=2, base=base, rate=1.0, sweeps=300, iterations=30)
+    for _ in range(4):
+        q = module()
+        mean, change = q.moments(phi)
+        (0.5 * (mean - y).square().sum() + 0.5 * change.sum() + q.kl()).backward()
+    q = module()
+    b = [part.detach().clone().requires_grad_() for part in q.b]
+    trils = None if q.trils is None else [part.detach().clone().requires_grad_() for part in q.trils]
+    leaves = [*b, *(trils or [])]
+    optimiser = torch.optim.LBFGS(leaves, max_iter=300, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+
+    def of(b, trils):
+        lower = None if trils is None else [part.tril() for part in trils]
+        return loss(LowRankGaussian([m.detach() for m in q.loc], b, lower))
+
+    def closure():
+        optimiser.zero_grad()
+        value = of(b, trils)
+        value.backward()
+        return value
+
+    before = of(b, trils).item()
+    optimiser.step(closure)
+    assert before < of(b, trils).item() + 1e-3
+    apart = torch.cat(q.loc).detach() - torch.linalg.solve(
+        torch.eye(9) + torch.cat(phi, -1).mT @ torch.cat(phi, -1), torch.cat(phi, -1).mT @ y
+    )
+    assert apart.abs().max() < 1e-8
+
+
+def test_low_rank_storage_is_linear_in_the_number_of_terms():
+    module = NaturalLowRank([4] * 30, (), torch.zeros(()), rank=2)
+    assert max(part.numel() for part in module.buffers()) == 16
+    assert sum(part.numel() for part in module.buffers()) == 30 * (16 + 8 + 4) + 1
+
+
+def test_low_rank_training_goes_on_where_it_was():
+    x, y = data(poisson)
+    guide, svi = svi_of(poisson, CoupledPrecision(4, rank=2, natural=True), TraceQuadrature_ELBO(8))
+    losses = [svi.step(x, y) for _ in range(8)]
+    assert losses[-1] < losses[0]
+    other = AutoSparseGP(poisson, CoupledPrecision(4, rank=2, natural=True))
+    other.load_state_dict(copy.deepcopy(guide.state_dict()))
+    torch.testing.assert_close(guide.posterior(x)["f"].variance, other.posterior(x)["f"].variance)
+    q = other.posterior(x)["f"]
+    assert (torch.linalg.eigvalsh(q.coefficients.covariance_matrix) > 0).all()
