@@ -137,6 +137,10 @@ class FreeFormFamily(BasisFamily):
         """That posterior in the coordinates that the family learns it in; by default the coefficients w."""
         return kind
 
+    def declared(self) -> dict[str, Any]:
+        found = {key: value for key, value in super().declared().items() if key != "natural"}
+        return found | {"natural": True} if self.natural else found  # states from before there was a choice have none
+
     def chosen_coefficients(self) -> NewCoefficients:
         """The posterior over the coefficients as it is learned, by gradients or by natural gradients."""
         return self.in_natural_steps() if self.natural else self.parameterised(self.new_coefficients())
