@@ -131,7 +131,7 @@ def test_coupled_blocks_do_not_diverge():
     x, y = data(num=200)
     kernel = sum((kernels.RBF(0.5)[i % 2] for i in range(5)), 4.0 * kernels.RBF(1.0)[0])
     model = gaussian(kernel, 0.05)
-    guide, svi = svi_of(model, MeanFieldAdditive(6, natural=True, trainable=False, rate=1.0))
+    _, svi = svi_of(model, MeanFieldAdditive(6, natural=True, trainable=False, rate=1.0))
     losses = [svi.step(x, y) for _ in range(12)]
     assert max(losses[2:]) < losses[1] + 1e-3 * abs(losses[1])
     assert losses[-1] == pytest.approx(losses[3], rel=1e-6)
@@ -307,7 +307,7 @@ def test_nothing_steps_but_a_differentiated_bound():
 def test_a_graph_that_is_differentiated_twice_is_one_step():
     x, y = data()
     model = gaussian(KERNEL)
-    guide, svi = svi_of(model, SVGP(x[:8], natural=True, rate=0.5))
+    guide, _ = svi_of(model, SVGP(x[:8], natural=True, rate=0.5))
     guide(x, y)
     one = copy.deepcopy(guide)
     loss = TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y)
@@ -382,8 +382,21 @@ def test_training_goes_on_where_it_was(how):
     assert losses[0] == pytest.approx(losses[1])
 
 
+@pytest.mark.parametrize("natural", [True, False])
+def test_a_state_says_how_q_is_learned(natural):
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, svi = svi_of(model, SVGP(x[:8], natural=natural))
+    svi.step(x, y)
+    other = AutoSparseGP(model, SVGP(x[:8], natural=not natural))
+    other.load_state_dict(copy.deepcopy(guide.state_dict()))
+    torch.testing.assert_close(other.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
+    assert isinstance(other.gps.f.coefficients, NaturalGaussian) == natural
+    SVI(model, other, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
+
+
 def test_lbfgs_of_hyperparameters_alone():
-    """Every evaluation of its closure is a step of q: with a rate of 1, at the optimum of the hyperparameters before."""
+    """Every evaluation of its closure is a step of q: with a rate of 1, to the optimum given those hyperparameters."""
     x, y = data()
 
     def model(x, y=None):
@@ -426,7 +439,7 @@ def test_counts_far_from_where_q_starts():
     """Newton's first step for exp(f) would be to f = y."""
     x, _ = data()
     y = torch.poisson((7 + x[:, 0]).exp())
-    guide, svi = svi_of(poisson, SVGP(8, natural=True), TraceQuadrature_ELBO(8))
+    _, svi = svi_of(poisson, SVGP(8, natural=True), TraceQuadrature_ELBO(8))
     losses = [svi.step(x, y) for _ in range(60)]
     assert max(losses[1:]) < 1.01 * losses[0]
     assert losses[-1] < losses[0] / 100
@@ -442,7 +455,7 @@ def test_negative_curvature_of_heavy_tails():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.StudentT(3.0, f, 0.1), obs=y)
 
-    guide, svi = svi_of(model, SVGP(x[:10], natural=True, trainable=False, rate=0.2))
+    _, svi = svi_of(model, SVGP(x[:10], natural=True, trainable=False, rate=0.2))
     svi.loss = TraceQuadrature_ELBO(20).loss
     svi.loss_and_grads = TraceQuadrature_ELBO(20).loss_and_grads
     for _ in range(150):

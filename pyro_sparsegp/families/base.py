@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar, Optional, Union
 
@@ -140,6 +140,12 @@ class FreeFormFamily(BasisFamily):
     def declared(self) -> dict[str, Any]:
         found = {key: value for key, value in super().declared().items() if key != "natural"}
         return found | {"natural": True} if self.natural else found  # states from before there was a choice have none
+
+    def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
+        """As :meth:`Family.rebuild`; q is learned on as the saved one was, by natural gradients or others."""
+        natural = spec["family"].get("natural", False)
+        saved = replace(self, natural=natural, rate=self.rate if natural else None)
+        return super(FreeFormFamily, saved).rebuild(spec, like, name)
 
     def chosen_coefficients(self) -> NewCoefficients:
         """The posterior over the coefficients as it is learned, by gradients or by natural gradients."""

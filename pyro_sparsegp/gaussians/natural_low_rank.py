@@ -4,11 +4,11 @@ The damped natural step has the precision and the mean
 
     P̂ = P + (ρ/c)(cI + Φᵀ2HΦ − cP),   P̂(m̂ − m) = −(ρ/c)(Φᵀg + cm),
 
-with h cut at 0, and P̂ is not of the form P = blockdiag(D) + BBᵀ. It is never formed: the best P of that form, the one of
-least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], is the maximum likelihood estimate of factor analysis for the "covariance" P̂, to which
-sweeps of its expectation maximisation go (Rubin and Thayer, 1982), with expanded parameters (Liu, Rubin and Wu, 1998);
-they need P̂ times few vectors, and its blocks on the diagonal. The mean is found by conjugate gradients. Compare SLANG
-(Mishkin et al., 2018), of a diagonal plus low rank.
+with h cut at 0, and P̂ is not of the form P = blockdiag(D) + BBᵀ. It is never formed: the best P of that form, the one
+of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], is the maximum likelihood estimate of factor analysis for the "covariance" P̂, to
+which sweeps of its expectation maximisation go (Rubin and Thayer, 1982), with expanded parameters (Liu, Rubin and Wu,
+1998); they need P̂ times few vectors, and its blocks on the diagonal. The mean is found by conjugate gradients. Compare
+SLANG (Mishkin et al., 2018), of a diagonal plus low rank.
 """
 
 from __future__ import annotations

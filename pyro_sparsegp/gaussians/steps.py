@@ -31,7 +31,7 @@ Rate = Union[float, Callable[[int], float]]
 
 @dataclass(frozen=True)
 class Falling:
-    """The rate of step t = 0, 1, …: ρ = max(least, most/(1 + t)), an average over all steps, then over the last 1/least."""
+    """The rate of step t = 0, 1, …: ρ = max(least, most/(1 + t)), an average over all steps, then the last 1/least."""
 
     least: float = 0.1
     most: float = 1.0
@@ -173,8 +173,9 @@ class StepsOnBackward(Coefficients):
 
 
 class Listening(Gaussian):
-    """A Gaussian that notes the gradients by the marginals that it gives, by its draws and by its divergence; put before
-    the class of the Gaussian itself.
+    """A Gaussian that notes the gradients by the marginals that it gives, by its draws and by its divergence.
+
+    Its methods are put before those of a class of Gaussians, whose they call.
     """
 
     heard: Heard
