@@ -122,9 +122,7 @@ def run_spikes(options):
     y = y + 0.1 * torch.randn(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for label, family in (
         ("Adam", SVGP(20)),
-        ("Adam, whiten=False", SVGP(20, whiten=False)),
         ("natural", SVGP(20, natural=True)),
-        ("natural, whiten=False", SVGP(20, natural=True, whiten=False)),
     ):
         for dtype in (torch.float64, torch.float32):
             rises, ends = [], []
