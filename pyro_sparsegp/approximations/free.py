@@ -49,7 +49,7 @@ class SparseGP(AbstractModule):
 
     def start(self, process: GaussianProcess, name: str) -> None:
         """Take note of what a guide's first call shows."""
-        if self.coefficients.anchored:
+        if self.coefficients.placed:
             with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
                 self.coefficients.start(self.basis.forward(process.kernel, process.jitter, name).anchor, None)
         if process.kernel.depends_on_rows:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..bases import Additive, Basis, ExplicitFeatures, InducingPoints
 from ..bases.initial import Initialiser
-from ..gaussians import BlockCholesky, BlockPlusLowRank, FullCholesky, IdentityPlusLowRank
+from ..gaussians import BlockCholesky, BlockPlusLowRank, Falling, FullCholesky, IdentityPlusLowRank, NaturalLowRank
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..kernels.algebra import term_names
 from ..process import GaussianProcess
@@ -139,6 +139,11 @@ class CoupledPrecision(AdditiveFamily):
 
     def new_coefficients(self) -> NewCoefficients:
         return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)
+
+    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
+        """That posterior, by natural steps."""
+        rate = Falling() if self.rate is None else self.rate
+        return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=rate, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Union
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, ClassVar, Optional, Union
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
 from ..bases import Basis, InducingVariables
-from ..gaussians import Coefficients
+from ..gaussians import Coefficients, Falling, NaturalGaussian, Rate
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..process import GaussianProcess
@@ -116,8 +117,15 @@ class FreeFormFamily(BasisFamily):
 
     free: ClassVar[bool] = True
     start: str = field(default="data", kw_only=True)
+    natural: bool = field(default=False, kw_only=True)
+    rate: Optional[Rate] = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        kind = type(self).__name__
+        if self.rate is not None and not self.natural:
+            raise ValueError(f"{kind}'s rate is that of natural steps; give natural=True, or leave rate out")
+        if not callable(self.rate) and self.rate is not None and not 0 < self.rate <= 1:
+            raise ValueError(f"{kind}'s rate must be a number in (0, 1] or a function of the step, got {self.rate!r}")
         if self.start not in ("data", "prior"):
             raise ValueError(f'{type(self).__name__}\'s start must be "data" or "prior", got {self.start!r}')
 
@@ -129,6 +137,25 @@ class FreeFormFamily(BasisFamily):
         """That posterior in the coordinates that the family learns it in; by default the coefficients w."""
         return kind
 
+    def declared(self) -> dict[str, Any]:
+        found = {key: value for key, value in super().declared().items() if key != "natural"}
+        return found | {"natural": True} if self.natural else found  # states from before there was a choice have none
+
+    def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
+        """As :meth:`Family.rebuild`; q is learned on as the saved one was, by natural gradients or others."""
+        natural = spec["family"].get("natural", False)
+        saved = replace(self, natural=natural, rate=self.rate if natural else None)
+        return super(FreeFormFamily, saved).rebuild(spec, like, name)
+
+    def chosen_coefficients(self) -> NewCoefficients:
+        """The posterior over the coefficients as it is learned, by gradients or by natural gradients."""
+        return self.in_natural_steps() if self.natural else self.parameterised(self.new_coefficients())
+
+    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
+        """That posterior, by natural steps."""
+        rate = Falling() if self.rate is None else self.rate
+        return partial(NaturalGaussian, kind=self.new_coefficients(), rate=rate, **kwargs)
+
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
         module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
         module.start(process, name)
@@ -139,7 +166,7 @@ class FreeFormFamily(BasisFamily):
 
     def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
         require_basis(basis, name)
-        coefficients = self.parameterised(self.new_coefficients())(basis.sizes, batch_shape, like)
+        coefficients = self.chosen_coefficients()(basis.sizes, batch_shape, like)
         return SparseGP(basis, coefficients, batch_shape, self.declared())
 
 

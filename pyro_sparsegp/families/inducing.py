@@ -69,6 +69,10 @@ class InducingFamily(OnInducingPoints, FreeFormFamily):
         """That posterior, over w or over u."""
         return kind if self.whiten else partial(Unwhitened, kind)
 
+    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
+        """That posterior, by natural steps; without whitening, of sites about u."""
+        return super().in_natural_steps(**kwargs, **({} if self.whiten else {"softness": 0.0}))
+
 
 @dataclass(frozen=True, eq=False)
 class SVGP(InducingFamily):

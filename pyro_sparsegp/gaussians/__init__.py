@@ -1,6 +1,8 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
+from .natural import NaturalGaussian
+from .natural_low_rank import NaturalLowRank
 from .optimal import PrecisionFactor, from_natural, optimal, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
 from .product import (
@@ -16,6 +18,7 @@ from .product import (
 )
 from .projected import ProjectedGaussian
 from .shift import ShiftFactor
+from .steps import Falling, Rate
 from .unwhitened import Unwhitened
 
 __all__ = [
@@ -26,15 +29,19 @@ __all__ = [
     "DenseFactor",
     "Diagonal",
     "DiagonalFactor",
+    "Falling",
     "FullCholesky",
     "Gaussian",
     "Identity",
     "IdentityFactor",
     "IdentityPlusLowRank",
     "LowRankGaussian",
+    "NaturalGaussian",
+    "NaturalLowRank",
     "PrecisionFactor",
     "Product",
     "ProjectedGaussian",
+    "Rate",
     "ShiftFactor",
     "Unwhitened",
     "from_natural",

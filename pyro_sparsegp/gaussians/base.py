@@ -85,6 +85,7 @@ class Coefficients(AbstractModule):
         super().__init__()
 
     anchored: ClassVar[bool] = False  # whether it is about u = Lw
+    placed: ClassVar[bool] = False  # whether where it is before any data depends on L
 
     def put(self, name: str, value: Tensor) -> None:
         """Give a parameter a value, in the parameter's own shape, dtype and device."""

@@ -23,7 +23,7 @@ from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_square
 from .base import Coefficients, Gaussian
 from .product import DenseFactor, Product
 
-__all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian"]
+__all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions"]
 
 
 class LowRankGaussian(Gaussian):
@@ -152,6 +152,32 @@ class LowRankGaussian(Gaussian):
         return eyes + self.covariance_change(list(eyes.split(self.sizes, -1)))
 
 
+def leading_directions(features: Sequence[Tensor], small: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    """U = ΦᵀP, a block ``(..., M_b, R)`` each, for R orthonormal columns P that hold the leading directions of ΦᵀΦ.
+
+    By subspace iteration: UUᵀ is at most ΦᵀΦ, and nothing of size (ΣM_b)² is formed. The level that plain kernels share
+    is the first of them.
+
+    :param small: small random blocks of U's shape. Where the data have fewer directions than U has columns, these
+        stay: at 0 they would have no gradient.
+    :returns: U, with zeros there, and which columns these are, ``(..., R)``.
+    """
+    u = [part.to(features[0]) for part in small]
+    for _ in range(5):
+        seen = torch.stack([phi @ part for phi, part in zip(features, u)]).sum(0)
+        p = torch.linalg.qr(seen)[0]  # (..., n, R)
+        u = [phi.mT @ p for phi in features]
+    found = torch.cat(u, -2)
+    mixing = torch.linalg.svd(found, full_matrices=False)[2]
+    found = found @ mixing.mT
+    random = torch.cat(list(small), -2).to(found)
+    lost = found.norm(dim=-2) < random[..., : found.shape[-1]].norm(dim=-2)
+    found = found * ~lost[..., None, :]
+    spare = torch.cat([lost, lost.new_ones(*lost.shape[:-1], random.shape[-1] - lost.shape[-1])], -1)
+    found = torch.cat([found, torch.zeros_like(random[..., found.shape[-1] :])], -1)
+    return list(found.split([phi.shape[-1] for phi in features], -2)), spare
+
+
 class _LowRank(Coefficients):
     """Parameters of a :class:`LowRankGaussian`.
 
@@ -187,21 +213,8 @@ class _LowRank(Coefficients):
         if features is None:
             return
         small = self._each("b")
-        u = [part.to(features[0]) for part in small]
-        for _ in range(5):
-            seen = torch.stack([phi @ part for phi, part in zip(features, u)]).sum(0)
-            p = torch.linalg.qr(seen)[0]  # (..., n, R)
-            u = [phi.mT @ p for phi in features]
-        found = torch.cat(u, -2)
-        mixing = torch.linalg.svd(found, full_matrices=False)[2]
-        found = found @ mixing.mT
-        # Where the data have fewer directions than B has columns, these stay small: at 0 they would have no gradient.
-        random = torch.cat(small, -2).to(found)
-        lost = found.norm(dim=-2) < random[..., : found.shape[-1]].norm(dim=-2)
-        found = found * ~lost[..., None, :]
-        spare = torch.cat([lost, lost.new_ones(*lost.shape[:-1], random.shape[-1] - lost.shape[-1])], -1)
-        found = torch.cat([found, torch.zeros_like(random[..., found.shape[-1] :])], -1)
-        for i, (phi, part) in enumerate(zip(features, found.split(self.sizes, -2))):
+        found, spare = leading_directions(features, small)
+        for i, (phi, part) in enumerate(zip(features, found)):
             if self.base:
                 root = root_of_inverse(phi.mT @ phi - part @ part.mT)
                 self.put(f"scale_tril_{i}", root)

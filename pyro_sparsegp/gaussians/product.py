@@ -339,9 +339,10 @@ class _Factored(Coefficients):
         for i, own in enumerate(_joined(loc.split(self.sizes, -1), self.groups)):
             self.put(f"loc_{i}", own)
 
-    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+    @staticmethod
+    def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         """The factors, each with the blocks it covers."""
-        raise TypeError(f"{type(self).__name__} does not say which factor covers which blocks")
+        raise TypeError("subclasses say which factor covers which blocks")
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         factors: list[Factor] = []
@@ -359,33 +360,38 @@ class _Factored(Coefficients):
 class FullCholesky(_Factored):
     """One full covariance over all blocks, S = LLᵀ."""
 
-    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+    @staticmethod
+    def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         return [(DenseFactor, tuple(range(num_blocks)))]
 
 
 class BlockCholesky(_Factored):
     """A full covariance within each block, none between blocks: S = blockdiag(L_bL_bᵀ)."""
 
-    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+    @staticmethod
+    def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         return [(DenseFactor, (b,)) for b in range(num_blocks)]
 
 
 class Diagonal(_Factored):
     """Independent coefficients, S = diag(s²)."""
 
-    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+    @staticmethod
+    def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         return [(DiagonalFactor, tuple(range(num_blocks)))]
 
 
 class Identity(_Factored):
     """The prior's covariance, S = I; only the mean is free."""
 
-    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+    @staticmethod
+    def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         return [(IdentityFactor, tuple(range(num_blocks)))]
 
 
 class CholeskyIdentity(_Factored):
     """A full covariance of the first block, the prior's for the others."""
 
-    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+    @staticmethod
+    def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         return [(DenseFactor, (0,)), *((IdentityFactor, (b,)) for b in range(1, num_blocks))]

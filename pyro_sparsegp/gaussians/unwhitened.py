@@ -28,6 +28,7 @@ class Unwhitened(Coefficients):
     """
 
     anchored: ClassVar[bool] = True
+    placed: ClassVar[bool] = True
 
     def __init__(
         self, kind: Any, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, **kwargs: Any

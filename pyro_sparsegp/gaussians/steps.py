@@ -1,0 +1,256 @@
+"""Coefficients that take natural steps: what a forward pass gives notes the gradients that a backward pass brings.
+
+A pass of the guide hands out a Gaussian whose marginals Φm and diag(ΦSΦᵀ), draws and divergence carry hooks. What these
+hear of a differentiated objective is all that a natural step needs, so that no second run of the model is made and any
+objective that holds the divergence will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+
+from ..numerics.linalg import side_by_side
+from .base import Coefficients, Gaussian
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious"]
+
+_FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
+
+Rate = Union[float, Callable[[int], float]]
+
+
+@dataclass(frozen=True)
+class Falling:
+    """The rate of step t = 0, 1, …: ρ = max(least, most/(1 + t)), an average over all steps, then the last 1/least."""
+
+    least: float = 0.1
+    most: float = 1.0
+
+    def __call__(self, step: int) -> float:
+        return max(self.least, self.most / (1 + step))
+
+
+class Lift(torch.autograd.Function):
+    """x, which now asks for a gradient on behalf of a parameter that gets none: so a backward pass comes by here."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, unit: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.zeros_like(ctx.saved_tensors[0])
+
+
+@dataclass
+class Heard:
+    """What one forward pass gave, and what a backward pass through it says; a later one of the same takes its place.
+
+    :param base: what the step starts from, of the module's own making.
+    :param unit: the module's parameter that gets no gradient.
+    :param weights: c, the gradients of the objective by the divergence.
+    :param inner: those whose divergence is in the draws' gradients already.
+    :param rows: of each call of moments its features, and the gradients by_mean and by_change.
+    :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
+    """
+
+    base: Any
+    unit: Tensor
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    inner: dict[int, Tensor] = field(default_factory=dict)
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def weight(self, batch_shape: torch.Size) -> Tensor:
+        """c, of the batch's shape."""
+        return _summed([*self.weights.values(), *self.inner.values()], batch_shape)
+
+    def weight_inside(self, batch_shape: torch.Size) -> Optional[Tensor]:
+        """The part of c whose divergence is in the draws' gradients already."""
+        return _summed(list(self.inner.values()), batch_shape) if self.inner else None
+
+
+def _summed(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:
+    total = torch.zeros(batch_shape, dtype=parts[0].dtype, device=parts[0].device)
+    for part in parts:
+        total = total + (part.sum_to_size(batch_shape) if part.dim() > len(batch_shape) else part)
+    return total
+
+
+class StepsOnBackward(Coefficients):
+    """Coefficients that take a step when a backward pass through them has brought the gradients of minus a bound.
+
+    The step is taken when q is asked for next, or the state: one for each backward pass of an objective that holds the
+    divergence; passes before it, such as particles, are averaged. Others, such as a prediction's or one without
+    gradients, leave the state alone. For an optimiser that evaluates its objective several times a step, such as
+    L-BFGS, each of them is a step of q's: with a rate of 1 and a Gaussian likelihood on all rows that is the optimum
+    given the hyperparameters before.
+
+    :param rate: ρ, a number in (0, 1], or a function of the number of steps taken.
+    """
+
+    steps: Tensor
+
+    def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
+        super().__init__(sizes, batch_shape, like)
+        self.sizes, self.batch_shape, self.rate = tuple(sizes), torch.Size(batch_shape), rate
+        self.unit: Any
+        self.unit = PyroParam(like.new_zeros(()))  # stays 0: q depends on a parameter, which objectives look for
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=like.device))
+        self._count: Optional[int] = 0  # of steps, as a number here; None if it is to be read
+        self._heard: dict[int, Heard] = {}
+
+    def note(self, heard: Heard) -> None:
+        """Have a step taken for a pass that was differentiated."""
+        self._heard[id(heard)] = heard
+
+    def next_rate(self) -> float:
+        """ρ of the next step."""
+        if self._count is None:
+            self._count = int(self.steps)
+        return float(self.rate(self._count)) if callable(self.rate) else float(self.rate)
+
+    def settle(self) -> None:
+        """Take the steps that are due."""
+        if not self._heard:
+            return
+        passes = [heard for heard in self._heard.values() if heard.weights or heard.inner]
+        self._heard = {}
+        if not passes:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            rate = self.next_rate()
+            weights = [heard.weight(self.batch_shape) for heard in passes]
+            total = sum(weights[1:], weights[0])
+            for heard, weight in zip(passes, weights):
+                self.step(heard, weight, total, rate, len(passes) > 1)
+            self.steps = self.steps + 1
+            assert self._count is not None
+            self._count += 1
+
+    def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
+        """One step, ρ/total·(what was heard − weight·what is there).
+
+        :param again: whether others of the same backward pass have been taken since the forward pass.
+        """
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.settle()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._heard, self._count = {}, None
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            key = prefix + name
+            if key in state_dict and buffer.shape != state_dict[key].shape:
+                setattr(self, name, buffer.new_zeros(state_dict[key].shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return super().__getstate__()
+
+
+class Listening(Gaussian):
+    """A Gaussian that notes the gradients by the marginals that it gives, by its draws and by its divergence.
+
+    Its methods are put before those of a class of Gaussians, whose they call.
+    """
+
+    heard: Heard
+    module: StepsOnBackward
+
+    def heard_by(self, module: StepsOnBackward, heard: Heard) -> Self:
+        """This Gaussian, with gradients noted in ``heard`` and told to ``module``."""
+        self.module, self.heard = module, heard
+        return self
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        mean, change = super().moments(features)
+        listen(self.module, self.heard, features, mean, change)
+        return mean, change
+
+    def kl(self) -> Tensor:
+        return super().kl() + weighed(self.module, self.heard, self.batch_shape)  # type: ignore[safe-super]
+
+    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+        found = super().log_ratio(w)  # type: ignore[safe-super]
+        return found + weighed(self.module, self.heard, found.shape, inner=True)
+
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        w = side_by_side(super().rsample(shape)).clone()  # type: ignore[safe-super]
+        centred = (w - side_by_side(self.loc)).detach()
+
+        def hear(grad: Optional[Tensor]) -> None:
+            if grad is not None:
+                self.heard.draws[id(centred)] = centred, grad.detach()
+                self.module.note(self.heard)
+
+        if w.requires_grad:
+            w.register_hook(hear)
+        return list(w.split(self.sizes, -1))
+
+
+def listen(module: StepsOnBackward, heard: Heard, features: Sequence[Tensor], mean: Tensor, change: Tensor) -> None:
+    """Note the gradients by Φm and diag(Φ(S − I)Φᵀ)."""
+    row: dict[str, Any] = {"features": [phi.detach() for phi in features]}
+
+    def hear(name: str, grad: Optional[Tensor]) -> None:
+        if grad is None:
+            return
+        row[name] = grad.detach()
+        heard.rows[id(row)] = row
+        module.note(heard)
+
+    for name, value in (("by_mean", mean), ("by_change", change)):
+        if value.requires_grad:
+            value.register_hook(partial(hear, name))
+
+
+def weighed(module: StepsOnBackward, heard: Heard, shape: torch.Size, inner: bool = False) -> Tensor:
+    """0, by which the objective's gradient is the weight of what it is added to."""
+    zero = Lift.apply(torch.zeros_like(heard.unit).expand(shape), heard.unit)
+    place = heard.inner if inner else heard.weights
+    key = id(zero)
+
+    def hear(grad: Optional[Tensor]) -> None:
+        if grad is not None:
+            place[key] = grad.detach()
+            module.note(heard)
+
+    if zero.requires_grad:
+        zero.register_hook(hear)
+    return zero
+
+
+def cautious(shift: Tensor, heard: Heard) -> Tensor:
+    """A step of m, ``(..., M)``, shortened where it would move function values by more than three of the prior's
+    deviations.
+    """
+    for row in heard.rows.values():
+        phi = side_by_side(row["features"])
+        moved = (phi @ shift[..., None])[..., 0].abs()
+        most = (moved / phi.square().sum(-1).sqrt().clamp(min=torch.finfo(phi.dtype).tiny)).amax(-1, keepdim=True)
+        shift = shift * (_FARTHEST / most.clamp(min=_FARTHEST))
+    return shift

@@ -1,0 +1,629 @@
+"""Natural steps: the optimum in one of them, what they leave alone, and that q's own gradients pass through."""
+
+import copy
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.families import (
+    SGPR,
+    SVGP,
+    AdditiveSGPR,
+    CollapsedOrthogonal,
+    CoupledCovariance,
+    CoupledPrecision,
+    ExactWeightSpace,
+    MeanFieldAdditive,
+    OrthogonalInducing,
+    OrthogonallyDecoupled,
+    WeightSpace,
+)
+from pyro_sparsegp.gaussians import Falling, LowRankGaussian, NaturalGaussian, NaturalLowRank, from_natural
+
+from .models import bernoulli, data, gaussian, poisson, regression
+
+KERNEL = kernels.Matern32(0.5)
+ADDITIVE = kernels.RBF(0.4)[0] + kernels.Matern32(0.5)[1] + kernels.Constant(2.0)
+
+
+def svi_of(model, family, elbo=None, lr=0.02):
+    guide = family if isinstance(family, AutoSparseGP) else AutoSparseGP(model, family)
+    return guide, SVI(model, guide, pyro.optim.Adam({"lr": lr}), elbo or TraceQuadrature_ELBO(2))
+
+
+def coefficients(guide, name="f"):
+    found = getattr(guide.gps, name).coefficients
+    found.settle()
+    return found
+
+
+def state(guide):
+    found = coefficients(guide)
+    return found.gram.clone(), found.pull.clone()
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def features():
+    """A kernel with finite features alone."""
+    return kernels.Polynomial(2, 1.0)
+
+
+OPTIMA = {
+    "SVGP": (SVGP, SGPR, KERNEL),
+    "unwhitened": (lambda z, **kw: SVGP(z, whiten=False, **kw), SGPR, KERNEL),
+    "orthogonal": (
+        lambda z, **kw: OrthogonalInducing(z[:6], z[6:], **kw),
+        lambda z, **kw: CollapsedOrthogonal(z[:6], z[6:], **kw),
+        KERNEL,
+    ),
+    "CoupledCovariance": (
+        lambda z, **kw: CoupledCovariance([z[:, :1], z[:, 1:], None], **kw),
+        lambda z, **kw: AdditiveSGPR([z[:, :1], z[:, 1:], None], **kw),
+        ADDITIVE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMA)
+def test_one_step_on_all_rows_of_a_gaussian_problem_is_the_optimum(name):
+    x, y = data()
+    natural, optimal, kernel = OPTIMA[name]
+    model = gaussian(kernel)
+    guide, svi = svi_of(model, natural(x[:12], natural=True, trainable=False))
+    svi.step(x, y)
+    best = AutoSparseGP(model, optimal(x[:12], trainable=False))
+    best(x, y)
+    q, p = guide.posterior(x)["f"], best.posterior(x)["f"]
+    torch.testing.assert_close(q.mean, p.mean, atol=1e-8, rtol=0)
+    torch.testing.assert_close(q.variance, p.variance, atol=1e-8, rtol=0)
+    losses = [TraceQuadrature_ELBO(2).loss(model, g, x, y) for g in (guide, best)]
+    assert abs(losses[0] - losses[1]) < 1e-8
+
+
+def test_one_step_in_weight_space():
+    x, y = data()
+    model = gaussian(features())
+    guide, svi = svi_of(model, WeightSpace(natural=True))
+    svi.step(x, y)
+    best = AutoSparseGP(model, ExactWeightSpace())
+    best(x, y)
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, best.posterior(x)["f"].mean, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("family", [MeanFieldAdditive, OrthogonallyDecoupled], ids=["mean field", "decoupled"])
+def test_one_step_is_where_the_gradient_of_independent_blocks_vanishes(family):
+    """Σ_b S_b restricted: S_b = (P_bb)⁻¹, or the prior's, and the mean of the whole system."""
+    x, y = data()
+    z = x[:12]
+    if family is MeanFieldAdditive:
+        model, declared = gaussian(ADDITIVE), family([z[:, :1], z[:, 1:], None], natural=True, trainable=False)
+    else:
+        model, declared = gaussian(KERNEL), family(z[:6], z[6:], natural=True, trainable=False)
+    guide, svi = svi_of(model, declared)
+    svi.step(x, y)
+    q = guide.posterior(x)["f"]
+    phi = torch.cat(q.features, -1)
+    whole = torch.eye(phi.shape[-1]) + phi.mT @ phi / 0.04
+    torch.testing.assert_close(torch.cat(q.coefficients.loc), torch.linalg.solve(whole, phi.mT @ y / 0.04))
+    blocks = [torch.linalg.inv(part) for part in _diagonal(whole, q.coefficients.sizes)]
+    if family is OrthogonallyDecoupled:
+        blocks[1] = torch.eye(len(blocks[1]))
+    torch.testing.assert_close(q.coefficients.covariance_matrix, torch.block_diag(*blocks), atol=1e-9, rtol=0)
+
+
+def _diagonal(matrix, sizes):
+    start = 0
+    for size in sizes:
+        yield matrix[start : start + size, start : start + size]
+        start += size
+
+
+def test_coupled_blocks_do_not_diverge():
+    """Plain kernels share their level: steps with each block's own mean blow up, these fall to the optimum."""
+    x, y = data(num=200)
+    kernel = sum((kernels.RBF(0.5)[i % 2] for i in range(5)), 4.0 * kernels.RBF(1.0)[0])
+    model = gaussian(kernel, 0.05)
+    _, svi = svi_of(model, MeanFieldAdditive(6, natural=True, trainable=False, rate=1.0))
+    losses = [svi.step(x, y) for _ in range(12)]
+    assert max(losses[2:]) < losses[1] + 1e-3 * abs(losses[1])
+    assert losses[-1] == pytest.approx(losses[3], rel=1e-6)
+
+
+def test_independent_outputs_each_take_their_own_step():
+    x, y = data()
+    ys = torch.stack([y, y.sin()])
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y)
+
+    guide, svi = svi_of(model, SVGP(x[:10], natural=True, trainable=False))
+    svi.step(x, ys.mT)
+    q = guide.posterior(x)["f"]
+    for i in range(2):
+        best = AutoSparseGP(gaussian(KERNEL), SGPR(x[:10], trainable=False))
+        best(x, ys[i])
+        torch.testing.assert_close(q.mean[i], best.posterior(x)["f"].mean, atol=1e-8, rtol=0)
+        torch.testing.assert_close(q.variance[i], best.posterior(x)["f"].variance, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 7.0])
+def test_the_scale_of_an_objective_does_not_change_a_step(scale):
+    """The gradient by the divergence says by what the bound was multiplied."""
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, _ = svi_of(model, SVGP(x[:12], natural=True, trainable=False))
+    (scale * TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y)).backward()
+    best = AutoSparseGP(model, SGPR(x[:12], trainable=False))
+    best(x, y)
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, best.posterior(x)["f"].mean, atol=1e-8, rtol=0)
+
+
+def test_particles_of_one_objective_are_one_step():
+    """Two passes before one backward pass: the step is that of their mean, not two steps."""
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, svi = svi_of(model, SVGP(x[:12], natural=True, trainable=False), TraceQuadrature_ELBO(2, num_particles=3))
+    svi.step(x, y)
+    best = AutoSparseGP(model, SGPR(x[:12], trainable=False))
+    best(x, y)
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, best.posterior(x)["f"].mean, atol=1e-8, rtol=0)
+    assert coefficients(guide).steps == 1
+
+
+def best_loss(model, family, x, y, num_nodes=20):
+    """By L-BFGS over everything."""
+    from .models import maximise
+
+    return -maximise(model, family, x, y, num_nodes=num_nodes)[1]
+
+
+def test_a_bernoulli_bound_is_reached_in_a_tenth_of_adams_steps():
+    x, _ = data(bernoulli, 200)
+    y = (torch.sin(6 * x[:, 0]) + x[:, 1] > 0.5).double()
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(4.0 * KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    z, elbo = x[:15], TraceQuadrature_ELBO(20)
+    best = best_loss(model, SVGP(z, natural=False, trainable=False), x, y)
+
+    def steps(family, lr, most):
+        guide, svi = svi_of(model, family, TraceQuadrature_ELBO(20), lr)
+        for step in range(1, most + 1):
+            svi.step(x, y)
+            if elbo.loss(model, guide, x, y) < best + 0.05:
+                return step
+        return most
+
+    natural = steps(SVGP(z, natural=True, trainable=False, rate=1.0), 0.01, 60)
+    adam = min(steps(SVGP(z, natural=False, trainable=False), lr, 10 * natural + 1) for lr in (0.01, 0.03, 0.1))
+    assert natural < 60
+    assert adam > 10 * natural
+
+
+def test_mini_batches_average_to_the_optimum():
+    x, y = data(num=300)
+    model = gaussian(KERNEL)
+    guide, svi = svi_of(model, SVGP(x[:12], natural=True, trainable=False, rate=lambda t: 1 / (1 + t)))
+    for _ in range(10):  # epochs: after each, 1/t averages are those over all rows
+        for rows in torch.randperm(300).split(50):
+            svi.step(x[rows], y[rows], size=300)
+    best = AutoSparseGP(model, SGPR(x[:12], trainable=False))
+    best(x, y)
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, best.posterior(x)["f"].mean, atol=1e-8, rtol=0)
+    torch.testing.assert_close(guide.posterior(x)["f"].variance, best.posterior(x)["f"].variance, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize(("elbo", "mode"), [(TraceMeanField_ELBO, "train"), (Trace_ELBO, "eval")])
+def test_drawn_sites_average_to_the_optimum(elbo, mode):
+    x, y = data(num=40)
+    model = gaussian(KERNEL, 0.5)
+    guide, svi = svi_of(model, SVGP(x[:4], natural=True, trainable=False, rate=Falling(0.005, 0.1)), elbo())
+    guide(x, y)
+    guide.train(mode == "train")
+    for _ in range(700):
+        svi.step(x, y)
+    best = AutoSparseGP(model, SGPR(x[:4], trainable=False))
+    best(x, y)
+    q, p = guide.posterior(x)["f"], best.posterior(x)["f"]
+    assert ((q.mean - p.mean).abs() / p.stddev).max() < 0.35
+    assert ((q.variance / p.variance).log().abs()).max() < 0.5
+
+
+def test_gradients_of_hyperparameters_pass_through_q():
+    """Against autograd through the plain formulas, when hyperparameters have left those that q was stepped at."""
+    x, y = data()
+
+    def model(x, y=None):
+        length = pyro.param("length", torch.tensor(0.5))
+        f = pyro.sample("f", GaussianProcess(pyro.param("scale", torch.tensor(1.3)) * kernels.Matern32(length), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    guide, svi = svi_of(model, SVGP(x[:8] + 0.01, natural=True))
+    for _ in range(3):
+        svi.step(x, y)
+    gram, pull = state(guide)
+    seat = guide.gps.f.coefficients.seat.clone()
+    with torch.no_grad():
+        for parameter in (pyro.get_param_store()._params["length"], guide.gps.f.basis.inputs_0_unconstrained):
+            parameter.add_(0.05)
+    leaves = [*dict(pyro.get_param_store().named_parameters()).values()]
+    for leaf in leaves:
+        leaf.grad = None
+    TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y).backward()
+    z = guide.gps.f.basis.inputs_0.detach().clone().requires_grad_()
+    length = pyro.get_param_store()._params["length"].detach().clone().requires_grad_()
+    scale = pyro.get_param_store()._params["scale"].detach().clone().requires_grad_()
+    kernel = scale * kernels.Matern32(length)
+    k = kernel(z)
+    lower = torch.linalg.cholesky(k + 1e-8 * k.detach().diagonal().mean() * torch.eye(8))
+    here = lower + 0.03 * (lower.square().sum() / 8).sqrt() * torch.eye(8)
+    turn = torch.linalg.solve(seat, here)
+    p = torch.eye(8) + turn.mT @ gram @ turn
+    m, s = torch.linalg.solve(p, turn.mT @ pull), torch.linalg.inv(p)
+    phi = torch.linalg.solve(lower, kernel(z, x)).mT
+    variance = kernel.diag(x) + ((phi @ (s - torch.eye(8))) * phi).sum(-1)
+    fit = dist.Normal(phi @ m, 0.2).log_prob(y).sum() - variance.sum() / (2 * 0.04)
+    loss = 0.5 * (s.trace() + m @ m - 8 - torch.logdet(s)) - fit
+    expected = torch.autograd.grad(loss, [z, length, scale])
+    store = pyro.get_param_store()._params
+    found = [guide.gps.f.basis.inputs_0_unconstrained.grad, store["length"].grad, store["scale"].grad]
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_steps_but_a_differentiated_bound():
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, svi = svi_of(model, SVGP(x[:8], natural=True))
+    svi.step(x, y)
+    before = state(guide)
+    svi.evaluate_loss(x, y)
+    with torch.no_grad():
+        guide(x, y)
+    TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y)  # never differentiated
+    guide(x, y)
+    predict(model, guide, x, num_samples=2)
+    guide.posterior(x + guide.gps.f.basis.inputs_0.sum())["f"].mean.sum().backward()  # the divergence is no part of it
+    assert same(before, state(guide))
+    svi.step(x, y)
+    assert coefficients(guide).steps == 2
+    assert not same(before, state(guide))
+
+
+def test_a_graph_that_is_differentiated_twice_is_one_step():
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, _ = svi_of(model, SVGP(x[:8], natural=True, rate=0.5))
+    guide(x, y)
+    one = copy.deepcopy(guide)
+    loss = TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    TraceQuadrature_ELBO(2).differentiable_loss(model, one, x, y).backward()
+    for a, b in zip(state(guide), state(one)):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_that_are_not_finite_change_nothing():
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, svi = svi_of(model, SVGP(x[:8], natural=True, trainable=False))
+    svi.step(x, y)
+    before = state(guide)
+    (TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y) * float("nan")).backward()
+    assert same(before, state(guide))
+    for p in guide.parameters():
+        p.grad = None
+    with pytest.raises(ValueError, match="the bound is NaN"):
+        svi.step(x, torch.full_like(y, float("nan")))
+    assert same(before, state(guide))
+    svi.step(x, y)
+    assert not same(before, state(guide))
+
+
+def test_a_failed_factorisation_names_the_site():
+    x, y = data()
+    guide, svi = svi_of(gaussian(KERNEL), SVGP(x[:8], natural=True))
+    svi.step(x, y)
+    coefficients(guide).gram -= 10 * torch.eye(8)
+    with pytest.raises(RuntimeError, match="positive-definite"):
+        svi.step(x, y)
+
+
+def test_two_guides_step_apart():
+    x, y = data()
+    model = gaussian(KERNEL)
+    one, first = svi_of(model, SVGP(x[:8], natural=True))
+    two, second = svi_of(model, SVGP(x[:8], natural=True))
+    first.step(x, y)
+    before = state(one)
+    second.step(x, -y)
+    second.step(x, -y)
+    assert same(before, state(one))
+    assert coefficients(one).steps == 1
+    assert coefficients(two).steps == 2
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
+def test_training_goes_on_where_it_was(how):
+    x, y = data(poisson)
+    guide, svi = svi_of(poisson, SVGP(8, natural=True), TraceQuadrature_ELBO(8))
+    for _ in range(5):
+        svi.step(x, y)
+    if how == "state_dict":
+        other = AutoSparseGP(poisson, SVGP(8, natural=True))
+        other.load_state_dict(copy.deepcopy(guide.state_dict()))
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(guide))
+    else:
+        other = copy.deepcopy(guide)
+    assert same(state(guide), state(other))
+    assert coefficients(other).next_rate() == coefficients(guide).next_rate() == 1 / 6
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, other.posterior(x)["f"].mean)
+    losses = []
+    for g in (guide, other):
+        svi = SVI(poisson, g, pyro.optim.SGD({"lr": 1e-5}), TraceQuadrature_ELBO(8))
+        pyro.set_rng_seed(1)
+        losses.append([svi.step(x, y) for _ in range(4)])
+    assert losses[0] == pytest.approx(losses[1])
+
+
+@pytest.mark.parametrize("natural", [True, False])
+def test_a_state_says_how_q_is_learned(natural):
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, svi = svi_of(model, SVGP(x[:8], natural=natural))
+    svi.step(x, y)
+    other = AutoSparseGP(model, SVGP(x[:8], natural=not natural))
+    other.load_state_dict(copy.deepcopy(guide.state_dict()))
+    torch.testing.assert_close(other.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
+    assert isinstance(other.gps.f.coefficients, NaturalGaussian) == natural
+    SVI(model, other, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
+
+
+def test_lbfgs_of_hyperparameters_alone():
+    """Every evaluation of its closure is a step of q: with a rate of 1, to the optimum given those hyperparameters."""
+    x, y = data()
+
+    def model(x, y=None):
+        length = pyro.sample("length", dist.LogNormal(0.0, 1.0))
+        noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.Matern32(length), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    losses = []
+    for family in (SVGP(x[:12], natural=True, trainable=False, rate=1.0), SGPR(x[:12], trainable=False)):
+        guide = AutoSparseGP(model, family, point_estimates=True)
+        guide(x, y)
+        bound = TraceQuadrature_ELBO(2)(model, guide)
+        optimiser = torch.optim.LBFGS(list(guide.parameters()), max_iter=20, lr=0.5)
+
+        def closure(optimiser=optimiser, bound=bound):
+            optimiser.zero_grad()
+            loss = bound(x, y)
+            loss.backward()
+            return loss
+
+        for _ in range(4):
+            optimiser.step(closure)
+        losses.append(bound(x, y).item())
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+@pytest.mark.parametrize("model", [regression, bernoulli, poisson])
+def test_float32(model):
+    torch.set_default_dtype(torch.float32)
+    x, y = data(model, dtype=torch.float32)
+    guide, svi = svi_of(model, SVGP(10, natural=True), TraceQuadrature_ELBO(8))
+    losses = [svi.step(x, y) for _ in range(40)]
+    assert losses[-1] < losses[0]
+    assert coefficients(guide).gram.dtype == torch.float32
+
+
+def test_counts_far_from_where_q_starts():
+    """Newton's first step for exp(f) would be to f = y."""
+    x, _ = data()
+    y = torch.poisson((7 + x[:, 0]).exp())
+    _, svi = svi_of(poisson, SVGP(8, natural=True), TraceQuadrature_ELBO(8))
+    losses = [svi.step(x, y) for _ in range(60)]
+    assert max(losses[1:]) < 1.01 * losses[0]
+    assert losses[-1] < losses[0] / 100
+
+
+def test_negative_curvature_of_heavy_tails():
+    """With it, q reaches the bound's stationary point; with curvatures cut at 0 it would stay beside it."""
+    x, y = data(num=100)
+    y[::7] += 3.0
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.StudentT(3.0, f, 0.1), obs=y)
+
+    _, svi = svi_of(model, SVGP(x[:10], natural=True, trainable=False, rate=0.2))
+    svi.loss = TraceQuadrature_ELBO(20).loss
+    svi.loss_and_grads = TraceQuadrature_ELBO(20).loss_and_grads
+    for _ in range(150):
+        loss = svi.step(x, y)
+    assert loss == pytest.approx(best_loss(model, SVGP(x[:10], natural=False, trainable=False), x, y), abs=1e-3)
+
+
+def test_layers_of_a_deep_gp():
+    x, y = data(num=80)
+
+    def model(x, y=None):
+        h = pyro.sample("h", GaussianProcess(kernels.RBF(0.7), x).expand([2]).to_event(1))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), torch.cat([h.mT, x], -1)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    losses: dict = {}
+    for natural in (False, True):
+        pyro.set_rng_seed(0)
+        guide, svi = svi_of(model, SVGP(8, natural=natural))
+        losses[natural] = [svi.step(x, y) for _ in range(60)]
+    assert sum(losses[True][-10:]) < sum(losses[False][-10:])
+    assert coefficients(guide, "h").steps == coefficients(guide).steps == 60
+
+
+def test_q_held_about_well_conditioned_directions_of_u():
+    """v = (L + ηsI)w: the way from one L to another and back is no change, and a near-singular L magnifies nothing."""
+    module = NaturalGaussian([6], (), torch.zeros(()))
+    x = torch.linspace(0, 1, 6)[:, None]
+    one, other = (torch.linalg.cholesky(kernels.RBF(s)(x) + 1e-10 * torch.eye(6)) for s in (0.8, 1.0))
+    phi = torch.randn(20, 6)
+    module.start(one, [phi])
+    there = module._seen_from(module._seat(other))[0]
+    assert there.norm() < 100 * module.gram.norm()
+    module.gram, module.seat = there, module._seat(other)
+    torch.testing.assert_close(module._seen_from(module._seat(one))[0], phi.mT @ phi)
+
+
+def test_the_way_back_through_mean_and_root_is_autograds():
+    a = torch.randn(5, 5)
+    gram, pull = (a @ a.mT).requires_grad_(), torch.randn(5, requires_grad=True)
+    phi = torch.randn(7, 5)
+    weights = torch.randn(7), torch.randn(7)
+
+    def value(q):
+        mean, change = q.moments([phi])
+        return (weights[0] * mean.sin()).sum() + (weights[1] * change).sum() + q.kl()
+
+    module = NaturalGaussian([5], (), torch.zeros(()))
+    found = torch.autograd.grad(value(module._gaussian(gram, pull)), [gram, pull])
+    expected = torch.autograd.grad(value(from_natural(gram, pull, [5])), [gram, pull])
+    torch.testing.assert_close(found[0], 0.5 * (expected[0] + expected[0].mT))
+    torch.testing.assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.5, -1])
+def test_bad_rates(rate):
+    with pytest.raises(ValueError, match=r"SVGP's rate must be a number in \(0, 1\]"):
+        SVGP(4, natural=True, rate=rate)
+
+
+def test_a_rate_without_natural_steps():
+    with pytest.raises(ValueError, match="rate is that of natural steps"):
+        SVGP(4, natural=False, rate=0.5)
+
+
+PLAIN = sum((10.0 * kernels.RBF(0.5)[i] for i in range(4)), kernels.Constant(30.0))
+
+
+def additive_data():
+    x = torch.rand(400, 4)
+    return x, torch.sin(6 * x).sum(-1) + 0.1 * torch.randn(400)
+
+
+def dense_optimum(phi, noise, y):
+    """log-determinant and mean of the one full covariance, and what q loses against it: KL[q ‖ optimum]."""
+    joined = torch.cat(phi, -1)
+    precision = torch.eye(joined.shape[-1]) + joined.mT @ joined / noise**2
+    mean = torch.linalg.solve(precision, joined.mT @ y / noise**2)
+
+    def loss(q):
+        s, apart = q.covariance_matrix, torch.cat(q.loc, -1) - mean
+        both = precision @ s
+        return 0.5 * (both.trace() - len(s) - torch.logdet(both) + apart @ precision @ apart)
+
+    return loss
+
+
+def test_low_rank_steps_close_the_gap_to_one_full_covariance():
+    """Plain kernels share a level: independent blocks lose nats by it, and L-BFGS on rank 6 some."""
+    x, y = additive_data()
+    z = [None, *[torch.linspace(0, 1, 6)[:, None]] * 4]
+    model = gaussian(PLAIN, 0.1)
+    lost = {}
+    for family in (
+        CoupledPrecision(z, rank=6, natural=True, trainable=False, rate=1.0),
+        MeanFieldAdditive(z, natural=True, trainable=False, rate=1.0),
+    ):
+        guide, svi = svi_of(model, family)
+        for _ in range(5):
+            svi.step(x, y)
+        q = guide.posterior(x)["f"]
+        lost[type(family).__name__] = float(dense_optimum(q.features, 0.1, y)(q.coefficients).detach())
+    assert lost["CoupledPrecision"] < 0.2
+    assert lost["MeanFieldAdditive"] > 5
+
+
+def test_low_rank_mini_batches():
+    x, y = additive_data()
+    z = [None, *[torch.linspace(0, 1, 6)[:, None]] * 4]
+    guide, svi = svi_of(gaussian(PLAIN, 0.1), CoupledPrecision(z, rank=6, natural=True, trainable=False))
+    guide(x, y)
+    for _ in range(40):
+        rows = torch.randperm(400)[:100]
+        svi.step(x[rows], y[rows], size=400)
+    q = guide.posterior(x)["f"]
+    assert float(dense_optimum(q.features, 0.1, y)(q.coefficients).detach()) < 3.0
+
+
+@pytest.mark.parametrize("base", [True, False], ids=["block", "identity"])
+def test_sweeps_reach_the_best_precision_of_the_form(base):
+    """Against L-BFGS over (L, B), which maximises the same bound."""
+    phi = list((2 * torch.randn(30, 9)).split([4, 5], -1))
+    y = torch.randn(30)
+    loss = dense_optimum(phi, 1.0, y)
+    module = NaturalLowRank([4, 5], (), torch.zeros(()), rank=2, base=base, rate=1.0, sweeps=300, iterations=30)
+    for _ in range(4):
+        q = module()
+        mean, change = q.moments(phi)
+        (0.5 * (mean - y).square().sum() + 0.5 * change.sum() + q.kl()).backward()
+    q = module()
+    b = [part.detach().clone().requires_grad_() for part in q.b]
+    trils = None if q.trils is None else [part.detach().clone().requires_grad_() for part in q.trils]
+    leaves = [*b, *(trils or [])]
+    optimiser = torch.optim.LBFGS(leaves, max_iter=300, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+
+    def of(b, trils):
+        lower = None if trils is None else [part.tril() for part in trils]
+        return loss(LowRankGaussian([m.detach() for m in q.loc], b, lower))
+
+    def closure():
+        optimiser.zero_grad()
+        value = of(b, trils)
+        value.backward()
+        return value
+
+    before = of(b, trils).item()
+    optimiser.step(closure)
+    assert before < of(b, trils).item() + 1e-3
+    apart = torch.cat(q.loc).detach() - torch.linalg.solve(
+        torch.eye(9) + torch.cat(phi, -1).mT @ torch.cat(phi, -1), torch.cat(phi, -1).mT @ y
+    )
+    assert apart.abs().max() < 1e-8
+
+
+def test_low_rank_storage_is_linear_in_the_number_of_terms():
+    module = NaturalLowRank([4] * 30, (), torch.zeros(()), rank=2)
+    assert max(part.numel() for part in module.buffers()) == 16
+    assert sum(part.numel() for part in module.buffers()) == 30 * (16 + 8 + 4) + 1
+
+
+def test_low_rank_training_goes_on_where_it_was():
+    x, y = data(poisson)
+    guide, svi = svi_of(poisson, CoupledPrecision(4, rank=2, natural=True), TraceQuadrature_ELBO(8))
+    losses = [svi.step(x, y) for _ in range(8)]
+    assert losses[-1] < losses[0]
+    other = AutoSparseGP(poisson, CoupledPrecision(4, rank=2, natural=True))
+    other.load_state_dict(copy.deepcopy(guide.state_dict()))
+    torch.testing.assert_close(guide.posterior(x)["f"].variance, other.posterior(x)["f"].variance)
+    q = other.posterior(x)["f"]
+    assert (torch.linalg.eigvalsh(q.coefficients.covariance_matrix) > 0).all()
