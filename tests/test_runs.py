@@ -1,0 +1,99 @@
+"""How often the model runs, and how many of our files and calls a step passes."""
+
+import sys
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import pyro_sparsegp
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
+
+ROOT = str(Path(pyro_sparsegp.__file__).parent)
+
+
+class Counted:
+    """A model that counts its runs."""
+
+    def __init__(self, sites: int, likelihood: str = "normal") -> None:
+        self.sites, self.likelihood, self.runs = sites, likelihood, 0
+
+    def __call__(self, x, y=None):
+        self.runs += 1
+        for i in range(self.sites):
+            scale = pyro.sample(f"scale_{i}", dist.LogNormal(torch.zeros((), dtype=x.dtype), 0.1))
+            f = pyro.sample(f"f_{i}", GaussianProcess(scale * kernels.RBF(0.5), x))
+            with pyro.plate(f"data_{i}", len(x)):
+                likelihood = dist.Normal(f, 0.3) if self.likelihood == "normal" else dist.Poisson(f.exp())
+                pyro.sample(f"y_{i}", likelihood, obs=y)
+
+
+def data():
+    x = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None]
+    return x, (6 * x[:, 0]).sin().round().abs()
+
+
+def svi_of(model, guide):
+    return pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+
+
+FAMILIES = {"SVGP": lambda: families.SVGP(4), "SGPR": lambda: families.SGPR(4)}
+
+
+@pytest.mark.parametrize(
+    ("family", "sites", "likelihood"),
+    [("SVGP", 1, "normal"), ("SVGP", 3, "poisson"), ("SVGP", 9, "normal"), ("SGPR", 1, "normal")],
+)
+def test_a_first_call_runs_the_model_at_most_six_times(family, sites, likelihood):
+    model = Counted(sites, likelihood)
+    guide = AutoSparseGP(model, FAMILIES[family]())
+    guide(*data())
+    assert model.runs <= 6
+
+
+@pytest.mark.parametrize("sites", [1, 3])
+def test_a_first_step_does_as_well(sites):
+    model = Counted(sites)
+    svi_of(model, AutoSparseGP(model, families.SVGP(4))).step(*data())
+    assert model.runs <= 6
+
+
+def test_a_posterior_runs_the_model_once():
+    model = Counted(2)
+    guide = AutoSparseGP(model, families.SVGP(4))
+    guide(*data())
+    model.runs = 0
+    guide.posterior(data()[0])
+    assert model.runs == 1
+
+
+def passed(step) -> tuple[set[str], int]:
+    """The files of ours that a call passes, and how many calls it makes there."""
+    files, calls = set(), 0
+
+    def profile(frame, event, arg):
+        nonlocal calls
+        if event == "call" and frame.f_code.co_filename.startswith(ROOT):
+            files.add(frame.f_code.co_filename.removeprefix(ROOT))
+            calls += 1
+
+    sys.setprofile(profile)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return files, calls
+
+
+@pytest.mark.parametrize(("family", "most_files", "most_calls"), [("SVGP", 24, 450), ("SGPR", 32, 800)])
+def test_a_step_passes_few_files(family, most_files, most_calls):
+    model = Counted(1)
+    svi = svi_of(model, AutoSparseGP(model, FAMILIES[family]()))
+    for _ in range(3):
+        svi.step(*data())
+    files, calls = passed(lambda: svi.step(*data()))
+    print(len(files), calls, sorted(files))
+    assert len(files) <= most_files
+    assert calls <= most_calls
