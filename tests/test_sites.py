@@ -51,11 +51,12 @@ def observations(name, num=60):
 
 
 def learned(x, y=None):
-    """Regression with parameters everywhere: a mean, a length, a noise."""
+    """Regression with parameters everywhere: a mean, a scale, a length, a noise."""
     length = pyro.param("length", torch.tensor([0.4, 0.8]), constraint=constraints.positive)
     noise = pyro.param("noise", torch.tensor(NOISE), constraint=constraints.positive)
     level = pyro.param("level", torch.tensor(0.3))
-    f = pyro.sample("f", GaussianProcess(1.5 * kernels.Matern32(length), x, mean=lambda x: level + 0.0 * x[:, 0]))
+    scale = pyro.param("scale", torch.tensor(1.5), constraint=constraints.positive)
+    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x, mean=lambda x: level + 0.0 * x[:, 0]))
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
@@ -64,7 +65,7 @@ def gradients(loss, model, guide, *args):
     """The gradient of a loss by the model's parameters."""
     loss.loss_and_grads(model, guide, *args)
     store = pyro.get_param_store()
-    return {name: store._params[name].grad.clone() for name in ("length", "noise", "level")}
+    return {name: store._params[name].grad.clone() for name in ("length", "scale", "noise", "level")}
 
 
 def test_sgpr_is_titsias_bound():
@@ -93,7 +94,7 @@ def test_sgpr_gradients_are_the_dense_bounds():
     found = gradients(TraceQuadrature_ELBO(2), learned, guide, x, y)
     store = pyro.get_param_store()
     parameters = {name: store[name].detach().clone().requires_grad_() for name in found}
-    k = 1.5 * kernels.Matern32(parameters["length"])
+    k = parameters["scale"] * kernels.Matern32(parameters["length"])
     q = k(x, z) @ torch.linalg.solve(k(z) + 1e-8 * 1.5 * torch.eye(8), k(z, x))
     variance = parameters["noise"] ** 2
     mean = parameters["level"].expand(50)
