@@ -231,6 +231,7 @@ def two_functions(x, y=None):
         return pyro.sample("y", dist.Normal(f[:num] * f[num:].exp(), 0.3), obs=y)
 
 
+@pytest.mark.slow  # test_components.py holds joint effects against dense ones
 def test_functions_of_a_predictor_that_is_no_sum_are_coupled():
     """Section 8: stacked inputs make several functions terms of one site, under one coupled posterior."""
     x = torch.linspace(0, 1, 20)[:, None]
@@ -244,10 +245,10 @@ def test_functions_of_a_predictor_that_is_no_sum_are_coupled():
             warnings.filterwarnings("ignore", message="The model couples values")
             guide = AutoSparseGP(two_functions, kind(sets, trainable=False))
             guide(x, y)
-        optimiser = pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.05 ** (1 / 100)})
+        optimiser = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.05 ** (1 / 400)})
         svi = pyro.infer.SVI(two_functions, guide, optimiser, TraceQuadrature_ELBO())
-        losses = [svi.step(x, y) for _ in range(100)]
-        bounds[kind] = -sum(losses[-20:]) / 20
+        losses = [svi.step(x, y) for _ in range(400)]
+        bounds[kind] = -sum(losses[-50:]) / 50
     with torch.no_grad():
         parts = guide.posterior(x)["f"].components
         rows = parts["a"].process.x
