@@ -15,9 +15,9 @@ tests that you would expect to fail.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "pyro_sparsegp"
 TIMEOUT = 900  # seconds: a fault may make a test slow
+SERVER = multiprocessing.get_context("forkserver")  # of children that have imported what is not ours
 
 
 @dataclass(frozen=True)
@@ -499,13 +500,38 @@ def node_ids(tests: Iterable[str], directory: Path) -> list[str]:
     return found
 
 
-def run(tests: list[str], directory: Path) -> tuple[int, str, float]:
-    """Exit status of pytest on the copy, the end of its output, and seconds of wall time."""
-    environment = {**os.environ, "PYTHONPATH": str(directory), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests]
-    start = time.monotonic()
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
-    return done.returncode, "\n".join(done.stdout.strip().splitlines()[-8:]), time.monotonic() - start
+def _in_child(tests: list[str], directory: str, log: str) -> None:
+    """Run pytest on the copy in this process, which has torch and Pyro already, and exit with its status."""
+    os.chdir(directory)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.path[:] = [directory, *(path for path in sys.path if Path(path or ".").resolve() not in (ROOT, ROOT / "tests"))]
+    sys.dont_write_bytecode = True
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    import pytest
+    import torch
+
+    torch.set_num_threads(1)
+    status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *tests])
+    package = sys.modules.get(PACKAGE)
+    if package is not None and not str(package.__file__).startswith(directory):
+        status = 99  # another checkout's, by an editable install
+    sys.stdout.flush()
+    os._exit(int(status))
+
+
+def run(tests: list[str], directory: Path) -> tuple[int | None, str, float]:
+    """Exit status of pytest on the copy, ``None`` if it takes too long; the end of its output; seconds of wall time."""
+    log, start = directory / "log.txt", time.monotonic()
+    child = SERVER.Process(target=_in_child, args=(tests, str(directory.resolve()), str(log)))
+    child.start()
+    child.join(TIMEOUT)
+    if child.is_alive():
+        child.kill()
+        child.join()
+        return None, "", float(TIMEOUT)
+    return child.exitcode, "\n".join(log.read_text().strip().splitlines()[-12:]), time.monotonic() - start
 
 
 def copy(directory: Path) -> Path:
@@ -518,22 +544,21 @@ def copy(directory: Path) -> Path:
     return directory / PACKAGE
 
 
-def check(mutant: Mutant | None, tests: Iterable[str]) -> tuple[str, float]:
-    """Plant a fault, or none, and run tests: what came of it, "caught", "survived" or an error, and seconds."""
+def check(mutant: Mutant | None, tests: Iterable[str]) -> tuple[str, float, str]:
+    """Plant a fault, or none, and run tests: what came of it, "caught", "survived" or an error; seconds; output."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         directory = Path(place)
         package = copy(directory)
         if mutant is not None:
             plant(mutant, package)
-        try:
-            status, output, seconds = run(node_ids(tests, directory), directory)
-        except subprocess.TimeoutExpired:
-            return f"error: more than {TIMEOUT} seconds", float(TIMEOUT)
-    if status not in (0, 1):  # nothing collected, or no import
-        return f"error: pytest's status {status}\n{output}", seconds
-    if "skipped" in output.splitlines()[-1] and "passed" not in output and "failed" not in output:
-        return f"error: all skipped\n{output}", seconds
-    return ("caught" if status else "survived"), seconds
+        status, output, seconds = run(node_ids(tests, directory), directory)
+    if status is None:
+        return f"error: more than {TIMEOUT} seconds", seconds, output
+    summary = output.splitlines()[-1] if output else ""
+    # Nothing collected, no import, or no test that failed or passed: that tells nothing.
+    if (status, True) not in ((0, "passed" in summary), (1, "failed" in summary)):
+        return f"error: status {status}", seconds, output
+    return ("caught" if status else "survived"), seconds, output
 
 
 def main() -> int:
@@ -542,6 +567,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="how many run at a time")
     parser.add_argument("--no-control", action="store_true", help="do not run the tests on the sound package first")
     arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    SERVER.set_forkserver_preload(["pyro", "pyro.contrib.gp", "pytest"])
     known = {mutant.name: mutant for mutant in MUTANTS}
     unknown = [name for name in arguments.names if name not in known]
     if unknown:
@@ -552,16 +579,19 @@ def main() -> int:
         node_ids(mutant.tests, ROOT)
     if not arguments.no_control:
         tests = sorted({test for mutant in chosen for test in mutant.tests})
-        result, seconds = check(None, tests)
+        result, seconds, output = check(None, tests)
         print(f"without a fault: {'pass' if result == 'survived' else result} ({seconds:.0f} s)", flush=True)
         if result != "survived":
-            return 2
+            print(output)
+            return 2  # a test that fails anyway tells nothing
     results: dict[str, str] = {}
     with ThreadPoolExecutor(max(1, arguments.jobs)) as pool:
         futures = {mutant.name: pool.submit(check, mutant, mutant.tests) for mutant in chosen}
         for name, future in futures.items():
-            results[name], seconds = future.result()
+            results[name], seconds, output = future.result()
             print(f"{results[name]:<10} {name} ({known[name].where}; {seconds:.0f} s)", flush=True)
+            if results[name].startswith("error"):
+                print(output)
     survived = [name for name, result in results.items() if result == "survived"]
     broken = [name for name, result in results.items() if result.startswith("error")]
     print(f"{len(chosen) - len(survived) - len(broken)} of {len(chosen)} caught", end="")
