@@ -119,6 +119,15 @@ def test_variance_falls_along_nested_spans(policy):
         assert narrow.sum() < wide.sum() - 1e-3
 
 
+def test_other_inputs_keep_the_sites():
+    x, y = data(num=20)
+    guide, new = fitted(x, y, ComputationAware(8)), torch.rand(5, 2)
+    found, expected = guide.posterior(x)["f"].at(new), guide.posterior(new)["f"]
+    torch.testing.assert_close(found.mathematical_variance, expected.mathematical_variance)
+    torch.testing.assert_close(found.computational_variance, expected.computational_variance)
+    torch.testing.assert_close(found.variance, expected.variance)
+
+
 def test_blocks_of_twice_as_many_are_halves():
     x = torch.rand(64, 3)
     coarse, fine = local_blocks(x, 8).reshape(8, 8), local_blocks(x, 16).reshape(16, 4)
