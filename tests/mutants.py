@@ -297,7 +297,7 @@ MUTANTS = [
         "_update.proposed",
         "curvature = (-found.second).clamp(min=0)",
         "curvature = found.second.abs()",
-        ("test_sites.py::test_student_t_curvature_is_cut_and_counted",),
+        ("test_sites.py::test_cut_sites_reach_their_fixed_point",),
     ),
     Mutant(
         "second-block-sees-all",

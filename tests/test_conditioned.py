@@ -82,7 +82,13 @@ FAMILIES = {
 PLACES = ["before", "after", "mean", "kernel", "noise"]
 
 # Each family at two places, each place under two families or more; the rest of the product is slow.
-AT = {"SGPR": PLACES, "collapsed": PLACES[::3], "projected": PLACES[1::3], "sparse": PLACES[2::2], "weights": PLACES[:4:3]}
+AT = {
+    "SGPR": PLACES,
+    "collapsed": PLACES[::3],
+    "projected": PLACES[1::3],
+    "sparse": PLACES[2::2],
+    "weights": PLACES[:4:3],
+}
 EVERYWHERE = [
     pytest.param(name, place, id=f"{name}-{place}", marks=[] if place in AT[name] else [pytest.mark.slow])
     for name in FAMILIES

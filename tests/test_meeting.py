@@ -110,7 +110,9 @@ def test_functions_that_meet_in_a_gaussian_density(model):
     assert all(status["converged"] for status in guide.site_status.values())
 
 
-@pytest.mark.parametrize(("link", "variance", "steps"), [("poisson", 1.0, 30), ("gamma", 1.0, 30), ("poisson", 10.0, 45)])
+@pytest.mark.parametrize(
+    ("link", "variance", "steps"), [("poisson", 1.0, 30), ("gamma", 1.0, 30), ("poisson", 10.0, 45)]
+)
 @pytest.mark.filterwarnings("ignore:.*needed a relative jitter")
 def test_exponential_links_under_wide_priors(link, variance, steps):
     """Where E[exp f] under the prior is out of all bounds, the losses of training are not: they fall, step by step."""

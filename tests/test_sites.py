@@ -450,7 +450,9 @@ QUICK_STATES |= {("SGPR", bernoulli), ("SGPR", heteroscedastic)}
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        pytest.param(*pair, id=f"{pair[0]}-{pair[1].__name__}", marks=[] if pair in QUICK_STATES else [pytest.mark.slow])
+        pytest.param(
+            *pair, id=f"{pair[0]}-{pair[1].__name__}", marks=[] if pair in QUICK_STATES else [pytest.mark.slow]
+        )
         for pair in itertools.product(SITE_FAMILIES, (regression, bernoulli, heteroscedastic))
     ],
 )
