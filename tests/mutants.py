@@ -366,8 +366,8 @@ MUTANTS = [
     Mutant(
         "draws-at-the-median",
         "AutoSparseGP.draws",
-        "conditions = self._conditions_now(median=False)",
-        "conditions = self._conditions_now(median=True)",
+        "conditions = self.conditions_now(median=False)",
+        "conditions = self.conditions_now(median=True)",
         ("test_conditioned.py::test_classes_condition_on_the_draw",),
     ),
     # Objectives.
