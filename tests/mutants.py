@@ -368,7 +368,7 @@ MUTANTS = [
         "AutoSparseGP.draws",
         "conditions = self.conditions_now(median=False)",
         "conditions = self.conditions_now(median=True)",
-        ("test_conditioned.py::test_classes_condition_on_the_draw",),
+        ("test_conditioned.py::test_every_way_to_ask_conditions_on_the_draw",),
     ),
     # Objectives.
     Mutant(
