@@ -56,6 +56,17 @@ def additive(scale, length):
     )
 
 
+def product(scale, length):
+    """A kernel of one term, with a length scale a column."""
+    return scale * kernels.Matern52(length)
+
+
+def interaction(scale, length):
+    """Two terms, one of them a product over columns, the other periodic in a column."""
+    smooth = kernels.RBF(length[..., :1])[0] * kernels.Matern12(length[..., 1:])[1]
+    return scale * smooth + kernels.Periodic(1.0, 0.7)[0]
+
+
 def hyperparameters(x):
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     length = pyro.sample("length", dist.LogNormal(x.new_zeros(2), 1.0).to_event(1))

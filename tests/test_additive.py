@@ -143,6 +143,7 @@ def test_a_step_makes_no_dense_matrix_of_all_coefficients(base):
     assert count.largest < (8 * terms) ** 2 / 4
 
 
+@pytest.mark.slow  # the theorems hold the same of the bounds
 def test_gap_to_the_full_posterior():
     """Rank by rank: the block base never loses to the mean field, eq. 7 at a low rank loses far more than it gains."""
     x = torch.rand(300, 6)
@@ -165,15 +166,9 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow  # test_components.py holds the intervals against the dense posterior's
 def test_coupled_intervals_cover_and_mean_field_intervals_do_not():
-    """95 % intervals of effects of correlated columns (copula 0.9), rank 16, base "block"."""
-    covered = paper0.coverage(FAMILIES, 0.9, sets=4, num=120, iterations=60)
-    assert 0.88 < covered["coupled"] < 0.995
-    assert covered["mean field"] < covered["coupled"] - 0.05
-
-
-@pytest.mark.slow
-def test_coverage_over_many_data_sets():
+    """95 % intervals of effects of correlated columns (copula 0.9), rank 16, base "block", over many data sets."""
     covered = paper0.coverage(FAMILIES, 0.9, sets=30)
     assert 0.90 < covered["coupled"] < 0.99
     assert covered["mean field"] < 0.85
@@ -194,6 +189,7 @@ def friedman_effects(num, iterations):
     return errors, pyro.param("noise").item() ** 2, parts["x6"], shares
 
 
+@pytest.mark.slow  # test_components.py has known effects and their shares
 def test_friedman_function():
     errors, _, inert, shares = friedman_effects(1000, 60)
     assert all(error < 0.35 for error in errors.values()), errors
@@ -235,6 +231,7 @@ def two_functions(x, y=None):
         return pyro.sample("y", dist.Normal(f[:num] * f[num:].exp(), 0.3), obs=y)
 
 
+@pytest.mark.slow  # test_components.py holds joint effects against dense ones
 def test_functions_of_a_predictor_that_is_no_sum_are_coupled():
     """Section 8: stacked inputs make several functions terms of one site, under one coupled posterior."""
     x = torch.linspace(0, 1, 20)[:, None]

@@ -58,7 +58,7 @@ def test_a_loss_at_other_data_leaves_the_posterior_alone(family):
     before = guide.posterior(x)["f"].mean
     loss = TraceQuadrature_ELBO(2).loss(MODEL, guide, there, seen)
     with torch.no_grad():
-        rough = torch.tensor([Trace_ELBO().loss(MODEL, guide, there, seen) for _ in range(200)])
+        rough = torch.tensor([Trace_ELBO().loss(MODEL, guide, there, seen) for _ in range(100)])
     assert abs(rough.mean() - loss) < 5 * rough.std() / 200**0.5
     torch.testing.assert_close(guide.posterior(x)["f"].mean, before)
     q = guide.posterior(there)["f"]
@@ -126,17 +126,17 @@ def with_local(x, y=None):
 def test_latents_of_single_rows_are_new_at_new_rows(family):
     x, y = data(num=15)
     guide = AutoSparseGP(with_local, family)
-    train(with_local, guide, x, y, steps=100, lr=0.05)
+    train(with_local, guide, x, y, steps=40, lr=0.1)
     new = torch.rand(15, 2)
-    there = Predictive(with_local, guide=guide, num_samples=200)(new)["e"].std(0).mean()
-    here = torch.stack([guide(x)["e"] for _ in range(200)]).std(0).mean()
-    called = torch.stack([guide(new)["e"] for _ in range(200)]).std(0).mean()
+    there = Predictive(with_local, guide=guide, num_samples=100)(new)["e"].std(0).mean()
+    here = torch.stack([guide(x)["e"] for _ in range(100)]).std(0).mean()
+    called = torch.stack([guide(new)["e"] for _ in range(100)]).std(0).mean()
     assert abs(there - 2) < 0.2
     assert abs(called - 2) < 0.2
     assert here < 1
     loaded = AutoSparseGP(with_local, family)
     loaded.load_state_dict(guide.state_dict())
-    assert abs(torch.stack([loaded(new)["e"] for _ in range(200)]).std(0).mean() - 2) < 0.2
+    assert abs(torch.stack([loaded(new)["e"] for _ in range(100)]).std(0).mean() - 2) < 0.2
     with pytest.raises(ValueError, match=r"'e' has a value for each row|other rows"):
         train(with_local, guide, x.flip(0), y.flip(0), steps=1)
 

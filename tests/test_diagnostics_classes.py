@@ -6,7 +6,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
 from .models import gaussian, train
@@ -33,7 +33,7 @@ def ordered_model(x, y=None):
         return pyro.sample("y", dist.OrderedLogistic(2 * f, torch.tensor([-2.0, -0.5, 1.0])), obs=y)
 
 
-def fitted_classes(model, num=120, steps=150):
+def fitted_classes(model, num=120, steps=50):
     x = torch.rand(num, 1)
     f = GaussianProcess(4 * kernels.RBF(0.3), x).sample((3,))
     likelihood = (
@@ -44,7 +44,7 @@ def fitted_classes(model, num=120, steps=150):
     y = likelihood.sample()
     size = num // 3
     guide = AutoSparseGP(model, SVGP(12))
-    train(model, guide, x[:size], y[:size], steps=steps, lr=0.05)
+    train(model, guide, x[:size], y[:size], steps=steps, lr=0.1, loss=TraceQuadrature_ELBO(4))
     return guide, x[size:], y[size:]
 
 

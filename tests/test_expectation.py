@@ -357,8 +357,8 @@ def test_little_power_is_variational_inference(model):
             return model(x, y, size)
 
     guide, ep = start(fixed, x, family=SparseEP(z, trainable=False), damping=0.7, power=1e-3)
-    for _ in range(300):
-        ep.sweep(x, y)
+    ep.tolerance = 1e-7
+    ep.sweep(x, y, num=300)
     vi, bound = maximise(fixed, SVGP(z, trainable=False), x, y, num_nodes=30)
     p, q = guide.posterior(x)["f"], vi.posterior(x)["f"]
     torch.testing.assert_close(p.mean, q.mean, atol=2e-3, rtol=0)
@@ -413,13 +413,16 @@ class TestMiniBatches:
             guide, ep = start(probit, x, damping=0.99)
         else:
             guide, ep = start(subsampled, x, damping=0.99)
-        generator = torch.Generator().manual_seed(1)
         for _ in range(100):
-            for rows in torch.randperm(60, generator=generator).split(15):
+            moves = []
+            for rows in torch.arange(60).split(15):
                 if given:
                     ep.sweep(x[rows], y[rows], size=60, indices=rows)
                 else:
                     ep.sweep(x, y)
+                moves.append(ep.status["f"]["change"])
+            if max(moves) < 1e-11:
+                break
         precision = whole.guide.gps.f.precision
         torch.testing.assert_close(guide.gps.f.precision, precision, atol=1e-8, rtol=1e-8)
         new = torch.linspace(0, 4, 7)[:, None]
@@ -435,25 +438,30 @@ class TestMiniBatches:
         _, ep = start(probit, x, damping=0.99)
         parts = torch.arange(60).split(15)
         for _ in range(100):
+            moves = []
             for rows in parts:
                 ep.sweep(x[rows], y[rows], size=60, indices=rows)
+                moves.append(ep.status["f"]["change"])
+            if max(moves) < 1e-9:
+                break
         found = [gradients(ep, x[rows], y[rows], size=60, indices=rows) for rows in parts]
         whole = gradients(ep, x, y)
         for p, gradient in whole.items():
             torch.testing.assert_close(sum(part[p] for part in found) / 4, gradient, atol=1e-6, rtol=1e-6)
 
-    def test_amplitude_does_not_run_away_from_sites_seldom_visited(self):
-        x, y = classes(1000)
+    @pytest.mark.parametrize("num", [400, pytest.param(1000, marks=pytest.mark.slow)])
+    def test_amplitude_does_not_run_away_from_sites_seldom_visited(self, num):
+        x, y = classes(num)
         _, ep = start(probit, x, damping=0.99)
         ep.optim = pyro.optim.Adam({"lr": 0.05})
         for _ in range(3):
-            for rows in torch.randperm(1000).split(10):
-                ep.step(x[rows], y[rows], size=1000, indices=rows)
+            for rows in torch.randperm(num).split(10):
+                ep.step(x[rows], y[rows], size=num, indices=rows)
         scale = pyro.param("scale").item()
         pyro.clear_param_store()
         _, whole = start(probit, x)
         whole.optim = pyro.optim.Adam({"lr": 0.05})
-        for _ in range(300):
+        for _ in range(3 * num // 10):
             whole.step(x, y)
         assert scale < 3 * pyro.param("scale").item()
 
@@ -535,9 +543,9 @@ def test_contract(model, dtype, device):
         return keep
 
     hooks = [p.register_hook(watch(name)) for name, p in guide.named_parameters()]
-    losses = [ep.step(x, y) for _ in range(100)]
+    losses = [ep.step(x, y) for _ in range(25)]
     assert torch.tensor(losses).isfinite().all()
-    assert sum(losses[-20:]) < sum(losses[:20])
+    assert sum(losses[-5:]) < sum(losses[:5])
     assert all(total > 0 for total in seen.values()), seen
     assert all(p.isfinite().all() and p.dtype == dtype and p.device == x.device for p in guide.parameters())
     for hook in hooks:
@@ -748,9 +756,9 @@ class TestModels:
                 pyro.sample("y", dist.Normal(f, noise), obs=y)
 
         guide, ep = start(model, x, family=SparseEP(x, trainable=False), damping=1.0)
-        for rate in (0.05, 0.01, 0.002):
+        for rate in (0.1, 0.02, 0.004):
             ep.optim = pyro.optim.Adam({"lr": rate})
-            for _ in range(150):
+            for _ in range(60):
                 loss = ep.step(y)
         grid = torch.linspace(0.1, 1.0, 901)
         joint = [
@@ -1085,6 +1093,7 @@ class TestSchedules:
         pyro.clear_param_store()
         assert first == pytest.approx(converge(held, x, y), abs=1e-6)
 
+    @pytest.mark.slow  # each gradient is held against finite differences
     def test_all_reach_the_same_optimum(self):
         x, y = classes(30)
         ends = []

@@ -1,4 +1,6 @@
-"""One contract over every family, model and dtype."""
+"""One contract over every family, model, kernel and dtype."""
+
+import itertools
 
 import pyro
 import pytest
@@ -14,29 +16,63 @@ from pyro_sparsegp.families import (
     SiteFamily,
 )
 
-from .models import FAMILIES, additive, bernoulli, data, heteroscedastic, poisson, regression, train
+from . import models
+from .models import (
+    FAMILIES,
+    additive,
+    bernoulli,
+    data,
+    heteroscedastic,
+    interaction,
+    poisson,
+    product,
+    regression,
+    train,
+)
 
 MODELS = {m.__name__: m for m in (regression, bernoulli, poisson, heteroscedastic)}
+KERNELS = {"additive": additive, "product": product, "interaction": interaction}
+DTYPES = (torch.float64, torch.float32)
+
+# Two processes that meet take long: one family of each way to a posterior.
+WITH_TWO = ("SVGP", "DecoupledColumns", "SGPR", "ConditionalSGPR", "FreeSites", "ComputationAwareCG")
 
 
-# Two processes in float32 take long, and are tested in float64: with -m slow only.
+def _quick():
+    """Pairs in the place of a product: each family in each dtype, under a Gaussian and another likelihood; each
+    likelihood with each kernel in each dtype.
+    """
+    for i, family in enumerate(FAMILIES):
+        for j, model in enumerate(("regression", ("bernoulli", "poisson")[i % 2])):
+            yield family, model, list(KERNELS)[(i + j) % 3], DTYPES[(i // 2 + j) % 2]
+    for i, family in enumerate(WITH_TWO):
+        yield family, "heteroscedastic", list(KERNELS)[i % 3], DTYPES[i // 3]
+
+
+def _case(family, model, kernel, dtype, steps, marks=()):
+    name = f"{family}-{model}-{kernel}-{str(dtype)[6:]}-{steps}"
+    return pytest.param(FAMILIES[family], MODELS[model], KERNELS[kernel], dtype, steps, id=name, marks=marks)
+
+
 CASES = [
-    pytest.param(
-        model,
-        dtype,
-        id=f"{name}-{str(dtype)[6:]}",
-        marks=[pytest.mark.slow] if model is heteroscedastic and dtype == torch.float32 else [],
-    )
-    for name, model in MODELS.items()
-    for dtype in (torch.float64, torch.float32)
+    *(_case(*case, 12 if "heteroscedastic" in case else 25) for case in _quick()),
+    *(_case(f, m, "additive", d, 200, pytest.mark.slow) for f in FAMILIES for m in MODELS for d in DTYPES),
 ]
 
 
-@pytest.mark.parametrize(("model", "dtype"), CASES)
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-def test_contract(family, model, dtype, device):
+def test_quick_cases_have_the_pairs():
+    quick = list(_quick())
+    assert {(f, d) for f, _, _, d in quick} == set(itertools.product(FAMILIES, DTYPES))
+    assert {(m, k) for _, m, k, _ in quick} == set(itertools.product(MODELS, KERNELS))
+    assert {(m, d) for _, m, _, d in quick} == set(itertools.product(MODELS, DTYPES))
+    assert {(k, d) for _, _, k, d in quick} == set(itertools.product(KERNELS, DTYPES))
+
+
+@pytest.mark.parametrize(("family", "model", "kernel", "dtype", "steps"), CASES)
+def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
     # Everything must follow the data, not the default.
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
+    monkeypatch.setattr(models, "additive", kernel)
     x, y = data(model, dtype=dtype, device=device)
     guide = AutoSparseGP(model, family)
     sites = ["f", "g"] if model is heteroscedastic else ["f"]
@@ -68,16 +104,17 @@ def test_contract(family, model, dtype, device):
         return keep
 
     hooks = [p.register_hook(watch(name)) for name, p in guide.named_parameters()]
-    losses = train(model, guide, x, y, steps=200)
+    losses = train(model, guide, x, y, steps=steps, lr=0.05 if steps < 100 else 0.02)
     assert torch.tensor(losses).isfinite().all()
-    assert sum(losses[-20:]) < sum(losses[:20])
+    assert sum(losses[-5:]) < sum(losses[:5])
     assert all(total > 0 for total in seen.values()), [name for name, total in seen.items() if not total > 0]
     assert all(p.isfinite().all() and p.dtype == dtype and p.device == x.device for p in guide.parameters())
     for hook in hooks:
         hook.remove()
 
-    # Shapes and the divergence.
+    # Shapes, the divergence, and marginals, joint covariance and components that agree.
     new = data(model, 7, dtype, device, seed=2)[0]
+    tight = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float64 else {"rtol": 2e-3, "atol": 2e-3}
     for name, q in guide.posterior(new).items():
         assert q.mean.shape == q.variance.shape == (7,)
         assert q.covariance_matrix.shape == (7, 7)
@@ -85,7 +122,9 @@ def test_contract(family, model, dtype, device):
         assert q.kl > 0
         assert (q.variance > 0).all()
         assert q.mean.dtype == dtype
-        assert len(q.components) == 4
+        torch.testing.assert_close(q.covariance_matrix.diagonal(), q.variance, **tight)
+        assert len(q.components) == len(q.process.kernel.terms)
+        torch.testing.assert_close(sum(part.mean for part in q.components) + q.process.mean, q.mean, **tight)
         assert q.paths(3, 64)(new).shape == (3, 7)
         assert name in repr(q)
     draws = guide(new)
@@ -97,9 +136,10 @@ def test_contract(family, model, dtype, device):
     # Save and load into a freshly made guide, without a dummy call.
     other = AutoSparseGP(model, family)
     other.load_state_dict(guide.state_dict())
+    found = guide.posterior(new)
     for name, q in other.posterior(new).items():
-        assert torch.equal(q.mean, guide.posterior(new)[name].mean)
-        assert torch.equal(q.covariance_matrix, guide.posterior(new)[name].covariance_matrix)
+        assert torch.equal(q.mean, found[name].mean)
+        assert torch.equal(q.covariance_matrix, found[name].covariance_matrix)
     assert type(family).__name__ in repr(family)
 
 

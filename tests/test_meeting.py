@@ -1,0 +1,161 @@
+"""Gaussian sites of function values that meet: in one Gaussian density, or in a link under which updates overshoot."""
+
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SGPR, AdditiveSGPR, CollapsedOrthogonal, WeightSpace
+
+from .models import maximise
+
+NUM, NOISE = 18, 0.3
+ROUGH, SMOOTH = 1.2 * kernels.Matern12(0.7), 0.8 * kernels.Matern12(2.0)  # of well conditioned matrices
+MIXING = torch.tensor([[1.0, 0.5], [-0.7, 1.2], [0.4, 0.9]], dtype=torch.float64)
+
+
+def inputs():
+    return torch.linspace(0, 3, NUM)[:, None] + 0.02 * torch.rand(NUM, 1)
+
+
+def two_sites(x, y=None):
+    """Linear coregionalisation of two GP sites."""
+    g = pyro.sample("g", GaussianProcess(ROUGH, x))
+    h = pyro.sample("h", GaussianProcess(SMOOTH, x, mean=lambda x: 0.3 * x[:, 0]))
+    with pyro.plate("outputs", 3, dim=-2), pyro.plate("data", len(x), dim=-1):
+        return pyro.sample("y", dist.Normal(MIXING @ torch.stack([g, h]), NOISE), obs=y)
+
+
+def two_outputs(x, y=None):
+    """The same of two outputs of one GP site."""
+    g = pyro.sample("g", GaussianProcess(ROUGH, x).expand([2]).to_event(1))
+    with pyro.plate("outputs", 3, dim=-2), pyro.plate("data", len(x), dim=-1):
+        return pyro.sample("y", dist.Normal(MIXING @ g, NOISE), obs=y)
+
+
+def summed_outputs(x, y=None):
+    f = pyro.sample("f", GaussianProcess(ROUGH, x).expand([4]).to_event(1))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f.sum(0), NOISE), obs=y)
+
+
+def added_sites(x, y=None):
+    f = pyro.sample("f", GaussianProcess(ROUGH, x))
+    g = pyro.sample("g", GaussianProcess(SMOOTH, x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f + g, NOISE), obs=y)
+
+
+# Of each model: its functions' kernels, their prior means as multiples of x, and the matrix that mixes them.
+MEETINGS = {
+    two_sites: ([ROUGH, SMOOTH], [0.0, 0.3], MIXING),
+    two_outputs: ([ROUGH, ROUGH], [0.0, 0.0], MIXING),
+    summed_outputs: ([ROUGH] * 4, [0.0] * 4, torch.ones(1, 4, dtype=torch.float64)),
+    added_sites: ([ROUGH, SMOOTH], [0.0, 0.0], torch.ones(1, 2, dtype=torch.float64)),
+}
+
+
+def mean_field(model, x, y):
+    """Means, variances and the bound of the best q(f₁)q(f₂)…, dense: coordinate ascent until nothing moves."""
+    functions, slopes, mixing = MEETINGS[model]
+    grams = [k(x) for k in functions]
+    priors = torch.stack([slope * x[:, 0] for slope in slopes])
+    y = y.reshape(len(mixing), NUM)
+    weights = mixing.square().sum(0) / NOISE**2
+    gains = [torch.linalg.solve(torch.eye(NUM) + k * w, k) for k, w in zip(grams, weights)]
+    means = priors.clone()
+    for _ in range(20_000):
+        before = means.clone()
+        for p, (gain, prior) in enumerate(zip(gains, priors)):
+            rest = y - mixing @ means + mixing[:, p, None] * (means[p] - prior)
+            means[p] = prior + gain @ (mixing[:, p] @ rest) / NOISE**2
+        if (means - before).abs().max() < 1e-13:
+            break
+    variances = torch.stack([gain.diagonal() for gain in gains])
+    bound = dist.Normal(mixing @ means, NOISE).log_prob(y).sum() - 0.5 * (weights @ variances).sum()
+    for k, gain, mean, prior in zip(grams, gains, means, priors):
+        away = mean - prior
+        trace = torch.linalg.solve(k, gain).trace()
+        fit = away @ torch.linalg.solve(k, away)
+        bound = bound - 0.5 * (trace + fit - NUM + torch.logdet(k) - torch.logdet(gain))
+    return means, variances, float(bound)
+
+
+@pytest.mark.parametrize("model", MEETINGS, ids=lambda model: model.__name__)
+def test_functions_that_meet_in_a_gaussian_density(model):
+    """One step is at the optimum of a mean field, whatever the correlation of the functions given the data."""
+    x = inputs()
+    y = torch.sin(2 * x[:, 0]) + NOISE * torch.randn(len(MEETINGS[model][2]), NUM)
+    y = y[0] if len(y) == 1 else y
+    means, variances, bound = mean_field(model, x, y)
+    guide = AutoSparseGP(model, SGPR(x, trainable=False))
+    elbo = TraceQuadrature_ELBO(2)
+    if model is summed_outputs:  # four values to a density: the objective is by draws
+        with pytest.warns(UserWarning, match="integrated by Monte Carlo"):
+            elbo.loss_and_grads(model, guide, x, y)
+    else:
+        assert -elbo.loss_and_grads(model, guide, x, y) == pytest.approx(bound, abs=1e-4)
+        assert -elbo.loss(model, guide, x, y) == pytest.approx(bound, abs=1e-4)
+    found = guide.posterior(x)
+    torch.testing.assert_close(torch.cat([q.mean.reshape(-1, NUM) for q in found.values()]), means, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.cat([q.variance.reshape(-1, NUM) for q in found.values()]), variances, atol=1e-6, rtol=0
+    )
+    own = dist.Normal(MEETINGS[model][2] @ means, NOISE).log_prob(y.reshape(-1, NUM)).sum()
+    own = own - 0.5 * (MEETINGS[model][2].square().sum(0) @ variances).sum() / NOISE**2
+    assert float(own - sum(q.kl.sum() for q in found.values())) == pytest.approx(bound, abs=1e-4)
+    assert all(status["converged"] for status in guide.site_status.values())
+
+
+@pytest.mark.parametrize(
+    ("link", "variance", "steps"), [("poisson", 1.0, 30), ("gamma", 1.0, 30), ("poisson", 10.0, 45)]
+)
+@pytest.mark.filterwarnings("ignore:.*needed a relative jitter")
+def test_exponential_links_under_wide_priors(link, variance, steps):
+    """Where E[exp f] under the prior is out of all bounds, the losses of training are not: they fall, step by step."""
+    x = torch.linspace(-2, 2, 20)[:, None]
+    f = 1 + x[:, 0]
+    y = torch.poisson(f.exp()) if link == "poisson" else f.exp() * (0.2 + torch.rand(20))
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(variance * kernels.Polynomial(2), x))
+        with pyro.plate("data", len(x)):
+            likelihood = dist.Poisson(f.exp()) if link == "poisson" else dist.Gamma(2.0, 2.0 * (-f).exp())
+            return pyro.sample("y", likelihood, obs=y)
+
+    guide = AutoSparseGP(model, SGPR(6, trainable=False))
+    elbo = TraceQuadrature_ELBO(20)
+    losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(steps)]
+    assert all(map(math.isfinite, losses))
+    assert all(after < before + 1e-6 * (1 + abs(before)) for before, after in itertools.pairwise(losses))
+    status = guide.site_status["f"]
+    if variance > 1:  # the bound's optimum is out of reach, and that is told
+        assert status["halved"] > 0
+        assert not status["converged"]
+        return
+    assert status["converged"]
+    _, best = maximise(model, WeightSpace(), x, y, num_nodes=20)
+    assert -losses[-1] == pytest.approx(best, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", [CollapsedOrthogonal(6, 6, rate=1.0), AdditiveSGPR(6, rate=1.0)])
+def test_undamped_updates_of_classes_do_not_explode(family):
+    x = torch.rand(60, 2)
+    labels = (3 * x.mean(-1)).floor()
+
+    def softmax(x, y=None):
+        kernel = 50.0 * kernels.RBF(0.4)[0] + 50.0 * kernels.RBF(0.4)[1]
+        f = pyro.sample("f", GaussianProcess(kernel, x).expand([2]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Categorical(logits=torch.cat([f, 0 * f[:1]]).mT), obs=y)
+
+    guide = AutoSparseGP(softmax, family)
+    elbo = TraceQuadrature_ELBO(5)
+    losses = [elbo.loss_and_grads(softmax, guide, x, labels) for _ in range(15)]
+    assert max(losses) == losses[0]
+    assert losses[-1] < 0.35 * losses[0]
+    assert guide.site_status["f"]["halved"] > 0  # which is told of

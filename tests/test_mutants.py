@@ -1,0 +1,34 @@
+"""The list of faults in mutants.py is up to date: each is a line of the package, and names tests that there are."""
+
+import ast
+
+import pytest
+
+from .mutants import MUTANTS, PACKAGE, ROOT, find, node_ids
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_applies(mutant):
+    path, number = find(mutant, ROOT / PACKAGE)
+    lines = path.read_text().splitlines()
+    indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
+    lines[number] = indent + mutant.new
+    compile("\n".join(lines), str(path), "exec")
+    assert mutant.new != mutant.old
+    for test, node in zip(mutant.tests, node_ids(mutant.tests, ROOT)):
+        tree = ast.parse((ROOT / node.partition("::")[0]).read_text())
+        body = tree.body
+        for name in test.split("::")[1:]:
+            (found,) = (part for part in body if getattr(part, "name", None) == name)
+            body = found.body
+
+
+def test_mutants_are_many_and_of_different_names():
+    assert len(MUTANTS) >= 30
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_a_line_that_is_not_there_is_an_error():
+    absent = type(MUTANTS[0])("absent", "nowhere", "a line that no file has", "another", ())
+    with pytest.raises(ValueError, match=r"mutant 'absent' .* exactly once; it is at nowhere"):
+        find(absent, ROOT / PACKAGE)
