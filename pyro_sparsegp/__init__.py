@@ -7,11 +7,11 @@ from . import families, kernels
 from ._version import __version__
 from .guide import AutoSparseGP
 from .inference import ExpectationPropagation, ProjectedLikelihood, TraceQuadrature_ELBO
-from .linalg import NumericalWarning
+from .numerics.linalg import NumericalWarning
+from .posterior.sparse_posterior import SparsePosterior
 from .predict import predict
 from .process import GaussianProcess
-from .reparam import Whitening, WhitenReparam
-from .sparse_posterior import SparsePosterior
+from .whitening import Whitening, WhitenReparam
 
 __all__ = [
     "AutoSparseGP",

@@ -15,10 +15,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from .guide import AutoSparseGP
-from .linalg import NumericalWarning
+from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
-from .reparam import Whitening, unwhiten
-from .traces import as_process, is_observation, whole_plates
+from .program.traces import as_process, is_observation, whole_plates
+from .whitening import Whitening, unwhiten
 
 __all__ = ["predict"]
 
@@ -39,7 +39,7 @@ def predict(
 
     Function values come from the sparse posterior of a guide, or, for MCMC draws of f at the training inputs,
     from the process conditioned on them (:meth:`GaussianProcess.given`). Latents under a plate that holds data
-    are drawn from the model; subsampling is off. A :class:`~pyro_sparsegp.linalg.NumericalWarning` tells of
+    are drawn from the model; subsampling is off. A :class:`~pyro_sparsegp.NumericalWarning` tells of
     transitions of an ``MCMC`` that diverged.
 
     :param model: the model. Under a guide it may differ from the guide's in what follows the latent sites.

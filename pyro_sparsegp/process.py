@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .kernels import base as kernel_base
-from .linalg import cholesky, solve_lower
+from .numerics.linalg import cholesky, solve_lower
 
 __all__ = ["GaussianProcess", "PriorProcess"]
 

@@ -19,7 +19,7 @@ from pyro_sparsegp.families import (
     MeanFieldAdditive,
     OrthogonalInducing,
 )
-from pyro_sparsegp.posteriors import IdentityPlusLowRank
+from pyro_sparsegp.gaussians import IdentityPlusLowRank
 
 from .models import additive, data, gaussian, maximise
 

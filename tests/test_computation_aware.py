@@ -10,15 +10,8 @@ import pytest
 import torch
 from torch.distributions import constraints
 
-from pyro_sparsegp import (
-    AutoSparseGP,
-    GaussianProcess,
-    ProjectedLikelihood,
-    TraceQuadrature_ELBO,
-    kernels,
-    predict,
-    sparse_gp,
-)
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, ProjectedLikelihood, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp.approximations import sparse_gp
 from pyro_sparsegp.bases import actions as actions_module
 from pyro_sparsegp.bases.actions import local_blocks
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware

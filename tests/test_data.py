@@ -9,8 +9,8 @@ import torch
 from pyro.infer import SVI, Predictive, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.data import TrainingData
 from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
+from pyro_sparsegp.program.data import TrainingData
 
 from .models import bernoulli, data, gaussian, poisson, train
 

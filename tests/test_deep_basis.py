@@ -17,7 +17,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, blocks, kernels, predict
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels, predict
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
@@ -29,6 +29,7 @@ from pyro_sparsegp.families import (
     WeightSpace,
 )
 from pyro_sparsegp.kernels import DeepBasis
+from pyro_sparsegp.numerics import chunks as blocks
 
 from .models import data, estimate, maximise, train
 

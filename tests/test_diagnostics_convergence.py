@@ -302,7 +302,7 @@ def test_losses_that_are_not_finite_are_no_rest(value):
 
 
 def test_the_stopping_rule_says_at_once_what_it_needs(monkeypatch):
-    from pyro_sparsegp.diagnostics import backend
+    from pyro_sparsegp.diagnostics.export import backend
 
     def absent(module):
         raise ImportError(f"No module named {module!r}")

@@ -30,7 +30,7 @@ def fitted(model=regression, family=None, steps=30, num=40, **kwargs):
 
 
 def source_of(guide, *args, **kwargs):
-    from pyro_sparsegp.diagnostics.sources import as_source
+    from pyro_sparsegp.diagnostics.export.sources import as_source
 
     return as_source(guide.model, guide, args, {}, **kwargs)
 
@@ -209,7 +209,7 @@ LIKELIHOODS = {
 @pytest.mark.parametrize("spread", [1e-4, 0.05, 1.0])
 def test_integrated_densities(name, spread):
     """Closed form and adaptive quadrature against a fine grid, the residual narrow and wide."""
-    from pyro_sparsegp.diagnostics.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
 
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
@@ -239,7 +239,7 @@ def test_integrated_densities(name, spread):
 @pytest.mark.parametrize("kind", [lambda f, s: dist.StudentT(3.0, f, s), dist.Laplace, dist.Cauchy])
 def test_likelihoods_narrow_against_q(kind, scale):
     """Cusps and heavy tails of a tenth of q's width and less, from its middle to a dozen standard deviations off."""
-    from pyro_sparsegp.diagnostics.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
 
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
@@ -263,7 +263,7 @@ def test_likelihoods_narrow_against_q(kind, scale):
 
 def test_a_narrow_likelihood_beside_another_process():
     """Student-t with a scale of its own process: the narrow integral at each node of the other."""
-    from pyro_sparsegp.diagnostics.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
 
     def model(x, y=None):
         g = pyro.sample("g", GaussianProcess(KERNEL, x))
@@ -284,7 +284,7 @@ def test_a_narrow_likelihood_beside_another_process():
 
 
 def test_densities_that_are_not_finite_are_named():
-    from pyro_sparsegp.diagnostics.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
 
     def model(x, y=None, mask=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
@@ -330,7 +330,7 @@ def test_finite_features_leave_no_residual(dtype):
 
 def test_integrated_densities_of_two_processes():
     """The mean in closed form at each node of the log noise, against a grid of both."""
-    from pyro_sparsegp.diagnostics.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
 
     x, y = data(heteroscedastic, num=12)
     held = {"scale": torch.tensor(1.0), "length": torch.tensor([0.5, 0.5])}
@@ -347,7 +347,7 @@ def test_integrated_densities_of_two_processes():
 
 
 def test_integrated_densities_of_several_outputs_and_grouped_rows():
-    from pyro_sparsegp.diagnostics.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
 
     x, _ = data(num=10)
     groups = torch.arange(30) % 10

@@ -81,7 +81,7 @@ def test_the_table_of_integrated_and_sampled_densities():
 
 def test_the_exact_target_is_the_marginal_likelihood():
     """For a Gaussian likelihood log p(y | w) is N(y; h, ρ + σ²I); its average over the prior's w is log p(y)."""
-    from pyro_sparsegp.diagnostics.sources import as_source
+    from pyro_sparsegp.diagnostics.export.sources import as_source
 
     x, y = smooth_data(30)
     guide = on_a_grid(6, x, y)
@@ -102,8 +102,8 @@ def test_the_exact_target_is_the_marginal_likelihood():
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
 def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     """The estimate of p(y | w) averages to brute force over the residual's draws."""
-    from pyro_sparsegp.diagnostics.marginal import log_marginal
-    from pyro_sparsegp.diagnostics.sources import as_source
+    from pyro_sparsegp.diagnostics.export.sources import as_source
+    from pyro_sparsegp.diagnostics.trust.marginal import log_marginal
 
     likelihood = {"bernoulli": lambda f: dist.Bernoulli(logits=f), "poisson": lambda f: dist.Poisson((1 + f).exp())}[
         name
@@ -381,7 +381,7 @@ def test_scores_of_a_gaussian_likelihood_are_closed_form():
 
 
 def test_scores_of_mixtures_agree_with_draws(monkeypatch):
-    from pyro_sparsegp.diagnostics import scorers, scores
+    from pyro_sparsegp.diagnostics.trust import scorers, scores
 
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)

@@ -19,7 +19,7 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.distributions import Probit
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
-from pyro_sparsegp.tilted import tilted
+from pyro_sparsegp.numerics.tilted import tilted
 
 from .models import bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression
 

@@ -11,7 +11,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.bases import InducingPoints
 from pyro_sparsegp.families import SGPR, SVGP, MeanFieldAdditive, OrthogonalInducing, SparseEP
 from pyro_sparsegp.inference import ExpectationPropagation
-from pyro_sparsegp.linalg import default_jitter
+from pyro_sparsegp.numerics.linalg import default_jitter
 
 from .models import additive, data, gaussian, train
 

@@ -18,7 +18,7 @@ from pyro.nn import PyroModule
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, MeanFieldAdditive, OrthogonalInducing, WeightSpace
-from pyro_sparsegp.sparse_posterior import SparsePosterior
+from pyro_sparsegp.posterior.sparse_posterior import SparsePosterior
 
 from .models import data, gaussian, heteroscedastic, regression, train
 

@@ -3,7 +3,7 @@ import torch
 
 from pyro_sparsegp import GaussianProcess, kernels
 from pyro_sparsegp.families import SVGP
-from pyro_sparsegp.linalg import (
+from pyro_sparsegp.numerics.linalg import (
     NumericalWarning,
     cholesky,
     default_jitter,

@@ -9,7 +9,7 @@ from pyro.infer import MCMC, NUTS, Predictive
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, Whitening, WhitenReparam, kernels, predict
 from pyro_sparsegp.families import SVGP
-from pyro_sparsegp.linalg import NumericalWarning
+from pyro_sparsegp.numerics.linalg import NumericalWarning
 from pyro_sparsegp.predict import _Known
 
 from .models import data, gaussian, train

@@ -15,12 +15,10 @@ from pyro_sparsegp import (
     TraceQuadrature_ELBO,
     Whitening,
     bases,
-    blocks,
     kernels,
     predict,
 )
 from pyro_sparsegp.distributions import RobustMax
-from pyro_sparsegp.drawing import GroupedSite
 from pyro_sparsegp.families import (
     SVGP,
     CollapsedOrthogonal,
@@ -29,7 +27,9 @@ from pyro_sparsegp.families import (
     OrthogonalInducing,
     SparseEP,
 )
-from pyro_sparsegp.paths import _Sequential
+from pyro_sparsegp.numerics import chunks as blocks
+from pyro_sparsegp.posterior.drawing import GroupedSite
+from pyro_sparsegp.posterior.paths import _Sequential
 
 from .models import FAMILIES, train
 

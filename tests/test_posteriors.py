@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from pyro_sparsegp.posteriors import (
+from pyro_sparsegp.gaussians import (
     BlockCholesky,
     BlockPlusLowRank,
     CholeskyIdentity,

@@ -7,7 +7,6 @@ import torch
 from torch.distributions import kl_divergence
 
 from pyro_sparsegp import GaussianProcess, kernels
-from pyro_sparsegp.drawing import MarginalSite
 from pyro_sparsegp.families import (
     SVGP,
     CoupledCovariance,
@@ -16,9 +15,10 @@ from pyro_sparsegp.families import (
     OrthogonalInducing,
     WeightSpace,
 )
+from pyro_sparsegp.gaussians.sites import KeptSites, Sites
+from pyro_sparsegp.posterior.drawing import MarginalSite
+from pyro_sparsegp.posterior.sparse_posterior import SparsePosterior
 from pyro_sparsegp.process import PriorProcess
-from pyro_sparsegp.sites import KeptSites, Sites
-from pyro_sparsegp.sparse_posterior import SparsePosterior
 
 from .models import FAMILIES, additive
 

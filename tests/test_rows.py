@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from pyro_sparsegp.rows import find_permutation
+from pyro_sparsegp.numerics.rows import find_permutation
 
 
 @pytest.mark.parametrize("shape", [(50,), (50, 1), (50, 3), (50, 2, 3), (1, 2), (0, 2)])

@@ -18,7 +18,7 @@ from pyro_sparsegp.families import (
     OrthogonalInducing,
     OrthogonallyDecoupled,
 )
-from pyro_sparsegp.posteriors import FullCholesky
+from pyro_sparsegp.gaussians import FullCholesky
 
 from .models import additive, data, gaussian, maximise
 

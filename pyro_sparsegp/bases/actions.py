@@ -15,10 +15,10 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..blocks import dropping
-from ..linalg import cholesky
+from ..gaussians.sites import Sites
 from ..modules import AbstractModule
-from ..sites import Sites
+from ..numerics.chunks import dropping
+from ..numerics.linalg import cholesky
 
 __all__ = [
     "Actions",

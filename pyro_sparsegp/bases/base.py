@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from torch import Tensor
 
-from ..blocks import in_blocks
+from ..gaussians.base import Gaussian
 from ..kernels import base as kernel_base
-from ..linalg import sum_blocks
 from ..modules import AbstractModule
-from ..posteriors.base import Gaussian
+from ..numerics.chunks import in_blocks
+from ..numerics.linalg import sum_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,8 +8,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..blocks import in_pieces
-from ..linalg import cholesky, solve_lower
+from ..numerics.chunks import in_pieces
+from ..numerics.linalg import cholesky, solve_lower
 from .base import CrossFeatures
 from .inducing import InducingFeatures
 

@@ -8,9 +8,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..blocks import in_pieces
-from ..linalg import solve_lower
-from ..posteriors.base import Gaussian
+from ..gaussians.base import Gaussian
+from ..numerics.chunks import in_pieces
+from ..numerics.linalg import solve_lower
 from .base import CrossFeatures
 from .inducing import InducingFeatures
 from .variables import SourceValues, Values, Variables, between

@@ -12,11 +12,11 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..blocks import blocks_of, by_rows, dropping, is_long
+from ..gaussians.base import Gaussian
+from ..gaussians.optimal import weighted_gram
 from ..kernels import base as kernel_base
-from ..linalg import row_squares
-from ..posteriors.base import Gaussian
-from ..posteriors.optimal import weighted_gram
+from ..numerics.chunks import blocks_of, by_rows, dropping, is_long
+from ..numerics.linalg import row_squares
 from .base import Basis, Component, Features
 
 __all__ = ["ExplicitFeatures", "KernelFeatures"]

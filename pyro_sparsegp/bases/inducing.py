@@ -17,7 +17,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..kernels import base as kernel_base
-from ..linalg import cholesky, default_jitter, side_by_side, solve_lower
+from ..numerics.linalg import cholesky, default_jitter, side_by_side, solve_lower
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened

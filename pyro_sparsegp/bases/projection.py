@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg import cholesky, solve_lower
+from ..numerics.linalg import cholesky, solve_lower
 from .actions import Actions, kernel_times
 from .base import CrossFeatures
 

@@ -12,8 +12,8 @@ from typing import Any, Optional, Protocol, runtime_checkable
 from torch import Tensor
 
 from ..kernels import base as kernel_base
-from ..linalg import wider
 from ..modules import AbstractModule
+from ..numerics.linalg import wider
 
 __all__ = ["InducingVariables", "SourceValues", "Values", "Variables", "between", "checked", "freeze", "widened"]
 

@@ -1,14 +1,14 @@
 """Diagnostics: every posterior leaves as a standard ArviZ object, and says whether to trust it."""
 
-from .calibration import sbc
-from .comparison import compare, loo, loo_large
-from .convergence import History, StoppingRule, add_history
-from .effects import plot_effects
-from .prior import prior_predictive
-from .ribbons import plot_ribbon
-from .scores import PredictiveScores, predictive_scores
-from .tree import to_datatree, to_inference_data
-from .weights import PSIS, psis, resample
+from .export.prior import prior_predictive
+from .export.tree import to_datatree, to_inference_data
+from .plots.effects import plot_effects
+from .plots.ribbons import plot_ribbon
+from .trust.calibration import sbc
+from .trust.comparison import compare, loo, loo_large
+from .trust.convergence import History, StoppingRule, add_history
+from .trust.scores import PredictiveScores, predictive_scores
+from .trust.weights import PSIS, psis, resample
 
 __all__ = [
     "PSIS",

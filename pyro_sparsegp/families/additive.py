@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..bases import Additive, Basis, ExplicitFeatures, InducingPoints
 from ..bases.initial import Initialiser
+from ..gaussians import BlockCholesky, BlockPlusLowRank, FullCholesky, IdentityPlusLowRank
+from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..kernels import base as kernel_base
-from ..posteriors import BlockCholesky, BlockPlusLowRank, FullCholesky, IdentityPlusLowRank
 from ..process import GaussianProcess
-from ..sites import FreeSites as FreeSitesModule
 from .base import (
     BasisFamily,
     FreeFormFamily,

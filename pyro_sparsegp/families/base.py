@@ -9,14 +9,14 @@ from typing import Any, ClassVar, Union
 
 from torch import Tensor
 
+from ..approximations.expectation import ExpectationGP
+from ..approximations.sparse_gp import OptimalGP, SparseGP
 from ..bases import Basis, InducingVariables
-from ..expectation_gp import ExpectationGP
+from ..gaussians import Coefficients
+from ..gaussians.sites import FreeSites as FreeSitesModule
+from ..gaussians.sites import KeptSites
 from ..kernels import base as kernel_base
-from ..posteriors import Coefficients
 from ..process import GaussianProcess
-from ..sites import FreeSites as FreeSitesModule
-from ..sites import KeptSites
-from ..sparse_gp import OptimalGP, SparseGP
 
 __all__ = [
     "BasisFamily",
@@ -106,7 +106,7 @@ class BasisFamily(Family):
 class FreeFormFamily(BasisFamily):
     """A recipe for :class:`SparseGP` modules: a basis, and a free posterior over its coefficients.
 
-    A new one gives, besides its basis, the :class:`~pyro_sparsegp.posteriors.Coefficients` it takes.
+    A new one gives, besides its basis, the :class:`~pyro_sparsegp.gaussians.Coefficients` it takes.
 
     :param start: where the covariance of q(w) starts: "data" (default), at what the inputs of the guide's first call
         would leave of it, if their noise were as large as the process, (I + ΦᵀΦ/k̄)⁻¹; or "prior", as in the papers,

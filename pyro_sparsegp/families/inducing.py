@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..bases import Basis, InducingPoints
 from ..bases.initial import Initialiser
-from ..posteriors import FullCholesky, Unwhitened
+from ..gaussians import FullCholesky, Unwhitened
+from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..process import GaussianProcess
-from ..sites import FreeSites as FreeSitesModule
 from .base import (
     BasisFamily,
     ExpectationFamily,

@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Optional, Union
 
 from torch import Tensor
 
-from ..orthogonal_gp import ConditionalGP, DecoupledGP, SemiCollapsedGP
-from ..posteriors import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
-from ..sites import FreeSites as FreeSitesModule
-from ..sites import KeptSites
-from ..sparse_gp import OptimalGP, SparseGP
+from ..approximations.nested import ConditionalGP, DecoupledGP, SemiCollapsedGP
+from ..approximations.sparse_gp import OptimalGP, SparseGP
+from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
+from ..gaussians.sites import FreeSites as FreeSitesModule
+from ..gaussians.sites import KeptSites
 from .base import Inducing, NewCoefficients, OptimalFamily, require_basis
 from .inducing import SGPR, InducingFamily, OnInducingPoints
 

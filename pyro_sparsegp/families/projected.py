@@ -9,11 +9,11 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
+from ..approximations.sparse_gp import ProjectedGP
 from ..bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
+from ..gaussians.sites import KeptSites
 from ..kernels import base as kernel_base
 from ..process import GaussianProcess
-from ..sites import KeptSites
-from ..sparse_gp import ProjectedGP
 from .base import SiteFamily, require_matrix
 
 __all__ = ["ComputationAware"]

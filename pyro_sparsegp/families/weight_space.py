@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..bases import Basis, ExplicitFeatures
+from ..gaussians import FullCholesky
 from ..kernels import base as kernel_base
-from ..posteriors import FullCholesky
 from ..process import GaussianProcess
 from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily
 

@@ -14,16 +14,16 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..expectation_gp import ExpectationGP
+from ..approximations.expectation import ExpectationGP
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..linalg import NumericalWarning, cholesky, row_squares, solve_lower, variance_floor
+from ..numerics.linalg import NumericalWarning, cholesky, row_squares, solve_lower, variance_floor
+from ..numerics.rows import Objects, fingerprints
+from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..process import GaussianProcess
-from ..rows import Objects, fingerprints
-from ..structure import ELEMENTWISE, NONE
-from ..terms import Findings, Terms
-from ..tilted import Tilted, log_normaliser, tilted
-from ..traces import all_sites, is_observation, tensors
+from ..program.structure import ELEMENTWISE, NONE
+from ..program.terms import Findings, Terms
+from ..program.traces import all_sites, is_observation, tensors
 from ..warned import warn_once
 from .distributed import Workers
 

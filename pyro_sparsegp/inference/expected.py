@@ -22,11 +22,11 @@ from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 
-from .. import structure as dependences
 from ..guide import AutoSparseGP
-from ..sparse_posterior import SparsePosterior
-from ..survey import Structure
-from ..traces import all_sites, bare, held_trace, is_observation, log_densities, repeatable, without_event
+from ..posterior.sparse_posterior import SparsePosterior
+from ..program import structure as dependences
+from ..program.survey import Structure
+from ..program.traces import all_sites, bare, held_trace, is_observation, log_densities, repeatable, without_event
 
 __all__ = ["Expectations", "ExpectedLogProb", "find_expectations"]
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..bases import ProjectedFeatures
 from ..guide import AutoSparseGP
-from ..survey import Structure
-from ..traces import without_event
+from ..program.survey import Structure
+from ..program.traces import without_event
 from .quadrature import divergence, weighted_sum
 
 __all__ = ["ProjectedLikelihood"]

@@ -21,11 +21,11 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from ..drawing import NodeSite
 from ..guide import AutoSparseGP
-from ..structure import COUPLED, DATAWISE
-from ..survey import Structure
-from ..traces import held_trace
+from ..posterior.drawing import NodeSite
+from ..program.structure import COUPLED, DATAWISE
+from ..program.survey import Structure
+from ..program.traces import held_trace
 from ..warned import warn_once
 from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
 

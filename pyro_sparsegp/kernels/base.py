@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..linalg import side_by_side
+from ..numerics.linalg import side_by_side
 
 __all__ = ["Explicit", "Kernel", "Product", "Scaled", "Select", "Sum"]
 

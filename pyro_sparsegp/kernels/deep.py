@@ -9,8 +9,8 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from ..blocks import by_rows
-from ..linalg import row_squares
+from ..numerics.chunks import by_rows
+from ..numerics.linalg import row_squares
 from .base import Explicit, PriorFunctions
 from .features import FeatureKernel
 

@@ -22,7 +22,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..linalg import row_squares
+from ..numerics.linalg import row_squares
 from .base import Explicit, Kernel, Scalar, as_tensor, batch_of, describe, per_column, positive
 
 __all__ = ["Constant", "FeatureKernel", "Linear", "Polynomial", "RandomFourier", "White"]

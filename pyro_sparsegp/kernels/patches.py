@@ -8,7 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..blocks import in_pieces
+from ..numerics.chunks import in_pieces
 from . import base as kernel_base
 from .base import Kernel, PriorFunctions, SourceFunctions, as_tensor, batch_of, describe, require_kernel
 

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..linalg import wider
+from ..numerics.linalg import wider
 from .base import Kernel, Scalar, as_tensor, batch_of, describe, per_column, positive
 
 __all__ = ["RBF", "Matern12", "Matern32", "Matern52", "Periodic", "RationalQuadratic", "Stationary"]

@@ -28,7 +28,7 @@ from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, MeanFieldAdditive
-from pyro_sparsegp.posteriors import BlockPlusLowRank, IdentityPlusLowRank
+from pyro_sparsegp.gaussians import BlockPlusLowRank, IdentityPlusLowRank
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt

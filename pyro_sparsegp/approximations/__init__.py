@@ -1,0 +1,1 @@
+"""A GP site's prior to its posterior: one module for each kind of approximation."""

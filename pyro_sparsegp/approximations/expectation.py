@@ -1,0 +1,214 @@
+"""A GP site's module under expectation propagation: sites of the data, and q(w) in natural parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..bases import Basis
+from ..gaussians import from_natural, weighted_gram
+from ..modules import AbstractModule
+from ..numerics.linalg import solve_lower
+from ..numerics.rows import find_permutation
+from ..posterior.sparse_posterior import SparsePosterior
+from ..process import GaussianProcess
+
+__all__ = ["ExpectationGP", "require_refined"]
+
+_BUFFERS = ("precision", "linear", "rows", "gram", "pull", "anchor", "fingerprints")
+
+
+class ExpectationGP(AbstractModule):
+    """q(w) ∝ N(w; 0, I) Πₙ exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw): precision P = I + Σₙ νₙφₙφₙᵀ, Pm = Σₙ bₙφₙ.
+
+    Prediction needs P and Pm alone. A site is about the row φₙ under which it was last refined, and about the function
+    itself: when hyperparameters move, u = Lw keeps its meaning, and so does υₙ = L⁻ᵀφₙ (paper 4, eq. 2). What was
+    added is what is taken away, however far they have moved.
+
+    :param like: a tensor of the dtype and device wanted.
+    """
+
+    precision: Tensor  # ν, (..., N)
+    linear: Tensor  # b, (..., N)
+    rows: Tensor  # υ, (..., N, M)
+    gram: Tensor  # Σ νφφᵀ, (..., M, M)
+    pull: Tensor  # Σ bφ, (..., M)
+    anchor: Tensor  # L that gram and pull belong to, (..., M, M); empty if w keeps its meaning
+    fingerprints: Tensor  # of the data: inputs, other arguments' rows, observations, (3, N); empty if not known
+
+    def __init__(self, basis: Basis, batch_shape: Sequence[int], like: Tensor, family: dict[str, Any]) -> None:
+        super().__init__()
+        self.basis, self.family = basis, family
+        self.batch_shape = torch.Size(batch_shape)
+        size = sum(basis.sizes)  # type: ignore[misc]
+        self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
+        self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
+        self.register_buffer("rows", like.new_zeros(0, size))
+        self.register_buffer("gram", like.new_zeros(*batch_shape, size, size))
+        self.register_buffer("pull", like.new_zeros(*batch_shape, size))
+        self.register_buffer("anchor", like.new_zeros(0, 0))
+        self.register_buffer("fingerprints", torch.zeros(3, 0, dtype=torch.int64, device=like.device))
+        self._unsummed: Optional[tuple[Tensor, Optional[Tensor]]] = None  # Φ of all data, not summed yet, and its L
+
+    def order_of(self, found: Tensor, name: str) -> Optional[Tensor]:
+        """The sites' numbers of data in the order of a call, ``(N,)``; ``None`` if it is theirs, or not known.
+
+        The inputs tell, with observations or without (they may have changed). Inputs that move with parameters, such
+        as a network's outputs, are of the rows that the model's arguments say.
+
+        :param found: the data's :attr:`fingerprints` in that call; 0 where there are none.
+        :raises ValueError: if these are other data.
+        """
+        known = self.fingerprints.to(found.device)
+        if not known.numel():
+            return None
+        told = bool(known[1].any() and found[1].any())
+        for columns in ([0, 1, 2], [0, 2], [0], *([[1, 2], [1]] if told else [])):
+            if torch.equal(known[columns], found[columns]):
+                return None
+            order = find_permutation(known[columns].mT, found[columns].mT)
+            if order is not None:
+                return order
+        if not told and found[2].any() and torch.equal(known[2], found[2]):
+            return None
+        raise ValueError(
+            f"GP site {name!r} has sites of {known.shape[-1]} data, and this call brings as many that are others: a "
+            "site belongs to its datum. Give the same data, in whatever order; or, if they cannot be known by their "
+            "values, their row numbers, ep.step(..., indices=rows); for other data, make a new guide."
+        )
+
+    @property
+    def empty(self) -> bool:
+        """Whether no site was ever refined."""
+        return self.precision.shape[-1] == 0
+
+    def forward(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        """The posterior of ``process``, at its inputs and under its hyperparameters."""
+        features = self.basis(process.kernel, process.jitter, name)
+        self.settle()
+        gram, pull = self._seen_from(features.anchor)
+        return kind(process, features, from_natural(gram, pull, features.sizes, None, name), name)
+
+    def _seen_from(self, anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        """Σ νφφᵀ and Σ bφ of the same sites under another L."""
+        if anchor is None or not self.anchor.numel():
+            return self.gram, self.pull
+        turn = solve_lower(self.anchor, anchor)  # w there is this times w here
+        return turn.mT @ self.gram @ turn, (turn.mT @ self.pull[..., None])[..., 0]
+
+    def _as_rows(self, phi: Tensor, anchor: Optional[Tensor]) -> Tensor:
+        if anchor is None:
+            return phi
+        return torch.linalg.solve_triangular(anchor, phi, upper=False, left=False)
+
+    def features_of(self, rows: Tensor) -> Tensor:
+        """Rows υ as features φ under the L of :attr:`gram`."""
+        return rows @ self.anchor if self.anchor.numel() else rows
+
+    @torch.no_grad()
+    def keep_all(self, phi: Tensor, anchor: Optional[Tensor], precision: Tensor, linear: Tensor) -> None:
+        """Take over sites of all data at once; their sums are taken when they are asked for."""
+        self.precision, self.linear = precision, linear
+        self._unsummed = phi, anchor
+
+    @torch.no_grad()
+    def keep_some(self, index: Tensor, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the sites of some data in the place of those they had.
+
+        :param index: their row numbers, distinct, ``(B,)``.
+        :param phi: their features under the L of :attr:`gram`.
+        :returns: what this adds to P, ``(..., M, M)``, and to Pm, ``(..., M)``: still to be added.
+        """
+        old = self.features_of(self.rows[..., index, :])
+        gram = weighted_gram(phi, precision) - weighted_gram(old, self.precision[..., index])
+        pull = phi.mT @ linear[..., None] - old.mT @ self.linear[..., index, None]
+        self.rows[..., index, :] = self._as_rows(phi, self.anchor if self.anchor.numel() else None)
+        self.precision[..., index] = precision
+        self.linear[..., index] = linear
+        return gram, pull[..., 0]
+
+    @torch.no_grad()
+    def make_room(self, num: int, phi: Tensor, anchor: Optional[Tensor]) -> None:
+        """Have sites for ``num`` data, none of them refined yet, seen from ``anchor``.
+
+        :param phi: features of some of them: of their shape but for the number.
+        """
+        self._unsummed = None
+        self.precision = phi.new_zeros(*self.batch_shape, num)
+        self.linear = torch.zeros_like(self.precision)
+        self.gram, self.pull = torch.zeros_like(self.gram), torch.zeros_like(self.pull)
+        self.rows = phi.new_zeros(*phi.shape[:-2], num, phi.shape[-1])
+        self.fingerprints = self.fingerprints[:, :0]
+        if anchor is not None:
+            self.anchor = anchor
+
+    @torch.no_grad()
+    def look_from(self, anchor: Optional[Tensor]) -> None:
+        """Have :attr:`gram` and :attr:`pull` as they are seen from ``anchor``."""
+        self.settle()
+        self.gram, self.pull = self._seen_from(anchor)
+        if anchor is not None:
+            self.anchor = anchor
+
+    def sums(self, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ νφφᵀ and Σ bφ, of the batch's shape."""
+        gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
+        return gram.expand(self.gram.shape), pull.expand(self.pull.shape)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the sums that are due."""
+        if self._unsummed is not None:
+            phi, anchor = self._unsummed
+            self._unsummed = None
+            self.gram, self.pull = self.sums(phi, self.precision, self.linear)
+            self.rows = self._as_rows(phi, anchor)
+            self.anchor = phi.new_zeros(0, 0) if anchor is None else anchor
+
+    def spec(self) -> dict[str, Any]:
+        """What is needed to make the module anew before its state is loaded, in plain Python."""
+        return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.settle()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
+        dtype = self.gram.dtype
+        super()._apply(*args, **kwargs)
+        if self.gram.dtype != dtype:  # so will be the data's
+            self.fingerprints = self.fingerprints[:, :0]
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return super().__getstate__()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._unsummed = None
+        state_dict.setdefault(prefix + "fingerprints", self.fingerprints[:, :0])  # older files have none
+        for name in _BUFFERS:
+            if prefix + name in state_dict:
+                setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def require_refined(modules: Mapping[str, Any], predicting: Callable[[], bool]) -> None:
+    """Raise if a module has no sites yet: what it gives is the prior, which would pass for a posterior.
+
+    :param modules: of GP sites, by name.
+    :param predicting: asked only then: whether a posterior is wanted.
+    """
+    for name, module in modules.items():
+        if isinstance(module, ExpectationGP) and module.empty and predicting():
+            raise ValueError(
+                f"GP site {name!r} has the family {module.family['name']}, and no data were learned from yet: its "
+                "posterior is that of no step. Take one first, "
+                "ExpectationPropagation(model, guide, optim).step(x, y), or load the state of a guide that took some."
+            )

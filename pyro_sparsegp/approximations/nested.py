@@ -1,0 +1,114 @@
+"""Variational modules of paper 1 (Shi, Titsias and Mnih, 2020) that are more than a basis times a free Gaussian."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+
+from ..bases import Basis, InducingPoints
+from ..bases.conditional import ConditionalFeatures
+from ..bases.decoupled import DecoupledFeatures
+from ..bases.inducing import InducingFeatures
+from ..gaussians import Coefficients, DenseFactor, Product, ShiftFactor, optimal
+from ..gaussians.conditional import ConditionalFactor
+from ..gaussians.sites import Sites
+from ..posterior.drawing import ExpectedSite
+from ..posterior.sparse_posterior import SparsePosterior
+from ..process import GaussianProcess
+from .sparse_gp import OptimalGP, SparseGP, same_rows
+
+__all__ = ["ConditionalGP", "DecoupledGP", "SemiCollapsedGP"]
+
+
+class DecoupledGP(SparseGP):
+    """Inducing points Z with a free q(w), and a mean c(x, O)a of points O.
+
+    :param basis: Z.
+    :param means: O, one set.
+    :param num_columns: how many columns of K_OO a training step takes.
+    """
+
+    def __init__(
+        self,
+        basis: InducingPoints,
+        means: InducingPoints,
+        coefficients: Coefficients,
+        batch_shape: Sequence[int],
+        family: dict[str, Any],
+        num_columns: int,
+        like: Tensor,
+    ) -> None:
+        super().__init__(basis, coefficients, batch_shape, family)
+        self.weights: Any
+        self.means, self.num_columns = means, num_columns
+        self.weights = PyroParam(like.new_zeros(*batch_shape, sum(means.sizes)))
+
+    def forward(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        inducing = self.basis(process.kernel, process.jitter, name)
+        q = self.coefficients(inducing.anchor if self.coefficients.anchored else None)
+        (means,) = self.means.variables()
+        features = DecoupledFeatures(inducing, means, self.weights, self.num_columns)
+        estimate = features.estimate if issubclass(kind, ExpectedSite) else features.square
+        shift = ShiftFactor(features.square, estimate, features.pull.shape[:-1])
+        whole = Product((*q.sizes, 1), [*q.factors, shift], [*q.groups, (len(q.sizes),)])
+        return kind(process, features, whole, name)
+
+    def spec(self) -> dict[str, Any]:
+        """What is needed to make the module anew before its state is loaded, in plain Python."""
+        return super().spec() | {"means": self.means.spec()}
+
+
+class SemiCollapsedGP(OptimalGP):
+    """Nested inducing points whose first set has the posterior that is optimal for the sites and for the other sets'.
+
+    q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂ (paper 1,
+    eq. 9 and appendix C).
+
+    :param others: the free posterior of the other sets.
+    """
+
+    def __init__(self, basis: Basis, others: Coefficients, *args: Any, **kwargs: Any) -> None:
+        super().__init__(basis, False, *args, **kwargs)
+        self.others = others
+
+    def given(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
+    ) -> SparsePosterior:
+        features = self.basis(process.kernel, process.jitter, name)
+        phi = features(sites.inputs)
+        others = self.others()
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
+            linear = sites.linear - sites.precision * others.mean(phi[1:])
+            first = optimal(phi[:1], sites.precision, linear, None, name)
+        groups = [(0,), *(tuple(block + 1 for block in group) for group in others.groups)]
+        q = Product((*first.sizes, *others.sizes), [*first.factors, *others.factors], groups)
+        return kind(process, features, q, name, sites, phi if same_rows(sites.inputs, process.x) else None)
+
+
+class ConditionalGP(OptimalGP):
+    """Inducing points whose posterior depends on what is left of f, q(w | r) = p(w | r, z) (paper 1, appendix A)."""
+
+    def __init__(self, basis: Basis, *args: Any, **kwargs: Any) -> None:
+        super().__init__(basis, False, *args, **kwargs)
+
+    def given(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
+    ) -> SparsePosterior:
+        inducing = self.basis(process.kernel, process.jitter, name)
+        assert isinstance(inducing, InducingFeatures)
+        (phi,) = inducing(sites.inputs)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
+            (head,) = optimal([phi], sites.precision, sites.linear, None, name).factors
+            assert isinstance(head, DenseFactor)
+            # B = ΛΦP⁻¹: E[w | r] = m − Bᵀr(X).
+            weights = sites.precision[..., None] * (phi @ head.tril @ head.tril.mT)
+        features = ConditionalFeatures(inducing, sites.inputs, weights, phi, name)
+        q = Product((*head.loc.shape[-1:], *head.loc.shape[-1:]), [ConditionalFactor(head, features.root)], [(0, 1)])
+        known = features.known if same_rows(sites.inputs, process.x) else None
+        return kind(process, features, q, name, sites, known)

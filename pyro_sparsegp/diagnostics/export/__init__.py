@@ -1,0 +1,1 @@
+"""Posteriors as ArviZ's trees."""

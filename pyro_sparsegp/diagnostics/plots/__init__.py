@@ -1,0 +1,1 @@
+"""Pictures that ArviZ does not have."""

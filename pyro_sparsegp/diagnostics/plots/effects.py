@@ -1,0 +1,163 @@
+"""Partial-effect plots of additive models: each effect with its interval, and a rug of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ...kernels import Categorical, Constant, White
+from ...kernels import base as kernel_base
+from ...posterior.sparse_posterior import SparsePosterior
+from ..export.arguments import require_posterior
+
+__all__ = ["plot_effects"]
+
+_MAP = 40  # points along each side of a map
+
+
+@torch.no_grad()
+def plot_effects(
+    posterior: SparsePosterior,
+    names: Optional[Sequence[str]] = None,
+    *,
+    columns: Optional[Sequence[str]] = None,
+    prob: float = 0.95,
+    num: int = 200,
+    rug: bool = True,
+    transform: Optional[Callable[[Tensor], Tensor]] = None,
+    num_columns: int = 3,
+) -> Any:
+    """The effects of a kernel's terms, as users of generalised additive models know them.
+
+    A term of one column is a curve of its mean with a band of central marginal intervals; of a factor's codes
+    (:class:`~pyro_sparsegp.kernels.Categorical`) points with intervals, of a factor and another column a curve for each
+    level; of two columns a map of the mean with lines of the standard deviation. Other terms, such as constants, are
+    left out. The inputs of ``posterior`` give the ranges and the rug.
+
+    :param posterior: of a GP site with an additive kernel, such as ``guide.posterior(x)["f"]``.
+    :param names: of the terms to show, by default all that can be shown.
+    :param columns: names of the input columns, for the axes.
+    :param prob: of the intervals.
+    :param num: points of a curve.
+    :param rug: whether to mark the inputs.
+    :param transform: increasing; of means and ends of intervals, such as ``torch.exp`` for effects on a log rate.
+    :param num_columns: plots side by side.
+    :returns: a matplotlib figure.
+    :raises ValueError: naming a term that cannot be shown, for several outputs, or for anything but a posterior.
+    """
+    require_posterior("plot_effects", posterior)
+    if posterior.batch_shape:
+        raise ValueError(
+            f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}; plot_effects is for a single one"
+        )
+    if not 0 < prob < 1:
+        raise ValueError(f"plot_effects' prob must be between 0 and 1, got {prob}")
+    x, parts = posterior.process.x, posterior.components
+    labels = [f"x{i}" for i in range(x.shape[-1])] if columns is None else list(columns)
+    if len(labels) != x.shape[-1]:
+        raise ValueError(f"plot_effects' columns names {len(labels)} columns, the inputs have {x.shape[-1]}")
+    read = {name: _columns(part) for name, part in parts.items()}
+    if names is None:
+        names = [name for name in parts.names if len(read[name]) in (1, 2)]
+    for name in names:
+        if len(_columns(parts[name])) not in (1, 2):
+            raise ValueError(f"term {name!r} reads {len(read[name])} columns; plot_effects shows terms of one or two")
+    if not names:
+        raise ValueError(f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}")
+    import matplotlib.pyplot as plt
+
+    rows = -(-len(names) // num_columns)
+    wide = min(num_columns, len(names))
+    figure, axes = plt.subplots(rows, wide, figsize=(4 * wide, 3 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    quantile = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor((1 + prob) / 2)))
+    change = transform or (lambda value: value)
+
+    def interval(name: str, at: Tensor) -> list[Any]:
+        part = parts[name].at(at)
+        spread = quantile * part.stddev
+        return [change(value).cpu().numpy() for value in (part.mean, part.mean - spread, part.mean + spread)]
+
+    for name, axis in zip(names, axes.flat):
+        column, *others = read[name]
+        codes = _codes(parts[name].process.kernel)
+        axis.set_title(name)
+        if others and not codes:
+            _map(axis, parts[name], x, (column, others[0]), change, rug)
+            axis.set(xlabel=labels[column], ylabel=labels[others[0]])
+            continue
+        if others and codes:
+            by = next(iter(codes))
+            column = next(c for c in (column, *others) if c != by)
+            for level in x[:, by].unique():
+                at = _line(x, column, num)
+                at[:, by] = level
+                _band(axis, at[:, column], interval(name, at), f"{labels[by]} = {float(level):g}")
+            axis.legend(fontsize="small")
+        elif codes:
+            levels = x[:, column].unique()
+            at = x[:1].repeat(len(levels), 1)
+            at[:, column] = levels
+            mean, low, high = interval(name, at)
+            axis.errorbar(at[:, column].cpu(), mean, [mean - low, high - mean], fmt="o", capsize=3)
+            axis.set_xticks(levels.cpu().numpy())
+        else:
+            at = _line(x, column, num)
+            _band(axis, at[:, column], interval(name, at), None)
+        if rug and column not in codes:
+            ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
+            axis.plot(x[:, column].cpu(), torch.zeros(len(x)), "|", **ticks)
+        axis.set_xlabel(labels[column])
+    return figure
+
+
+def _line(x: Tensor, column: int, num: int) -> Tensor:
+    at = x[:1].repeat(num, 1)
+    low, high = x[:, column].min(), x[:, column].max()
+    at[:, column] = low + (high - low) * torch.linspace(0, 1, num, dtype=x.dtype, device=x.device)
+    return at
+
+
+def _band(axis: Any, at: Tensor, interval: list[Any], label: Optional[str]) -> None:
+    mean, low, high = interval
+    (line,) = axis.plot(at.cpu(), mean, label=label)
+    axis.fill_between(at.cpu(), low, high, color=line.get_color(), alpha=0.25, lw=0)
+
+
+def _map(axis: Any, part: SparsePosterior, x: Tensor, columns: tuple[int, int], change: Callable, rug: bool) -> None:
+    lines = [_line(x, column, _MAP)[:, column] for column in columns]
+    at = x[:1].repeat(_MAP**2, 1)
+    at[:, columns[0]], at[:, columns[1]] = (part.flatten() for part in torch.meshgrid(*lines, indexing="ij"))
+    part = part.at(at)
+    mean, spread = (value.reshape(_MAP, _MAP).T.cpu() for value in (change(part.mean), part.stddev))
+    a, b = (line.cpu() for line in lines)
+    shown = axis.contourf(a, b, mean, levels=15)
+    axis.figure.colorbar(shown, ax=axis)
+    axis.clabel(axis.contour(a, b, spread, levels=4, colors="w", linewidths=0.7), fontsize="x-small")
+    if rug:
+        axis.plot(x[:, columns[0]].cpu(), x[:, columns[1]].cpu(), ".", color="k", ms=1, alpha=0.3)
+
+
+def _columns(part: SparsePosterior) -> tuple[int, ...]:
+    kernel = part.process.kernel
+    read = kernel_base.columns(kernel)
+    if read is not None:
+        return read
+    while isinstance(kernel, kernel_base.Scaled):
+        kernel = kernel.kernel
+    return () if isinstance(kernel, (Constant, White)) else tuple(range(part.process.x.shape[-1]))
+
+
+def _codes(kernel: Any) -> set[int]:
+    """The columns that hold codes of a factor."""
+    if isinstance(kernel, kernel_base.Scaled):
+        return _codes(kernel.kernel)
+    if isinstance(kernel, kernel_base.Select):
+        return {kernel.dims[column] for column in _codes(kernel.kernel)}
+    if isinstance(kernel, kernel_base.Product):
+        return set().union(*map(_codes, kernel.factors))
+    return {0} if isinstance(kernel, Categorical) else set()

@@ -1,0 +1,142 @@
+"""How well a posterior predicts data: proper scores, PIT and coverage of each observation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..export import backend
+from ..export.draws import seeded
+from ..export.labels import Labels, attributes
+from ..export.sources import as_source, observed_site
+from .scorers import Scorer, scorer_for
+
+__all__ = ["PredictiveScores", "predictive_scores"]
+
+_SCORES = ("log_score", "crps", "rps", "brier")
+
+
+@dataclass(frozen=True)
+class PredictiveScores:
+    """Scores of each observation.
+
+    :param tree: ``xarray.DataTree`` with the group ``predictive_scores``: ``log_score`` (nats, larger is better),
+        ``crps`` (in the data's units, smaller is better) and ``pit``, each a value an observation. Ordered classes have
+        ``rps``, the ranked probability score, in place of ``crps``; classes without an order have ``brier``, the Brier
+        score from 0 to 2, and in place of ``pit`` ``set_level``, the probability of the smallest set of classes, the
+        most probable first, that holds the observation.
+        ``plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=[...])`` draws the PIT.
+    :param method: "gaussian", "bernoulli", "ordered", "categorical", "draws" or "log score": how they were found.
+    :param probs: the probabilities of the central intervals, or sets of classes.
+    """
+
+    tree: Any
+    method: str
+    probs: tuple[float, ...]
+
+    @property
+    def pointwise(self) -> Any:
+        """The scores as an ``xarray.Dataset``."""
+        return self.tree["predictive_scores"].to_dataset()
+
+    @property
+    def _levels(self) -> Any:
+        """The probability of the smallest interval, or set of classes, that holds each observation."""
+        if "set_level" in self.pointwise:
+            return self.pointwise["set_level"].values.ravel()
+        if "pit" in self.pointwise:
+            return 2 * np.abs(self.pointwise["pit"].values.ravel() - 0.5)
+        return None
+
+    def coverage(self, prob: float) -> float:
+        """The share of observations within their central interval, or set of classes, of that probability."""
+        if self._levels is None:
+            raise ValueError(f"there are no intervals of these observations, only {list(self.pointwise.data_vars)}")
+        return float((self._levels <= prob).mean())
+
+    @property
+    def summary(self) -> Any:
+        """Means over observations with their standard errors, a ``pandas.DataFrame``."""
+        import pandas as pd
+
+        columns = {name: self.pointwise[name].values.ravel() for name in _SCORES if name in self.pointwise}
+        if self._levels is not None:
+            columns |= {f"coverage_{100 * prob:g}%": (self._levels <= prob).astype(float) for prob in self.probs}
+        rows = {name: (values.mean(), values.std() / math.sqrt(values.size)) for name, values in columns.items()}
+        return pd.DataFrame.from_dict(rows, orient="index", columns=["mean", "se"])
+
+    def __repr__(self) -> str:
+        return f"PredictiveScores(method={self.method!r})\n{self.summary}"
+
+
+def predictive_scores(
+    model: Callable,
+    guide: Any,
+    *args: Any,
+    num_samples: int = 100,
+    probs: Sequence[float] = (0.5, 0.9, 0.95),
+    var_name: Optional[str] = None,
+    ordered: Optional[bool] = None,
+    chunk_size: int = 8192,
+    seed: Optional[int] = None,
+    **kwargs: Any,
+) -> PredictiveScores:
+    """Scores of a posterior's predictions of observations: held-out ones, or the training data.
+
+    The predictive density is p(y | data) = E_{q(θ)} ∫ p(y | f, θ) q(f | θ) df: function values are integrated in
+    closed form or by quadrature, and only hyperparameters are drawn. Where the likelihood is normal with a mean linear
+    in f, so that predictions are mixtures of normals, CRPS and PIT are in closed form, too (Grimit, Gneiting, Berrocal
+    and Johnson, 2006, eq. 5); so they are for a Bernoulli likelihood. Classes (``Categorical``) have predictive
+    probabilities, and of these the ranked probability score where they are ordered (Epstein, 1969), the Brier score
+    where they are not (Brier, 1950). Otherwise scores come from a draw of y for each of θ and f: take more samples
+    there.
+
+    The PIT of discrete data is randomised (Czado, Gneiting and Held, 2009), and with the PIT goes coverage: an
+    observation is within the central interval of probability p if |PIT − ½| ≤ p/2. Classes without an order have sets
+    in place of intervals.
+
+    Scores are streamed over draws: memory is O(N), or O(S·N) with draws of y.
+
+    :param model: the model.
+    :param guide: a fitted guide, an object that has one, or an ``MCMC`` that has run on the training data.
+    :param args: the model's arguments with observations. With as many rows as there were in training, latents under
+        the data plate are taken for the training rows'.
+    :param num_samples: S, draws of hyperparameters; one will do where there are none.
+    :param probs: of the central intervals in the summary.
+    :param var_name: the observed site, where there are several.
+    :param ordered: whether classes have an order; by default those of ``OrderedLogistic`` have.
+    """
+    xr = backend.xarray()
+    if not all(0 < prob < 1 for prob in probs):
+        raise ValueError(f"probs must lie strictly between 0 and 1, got {list(probs)}")
+    source = as_source(model, guide, args, kwargs, chunk_size=chunk_size, marginal=True)
+    site = observed_site(source, var_name)
+    with seeded(seed), torch.no_grad():
+        scorer: Optional[Scorer] = None
+        for _ in range(num_samples):
+            draw = source.draw()
+            log_density = source.densities(draw).integrated[site]
+            if scorer is None:
+                scorer = scorer_for(source, draw, site, ordered)
+            scorer.add(draw, log_density.double())
+        if scorer is None:
+            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        values = scorer.finish()
+    labels = Labels(None, None)
+    labels.learn(draw.data)
+    mask = draw.data[site]["mask"]
+    dims = labels.of(site, log_density.shape)
+    arrays = {name: value.cpu().numpy() for name, value in values.items()}
+    # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
+    more = {name: [f"{site}_output_{i}" for i in range(a.ndim - len(dims))] for name, a in arrays.items()}
+    dataset = labels.dataset({name: ([*dims, *more[name]], a) for name, a in arrays.items()}, sampled=False)
+    if isinstance(mask, Tensor) and log_density.dim() == 1:
+        dataset = dataset.isel({dims[0]: np.flatnonzero(mask.expand(log_density.shape).cpu().numpy())})
+    dataset = dataset.assign_attrs(attributes(observed=site, method=scorer.method, posterior=source.name))
+    return PredictiveScores(xr.DataTree.from_dict({"predictive_scores": dataset}), scorer.method, tuple(probs))

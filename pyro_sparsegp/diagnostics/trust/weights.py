@@ -1,0 +1,198 @@
+"""Importance weights of posterior draws, smoothed, with the k-hat that says whether they are of use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+import numpy as np
+
+from ..export import backend
+from ..export.arguments import guide_of, is_tree, kind_of, require_tree
+from ..export.tree import to_datatree
+
+__all__ = ["PSIS", "TARGETS", "log_weights_of", "psis", "resample"]
+
+TARGETS = ("vfe", "fitc", "exact")
+LIMIT = 0.7
+
+
+@dataclass(frozen=True)
+class PSIS:
+    """Pareto-smoothed importance weights of the draws of a tree.
+
+    :param log_weights: ``xarray.DataArray`` ``(chain, draw)``, normalised over all draws.
+    :param pareto_k: k-hat of each chain's weights, ``xarray.DataArray`` ``(chain,)``; −∞ where all weights are equal.
+        It does not see what q's draws leave out (:func:`psis`).
+    :param target: what the draws are weighted towards.
+    :param good_k: min(1 − 1/log₁₀ S, 0.7), up to which the weights may be relied on.
+    """
+
+    log_weights: Any
+    pareto_k: Any
+    target: str
+    good_k: float
+
+    @property
+    def khat(self) -> float:
+        """The largest k-hat of a chain. A q that is too narrow may have a low one (:func:`psis`)."""
+        return float(self.pareto_k.max())
+
+    @property
+    def ess(self) -> float:
+        """1/Σw², the effective number of draws."""
+        return float(np.exp(-np.logaddexp.reduce(2 * self.log_weights.values.ravel())))
+
+    def require(self) -> None:
+        """Raise unless k-hat is at most 0.7.
+
+        :raises ValueError: naming the target, and what to do.
+        """
+        if not self.khat <= LIMIT:
+            remedy = {
+                "vfe": "train longer, restart, or take a richer family (a full covariance, no mean field)",
+                "fitc": "train by expectation propagation, or take more inducing points",
+                "exact": "take more inducing points or another basis; then train longer, or take a richer family",
+            }[self.target]
+            raise ValueError(
+                f"k-hat towards the target {self.target!r} is {self.khat:.2f}, above {LIMIT}: the posterior is too far "
+                f"from the target for importance weights to mend. To come closer: {remedy}."
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"PSIS(target={self.target!r}, khat={self.khat:.2f}, good_k={self.good_k:.2f}, "
+            f"ess={self.ess:.0f} of {self.log_weights.size})"
+        )
+
+
+def psis(tree_or_model: Any, *args: Any, target: Optional[str] = None, **kwargs: Any) -> PSIS:
+    """Pareto-smoothed importance weights of a posterior's draws, and their k-hat.
+
+    ``psis(tree, target=...)`` of a tree made by :func:`to_datatree`, or ``psis(model, guide, *args, target=...,
+    num_samples=...)``, which makes one. k-hat speaks of one target only:
+
+    * "vfe" (default): p(θ) p(w) exp Σₙ E[log p(yₙ | fₙ) | w]. Sees what the family and the optimiser lack, at the cost
+      of a prediction; blind to too few inducing points.
+    * "fitc": p(θ) p(w) Πₙ ∫ p(yₙ | fₙ) p(fₙ | w) dfₙ, which expectation propagation aims at.
+    * "exact": p(θ) p(w) p(y | w, θ), the model itself, in O(N³); sees the sparse approximation, too.
+
+    k-hat is of the weights at q's own draws: where these never come it sees nothing. A q that is too narrow, as
+    mean-field posteriors of intercepts and random effects beside f are, can have a low one: 0.39 and 0.54 where an
+    intercept's standard deviation under q was a tenth and an eighth of the posterior's. A low k-hat says that weights
+    may be relied on for what q covers, not that q is as wide as the posterior: :func:`sbc` of that latent or NUTS on
+    part of the data say so. Coverage of held-out data need not, for f makes up for the intercept in predictions.
+
+    (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
+
+    :raises ValueError: for MCMC draws, which need no weights, or where the tree was made for another target.
+    """
+    tree = _tree(tree_or_model, args, target, kwargs)
+    target = target or tree.sample_stats.attrs["target"]
+    raw = log_weights_of(tree, target)
+    xr = backend.xarray()
+    # Weights of several chains: each towards the same p, from a q of its own.
+    smoothed = np.stack([backend.smooth(chain)[0] + _log_mean(chain) for chain in raw.values])
+    khats = [backend.smooth(chain)[1] for chain in raw.values]
+    smoothed = smoothed - np.logaddexp.reduce(smoothed.ravel())
+    size = raw.sizes["draw"]
+    return PSIS(
+        raw.copy(data=smoothed),
+        xr.DataArray(khats, dims=["chain"], coords={"chain": raw.chain}),
+        target,
+        min(1 - 1 / np.log10(size), LIMIT) if size > 10 else 0.0,
+    )
+
+
+def resample(
+    tree: Any, weights: Union[PSIS, str, None] = None, num_samples: Optional[int] = None, seed: Optional[int] = None
+) -> Any:
+    """A tree of draws drawn anew by their importance weights: closer to the target than the posterior is.
+
+    Stratified, without replacement of strata, so that a draw of weight w appears ⌊Sw⌋ or ⌈Sw⌉ times. All chains become
+    one; ``sample_stats``, ``lp`` and ``log_q`` among them, goes, for the new draws are from neither.
+
+    :param weights: of :func:`psis`, or a target; by default the tree's own.
+    :param num_samples: how many; as many as there are, if not given.
+    :raises ValueError: if k-hat is above 0.7.
+    """
+    require_tree("resample", tree)
+    found = weights if isinstance(weights, PSIS) else psis(tree, target=weights)
+    found.require()
+    chains, draws = found.log_weights.shape
+    num = chains * draws if num_samples is None else num_samples
+    edges = np.cumsum(np.exp(found.log_weights.values.ravel()))
+    points = (np.arange(num) + np.random.default_rng(seed).uniform()) / num * edges[-1]
+    chosen = np.minimum(np.searchsorted(edges, points, side="right"), chains * draws - 1)
+    chain, draw = np.unravel_index(chosen, (chains, draws))
+    xr = backend.xarray()
+    index = {name: xr.DataArray(values, dims="draw") for name, values in (("chain", chain), ("draw", draw))}
+    datasets = {}
+    for name, group in tree.children.items():
+        dataset = group.to_dataset()
+        if name == "sample_stats":
+            continue
+        if "draw" in dataset.dims and name != "vi_history":  # whose draws are iterates
+            dataset = dataset.isel(index).drop_vars(["chain", "draw"]).expand_dims(chain=[0])
+            dataset = dataset.assign_coords(draw=np.arange(num)).assign_attrs(resampled_towards=found.target)
+            dataset = dataset.transpose("chain", "draw", ...)
+        datasets[name] = dataset
+    return xr.DataTree.from_dict(datasets, name=tree.name)
+
+
+def log_weights_of(tree: Any, target: str) -> Any:
+    """log p − log q of a tree's draws towards a target, ``xarray.DataArray`` ``(chain, draw)``.
+
+    :raises ValueError: where the tree does not have it.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
+    stats = tree.children.get("sample_stats")
+    if stats is None or "lp" not in stats:
+        raise ValueError("the tree has no lp in sample_stats: make it by to_datatree with log_likelihood=True")
+    if "log_q" not in stats:
+        raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")
+    own = stats.attrs["target"]
+    name = "lp" if target == ("exact" if own == "exact" else "vfe") else f"lp_{target}"
+    if name in stats:
+        _require_finite(name, target, stats[name].values)
+        return stats[name] - stats["log_q"]
+    raise ValueError(
+        f"the tree has draws and densities for the target {own!r}, not for {target!r}"
+        + (": make it by to_datatree(..., exact=True), in O(N³) a draw." if target == "exact" else ".")
+    )
+
+
+def _require_finite(name: str, target: str, values: np.ndarray) -> None:
+    bad = ~np.isfinite(values)
+    if not bad.any():
+        return
+    why = "the log densities under the posterior's draws are not finite"
+    if target == "vfe":
+        why = (
+            "E[log p(y | f)] is infinite where the likelihood has no density at some function values that the "
+            'posterior allows; the target "fitc" takes integrated densities'
+        )
+    raise ValueError(
+        f"{name}, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "
+        f"draws: {why}. Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
+    )
+
+
+def _tree(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]) -> Any:
+    if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
+        if args or kwargs:
+            raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")
+        return tree_or_model
+    if not callable(tree_or_model) or not args or guide_of(tree_or_model) is not None:
+        raise ValueError(
+            "give a tree made by to_datatree, or model, guide and the training arguments, in this order: "
+            f"(model, guide, x, y); got {kind_of(tree_or_model)} first and {len(args)} more"
+        )
+    kwargs.setdefault("exact", target == "exact")
+    kwargs.setdefault("posterior_predictive", False)
+    return to_datatree(tree_or_model, *args, **kwargs)
+
+
+def _log_mean(values: np.ndarray) -> float:
+    return float(np.logaddexp.reduce(values) - np.log(values.size))

@@ -1,0 +1,104 @@
+"""Gaussians over the coefficients of a basis. They know blocks of numbers, never a kernel.
+
+A module owns the variational parameters; calling it gives a fresh, disposable :class:`Gaussian` q(w) = N(m, S)
+over blocks w_b, to be held against the prior N(0, I).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Optional
+
+import torch
+from torch import Tensor
+
+from ..modules import AbstractModule
+from ..numerics.linalg import sum_blocks
+
+__all__ = ["Coefficients", "Gaussian"]
+
+
+class Gaussian(ABC):
+    """q(w) = N(m, S), held against N(0, I). Φ is a list of blocks ``(..., N, M_b)``."""
+
+    sizes: tuple[int, ...]
+    batch_shape: torch.Size
+
+    @property
+    @abstractmethod
+    def loc(self) -> list[Tensor]:
+        """m, a block ``(..., M_b)`` each."""
+
+    def mean(self, features: Sequence[Tensor]) -> Tensor:
+        """Φm, ``(..., N)``."""
+        return sum_blocks(features, self.loc)
+
+    @abstractmethod
+    def variance_change(self, features: Sequence[Tensor]) -> Tensor:
+        """diag(Φ(S − I)Φᵀ), ``(..., N)``: what the posterior changes of the prior's variance."""
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Φm and diag(Φ(S − I)Φᵀ) together, which a Gaussian may have at a lower cost than one by one."""
+        return self.mean(features), self.variance_change(features)
+
+    @abstractmethod
+    def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
+        """Φ(S − I)Φᵀ, ``(..., N, N)``."""
+
+    @abstractmethod
+    def kl(self) -> Tensor:
+        """KL[N(m, S) ‖ N(0, I)] in nats, of the batch's shape."""
+
+    @abstractmethod
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        """Draws of w, a block ``(*shape, M_b)`` each; ``shape`` ends in the batch's shape."""
+
+    @abstractmethod
+    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+        """log q(w) − log N(w; 0, I)."""
+
+    def log_ratio_at(self, w: Sequence[Tensor], f: Tensor) -> Tensor:
+        """log dq/dp at a draw with coefficients w and centred values f at the process's inputs."""
+        return self.log_ratio(w)
+
+    @abstractmethod
+    def marginal(self, blocks: Sequence[int]) -> Gaussian:
+        """q of some of the blocks."""
+
+    @property
+    @abstractmethod
+    def covariance_matrix(self) -> Tensor:
+        """S, ``(..., M, M)``, formed: for inspection and tests, no family calls it in training."""
+
+
+class Coefficients(AbstractModule):
+    """A module that owns the parameters of a :class:`Gaussian` and builds it when called.
+
+    :param sizes: the sizes of the blocks of w.
+    :param batch_shape: independent copies, one for each output.
+    :param like: a tensor of the dtype and device wanted.
+    """
+
+    @abstractmethod
+    def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
+        super().__init__()
+
+    anchored: ClassVar[bool] = False  # whether it is about u = Lw
+
+    def put(self, name: str, value: Tensor) -> None:
+        """Give a parameter a value, in the parameter's own shape, dtype and device."""
+        current = getattr(self, name)
+        setattr(self, name, value.to(current).expand(current.shape))
+
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        """Put q where training starts, for a guide's first call.
+
+        :param anchor: L, as for :meth:`forward`.
+        :param features: √λ·Φ at inputs of that call, a block ``(..., n, M_b)`` each, for a covariance near
+            (I + λΦᵀΦ)⁻¹; ``None`` for the prior's.
+        """
+
+    @abstractmethod
+    def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:
+        """q(w); ``anchor`` is L, ``(..., M, M)``, of the run's :attr:`Features.anchor`, for those that want it."""

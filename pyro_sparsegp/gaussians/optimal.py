@@ -1,0 +1,109 @@
+"""The Gaussian over coefficients that is optimal for given Gaussian sites."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..numerics.linalg import cholesky, side_by_side, solve_lower
+from .product import DenseFactor, Factor, Product
+
+__all__ = ["PrecisionFactor", "from_natural", "optimal", "weighted_gram"]
+
+
+class PrecisionFactor(DenseFactor):
+    """S = (LLᵀ)⁻¹, with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a triangular solve.
+
+    :param factor: L, ``(..., M, M)``.
+    """
+
+    def __init__(self, loc: Tensor, factor: Tensor) -> None:
+        eye = torch.eye(loc.shape[-1], dtype=factor.dtype, device=factor.device)
+        super().__init__(loc, solve_lower(factor, eye).mT)
+        self.factor = factor
+
+    def unscale(self, v: Tensor) -> Tensor:
+        return (self.factor.mT @ v[..., None])[..., 0]
+
+
+class _WeightedGram(torch.autograd.Function):
+    """ΦᵀΛΦ of an unbatched Φ. Its gradient is symmetric: the way back is one product with Φ, autograd's own two."""
+
+    @staticmethod
+    def forward(phi: Tensor, weights: Tensor) -> Tensor:
+        return phi.mT @ (phi * weights[:, None])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        phi, weights = ctx.saved_tensors
+        half = phi @ (grad + grad.mT)  # differentiable again, as the rest
+        by_weights = 0.5 * (half * phi).sum(-1) if ctx.needs_input_grad[1] else None
+        return half * weights[:, None], by_weights
+
+
+def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
+    """ΦᵀΛΦ, ``(..., M, M)``, for Φ ``(..., N, M)`` and the diagonal of Λ ``(..., N)``."""
+    if phi.dim() == 2 and weights.dim() == 1:
+        return _WeightedGram.apply(phi, weights)
+    return phi.mT @ (phi * weights[..., None])
+
+
+def optimal(
+    features: Sequence[Tensor],
+    precision: Tensor,
+    linear: Tensor,
+    groups: Optional[Sequence[Sequence[int]]] = None,
+    name: str = "f",
+) -> Product:
+    """q(w) ∝ N(w; 0, I) Πₙ N(zₙ | μₙ + φₙᵀw, 1/λₙ), or its best approximation by independent groups of blocks.
+
+    P = I + ΦᵀΛΦ, m = P⁻¹Φᵀλ(z − μ), S = P⁻¹; of independent groups b, S_b = (P_bb)⁻¹ while m stays (Shi, Titsias and
+    Mnih, 2020, eq. 28 and 29).
+
+    :param features: Φ at the sites' inputs, a block ``(..., N, M_b)`` each.
+    :param precision: λ, ``(..., N)``.
+    :param linear: λ(z − μ), ``(..., N)``.
+    :param groups: blocks that share a covariance; ``None`` is all of them.
+    :param name: the site, for errors.
+    """
+    phi = side_by_side(features)
+    gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
+    return from_natural(gram, pull, [block.shape[-1] for block in features], groups, name)
+
+
+def from_natural(
+    gram: Tensor,
+    pull: Tensor,
+    sizes: Sequence[int],
+    groups: Optional[Sequence[Sequence[int]]] = None,
+    name: str = "f",
+) -> Product:
+    """q(w) with precision P = I + G and Pm = r, or its best approximation by independent groups of blocks.
+
+    :param gram: G = ΦᵀΛΦ, ``(..., M, M)``.
+    :param pull: r = Φᵀλ(z − μ), ``(..., M)``.
+    :param sizes: the sizes of the blocks of w.
+    :param groups: as in :func:`optimal`.
+    """
+    whole = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    what = f"I + ΦᵀΛΦ of site {name!r}"
+    factor = cholesky(whole, 0.0, what)
+    loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
+    if groups is None or len(groups) == 1:
+        return Product(sizes, [PrecisionFactor(loc, factor)], [tuple(range(len(sizes)))])
+    edges = [0, *itertools.accumulate(sizes)]
+    factors: list[Factor] = []
+    for group in groups:
+        start, stop = edges[group[0]], edges[group[-1] + 1]
+        # The leading block of a Cholesky factor is the factor of the leading block.
+        block = factor[..., :stop, :stop] if start == 0 else cholesky(whole[..., start:stop, start:stop], 0.0, what)
+        factors.append(PrecisionFactor(loc[..., start:stop], block))
+    return Product(sizes, factors, groups)

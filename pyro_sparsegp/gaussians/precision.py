@@ -1,0 +1,224 @@
+"""Low-rank coupling of blocks through the precision (Adam, Durrande and John, 2018, eq. 7).
+
+With a factor L = blockdiag(L_b) and B of rank R, in whitened coordinates,
+
+    S = L(I + BBᵀ)⁻¹Lᵀ,   S⁻¹ = blockdiag((L_bL_bᵀ)⁻¹) + (L⁻ᵀB)(L⁻ᵀB)ᵀ,
+
+"block plus low rank": it contains the block-diagonal mean field (B = 0) and, at L = I, the paper's eq. 7.
+With L_aL_aᵀ = I + BᵀB and T = L_a⁻¹Bᵀ, S = L(I − TᵀT)Lᵀ and log|S| = 2 log|L| − log|L_aL_aᵀ|: nothing of size
+(ΣM_b)² is formed, storage and the divergence's cost are linear in the number of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional
+
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, solve_lower
+from .base import Coefficients, Gaussian
+from .product import DenseFactor, Product
+
+__all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian"]
+
+
+class LowRankGaussian(Gaussian):
+    """S = L(I + BBᵀ)⁻¹Lᵀ over blocks.
+
+    :param loc: m, a block ``(..., M_b)`` each.
+    :param b: B, a block ``(..., M_b, R)`` each.
+    :param trils: L_b, ``(..., M_b, M_b)`` each, or ``None`` for the identity.
+    """
+
+    def __init__(self, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]) -> None:
+        self._loc, self.b, self.trils = list(loc), list(b), None if trils is None else list(trils)
+        self.sizes = tuple(block.shape[-1] for block in self._loc)
+        self.batch_shape = self._loc[0].shape[:-1]
+        rank = self.b[0].shape[-1]
+        gram = torch.eye(rank, dtype=self.b[0].dtype, device=self.b[0].device)
+        for block in self.b:
+            gram = gram + block.mT @ block
+        # I + BᵀB has eigenvalues of at least 1: no jitter.
+        self.inner = cholesky(gram, 0.0, "I + BᵀB of a low-rank precision")
+        self.t = [solve_lower(self.inner, block.mT) for block in self.b]  # (..., R, M_b)
+
+    @property
+    def loc(self) -> list[Tensor]:
+        return self._loc
+
+    def _scaled(self, features: Sequence[Tensor]) -> list[Tensor]:
+        return list(features) if self.trils is None else [phi @ tril for phi, tril in zip(features, self.trils)]
+
+    def _coupled(self, scaled: Sequence[Tensor]) -> Tensor:
+        # Sum over blocks before squaring: N·ΣM_b·R operations for all blocks together.
+        total = scaled[0] @ self.t[0].mT
+        for v, t in zip(scaled[1:], self.t[1:]):
+            total = total + v @ t.mT
+        return total
+
+    def variance_change(self, features: Sequence[Tensor]) -> Tensor:
+        scaled = self._scaled(features)
+        change = -row_squares(self._coupled(scaled))
+        if self.trils is not None:
+            for phi, v in zip(features, scaled):
+                change = change + row_squares(v) - row_squares(phi)
+        return change
+
+    def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
+        scaled = self._scaled(features)
+        coupled = self._coupled(scaled)
+        change = -coupled @ coupled.mT
+        if self.trils is not None:
+            for phi, v in zip(features, scaled):
+                change = change + v @ v.mT - phi @ phi.mT
+        return change
+
+    def _log_det(self) -> Tensor:
+        log_det = -2 * self.inner.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        for tril in self.trils or ():
+            log_det = log_det + 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return log_det
+
+    def kl(self) -> Tensor:
+        trace = self._loc[0].new_full((), float(sum(self.sizes))) if self.trils is None else 0.0
+        for i, t in enumerate(self.t):
+            # tr L_b(I − T_bᵀT_b)L_bᵀ
+            if self.trils is None:
+                trace = trace - t.square().sum((-2, -1))
+            else:
+                tril = self.trils[i]
+                trace = trace + tril.square().sum((-2, -1)) - (t @ tril.mT).square().sum((-2, -1))
+        loc = torch.cat(self._loc, -1)
+        return gaussian_kl(loc, torch.as_tensor(trace), self._log_det())
+
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        # ε + Bη has covariance P = I + BBᵀ, so v = P⁻¹(ε + Bη) has covariance P⁻¹; P⁻¹ = I − TᵀT.
+        like = self._loc[0]
+        rank = self.b[0].shape[-1]
+        eta = torch.randn(*shape, rank, 1, dtype=like.dtype, device=like.device)
+        noise = [
+            torch.randn(*shape, size, 1, dtype=like.dtype, device=like.device) + b @ eta
+            for size, b in zip(self.sizes, self.b)
+        ]
+        inner = self.t[0] @ noise[0]
+        for t, block in zip(self.t[1:], noise[1:]):
+            inner = inner + t @ block
+        draws = []
+        for i, (loc, t, block) in enumerate(zip(self._loc, self.t, noise)):
+            v = block - t.mT @ inner
+            draws.append(loc + ((v if self.trils is None else self.trils[i] @ v)[..., 0]))
+        return draws
+
+    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+        total = -self._log_det()
+        inner: Tensor = None  # type: ignore[assignment]
+        for i, (block, loc, b) in enumerate(zip(w, self._loc, self.b)):
+            v = (block - loc)[..., None]
+            if self.trils is not None:
+                v = solve_lower(self.trils[i].expand(*v.shape[:-2], -1, -1), v)
+            total = total + block.square().sum(-1) - v[..., 0].square().sum(-1)
+            inner = b.mT @ v if inner is None else inner + b.mT @ v
+        return 0.5 * (total - inner[..., 0].square().sum(-1))
+
+    def marginal(self, blocks: Sequence[int]) -> Gaussian:
+        chosen = sorted(blocks)
+        if len(chosen) == len(self.sizes):
+            return self
+        if not chosen:
+            return Product([], [], [])
+        # S_bb = L_b(I − T_bᵀT_b)L_bᵀ = L_b(I − TᵀT)L_bᵀ over the chosen blocks.
+        roots = self.trils or [
+            torch.eye(size, dtype=self._loc[0].dtype, device=self._loc[0].device) for size in self.sizes
+        ]
+        size = sum(self.sizes[b] for b in chosen)
+        loc = torch.cat([self._loc[b] for b in chosen], -1)
+        covariance = loc.new_zeros(*self.batch_shape, size, size)
+        start = 0
+        low_rank = torch.cat([roots[b] @ self.t[b].mT for b in chosen], -2)
+        for b in chosen:
+            stop = start + self.sizes[b]
+            covariance[..., start:stop, start:stop] = roots[b] @ roots[b].mT
+            start = stop
+        tril = cholesky(covariance - low_rank @ low_rank.mT, 0.0, "a marginal covariance of coefficients")
+        return Product([self.sizes[b] for b in chosen], [DenseFactor(loc, tril)], [tuple(range(len(chosen)))])
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        eyes = torch.eye(sum(self.sizes), dtype=self._loc[0].dtype, device=self._loc[0].device)
+        return eyes + self.covariance_change(list(eyes.split(self.sizes, -1)))
+
+
+class _LowRank(Coefficients):
+    """Parameters of a :class:`LowRankGaussian`.
+
+    :param rank: R; ``None`` is the size of the largest block, as in the paper.
+    """
+
+    base: bool
+
+    def __init__(
+        self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rank: Optional[int] = None
+    ) -> None:
+        super().__init__(sizes, batch_shape, like)
+        self.sizes = tuple(sizes)
+        rank = max(self.sizes) if rank is None else rank
+        for i, num in enumerate(self.sizes):
+            setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
+            # B = 0 is a saddle, its gradient vanishes there: small and random.
+            b = 0.1 * torch.randn(*batch_shape, num, rank, dtype=like.dtype, device=like.device)
+            setattr(self, f"b_{i}", PyroParam(b / (sum(self.sizes) * rank) ** 0.25))
+            if self.base:
+                eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
+                setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))
+
+    def _each(self, name: str) -> list[Tensor]:
+        return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
+
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        """Start S⁻¹ at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading R directions of λΦᵀΦ.
+
+        From a random start, B finds some directions very slowly, such as the level that plain kernels share. U is ΦᵀP
+        for R orthonormal columns P, by subspace iteration: UUᵀ is at most ΦᵀΦ, and nothing of size (ΣM_b)² is formed.
+        """
+        if features is None:
+            return
+        small = self._each("b")
+        u = [part.to(features[0]) for part in small]
+        for _ in range(5):
+            seen = torch.stack([phi @ part for phi, part in zip(features, u)]).sum(0)
+            p = torch.linalg.qr(seen)[0]  # (..., n, R)
+            u = [phi.mT @ p for phi in features]
+        found = torch.cat(u, -2)
+        mixing = torch.linalg.svd(found, full_matrices=False)[2]
+        found = found @ mixing.mT
+        # Where the data have fewer directions than B has columns, these stay small: at 0 they would have no gradient.
+        random = torch.cat(small, -2).to(found)
+        lost = found.norm(dim=-2) < random[..., : found.shape[-1]].norm(dim=-2)
+        found = found * ~lost[..., None, :]
+        spare = torch.cat([lost, lost.new_ones(*lost.shape[:-1], random.shape[-1] - lost.shape[-1])], -1)
+        found = torch.cat([found, torch.zeros_like(random[..., found.shape[-1] :])], -1)
+        for i, (phi, part) in enumerate(zip(features, found.split(self.sizes, -2))):
+            if self.base:
+                root = root_of_inverse(phi.mT @ phi - part @ part.mT)
+                self.put(f"scale_tril_{i}", root)
+                part = root.mT @ part
+            self.put(f"b_{i}", part.to(small[i]) + small[i] * spare[..., None, :])
+
+    def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
+        return LowRankGaussian(self._each("loc"), self._each("b"), self._each("scale_tril") if self.base else None)
+
+
+class BlockPlusLowRank(_LowRank):
+    """S⁻¹ = blockdiag + low rank; contains :class:`~.product.BlockCholesky`."""
+
+    base = True
+
+
+class IdentityPlusLowRank(_LowRank):
+    """S⁻¹ = I + BBᵀ: paper 0, eq. 7, in whitened coordinates. At a rank of M it does not contain the mean field."""
+
+    base = False

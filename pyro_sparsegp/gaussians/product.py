@@ -1,0 +1,386 @@
+"""Products of independent Gaussian factors, each over one or several blocks of the coefficients."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, Optional
+
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, side_by_side
+from .base import Coefficients, Gaussian
+
+__all__ = [
+    "BlockCholesky",
+    "CholeskyIdentity",
+    "DenseFactor",
+    "Diagonal",
+    "DiagonalFactor",
+    "Factor",
+    "FullCholesky",
+    "Identity",
+    "IdentityFactor",
+    "Product",
+]
+
+
+class Factor(ABC):
+    """One independent N(m, S) of a :class:`Product`, over M coefficients."""
+
+    def __init__(self, loc: Tensor) -> None:
+        self.loc = loc
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The leading dimensions of m."""
+        return self.loc.shape[:-1]
+
+    @abstractmethod
+    def scaled(self, phi: Tensor) -> Tensor:
+        """ΦR with S = RRᵀ, ``(..., N, M)``."""
+
+    @abstractmethod
+    def unscale(self, v: Tensor) -> Tensor:
+        """R⁻¹v, ``(..., M)``."""
+
+    @abstractmethod
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        """tr S and log|S|."""
+
+    def variance_change(self, phi: Tensor) -> Tensor:
+        """diag(Φ(S − I)Φᵀ)."""
+        return row_squares(self.scaled(phi)) - row_squares(phi)
+
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """Φm and diag(Φ(S − I)Φᵀ)."""
+        return (phi @ self.loc[..., None])[..., 0], self.variance_change(phi)
+
+    def covariance_change(self, phi: Tensor) -> Tensor:
+        """Φ(S − I)Φᵀ."""
+        scaled = self.scaled(phi)
+        return scaled @ scaled.mT - phi @ phi.mT
+
+    def select(self, index: Tensor) -> Factor:
+        """The marginal of some of the coefficients."""
+        rows = self.scaled(torch.eye(self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device))[..., index, :]
+        return DenseFactor(self.loc[..., index], cholesky(rows @ rows.mT, 0.0, "a marginal covariance of coefficients"))
+
+    def kl(self) -> Tensor:
+        """KL[N(m, S) ‖ N(0, I)]."""
+        return gaussian_kl(self.loc, *self.trace_and_log_det())
+
+    def rsample(self, shape: torch.Size) -> Tensor:
+        """m + Rε, ``(*shape, M)``."""
+        noise = torch.randn(*shape, self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
+        return self.loc + self.scale(noise)
+
+    @abstractmethod
+    def scale(self, v: Tensor) -> Tensor:
+        """Rv, ``(..., M)``."""
+
+    def log_ratio(self, w: Tensor) -> Tensor:
+        """log N(w; m, S) − log N(w; 0, I)."""
+        _, log_det = self.trace_and_log_det()
+        return 0.5 * (w.square().sum(-1) - self.unscale(w - self.loc).square().sum(-1) - log_det)
+
+
+def _dense_moments(phi: Tensor, loc: Tensor, tril: Tensor) -> tuple[Tensor, Tensor]:
+    return (phi @ loc[..., None])[..., 0], row_squares(phi @ tril) - row_squares(phi)
+
+
+class _DenseMoments(torch.autograd.Function):
+    """Φm and diag(Φ(LLᵀ − I)Φᵀ) of unbatched Φ, m and L.
+
+    Autograd's own way back adds up four matrices of Φ's size; this one makes the sum in place,
+    dΦ = 2 diag(c)(ΦLLᵀ − Φ) + a mᵀ for gradients a of the means and c of the variances.
+    """
+
+    @staticmethod
+    def forward(phi: Tensor, loc: Tensor, tril: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = phi @ tril
+        return phi @ loc, scaled.square().sum(-1) - phi.square().sum(-1), scaled
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, output[2])
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, c: Tensor, _: Any) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+        phi, loc, tril, scaled = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # double backward wants plain operations
+            wanted = [t for t, need in zip((phi, loc, tril), needs) if need]
+            found = iter(torch.autograd.grad(_dense_moments(phi, loc, tril), wanted, (a, c), create_graph=True))
+            return tuple(next(found) if need else None for need in needs)  # type: ignore[return-value]
+        weighted = scaled * (2 * c)[:, None]
+        by_phi = torch.addmm(phi * (-2 * c)[:, None], weighted, tril.mT).addr_(a, loc)
+        return by_phi, a @ phi if needs[1] else None, phi.mT @ weighted if needs[2] else None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
+        phi, loc, tril = (
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(tensors, in_dims)
+        )
+        return (*_dense_moments(phi, loc, tril), phi @ tril), (0, 0, 0)
+
+
+class DenseFactor(Factor):
+    """S = LLᵀ.
+
+    :param tril: L, ``(..., M, M)``.
+    """
+
+    def __init__(self, loc: Tensor, tril: Tensor) -> None:
+        super().__init__(loc)
+        self.tril = tril
+
+    def scaled(self, phi: Tensor) -> Tensor:
+        return phi @ self.tril
+
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        if phi.dim() == 2 and self.loc.dim() == 1:
+            return _DenseMoments.apply(phi, self.loc, self.tril)[:2]
+        return super().moments(phi)
+
+    def scale(self, v: Tensor) -> Tensor:
+        return (self.tril @ v[..., None])[..., 0]
+
+    def unscale(self, v: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.tril, v[..., None], upper=False)[..., 0]
+
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        log_det = 2 * self.tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return self.tril.square().sum((-2, -1)), log_det
+
+
+class DiagonalFactor(Factor):
+    """S = diag(s²).
+
+    :param scale_diag: s, ``(..., M)``.
+    """
+
+    def __init__(self, loc: Tensor, scale_diag: Tensor) -> None:
+        super().__init__(loc)
+        self.scale_diag = scale_diag
+
+    def scaled(self, phi: Tensor) -> Tensor:
+        return phi * self.scale_diag[..., None, :]
+
+    def scale(self, v: Tensor) -> Tensor:
+        return self.scale_diag * v
+
+    def unscale(self, v: Tensor) -> Tensor:
+        return v / self.scale_diag
+
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        return self.scale_diag.square().sum(-1), 2 * self.scale_diag.log().sum(-1)
+
+    def variance_change(self, phi: Tensor) -> Tensor:
+        return (phi.square() @ (self.scale_diag.square() - 1)[..., None])[..., 0]
+
+    def select(self, index: Tensor) -> Factor:
+        return DiagonalFactor(self.loc[..., index], self.scale_diag[..., index])
+
+
+class IdentityFactor(Factor):
+    """S = I: only the mean is free, and the variance stays the prior's."""
+
+    def scaled(self, phi: Tensor) -> Tensor:
+        return phi
+
+    def scale(self, v: Tensor) -> Tensor:
+        return v
+
+    def unscale(self, v: Tensor) -> Tensor:
+        return v
+
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        num = self.loc.shape[-1]
+        return self.loc.new_full((), num), self.loc.new_zeros(())
+
+    def variance_change(self, phi: Tensor) -> Tensor:
+        return phi.new_zeros(phi.shape[:-1])
+
+    def covariance_change(self, phi: Tensor) -> Tensor:
+        return phi.new_zeros(*phi.shape[:-1], phi.shape[-2])
+
+    def select(self, index: Tensor) -> Factor:
+        return IdentityFactor(self.loc[..., index])
+
+
+class Product(Gaussian):
+    """Independent factors, each over consecutive blocks.
+
+    :param sizes: sizes of the blocks.
+    :param factors: the factors, in order.
+    :param groups: the blocks that each factor covers; together, in order, all of them.
+    """
+
+    def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> None:
+        self.sizes, self.factors, self.groups = tuple(sizes), list(factors), [tuple(group) for group in groups]
+        self.batch_shape = torch.broadcast_shapes(*(factor.batch_shape for factor in self.factors))
+
+    @property
+    def loc(self) -> list[Tensor]:
+        return self._split([factor.loc for factor in self.factors])
+
+    def _split(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            block for part, group in zip(parts, self.groups) for block in part.split([self.sizes[b] for b in group], -1)
+        ]
+
+    def _join(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        return _joined(blocks, self.groups)
+
+    def mean(self, features: Sequence[Tensor]) -> Tensor:
+        return _sum((phi @ f.loc[..., None])[..., 0] for f, phi in zip(self.factors, self._join(features)))
+
+    def variance_change(self, features: Sequence[Tensor]) -> Tensor:
+        return _sum(f.variance_change(phi) for f, phi in zip(self.factors, self._join(features)))
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
+        return _sum(mean for mean, _ in parts), _sum(change for _, change in parts)
+
+    def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
+        return _sum(f.covariance_change(phi) for f, phi in zip(self.factors, self._join(features)))
+
+    def kl(self) -> Tensor:
+        return _sum(factor.kl() for factor in self.factors)
+
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        return self._split([factor.rsample(shape) for factor in self.factors])
+
+    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+        return _sum(f.log_ratio(part) for f, part in zip(self.factors, self._join(w)))
+
+    def marginal(self, blocks: Sequence[int]) -> Gaussian:
+        wanted = set(blocks)
+        factors: list[Factor] = []
+        groups: list[list[int]] = []
+        count = itertools.count()
+        for factor, group in zip(self.factors, self.groups):
+            kept = [b for b in group if b in wanted]
+            if not kept:
+                continue
+            if len(kept) < len(group):
+                edges = list(itertools.accumulate((self.sizes[b] for b in group), initial=0))
+                rows = [torch.arange(edges[i], edges[i + 1]) for i, b in enumerate(group) if b in wanted]
+                factor = factor.select(torch.cat(rows).to(factor.loc.device))
+            factors.append(factor)
+            groups.append([next(count) for _ in kept])
+        return Product([self.sizes[b] for b in sorted(wanted)], factors, groups)
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        blocks = []
+        for factor in self.factors:
+            root = factor.scaled(torch.eye(factor.loc.shape[-1], dtype=factor.loc.dtype, device=factor.loc.device))
+            blocks.append(root @ root.mT)
+        num = sum(self.sizes)
+        total = self.factors[0].loc.new_zeros(*self.batch_shape, num, num) if self.factors else torch.zeros(0, 0)
+        start = 0
+        for block in blocks:
+            stop = start + block.shape[-1]
+            total[..., start:stop, start:stop] = block
+            start = stop
+        return total
+
+
+def _joined(blocks: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The blocks of each group, side by side."""
+    return [side_by_side([blocks[b] for b in group]) for group in groups]
+
+
+def _sum(values: Iterable[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, values) if (values := list(values)) else torch.zeros(())
+
+
+class _Factored(Coefficients):
+    """Coefficients as a product of factors; subclasses say which factor covers which blocks."""
+
+    def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
+        super().__init__(sizes, batch_shape, like)
+        self.sizes = tuple(sizes)
+        self.kinds: list[type[Factor]] = []
+        self.groups: list[tuple[int, ...]] = []
+        for i, (kind, group) in enumerate(self.layout(len(self.sizes))):
+            num = sum(self.sizes[b] for b in group)
+            self.kinds.append(kind)
+            self.groups.append(tuple(group))
+            # At the prior, m = 0, S = I (paper 1, appendix G), until start says more.
+            setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
+            if kind is DenseFactor:
+                eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
+                setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))
+            elif kind is DiagonalFactor:
+                setattr(self, f"scale_diag_{i}", PyroParam(like.new_ones(*batch_shape, num), constraints.positive))
+
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        """Start each factor at (I + λΦᵀΦ)⁻¹ of its blocks; it was made at the prior."""
+        if features is None:
+            return
+        for i, (kind, own) in enumerate(zip(self.kinds, _joined(features, self.groups))):
+            if kind is DenseFactor:
+                self.put(f"scale_tril_{i}", root_of_inverse(own.mT @ own))
+            elif kind is DiagonalFactor:
+                self.put(f"scale_diag_{i}", (1 + own.square().sum(-2)).rsqrt())
+
+    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+        """The factors, each with the blocks it covers."""
+        raise TypeError(f"{type(self).__name__} does not say which factor covers which blocks")
+
+    def forward(self, anchor: Optional[Tensor] = None) -> Product:
+        factors: list[Factor] = []
+        for i, kind in enumerate(self.kinds):
+            loc = getattr(self, f"loc_{i}")
+            if kind is DenseFactor:
+                factors.append(DenseFactor(loc, getattr(self, f"scale_tril_{i}")))
+            elif kind is DiagonalFactor:
+                factors.append(DiagonalFactor(loc, getattr(self, f"scale_diag_{i}")))
+            else:
+                factors.append(IdentityFactor(loc))
+        return Product(self.sizes, factors, self.groups)
+
+
+class FullCholesky(_Factored):
+    """One full covariance over all blocks, S = LLᵀ."""
+
+    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+        return [(DenseFactor, tuple(range(num_blocks)))]
+
+
+class BlockCholesky(_Factored):
+    """A full covariance within each block, none between blocks: S = blockdiag(L_bL_bᵀ)."""
+
+    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+        return [(DenseFactor, (b,)) for b in range(num_blocks)]
+
+
+class Diagonal(_Factored):
+    """Independent coefficients, S = diag(s²)."""
+
+    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+        return [(DiagonalFactor, tuple(range(num_blocks)))]
+
+
+class Identity(_Factored):
+    """The prior's covariance, S = I; only the mean is free."""
+
+    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+        return [(IdentityFactor, tuple(range(num_blocks)))]
+
+
+class CholeskyIdentity(_Factored):
+    """A full covariance of the first block, the prior's for the others."""
+
+    def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
+        return [(DenseFactor, (0,)), *((IdentityFactor, (b,)) for b in range(1, num_blocks))]

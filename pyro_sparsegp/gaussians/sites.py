@@ -1,0 +1,170 @@
+"""Gaussian sites: a likelihood as N(zₙ | fₙ, 1/λₙ) at the training inputs, read off the model or free.
+
+They are held as (λ, λ(z − μ)), so that λ = 0, a masked or uninformative datum, is harmless.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
+
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+
+from ..modules import AbstractModule
+
+if TYPE_CHECKING:
+    from ..process import GaussianProcess
+
+__all__ = ["FreeSites", "KeptSites", "Sites"]
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Gaussian sites at inputs.
+
+    :param inputs: X, ``(N, D)``.
+    :param precision: λ ≥ 0, ``(..., N)``.
+    :param linear: λ(z − μ), relative to the prior mean, ``(..., N)``.
+    """
+
+    inputs: Tensor
+    precision: Tensor
+    linear: Tensor
+
+
+_STEP = 3.0  # of one update of a site's mean, in standard deviations
+_CAREFUL = 0.15  # share of the rate where the curvature is cut
+_REACH = 10.0  # of a site's mean from the marginal's, where data are projected
+
+
+def update(
+    kept: Sites, gradient: Tensor, curvature: Tensor, mean: Tensor, variance: Tensor, prior_mean: Tensor, rate: float
+) -> Sites:
+    """One damped step of conjugate-computation VI (Khan and Lin, 2017, eq. 9 and 10).
+
+    The fixed point has λ = −E[ℓ''] and λ(z − m) = E[ℓ'], expectations under the marginals N(m, v). A step that
+    would move a site's pull on f by more than ``_STEP`` standard deviations is cut, which leaves the fixed point.
+    Data without any pull or curvature (masked ones) are dropped at once.
+
+    :param kept: the sites that the marginals come from.
+    :param gradient: E[ℓ'].
+    :param curvature: −E[ℓ''], cut at 0.
+    :param prior_mean: μ at the inputs.
+    :param rate: 1 is the undamped step.
+    """
+    gone = (gradient == 0) & (curvature == 0)
+    # Where ℓ is not concave here, a full step jumps to and fro.
+    pace = rate * (_CAREFUL + (1 - _CAREFUL) * (curvature > 0).to(curvature))
+    precision = torch.where(gone, 0.0, (1 - pace) * kept.precision + pace * curvature)
+    pull = kept.linear - kept.precision * (mean - prior_mean.detach())  # of the kept sites at m; E[ℓ'] at the end
+    size = torch.maximum(precision, precision.mean(-1, keepdim=True)) + 0.01 / variance
+    limit = _STEP * variance.sqrt() * size.detach()
+    change = pace * (gradient - pull)
+    change = change.nan_to_num(0.0).clamp(-limit, limit)
+    # z stays where it is when μ moves.
+    linear = torch.where(gone, 0.0, pull + change + precision * (mean - prior_mean))
+    return Sites(kept.inputs, precision, linear)
+
+
+def within_reach(sites: Sites, mean: Tensor, variance: Tensor, prior_mean: Tensor) -> Sites:
+    """Sites with precisions raised so that |z − m| ≤ ``_REACH`` √(v + 1/λ̄), their pull on f at m kept.
+
+    Projected data are a sum of z's; as λ → 0 (negative curvature, cut), z = m + E[ℓ']/λ runs away.
+    """
+    pull = sites.linear - sites.precision * (mean - prior_mean)
+    typical = sites.precision.detach().mean(-1, keepdim=True)
+    spread = (variance + 1 / typical.clamp(min=torch.finfo(typical.dtype).tiny)).sqrt()
+    precision = torch.maximum(sites.precision, pull.detach().abs() / (_REACH * spread))
+    return Sites(sites.inputs, precision, pull + precision * (mean - prior_mean))
+
+
+class KeptSites(AbstractModule):
+    """Sites as they were read off the model at the last training step, or at the medians after it.
+
+    :param like: a tensor of the dtype and device wanted.
+    :param columns: D.
+    """
+
+    def __init__(self, like: Tensor, batch_shape: Sequence[int], columns: int) -> None:
+        super().__init__()
+        self.register_buffer("inputs", like.new_zeros(0, columns))
+        self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
+        self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
+        self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
+        self.marginals: Optional[tuple[Tensor, Tensor]] = None  # of the posterior that these sites gave
+        # Of updates: a share of their rate, the last one's size in standard deviations, and how many were cut.
+        self.pace, self.change, self.halved = 1.0, math.inf, 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether none were ever read."""
+        return self.inputs.shape[0] == 0
+
+    def forward(self, process: GaussianProcess) -> Sites:
+        """The sites; at first ones of precision 0 at the process's own inputs."""
+        if self.empty:
+            zeros = process.x.new_zeros(process.batch_shape + process.event_shape)
+            return Sites(process.x, zeros, zeros)
+        return Sites(self.inputs, self.precision, self.linear)
+
+    def keep(self, sites: Sites, truncated: Tensor) -> None:
+        """Remember sites, without their graph; nothing is copied."""
+        self.inputs, self.precision, self.linear = (
+            part.detach() for part in (sites.inputs, sites.precision, sites.linear)
+        )
+        self.truncated = truncated
+
+    def reorder(self, order: Tensor) -> None:
+        """Follow the data into another order of their rows."""
+        self.inputs = self.inputs[order]
+        self.precision, self.linear = self.precision[..., order], self.linear[..., order]
+        if self.marginals is not None:
+            self.marginals = self.marginals[0][..., order], self.marginals[1][..., order]
+
+    def forget(self) -> None:
+        """Be as if no sites had been read."""
+        self.inputs, self.precision, self.linear = self.inputs[:0], self.precision[..., :0], self.linear[..., :0]
+        self.marginals = None
+        self.pace, self.change, self.halved = 1.0, math.inf, 0
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in ("inputs", "precision", "linear"):
+            if prefix + name in state_dict:
+                setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
+        state_dict.pop(prefix + "corrected", None)  # of releases that kept other sites for predictions
+        self.marginals = None
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class FreeSites(AbstractModule):
+    """Sites as 2N free parameters: the precision λₙ² and the linear term (paper 0, eq. 4 and 6).
+
+    :param inputs: X, ``(N, D)``.
+    :param scale: the prior standard deviation at X; the precisions start at a hundredth of the prior's.
+    """
+
+    empty = False
+
+    def __init__(self, inputs: Tensor, batch_shape: Sequence[int], scale: Optional[Tensor] = None) -> None:
+        super().__init__()
+        self.register_buffer("inputs", inputs.detach())
+        shape = (*batch_shape, inputs.shape[-2])
+        start = inputs.new_full(shape, 0.1)
+        if scale is not None:
+            start = start / scale.detach().clamp(min=1e-3)
+        # λ = 0 is a saddle in this parameter: it starts away from it.
+        self.root = PyroParam(start)
+        self.linear = PyroParam(inputs.new_zeros(shape))
+
+    def forward(self, process: GaussianProcess) -> Sites:
+        """The sites."""
+        root: Any = self.root
+        linear: Any = self.linear
+        return Sites(self.inputs, root.square(), linear)
+
+    def reorder(self, order: Tensor) -> None:
+        """Nothing: they know their own inputs."""

@@ -1,0 +1,430 @@
+"""Reading Gaussian sites off a model's likelihood, all latents drawn before.
+
+The reader runs the model with every value of an earlier run held, so that it needs that run's trace, and no guide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional, Union
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger, block_messengers
+from pyro.poutine.trace_messenger import TraceMessenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from ..approximations.sparse_gp import ProjectedGP, SiteGP
+from ..gaussians.sites import KeptSites, Sites, update, within_reach
+from ..posterior.sparse_posterior import SparsePosterior
+from ..process import GaussianProcess
+from ..program.likelihood import Expectation, expected_derivatives, normal_nodes
+from ..program.structure import DATAWISE
+from ..program.survey import Structure
+from ..program.traces import as_process, held_trace, is_observation, log_densities, repeatable, without_event
+
+__all__ = ["Held", "Reader", "SiteReading", "observes", "require_full_batch", "settle", "unrecorded"]
+
+Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
+
+_LARGE = 0.5  # a move, in standard deviations, that may overshoot
+_SMALL = 0.02  # one that will not, however it compares with the last
+_SLOWEST = 1 / 256
+_ATTEMPTS = 8
+_MOST, _DEPTH = 100, 30  # iterations of a linear system, and how many of them are remembered
+_PATIENCE = 10  # updates that bring sites no closer to a fixed point
+
+
+class Reader:
+    """The log densities downstream of GP sites and their derivatives by function values, all else held.
+
+    :param found: what is known of the model.
+    :param trace: a run of the model whose values, scales and masks are held.
+    """
+
+    def __init__(
+        self, model: Callable, args: tuple, kwargs: dict[str, Any], found: Structure, trace: poutine.Trace
+    ) -> None:
+        self.model, self.args, self.kwargs, self.found, self.trace = model, args, kwargs, found, trace
+        self.names = list(trace.nodes)
+
+    def meeting(self, name: str) -> set[str]:
+        """The GP sites that meet this one in a term of a density."""
+        return {other for pair in self.found.interactions if name in pair for other in pair} - {name}
+
+    def expect(self, name: str, marginals: Mapping[str, Marginal], at_mean: bool) -> Expectation:
+        """E[ℓ], E[ℓ'] and E[ℓ''] by a GP site's values over its marginals and those of the GP sites it meets.
+
+        :param at_mean: expand ℓ to second order at the mean, where it is exact if ℓ is quadratic.
+        """
+        mean, variance = marginals[name]
+        meeting = [other for other in marginals if other in self.meeting(name)]
+        axes = {other: self._axes(other, marginals[other][0]) for other in (name, *meeting)}
+        if at_mean:
+            axes[name] = 0
+        nodes, weights = normal_nodes(sum(axes.values()), mean)
+        parts = dict(zip(axes, nodes.split(list(axes.values()), -1)))
+        values = {other: _spread(marginals[other], parts[other]) for other in meeting}
+        values[name] = mean.expand(len(weights), *mean.shape) if at_mean else _spread((mean, variance), parts[name])
+        held = {other: loc for other, (loc, _) in marginals.items() if other not in values}
+
+        def total(moved: dict[str, Tensor]) -> Tensor:
+            trace = held_trace(self.model, held | moved, self.args, self.kwargs, self.trace)
+            skip = {*self.found.gps, *self.names[: self.names.index(name)]}
+            return sum((part.sum() for part in log_densities(trace, skip).values()), mean.new_zeros(()))
+
+        scores = None
+        if not at_mean:  # 0 variance has no spread
+            positive = variance > 0
+            scores = _shaped(parts[name], mean) / torch.where(positive, variance, 1.0).sqrt() * positive
+        outputs_meet = self.found.dependence.get(name) == DATAWISE
+        with pyro.validation_enabled(False):
+            found = expected_derivatives(total, values, name, weights, scores, outputs_meet)
+        if at_mean:
+            return Expectation(found.value + 0.5 * (found.second * variance).sum(), found.first, found.second)
+        return found
+
+    def _axes(self, name: str, mean: Tensor) -> int:
+        """How many axes of nodes a site's values need: outputs that meet in one term have one each."""
+        return mean[..., 0].numel() if self.found.dependence.get(name) == DATAWISE else 1
+
+
+def _spread(marginal: Marginal, nodes: Tensor) -> Tensor:
+    mean, variance = marginal
+    return mean + variance.clamp(min=0).sqrt() * _shaped(nodes, mean)
+
+
+def _shaped(nodes: Tensor, like: Tensor) -> Tensor:
+    """Nodes ``(K, A)`` shaped to multiply ``like``, ``(..., N)``, one axis for all outputs or one for each."""
+    if nodes.shape[-1] == 1:
+        return nodes.reshape(len(nodes), *[1] * like.dim())
+    return nodes.reshape(len(nodes), *like.shape[:-1], 1)
+
+
+@dataclass
+class SiteReading:
+    """The Gaussian sites of one GP site while they are read.
+
+    :param quadratic: ℓ is quadratic in each value, so that one reading gives the sites, whatever the marginals, unless
+        several outputs meet in a term.
+    :param sites: as they are.
+    :param truncated: how many had a negative curvature, cut to 0.
+    :param unread: none were read yet.
+    :param change: how far the last update would have moved a marginal, in standard deviations.
+    :param halved: how many updates were cut since they lowered the bound.
+    """
+
+    name: str
+    process: GaussianProcess
+    module: SiteGP
+    quadratic: bool
+    meeting: bool
+    sites: Sites
+    truncated: Tensor
+    unread: bool = True
+    pace: float = 1.0
+    change: float = math.inf
+    halved: int = 0
+    stuck: bool = False  # no update raises the bound
+    alone: bool = False  # the sites are the likelihood itself
+
+    @classmethod
+    def of(cls, name: str, process: GaussianProcess, module: SiteGP, quadratic: bool, meeting: bool) -> SiteReading:
+        """The sites that a module has kept, to be read anew."""
+        kept = module.sites
+        assert isinstance(kept, KeptSites)
+        unread = kept.empty or kept.inputs.shape != process.x.shape
+        zeros = torch.zeros_like(process.mean)
+        sites = Sites(process.x, zeros, zeros) if unread else Sites(process.x, kept.precision, kept.linear)
+        return cls(name, process, module, quadratic, meeting, sites, kept.truncated, unread)
+
+    def resume(self) -> Marginal:
+        """Go on where training is: its pace, and the marginals that the last step had."""
+        kept = self.module.sites
+        assert isinstance(kept, KeptSites)
+        if not self.unread:
+            self.pace, self.change = kept.pace, kept.change
+            if kept.marginals is not None:
+                return kept.marginals
+        return self.marginal()
+
+    def marginal(self) -> Marginal:
+        """The marginals of the sites as they are."""
+        posterior = self.posterior(None if self.unread else _detached(self.sites))
+        return posterior.mean, posterior.variance
+
+    def keep(self) -> None:
+        """Let the module have the sites as they are now."""
+        kept = self.module.sites
+        assert isinstance(kept, KeptSites)
+        kept.keep(self.sites, self.truncated)
+        kept.pace, kept.change, kept.halved = self.pace, self.change, kept.halved + self.halved
+
+    @property
+    def direct(self) -> bool:
+        """Whether one reading gives the best sites, the other GP sites' posteriors as they are."""
+        return self.quadratic and not self.meeting
+
+    def posterior(self, sites: Optional[Sites]) -> SparsePosterior:
+        """The posterior of these sites; ``None`` is the prior."""
+        with torch.no_grad():
+            if sites is None:
+                return self.module.unread(self.process, self.name, SparsePosterior)
+            return self.module(self.process, self.name, SparsePosterior, sites)
+
+
+def settle(
+    reader: Reader,
+    readings: Sequence[SiteReading],
+    marginals: dict[str, Marginal],
+    most: int,
+    tolerance: float,
+) -> None:
+    """Update sites until they stay, GP sites that meet one after the other, and none so that the bound falls.
+
+    Gradients pass through the last update.
+
+    :param marginals: of all GP sites; those of ``readings`` are kept up to date.
+    :param most: how many updates at most.
+    :param tolerance: updates end when none moves a marginal by more than this, in standard deviations.
+    """
+    trained = torch.is_grad_enabled()
+    if all(reading.direct and not _meets_another(reader, reading, readings) for reading in readings):
+        most = 1
+    elif all(reading.quadratic for reading in readings) and _solve(reader, readings, marginals, tolerance):
+        for reading in readings if trained else ():  # once more, for the gradient
+            reading.sites = _target(reader, reading, marginals)
+        return
+    best, patience = math.inf, _PATIENCE
+    for i in range(most):
+        last = i + 1 == most
+        with torch.set_grad_enabled(trained and last):
+            for reading in readings:
+                _update(reader, reading, marginals, not last or reading is not readings[-1], trained or tolerance)
+        change = max(reading.change for reading in readings)
+        best, patience = (change, _PATIENCE) if change < 0.95 * best else (best, patience - 1)
+        if not last and (patience == 0 or all(r.change <= tolerance or r.stuck for r in readings)):
+            for reading in readings if trained else ():  # once more, for the gradient
+                _update(reader, reading, marginals, reading is not readings[-1], trained)
+            return
+
+
+@torch.no_grad()
+def _solve(reader: Reader, readings: Sequence[SiteReading], marginals: dict[str, Marginal], tolerance: float) -> bool:
+    """The sites of GP sites and outputs that meet in Gaussian densities, at the optimum of a mean field.
+
+    Its precisions are constants, and its means solve a linear system: that of the fixed point, by Anderson's mixing of
+    all iterates (1965), which on linear maps is GMRES.
+
+    :returns: whether they were found: not if the precisions of one depend on the others, as in a product of functions.
+    """
+    tolerance = max(tolerance, 1e-6 if marginals[readings[0].name][0].dtype == torch.float64 else 1e-3)
+    iterates: list[Tensor] = []
+    residuals: list[Tensor] = []
+    precisions: list[Tensor] = []
+    for reading in readings:
+        target = _target(reader, reading, marginals)
+        reading.sites = Sites(
+            target.inputs, target.precision, target.linear if reading.unread else reading.sites.linear
+        )
+        reading.unread = False
+        precisions.append(target.precision)
+    for _ in range(_MOST):
+        for reading in readings:
+            marginals[reading.name] = reading.marginal()
+        targets = [_target(reader, reading, marginals) for reading in readings]
+        if not all(torch.allclose(target.precision, p, rtol=1e-6) for target, p in zip(targets, precisions)):
+            return False
+        sizes = [marginals[reading.name][1].clamp(min=0).sqrt() for reading in readings]
+        now = torch.cat([(r.sites.linear * size).flatten() for r, size in zip(readings, sizes)])
+        away = torch.cat([(target.linear * size).flatten() for target, size in zip(targets, sizes)]) - now
+        change = float(away.abs().max())
+        for reading in readings:
+            reading.change = change
+        if change <= tolerance:
+            return True
+        iterates, residuals = [*iterates[-_DEPTH:], now], [*residuals[-_DEPTH:], away]
+        new = now + away
+        if len(iterates) > 1:
+            moved = torch.stack([now - one for one in iterates[:-1]], -1)
+            turned = torch.stack([away - one for one in residuals[:-1]], -1)
+            weights = torch.linalg.lstsq(turned, away[:, None], driver="gelsd" if away.device.type == "cpu" else None)
+            new = new - ((moved + turned) @ weights.solution)[:, 0]
+        parts = new.split([reading.sites.linear.numel() for reading in readings])
+        for reading, part, size, target in zip(readings, parts, sizes, targets):
+            linear = part.reshape(size.shape) / size.clamp(min=torch.finfo(size.dtype).tiny)
+            reading.sites = Sites(reading.process.x, target.precision, linear)
+    return False
+
+
+def _target(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Sites:
+    """The sites that a quadratic ℓ has where the marginals are."""
+    prior_mean = reading.process.mean
+    mean, variance = (prior_mean, torch.zeros_like(prior_mean)) if reading.direct else marginals[reading.name]
+    found = reader.expect(reading.name, {**marginals, reading.name: (mean, variance)}, True)
+    reading.truncated = _negative(found)
+    precision = (-found.second).clamp(min=0)
+    return Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
+
+
+def _meets_another(reader: Reader, reading: SiteReading, readings: Sequence[SiteReading]) -> bool:
+    return bool(reader.meeting(reading.name) & {other.name for other in readings})
+
+
+def _update(
+    reader: Reader, reading: SiteReading, marginals: dict[str, Marginal], show: bool, always: Union[bool, float]
+) -> None:
+    """Update one GP site's sites.
+
+    :param show: whether its marginals are asked for later.
+    :param always: whether to move however little; or what moves, in standard deviations, are not worth it.
+    """
+    if reading.direct:
+        _read_at_once(reader, reading, marginals, show)
+        return
+    prior_mean = reading.process.mean
+    mean, variance = marginals[reading.name]
+    found, before = _expect(reader, reading, marginals), reading.change
+    full = 1.0 if reading.quadratic else reading.module.rate
+
+    def proposed() -> Sites:
+        rate = reading.pace * full
+        curvature = (-found.second).clamp(min=0)
+        sites = update(reading.sites, found.first, curvature, mean, variance, prior_mean, rate)
+        return within_reach(sites, mean, variance, prior_mean) if isinstance(reading.module, ProjectedGP) else sites
+
+    reading.truncated = _negative(found)
+    precision = (-found.second).clamp(min=0)
+    target = Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
+    reading.change = float(_distance(reading.sites, target, mean, variance, prior_mean))
+    if always is not True and reading.change <= always:
+        return
+    step = reading.change * full * reading.pace
+    if step <= _SMALL or (step <= _LARGE and reading.change <= 1.05 * before):
+        reading.sites, reading.unread, reading.pace = proposed(), False, min(1.0, 1.1 * reading.pace)
+        if show:
+            marginals[reading.name] = reading.marginal()
+        return
+    # The update may overshoot. What was kept may be of an earlier step: look at the posterior as it is now.
+    posterior = reading.posterior(None if reading.unread else _detached(reading.sites))
+    mean, variance = marginals[reading.name] = posterior.mean, posterior.variance
+    found = _expect(reader, reading, marginals)
+    start, bound = reading.sites, float((found.value - posterior.kl.sum()).detach())
+    slack = (1e-6 if mean.dtype == torch.float64 else 1e-5) * (1 + abs(bound))
+    if isinstance(reading.module, ProjectedGP):  # the sites of a free q are not quite the best ones for projected data
+        slack = 0.01 * (1 + abs(bound))
+    for _ in range(_ATTEMPTS):
+        sites = proposed()
+        posterior = reading.posterior(_detached(sites))
+        moved = {**marginals, reading.name: (posterior.mean, posterior.variance)}
+        with torch.no_grad():
+            value = float(_expect(reader, reading, moved).value - posterior.kl.sum())
+        if value >= bound - slack or not math.isfinite(bound):
+            reading.sites, reading.unread, marginals[reading.name] = sites, False, moved[reading.name]
+            reading.pace = min(1.0, 1.5 * reading.pace)
+            return
+        reading.halved += 1
+        reading.pace = max(reading.pace / 2, _SLOWEST)
+    reading.sites, reading.stuck = start, True
+
+
+def _read_at_once(reader: Reader, reading: SiteReading, marginals: dict[str, Marginal], show: bool) -> None:
+    """The sites of a quadratic ℓ: the same wherever it is expanded."""
+    sites = _target(reader, reading, marginals)
+    reading.alone, reading.change = not reader.meeting(reading.name), 0.0
+    if not reading.alone:
+        mean, variance = marginals[reading.name]
+        reading.change = float(_distance(reading.sites, sites, mean, variance, reading.process.mean))
+    reading.sites, reading.unread = sites, False
+    if show and not reading.alone:
+        marginals[reading.name] = reading.marginal()
+
+
+def _expect(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Expectation:
+    detached = {name: (mean.detach(), variance.detach()) for name, (mean, variance) in marginals.items()}
+    at_mean = reading.quadratic or reading.module.at == "mean"
+    found = reader.expect(reading.name, detached, at_mean)
+    if at_mean or bool(found.value.isfinite()):
+        return found
+    return reader.expect(reading.name, detached, True)  # expectations overflow where the prior is wide
+
+
+def _negative(found: Expectation) -> Tensor:
+    return (found.second > 1e-6 * found.second.abs().amax()).sum()  # beyond rounding
+
+
+@torch.no_grad()
+def _distance(sites: Sites, target: Sites, mean: Tensor, variance: Tensor, prior_mean: Tensor) -> Tensor:
+    """How far sites are from others, each by itself: in standard deviations of the marginals' means, and as a share of
+    their precisions.
+    """
+    away = mean - prior_mean
+    pull = (target.linear - target.precision * away) - (sites.linear - sites.precision * away)
+    tighter = (target.precision - sites.precision).abs() * variance
+    return torch.maximum(pull.abs() * variance.clamp(min=0).sqrt(), tighter).nan_to_num(math.inf).max()
+
+
+def _detached(sites: Sites) -> Sites:
+    return Sites(sites.inputs, sites.precision.detach(), sites.linear.detach())
+
+
+def require_full_batch(name: str, module: SiteGP, trace: poutine.Trace) -> None:
+    """Raise if a run's observed sites hold a mini-batch of the data.
+
+    :raises ValueError: naming the GP site, the plate and the families that take mini-batches.
+    """
+    for site_name, site in trace.nodes.items():
+        if site["type"] != "sample" or not site["is_observed"] or site_is_subsample(site):
+            continue
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size is not None and frame.size < frame.full_size:
+                raise ValueError(
+                    f"GP site {name!r} has the family {module.family['name']}, which trains on all data at once; site "
+                    f"{site_name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}. Give "
+                    "all rows, or take a family that trains by mini-batches, such as SVGP or OrthogonalInducing."
+                )
+
+
+def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a run of the model with these arguments observes data: it is run ahead, its GP sites at their means."""
+    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), _AtMeans():
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    return any(name in rows and is_observation(site) for name, site in trace.nodes.items())
+
+
+def unrecorded() -> Any:
+    """Hide a run from the traces around it; handlers that change its sites stay in force."""
+    return block_messengers(lambda messenger: isinstance(messenger, TraceMessenger))
+
+
+class _AtMeans(Messenger):
+    """Holds GP sites at their prior means."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn, _ = as_process(msg["fn"])
+        if fn is not None and not msg["is_observed"]:
+            msg["value"], msg["done"] = fn.mean, True
+
+
+class Held(Messenger):
+    """Holds sites of a guide's run at values drawn before.
+
+    :param draws: of GP sites, the posteriors that were drawn from: they know the draw's coefficients.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], draws: Mapping[str, SparsePosterior]) -> None:
+        super().__init__()
+        self.values, self.draws = values, draws
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if msg["is_observed"] or name not in self.values:
+            return
+        msg["value"] = self.values[name]
+        posterior, _ = without_event(msg["fn"])
+        if name in self.draws and isinstance(posterior, SparsePosterior):
+            posterior.repeat(self.draws[name])

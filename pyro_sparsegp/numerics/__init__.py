@@ -1,0 +1,1 @@
+"""Linear algebra, integrals and passes over many rows: nothing here knows a kernel or a program."""

@@ -1,0 +1,220 @@
+"""The effects of an additive model: the posterior of each summand of a kernel, and of all of them jointly.
+
+With a feature block Φ_c for each component and q(w) = N(m, S),
+
+    Cov(f_c(x), f_d(x')) = [c = d] k_c(x, x') + φ_c(x)ᵀ(S − I)_cd φ_d(x'),
+
+so effects are correlated wherever S has blocks off its diagonal (Adam, Durrande and John, 2018, section 3.2).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Optional, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import base as kernel_base
+from ..kernels.anova import centred_on
+from ..numerics.linalg import cholesky, sum_blocks
+from ..process import GaussianProcess
+from .sparse_posterior import SparsePosterior
+
+__all__ = ["Components"]
+
+_NODES = {1: 40, 2: 16, 3: 8}  # of a quadrature over the columns of an effect, along each of them
+
+
+class Components(Sequence):
+    """The components of a posterior: a sequence of :class:`SparsePosterior`, one for each summand of the kernel.
+
+    ``components[2]`` and ``components["wind"]`` are posteriors of single effects; :meth:`covariance`,
+    :attr:`covariance_matrix` and :meth:`rsample` know how they go together. Names come from ``kernel.named("wind")``,
+    from the columns (``"x0"``, ``"x0:x1"``) or from the kernel's class (``"constant"``).
+
+    :param whole: the posterior of the sum.
+    :param inputs: where each component is wanted, ``(N_c, D)`` each; by default where the whole is.
+    """
+
+    def __init__(self, whole: SparsePosterior, inputs: Optional[Sequence[Tensor]] = None) -> None:
+        self._whole = whole
+        process, found = whole.process, whole.basis.components()
+        self.names = kernel_base.term_names(process.kernel)
+        self._blocks = [blocks for _, _, blocks in found]
+        self._parts = []
+        for (term, basis, blocks), x in zip(found, inputs or [process.x] * len(found)):
+            prior = GaussianProcess(term, x, None, process.jitter, validate_args=False).expand(whole.batch_shape)
+            self._parts.append(SparsePosterior(prior, basis, whole.coefficients.marginal(blocks), whole.name))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._parts[self._place(index)] if isinstance(index, str) else self._parts[index]
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def items(self) -> Iterator[tuple[str, SparsePosterior]]:
+        """Names and posteriors."""
+        return zip(self.names, self._parts)
+
+    def _place(self, index: Union[int, str]) -> int:
+        if isinstance(index, str):
+            if index not in self.names:
+                raise ValueError(
+                    f"the kernel of site {self._whole.name!r} has no term {index!r}; its terms are {list(self.names)}"
+                )
+            return self.names.index(index)
+        return range(len(self))[index]
+
+    def at(self, x: Union[Tensor, Sequence[Tensor]]) -> Components:
+        """The components at other inputs: ``(N', D)`` for all, or a list with one such matrix for each.
+
+        :raises ValueError: if a list has not as many entries as the kernel has terms.
+        """
+        inputs = [x] * len(self) if isinstance(x, Tensor) else list(x)
+        if len(inputs) != len(self):
+            raise ValueError(
+                f"Components.at got {len(inputs)} matrices of inputs, the kernel of site {self._whole.name!r} has "
+                f"{len(self)} terms: {list(self.names)}"
+            )
+        for part in inputs:
+            self._whole.process.require_columns(part)
+        if not all(part.isfinite().all() for part in inputs):
+            raise ValueError(f"Components.at got inputs for site {self._whole.name!r} with NaN or infinite values")
+        return Components(self._whole, inputs)
+
+    def covariance(self, one: Union[int, str], other: Union[int, str]) -> Tensor:
+        """Cov(f_a(x_a), f_b(x_b)) of two effects, ``(..., N_a, N_b)``, each at its inputs; numbers or names."""
+        a, b = self._place(one), self._place(other)
+        if a == b:
+            return self._parts[a].covariance_matrix
+        blocks = sorted({*self._blocks[a], *self._blocks[b]})
+        if not blocks:
+            return self._prior([a, b])[..., : self._rows[a], self._rows[a] :]
+        coefficients = self._whole.coefficients.marginal(blocks)
+        change = coefficients.covariance_change(self._stacked([a, b], blocks))
+        return change.expand(*self._whole.batch_shape, *change.shape[-2:])[..., : self._rows[a], self._rows[a] :]
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """The joint covariance of all effects, one after the other, ``(..., ΣN_c, ΣN_c)``."""
+        everything = range(len(self))
+        return self._prior(everything) + self._whole.coefficients.covariance_change(
+            self._stacked(everything, range(len(self._whole.coefficients.sizes)))
+        )
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> dict[str, Tensor]:
+        """Joint draws of all effects, by name, ``(*sample_shape, ..., N_c)`` each, in O(ΣN_c³).
+
+        Where components share coefficients (inducing points of the whole kernel) in O((ΣN_c)³).
+        """
+        shape = torch.Size(sample_shape) + self._whole.batch_shape
+        w = self._whole.coefficients.rsample(shape)
+        draws = [
+            part.process.x.new_zeros(*shape, rows) + sum_blocks(part.features, [w[b] for b in blocks])
+            for part, blocks, rows in zip(self._parts, self._blocks, self._rows)
+        ]
+        if sum(map(len, self._blocks)) == len(set().union(*self._blocks)):
+            noise = [part.residual(draw) for part, draw in zip(self._parts, draws)]
+        else:  # one basis for all: what it leaves of one component depends on what it leaves of the others
+            together = torch.cat(draws, -1)
+            noise = list((self._residual_tril @ torch.randn_like(together)[..., None])[..., 0].split(self._rows, -1))
+        return {name: draw + rest for name, draw, rest in zip(self.names, draws, noise)}
+
+    def sobol_indices(self, num_draws: int = 500) -> dict[str, Tensor]:
+        """Draws of each effect's share in the variance of f, ``(num_draws, ...)``: S_c = V[f_c]/Σ_d V[f_d].
+
+        The inputs are independent and uniform over the intervals of the kernel's :class:`~pyro_sparsegp.kernels.Anova`
+        terms, under which effects are orthogonal (Durrande et al., 2013, section 3). Each draw of all effects, with
+        their coupling, gives a set of indices, so the draws show what is not known of them. Variances are by
+        quadrature, O(40³) an effect; a constant has index 0.
+
+        :raises ValueError: naming the terms that have no zero mean over a box.
+        """
+        boxes: list[dict[int, Any]] = []
+        for label, part in self.items():
+            box = centred_on(part.process.kernel)
+            if box is None or len(box) > max(_NODES):
+                raise ValueError(
+                    f"Sobol indices need terms that have mean zero along each of at most {max(_NODES)} columns; term "
+                    f"{label!r} of site {self._whole.name!r} is {part.process.kernel!r}. Write kernels.Anova(k, low, "
+                    "high)[column], products of these for interactions, and constants into kernels.Constant."
+                )
+            for column, bounds in box.items():
+                known = next((other[column] for other in boxes if column in other), bounds)
+                pairs = ((torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(bounds, known))
+                if any(bool((a.cpu() != b.cpu()).any()) for a, b in pairs):
+                    raise ValueError(
+                        f"Sobol indices need one interval for each column; term {label!r} of site {self._whole.name!r} "
+                        f"has {bounds} in column {column}, another term {known}."
+                    )
+            boxes.append(box)
+        if not any(boxes):
+            raise ValueError(f"the kernel of site {self._whole.name!r} has no term that varies")
+        grids = [self._grid(box) for box in boxes]
+        draws = self.at([x for x, _ in grids]).rsample((num_draws,))
+        parts = {
+            label: draw.square() @ weights if box else torch.zeros_like(draw[..., 0])
+            for (label, draw), box, (_, weights) in zip(draws.items(), boxes, grids)
+        }
+        total = functools.reduce(torch.add, parts.values())
+        return {label: part / total for label, part in parts.items()}
+
+    def _grid(self, box: dict[int, Any]) -> tuple[Tensor, Tensor]:
+        """A product grid of Gauss-Legendre nodes over a box, ``(G, D)``, and weights ``(G,)`` that add up to 1."""
+        like = self._whole.process.x
+        if not box:
+            return like.new_zeros(1, like.shape[-1]), like.new_ones(1)
+        nodes, weights = (torch.as_tensor(p).to(like) for p in np.polynomial.legendre.leggauss(_NODES[len(box)]))
+        grid = like.new_zeros(len(nodes) ** len(box), like.shape[-1])
+        for i, (column, (low, high)) in enumerate(box.items()):
+            repeats = len(nodes) ** (len(box) - 1 - i)
+            axis = low + (high - low) * (1 + nodes) / 2
+            grid[:, column] = axis.repeat_interleave(repeats).repeat(len(nodes) ** i)
+        product = functools.reduce(lambda a, b: (a[:, None] * b).flatten(), [weights / 2] * len(box))
+        return grid, product
+
+    @property
+    def _rows(self) -> list[int]:
+        return [part.process.x.shape[-2] for part in self._parts]
+
+    def _prior(self, which: Sequence[int]) -> Tensor:
+        """The prior covariance of some effects, which are independent."""
+        rows = [self._rows[c] for c in which]
+        x = self._parts[0].process.x
+        total = x.new_zeros(*self._whole.batch_shape, sum(rows), sum(rows))
+        start = 0
+        for c, num in zip(which, rows):
+            part = self._parts[c].process
+            total[..., start : start + num, start : start + num] = part.kernel(part.x)
+            start += num
+        return total
+
+    def _stacked(self, which: Sequence[int], blocks: Sequence[int]) -> list[Tensor]:
+        """Φ of some effects, one after the other, for some blocks of w; zeros where an effect has none."""
+        sizes = self._whole.coefficients.sizes
+        rows = []
+        for c in which:
+            own = dict(zip(self._blocks[c], self._parts[c].features))
+            empty = self._parts[c].process.x
+            rows.append([own[b] if b in own else empty.new_zeros(self._rows[c], sizes[b]) for b in blocks])
+        stacked = []
+        for parts in zip(*rows):
+            batch = torch.broadcast_shapes(*(part.shape[:-2] for part in parts))
+            stacked.append(torch.cat([part.expand(*batch, *part.shape[-2:]) for part in parts], -2))
+        return stacked
+
+    @property
+    def _residual_tril(self) -> Tensor:
+        everything = range(len(self))
+        covariance = self._prior(everything)
+        scale = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
+        for phi in self._stacked(everything, range(len(self._whole.coefficients.sizes))):
+            covariance = covariance - phi @ phi.mT
+        what = f"the residual covariance of the components of site {self._whole.name!r}"
+        return cholesky(covariance, self._whole.process.jitter, what, scale)
+
+    def __repr__(self) -> str:
+        return "[" + ", ".join(repr(part.process.kernel) for part in self._parts) + "]"

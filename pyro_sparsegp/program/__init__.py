@@ -1,0 +1,1 @@
+"""What can be asked of a Pyro program, without a guide."""

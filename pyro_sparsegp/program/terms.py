@@ -1,0 +1,202 @@
+"""A likelihood read one function value at a time: log p(yₙ | fₙ) of a user's model, for each n."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Optional
+
+import pyro
+import torch
+from torch import Tensor
+
+from ..process import GaussianProcess
+from . import structure
+from .traces import element_log_densities, held_trace
+
+if TYPE_CHECKING:
+    from ..guide import AutoSparseGP
+
+__all__ = ["Findings", "InseparableError", "Terms"]
+
+
+class InseparableError(ValueError):
+    """One number is the log density of several function values."""
+
+
+@dataclass
+class Findings:
+    """What was found out about a model's terms in one run and holds in others.
+
+    :param owners: by GP site and site downstream, the number of the value that each term depends on, −1 for none;
+        ``None`` where the numbers are the places.
+    :param rowwise: GP sites of which each term stands in the row of its value.
+    :param masked: all terms of some site were masked, so that nothing is known of it.
+    :param looped: vmap has refused the model.
+    """
+
+    owners: dict[str, dict[str, Optional[Tensor]]] = field(default_factory=dict)
+    rowwise: set[str] = field(default_factory=set)
+    masked: bool = False
+    looped: bool = False
+
+
+class Terms:
+    """The log densities of a run, with all but GP values held: which of them belong to which value.
+
+    :param values: of all latents and of the plates' row numbers.
+    :param processes: the GP sites' priors in that run.
+    :param findings: of earlier runs.
+    :raises InseparableError: naming the site, if one number is the log density of several values.
+    """
+
+    def __init__(
+        self,
+        guide: AutoSparseGP,
+        values: dict[str, Tensor],
+        processes: dict[str, GaussianProcess],
+        args: tuple,
+        kwargs: dict[str, Any],
+        findings: Findings,
+    ) -> None:
+        assert guide.structure is not None
+        self.structure, self.model, self.args, self.kwargs = guide.structure, guide.model, args, kwargs
+        self.findings = findings
+        self.values = values | {name: process.mean.detach() for name, process in processes.items()}
+        trace = held_trace(self.model, self.values, args, kwargs)
+        parts = element_log_densities(trace, self.structure.gps)
+        downstream = [name for name in parts if name in self.structure.downstream]
+        self.factors = {name: _subsampling(trace.nodes[name]) for name in downstream}
+        self.plates = {
+            frame.name: (int(frame.size), int(frame.full_size))
+            for name in downstream
+            for frame in trace.nodes[name]["cond_indep_stack"]
+            if frame.full_size is not None and frame.size < frame.full_size
+        }
+        self.differentiable = any(parts[name].requires_grad for name in downstream)
+        shapes = {name: parts[name].shape for name in downstream}
+        if not self._known(shapes):
+            self._find(processes, downstream)
+            unknown = [name for name in downstream if not any(name in owners for owners in findings.owners.values())]
+            findings.masked = any(isinstance(trace.nodes[name]["mask"], Tensor) for name in unknown)
+        zero = guide.like.new_zeros(())
+        #: log densities without a GP value: of latents, and of other data.
+        self.priors: Tensor = zero
+        self.rest: Tensor = zero
+        for name, part in parts.items():
+            free = [owners[name] for owners in findings.owners.values() if name in owners]
+            if not free and name in self.structure.latents:
+                self.priors = self.priors + part.sum()
+            elif not free:
+                self.rest = self.rest + part.sum()
+            elif all(owner is not None for owner in free):
+                unowned = torch.stack([owner < 0 for owner in free if owner is not None]).all(0)
+                self.rest = self.rest + torch.where(unowned, part, 0.0).sum()
+
+    def _known(self, shapes: dict[str, torch.Size]) -> bool:
+        """Whether what was found holds for terms of these shapes: where they stand in rows of their values."""
+        found = self.findings
+        if not found.owners or found.masked or found.rowwise != set(found.owners):
+            return False
+        return all(
+            site in shapes and shapes[site] == (self.values[name].shape if owner is None else owner.shape)
+            for name, owners in found.owners.items()
+            for site, owner in owners.items()
+        )
+
+    def _find(self, processes: dict[str, GaussianProcess], downstream: list[str]) -> None:
+        found = self.findings
+        every = {name: self._owners(name, processes[name], downstream) for name in processes if downstream}
+        found.owners, found.rowwise = {}, set()
+        for name, owners in every.items():
+            shape = self.values[name].shape
+            numbers = torch.arange(shape.numel(), device=self.values[name].device).reshape(shape)
+            own: dict[str, Optional[Tensor]] = {}
+            for site, owner in owners.items():
+                if (owner < 0).all():
+                    continue
+                shared = any((others[site] >= 0).any() for other, others in every.items() if other != name)
+                # A term without a value, such as a masked one, may stand in its row, if it is nobody else's.
+                in_place = owner.shape == shape and bool(((owner == numbers) | ((owner < 0) & (not shared))).all())
+                own[site] = None if in_place else owner
+            found.owners[name] = own
+            if all(owner is None or _rowwise(owner, shape[-1]) for owner in own.values()):
+                found.rowwise.add(name)
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self.findings.owners.get(name))
+
+    def log_density(self, name: str, nodes: Tensor) -> Tensor:
+        """log p(yₙ | fₙ) at nodes ``(K, ..., N)`` of GP site ``name``, of the same shape, without plates' scales."""
+        owners = self.findings.owners[name]
+
+        def at(f: Tensor) -> dict[str, Tensor]:
+            return self._parts(name, f, owners)
+
+        with pyro.validation_enabled(False):
+            parts = None
+            if not self.findings.looped:
+                try:
+                    parts = torch.func.vmap(at, randomness="same")(nodes)
+                except (RuntimeError, TypeError):
+                    self.findings.looped = True
+            if parts is None:
+                each = [at(node) for node in nodes]
+                parts = {site: torch.stack([part[site] for part in each]) for site in owners}
+        found: list[Tensor] = []
+        for site, part in parts.items():
+            owner = owners[site]
+            if owner is None:
+                found.append(part)
+            else:
+                flat = nodes.new_zeros(len(nodes), nodes[0].numel())
+                kept = owner >= 0
+                flat = flat.index_add(1, owner[kept], part[:, kept].to(flat.dtype))
+                found.append(flat.reshape(nodes.shape))
+        return functools.reduce(torch.add, found).expand(nodes.shape).to(nodes.dtype)
+
+    def _parts(self, name: str, f: Tensor, sites: Any) -> dict[str, Tensor]:
+        trace = held_trace(self.model, self.values | {name: f}, self.args, self.kwargs)
+        skip = [site for site in trace.nodes if site not in sites]
+        parts = element_log_densities(trace, skip)
+        return {site: part if self.factors[site] == 1 else part / self.factors[site] for site, part in parts.items()}
+
+    @torch.no_grad()
+    def _owners(self, name: str, process: GaussianProcess, sites: list[str]) -> dict[str, Tensor]:
+        """For each site, the number of the value of GP site ``name`` that each term depends on, −1 for none."""
+        f, spread = self.values[name], process.variance.sqrt()
+        owners: dict[str, Tensor] = {}
+        with pyro.validation_enabled(False):
+            for step in (spread, -spread, 0.1 * spread):  # a term may be flat on one side
+                found = structure.owners(lambda value: self._parts(name, value, sites), f, f + step)
+                for site, owner in found.items():
+                    if owner is None:
+                        raise InseparableError(
+                            f"site {site!r} has one log density for several values of GP site {name!r}: "
+                            "expectation propagation needs one for each. Use a distribution of single values, in "
+                            "a plate or with .to_event, or take SVI with TraceQuadrature_ELBO."
+                        )
+                    owners[site] = torch.where(owner < 0, owners.get(site, owner), owner)
+                if all((owner >= 0).all() for owner in owners.values()):
+                    break
+        return owners
+
+
+def _rowwise(owner: Tensor, rows: int) -> bool:
+    """Whether terms stand, along one of their dimensions, in the rows of their values, and each has one."""
+    if (owner < 0).any():
+        return False
+    places = torch.arange(rows, device=owner.device)
+    return any(
+        size == rows and bool((owner % rows == places.reshape(-1, *[1] * (owner.dim() - dim - 1))).all())
+        for dim, size in enumerate(owner.shape)
+    )
+
+
+def _subsampling(site: Any) -> float:
+    """What plates scale a site's terms by because they hold some of their rows."""
+    factor = 1.0
+    for frame in site["cond_indep_stack"]:
+        if frame.full_size is not None and frame.size:
+            factor *= frame.full_size / frame.size
+    return factor

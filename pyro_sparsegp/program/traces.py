@@ -1,0 +1,262 @@
+"""Reading runs of a user's model: what its sites are, and their densities with all upstream values held."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from pyro import poutine
+from pyro.distributions import MaskedDistribution
+from pyro.distributions.torch_distribution import ExpandedDistribution
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.subsample_messenger import SubsampleMessenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from ..process import GaussianProcess
+
+__all__ = [
+    "all_sites",
+    "as_process",
+    "bare",
+    "element_log_densities",
+    "fill_masked",
+    "first_tensor",
+    "held_trace",
+    "is_free",
+    "is_left_out",
+    "is_observation",
+    "log_densities",
+    "piecewise_constant",
+    "repeatable",
+    "settle_left_out",
+    "tensors",
+    "whole_plates",
+    "without_event",
+]
+
+
+_WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
+
+
+def all_sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
+    """A trace's sites of all types, with their names."""
+    return list(trace.nodes.items())
+
+
+def is_free(site: Any) -> bool:
+    """Whether a sample site is not observed."""
+    return site["type"] == "sample" and not site["is_observed"]
+
+
+def is_observation(site: Any) -> bool:
+    """Whether a site holds data, rather than a deterministic value."""
+    return site["type"] == "sample" and site["is_observed"] and not site["infer"].get("_deterministic")
+
+
+def is_left_out(name: str, nodes: Mapping[str, Any]) -> bool:
+    """Whether a site holds the values that ``obs_mask=`` leaves out: Pyro makes y_observed and y_unobserved of y."""
+    base = name.removesuffix("_unobserved")
+    twin = nodes.get(f"{base}_observed") if base != name else None
+    return twin is not None and twin["is_observed"] and isinstance(twin["mask"], Tensor)
+
+
+def settle_left_out(site: Any, nodes: Mapping[str, Any], draw: bool) -> None:
+    """Make such values neither latents nor data: given f they have the density p(y | f), which integrates to 1.
+
+    :param draw: draw them from the model; or take any, the observed ones, where no density depends on them.
+    """
+    if site["value"] is None:
+        twin = site["name"].removesuffix("_unobserved") + "_observed"
+        site["value"] = site["fn"]() if draw else nodes[twin]["value"]
+    site["is_observed"], site["mask"] = True, False
+    site["infer"] = {**(site["infer"] or {}), "_deterministic": True}
+
+
+class _LeftOut(Messenger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: dict[str, Any] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        self.nodes[msg["name"]] = msg
+        if is_left_out(msg["name"], self.nodes):
+            settle_left_out(msg, self.nodes, draw=False)
+
+
+def piecewise_constant(trace: poutine.Trace) -> list[str]:
+    """The observed sites whose distributions say that their density is piecewise constant in function values."""
+    return [
+        name
+        for name, site in all_sites(trace)
+        if is_observation(site) and getattr(bare(site["fn"]), "piecewise_constant", False)
+    ]
+
+
+def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
+    """The GP under ``.to_event`` and the number of dimensions this added, or ``None``."""
+    prior, event_dim = without_event(prior)
+    return (prior, event_dim) if isinstance(prior, GaussianProcess) else (None, 0)
+
+
+def without_event(fn: Any) -> tuple[Any, int]:
+    """The distribution under ``.to_event`` and the number of dimensions this added."""
+    event_dim = 0
+    while isinstance(fn, torch.distributions.Independent):
+        event_dim += fn.reinterpreted_batch_ndims
+        fn = fn.base_dist
+    return fn, event_dim
+
+
+def bare(fn: Any) -> Any:
+    """The distribution under ``.to_event``, ``.mask`` and ``.expand``."""
+    while isinstance(fn, _WRAPPERS):
+        fn = fn.base_dist
+    return fn
+
+
+def held_trace(
+    model: Callable,
+    values: Mapping[str, Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+    like: Optional[poutine.Trace] = None,
+) -> poutine.Trace:
+    """A run of the model with sites held at ``values``, unseen by other handlers.
+
+    :param values: for every latent site, and for the plates' subsample sites, so that the run sees the rows that
+        the values belong to.
+    :param like: a run under the handlers around this one, whose values are held besides, and whose scales and masks
+        sites get.
+    :returns: the trace, in which the held sites pass for observed; densities are to be had from its sites' ``fn``.
+    :raises ValueError: naming a site that would be drawn.
+    """
+    there: dict[str, Any] = {} if like is None else dict(like.nodes)
+    known = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
+    with poutine.block(), _LeftOut(), _Holding({**known, **values}):
+        trace = poutine.trace(poutine.condition(model, data=dict(values))).get_trace(*args, **kwargs)
+    for name, site in all_sites(trace):
+        if is_free(site) and not site_is_subsample(site):
+            raise ValueError(
+                f"site {name!r} has no value when the model's densities are read: a handler around this call, such as "
+                "poutine.reparam, changes which sites there are. Wrap the model in it before it goes to AutoSparseGP."
+            )
+        if name in there:
+            site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
+        fill_masked(site)
+    return trace
+
+
+class _Holding(Messenger):
+    """Holds sites that the model leaves free at values; they pass for observed."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not msg["is_observed"] and msg["name"] in self.values:
+            msg["value"], msg["is_observed"] = self.values[msg["name"]], True
+
+
+def fill_masked(site: Any) -> None:
+    """Put a value of an unmasked row where an observed site is masked and NaN.
+
+    A mask makes such a term 0, but not its gradient, which is 0·NaN. It may be ``poutine.mask``'s, of whole rows, or
+    ``.mask``'s under ``.to_event``, of single values.
+    """
+    if site["type"] != "sample" or not site["is_observed"]:
+        return
+    if not isinstance(site["value"], Tensor) or not site["value"].is_floating_point():
+        return
+    fn, mask = site["fn"], site["mask"]
+    while True:
+        if isinstance(mask, Tensor):
+            site["value"] = _filled(site["value"], mask, fn.event_dim)
+        if not isinstance(fn, _WRAPPERS):
+            return
+        mask = fn._mask if isinstance(fn, MaskedDistribution) else None
+        fn = fn.base_dist
+
+
+def _filled(value: Tensor, mask: Tensor, event_dim: int) -> Tensor:
+    batch_shape = torch.broadcast_shapes(value.shape[: value.dim() - event_dim], mask.shape)
+    mask = mask.expand(batch_shape)
+    rows = value.expand(*batch_shape, *value.shape[value.dim() - event_dim :])
+    # The row's number stays a tensor: nothing is read back from the device.
+    first = mask.flatten().to(torch.uint8).argmax().reshape(1)
+    filler = rows.flatten(0, len(batch_shape) - 1).index_select(0, first)[0] if batch_shape else rows
+    missing = ~mask.reshape(*batch_shape, *[1] * event_dim) & value.isnan()
+    return torch.where(missing, filler.nan_to_num(), rows)
+
+
+def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
+    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and those masked as a whole."""
+    sites: Any = trace.nodes
+    return {
+        name: torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]))
+        for name, site in sites.items()
+        if site["type"] == "sample" and name not in skip and not site_is_subsample(site) and site["mask"] is not False
+    }
+
+
+def element_log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
+    """As :func:`log_densities`, with dimensions that ``.to_event`` has added up taken apart again."""
+    sites: Any = trace.nodes
+    found = {}
+    for name, site in sites.items():
+        if site["type"] != "sample" or name in skip or site_is_subsample(site) or site["mask"] is False:
+            continue
+        fn, event_dim = without_event(site["fn"])
+        scale, mask = (
+            part.reshape(*part.shape, *[1] * event_dim) if isinstance(part, Tensor) and part.dim() else part
+            for part in (site["scale"], site["mask"])
+        )
+        found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
+    return found
+
+
+@contextmanager
+def repeatable(like: Tensor) -> Iterator[None]:
+    """The same random numbers each time, and the global generator as it was."""
+    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
+def whole_plates() -> Iterator[None]:
+    """Turn subsampling off: plates with a ``subsample_size`` take all their rows."""
+    # A plate draws its indices in its constructor, from its arguments; no message can change their number.
+    original = SubsampleMessenger.__init__
+
+    @functools.wraps(original)
+    def whole(self: Any, name: str, size: Any = None, subsample_size: Any = None, subsample: Any = None, *a, **k):  # type: ignore[no-untyped-def]
+        original(self, name, size, subsample_size if subsample is not None else None, subsample, *a, **k)
+
+    SubsampleMessenger.__init__ = whole  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SubsampleMessenger.__init__ = original  # type: ignore[method-assign]
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and mappings, such as a model's arguments."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        return []
+    return [tensor for part in tree for tensor in tensors(part)]
+
+
+def first_tensor(tree: Any) -> Tensor:
+    """An empty tensor of the dtype and device of the first floating point one in a tree."""
+    floating = [tensor for tensor in tensors(tree) if tensor.is_floating_point()]
+    return floating[0].new_empty(0) if floating else torch.empty(0)
