@@ -1,0 +1,44 @@
+"""README's program and the how-to pages' programs run as they stand."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyro
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+SLOW: set[str] = set()  # pages that take over ten seconds
+
+
+def blocks(page):
+    """The Python blocks of a page, each on its own lines, so that an error names the line of the page."""
+    text = page.read_text()
+    for found in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S):
+        yield "\n" * text[: found.start(1)].count("\n") + found[1]
+
+
+def pages():
+    for page in sorted((ROOT / "docs" / "how-to").glob("*.md")):
+        if any(blocks(page)):
+            yield pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+
+
+@pytest.mark.parametrize("page", pages())
+def test_how_to(page, tmp_path, monkeypatch):
+    torch.set_default_dtype(torch.float32)  # as a reader's session starts
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": page.stem}
+    for block in blocks(page):
+        exec(compile(block, str(page), "exec"), namespace)
+    pyro.clear_param_store()
+
+
+def test_readme(tmp_path):
+    program = next(blocks(ROOT / "README.md"))
+    ran = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
