@@ -98,7 +98,7 @@ def predictive_scores(
     there.
 
     The PIT of discrete data is randomised (Czado, Gneiting and Held, 2009), and with the PIT goes coverage: an
-    observation is within the central interval of probability p if |PIT − ½| ≤ p/2. Classes without an order have sets
+    observation is within the central interval of probability p if abs(PIT − ½) ≤ p/2. Classes without an order have sets
     in place of intervals.
 
     Scores are streamed over draws: memory is O(N), or O(S·N) with draws of y.
