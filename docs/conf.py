@@ -109,4 +109,5 @@ def gather(app: object) -> None:
 
 
 def setup(app: object) -> None:
+    """Register with Sphinx."""
     app.connect("builder-inited", gather)

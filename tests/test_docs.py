@@ -39,6 +39,10 @@ def test_how_to(page, tmp_path, monkeypatch):
 def test_readme(tmp_path):
     program = next(blocks(ROOT / "README.md"))
     ran = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        [sys.executable, "-W", "error::UserWarning", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert ran.returncode == 0, ran.stderr

@@ -97,7 +97,8 @@ class Kernel(ABC):
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor: ...
 
     @abstractmethod
-    def diag(self, x: Tensor) -> Tensor: ...
+    def diag(self, x: Tensor) -> Tensor:
+        """The diagonal k(xₙ, xₙ), ``(..., N)``, at inputs ``(N, D)``."""
 
     _name: Optional[str] = None
 
@@ -276,7 +277,10 @@ def require_kernel(value: Any, name: str) -> Any:
 
 
 class Sum(Kernel):
-    """k(x, x') = Σ_c k_c(x, x'); nested sums are flattened, ``terms`` lists the summands."""
+    """k(x, x') = Σ_c k_c(x, x'); nested sums are flattened, ``terms`` lists the summands.
+
+    :param kernels: k_1, …, k_C.
+    """
 
     any_dtype = True
 
@@ -360,7 +364,10 @@ class Sum(Kernel):
 
 
 class Product(Kernel):
-    """k(x, x') = Π_c k_c(x, x'); an interaction where the factors read different columns."""
+    """k(x, x') = Π_c k_c(x, x'); an interaction where the factors read different columns.
+
+    :param kernels: k_1, …, k_C.
+    """
 
     any_dtype = True
 
@@ -448,7 +455,11 @@ class Product(Kernel):
 
 
 class Scaled(Kernel):
-    """k(x, x') = s·k₀(x, x') with a variance s > 0, ``(...,)``."""
+    """k(x, x') = s·k₀(x, x'); ``s * k`` makes it.
+
+    :param kernel: k₀.
+    :param variance: s > 0, ``(...,)``.
+    """
 
     any_dtype = True
 
@@ -536,6 +547,7 @@ class Scaled(Kernel):
 class Select(Kernel):
     """k(x, x') = k₀(x[dims], x'[dims]): the kernel k₀ on some columns of the inputs.
 
+    :param kernel: k₀.
     :param dims: a column's number, several, or a slice; what counts from the end, ``k[-1]`` or ``k[2:]``, has numbers
         once there are inputs.
     """

@@ -39,8 +39,18 @@ def prior_predictive(
     Observations among the arguments are kept for comparison, and drawn anew; they may be left out. Function values are
     exact joint draws, in O(N³); choose some of the rows where N is beyond a few thousand.
 
+    :param model: the model.
+    :param args: its arguments.
+    :param num_samples: how many draws.
+    :param include_f: keep function values, ``(chain, draw, N)``.
     :param observed: names of the sites that hold data. By default those that do with these arguments; where
         observations are left out, those on which no other site depends.
+    :param coords: coordinate values by dimension.
+    :param dims: names of a variable's dimensions.
+    :param dtype: of all groups.
+    :param seed: makes the draws repeatable and leaves the global generators alone.
+    :param name: the tree's name.
+    :param kwargs: the model's further arguments.
     :raises ValueError: where an argument of the model is missing, or ``observed``, ``dims`` or ``coords`` name what is
         not there, or N is so large that joint draws are out of the question.
     """

@@ -173,6 +173,7 @@ def _write(
 def to_inference_data(tree: Any) -> Any:
     """An ``arviz.InferenceData`` of a DataTree, for arviz 0.22 and 0.23.
 
+    :param tree: of :func:`to_datatree`.
     :raises ImportError: where this arviz has no use for it: arviz 1 and the 0.8 packages take the DataTree itself.
     """
     require_tree("to_inference_data", tree)

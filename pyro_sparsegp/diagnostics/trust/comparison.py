@@ -35,6 +35,9 @@ def loo(
     Vehtari, 2019, eq. 8), smoothed. Draws by MCMC have p/q = 1. Hyperparameters that are points are left as they are,
     for each datum left out: nothing here judges them. Nor does a low k-hat say that q is wide enough (:func:`psis`).
 
+    :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
+        training arguments.
+    :param args: see there.
     :param target: "vfe" or "fitc", as of :func:`psis`; "none" leaves p/q out, and judges the posterior as it is. By
         default the tree's own; but "none", with a warning, where the k-hat of p/q is above 0.7.
     :param var_name: the observed site, where there are several.
@@ -80,6 +83,7 @@ def loo(
 def compare(results: Mapping[str, Any], target: Optional[str] = None, **kwargs: Any) -> Any:
     """``arviz_stats.compare`` of trees, or of what :func:`loo` and :func:`loo_large` returned, by name.
 
+    :param results: names to trees or results.
     :param target: of :func:`loo`, for trees.
     :param kwargs: of ``arviz_stats.compare``.
     :returns: a ``pandas.DataFrame``, best first.
@@ -116,10 +120,14 @@ def loo_large(
     of the posterior's spread, which falls as 1/√N. An optimal q(w) with points for hyperparameters has equal weights
     at any N (SGPR); there k-hat is low.
 
+    :param model: the model.
+    :param guide: a fitted guide, or an object that has one.
+    :param args: the training arguments.
     :param observations: m.
     :param num_samples: S, draws.
     :param target: as of :func:`loo`: by default the guide's own, or "none" where k-hat is above 0.7.
     :param var_name: the observed site, where there are several.
+    :param chunk_size: rows whose features are held in memory at once.
     :param seed: of the draws and of the subset: with the same seed, two models are compared on the same subset.
     :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as of
         :func:`loo`.

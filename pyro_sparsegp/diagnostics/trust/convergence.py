@@ -88,6 +88,8 @@ class History:
 def add_history(tree: Any, histories: Union[History, Sequence[History]], window: Optional[int] = None) -> Any:
     """A tree with a group ``vi_history``: a chain for each run, in the order of the tree's chains.
 
+    :param tree: of :func:`to_datatree`.
+    :param histories: a :class:`History`, or several.
     :param window: the last so many iterates; all, or as many as the shortest run has, if not given.
     """
     require_tree("add_history", tree)

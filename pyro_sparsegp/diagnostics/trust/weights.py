@@ -85,6 +85,11 @@ def psis(tree_or_model: Any, *args: Any, target: Optional[str] = None, **kwargs:
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
 
+    :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
+        training arguments.
+    :param args: see there.
+    :param target: "vfe", "fitc" or "exact"; by default the tree's own.
+    :param kwargs: of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or where the tree was made for another target.
     """
     tree = _tree(tree_or_model, args, target, kwargs)
@@ -112,8 +117,10 @@ def resample(
     Stratified, without replacement of strata, so that a draw of weight w appears ⌊Sw⌋ or ⌈Sw⌉ times. All chains become
     one; ``sample_stats``, ``lp`` and ``log_q`` among them, goes, for the new draws are from neither.
 
+    :param tree: of :func:`to_datatree`.
     :param weights: of :func:`psis`, or a target; by default the tree's own.
     :param num_samples: how many; as many as there are, if not given.
+    :param seed: of the draws.
     :raises ValueError: if k-hat is above 0.7.
     """
     require_tree("resample", tree)
