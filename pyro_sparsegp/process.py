@@ -14,7 +14,8 @@ from pyro.poutine.runtime import am_i_wrapped, get_plates
 from torch import Tensor
 from torch.distributions import constraints
 
-from .kernels import base as kernel_base
+from .kernels.algebra import Kernel, as_kernel
+from .kernels.base import hyperparameters
 from .numerics.linalg import cholesky, solve_lower
 
 __all__ = ["GaussianProcess", "PriorProcess"]
@@ -55,7 +56,7 @@ class GaussianProcess(TorchDistribution):
         jitter: Optional[float] = None,
         validate_args: Optional[bool] = None,
     ) -> None:
-        self.kernel = kernel_base.require_kernel(kernel, "GaussianProcess's kernel")
+        self.kernel = as_kernel(kernel, "GaussianProcess's kernel")
         self._misplaced: Optional[str] = None
         self._unfit = _unfit_inputs(x)
         if self._unfit is not None and not isinstance(x, Tensor):
@@ -75,11 +76,11 @@ class GaussianProcess(TorchDistribution):
             super().__init__(torch.Size(), torch.Size([len(x) if x.dim() else 1]), validate_args=False)
             return
         try:
-            self.kernel = kernel_base.on_columns(kernel, x.shape[-1])
+            self.kernel = self.kernel.on_columns(x.shape[-1])
         except ValueError as error:
             self._unfit = f"kernel does not fit x, of shape {tuple(x.shape)}: {error}"
             self._refuse_inputs()
-        batch_shape = torch.broadcast_shapes(kernel_base.batch_shape(kernel), x.shape[:-2])
+        batch_shape = torch.broadcast_shapes(self.kernel.batch_shape, x.shape[:-2])
         if isinstance(mean, Tensor) and _is_column(mean, x) and x.shape[-2] > 1 and batch_shape[-1:] != x.shape[-2:-1]:
             raise ValueError(
                 f"GaussianProcess's mean is a column, of shape {tuple(mean.shape)}; give one value a row, "
@@ -127,7 +128,7 @@ class GaussianProcess(TorchDistribution):
         """Cholesky factor of k(x, x), ``(..., N, N)``; computed once."""
         if self._scale_tril is None:
             what = "the prior covariance of a GaussianProcess"
-            made_of = partial(kernel_base.hyperparameters, self.kernel)
+            made_of = partial(hyperparameters, self.kernel)
             self._scale_tril = cholesky(self.kernel(self.x), self.jitter, what, made_of=made_of)
         return self._scale_tril
 
@@ -182,7 +183,7 @@ class GaussianProcess(TorchDistribution):
 
     def relative_to(self, rows: Tensor) -> GaussianProcess:
         """The same process with the diagonal term that its kernel has in the company of ``rows``, ``(N₀, D)``."""
-        return self.with_kernel(kernel_base.relative_to(self.kernel, rows))
+        return self.with_kernel(self.kernel.relative_to(rows))
 
     def with_kernel(self, kernel: Any) -> GaussianProcess:
         """The process at the same inputs and of the same mean, with another kernel of the same batch shape."""
@@ -205,7 +206,7 @@ class GaussianProcess(TorchDistribution):
         if f.shape[-1:] != x.shape[-2:-1]:
             raise ValueError(f"given(x, f) needs one value a row: x is {tuple(x.shape)}, f is {tuple(f.shape)}")
         self.require_columns(x)
-        kernel = kernel_base.relative_to(self.kernel, x)
+        kernel = self.kernel.relative_to(x)
         factor = cholesky(kernel(x), self.jitter, "the covariance at the inputs of GaussianProcess.given")
         white = solve_lower(factor, (f - (self.mean_at(x) if mean is None else mean))[..., None])
 
@@ -256,12 +257,15 @@ class GaussianProcess(TorchDistribution):
         return f"GaussianProcess({self.kernel!r}, x: {tuple(self.x.shape)}, batch_shape: {tuple(self.batch_shape)})"
 
 
-class _Conditioned:
+class _Conditioned(Kernel):
     """The kernel of a process given its values at x."""
 
     def __init__(self, kernel: Any, x: Tensor, factor: Tensor) -> None:
         self.kernel, self.x, self.factor = kernel, x, factor
-        self.batch_shape = factor.shape[:-2]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.factor.shape[:-2]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         left = solve_lower(self.factor, self.kernel(self.x, x))

@@ -50,7 +50,6 @@ from pyro_sparsegp import (  # noqa: E402
     kernels,
     predict,
 )
-from pyro_sparsegp.kernels import base as kernel_base  # noqa: E402
 
 NUM_LEVELS = 3  # of the column of codes, and of the groups
 
@@ -722,7 +721,7 @@ def build_family(c: Configuration, model: Model) -> Any:
         options["num_actions"] = len(x)
     if c.family.is_additive and isinstance(options["inducing"], Tensor):
         z = options["inducing"]
-        of_terms = map(kernel_base.columns, kernel_base.terms(model.kernel(x, {})))
+        of_terms = (term.columns for term in model.kernel(x, {}).terms)
         options["inducing"] = [z if read is None else z[:, list(read)].unique(dim=0) for read in of_terms]
     family = c.family.kind(**options)
     if "g" in c.sites and isinstance(options.get("inducing"), list):

@@ -11,9 +11,10 @@ import torch
 from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, ProjectedLikelihood, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.approximations import sparse_gp
+from pyro_sparsegp.approximations import projected
 from pyro_sparsegp.bases import actions as actions_module
-from pyro_sparsegp.bases.actions import local_blocks
+from pyro_sparsegp.bases import policies
+from pyro_sparsegp.bases.policies import local_blocks
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 
 from .models import bernoulli, data, gaussian, maximise, regression, train
@@ -183,8 +184,8 @@ def test_cg_stops_at_its_tolerance():
 def test_eigenvectors_of_many_rows(monkeypatch):
     x, y = data(num=120)
     exact_vectors = fitted(x, y, ComputationAware(10, "eigen")).posterior(x)["f"].basis.actions.matrix
-    monkeypatch.setattr(actions_module, "_EXACT", 50)
-    monkeypatch.setattr(actions_module, "_WHOLE", 50)
+    monkeypatch.setattr(policies, "_EXACT", 50)
+    monkeypatch.setattr(policies, "_WHOLE", 50)
     monkeypatch.setattr(actions_module, "_MEMORY", 1000)
     iterated = fitted(x, y, ComputationAware(10, "eigen")).posterior(x)["f"].basis.actions.matrix
     a, b = torch.linalg.qr(exact_vectors)[0], torch.linalg.qr(iterated)[0]
@@ -438,8 +439,8 @@ def test_prediction_visits_the_pairs_of_rows_once(policy, monkeypatch):
     guide = AutoSparseGP(learned, ComputationAware(6, policy))
     train(learned, guide, x, y, steps=3)
     passes = []
-    plain = sparse_gp.project
-    monkeypatch.setattr(sparse_gp, "project", lambda *args: passes.append(1) or plain(*args))
+    plain = projected.project
+    monkeypatch.setattr(projected, "project", lambda *args: passes.append(1) or plain(*args))
     with torch.no_grad():
         first = guide.posterior(new)["f"]
         again = guide.posterior(new)["f"]

@@ -19,7 +19,9 @@ from ..gaussians.sites import Sites
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from .sparse_gp import OptimalGP, SparseGP, same_rows
+from .free import SparseGP
+from .on_sites import same_rows
+from .optimal import OptimalGP
 
 __all__ = ["ConditionalGP", "DecoupledGP", "SemiCollapsedGP"]
 

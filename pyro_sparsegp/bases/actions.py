@@ -6,38 +6,21 @@ rows with λ = 0 drop out. The posterior depends on the span of S alone (lemma S
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Union
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..gaussians.sites import Sites
-from ..modules import AbstractModule
 from ..numerics.chunks import dropping
 from ..numerics.linalg import cholesky
 
-__all__ = [
-    "Actions",
-    "BlockActions",
-    "BlockPolicy",
-    "DenseActions",
-    "EigenPolicy",
-    "KrylovPolicy",
-    "Policy",
-    "RandomPolicy",
-    "UserPolicy",
-    "kernel_times",
-    "local_blocks",
-]
+__all__ = ["Actions", "BlockActions", "DenseActions", "chunk_memory", "kernel_times", "safe_root", "white"]
 
 _MEMORY = 2**21  # numbers in one block of a kernel matrix: what a CPU's caches like; a GPU takes 32 times that
 _GROUPS = 32  # of rows, in tiles of a kernel matrix
-_WHOLE = 2**29  # numbers in a kernel matrix that is kept while a policy runs: 2 GiB in float32
-_EXACT = 3000  # rows up to which eigenvectors come from a dense decomposition
 
 
 class Actions(ABC):
@@ -112,7 +95,7 @@ class BlockActions(Actions):
     def gram(self, kernel: Any) -> Tensor:
         # Tiles above the diagonal serve both of their sides: half of the kernel's entries are enough.
         num = self.inputs.shape[-2]
-        side = int(_memory(self.inputs) ** 0.5)
+        side = int(chunk_memory(self.inputs) ** 0.5)
         groups = min(-(-num // side), _GROUPS, len(self.sizes))
         if groups < 2 or self.sizes[0] > 4 * side:
             products = kernel_times(kernel, self.inputs, self)
@@ -130,7 +113,7 @@ class BlockActions(Actions):
 
     def _tiles(self, kernel: Any, edges: list[int], cuts: list[int], g: int, h: int, grid: list[list[Tensor]]) -> None:
         columns = slice(edges[cuts[h]], edges[cuts[h + 1]])
-        wanted = max(1, _memory(self.inputs) // (columns.stop - columns.start) // self.sizes[0])
+        wanted = max(1, chunk_memory(self.inputs) // (columns.stop - columns.start) // self.sizes[0])
         right, below = [], []
         for start in range(cuts[g], cuts[g + 1], wanted):
             stop = min(start + wanted, cuts[g + 1])
@@ -209,7 +192,8 @@ def _sums(values: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def _memory(x: Tensor) -> int:
+def chunk_memory(x: Tensor) -> int:
+    """How many numbers of a kernel matrix are held at once."""
     return _MEMORY if x.device.type == "cpu" else 32 * _MEMORY
 
 
@@ -219,238 +203,10 @@ def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
     def product(rows: Tensor) -> Tensor:
         return actions.right(kernel(rows, actions.inputs))
 
-    num = max(1, _memory(x) // actions.inputs.shape[-2])
+    num = max(1, chunk_memory(x) // actions.inputs.shape[-2])
     if x.shape[-2] <= num:
         return product(x)
     return torch.cat([dropping(product, rows) for rows in x.split(num, -2)], -2)
 
 
 # Policies: modules that choose actions anew in each run.
-
-
-class Policy(AbstractModule):
-    """Chooses the actions for a kernel and sites."""
-
-    @abstractmethod
-    def forward(self, kernel: Any, sites: Sites, name: str) -> Actions: ...
-
-    def reorder(self, order: Tensor) -> None:
-        """Follow the data into another order: row n is what row ``order[n]`` was."""
-
-
-class BlockPolicy(Policy):
-    """Learned block-sparse actions, CaGP-Opt (eq. 14): one number a datum.
-
-    Blocks are of neighbours (:func:`local_blocks`) and start as averages of their data, weighted by precision.
-
-    :param inputs: X, ``(N, D)``, of the first call; all later calls have as many rows, in the same order.
-    :param num: the number of blocks.
-    """
-
-    def __init__(self, inputs: Tensor, num: int, batch_shape: Sequence[int], order: Union[Tensor, None] = None) -> None:
-        super().__init__()
-        rows = inputs.shape[-2]
-        self.register_buffer("order", local_blocks(inputs, num) if order is None else order)
-        self.num = num
-        self.block_sizes = _sizes(rows, num)
-        self.values = PyroParam(inputs.new_ones(*batch_shape, rows))
-
-    def reorder(self, order: Tensor) -> None:
-        self.order: Tensor = order.argsort()[self.order]
-
-    def forward(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
-        if sites.inputs.shape[-2] != len(self.order):
-            raise ValueError(
-                f"the sparse actions of site {name!r} are for {len(self.order)} rows, the guide's first call; got "
-                f"{sites.inputs.shape[-2]}. Make a new guide for other data, or use another policy."
-            )
-        values: Any = self.values
-        return BlockActions(sites, values, self.order, self.block_sizes)
-
-
-class _Detached(Policy):
-    """A policy whose directions are constants of the step: the bound's gradient is that at fixed actions."""
-
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.num = num
-
-    @abstractmethod
-    def directions(self, kernel: Any, sites: Sites) -> Tensor:
-        """T, ``(..., N, i)``: orthonormal columns, or zeros."""
-
-    def forward(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
-        with torch.no_grad():
-            directions = self.directions(kernel, sites)
-        return DenseActions(sites, directions)
-
-
-class KrylovPolicy(_Detached):
-    """Residual actions, those of conjugate gradients (CaGP-CG; algorithm S1, section S3.1).
-
-    Lanczos with full reorthogonalisation on I + Λ^½KΛ^½ from Λ^½(z − μ): the span of the residuals, which for
-    equal λ is that of conjugate gradients on K̂. It stops once the residual is below ``tolerance`` times the
-    first; one number an iteration is read back from the device for that.
-    """
-
-    def __init__(self, num: int, tolerance: float) -> None:
-        super().__init__(num)
-        self.tolerance = tolerance
-
-    def directions(self, kernel: Any, sites: Sites) -> Tensor:
-        multiply = _whitened(kernel, sites)
-        start = white(sites)
-        shape = torch.broadcast_shapes(start.shape, multiply(start[..., None])[..., 0].shape)
-        start = start.expand(shape)
-        first = start.norm(dim=-1, keepdim=True)
-        # Data at the prior mean leave no residual to start from.
-        start = torch.where(first > 0, start, safe_root(sites.precision).expand(shape))
-        first = start.norm(dim=-1, keepdim=True)
-        tiny = torch.finfo(start.dtype).tiny
-        chosen = start.new_zeros(*shape, min(self.num, shape[-1]))
-        q = start / first.clamp(min=tiny)
-        pivot, zeta, beta = torch.ones_like(first), first, torch.zeros_like(first)
-        live = first > tiny
-        for j in range(chosen.shape[-1]):
-            chosen[..., j] = q * live
-            product = q + multiply(q[..., None])[..., 0]
-            alpha = (q * product).sum(-1, keepdim=True)
-            # The pivots of the tridiagonal matrix give the residual's norm, β|ζ|.
-            zeta = first / alpha if j == 0 else -beta * zeta / (alpha - beta.square() / pivot)
-            pivot = alpha if j == 0 else alpha - beta.square() / pivot
-            for _ in range(2):  # reorthogonalise twice: once is not enough
-                product = product - (chosen @ (chosen.mT @ product[..., None]))[..., 0]
-            beta = product.norm(dim=-1, keepdim=True)
-            live = live & (beta * zeta.abs() > self.tolerance * first)
-            if not live.any():
-                break
-            q = product / beta.clamp(min=tiny)
-        return chosen
-
-
-class EigenPolicy(_Detached):
-    """The top eigenvectors of Λ^½KΛ^½, the actions of least posterior entropy (lemma S5).
-
-    Exact up to 3,000 rows; above, six passes of subspace iteration, which are nearly so for decaying spectra.
-    """
-
-    def directions(self, kernel: Any, sites: Sites) -> Tensor:
-        multiply = _whitened(kernel, sites)
-        rows = sites.inputs.shape[-2]
-        num = min(self.num, rows)
-        if rows <= _EXACT:
-            eye = torch.eye(rows, dtype=sites.inputs.dtype, device=sites.inputs.device)
-            matrix = multiply(eye)
-            return torch.linalg.eigh((matrix + matrix.mT) / 2)[1][..., -num:]
-        generator = torch.Generator().manual_seed(0)
-        wide = min(num + 8, rows)
-        basis = torch.randn(rows, wide, generator=generator).to(sites.inputs)
-        for _ in range(6):
-            basis = torch.linalg.qr(multiply(basis))[0]
-        image = multiply(basis)
-        _, rotation = torch.linalg.eigh(basis.mT @ image)
-        return (basis @ rotation)[..., -num:]
-
-
-class RandomPolicy(_Detached):
-    """Normal random actions, drawn once."""
-
-    def __init__(self, inputs: Tensor, num: int, draw: bool = True) -> None:
-        super().__init__(num)
-        shape = inputs.shape[-2], min(num, inputs.shape[-2])
-        self.register_buffer("draws", torch.randn(shape).to(inputs) if draw else inputs.new_zeros(shape))
-
-    def reorder(self, order: Tensor) -> None:
-        self.draws: Tensor = self.draws[order]
-
-    def directions(self, kernel: Any, sites: Sites) -> Tensor:
-        if len(self.draws) != sites.inputs.shape[-2]:
-            raise ValueError(
-                f"the random actions are for {len(self.draws)} rows, the guide's first call; got "
-                f"{sites.inputs.shape[-2]}. Make a new guide for other data."
-            )
-        return _orthonormal(self.draws, sites.precision)
-
-
-class UserPolicy(Policy):
-    """Actions from a callable ``(kernel, sites) -> S``, ``(..., N, i)``; if it is a module, a copy of it trains.
-
-    :param policy: the callable.
-    """
-
-    def __init__(self, policy: Callable[[Any, Sites], Tensor], num: int) -> None:
-        super().__init__()
-        self.num = num
-        if isinstance(policy, torch.nn.Module):
-            self.policy = copy.deepcopy(policy)  # each guide owns its parameters
-        else:
-            self.__dict__["policy"] = policy
-
-    def forward(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
-        matrix = self.policy(kernel, sites)
-        rows = sites.inputs.shape[-2]
-        if not isinstance(matrix, Tensor) or matrix.dim() < 2 or matrix.shape[-2:] != (rows, self.num):
-            got = tuple(matrix.shape) if isinstance(matrix, Tensor) else type(matrix).__name__
-            raise ValueError(f"the actions of site {name!r} must be a tensor ({rows}, {self.num}), got {got}")
-        if not matrix.isfinite().all():
-            raise ValueError(f"the actions of site {name!r} contain NaN or infinite values")
-        return DenseActions(sites, _orthonormal(matrix, sites.precision))
-
-
-def _orthonormal(matrix: Tensor, precision: Tensor) -> Tensor:
-    """Orthonormal columns with the span of Λ^-½S, over the rows with λ > 0."""
-    positive = precision > 0
-    scale = torch.where(positive, precision, 1.0).rsqrt() * positive
-    scaled = scale[..., None] * matrix
-    directions, triangle = torch.linalg.qr(scaled)
-    pivots = triangle.diagonal(dim1=-2, dim2=-1).abs()
-    level = matrix.shape[-2] * torch.finfo(pivots.dtype).eps
-    if (pivots > level * pivots.amax(-1, keepdim=True)).all():
-        return directions
-    # Dependent columns: Q is padded with directions that nobody asked for.
-    left, values, _ = torch.linalg.svd(scaled, full_matrices=False)
-    return (
-        left * (values > level * values.amax(-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny))[..., None, :]
-    )
-
-
-def _whitened(kernel: Any, sites: Sites) -> Callable[[Tensor], Tensor]:
-    """V ↦ Λ^½KΛ^½V, ``(..., N, c)``, in blocks of rows; a small matrix is formed once."""
-    root, x = safe_root(sites.precision)[..., None], sites.inputs
-    num = x.shape[-2]
-    if num * num <= _WHOLE:
-        matrix = kernel(x, x)
-        return lambda v: root * (matrix @ (root * v))
-    rows = max(1, _memory(x) // num)
-    return lambda v: root * torch.cat([kernel(part, x) @ (root * v) for part in x.split(rows, -2)], -2)
-
-
-def _sizes(rows: int, num: int) -> list[int]:
-    small, more = divmod(rows, num)
-    return [small + 1] * more + [small] * (num - more)
-
-
-def local_blocks(x: Tensor, num: int) -> Tensor:
-    """An order of the rows of x, ``(N, D)``, whose ``num`` consecutive blocks hold neighbours.
-
-    The rows are halved along the column of the widest spread, and so on, as in a k-d tree: blocks for 2·num are
-    halves of those for num where the sizes allow.
-    """
-    x = x.detach()
-    scaled = (x - x.mean(0)) / x.std(0, correction=0).clamp(min=torch.finfo(x.dtype).eps)
-    host = scaled.cpu()
-    parts: list[Tensor] = []
-    stack = [(torch.arange(len(host)), _sizes(len(host), num))]
-    while stack:
-        rows, sizes = stack.pop()
-        if len(sizes) == 1:
-            parts.append(rows)
-            continue
-        values = host[rows]
-        widest = int((values.amax(0) - values.amin(0)).argmax())
-        rows = rows[values[:, widest].argsort(stable=True)]
-        half = (len(sizes) + 1) // 2
-        cut = sum(sizes[:half])
-        stack.append((rows[cut:], sizes[half:]))
-        stack.append((rows[:cut], sizes[:half]))
-    return torch.cat(parts).to(x.device)

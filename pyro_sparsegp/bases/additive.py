@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..kernels import base as kernel_base
+from ..kernels.algebra import term_names
 from .base import Basis, Component, Features
 
 __all__ = ["Additive", "AdditiveFeatures"]
@@ -90,13 +90,13 @@ class Additive(Basis):
         return tuple(size for part in self.parts for size in part.sizes)
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> AdditiveFeatures:
-        terms = kernel_base.terms(kernel)
+        terms = kernel.terms
         if len(terms) != self.num_terms:
             raise ValueError(
                 f"the kernel of site {name!r} has {len(terms)} terms now, {self.num_terms} when the guide was "
                 "initialised; a kernel's structure must not change between calls."
             )
-        if self.names and (names := kernel_base.term_names(kernel)) != self.names:
+        if self.names and (names := term_names(kernel)) != self.names:
             raise ValueError(
                 f"the terms of the kernel of site {name!r} are {list(names)} now, and were {list(self.names)} when the "
                 "guide was initialised or saved; their order and names must not change."

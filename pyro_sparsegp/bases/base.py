@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from torch import Tensor
 
 from ..gaussians.base import Gaussian
-from ..kernels import base as kernel_base
+from ..kernels.draws import of_each
 from ..modules import AbstractModule
 from ..numerics.chunks import in_blocks
 from ..numerics.linalg import sum_blocks
@@ -96,15 +96,15 @@ class CrossFeatures(Features):
 
     def components(self) -> list[Component]:
         blocks = tuple(range(len(self.sizes)))
-        return [(term, self.of_summand(term), blocks) for term in kernel_base.terms(self.kernel)]
+        return [(term, self.of_summand(term), blocks) for term in self.kernel.terms]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
         if self.cross is not self.kernel:
             return None
-        draw = kernel_base.prior_functions(self.kernel, num, num_features, x)
+        draw = self.kernel.prior_functions(num, num_features, x)
         if draw is None:
             return None
-        own = self.coefficients_of(kernel_base.of_each(lambda f: in_blocks(f, num * num_features), draw))
+        own = self.coefficients_of(of_each(lambda f: in_blocks(f, num * num_features), draw))
         return None if own is None else (draw, own)
 
 

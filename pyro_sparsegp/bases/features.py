@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..gaussians.base import Gaussian
 from ..gaussians.optimal import weighted_gram
-from ..kernels import base as kernel_base
+from ..kernels.base import Explicit
 from ..numerics.chunks import blocks_of, by_rows, dropping, is_long
 from ..numerics.linalg import row_squares
 from .base import Basis, Component, Features
@@ -54,10 +54,10 @@ class KernelFeatures(Features):
     def __init__(self, kernel: Any, size: int) -> None:
         super().__init__(kernel, (size,) if size else ())
         self.size = size
-        self._known: Optional[tuple[Tensor, kernel_base.Explicit]] = None  # at the last inputs
+        self._known: Optional[tuple[Tensor, Explicit]] = None  # at the last inputs
         self._highest: Optional[tuple[Tensor, Tensor]] = None  # the last inputs of a gram, and its rows of largest φ
 
-    def explicit(self, x: Tensor) -> kernel_base.Explicit:
+    def explicit(self, x: Tensor) -> Explicit:
         """Φ and the kernel's diagonal at x; kept for the next call at the same x.
 
         :raises ValueError: if the kernel's features are not what they were when the guide was initialised.
@@ -66,8 +66,8 @@ class KernelFeatures(Features):
             self._known = x, self._explicit(self.kernel, x)
         return self._known[1]
 
-    def _explicit(self, kernel: Any, x: Tensor) -> kernel_base.Explicit:
-        found = kernel_base.explicit(kernel, x)
+    def _explicit(self, kernel: Any, x: Tensor) -> Explicit:
+        found = kernel.explicit(x)
         if found is None or found.features.shape[-1] != self.size:
             have = "no" if found is None else found.features.shape[-1]
             raise ValueError(
@@ -126,9 +126,9 @@ class KernelFeatures(Features):
             found = self.explicit(x)
             return (*coefficients.moments([found.features]), found.diagonal)
         if self._highest is not None and self._highest[0] is x:
-            settled = kernel_base.relative_to(self.kernel, self._highest[1])
+            settled = self.kernel.relative_to(self._highest[1])
         else:
-            settled = kernel_base.relative_to(self.kernel, x)
+            settled = self.kernel.relative_to(x)
 
         def moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             found = self._explicit(settled, rows)
@@ -154,13 +154,13 @@ class KernelFeatures(Features):
 
     def components(self) -> list[Component]:
         blocks = tuple(range(len(self.sizes)))
-        terms = kernel_base.terms(self.kernel)
+        terms = self.kernel.terms
         if len(terms) == 1:
             return [(self.kernel, self, blocks)]
         return [(term, _TermFeatures(terms, i, self.size), blocks) for i, term in enumerate(terms)]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[tuple[Callable, list[Tensor]]]:
-        if not self.sizes or kernel_base.prior_functions(self.kernel, 1, 1, x) is None:
+        if not self.sizes or self.kernel.prior_functions(1, 1, x) is None:
             return None  # a residual has no finite draw
         phi = self(x[..., :1, :])[0]
         w = torch.randn(num, *phi.shape[:-2], phi.shape[-1], dtype=x.dtype, device=x.device)
@@ -181,7 +181,7 @@ class _TermFeatures(Features):
         return [torch.nn.functional.pad(phi, (before, after))] if self.sizes else []
 
     def _of(self, index: int, x: Tensor) -> Tensor:
-        phi = kernel_base.features(self.terms[index], x)
+        phi = self.terms[index].features(x)
         assert phi is not None  # the sum has features
         return phi
 

@@ -16,7 +16,7 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..kernels import base as kernel_base
+from ..kernels.base import hyperparameters
 from ..numerics.linalg import cholesky, default_jitter, side_by_side, solve_lower
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs
@@ -145,7 +145,7 @@ class InducingPoints(Basis):
         :param free: whether q(w) is learned by gradients, so that it lags behind inputs that move.
         :raises ValueError: naming the site, as :func:`choose_inputs`.
         """
-        source = kernel_base.source(kernel)
+        source = kernel.source
         patches = None if source is None else _some_source_inputs(kernel, x)
 
         def is_of_source(given: Inducing) -> bool:
@@ -153,7 +153,7 @@ class InducingPoints(Basis):
                 return False
             return not isinstance(given, Tensor) or given.shape[-1] != x.shape[-1]
 
-        if source is None and any(kernel_base.source(term) is not None for term in kernel_base.terms(kernel)):
+        if source is None and any(term.source is not None for term in kernel.terms):
             for given in sets:
                 if isinstance(given, Tensor) and given.shape[-1] != x.shape[-1]:
                     raise ValueError(
@@ -215,14 +215,14 @@ class InducingPoints(Basis):
         return found
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
-        if any(self.of_source) and kernel_base.source(kernel) is None:
+        if any(self.of_source) and kernel.source is None:
             raise ValueError(
                 f"the kernel of site {name!r} has no source now, {kernel!r}, but had when the guide was initialised; "
                 "a kernel's structure must not change between calls."
             )
         jitter = self.jitter if jitter is None else jitter
         variables = self.variables()
-        made_of = functools.partial(kernel_base.hyperparameters, kernel)
+        made_of = functools.partial(hyperparameters, kernel)
         # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
         exact = widened(kernel, variables)
         dtype = next((z.dtype for z in self.inputs if isinstance(z, Tensor)), None)

@@ -8,8 +8,6 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from ..kernels import base as kernel_base
-
 __all__ = ["Initialiser", "choose_inputs", "greedy_variance", "k_means", "regular_grid"]
 
 _GREEDY = 2048  # points up to which the greedy choice is worth its time
@@ -96,7 +94,7 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
     :returns: the grid, ``(at most num, D)``.
     :raises ValueError: for a kernel that reads more columns.
     """
-    read = kernel_base.columns(kernel)
+    read = kernel.columns
     columns = range(x.shape[-1]) if read is None else read
     if len(columns) not in (1, 2):
         raise ValueError(

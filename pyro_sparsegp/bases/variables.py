@@ -11,7 +11,7 @@ from typing import Any, Optional, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..kernels import base as kernel_base
+from ..kernels.base import in_any_dtype
 from ..modules import AbstractModule
 from ..numerics.linalg import wider
 
@@ -160,7 +160,7 @@ def widened(kernel: Any, variables: list[Any]) -> list[Any]:
         return variables
     owners = [kernel.source if isinstance(part, SourceValues) else kernel for part in variables]
     dtypes = {wider(part.z) for part in variables}
-    if dtypes == {variables[0].z.dtype} or not all(map(kernel_base.in_any_dtype, owners)):
+    if dtypes == {variables[0].z.dtype} or not all(map(in_any_dtype, owners)):
         return variables
     return [type(part)(part.z.to(wider(part.z))) for part in variables]
 

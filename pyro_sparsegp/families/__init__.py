@@ -5,7 +5,7 @@ A family is a small frozen recipe; the guide builds a module from it for each GP
 :class:`~pyro_sparsegp.bases.InducingVariables`.
 """
 
-from ..approximations.sparse_gp import SparseGP
+from ..approximations.free import SparseGP
 from .additive import (
     AdditiveFamily,
     AdditiveFreeSites,

@@ -11,7 +11,7 @@ from ..bases import Additive, Basis, ExplicitFeatures, InducingPoints
 from ..bases.initial import Initialiser
 from ..gaussians import BlockCholesky, BlockPlusLowRank, FullCholesky, IdentityPlusLowRank
 from ..gaussians.sites import FreeSites as FreeSitesModule
-from ..kernels import base as kernel_base
+from ..kernels.algebra import term_names
 from ..process import GaussianProcess
 from .base import (
     BasisFamily,
@@ -53,7 +53,7 @@ class OnTerms(BasisFamily):
     trainable: bool = field(default=True, kw_only=True)
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
-        terms = kernel_base.terms(process.kernel)
+        terms = process.kernel.terms
         wanted = self._entries(len(terms))
         if len(wanted) != len(terms):
             raise ValueError(
@@ -62,19 +62,19 @@ class OnTerms(BasisFamily):
             )
         parts: list[Basis] = []
         for i, (term, inducing) in enumerate(zip(terms, wanted)):
-            phi = kernel_base.features(term, process.x[..., :1, :])
+            phi = term.features(process.x[..., :1, :])
             if phi is not None:
                 parts.append(ExplicitFeatures(phi.shape[-1]))
                 continue
             if inducing is None:
                 raise ValueError(f"{type(self).__name__}'s inducing has no entry for term {i} of site {name!r}: {term}")
             require_own_diagonal(term, f"{name}, term {i}")
-            columns = kernel_base.columns(term)
+            columns = term.columns
             where = f"{name}, term {i}"
             parts.append(
                 InducingPoints.chosen(term, process.x, [inducing], self.init, where, self.trainable, columns, self.free)
             )
-        return Additive(parts, kernel_base.term_names(process.kernel))
+        return Additive(parts, term_names(process.kernel))
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         wanted = self._entries(len(spec["parts"]))
@@ -150,8 +150,9 @@ class CoupledPrecision(AdditiveFamily):
 class AdditiveSGPR(OnTerms, OptimalFamily):
     """A basis for each summand with the joint posterior that is optimal given the likelihood.
 
-    (Adam, Durrande and John, 2018, eq. 6.) S⁻¹ = I + ΦᵀΛΦ over the coefficients of all summands, Φ = [Φ₁ … Φ_C] and Λ the
-    sites' precisions: what :class:`CoupledCovariance` tends to, in a few steps on all rows. It forms a matrix of all coefficients.
+    (Adam, Durrande and John, 2018, eq. 6.) S⁻¹ = I + ΦᵀΛΦ over the coefficients of all summands, Φ = [Φ₁ … Φ_C] and Λ
+    the sites' precisions: what :class:`CoupledCovariance` tends to, in a few steps on all rows. It forms a matrix of all
+    coefficients.
     """
 
 

@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Union
 from torch import Tensor
 
 from ..approximations.expectation import ExpectationGP
-from ..approximations.sparse_gp import OptimalGP, SparseGP
+from ..approximations.free import SparseGP
+from ..approximations.optimal import OptimalGP
 from ..bases import Basis, InducingVariables
 from ..gaussians import Coefficients
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
-from ..kernels import base as kernel_base
 from ..process import GaussianProcess
 from .documented import with_inherited_arguments
 
@@ -242,7 +242,7 @@ def old_free_sites(spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
 
 def require_own_diagonal(kernel: Any, name: str) -> None:
     """Refuse kernels whose diagonal depends on the other rows."""
-    if kernel_base.depends_on_rows(kernel):
+    if kernel.depends_on_rows:
         raise ValueError(
             f"the kernel of site {name!r} has a variance correction, {kernel!r}: that of inducing inputs would change "
             "with the rows given, and with it what was learned. Take WeightSpace or ExactWeightSpace, or "

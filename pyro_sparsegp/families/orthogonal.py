@@ -6,8 +6,9 @@ from typing import Any, ClassVar, Optional, Union
 
 from torch import Tensor
 
+from ..approximations.free import SparseGP
 from ..approximations.nested import ConditionalGP, DecoupledGP, SemiCollapsedGP
-from ..approximations.sparse_gp import OptimalGP, SparseGP
+from ..approximations.optimal import OptimalGP
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites

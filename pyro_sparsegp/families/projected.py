@@ -7,10 +7,10 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from ..approximations.sparse_gp import ProjectedGP
-from ..bases.actions import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
+from ..approximations.projected import ProjectedGP
+from ..bases.policies import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
 from ..gaussians.sites import KeptSites
-from ..kernels import base as kernel_base
+from ..kernels.base import white_share
 from ..process import GaussianProcess
 from .base import SiteFamily, require_matrix
 
@@ -56,7 +56,7 @@ class ComputationAware(SiteFamily):
             raise ValueError(
                 f"site {name!r} asks for {self.num_actions} actions, the guide's first call has {x.shape[-2]} rows"
             )
-        if kernel_base.depends_on_rows(kernel) or (kernel_base.white_share(kernel, x).abs() > 1e-4).any():
+        if kernel.depends_on_rows or (white_share(kernel, x).abs() > 1e-4).any():
             raise ValueError(
                 f"the kernel of site {name!r} has a diagonal term, such as White or a DeepBasis' correction, which "
                 "projections of data cannot tell from noise: put the noise into the likelihood, or turn the correction "

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..bases import Basis, ExplicitFeatures
 from ..gaussians import FullCholesky
-from ..kernels import base as kernel_base
 from ..process import GaussianProcess
 from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily
 
@@ -19,7 +18,7 @@ class OnFeatures(BasisFamily):
     """A family on the kernel's own finite features."""
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
-        phi = kernel_base.features(process.kernel, process.x[..., :1, :])
+        phi = process.kernel.features(process.x[..., :1, :])
         if phi is None:
             raise ValueError(
                 f"the kernel of site {name!r} has no finite features, {process.kernel!r}: weight space needs a kernel "

@@ -8,16 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..modules import AbstractModule
-
-if TYPE_CHECKING:
-    from ..process import GaussianProcess
 
 __all__ = ["FreeSites", "KeptSites", "Sites"]
 
@@ -34,6 +31,12 @@ class Sites:
     inputs: Tensor
     precision: Tensor
     linear: Tensor
+
+    @classmethod
+    def none(cls, inputs: Tensor, batch_shape: Sequence[int]) -> Sites:
+        """Sites of precision 0, such as those of data that nothing is known of."""
+        zeros = inputs.new_zeros(*batch_shape, inputs.shape[-2])
+        return cls(inputs, zeros, zeros)
 
 
 _STEP = 3.0  # of one update of a site's mean, in standard deviations
@@ -104,11 +107,8 @@ class KeptSites(AbstractModule):
         """Whether none were ever read."""
         return self.inputs.shape[0] == 0
 
-    def forward(self, process: GaussianProcess) -> Sites:
-        """The sites; at first ones of precision 0 at the process's own inputs."""
-        if self.empty:
-            zeros = process.x.new_zeros(process.batch_shape + process.event_shape)
-            return Sites(process.x, zeros, zeros)
+    def forward(self) -> Sites:
+        """The sites."""
         return Sites(self.inputs, self.precision, self.linear)
 
     def keep(self, sites: Sites, truncated: Tensor) -> None:
@@ -160,7 +160,7 @@ class FreeSites(AbstractModule):
         self.root = PyroParam(start)
         self.linear = PyroParam(inputs.new_zeros(shape))
 
-    def forward(self, process: GaussianProcess) -> Sites:
+    def forward(self) -> Sites:
         """The sites."""
         root: Any = self.root
         linear: Any = self.linear

@@ -27,10 +27,11 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from ..approximations.expectation import ExpectationGP, require_refined
-from ..approximations.sparse_gp import SiteGP, SparseGP
+from ..approximations.free import SparseGP
+from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, FreeFormFamily, SiteFamily
 from ..gaussians.sites import KeptSites, Sites
-from ..kernels import base as kernel_base
+from ..kernels.base import white_share
 from ..modules import at_path, drop_stored, take_name, unique_name
 from ..posterior.drawing import ExpectedSite, GroupedSite, MarginalSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
@@ -575,7 +576,7 @@ class AutoSparseGP(AutoNormalMessenger):
         if process is None:
             raise ValueError(f"site {name!r} is no GP site")
         module = self._module(name, process)
-        by_rows = isinstance(module, SiteGP) or kernel_base.depends_on_rows(process.kernel)
+        by_rows = isinstance(module, SiteGP) or process.kernel.depends_on_rows
         answer = module.predict if new_rows and by_rows else module
         return answer(process, name, SparsePosterior, sites) if isinstance(module, SiteGP) else answer(process, name)
 
@@ -738,7 +739,7 @@ class AutoSparseGP(AutoNormalMessenger):
             if request.keep and reading is not None and not reading.direct:
                 module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
             return posterior
-        if kernel_base.depends_on_rows(process.kernel) and not self._sees(name, process, module):
+        if process.kernel.depends_on_rows and not self._sees(name, process, module):
             return module.predict(process, name, kind)
         return module(process, name, kind)
 
@@ -839,7 +840,7 @@ class AutoSparseGP(AutoNormalMessenger):
                     f"GP site {name!r} was not there when the guide was initialised; it knows {known}"
                 ) from None
         try:
-            kernel_base.check_inputs(process.kernel, process.x)
+            process.kernel.check_inputs(process.x)
         except ValueError as error:
             raise ValueError(f"GP site {name!r}: {error}") from None
         module = self._family(name).build(process, name)
@@ -848,9 +849,9 @@ class AutoSparseGP(AutoNormalMessenger):
         return attrgetter(name)(self.gps)
 
     def _warn_of_noise(self, name: str, process: GaussianProcess) -> None:
-        if kernel_base.depends_on_rows(process.kernel):  # a correction that families know of
+        if process.kernel.depends_on_rows:  # a correction that families know of
             return
-        share = float(kernel_base.white_share(process.kernel, process.x).amax())
+        share = float(white_share(process.kernel, process.x).amax())
         if share > 0.01:
             warnings.warn(
                 f"{share:.0%} of the variance of GP site {name!r} is independent noise at each row, such as a White "
@@ -983,7 +984,7 @@ class AutoSparseGP(AutoNormalMessenger):
         sites: Any = trace.nodes
         frames = [frame for site in sites.values() if is_observation(site) for frame in site["cond_indep_stack"]]
         left_out = any(frame.full_size is not None and frame.size < frame.full_size for frame in frames)
-        if left_out and any(kernel_base.depends_on_rows(q.process.kernel) for q in request.posteriors.values()):
+        if left_out and any(q.process.kernel.depends_on_rows for q in request.posteriors.values()):
             seeing = _Request(seeing=True)
             with torch.no_grad(), poutine.block(), whole_plates(), self._requesting(seeing, median=True):
                 super().__call__(*args, **kwargs)

@@ -18,7 +18,8 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..approximations.sparse_gp import ProjectedGP, SiteGP
+from ..approximations.on_sites import SiteGP
+from ..approximations.projected import ProjectedGP
 from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess

@@ -1,11 +1,11 @@
-"""Covariance functions of tensors; see :class:`~pyro_sparsegp.kernels.base.Kernel` for the protocol."""
+"""Covariance functions of tensors; see :class:`~pyro_sparsegp.kernels.base.CovarianceFunction` for the protocol."""
 
 from .adapters import from_function, from_gpytorch, from_pyro
+from .algebra import Constant, Kernel, Product, Scaled, Select, Sum
 from .anova import Anova
-from .base import Kernel, Product, Scaled, Select, Sum
 from .categorical import Categorical
 from .deep import DeepBasis
-from .features import Constant, FeatureKernel, Linear, Polynomial, RandomFourier, White
+from .features import FeatureKernel, Linear, Polynomial, RandomFourier, White
 from .patches import TICK, Convolutional, patch_grid, patches
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
 

@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .base import Kernel
+from .algebra import Kernel
 
 __all__ = ["from_function", "from_gpytorch", "from_pyro"]
 

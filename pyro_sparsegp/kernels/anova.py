@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import base as kernel_base
-from .base import Explicit, Kernel, PriorFunctions, Scalar, Scaled, as_tensor, batch_of, describe, per_column
+from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel
+from .base import Explicit, Scalar, as_tensor, batch_of, describe, per_column
+from .draws import PriorFunctions
 from .stationary import RBF, Matern12, Matern32, Matern52
 
 __all__ = ["Anova", "centred_on"]
@@ -134,14 +135,14 @@ class Anova(Kernel):
     any_dtype = True
 
     def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0, num_nodes: int = 64) -> None:
-        kernel_base.require_kernel(base, "Anova's base")
-        if kernel_base.columns(base) not in (None, (0,)):
+        base = as_kernel(base, "Anova's base")
+        if base.columns not in (None, (0,)):
             raise ValueError(
                 f"Anova's base must be a kernel of one column, got {base!r}: select the column outside, "
                 "Anova(RBF(l), low, high)[2], and write interactions as products."
             )
-        base = kernel_base.on_columns(base, 1)
-        if kernel_base.depends_on_rows(base):
+        base = base.on_columns(1)
+        if base.depends_on_rows:
             raise ValueError(f"Anova's base must not have a diagonal that depends on the rows given, as {base!r} has")
         for bound, value in (("low", low), ("high", high)):
             if not isinstance(value, Tensor) and not math.isfinite(value):
@@ -206,7 +207,7 @@ class Anova(Kernel):
 
     def _means(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """m(x), ``(..., N)``, and 1/v, ``(...,)``, or 0 where all functions have mean zero already."""
-        phi = kernel_base.features(self.base, x)
+        phi = self.base.features(x)
         if phi is not None:
             towards, inverse = self._mean_feature(x)
             return (phi @ towards[..., None])[..., 0], inverse
@@ -233,7 +234,7 @@ class Anova(Kernel):
     @property
     def batch_shape(self) -> torch.Size:
         own = (batch_of(value, 0) for value in (self.variance, self.low, self.high) if value is not None)
-        return torch.broadcast_shapes(kernel_base.batch_shape(self.base), *own)
+        return torch.broadcast_shapes(self.base.batch_shape, *own)
 
     @property
     def parts(self) -> tuple[Kernel, ...]:
@@ -244,10 +245,10 @@ class Anova(Kernel):
 
         :raises ValueError: if no function of the base but 0 has mean zero, as of ``Linear`` on [0, 1].
         """
-        kernel_base.check_inputs(self.base, x)
+        self.base.check_inputs(x)
         nodes, _ = self._nodes(x.detach())
         phi, left = (
-            kernel_base.features(self.base, nodes),
+            self.base.features(nodes),
             Anova(self.base, self.low, self.high, self.num_nodes).features(nodes),
         )
         if phi is None or left is None:
@@ -274,7 +275,7 @@ class Anova(Kernel):
     def _projected(self, x: Tensor) -> Optional[tuple[Tensor, Tensor]]:
         """Features φ − u(uᵀφ)/‖u‖², and m(x)²/v."""
         _require_one(x)
-        phi = kernel_base.features(self.base, x)
+        phi = self.base.features(x)
         if phi is None:
             return None
         towards, inverse = self._mean_feature(x)
@@ -286,9 +287,9 @@ class Anova(Kernel):
         return phi, mean * share
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        if kernel_base.prior_functions(self.base, 1, 1, x) is None:
+        if self.base.prior_functions(1, 1, x) is None:
             return None  # features and frequencies leave out a diagonal term
-        if kernel_base.features(self.base, x[..., :1, :]) is not None:
+        if self.base.features(x[..., :1, :]) is not None:
             return super().prior_functions(num, num_features, x)
         profile = _PROFILES.get(type(self.base))
         batch = torch.broadcast_shapes(self.batch_shape, x.shape[:-2])
@@ -332,10 +333,10 @@ def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
         return centred_on(kernel.kernel)
     if isinstance(kernel, Anova):
         return {0: (kernel.low, kernel.high)}
-    if isinstance(kernel, kernel_base.Select):
+    if isinstance(kernel, Select):
         inner = centred_on(kernel.kernel)
         return None if inner is None else {kernel.dims[column]: bounds for column, bounds in inner.items()}
-    if isinstance(kernel, kernel_base.Product):
+    if isinstance(kernel, Product):
         found: dict[int, tuple[Scalar, Scalar]] = {}
         for factor in kernel.factors:
             inner = centred_on(factor)
@@ -343,6 +344,4 @@ def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
                 return None
             found |= inner
         return found
-    from .features import Constant
-
     return {} if isinstance(kernel, Constant) else None

@@ -7,7 +7,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from .base import Kernel, Scalar, as_tensor, batch_of, describe, positive
+from .algebra import Kernel
+from .base import Scalar, as_tensor, batch_of, describe, positive
 
 __all__ = ["Categorical"]
 

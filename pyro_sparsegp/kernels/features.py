@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import row_squares
-from .base import Explicit, Kernel, Scalar, as_tensor, batch_of, describe, per_column, positive
+from .algebra import Kernel
+from .base import Explicit, Scalar, as_tensor, batch_of, describe, per_column, positive
 
-__all__ = ["Constant", "FeatureKernel", "Linear", "Polynomial", "RandomFourier", "White"]
+__all__ = ["FeatureKernel", "Linear", "Polynomial", "RandomFourier", "White"]
 
 
 class FeatureKernel(Kernel):
@@ -44,29 +45,6 @@ class FeatureKernel(Kernel):
     def explicit(self, x: Tensor) -> Explicit:
         phi = self.features(x)
         return Explicit(phi, row_squares(phi) if type(self).diag is FeatureKernel.diag else self.diag(x))
-
-
-class Constant(FeatureKernel):
-    """k = s: one shared random level, an intercept with prior N(0, s).
-
-    :param variance: s > 0, ``(...,)``.
-    """
-
-    any_dtype = True
-
-    def __init__(self, variance: Scalar = 1.0) -> None:
-        self.variance = positive(variance, "Constant's variance")
-
-    def features(self, x: Tensor) -> Tensor:
-        root = as_tensor(self.variance, x).sqrt()[..., None, None]
-        return root.expand(*torch.broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 1)
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return batch_of(self.variance, 0)
-
-    def _repr_arguments(self) -> str:
-        return describe(self.variance)
 
 
 class Linear(FeatureKernel):

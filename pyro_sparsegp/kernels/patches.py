@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..numerics.chunks import in_pieces
-from . import base as kernel_base
-from .base import Kernel, PriorFunctions, SourceFunctions, as_tensor, batch_of, describe, require_kernel
+from .algebra import Kernel, Product, Select, as_kernel
+from .base import as_tensor, batch_of, describe
+from .draws import PriorFunctions, SourceFunctions
 
 __all__ = ["TICK", "Convolutional", "patch_grid", "patches"]
 
@@ -98,8 +99,8 @@ class Convolutional(Kernel):
         weights: Optional[Tensor] = None,
         stride: int = 1,
     ) -> None:
-        self.base = require_kernel(base, f"{type(self).__name__}'s base")
-        if kernel_base.depends_on_rows(base):
+        self.base = as_kernel(base, f"{type(self).__name__}'s base")
+        if base.depends_on_rows:
             raise ValueError(f"{type(self).__name__}'s base has a variance correction, {base!r}: turn it off")
         self.grid = patch_grid(image_shape, patch_shape, stride)
         self.image_shape, self.patch_shape, self.stride = tuple(image_shape), tuple(patch_shape), stride
@@ -119,7 +120,7 @@ class Convolutional(Kernel):
     @property
     def batch_shape(self) -> torch.Size:
         weights = torch.Size() if self.weights is None else batch_of(self.weights, 1)
-        return torch.broadcast_shapes(kernel_base.batch_shape(self.base), weights)
+        return torch.broadcast_shapes(self.base.batch_shape, weights)
 
     # What f is made of.
 
@@ -223,10 +224,10 @@ class Convolutional(Kernel):
     # Functions.
 
     def features(self, x: Tensor) -> Optional[Tensor]:
-        if kernel_base.features(self.source, self.source_inputs(x[..., :1, :])[..., 0, :1, :]) is None:
+        if self.source.features(self.source_inputs(x[..., :1, :])[..., 0, :1, :]) is None:
             return None
         inputs = self.source_inputs(x)
-        phi = kernel_base.features(self.source, inputs.flatten(-3, -2))
+        phi = self.source.features(inputs.flatten(-3, -2))
         assert phi is not None
         weights = self._weights(phi)[..., None, None, :]
         return (weights @ phi.unflatten(-2, inputs.shape[-3:-1]))[..., 0, :]  # Σ_p w_p φ_g(x[p])
@@ -234,7 +235,7 @@ class Convolutional(Kernel):
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         inputs = self.source_inputs(x[..., :1, :])[..., 0, :, :]
         inputs = inputs.expand(*torch.broadcast_shapes(self.batch_shape, inputs.shape[:-2]), *inputs.shape[-2:])
-        draw = kernel_base.prior_functions(self.source, num, num_features, inputs)
+        draw = self.source.prior_functions(num, num_features, inputs)
         if draw is None:
             return None
 
@@ -288,19 +289,19 @@ class TICK(Convolutional):
         stride: int = 1,
     ) -> None:
         super().__init__(base, image_shape, patch_shape, weights, stride)
-        self.location = require_kernel(location, "TICK's location")
+        self.location = as_kernel(location, "TICK's location")
         channels = self.image_shape[0] if len(self.image_shape) == 3 else 1
         self.patch_size = channels * self.patch_shape[0] * self.patch_shape[1]
 
     @property
     def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(super().batch_shape, kernel_base.batch_shape(self.location))
+        return torch.broadcast_shapes(super().batch_shape, self.location.batch_shape)
 
     @property
     def source(self) -> Any:
         d = self.patch_size
-        patch = kernel_base.Select(self.base, slice(d))
-        return kernel_base.Product(patch, kernel_base.Select(self.location, (d, d + 1)))
+        patch = Select(self.base, slice(d))
+        return Product(patch, Select(self.location, (d, d + 1)))
 
     def locations(self, like: Tensor) -> Tensor:
         """(row, column) of each patch, ``(P, 2)``."""

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import wider
-from .base import Kernel, Scalar, as_tensor, batch_of, describe, per_column, positive
+from .algebra import Kernel
+from .base import Scalar, as_tensor, batch_of, describe, per_column, positive
 
 __all__ = ["RBF", "Matern12", "Matern32", "Matern52", "Periodic", "RationalQuadratic", "Stationary"]
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import base as kernel_base
+from ..kernels.algebra import term_names
 from ..kernels.anova import centred_on
 from ..numerics.linalg import cholesky, sum_blocks
 from ..process import GaussianProcess
-from .sparse_posterior import SparsePosterior
+from .base import Marginals
 
 __all__ = ["Components"]
 
@@ -36,18 +36,19 @@ class Components(Sequence):
     from the columns (``"x0"``, ``"x0:x1"``) or from the kernel's class (``"constant"``).
 
     :param whole: the posterior of the sum.
+    :param kind: what each component is.
     :param inputs: where each component is wanted, ``(N_c, D)`` each; by default where the whole is.
     """
 
-    def __init__(self, whole: SparsePosterior, inputs: Optional[Sequence[Tensor]] = None) -> None:
-        self._whole = whole
+    def __init__(self, whole: Marginals, kind: type[Marginals], inputs: Optional[Sequence[Tensor]] = None) -> None:
+        self._whole, self._kind = whole, kind
         process, found = whole.process, whole.basis.components()
-        self.names = kernel_base.term_names(process.kernel)
+        self.names = term_names(process.kernel)
         self._blocks = [blocks for _, _, blocks in found]
         self._parts = []
         for (term, basis, blocks), x in zip(found, inputs or [process.x] * len(found)):
             prior = GaussianProcess(term, x, None, process.jitter, validate_args=False).expand(whole.batch_shape)
-            self._parts.append(SparsePosterior(prior, basis, whole.coefficients.marginal(blocks), whole.name))
+            self._parts.append(kind(prior, basis, whole.coefficients.marginal(blocks), whole.name))
 
     def __getitem__(self, index: Any) -> Any:
         return self._parts[self._place(index)] if isinstance(index, str) else self._parts[index]
@@ -55,7 +56,7 @@ class Components(Sequence):
     def __len__(self) -> int:
         return len(self._parts)
 
-    def items(self) -> Iterator[tuple[str, SparsePosterior]]:
+    def items(self) -> Iterator[tuple[str, Marginals]]:
         """Names and posteriors."""
         return zip(self.names, self._parts)
 
@@ -83,7 +84,7 @@ class Components(Sequence):
             self._whole.process.require_columns(part)
         if not all(part.isfinite().all() for part in inputs):
             raise ValueError(f"Components.at got inputs for site {self._whole.name!r} with NaN or infinite values")
-        return Components(self._whole, inputs)
+        return Components(self._whole, self._kind, inputs)
 
     def covariance(self, one: Union[int, str], other: Union[int, str]) -> Tensor:
         """Cov(f_a(x_a), f_b(x_b)) of two effects, ``(..., N_a, N_b)``, each at its inputs; numbers or names."""

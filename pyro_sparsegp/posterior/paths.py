@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..kernels import base as kernel_base
 from ..numerics.chunks import in_blocks
 from ..numerics.linalg import cholesky, solve_lower, sum_blocks
-
-if TYPE_CHECKING:
-    from .sparse_posterior import SparsePosterior
+from .base import Marginals
 
 __all__ = ["sample_paths"]
 
 
-def sample_paths(posterior: SparsePosterior, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
+def sample_paths(posterior: Marginals, num: int, num_features: int) -> Callable[[Tensor], Tensor]:
     """``num`` functions x ↦ ``(num, ..., N)``; see :meth:`SparsePosterior.paths`."""
     if num < 1 or num_features < 1:
         raise ValueError(f"paths needs at least one path and one feature, got {num} and {num_features}")
@@ -45,12 +41,12 @@ class _Sequential:
     every row, would otherwise give it several.
     """
 
-    def __init__(self, posterior: SparsePosterior, num: int, w: list[Tensor]) -> None:
+    def __init__(self, posterior: Marginals, num: int, w: list[Tensor]) -> None:
         self.posterior, self.w = posterior, w
         self.shape = torch.Size((num, *posterior.batch_shape))
         x = posterior.process.x
         # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
-        self.kernel = kernel_base.relative_to(posterior.process.kernel, x)
+        self.kernel = posterior.process.kernel.relative_to(x)
         self.x = x[..., :0, :]
         self.phi = basis_at(posterior, self.x)
         self.factor = x.new_zeros(*posterior.batch_shape, 0, 0)
@@ -99,7 +95,7 @@ class _Sequential:
         self.phi = [torch.cat([old, block], -2) for old, block in zip(self.phi, phi)] if self.phi else phi
 
 
-def basis_at(posterior: SparsePosterior, x: Tensor) -> list[Tensor]:
+def basis_at(posterior: Marginals, x: Tensor) -> list[Tensor]:
     """Φ at inputs; no rows at no inputs, for which kernels need not be defined."""
     return [] if x.shape[-2] == 0 else posterior.basis(x)
 

@@ -32,7 +32,7 @@ def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: 
     forgotten = unregistered([*run.densities.values(), *marginals], [*known, *tensors(args)])
     if not forgotten:
         return
-    sources = {
+    sources: dict[str, Any] = {
         f"{label} of site {name!r}": source
         for name, posterior in run.posteriors.items()
         for label, source in (

@@ -18,10 +18,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ...approximations.sparse_gp import OptimalGP
+from ...approximations.optimal import OptimalGP
 from ...gaussians import ProjectedGaussian
 from ...guide import AutoSparseGP
-from ...kernels import base as kernel_base
 from ...numerics.linalg import solve_lower
 from ...posterior.sparse_posterior import SparsePosterior
 from ...process import GaussianProcess
@@ -249,9 +248,7 @@ class GuideSource:
     def _corrects(self, name: str, prior: Any) -> bool:
         module = attrgetter(name)(self.guide.gps)
         return (
-            isinstance(module, OptimalGP)
-            and module.in_weight_space
-            and kernel_base.depends_on_rows(getattr(without_event(prior)[0], "kernel", None))
+            isinstance(module, OptimalGP) and module.in_weight_space and without_event(prior)[0].kernel.depends_on_rows
         )
 
     def densities(self, draw: Draw) -> PointwiseDensities:

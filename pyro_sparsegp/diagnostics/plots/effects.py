@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import Categorical, Constant, White
-from ...kernels import base as kernel_base
+from ...kernels.algebra import Product, Scaled, Select
 from ...posterior.sparse_posterior import SparsePosterior
 from ..export.arguments import require_posterior
 
@@ -144,20 +144,20 @@ def _map(axis: Any, part: SparsePosterior, x: Tensor, columns: tuple[int, int], 
 
 def _columns(part: SparsePosterior) -> tuple[int, ...]:
     kernel = part.process.kernel
-    read = kernel_base.columns(kernel)
+    read = kernel.columns
     if read is not None:
         return read
-    while isinstance(kernel, kernel_base.Scaled):
+    while isinstance(kernel, Scaled):
         kernel = kernel.kernel
     return () if isinstance(kernel, (Constant, White)) else tuple(range(part.process.x.shape[-1]))
 
 
 def _codes(kernel: Any) -> set[int]:
     """The columns that hold codes of a factor."""
-    if isinstance(kernel, kernel_base.Scaled):
+    if isinstance(kernel, Scaled):
         return _codes(kernel.kernel)
-    if isinstance(kernel, kernel_base.Select):
+    if isinstance(kernel, Select):
         return {kernel.dims[column] for column in _codes(kernel.kernel)}
-    if isinstance(kernel, kernel_base.Product):
+    if isinstance(kernel, Product):
         return set().union(*map(_codes, kernel.factors))
     return {0} if isinstance(kernel, Categorical) else set()

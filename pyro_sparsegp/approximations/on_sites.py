@@ -1,0 +1,121 @@
+"""Posteriors that follow from Gaussian sites."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor
+
+from ..gaussians.sites import FreeSites, KeptSites, Sites
+from ..modules import AbstractModule
+from ..posterior.sparse_posterior import SparsePosterior
+from ..process import GaussianProcess
+
+__all__ = ["SiteGP", "same_rows", "shapes_of_rows"]
+
+
+class SiteGP(AbstractModule):
+    """One site's variational module whose posterior follows from Gaussian sites.
+
+    :param sites: where the sites are kept, or are parameters.
+    :param at: "marginals" or "mean", where sites that are iterated are read.
+    :param rate: the damping of updates where sites are iterated.
+    :param updates: how many updates a training step makes there.
+    """
+
+    def __init__(
+        self,
+        sites: Union[KeptSites, FreeSites],
+        batch_shape: Sequence[int],
+        family: dict[str, Any],
+        at: str = "marginals",
+        rate: float = 1.0,
+        updates: int = 1,
+    ) -> None:
+        super().__init__()
+        self.sites, self.family = sites, family
+        self.at, self.rate, self.updates = at, rate, updates
+        self.batch_shape = torch.Size(batch_shape)
+
+    def forward(
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior] = SparsePosterior,
+        sites: Optional[Sites] = None,
+        exact: bool = False,
+    ) -> SparsePosterior:
+        """The posterior of ``process`` given ``sites``, by default those kept.
+
+        :param exact: whether the sites are the likelihood itself, so that an optimal q(w) is where the bound is
+            stationary.
+        """
+        if sites is None and self.sites.empty:
+            return self.unread(process, name, kind)
+        return self.given(process, name, kind, self.sites() if sites is None else sites, exact)
+
+    def predict(
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior] = SparsePosterior,
+        sites: Optional[Sites] = None,
+    ) -> SparsePosterior:
+        """The posterior at new inputs, where the kernel's diagonal is that in the company of the sites' inputs."""
+        if sites is None and self.sites.empty:
+            return self(process, name, kind)
+        sites = self.sites() if sites is None else sites
+        return self(process.relative_to(sites.inputs), name, kind, sites)
+
+    def reorder(self, order: Tensor) -> None:
+        """Follow the data into another order: row n is what row ``order[n]`` was."""
+        self.sites.reorder(order)
+
+    @property
+    def num_seen(self) -> int:
+        """How many inputs of training it knows."""
+        return self.sites.inputs.shape[-2]
+
+    @property
+    def forgets(self) -> bool:
+        """Whether it may be given other training data: it has no parameters for each row."""
+        return isinstance(self.sites, KeptSites)
+
+    def forget(self) -> None:
+        """Forget what was read off the training data."""
+        if isinstance(self.sites, KeptSites):
+            self.sites.forget()
+
+    def see(self, x: Tensor) -> None:
+        """Nothing: the sites know the inputs of training."""
+
+    def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
+        """The prior, before any sites are read."""
+        return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False)
+
+    @abstractmethod
+    def given(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
+    ) -> SparsePosterior:
+        """The posterior of ``process`` given ``sites``."""
+
+
+def same_rows(inputs: Tensor, x: Tensor) -> bool:
+    """Whether two matrices of inputs are the same, or equal."""
+    if inputs is x or inputs.shape != x.shape:
+        return inputs is x
+    return inputs.data_ptr() == x.data_ptr() or torch.equal(inputs, x)
+
+
+def shapes_of_rows(module: SiteGP) -> dict[str, Any]:
+    """The shapes of what belongs to single rows, for :meth:`SiteGP.spec`."""
+    values = getattr(getattr(module, "policy", None), "draws", None)
+    if values is None:
+        values = getattr(getattr(module, "policy", None), "order", None)
+    if values is None and isinstance(module.sites, FreeSites):
+        values = module.sites.inputs
+    rows = None if values is None else len(values)
+    return {"columns": module.sites.inputs.shape[-1], "rows": rows}

@@ -1,0 +1,274 @@
+"""The posterior of a Gaussian process under a sparse variational family.
+
+The only place with the marginal formula: with a basis f = μ + φᵀw + r, r ⟂ w, and any Gaussian q(w) = N(m, S),
+
+    E f(x) = μ(x) + φ(x)ᵀm
+    Cov(f(x), f(x')) = k(x, x') + φ(x)ᵀ(S − I)φ(x')
+    KL[q ‖ p] = ½(tr S + mᵀm − M − log|S|), of the whole process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Optional
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints, register_kl
+
+from ..bases.base import Features
+from ..gaussians.base import Gaussian
+from ..gaussians.sites import Sites
+from ..kernels.base import hyperparameters
+from ..numerics.linalg import cholesky, row_squares, solve_lower, sum_blocks, variance_floor
+from ..process import GaussianProcess
+
+__all__ = ["Marginals"]
+
+
+class Marginals(TorchDistribution):
+    """What a Gaussian process and a Gaussian over the coefficients of a basis say of values at inputs.
+
+    :class:`~pyro_sparsegp.SparsePosterior` is this, with functions and components.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = True
+
+    def __init__(
+        self,
+        process: GaussianProcess,
+        basis: Features,
+        coefficients: Gaussian,
+        name: str = "f",
+        sites: Optional[Sites] = None,
+        features: Optional[list[Tensor]] = None,
+    ) -> None:
+        self.process, self.basis, self.coefficients, self.name = process, basis, coefficients, name
+        self.sites = sites
+        self._cache: dict[str, Any] = {} if features is None else {"features": features}
+        batch_shape = torch.broadcast_shapes(process.batch_shape, coefficients.batch_shape)
+        super().__init__(batch_shape, process.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:  # type: ignore[override]
+        """Real vectors."""
+        return constraints.real_vector
+
+    def _cached(self, key: str, compute: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = compute()
+        return self._cache[key]
+
+    @property
+    def features(self) -> list[Tensor]:
+        """Φ at the inputs, a block ``(..., N, M_b)`` for each block of coefficients."""
+        return self._cached("features", lambda: self.basis(self.process.x))
+
+    @property
+    def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        def compute() -> tuple[Tensor, Tensor, Optional[Tensor]]:
+            known = self._cache.get("features")
+            return self.basis.marginals(self.process.kernel, self.process.x, self.coefficients, known)
+
+        return self._cached("moments", compute)
+
+    @property
+    def mean(self) -> Tensor:
+        """μ + Φm, ``(..., N)``."""
+
+        def compute() -> Tensor:
+            mean = self.process.mean_at(self.process.x) + self._moments[0]
+            return mean.expand(self._batch_shape + self._event_shape)
+
+        return self._cached("mean", compute)
+
+    @property
+    def variance(self) -> Tensor:
+        """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
+
+        def compute() -> Tensor:
+            _, change, prior = self._moments
+            if prior is None:
+                prior = self.process.kernel.diag(self.process.x)
+            variance = prior + change
+            floor = variance_floor(prior).expand(variance.shape)
+            return variance.clamp(min=floor).expand(self._batch_shape + self._event_shape)
+
+        return self._cached("variance", compute)
+
+    @property
+    def stddev(self) -> Tensor:
+        """The square root of :attr:`variance`."""
+        return self.variance.sqrt()
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        """k(x, x) + Φ(S − I)Φᵀ, ``(..., N, N)``."""
+        covariance = self.process.kernel(self.process.x) + self.coefficients.covariance_change(self.features)
+        return covariance.expand(self._batch_shape + self._event_shape * 2)
+
+    @property
+    def marginals(self) -> dist.Normal:
+        """Independent normals with this posterior's mean and variance, batch shape ``(..., N)``."""
+        return dist.Normal(self.mean, self.stddev, validate_args=False)
+
+    @property
+    def mathematical_variance(self) -> Tensor:
+        """The variance, ``(..., N)``, that the exact posterior given the same Gaussian sites would have.
+
+        diag(k(x, x) − k(x, X)(k(X, X) + Λ⁻¹)⁻¹k(X, x)), in O(N³) for the N training rows with λ > 0: what more data,
+        not more computation, would reduce (Wenger et al., 2024, section 2).
+
+        :raises ValueError: if the family keeps no sites.
+        """
+
+        def compute() -> Tensor:
+            if self.sites is None:
+                raise ValueError(
+                    f"the posterior of site {self.name!r} has no Gaussian sites to set the exact posterior against; "
+                    "use a family that reads them off the model, such as ComputationAware or SGPR."
+                )
+            root, x, kernel = self.sites.precision.sqrt(), self.sites.inputs, self.process.kernel
+            gram = root[..., None] * kernel(x) * root[..., None, :]
+            eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
+            factor = cholesky(gram + eye, 0.0, f"I + Λ^½KΛ^½ of site {self.name!r}")
+            explained = solve_lower(factor, root[..., None] * kernel(x, self.process.x)).square().sum(-2)
+            variance = kernel.diag(self.process.x) - explained
+            return variance.clamp(min=0).expand(self._batch_shape + self._event_shape)
+
+        with torch.no_grad():
+            return self._cached("mathematical", compute)
+
+    @property
+    def computational_variance(self) -> Tensor:
+        """The part of the variance, ``(..., N)``, that stems from limited computation (Wenger et al., 2024, section 2).
+
+        :attr:`variance` minus :attr:`mathematical_variance`, at its cost. It is never negative for data projections;
+        for inducing points it may be: those can be overconfident.
+        """
+        return (self.variance - self.mathematical_variance).detach()
+
+    @property
+    def kl(self) -> Tensor:
+        """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
+        return self._cached("kl", lambda: self.coefficients.kl().expand(self._batch_shape))
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Marginals:
+        """Independent copies with the given batch shape."""
+        return type(self)(
+            self.process.expand(batch_shape),
+            self.basis,
+            self.coefficients,
+            self.name,
+            self.sites,
+            self._cache.get("features"),
+        )
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        """Joint draws of the values, ``(*sample_shape, ..., N)``, in O(N³); their coefficients are kept."""
+        shape = torch.Size(sample_shape) + self._batch_shape
+        w = self.coefficients.rsample(shape)
+        value = self.process.mean_at(self.process.x) + sum_blocks(self.features, w)
+        noise = torch.randn(shape + self._event_shape, dtype=value.dtype, device=value.device)
+        value = value + (self.residual_tril @ noise[..., None])[..., 0]
+        self._cache["draw"] = value, w
+        return value
+
+    def given_coefficients(self, w: list[Tensor], chunk_size: int = 8192) -> tuple[Tensor, Tensor]:
+        """Mean μ + Φw and variance diag(k(x, x) − ΦΦᵀ) of the values given coefficients, ``(..., N)`` each.
+
+        :param w: a block ``(..., M_b)`` for each block of coefficients.
+        :param chunk_size: rows whose features are held in memory at once.
+        """
+
+        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
+            explained = sum((row_squares(block) for block in phi), torch.zeros_like(prior))
+            return sum_blocks(phi, w), (prior - explained).clamp(min=0)
+
+        return self._by_rows(moments, chunk_size)
+
+    def moments(self, chunk_size: int = 8192) -> tuple[Tensor, Tensor]:
+        """:attr:`mean` and :attr:`variance`, without the features of all rows in memory at once."""
+
+        def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
+            mean, change = self.coefficients.moments(phi)
+            variance = prior + change
+            return mean, variance.clamp(min=variance_floor(prior).expand(variance.shape))
+
+        return self._by_rows(moments, chunk_size)
+
+    def _by_rows(
+        self, moments: Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]], chunk_size: int
+    ) -> tuple[Tensor, Tensor]:
+        x, shape = self.process.x, self._batch_shape
+        means, variances = [], []
+        whole = "features" in self._cache or x.shape[-2] <= chunk_size
+        for rows in (x,) if whole else x.split(chunk_size, -2):
+            mean, variance = moments(self.features if whole else self.basis(rows), self.process.kernel.diag(rows))
+            means.append(mean.expand(shape + rows.shape[-2:-1]))
+            variances.append(variance.expand(shape + rows.shape[-2:-1]))
+        return self.process.mean_at(x) + torch.cat(means, -1), torch.cat(variances, -1)
+
+    @property
+    def draw(self) -> tuple[Tensor, list[Tensor]]:
+        """The last joint draw, values and coefficients.
+
+        :raises ValueError: if there was none.
+        """
+        if "draw" not in self._cache:
+            raise ValueError(f"the posterior of site {self.name!r} has not been drawn from")
+        return self._cache["draw"]
+
+    def repeat(self, other: Marginals) -> None:
+        """Take the last joint draw of another posterior of the same q(w), if there is one, for this one's."""
+        if "draw" in other._cache:
+            self._cache["draw"] = other._cache["draw"]
+
+    def residual(self, like: Tensor) -> Tensor:
+        """A joint draw of r ~ N(0, ρ) at the inputs, of the shape of ``like``, ``(..., N)``, in O(N³)."""
+        return (self.residual_tril @ torch.randn_like(like)[..., None])[..., 0]
+
+    @property
+    def residual_tril(self) -> Tensor:
+        """Cholesky factor of ρ, the residual's covariance at the inputs, ``(..., N, N)``; computed once."""
+
+        def compute() -> Tensor:
+            x, phi = self.process.x, self.features
+            prior = self.process.kernel(x)
+            scale = prior.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+            for block in phi:
+                prior = prior - block @ block.mT
+            what = f"the residual covariance of site {self.name!r}"
+            made_of = partial(hyperparameters, self.process.kernel)
+            return cholesky(prior, self.process.jitter, what, scale, made_of)
+
+        return self._cached("residual", compute)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log dq/dp = log q(w) − log p(w) at the coefficients of the last draw, in nats.
+
+        :raises ValueError: for any other value, whose coefficients are not known.
+        """
+        drawn, w = self._cache.get("draw", (None, None))
+        if drawn is not value:
+            raise ValueError(
+                f"log_prob of the sparse posterior of site {self.name!r} is log q(w) − log p(w) at the coefficients w "
+                "of a draw; this value is not the last draw of this object, so its w is unknown."
+            )
+        centred = value - self.process.mean_at(self.process.x)
+        return self.coefficients.log_ratio_at(w, centred).expand(value.shape[:-1])
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.name!r}, x: {tuple(self.process.x.shape)}, "
+            f"coefficients: {sum(self.coefficients.sizes)}, batch_shape: {tuple(self.batch_shape)})"
+        )
+
+
+@register_kl(Marginals, GaussianProcess)
+def _kl_sparse_posterior(q: Marginals, p: GaussianProcess) -> Tensor:
+    return q.kl

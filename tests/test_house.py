@@ -1,0 +1,101 @@
+"""The house: rooms stand in one order, and no import goes against it, type hints and late imports included."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import pyro_sparsegp
+
+ROOT = Path(pyro_sparsegp.__file__).parent
+ORDER = [
+    {"_version", "modules", "warned"},
+    {"numerics"},
+    {"kernels"},
+    {"process", "gaussians"},
+    {"bases"},
+    {"posterior"},
+    {"approximations"},
+    {"families"},
+    {"distributions"},
+    {"program"},
+    {"whitening"},
+    {"guide"},
+    {"predict"},
+    {"inference"},
+    {"diagnostics"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path != ROOT / "__init__.py"
+}
+
+
+def imported(name: str, path: Path) -> set[str]:
+    """The package's modules that a module imports, anywhere in it."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {
+                alias.name.removeprefix("pyro_sparsegp.") for alias in node.names if "pyro_sparsegp" in alias.name
+            }
+        if not isinstance(node, ast.ImportFrom) or (
+            not node.level and not (node.module or "").startswith("pyro_sparsegp")
+        ):
+            continue
+        base = package[: len(package) - node.level + 1] if node.level else []
+        base = [*base, *(node.module or "").split(".")] if node.module else base
+        base = [part for part in base if part != "pyro_sparsegp"]
+        for alias in node.names:
+            full = ".".join([*base, alias.name])
+            found.add(full if full in MODULES else ".".join(base))
+    return found - {""}
+
+
+IMPORTS = {name: imported(name, path) for name, path in MODULES.items()}
+
+
+def test_every_room_has_its_floor():
+    assert {name.split(".")[0] for name in MODULES} == set(FLOOR)
+
+
+@pytest.mark.parametrize("room", sorted(FLOOR))
+def test_imports_go_down(room):
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in IMPORTS.items()
+        for other in others
+        if name.split(".")[0] == room != other.split(".")[0] and FLOOR[other.split(".")[0]] >= FLOOR[room]
+    ]
+    assert not wrong
+
+
+def test_there_is_no_circle():
+    # A package's own __init__ gathers its modules: those import each other, not the package.
+    state: dict[str, int] = {}
+    circles = []
+
+    def visit(name: str, path: list[str]) -> None:
+        state[name] = 1
+        for other in sorted(IMPORTS.get(name, ())):
+            if other == name:
+                continue
+            if state.get(other) == 1:
+                circles.append(
+                    " -> ".join([*path[path.index(other) :], name, other] if other in path else [name, other])
+                )
+            elif other not in state:
+                visit(other, [*path, name])
+        state[name] = 2
+
+    for name in MODULES:
+        if name not in state:
+            visit(name, [])
+    assert not circles
+
+
+def test_the_root_is_small():
+    assert len(list(ROOT.glob("*.py"))) <= 8
