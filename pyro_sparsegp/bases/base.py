@@ -21,7 +21,7 @@ from ..numerics.chunks import in_blocks
 from ..numerics.linalg import sum_blocks
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["Basis", "CrossFeatures", "Features"]
 

@@ -151,8 +151,8 @@ class AdditiveSGPR(OnTerms, OptimalFamily):
     """A basis for each summand with the joint posterior that is optimal given the likelihood.
 
     (Adam, Durrande and John, 2018, eq. 6.) S⁻¹ = I + ΦᵀΛΦ over the coefficients of all summands, Φ = [Φ₁ … Φ_C] and Λ
-    the sites' precisions: what :class:`CoupledCovariance` tends to, in a few steps on all rows. It forms a matrix of all
-    coefficients.
+    the sites' precisions: what :class:`CoupledCovariance` tends to, in a few steps on all rows. It forms a matrix of
+    all coefficients.
     """
 
 

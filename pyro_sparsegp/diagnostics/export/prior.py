@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from pyro import poutine
@@ -16,6 +16,9 @@ from .arguments import require_arguments, require_model
 from .draws import LARGEST_JOINT, seeded, sites_of
 from .labels import Labels, constant_data
 from .writer import Writer, name_of
+
+if TYPE_CHECKING:
+    from xarray import DataTree
 
 __all__ = ["prior_predictive"]
 
@@ -32,7 +35,7 @@ def prior_predictive(
     seed: Optional[int] = None,
     name: Optional[str] = None,
     **kwargs: Any,
-) -> Any:
+) -> DataTree:
     """Draws from the prior, as an ``xarray.DataTree`` with ``prior``, ``prior_predictive``, ``observed_data`` and
     ``constant_data``.
 

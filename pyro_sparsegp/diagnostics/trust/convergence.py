@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 
 from ..export import backend
 from ..export.arguments import kind_of, require_tree
 from ..export.labels import attributes
+
+if TYPE_CHECKING:
+    from xarray import DataTree
 
 __all__ = ["History", "StoppingRule", "add_history"]
 
@@ -80,12 +83,12 @@ class History:
             **{name: np.stack(values[-num:]) for name, values in self._values.items()},
         }
 
-    def to_datatree(self, name: Optional[str] = None) -> Any:
+    def to_datatree(self, name: Optional[str] = None) -> DataTree:
         """The group ``vi_history`` as an ``xarray.DataTree``."""
         return backend.xarray().DataTree.from_dict({"vi_history": _group([self], None)}, name=name)
 
 
-def add_history(tree: Any, histories: Union[History, Sequence[History]], window: Optional[int] = None) -> Any:
+def add_history(tree: DataTree, histories: Union[History, Sequence[History]], window: Optional[int] = None) -> DataTree:
     """A tree with a group ``vi_history``: a chain for each run, in the order of the tree's chains.
 
     :param tree: of :func:`to_datatree`.
