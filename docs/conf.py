@@ -83,7 +83,9 @@ def copy_if_new(source: Path, target: Path, text: str | None = None) -> None:
 def gather(app: object) -> None:
     """Bring what lies elsewhere in the repository: notebooks, their last pictures, and the benchmarks' tables."""
     for notebook in sorted((ROOT / "tutorials").glob("*.ipynb")):
-        copy_if_new(notebook, HERE / "tutorials" / notebook.name)
+        # Links into docs/ are relative to tutorials/, which is a part of docs/ here.
+        text = notebook.read_text().replace("](../docs/", "](../")
+        copy_if_new(notebook, HERE / "tutorials" / notebook.name, text)
         pictures = [
             output["data"]["image/png"]
             for cell in json.loads(notebook.read_text())["cells"]

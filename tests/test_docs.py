@@ -1,5 +1,6 @@
 """README's program and the how-to pages' programs run as they stand."""
 
+import json
 import re
 import subprocess
 import sys
@@ -46,3 +47,19 @@ def test_readme(tmp_path):
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_readme_is_short_and_its_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.encode()) <= 6 * 1024
+    links = re.findall(r"\]\(([^)#\s]+)", text)
+    assert links
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_notebooks_open_with_a_question_and_close_with_what_to_try_next():
+    for notebook in sorted((ROOT / "tutorials").glob("*.ipynb")):
+        cells = json.loads(notebook.read_text())["cells"]
+        assert re.search(r"^\*.*\?\*$", "".join(cells[0]["source"]), re.M), notebook.name
+        assert "".join(cells[-1]["source"]).startswith("## What to try next"), notebook.name
+        assert any("assert" in "".join(cell["source"]) for cell in cells), notebook.name
