@@ -2,8 +2,10 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pyro
@@ -54,7 +56,8 @@ def test_readme_is_short_and_its_links_lead_somewhere():
     assert len(text.encode()) <= 6 * 1024
     links = re.findall(r"\]\(([^)#\s]+)", text)
     assert links
-    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+    inside = [re.sub(r"^https://.*?/(blob/)?main/", "", link) for link in links]
+    assert [link for link in inside if "://" not in link and not (ROOT / link).exists()] == []
 
 
 def test_notebooks_open_with_a_question_and_close_with_what_to_try_next():
@@ -63,3 +66,18 @@ def test_notebooks_open_with_a_question_and_close_with_what_to_try_next():
         assert re.search(r"^\*.*\?\*$", "".join(cells[0]["source"]), re.M), notebook.name
         assert "".join(cells[-1]["source"]).startswith("## What to try next"), notebook.name
         assert any("assert" in "".join(cell["source"]) for cell in cells), notebook.name
+
+
+def test_an_address_completes_what_names_it():
+    """docs/set_address.py, for the day that the repository has one."""
+    scope = runpy.run_path(str(ROOT / "docs" / "set_address.py"))
+    address = "https://github.com/someone/somewhere"
+    readme = scope["absolute"]((ROOT / "README.md").read_text(), address)
+    links = re.findall(r"\]\(([^)]+)", readme)
+    assert all(link.startswith("https://") for link in links)
+    assert f"{address}/blob/main/CONTRIBUTING.md" in links
+    assert len(readme.encode()) <= 6 * 1024
+    project = (ROOT / "pyproject.toml").read_text()
+    if "[project.urls]" not in project:
+        assert tomllib.loads(scope["with_urls"](project, address))["project"]["urls"]["Homepage"] == address
+    assert f'repository-code: "{address}"' in scope["with_repository"]((ROOT / "CITATION.cff").read_text(), address)
