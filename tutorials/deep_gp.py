@@ -88,7 +88,7 @@ def fit(model, families, *data):
 
 truth = torch.sign(grid[:, 0] - 0.5)
 inside = (grid[:, 0] > 0) & (grid[:, 0] < 1)
-found = {}
+fits = {}
 for title, model, top, families in [
     ("one layer", single, "f", SVGP(20)),
     ("two layers", deep, "f2", {"f1": OrthogonalInducing(8, 8), "f2": OrthogonalInducing(10, 10)}),
@@ -98,7 +98,7 @@ for title, model, top, families in [
     mean, spread = draws[top].mean(0), draws[top].std(0)
     error = (mean - truth)[inside].square().mean().sqrt()
     print(f"{title:11} bound {bound:7.1f}, noise {pyro.param('noise').item():.3f} (0.06 is true), RMSE {error:.3f}")
-    found[title] = mean.cpu(), spread.cpu(), bound, error.item()
+    fits[title] = mean.cpu(), spread.cpu(), bound, error.item()
 
 # %% [markdown]
 # The inner layer bends the axis: it moves the two sides of the step apart, so that a longer length scale will do above.
@@ -110,7 +110,7 @@ with torch.no_grad():
 bent, width = f1.mean[0].cpu(), f1.stddev[0].cpu()
 t = grid[:, 0].cpu()
 figure, axes = plt.subplots(1, 3, figsize=(13, 3.4))
-pictures = {**found, "the inner layer, f1": (bent, width)}
+pictures = {**fits, "the inner layer, f1": (bent, width)}
 for axis, (title, (mean, spread, *_)) in zip(axes, pictures.items()):
     axis.fill_between(t, mean - 2 * spread, mean + 2 * spread, alpha=0.3, lw=0)
     axis.plot(t, mean)
@@ -178,7 +178,7 @@ for title, found in scores.items():
 
 # %%
 if options.full:
-    one, two = found["one layer"], found["two layers"]
+    one, two = fits["one layer"], fits["two layers"]
     assert two[2] > one[2] + 20  # the step: a better bound,
     assert two[3] < one[3]  # and a smaller error
     slope = (bent[1:] - bent[:-1]) / (t[1:] - t[:-1])

@@ -161,7 +161,7 @@ def log_weights_of(tree: DataTree, target: str) -> DataArray:
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
-    stats = tree.children.get("sample_stats")
+    stats: Any = tree.children.get("sample_stats")
     if stats is None or "lp" not in stats:
         raise ValueError("the tree has no lp in sample_stats: make it by to_datatree with log_likelihood=True")
     if "log_q" not in stats:
