@@ -6,7 +6,7 @@ from typing import Any
 from . import families, kernels
 from ._version import __version__
 from .guide import AutoSparseGP
-from .inference import ExpectationPropagation, ProjectedLikelihood, TraceQuadrature_ELBO
+from .inference import ExpectationPropagation, FitResult, ProjectedLikelihood, TraceQuadrature_ELBO, fit
 from .numerics.linalg import NumericalWarning
 from .posterior.sparse_posterior import SparsePosterior
 from .predict import predict
@@ -16,6 +16,7 @@ from .whitening import Whitening, WhitenReparam
 __all__ = [
     "AutoSparseGP",
     "ExpectationPropagation",
+    "FitResult",
     "GaussianProcess",
     "NumericalWarning",
     "ProjectedLikelihood",
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "diagnostics",
     "families",
+    "fit",
     "kernels",
     "predict",
 ]

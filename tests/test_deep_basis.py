@@ -542,7 +542,7 @@ def test_unseen_rows_are_told_of_and_one_call_mends_it():
 
 def test_one_warning_does_not_silence_another_of_the_same_site(monkeypatch):
     """Rows unseen and a large joint draw, of one site: each is told of, once."""
-    monkeypatch.setattr("pyro_sparsegp.guide._LARGE", 50)
+    monkeypatch.setattr("pyro_sparsegp.guide.runs.LARGEST_JOINT", 50)
     network, (x, y) = mlp(), data(num=80)
     model = deep(network)
     guide = AutoSparseGP(model, WeightSpace())

@@ -569,7 +569,7 @@ class TestRefusals:
             AutoSparseGP(gaussian(RBF), SVGP(5))(x, y)
 
     def test_a_large_joint_draw_warns_once(self, monkeypatch):
-        monkeypatch.setattr("pyro_sparsegp.guide._LARGE", 50)
+        monkeypatch.setattr("pyro_sparsegp.guide.runs.LARGEST_JOINT", 50)
         x, y = data()
         guide = AutoSparseGP(gaussian(RBF), SVGP(5))
         guide(x, y)

@@ -99,6 +99,12 @@ class Coefficients(AbstractModule):
             (I + λΦᵀΦ)⁻¹; ``None`` for the prior's.
         """
 
+    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
+        """Put the mean where training starts, ``(..., M)`` over all blocks; nothing, where steps find it at once."""
+
+    def settle(self) -> None:
+        """Take the steps that are due, where q learns by steps of its own: nothing where an optimiser takes them."""
+
     @abstractmethod
     def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:
         """q(w); ``anchor`` is L, ``(..., M, M)``, of the run's :attr:`Features.anchor`, for those that want it."""

@@ -334,6 +334,11 @@ class _Factored(Coefficients):
             elif kind is DiagonalFactor:
                 self.put(f"scale_diag_{i}", (1 + own.square().sum(-2)).rsqrt())
 
+    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
+        """Start each factor at the mean of its blocks."""
+        for i, own in enumerate(_joined(loc.split(self.sizes, -1), self.groups)):
+            self.put(f"loc_{i}", own)
+
     def layout(self, num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
         """The factors, each with the blocks it covers."""
         raise TypeError(f"{type(self).__name__} does not say which factor covers which blocks")

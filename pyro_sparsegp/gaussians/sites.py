@@ -131,6 +131,16 @@ class KeptSites(AbstractModule):
         self.marginals = None
         self.pace, self.change, self.halved = 1.0, math.inf, 0
 
+    @property
+    def progress(self) -> dict[str, Any]:
+        """What updates go on from besides the sites: training that is to be as if it had not stopped needs it."""
+        return {"marginals": self.marginals, "pace": self.pace, "change": self.change, "halved": self.halved}
+
+    @progress.setter
+    def progress(self, saved: dict[str, Any]) -> None:
+        self.marginals, self.pace = saved["marginals"], saved["pace"]
+        self.change, self.halved = saved["change"], saved["halved"]
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("inputs", "precision", "linear"):
             if prefix + name in state_dict:

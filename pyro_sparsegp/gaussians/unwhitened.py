@@ -49,6 +49,16 @@ class Unwhitened(Coefficients):
                 spread = (block * current[..., None, :]).square().sum(-1).sqrt()
                 setattr(self.values, f"scale_diag_{i}", spread)
 
+    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
+        """Put the mean at m_b = L_bb times that of w_b."""
+        anchor = _require(anchor)
+        edges = [0, *itertools.accumulate(self.values.sizes)]
+        parts = [
+            (self._block(anchor, group) @ loc[..., edges[group[0]] : edges[group[-1] + 1], None])[..., 0]
+            for group in self.values.groups
+        ]
+        self.values.start_mean(None, torch.cat(parts, -1))
+
     def _block(self, anchor: Tensor, group: Sequence[int]) -> Tensor:
         edges = [0, *itertools.accumulate(self.values.sizes)]
         rows = slice(edges[group[0]], edges[group[-1] + 1])

@@ -1,21 +1,13 @@
-"""Reading Gaussian sites off a model's likelihood, all latents drawn before.
-
-The reader runs the model with every value of an earlier run held, so that it needs that run's trace, and no guide.
-"""
+"""Reading the Gaussian sites of families on sites off a likelihood, all latents drawn before."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import Optional, Union
 
-import pyro
 import torch
-from pyro import poutine
-from pyro.poutine.messenger import Messenger, block_messengers
-from pyro.poutine.trace_messenger import TraceMessenger
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
@@ -23,14 +15,10 @@ from ..approximations.projected import ProjectedGP
 from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.likelihood import Expectation, expected_derivatives, normal_nodes
-from ..program.structure import DATAWISE
-from ..program.survey import Structure
-from ..program.traces import as_process, held_trace, is_observation, log_densities, repeatable, without_event
+from ..program.likelihood import Expectation
+from ..program.reader import Marginal, Reader
 
-__all__ = ["Held", "Reader", "SiteReading", "observes", "require_full_batch", "settle", "unrecorded"]
-
-Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
+__all__ = ["SiteReading", "settle"]
 
 _LARGE = 0.5  # a move, in standard deviations, that may overshoot
 _SMALL = 0.02  # one that will not, however it compares with the last
@@ -38,72 +26,6 @@ _SLOWEST = 1 / 256
 _ATTEMPTS = 8
 _MOST, _DEPTH = 100, 30  # iterations of a linear system, and how many of them are remembered
 _PATIENCE = 10  # updates that bring sites no closer to a fixed point
-
-
-class Reader:
-    """The log densities downstream of GP sites and their derivatives by function values, all else held.
-
-    :param found: what is known of the model.
-    :param trace: a run of the model whose values, scales and masks are held.
-    """
-
-    def __init__(
-        self, model: Callable, args: tuple, kwargs: dict[str, Any], found: Structure, trace: poutine.Trace
-    ) -> None:
-        self.model, self.args, self.kwargs, self.found, self.trace = model, args, kwargs, found, trace
-        self.names = list(trace.nodes)
-
-    def meeting(self, name: str) -> set[str]:
-        """The GP sites that meet this one in a term of a density."""
-        return {other for pair in self.found.interactions if name in pair for other in pair} - {name}
-
-    def expect(self, name: str, marginals: Mapping[str, Marginal], at_mean: bool) -> Expectation:
-        """E[ℓ], E[ℓ'] and E[ℓ''] by a GP site's values over its marginals and those of the GP sites it meets.
-
-        :param at_mean: expand ℓ to second order at the mean, where it is exact if ℓ is quadratic.
-        """
-        mean, variance = marginals[name]
-        meeting = [other for other in marginals if other in self.meeting(name)]
-        axes = {other: self._axes(other, marginals[other][0]) for other in (name, *meeting)}
-        if at_mean:
-            axes[name] = 0
-        nodes, weights = normal_nodes(sum(axes.values()), mean)
-        parts = dict(zip(axes, nodes.split(list(axes.values()), -1)))
-        values = {other: _spread(marginals[other], parts[other]) for other in meeting}
-        values[name] = mean.expand(len(weights), *mean.shape) if at_mean else _spread((mean, variance), parts[name])
-        held = {other: loc for other, (loc, _) in marginals.items() if other not in values}
-
-        def total(moved: dict[str, Tensor]) -> Tensor:
-            trace = held_trace(self.model, held | moved, self.args, self.kwargs, self.trace)
-            skip = {*self.found.gps, *self.names[: self.names.index(name)]}
-            return sum((part.sum() for part in log_densities(trace, skip).values()), mean.new_zeros(()))
-
-        scores = None
-        if not at_mean:  # 0 variance has no spread
-            positive = variance > 0
-            scores = _shaped(parts[name], mean) / torch.where(positive, variance, 1.0).sqrt() * positive
-        outputs_meet = self.found.dependence.get(name) == DATAWISE
-        with pyro.validation_enabled(False):
-            found = expected_derivatives(total, values, name, weights, scores, outputs_meet)
-        if at_mean:
-            return Expectation(found.value + 0.5 * (found.second * variance).sum(), found.first, found.second)
-        return found
-
-    def _axes(self, name: str, mean: Tensor) -> int:
-        """How many axes of nodes a site's values need: outputs that meet in one term have one each."""
-        return mean[..., 0].numel() if self.found.dependence.get(name) == DATAWISE else 1
-
-
-def _spread(marginal: Marginal, nodes: Tensor) -> Tensor:
-    mean, variance = marginal
-    return mean + variance.clamp(min=0).sqrt() * _shaped(nodes, mean)
-
-
-def _shaped(nodes: Tensor, like: Tensor) -> Tensor:
-    """Nodes ``(K, A)`` shaped to multiply ``like``, ``(..., N)``, one axis for all outputs or one for each."""
-    if nodes.shape[-1] == 1:
-        return nodes.reshape(len(nodes), *[1] * like.dim())
-    return nodes.reshape(len(nodes), *like.shape[:-1], 1)
 
 
 @dataclass
@@ -371,61 +293,3 @@ def _distance(sites: Sites, target: Sites, mean: Tensor, variance: Tensor, prior
 
 def _detached(sites: Sites) -> Sites:
     return Sites(sites.inputs, sites.precision.detach(), sites.linear.detach())
-
-
-def require_full_batch(name: str, module: SiteGP, trace: poutine.Trace) -> None:
-    """Raise if a run's observed sites hold a mini-batch of the data.
-
-    :raises ValueError: naming the GP site, the plate and the families that take mini-batches.
-    """
-    for site_name, site in trace.nodes.items():
-        if site["type"] != "sample" or not site["is_observed"] or site_is_subsample(site):
-            continue
-        for frame in site["cond_indep_stack"]:
-            if frame.full_size is not None and frame.size < frame.full_size:
-                raise ValueError(
-                    f"GP site {name!r} has the family {module.family['name']}, which trains on all data at once; site "
-                    f"{site_name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}. Give "
-                    "all rows, or take a family that trains by mini-batches, such as SVGP or OrthogonalInducing."
-                )
-
-
-def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a run of the model with these arguments observes data: it is run ahead, its GP sites at their means."""
-    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), _AtMeans():
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
-    return any(name in rows and is_observation(site) for name, site in trace.nodes.items())
-
-
-def unrecorded() -> Any:
-    """Hide a run from the traces around it; handlers that change its sites stay in force."""
-    return block_messengers(lambda messenger: isinstance(messenger, TraceMessenger))
-
-
-class _AtMeans(Messenger):
-    """Holds GP sites at their prior means."""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        fn, _ = as_process(msg["fn"])
-        if fn is not None and not msg["is_observed"]:
-            msg["value"], msg["done"] = fn.mean, True
-
-
-class Held(Messenger):
-    """Holds sites of a guide's run at values drawn before.
-
-    :param draws: of GP sites, the posteriors that were drawn from: they know the draw's coefficients.
-    """
-
-    def __init__(self, values: Mapping[str, Tensor], draws: Mapping[str, SparsePosterior]) -> None:
-        super().__init__()
-        self.values, self.draws = values, draws
-
-    def _pyro_sample(self, msg: Any) -> None:
-        name = msg["name"]
-        if msg["is_observed"] or name not in self.values:
-            return
-        msg["value"] = self.values[name]
-        posterior, _ = without_event(msg["fn"])
-        if name in self.draws and isinstance(posterior, SparsePosterior):
-            posterior.repeat(self.draws[name])

@@ -1,79 +1,65 @@
-"""Sums over processes that hold a share of the data each."""
+"""Steps of SVI that several processes take together, each with rows of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable
 from typing import Any, Optional
 
+import pyro
 import torch
+from pyro.optim import PyroOptim
 from torch import Tensor
 
-__all__ = ["Workers"]
+from ..numerics.processes import Workers, joined, sharing
+
+__all__ = ["SharedOptim", "Workers", "agree", "joined", "sharing"]
 
 
-class _AllReduce(torch.autograd.Function):
-    """The sum over processes. What each makes of it adds up: so do the gradients by it."""
+class SharedOptim(PyroOptim):
+    """An optimiser that steps by the gradients of all processes' batches joined, within :func:`sharing`.
 
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = value.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(total, group=group)
-        return total
+    >>> optim = SharedOptim(pyro.optim.Adam({"lr": 0.01}))
+    >>> svi = pyro.infer.SVI(model, guide, optim, TraceQuadrature_ELBO())  # doctest: +SKIP
+    >>> with sharing(torch.distributed.group.WORLD):  # doctest: +SKIP
+    ...     svi.step(x, y, size=N)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class Workers:
-    """The processes of a ``torch.distributed`` group, or this one alone.
-
-    :param group: a process group, or ``None``.
-    :raises ValueError: if there is none of that kind.
+    :param optim: the Pyro optimiser that takes the steps.
     """
 
-    def __init__(self, group: Optional[Any]) -> None:
-        if group is not None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            raise ValueError(
-                "ExpectationPropagation's group needs torch.distributed: run the script by torchrun and call "
-                "torch.distributed.init_process_group('gloo'), or 'nccl' on GPUs, before"
-            )
-        self.group = group
-        self.num = 1 if group is None else torch.distributed.get_world_size(group)
+    def __init__(self, optim: PyroOptim) -> None:
+        super().__init__(optim.pt_optim_constructor, optim.pt_optim_args, optim.pt_clip_args)
+        self.optim = optim
 
-    def sum(self, *values: Tensor) -> list[Tensor]:
-        """The sums over processes, with gradients, by one message."""
-        if self.num == 1:
-            return list(values)
-        flat = _AllReduce.apply(torch.cat([value.reshape(-1) for value in values]), self.group)
-        return [part.reshape(value.shape) for part, value in zip(flat.split([v.numel() for v in values]), values)]
+    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        # The same order in all processes; SVI gives a set.
+        ordered = sorted(params, key=_name)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in ordered]
+        for p, gradient in zip(ordered, joined(*gradients) if gradients else []):
+            p.grad = gradient
+        self.optim(ordered, *args, **kwargs)
 
-    def largest(self, value: Tensor) -> Tensor:
-        """The largest of the processes' values."""
-        total = value.clone()
-        if self.num > 1:
-            torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group=self.group)
-        return total
+    def get_state(self) -> dict[str, Any]:
+        return self.optim.get_state()
 
-    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """Put the sums of the parameters' gradients over processes in their place."""
-        if self.num == 1:
-            return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        for p, total in zip(parameters, self.sum(*gradients)):
-            p.grad = total
+    def set_state(self, state_dict: dict[str, Any]) -> None:
+        self.optim.set_state(state_dict)
 
-    @torch.no_grad()
-    def agree(self, tensors: Sequence[Tensor]) -> None:
-        """Give all processes the first one's values."""
-        if self.num == 1:
-            return
-        assert self.group is not None
-        source = torch.distributed.get_global_rank(self.group, 0)
-        for tensor in tensors:
-            value = tensor.detach().contiguous()
-            torch.distributed.broadcast(value, source, group=self.group)
-            tensor.data.copy_(value)
+
+_UNIQUE = re.compile(r"_[0-9a-f]{12}(?=\.|$)")  # modules.unique_name's, which differs between processes
+
+
+def _name(parameter: Tensor) -> str:
+    name = pyro.get_param_store().param_name(parameter)
+    if name is None:
+        raise ValueError("a parameter without a name in Pyro's store cannot be shared between processes")
+    return _UNIQUE.sub("", name)
+
+
+def agree(guide: torch.nn.Module, group: Optional[Any]) -> None:
+    """Give a guide and the model's parameters in Pyro's store the values that they have in the first process."""
+    if group is None:
+        return
+    own = {id(p) for p in guide.parameters()}
+    store = [p for p in dict(pyro.get_param_store().named_parameters()).values() if id(p) not in own]
+    Workers(group).agree([*guide.parameters(), *guide.buffers(), *sorted(store, key=_name)])

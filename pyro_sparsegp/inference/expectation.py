@@ -21,7 +21,7 @@ from ..numerics.linalg import NumericalWarning, cholesky, row_squares, solve_low
 from ..numerics.rows import Objects, fingerprints
 from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..process import GaussianProcess
-from ..program.structure import ELEMENTWISE, NONE
+from ..program.dependence import ELEMENTWISE, NONE
 from ..program.terms import Findings, Terms
 from ..program.traces import all_sites, is_observation, tensors
 from ..warned import warn_once
@@ -274,6 +274,23 @@ class ExpectationPropagation:
             for name, status in self._status.items()
         }
 
+    def get_state(self) -> dict[str, Any]:
+        """What the next sweep takes from this one, besides the guide's state and the optimiser's; see
+        :func:`~pyro_sparsegp.fit`.
+        """
+        return {
+            "paces": self._paces,
+            "status": self._status,
+            "factors": self._factors,
+            "seen": self._seen,
+            "agreed": self._agreed,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from :meth:`get_state`."""
+        self._paces, self._status = dict(state["paces"]), dict(state["status"])
+        self._factors, self._seen, self._agreed = dict(state["factors"]), dict(state["seen"]), state["agreed"]
+
     # One call.
 
     def _work(self, args: tuple, kwargs: dict[str, Any], indices: Optional[Tensor], sweeps: int, train: bool) -> float:
@@ -286,7 +303,8 @@ class ExpectationPropagation:
             guide.prepare(*args, **kwargs)
             self._check_fit()
             processes, values, trace = guide.priors(args, kwargs)
-            terms = Terms(guide, values, processes, args, kwargs, self._findings)
+            assert guide.structure is not None
+            terms = Terms(guide.model, guide.structure, values, processes, args, kwargs, self._findings)
             runs = [
                 self._run(name, process, terms, trace, indices, (args, kwargs)) for name, process in processes.items()
             ]

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..guide import AutoSparseGP
 from ..posterior.sparse_posterior import SparsePosterior
-from ..program import structure as dependences
-from ..program.survey import Structure
+from ..program import dependence as dependences
+from ..program.facts import Structure
 from ..program.traces import all_sites, bare, held_trace, is_observation, log_densities, repeatable, without_event
 
 __all__ = ["Expectations", "ExpectedLogProb", "find_expectations"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..bases import ProjectedFeatures
 from ..guide import AutoSparseGP
-from ..program.survey import Structure
+from ..program.facts import Structure
 from ..program.traces import without_event
 from .quadrature import divergence, weighted_sum
 

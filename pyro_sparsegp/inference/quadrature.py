@@ -23,8 +23,8 @@ from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP
 from ..posterior.drawing import NodeSite
-from ..program.structure import COUPLED, DATAWISE
-from ..program.survey import Structure
+from ..program.dependence import COUPLED, DATAWISE
+from ..program.facts import Structure
 from ..program.traces import held_trace
 from ..warned import warn_once
 from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at

@@ -6,18 +6,28 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 from pyro import poutine
 from torch import Tensor, nn
 
+from ..posterior.base import Marginals
 from .traces import all_sites, tensors
 
-if TYPE_CHECKING:
-    from .survey import Probe
+__all__ = ["Probe", "held_parameters", "require_registered", "unregistered"]
 
-__all__ = ["held_parameters", "require_registered", "unregistered"]
+
+@dataclass
+class Probe:
+    """What a guide's run with the latents at their medians showed.
+
+    :param densities: of the sites that are no GP sites.
+    """
+
+    densities: dict[str, Tensor]
+    posteriors: Mapping[str, Marginals]
 
 
 def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: Any) -> None:

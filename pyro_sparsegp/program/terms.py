@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import pyro
 import torch
 from torch import Tensor
 
 from ..process import GaussianProcess
-from . import structure
+from . import dependence
+from .facts import Structure
 from .traces import element_log_densities, held_trace
-
-if TYPE_CHECKING:
-    from ..guide import AutoSparseGP
 
 __all__ = ["Findings", "InseparableError", "Terms"]
 
@@ -44,6 +43,7 @@ class Findings:
 class Terms:
     """The log densities of a run, with all but GP values held: which of them belong to which value.
 
+    :param found: what is known of the model.
     :param values: of all latents and of the plates' row numbers.
     :param processes: the GP sites' priors in that run.
     :param findings: of earlier runs.
@@ -52,15 +52,15 @@ class Terms:
 
     def __init__(
         self,
-        guide: AutoSparseGP,
+        model: Callable,
+        found: Structure,
         values: dict[str, Tensor],
         processes: dict[str, GaussianProcess],
         args: tuple,
         kwargs: dict[str, Any],
         findings: Findings,
     ) -> None:
-        assert guide.structure is not None
-        self.structure, self.model, self.args, self.kwargs = guide.structure, guide.model, args, kwargs
+        self.structure, self.model, self.args, self.kwargs = found, model, args, kwargs
         self.findings = findings
         self.values = values | {name: process.mean.detach() for name, process in processes.items()}
         trace = held_trace(self.model, self.values, args, kwargs)
@@ -79,7 +79,7 @@ class Terms:
             self._find(processes, downstream)
             unknown = [name for name in downstream if not any(name in owners for owners in findings.owners.values())]
             findings.masked = any(isinstance(trace.nodes[name]["mask"], Tensor) for name in unknown)
-        zero = guide.like.new_zeros(())
+        zero = next(iter(processes.values())).x.new_zeros(())
         #: log densities without a GP value: of latents, and of other data.
         self.priors: Tensor = zero
         self.rest: Tensor = zero
@@ -168,7 +168,7 @@ class Terms:
         owners: dict[str, Tensor] = {}
         with pyro.validation_enabled(False):
             for step in (spread, -spread, 0.1 * spread):  # a term may be flat on one side
-                found = structure.owners(lambda value: self._parts(name, value, sites), f, f + step)
+                found = dependence.owners(lambda value: self._parts(name, value, sites), f, f + step)
                 for site, owner in found.items():
                     if owner is None:
                         raise InseparableError(

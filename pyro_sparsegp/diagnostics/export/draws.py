@@ -24,7 +24,7 @@ from ...guide import AutoSparseGP
 from ...numerics.linalg import solve_lower
 from ...posterior.sparse_posterior import SparsePosterior
 from ...process import GaussianProcess
-from ...program.structure import COUPLED
+from ...program.dependence import COUPLED
 from ...program.traces import as_process, bare, is_observation, whole_plates, without_event
 from ..trust.marginal import log_marginal
 from ..trust.pointwise import Moments, PointwiseDensities, Reader

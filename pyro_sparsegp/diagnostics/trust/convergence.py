@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 
+from ...inference.fit import FitResult
+from ...inference.history import Iterates
 from ..export import backend
 from ..export.arguments import kind_of, require_tree
 from ..export.labels import attributes
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["History", "StoppingRule", "add_history"]
 
 
-class History:
+class History(Iterates):
     """The loss and the parameters of a guide, step by step.
 
     ``history.record(svi.step(x, y))`` after each step; :meth:`to_datatree` makes a group ``vi_history`` of it, whose
@@ -48,57 +50,28 @@ class History:
             raise ValueError(
                 f"History needs a guide, whose parameters it keeps, or None for the loss alone; got {kind_of(guide)}"
             )
-        self.guide, self.parameters, self.largest = guide, tuple(parameters), largest
-        self.objective = objective or ("log_z" if getattr(guide, "by_expectation", False) else "elbo")
-        self._losses: list[float] = []
-        self._values: dict[str, list[np.ndarray]] = {}
-
-    def record(self, loss: float) -> float:
-        """Keep a step's loss and the parameters after it; returns the loss.
-
-        :raises ValueError: where the loss is NaN or infinite, naming the step.
-        """
-        if not math.isfinite(float(loss)):
-            raise ValueError(
-                f"the loss is {float(loss)} at step {len(self)}: training has failed there. Look for NaN or infinite "
-                "data, take a smaller learning rate, or work in float64."
-            )
-        self._losses.append(float(loss))
-        if self.guide is not None:
-            for name, parameter in self.guide.named_parameters():
-                if name.startswith(self.parameters) and parameter.numel() <= self.largest:
-                    # A parameter is there from the first step on, or never.
-                    self._values.setdefault(name.removesuffix("_unconstrained"), []).append(
-                        parameter.detach().cpu().numpy().copy()
-                    )
-        return loss
-
-    def __len__(self) -> int:
-        return len(self._losses)
-
-    def window(self, num: int) -> dict[str, np.ndarray]:
-        """The last ``num`` iterates, ``(num, ...)`` each."""
-        return {
-            self.objective: -np.array(self._losses[-num:]),
-            **{name: np.stack(values[-num:]) for name, values in self._values.items()},
-        }
+        super().__init__(guide, parameters, largest, objective)
 
     def to_datatree(self, name: Optional[str] = None) -> DataTree:
         """The group ``vi_history`` as an ``xarray.DataTree``."""
         return backend.xarray().DataTree.from_dict({"vi_history": _group([self], None)}, name=name)
 
 
-def add_history(tree: DataTree, histories: Union[History, Sequence[History]], window: Optional[int] = None) -> DataTree:
+Runs = Union[Iterates, FitResult]
+
+
+def add_history(tree: DataTree, histories: Union[Runs, Sequence[Runs]], window: Optional[int] = None) -> DataTree:
     """A tree with a group ``vi_history``: a chain for each run, in the order of the tree's chains.
 
     :param tree: of :func:`to_datatree`.
-    :param histories: a :class:`History`, or several.
+    :param histories: a :class:`History`, or the result of :func:`~pyro_sparsegp.fit`; or several.
     :param window: the last so many iterates; all, or as many as the shortest run has, if not given.
     """
     require_tree("add_history", tree)
-    runs = [histories] if isinstance(histories, History) else list(histories)
+    given = [histories] if isinstance(histories, (Iterates, FitResult)) else list(histories)
+    runs = [run.iterates if isinstance(run, FitResult) else run for run in given]
     for run in runs:
-        if not isinstance(run, History):
+        if not isinstance(run, Iterates):
             raise ValueError(
                 f"add_history needs a History, or several, got {kind_of(run)}: history.record(svi.step(x, y)) after "
                 "each step makes one"
@@ -108,7 +81,7 @@ def add_history(tree: DataTree, histories: Union[History, Sequence[History]], wi
     return new
 
 
-def _group(runs: Sequence[History], window: Optional[int]) -> Any:
+def _group(runs: Sequence[Iterates], window: Optional[int]) -> Any:
     if not runs or min(map(len, runs)) == 0:
         raise ValueError("the history is empty: history.record(svi.step(...)) after each step")
     if len({run.objective for run in runs}) > 1:
@@ -223,9 +196,9 @@ class StoppingRule:
         self.patience, self.watch, self._calm = patience, tuple(watch or ()), 0
         self.reason: Optional[str] = None
 
-    def __call__(self, history: History) -> bool:
+    def __call__(self, history: Iterates) -> bool:
         """Whether to stop now; :attr:`reason` then says why."""
-        if not isinstance(history, History):
+        if not isinstance(history, Iterates):
             raise ValueError(
                 f"StoppingRule looks at a History, got {kind_of(history)}: history.record(svi.step(x, y)) after each "
                 "step makes one"
@@ -257,7 +230,7 @@ class StoppingRule:
         )
         return True
 
-    def _trend(self, history: History) -> Optional[_Line]:
+    def _trend(self, history: Iterates) -> Optional[_Line]:
         """The objective's, over as many iterates as can tell a rise from noise; ``None`` if there are too few."""
         num = 2 * self.window
         while num <= len(history):

@@ -13,7 +13,19 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-__all__ = ["COUPLED", "DATAWISE", "ELEMENTWISE", "NONE", "dependence", "group_size", "interact", "owners"]
+__all__ = [
+    "COUPLED",
+    "DATAWISE",
+    "ELEMENTWISE",
+    "NONE",
+    "adds_up",
+    "dependence",
+    "finite",
+    "group_size",
+    "interact",
+    "owners",
+    "same",
+]
 
 NONE = "none"  # nothing downstream depends on the values
 ELEMENTWISE = "elementwise"  # sums of terms with one value each
@@ -30,13 +42,13 @@ def dependence(evaluate: Evaluate, value: Tensor, step: Tensor) -> str:
     """
     generator = torch.Generator().manual_seed(0)
     delta, start, moved = _two_ends(evaluate, value, step, generator)
-    if all(_same(a, b) for a, b in zip(start, moved)):
+    if all(same(a, b) for a, b in zip(start, moved)):
         return NONE
 
     def separable(shape: Iterable[int]) -> bool:
         mask = torch.rand(tuple(shape), generator=generator).to(value.device) < 0.5
         part, rest = evaluate(value + mask * delta), evaluate(value + ~mask * delta)
-        return all(_adds_up(*four) for four in zip(start, moved, part, rest))
+        return all(adds_up(*four) for four in zip(start, moved, part, rest))
 
     if all(separable(value.shape) for _ in range(2)):
         return ELEMENTWISE
@@ -45,21 +57,31 @@ def dependence(evaluate: Evaluate, value: Tensor, step: Tensor) -> str:
     return COUPLED
 
 
-def group_size(evaluate: Evaluate, value: Tensor, step: Tensor, sizes: Iterable[int]) -> Optional[int]:
+def group_size(
+    evaluate: Callable[[list[Tensor]], list[Tensor]], value: Tensor, step: Tensor, sizes: Iterable[int]
+) -> Optional[int]:
     """The first G of ``sizes`` for which no term has values of two groups of G consecutive inputs; or ``None``.
 
-    :param sizes: divisors of N, for f of shape ``(..., N)``.
+    :param evaluate: takes several values of f, ``(..., N)``, and stacks what there is at each.
+    :param sizes: divisors of N.
     """
     generator = torch.Generator().manual_seed(0)
-    delta, start, moved = _two_ends(evaluate, value, step, generator)
+    points, places = [value, value + step], {}
+    for size in sizes:
+        places[size] = len(points)
+        for _ in range(3):
+            groups = torch.rand(value.shape[-1] // size, generator=generator) < 0.5
+            mask = groups.to(value.device).repeat_interleave(size)
+            points += [value + mask * step, value + ~mask * step]
+    if not places:
+        return None
+    outputs = evaluate(points)
 
-    def separable(size: int) -> bool:
-        groups = torch.rand(value.shape[-1] // size, generator=generator) < 0.5
-        mask = groups.to(value.device).repeat_interleave(size)
-        part, rest = evaluate(value + mask * delta), evaluate(value + ~mask * delta)
-        return all(_adds_up(*four) for four in zip(start, moved, part, rest))
+    def separable(first: int) -> bool:
+        halves = range(first, first + 6, 2)
+        return all(adds_up(out[0], out[1], out[part], out[part + 1]) for out in outputs for part in halves)
 
-    return next((size for size in sizes if all(separable(size) for _ in range(3))), None)
+    return next((size for size, first in places.items() if separable(first)), None)
 
 
 def _two_ends(
@@ -69,7 +91,7 @@ def _two_ends(
     delta = step * (0.5 + torch.rand(value.shape, generator=generator, dtype=value.dtype).to(value.device))
     for _ in range(6):
         start, moved = evaluate(value), evaluate(value + delta)
-        if _finite(start, moved):
+        if finite(start, moved):
             break
         delta = delta / 4  # the model's support ended; look closer
     return delta, start, moved
@@ -79,7 +101,7 @@ def interact(evaluate: Callable[[Tensor, Tensor], list[Tensor]], f: tuple, g: tu
     """Whether ``evaluate(f, g)`` is more than a sum of a function of f and one of g; each a (value, step)."""
     (f0, df), (g0, dg) = f, g
     corners = [evaluate(f0, g0), evaluate(f0 + df, g0 + dg), evaluate(f0 + df, g0), evaluate(f0, g0 + dg)]
-    return not all(_adds_up(*four) for four in zip(*corners))
+    return not all(adds_up(*four) for four in zip(*corners))
 
 
 def owners(
@@ -112,7 +134,8 @@ def _tolerance(dtype: torch.dtype) -> float:
     return 1e-9 if dtype == torch.float64 else 3e-4
 
 
-def _finite(*groups: list[Tensor]) -> bool:
+def finite(*groups: list[Tensor]) -> bool:
+    """Whether all tensors of all groups are."""
     return all(bool(t.isfinite().all()) for group in groups for t in group)
 
 
@@ -120,11 +143,18 @@ def _differ(a: Tensor, b: Tensor) -> Tensor:
     return (a != b) & ~(a.isnan() & b.isnan())
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and not _differ(a, b).any()
+def same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same, but for the rounding of the same values at another place in memory."""
+    if a.shape != b.shape:
+        return False
+    size = a.abs() + b.abs()
+    rounding = 64 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
+    reach = rounding * (size + size.nan_to_num(0.0, 0.0, 0.0).mean())
+    return not (_differ(a, b) & ~((a - b).abs() <= reach)).any()
 
 
-def _adds_up(start: Tensor, moved: Tensor, part: Tensor, rest: Tensor) -> bool:
+def adds_up(start: Tensor, moved: Tensor, part: Tensor, rest: Tensor) -> bool:
+    """Whether two parts of a move change as much as the whole does."""
     error = (part + rest - start - moved).abs()
     size = start.abs() + moved.abs() + part.abs() + rest.abs()
     return bool(((error <= _tolerance(start.dtype) * size) | ~error.isfinite()).all())

@@ -1,0 +1,303 @@
+"""A guide that knows its training data, and draws q(f | latents, data) of families on sites given both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..approximations.on_sites import SiteGP
+from ..gaussians.sites import KeptSites, Sites
+from ..posterior.sparse_posterior import SparsePosterior
+from ..process import GaussianProcess
+from ..program.checks import require_full_batch
+from ..program.data import Relation, TrainingData
+from ..program.handlers import Held, unrecorded
+from ..program.reader import Reader
+from ..program.traces import all_sites, as_process, is_free, repeatable
+from ..warned import warn_once
+from .gp_sites import GPSites
+from .reading import SiteReading, settle
+from .runs import Conditions, Draw
+
+__all__ = ["Conditioned"]
+
+_SETTLED = 100  # updates of sites outside of training, at most
+
+
+class Conditioned(GPSites):
+    """A guide of GP sites that knows which rows it was trained on, where anything of it belongs to single rows."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.data: Optional[TrainingData] = None
+        self._forgotten = False  # the training data, for others
+        self._new_rows = False
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a call with data is a step of training: with gradients it is."""
+        return torch.is_grad_enabled() and not self._computing_median
+
+    @property
+    def is_about_rows(self) -> bool:
+        """Whether what it knows belongs to single rows of the training data."""
+        return self.on_sites or bool(self.local_latents)
+
+    @property
+    def observed(self) -> Collection[str]:
+        """The sites that held data at the first call."""
+        return () if self.structure is None else self.structure.rows
+
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Take the inputs of calls for new ones, though there be observations at them."""
+        before, self._new_rows = self._new_rows, True
+        try:
+            yield
+        finally:
+            self._new_rows = before
+
+    # The training data.
+
+    def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
+        """What a call's data are to those of training; ``None`` if a state without them was loaded."""
+        return None if self.data is None else self.data.relation(self.model, args, kwargs)
+
+    def forget_data(self) -> None:
+        """Forget the training data: the next call with observations brings those that families on sites are about.
+
+        Parameters stay. Families with parameters for each row (FreeSites, sparse actions) need a new guide.
+
+        :raises ValueError: naming the GP site of such a family.
+        """
+        for name, module in self.site_modules().items():
+            if not module.forgets:
+                raise ValueError(
+                    f"GP site {name!r} has the family {module.family['name']}, with parameters for each row of its "
+                    "training data: make a new guide for other data."
+                )
+        for module in self.site_modules().values():
+            module.forget()
+        self.data, self._forgotten = None, True
+
+    def _remember(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Take note of the last step's arguments."""
+        if self.data is None:
+            self.data = TrainingData(self.model, args, kwargs)
+        self.data.args, self.data.kwargs = args, kwargs
+
+    def follow(self, order: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Follow the training data into another order of their rows."""
+        _refuse_rows(self.local_latents, "the training data with its rows in another order")
+        for module in self.site_modules().values():
+            module.reorder(order)
+        self.data = TrainingData(self.model, args, kwargs)
+
+    def note_data(self, relation: Optional[Relation], same: bool, args: tuple, kwargs: dict[str, Any]) -> None:
+        """After a run: take note of the data it was given, and check that they are what the guide is about."""
+        assert self.structure is not None
+        observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
+        if observed and self.is_training:
+            if not same:
+                self._refuse_other_data(observed[0])
+            if self.data is None:
+                self.data = TrainingData(self.model, args, kwargs)
+            if self._forgotten:
+                self._forgotten = False
+                for name in observed:
+                    self.structure.rows[name] = torch.as_tensor(self.trace.nodes[name]["value"]).numel()
+        self.check_rows(relation)
+
+    def _refuse_other_data(self, observed: str) -> None:
+        """Raise if a step of training brings other data than the guide is about."""
+        for name, module in self.site_modules().items():
+            require_full_batch(name, module.family["name"], self.trace)
+            raise ValueError(
+                f"GP site {name!r} has the family {module.family['name']}, whose posterior is that of all its training "
+                f"data, and this call with gradients brings other rows at site {observed!r}: it would be taken for a "
+                "step of training on them. To evaluate the trained guide on other data use torch.no_grad(); to train "
+                "it on other data, make a new guide or call guide.forget_data() first; for mini-batches take a family "
+                "such as SVGP, and pyro.plate('data', size=N, subsample=x)."
+            )
+        sites: Any = self.trace.nodes
+        drawn = [n for n in self.local_latents if n in sites and sites[n]["fn"] is sites[n]["infer"].get("prior")]
+        _refuse_rows(drawn, f"other rows at site {observed!r} in a step of training")
+
+    def check_rows(self, relation: Optional[Relation]) -> None:
+        """Warn if a step's rows are a mini-batch that no plate scales up."""
+        assert self.structure is not None
+        if not torch.is_grad_enabled() or not self.training:
+            return
+        for name, site in all_sites(self.trace):
+            rows = self.structure.rows.get(name)
+            if rows is None or not site["is_observed"]:
+                continue
+            unscaled = isinstance(site["scale"], (int, float)) and site["scale"] == 1
+            num = site["value"].numel()
+            if unscaled and (num < rows or (num == rows and self._are_others(name, relation))):
+                fewer = f"{num} values in this step, {rows} in the first"
+                warn_once(
+                    self.warned,
+                    "rows",
+                    name,
+                    f"site {name!r} observes {fewer if num < rows else f'other {num} rows than before'}, and no plate "
+                    "scales them up: if this is a mini-batch, give the plate the full size, pyro.plate('data', size=N, "
+                    "subsample=x) or subsample_size=B; otherwise the KL outweighs the data.",
+                    stacklevel=5,
+                )
+
+    def _are_others(self, name: str, relation: Optional[Relation]) -> bool:
+        """Whether a step's rows are others than the first's, asked until it was told of."""
+        asked = ("rows", name) not in self.warned and not self.by_expectation  # which refuses them itself
+        return asked and relation is not None and relation.others and not relation.same
+
+    def _rows_here(self) -> list[str]:
+        assert self.structure is not None
+        return [name for name in self.structure.rows if name in self.trace.nodes]
+
+    # Families on sites.
+
+    def conditions_now(self, median: bool) -> Conditions:
+        """What prediction is conditioned on: read at the training data, for one draw of the latents or their medians.
+
+        :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
+        """
+        if not self.on_sites:
+            return Conditions()
+        if self.data is None:
+            if self.has_random_latents:
+                raise ValueError(
+                    "the guide was loaded from a state without its training data, on which the posterior of GP site "
+                    f"{next(iter(self.site_modules()))!r} given a draw of the other latents depends: call the guide "
+                    "with them once, guide(x, y), not under torch.no_grad()."
+                )
+            return Conditions()
+        with (
+            torch.inference_mode(False),  # sites that are kept must serve training, too
+            torch.no_grad(),
+            self.on(self._run, median),
+            repeatable(self.like) if median else nullcontext(),
+        ):
+            return self.condition(self.data.args, self.data.kwargs, False, False)
+
+    def condition(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> Conditions:
+        """Draw the latents at the training data, and read under them the sites of families on sites.
+
+        :param same: whether the arguments are the training data; else these are taken.
+        :param keep: whether this is a step of training: modules keep the sites, gradients pass through them.
+        """
+        if not self.on_sites or (not same and self.data is None):
+            return Conditions()
+        if same and keep:
+            self._remember(args, kwargs)
+        if not same:
+            assert self.data is not None
+            args, kwargs = self.data.args, self.data.kwargs
+        assert self.structure is not None
+        inner = self.structure.inner
+        run = Draw(same)
+        with unrecorded(), torch.set_grad_enabled(keep):
+            self.perform(run, args, kwargs)
+        trace = self.trace
+        modules = {name: module for name, module in self.site_modules().items() if name in run.processes}
+        for name, module in modules.items():
+            require_full_batch(name, module.family["name"], trace)
+        reader = Reader(self.model, args, kwargs, self.structure, trace)
+        with torch.set_grad_enabled(keep):
+            readings = self._read(reader, modules, run, keep)
+        values = {
+            name: site["value"]
+            for name, site in all_sites(trace)
+            if is_free(site) and (name in inner or name not in run.processes) and (same or self.is_shared(name))
+        }
+        draws = {name: run.posteriors[name] for name in inner if name in run.posteriors}
+        return Conditions(values, draws, readings)
+
+    def _read(self, reader: Reader, modules: dict[str, SiteGP], run: Draw, keep: bool) -> list[SiteReading]:
+        """The sites of families on sites, at a run's latents."""
+        marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
+        readings = []
+        for name, module in modules.items():
+            process = run.processes[name]
+            if isinstance(module.sites, KeptSites):
+                reading = _reading(reader, name, process, module)
+                readings.append(reading)
+                if not reading.direct or reader.meeting(name):
+                    marginals[name] = reading.resume() if keep else reading.marginal()
+            elif reader.meeting(name):
+                with torch.no_grad():
+                    q = module(process, name)
+                marginals[name] = q.mean, q.variance
+        if readings:
+            settle(reader, readings, marginals, *self._patience(readings, keep))
+        for reading in readings:  # to look at a guide does not change how it trains
+            if keep or reading.module.sites.empty or (reading.direct and self._computing_median):
+                reading.keep()
+        return readings
+
+    def _patience(self, readings: list[SiteReading], keep: bool) -> tuple[int, float]:
+        """How many updates sites get at most, and what moves, in standard deviations, are not worth one."""
+        if not keep:
+            return _SETTLED, 1e-4 if self.like.dtype == torch.float64 else 1e-3
+        most = max(reading.module.updates for reading in readings)
+        # Under latents that are drawn anew, the sites that were kept are those of another draw.
+        return (max(most, 5), 0.05) if self.has_random_latents else (most, 0.0)
+
+    @contextmanager
+    def held(self, conditions: Conditions) -> Iterator[None]:
+        """A run with latents as they were drawn before."""
+        with Held(conditions.values, conditions.draws) if conditions.values else nullcontext():
+            yield
+
+    def posterior_given(self, name: str, prior: Any, sites: Optional[Sites], new_rows: bool) -> SparsePosterior:
+        """The posterior of a GP site under a prior of other inputs, given the sites of a draw.
+
+        :param sites: of a family on sites, those the draw was conditioned on.
+        :param new_rows: whether the inputs are new, not those of training.
+        """
+        process, _ = as_process(prior)
+        if process is None:
+            raise ValueError(f"site {name!r} is no GP site")
+        module = self._find(name)
+        self._check(name, process, module)
+        if isinstance(module, SiteGP):
+            return (module.predict if new_rows else module)(process, name, SparsePosterior, sites)
+        return (module.predict if new_rows and process.kernel.depends_on_rows else module)(process, name)
+
+    @property
+    def site_status(self) -> dict[str, dict[str, Any]]:
+        """For each GP site whose Gaussian sites are read off the model: how many there are; whether they are exact
+        (the likelihood is Gaussian in f); how many had negative curvature, which was cut to 0, at the last reading;
+        how many updates of training were cut since they lowered the bound; and whether those of the posterior, other
+        latents at their medians, have converged: another would move no marginal by 0.001 standard deviations.
+        """
+        if self.structure is None:
+            raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
+        return {
+            reading.name: {
+                "sites": reading.sites.precision.numel(),
+                "exact": reading.quadratic,
+                "truncated": int(reading.truncated),
+                "halved": reading.module.sites.halved,
+                "converged": reading.change <= 1e-3,
+            }
+            for reading in self.conditions_now(median=True).readings
+        }
+
+
+def _reading(reader: Reader, name: str, process: GaussianProcess, module: SiteGP) -> SiteReading:
+    found = reader.found
+    return SiteReading.of(name, process, module, name in found.quadratic, name in found.meeting)
+
+
+def _refuse_rows(local: Sequence[str], what: str) -> None:
+    if local:
+        raise ValueError(
+            f"this call brings {what}; site {local[0]!r} has a value for each row, which belongs to the row's "
+            "number. Keep the rows and their order, or write plate = pyro.plate('data', N, subsample_size=B) and "
+            "index the data by plate.indices."
+        )

@@ -1,0 +1,266 @@
+"""A guide's first call: its parameters are made, and it learns what the model is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
+from pyro.util import check_site_shape
+from torch import Tensor
+from torch.distributions import biject_to
+
+from ..approximations.free import SparseGP
+from ..families import FreeFormFamily
+from ..modules import at_path
+from ..posterior.drawing import ExpectedSite
+from ..posterior.sparse_posterior import SparsePosterior
+from ..program import checks
+from ..program.dependence import COUPLED, NONE
+from ..program.facts import Structure, explore
+from ..program.registration import require_registered
+from ..program.traces import (
+    all_sites,
+    as_process,
+    first_tensor,
+    held_trace,
+    is_free,
+    is_observation,
+    piecewise_constant,
+    repeatable,
+    whole_plates,
+)
+from .runs import Priors, Setup
+from .state import Saved
+
+__all__ = ["check_parameters", "explain_nan", "initialise"]
+
+_NO_LIMIT: Any = float("inf")  # of nested plates
+
+
+def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Make a guide's parameters, and learn how the model depends on its GP sites.
+
+    :raises ValueError: naming the site and the remedy, if it is no model that the guide can learn from.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ValueError(
+            "the guide's first call makes its parameters, which torch.inference_mode() forbids: call it once, "
+            "guide(x, y), outside, or use torch.no_grad()."
+        )
+    guide._like = first_tensor((args, kwargs))
+    try:
+        run = Setup(guide.build)
+        with torch.no_grad(), poutine.block():
+            guide.perform_explained(run, args, kwargs)
+        trace = guide.trace
+        checks.require_sizes(trace)
+        _require_sites(guide, trace, run.posteriors)
+        found = guide.structure = _describe(guide, trace, run.posteriors)
+        _see_all_rows(guide, args, kwargs, trace)
+        checks.require_left_out(guide.model, found.gps, guide.like, trace, args, kwargs)
+        _explore(guide, found, args, kwargs, trace, run.posteriors)
+        for name, posterior in run.posteriors.items():
+            family = guide.family_of(name)
+            if isinstance(family, FreeFormFamily) and family.start == "data" and name not in found.inner:
+                guide.modules_by_site()[name].inform(posterior.process, name)
+        _warn_of_joint_draws(guide)
+    except BaseException:
+        guide.forget()
+        raise
+
+
+def _require_sites(guide: Saved, trace: poutine.Trace, posteriors: Collection[str]) -> None:
+    """Raise if a first run, in which the guide met these GP sites, is none that it can learn from."""
+    if isinstance(guide.families, Mapping):
+        for name in guide.families:
+            if name not in posteriors:
+                kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
+                raise ValueError(
+                    f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(posteriors)}"
+                )
+    observed = [(name, site) for name, site in all_sites(trace) if is_observation(site)]
+    fixed = [name for name, site in observed if as_process(site["fn"])[0]]
+    if not posteriors and fixed:
+        raise ValueError(
+            f"GP site {fixed[0]!r} is observed: it has no posterior to approximate. Add a likelihood, such as "
+            "Normal(f, noise), and leave obs= out of the GP site; or train hyperparameters with the exact density, "
+            "by a guide without AutoSparseGP."
+        )
+    if not posteriors:
+        raise ValueError("the model has no GP site: no pyro.sample(..., GaussianProcess(kernel, x)) was reached")
+    unknown = [name for name in guide.independent_draws if name not in posteriors]
+    if unknown:
+        raise ValueError(f"independent_draws names {unknown}; the GP sites are {sorted(posteriors)}")
+    if not observed:
+        raise ValueError(
+            "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
+            "the first SVI step, with the data, model(x, y)."
+        )
+    if not isinstance(guide.point_estimates, bool):
+        unknown = [name for name in guide.point_estimates if name not in trace.nodes]
+        if unknown:
+            raise ValueError(f"point_estimates names {unknown}, which are no sites of the model")
+    if pyro.settings.get("validate_infer"):
+        _require_densities(trace, posteriors)
+
+
+def _require_densities(trace: poutine.Trace, posteriors: Collection[str]) -> None:
+    for name, site in all_sites(trace):
+        if site["type"] == "sample" and not site_is_subsample(site) and name not in posteriors:
+            try:
+                site["log_prob"] = site["fn"].log_prob(site["value"])
+            except ValueError as error:
+                why = checks.why_without_density(site, error)
+                raise ValueError(f"site {name!r} has no density at its value: {why}") from error
+            check_site_shape(site, _NO_LIMIT)
+
+
+def _describe(guide: Saved, trace: poutine.Trace, posteriors: Mapping[str, SparsePosterior]) -> Structure:
+    """The sites of a first run, in which the guide made its parameters."""
+    found = Structure(gps={name: at_path(guide.gps, name).spec() for name in posteriors})
+    found.columns = {name: q.process.x.shape[-1] for name, q in posteriors.items()}
+    for name, site in all_sites(trace):
+        if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:
+            continue
+        plates = {
+            frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized
+        }
+        if not site["is_observed"]:
+            own = at_path(guide, f"locs.{name}_unconstrained")
+            if own is not None:
+                event_dim = biject_to(site["infer"]["prior"].support).domain.event_dim
+                latent = {"event_dim": event_dim, "shape": list(own.shape)}
+            else:  # an overridden get_posterior has parameters of its own
+                latent = {"event_dim": 0, "shape": None}
+            found.latents[name] = latent | {"plates": plates}
+        elif is_observation(site):
+            found.rows[name] = int(site["value"].numel())
+            found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
+    return found
+
+
+def _see_all_rows(guide: Saved, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> None:
+    """Show modules whose kernel depends on them the rows that plates with a ``subsample_size`` left out."""
+    sites: Any = trace.nodes
+    frames = [frame for site in sites.values() if is_observation(site) for frame in site["cond_indep_stack"]]
+    left_out = any(frame.full_size is not None and frame.size < frame.full_size for frame in frames)
+    seen = {name: module for name, module in guide.modules_by_site().items() if isinstance(module, SparseGP)}
+    if left_out and any(module.num_seen for module in seen.values()):
+        run = Priors()
+        with torch.no_grad(), poutine.block(), whole_plates():
+            guide.perform(run, args, kwargs)
+        for name, module in seen.items():
+            module.see(run.processes[name].x)
+        guide.trace = trace
+
+
+def _explore(
+    guide: Saved,
+    found: Structure,
+    args: tuple,
+    kwargs: dict[str, Any],
+    trace: poutine.Trace,
+    posteriors: Mapping[str, SparsePosterior],
+) -> None:
+    """Learn how densities depend on GP sites' values, and raise where a family on sites does not fit."""
+    values = {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
+
+    def held(moved: dict[str, Tensor]) -> poutine.Trace:
+        return held_trace(guide.model, values | moved, args, kwargs)
+
+    processes = {name: posterior.process for name, posterior in posteriors.items()}
+    modules = guide.site_modules()
+    flat = piecewise_constant(trace)
+    with repeatable(guide.like):
+        densities = explore(found, held, processes, [] if flat else list(modules))
+    if modules or guide.by_expectation:
+        for site, density in densities.items():
+            if not density.isfinite().all():
+                raise ValueError(
+                    f"the log density of site {site!r} is not finite at {int((~density.isfinite()).sum())} of "
+                    f"{density.numel()} values: look for infinite data, or data outside of the distribution's support."
+                )
+    for name, module in modules.items():
+        _require_separate_sites(found, name, module.family["name"], flat)
+
+
+def _require_separate_sites(found: Structure, name: str, family: str, flat: list[str]) -> None:
+    kind = found.dependence[name]
+    if name in found.inner or kind == COUPLED:
+        why = (
+            "its values enter another GP site"
+            if name in found.inner
+            else "its likelihood does not factorise: one term of a density depends on values at several inputs"
+        )
+        raise ValueError(
+            f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood of each "
+            f"value, but {why}. Take a family with a free posterior, such as SVGP or OrthogonalInducing."
+        )
+    if flat and kind != NONE:
+        raise ValueError(
+            f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood's "
+            f"derivatives; the distribution of site {flat[0]!r} is piecewise constant. Take a family with a "
+            "free posterior, such as SVGP or OrthogonalInducing, or Categorical(logits=...)."
+        )
+
+
+def _warn_of_joint_draws(guide: Saved) -> None:
+    assert guide.structure is not None
+    coupled = [name for name in guide.structure.gps if guide.kind_of_draws(name) is ExpectedSite]
+    if coupled:
+        warnings.warn(
+            f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
+            "different inputs: they are drawn jointly, at a cost cubic in the number of inputs, and not integrated "
+            "by quadrature.",
+            stacklevel=5,
+        )
+
+
+def check_parameters(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
+    probe = guide.probe(args, kwargs)
+    _check_known(guide)
+    require_registered(guide.model, probe, guide.trace, (args, kwargs))
+    guide._checked_parameters = True
+
+
+def _check_known(guide: Saved) -> None:
+    """After a run: raise if, at a training call, the model's sites are not those the guide was initialised or loaded
+    with.
+    """
+    assert guide.structure is not None
+    sites = dict(all_sites(guide.trace))
+    if not all(name in sites and sites[name]["is_observed"] for name in guide.structure.rows):
+        return
+    free = {name for name, site in sites.items() if is_free(site) and not site_is_subsample(site)}
+    known = {*guide.structure.gps, *guide.structure.latents}
+    if free != known:
+        raise ValueError(
+            f"the model's latent sites are {sorted(free)}, the guide knows {sorted(known)}: it was initialised, or "
+            "its state saved, with another model."
+        )
+
+
+def explain_nan(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> str:
+    """Which sites' log densities are NaN or infinite at these arguments, for an error."""
+    with torch.no_grad():
+        run = guide.probe(args, kwargs)
+    where = []
+    kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("NaN", torch.isnan), ("infinite", torch.isinf))
+    for kind, test in kinds:
+        bad = {name: test(density) for name, density in run.densities.items()}
+        found = [f"{name!r} ({int(part.sum())} of {part.numel()} values)" for name, part in bad.items() if part.any()]
+        where += [f"the log density of site {', '.join(found)} is {kind}"] if found else []
+    where += [
+        f"the KL divergence of GP site {name!r} is not finite"
+        for name, q in run.posteriors.items()
+        if not q.kl.isfinite().all()
+    ]
+    broken = [name for name, parameter in guide.named_parameters() if not parameter.isfinite().all()]
+    where += [f"parameters {', '.join(broken)} are not finite"] if broken else []
+    return "; ".join(where) or "all is finite at the medians"

@@ -1,0 +1,458 @@
+"""A loop over SVI or expectation propagation that arrives, can be cut off anywhere and goes on from there."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy as np
+import torch
+from pyro import poutine
+from pyro.infer import ELBO, SVI
+from pyro.optim import PyroLRScheduler, PyroOptim
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..gaussians import Coefficients
+from ..guide import AutoSparseGP
+from . import checkpoint as files
+from .batches import Batch, Batches, TensorBatches, as_arguments, as_batches
+from .distributed import SharedOptim, Workers, agree, joined, sharing
+from .expectation import ExpectationPropagation
+from .held_out import log_score
+from .history import Iterates
+from .interrupts import Interrupts
+from .quadrature import TraceQuadrature_ELBO
+from .recipe import FallingAdam
+from .warm_start import warm
+
+__all__ = ["FitResult", "fit"]
+
+_FIRST = 8192  # rows of the guide's first call, where batches have fewer
+
+Data = Union[Tensor, np.ndarray, tuple, Mapping[str, Any], Iterable]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a fit did.
+
+    :param steps: how many it took, those before a resumption among them.
+    :param reason: why it stopped.
+    :param losses: of each step, ``(steps,)``, in nats: minus the bound, or −log Z of expectation propagation.
+    :param scored: the numbers of steps after which held-out data were scored, ``(K,)``.
+    :param scores: their scores, ``(K,)``, larger is better.
+    :param seconds: of the loop.
+    :param best_state: the guide's ``state_dict`` as ``"guide"`` and the model's parameters, at the best score, or at
+        the end if nothing was scored. The guide is in that state.
+    :param iterates: losses and small parameters step by step, which
+        :func:`~pyro_sparsegp.diagnostics.add_history` takes from here.
+    """
+
+    steps: int
+    reason: str
+    losses: np.ndarray = field(repr=False)
+    scored: np.ndarray = field(repr=False)
+    scores: np.ndarray = field(repr=False)
+    seconds: float
+    best_state: dict[str, Any] = field(repr=False)
+    iterates: Iterates = field(repr=False)
+
+    @property
+    def best_score(self) -> Optional[float]:
+        """The largest held-out score."""
+        return float(self.scores.max()) if len(self.scores) else None
+
+
+@dataclass
+class _Progress:
+    """Where a fit is."""
+
+    step: int = 0
+    seconds: float = 0.0
+    scored: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    best: Optional[dict[str, Any]] = None
+
+
+def fit(
+    model: Callable,
+    guide: AutoSparseGP,
+    data: Data,
+    *,
+    steps: Optional[int] = None,
+    epochs: Optional[int] = None,
+    batch_size: Optional[int] = None,
+    size: Optional[int] = None,
+    optim: Optional[PyroOptim] = None,
+    loss: Optional[ELBO] = None,
+    method: Union[SVI, ExpectationPropagation, None] = None,
+    warm_start: bool = True,
+    held_out: Union[Tensor, tuple, Mapping[str, Any], None] = None,
+    score: Callable[..., float] = log_score,
+    score_every: int = 100,
+    patience: int = 10,
+    stopping: Optional[Callable[[Iterates], bool]] = None,
+    checkpoint: Union[str, Path, None] = None,
+    checkpoint_every: float = 60.0,
+    resume: bool = False,
+    history: Collection[str] = ("locs.", "scales."),
+    group: Optional[Any] = None,
+    device: Union[str, torch.device, None] = None,
+    progress: bool = True,
+) -> FitResult:
+    """Fit a guide, and the model's own parameters, to data.
+
+    It is a loop over ``svi.step(*batch, size=N)``, or ``ep.step``, and no more: a loop of one's own does the same. A
+    Ctrl-C or a SIGTERM lets the step that runs come to its end and writes the checkpoint; after Ctrl-C the result so
+    far is returned, after SIGTERM the process exits.
+
+    >>> result = fit(model, guide, (x, y), batch_size=1024, steps=2000, checkpoint="fit.pt")  # doctest: +SKIP
+
+    :param model: the guide's model. With batches it is given the number of all rows as ``size`` and the rows' numbers
+        as ``indices``, each if its signature has them: ``pyro.plate("data", size or len(x), subsample=x)``.
+    :param guide: an :class:`AutoSparseGP`; a fresh one sees up to 8,192 random rows at its first call.
+    :param data: the model's arguments, a tuple or a dict of tensors with a row for each datum (NumPy arrays and memory
+        maps too); or a ``DataLoader`` or another iterable of batches, each a tuple or a dict of arguments, of which no
+        more than a batch is held in memory.
+    :param steps: how many in all; 2,000 if ``epochs`` are not given either.
+    :param epochs: passes over the data, in the place of ``steps``.
+    :param batch_size: rows a step, drawn anew without replacement in each epoch; by default all of them.
+    :param size: how many rows there are in all, for an iterable that does not say.
+    :param optim: a Pyro optimiser; one with a schedule (``PyroLRScheduler``) takes its step after each of the fit's. By
+        default Adam with rates that fall to the end of the steps.
+    :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
+    :param method: an ``SVI`` or an :class:`ExpectationPropagation` of one's own, in the place of these two.
+    :param warm_start: whether a fresh guide starts with the hyperparameters and inducing inputs that the collapsed
+        bound has on a subset of rows, where that applies: one GP site, its inducing points under a free-form family, a
+        Gaussian likelihood, no network in the model.
+    :param held_out: the model's arguments with other observations, scored as training goes on.
+    :param score: ``score(model, guide, *held_out)``, larger is better; by default the mean log predictive density.
+    :param score_every: steps from one score to the next.
+    :param patience: scores without a new best, after which training stops.
+    :param stopping: a :class:`~pyro_sparsegp.diagnostics.StoppingRule`, or another callable that is given the iterates
+        after each step and says whether to stop.
+    :param checkpoint: a file for all that the fit is, written so that it is never half there; the folder must exist.
+    :param checkpoint_every: seconds from one to the next; 0 is after each step.
+    :param resume: whether to go on from ``checkpoint``, if that file is there: on a CPU, with the same arguments, the
+        result is the same bit for bit as that of a fit that was not cut off.
+    :param history: names, or beginnings of names, of the guide's small parameters that are kept step by step.
+    :param group: a ``torch.distributed`` process group, under ``torchrun``: each process gives its own rows, and all
+        end up with the parameters of one process with the joined batches. ``size`` of an iterable is that of all
+        processes. Checkpoints are written by each process: give each its own file.
+    :param device: where batches are moved.
+    :param progress: whether to show a bar with the bound, the rate and the time left.
+    :raises ValueError: naming the argument that does not fit.
+    """
+    _require_arguments(model, guide, steps, epochs, score_every, patience, checkpoint, checkpoint_every, resume)
+    workers = Workers(group)
+    method = _method(model, guide, optim, loss, method, group)
+    place = None if device is None else torch.device(device)
+    seed = int(torch.randint(2**62, ()))
+    batches = as_batches(data, batch_size, size, place, seed)
+    if guide.on_sites and not batches.whole:
+        raise ValueError(
+            f"{'batch_size' if batch_size is not None else 'data'}: the guide's family needs all rows in each step; "
+            "give all data in tensors and no batch_size, or take a family such as SVGP"
+        )
+    if guide.on_sites and workers.num > 1:
+        raise ValueError("group: the guide's family needs all rows in each process; take a family such as SVGP")
+    feed = _Feed(model, batches, method, workers)
+    now, iterates = _Progress(), Iterates(guide, history)
+    fresh = guide.structure is None
+    first = batches.some(_FIRST)
+    total = _total(steps, epochs, batches, first, batch_size)
+    recipe = _recipe(method)
+    path = None if checkpoint is None else Path(checkpoint)
+    saved = files.read(path, guide.like) if resume and path is not None and path.exists() else None
+    if saved is not None:
+        files.prepare(saved, guide, *feed.call(first))
+        now = _Progress(**saved["progress"])
+        iterates.set_state(saved["iterates"])
+        _set_rule(stopping, saved["stopping"])
+        batches.set_state(saved["batches"])
+        files.restore(saved, guide, model, method)
+    else:
+        with poutine.block(), torch.no_grad():
+            guide.prepare(*feed.call(first)[0], **feed.call(first)[1])
+        if not batches.whole:
+            _see_all(guide, batches, feed)
+            few = batches.some(batch_size or 1)
+            _require_scaled(guide, feed.call(few), few, feed.size)
+        if warm_start and fresh and isinstance(method, SVI):
+            warm(model, guide, first, feed.takes, feed.size)
+        if workers.num > 1:
+            _require_shared(guide)
+            agree(guide, group)
+
+    def keep() -> None:
+        if path is None:
+            return
+        state = files.snapshot(guide, model, method)
+        state |= {
+            "progress": vars(now),
+            "iterates": iterates.get_state(),
+            "stopping": _rule_state(stopping),
+            "batches": batches.get_state(),
+        }
+        files.write(state, path)
+
+    def at_score() -> bool:
+        """Score the held-out data; whether patience has come to its end."""
+        args, kwargs = as_arguments(held_out, "held_out")
+        value = float(score(model, guide, *args, **kwargs))
+        if not now.scores or value > max(now.scores):
+            now.best = files.parameters_state(guide, model)
+        now.scored.append(now.step)
+        now.scores.append(value)
+        return len(now.scores) - 1 - int(np.argmax(now.scores)) >= patience
+
+    reason = ""
+    began, written = time.monotonic() - now.seconds, time.monotonic()
+    bar = tqdm(total=total, initial=now.step, disable=not progress, unit="step", desc="fit")
+    if recipe is not None:
+        recipe.at(now.step, total)
+    with Interrupts() as interrupts, bar:
+        while not reason:
+            if now.step >= total:
+                reason = f"all {total} steps were taken"
+                break
+            batch = batches.next()
+            if batch is None:
+                reason = f"the data came to their end after {now.step} steps"
+                break
+            value = feed.step(batch)
+            now.step += 1
+            iterates.record(value)
+            if recipe is not None:
+                recipe.at(now.step, total)
+            bar.update()
+            bar.set_postfix_str(f"{iterates.objective} {iterates.recent():.5g}", refresh=False)
+            if held_out is not None and now.step % score_every == 0 and at_score():
+                reason = f"the held-out score has not risen for {patience} scores"
+            if stopping is not None and stopping(iterates):
+                reason = getattr(stopping, "reason", None) or "the stopping rule says so"
+            if interrupts.signal is not None:
+                reason = f"interrupted by {signal.Signals(interrupts.signal).name}"
+            if workers.num > 1:  # all of them, or none
+                reason = _common(workers, guide, reason)
+            now.seconds = time.monotonic() - began
+            if reason or time.monotonic() - written >= checkpoint_every:
+                keep()
+                written = time.monotonic()
+        now.seconds = time.monotonic() - began
+        if interrupts.signal == signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
+    if held_out is not None and not interrupts.signal and (not now.scored or now.scored[-1] != now.step):
+        at_score()
+    if now.best is not None:
+        files.load_parameters(now.best, guide, model)
+    return FitResult(
+        now.step,
+        reason,
+        iterates.losses,
+        np.array(now.scored, dtype=int),
+        np.array(now.scores),
+        now.seconds,
+        now.best or files.parameters_state(guide, model),
+        iterates,
+    )
+
+
+class _Feed:
+    """How a batch becomes a step: what the model is given with it, and the processes that share it."""
+
+    def __init__(self, model: Callable, batches: Batches, method: Any, workers: Workers) -> None:
+        self.method, self.workers = method, workers
+        self.takes = _parameters(model)
+        self.whole = batches.whole and workers.num == 1
+        self.size: Optional[int] = batches.size
+        if workers.num > 1 and isinstance(batches, TensorBatches):
+            (total,) = workers.sum(torch.tensor(float(batches.num), dtype=torch.float64))
+            self.size = int(total)
+        needs = "size" in self.takes and not (self.whole and self.takes["size"].default is not inspect.Parameter.empty)
+        if needs and self.size is None:
+            raise ValueError("size: the model takes the number of all rows, and data does not say it; give size=N")
+        self._extra: dict[str, Any] = {"size": self.size} if needs else {}
+
+    def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
+        """The model's arguments."""
+        more = dict(self._extra)
+        if "indices" in self.takes and batch.indices is not None:
+            more["indices"] = batch.indices
+        return batch.args, {**more, **batch.kwargs}
+
+    def step(self, batch: Batch) -> float:
+        """One step of the method; the loss of all processes' batch."""
+        args, kwargs = self.call(batch)
+        if isinstance(self.method, ExpectationPropagation):
+            if batch.indices is not None:
+                kwargs["indices"] = batch.indices
+            return self.method.step(*args, **kwargs)
+        with sharing(self.workers.group if self.workers.num > 1 else None, batch.weight):
+            value = self.method.step(*args, **kwargs)
+            if isinstance(self.method.optim, PyroLRScheduler):
+                self.method.optim.step()
+            if self.workers.num > 1:
+                for part in self.method.guide.modules():  # now, in all processes at once
+                    if isinstance(part, Coefficients):
+                        part.settle()
+                value = float(joined(torch.tensor(value, dtype=torch.float64))[0])
+        return value
+
+
+def _parameters(model: Callable) -> Mapping[str, inspect.Parameter]:
+    call = model.forward if isinstance(model, torch.nn.Module) else model
+    return inspect.signature(call).parameters
+
+
+def _method(
+    model: Callable,
+    guide: AutoSparseGP,
+    optim: Optional[PyroOptim],
+    loss: Optional[ELBO],
+    method: Union[SVI, ExpectationPropagation, None],
+    group: Optional[Any],
+) -> Union[SVI, ExpectationPropagation]:
+    if method is not None:
+        if optim is not None or loss is not None:
+            raise ValueError("method has an optimiser and a loss of its own: leave optim and loss out")
+        if not isinstance(method, (SVI, ExpectationPropagation)):
+            raise ValueError(f"method must be an SVI or an ExpectationPropagation, got {type(method).__name__}")
+        if method.model != model or poutine.unwrap(method.guide) is not guide:
+            raise ValueError("method must be of the model and the guide that fit is given")
+        if group is not None and isinstance(method, ExpectationPropagation):
+            raise ValueError("group: give it to ExpectationPropagation(..., group=group), which shares its own steps")
+        if group is not None and not isinstance(method.optim, SharedOptim):
+            raise ValueError("group: method must be an SVI with SharedOptim(optim) for its optimiser")
+        return method
+    if optim is not None and not isinstance(optim, PyroOptim):
+        raise ValueError(
+            f"optim must be a Pyro optimiser, such as pyro.optim.Adam({{'lr': 0.01}}), got {type(optim).__name__}"
+        )
+    if loss is not None and not isinstance(loss, ELBO):
+        raise ValueError(f"loss must be an ELBO, such as TraceQuadrature_ELBO(), got {type(loss).__name__}")
+    optim = FallingAdam() if optim is None else optim
+    if guide.by_expectation:
+        if loss is not None:
+            raise ValueError("loss: the guide's family is trained by expectation propagation, which has its own")
+        return ExpectationPropagation(model, guide, optim, group=group)
+    return SVI(model, guide, optim if group is None else SharedOptim(optim), loss or TraceQuadrature_ELBO())
+
+
+def _recipe(method: Any) -> Optional[FallingAdam]:
+    optim = getattr(method.optim, "optim", method.optim)
+    return optim if isinstance(optim, FallingAdam) else None
+
+
+def _require_arguments(
+    model: Any,
+    guide: Any,
+    steps: Any,
+    epochs: Any,
+    score_every: Any,
+    patience: Any,
+    checkpoint: Any,
+    checkpoint_every: Any,
+    resume: bool,
+) -> None:
+    if not isinstance(guide, AutoSparseGP):
+        raise ValueError(f"guide must be an AutoSparseGP, got {type(guide).__name__}")
+    if model != guide.model:
+        raise ValueError("model must be the guide's own; it was given another")
+    if steps is not None and epochs is not None:
+        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
+    for argument, number in (
+        ("steps", steps),
+        ("epochs", epochs),
+        ("score_every", score_every),
+        ("patience", patience),
+    ):
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1:
+            raise ValueError(f"{argument} must be a whole number of at least 1, got {number!r}")
+    if not (isinstance(checkpoint_every, (int, float)) and checkpoint_every >= 0):
+        raise ValueError(f"checkpoint_every must be a number of seconds of at least 0, got {checkpoint_every!r}")
+    if resume and checkpoint is None:
+        raise ValueError("resume=True goes on from the file checkpoint, and none is given")
+    if checkpoint is not None and not Path(checkpoint).absolute().parent.is_dir():
+        raise ValueError(f"checkpoint {os.fspath(checkpoint)!r} is in a folder that does not exist")
+
+
+def _total(
+    steps: Optional[int], epochs: Optional[int], batches: Batches, first: Batch, batch_size: Optional[int]
+) -> int:
+    if epochs is None:
+        return 2000 if steps is None else steps
+    each = batches.num_batches(batch_size or first.num)
+    if each is None:
+        raise ValueError("epochs: data does not say how many batches it has; give size=N, or steps")
+    return epochs * each
+
+
+def _see_all(guide: AutoSparseGP, batches: Batches, feed: _Feed) -> None:
+    """Show a kernel whose diagonal is relative to the training inputs all of them."""
+    if (
+        isinstance(batches, TensorBatches)
+        and batches.num > _FIRST
+        and any(getattr(module, "num_seen", 0) for module in guide.gps.modules())
+    ):
+        args, kwargs = feed.call(batches.everything())
+        with poutine.block():
+            guide(*args, **kwargs)
+
+
+def _require_scaled(guide: AutoSparseGP, call: tuple, batch: Batch, size: Optional[int]) -> None:
+    """Raise if a batch's observations are not scaled up to all rows."""
+    if size is None or batch.num >= size:
+        return
+    random = files.random_state()
+    with torch.no_grad(), poutine.block():
+        guide(*call[0], **call[1])
+    files.set_random_state(random)
+    assert guide.structure is not None
+    for name in guide.structure.rows:
+        site: Any = guide.trace.nodes.get(name)
+        if site is None or not site["is_observed"]:
+            continue
+        full = [frame.full_size for frame in site["cond_indep_stack"] if frame.size == batch.num]
+        if full and size not in full:
+            raise ValueError(
+                f"data has {size} rows, and a batch's {batch.num} at site {name!r} are in a plate of {full[0]}: give "
+                "the plate the number of all rows, def model(x, y=None, size=None) with "
+                "pyro.plate('data', size or len(x), subsample=x), to which fit gives it as size"
+            )
+
+
+def _require_shared(guide: AutoSparseGP) -> None:
+    """Raise for latents that are one process's rows' own."""
+    assert guide.structure is not None
+    local = [name for name, latent in guide.structure.latents.items() if set(latent["plates"])]
+    if local:
+        raise ValueError(
+            f"group: latent site {local[0]!r} stands in a plate: processes share parameters, which would mix its values"
+        )
+
+
+def _common(workers: Workers, guide: AutoSparseGP, reason: str) -> str:
+    """A reason to stop that any process has, for all."""
+    flag = workers.largest(guide.like.new_tensor(float(bool(reason))))
+    return reason or ("another process stopped" if float(flag) else "")
+
+
+def _rule_state(rule: Any) -> dict[str, Any]:
+    plain = (bool, int, float, str, tuple, type(None))
+    return {key: value for key, value in getattr(rule, "__dict__", {}).items() if isinstance(value, plain)}
+
+
+def _set_rule(rule: Any, state: dict[str, Any]) -> None:
+    if hasattr(rule, "__dict__"):
+        vars(rule).update(state)

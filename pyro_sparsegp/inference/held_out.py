@@ -1,0 +1,58 @@
+"""How well a guide predicts data that it was not trained on, for early stopping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from ..guide import AutoSparseGP
+from ..program.likelihood import mapped, normal_nodes
+from ..program.traces import all_sites, held_trace, is_observation, repeatable, whole_plates
+
+__all__ = ["log_score"]
+
+
+@torch.no_grad()
+def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -> float:
+    """The mean log predictive density of the observations given, in nats; larger is better.
+
+    (1/N) Σₙ log Σ_k w_k p(yₙ | f = m + s·z_k) with Gauss-Hermite nodes z_k of the GP sites' marginals, other latents at
+    their posterior medians: a plug-in score that costs one posterior, for choosing among states of one guide.
+    :func:`~pyro_sparsegp.diagnostics.predictive_scores` is over the draws of the other latents, and exact.
+
+    :param args: the model's arguments, with observations.
+    :raises ValueError: if nothing is observed.
+    """
+    with repeatable(guide.like), whole_plates(), pyro.validation_enabled(False):
+        posteriors = guide.posterior(*args, **kwargs)
+        assert guide.structure is not None
+        inner, observed = guide.structure.inner, guide.structure.rows
+        if not any(name in observed and is_observation(site) for name, site in all_sites(guide.trace)):
+            raise ValueError("held_out: the model observes nothing at these arguments; give the observations too")
+        latents = guide.structure.latents
+        medians = {name: site["value"] for name, site in all_sites(guide.trace) if name in latents}
+        means = {name: q.mean for name, q in posteriors.items()}
+        free = {name: q for name, q in posteriors.items() if name not in inner}
+        shapes = {name: q.batch_shape.numel() for name, q in free.items()}
+        nodes, weights = normal_nodes(sum(shapes.values()), guide.like)
+
+        def densities(node: Tensor) -> tuple[Tensor, ...]:
+            values = dict(means)
+            for (name, q), own in zip(free.items(), node.split(list(shapes.values()))):
+                values[name] = q.mean + q.variance.clamp(min=0).sqrt() * own.reshape(*q.batch_shape, 1)
+            trace = held_trace(model, {**medians, **values}, args, kwargs)
+            return tuple(
+                scale_and_mask(site["fn"].log_prob(site["value"]), 1.0, site["mask"])
+                for name, site in all_sites(trace)
+                if name in observed and is_observation(site)
+            )
+
+        found = mapped(densities, nodes)
+    total = sum(float(torch.logsumexp(part.flatten(1) + weights.log()[:, None], 0).mean()) for part in found)
+    return total if math.isfinite(total) else -math.inf

@@ -1,0 +1,118 @@
+"""Sums over processes that hold a share of the data each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+__all__ = ["Workers", "joined", "sharing"]
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over processes. What each makes of it adds up: so do the gradients by it."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        total = value.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Workers:
+    """The processes of a ``torch.distributed`` group, or this one alone.
+
+    :param group: a process group, or ``None``.
+    :raises ValueError: if there is none of that kind.
+    """
+
+    def __init__(self, group: Optional[Any]) -> None:
+        if group is not None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise ValueError(
+                "group needs torch.distributed: run the script by torchrun and call "
+                "torch.distributed.init_process_group('gloo'), or 'nccl' on GPUs, before"
+            )
+        self.group = group
+        self.num = 1 if group is None else torch.distributed.get_world_size(group)
+
+    def sum(self, *values: Tensor) -> list[Tensor]:
+        """The sums over processes, with gradients, by one message."""
+        if self.num == 1:
+            return list(values)
+        flat = _AllReduce.apply(torch.cat([value.reshape(-1) for value in values]), self.group)
+        return [part.reshape(value.shape) for part, value in zip(flat.split([v.numel() for v in values]), values)]
+
+    def largest(self, value: Tensor) -> Tensor:
+        """The largest of the processes' values."""
+        total = value.clone()
+        if self.num > 1:
+            torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group=self.group)
+        return total
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Put the sums of the parameters' gradients over processes in their place."""
+        if self.num == 1:
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        for p, total in zip(parameters, self.sum(*gradients)):
+            p.grad = total
+
+    @torch.no_grad()
+    def agree(self, tensors: Sequence[Tensor]) -> None:
+        """Give all processes the first one's values."""
+        if self.num == 1:
+            return
+        assert self.group is not None
+        source = torch.distributed.get_global_rank(self.group, 0)
+        for tensor in tensors:
+            value = tensor.detach().contiguous()
+            torch.distributed.broadcast(value, source, group=self.group)
+            tensor.data.copy_(value)
+
+
+# Steps on mini-batches, whose plates scale each process's rows up to all data.
+
+_sharing: ContextVar[Optional[tuple[Workers, float]]] = ContextVar("sharing", default=None)
+
+
+@contextmanager
+def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
+    """Steps of SVI within are of all the processes of a group together, each with rows of its own.
+
+    :param group: a ``torch.distributed`` process group; ``None`` changes nothing.
+    :param weight: how many rows this process's batch stands for, beside the others': equal ones by default.
+    """
+    token = _sharing.set(None if group is None else (Workers(group), weight))
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
+
+
+@torch.no_grad()
+def joined(*values: Tensor) -> list[Tensor]:
+    """What one process with the batches of all would have for sums over a batch's rows that plates scale up to N.
+
+    Of process r's batch the sum is s_r = c + (N/b_r) Σₙ tₙ, with the same c (a divergence) in all. With weights b_r
+    the joined batch has Σ_r b_r s_r / Σ_r b_r = c + (N/Σ_r b_r) Σₙ tₙ. Losses, gradients and sums of sites are such.
+    Outside of :func:`sharing`, the values themselves.
+
+    :param values: of any shapes; all processes give as many, in the same order.
+    """
+    found = _sharing.get()
+    if found is None or found[0].num == 1:
+        return list(values)
+    workers, weight = found
+    *sums, total = workers.sum(*[weight * value for value in values], values[0].new_full((), weight))
+    return [(part / total).to(value) for part, value in zip(sums, values)]

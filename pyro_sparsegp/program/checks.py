@@ -1,0 +1,158 @@
+"""What a program must be for a guide to learn from it; and what to say where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Optional
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import constraints
+
+from .traces import (
+    all_sites,
+    as_process,
+    bare,
+    held_trace,
+    is_free,
+    is_left_out,
+    is_observation,
+    log_densities,
+    repeatable,
+)
+
+__all__ = ["require_full_batch", "require_left_out", "require_sizes", "unfit_parameter", "why_without_density"]
+
+
+def require_sizes(trace: poutine.Trace) -> None:
+    """Raise if a plate holds more of a run's data than it has: it would scale them down.
+
+    :raises ValueError: naming the site and the plate.
+    """
+    for name, site in all_sites(trace):
+        for frame in site["cond_indep_stack"] if is_observation(site) else ():
+            if frame.full_size is not None and frame.size > frame.full_size:
+                raise ValueError(
+                    f"site {name!r} observes {frame.size} rows in pyro.plate({frame.name!r}, {frame.full_size}, "
+                    f"subsample=...), whose size is {frame.full_size}: they would be weighed by "
+                    f"{frame.full_size}/{frame.size}. Give the plate the number of all rows, size=N."
+                )
+
+
+def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
+    """Raise if a run's observed sites hold a mini-batch of the data, which families on sites don't take.
+
+    :param name: of the GP site.
+
+    :raises ValueError: naming the GP site, the plate and the families that take mini-batches.
+    """
+    for site_name, site in trace.nodes.items():
+        if site["type"] != "sample" or not site["is_observed"] or site_is_subsample(site):
+            continue
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size is not None and frame.size < frame.full_size:
+                raise ValueError(
+                    f"GP site {name!r} has the family {family}, which trains on all data at once; site "
+                    f"{site_name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}. Give "
+                    "all rows, or take a family that trains by mini-batches, such as SVGP or OrthogonalInducing."
+                )
+
+
+def unfit_parameter(model: Callable, run: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Optional[str]:
+    """What to say of a guide's run that failed, if a distribution has a parameter out of its support that moves with a
+    GP site's values; else ``None``.
+    """
+    values = {name: site["value"].detach() for name, site in all_sites(run) if is_free(site)}
+    gps = {name: values[name] for name, site in all_sites(run) if name in values and _is_process(site)}
+    try:
+        with pyro.validation_enabled(False), torch.no_grad():
+            trace, moved = (
+                held_trace(model, values | {name: scale * f for name, f in gps.items()}, args, kwargs)
+                for scale in (1.0, 0.0)
+            )
+    except Exception:  # the model's own error will be shown
+        return None
+    for name, site in all_sites(trace):
+        if site["type"] != "sample" or name in gps or name not in moved.nodes or site_is_subsample(site):
+            continue
+        other = dict(_parameters(bare(moved.nodes[name]["fn"])))
+        for label, (value, ok) in _parameters(bare(site["fn"])).items():
+            if ok.all() or label not in other or _equal(value, other[label][0]):
+                continue
+            ranges = [f"{f!r} from {float(v.min()):.4g} to {float(v.max()):.4g}" for f, v in gps.items()]
+            return (
+                f"site {name!r}: {label} of its distribution {type(bare(site['fn'])).__name__} is out of its support "
+                f"at {int((~ok).sum())} of {ok.numel()} values, from {float(value.min()):.4g} to "
+                f"{float(value.max()):.4g}. Function values did it, of GP site {', '.join(ranges)}: when a guide "
+                "starts, they have the size that the prior gives them. Give it a smaller variance or another mean, or "
+                "keep the parameter in its support, such as f.exp().clamp(1e-6, 1e6)."
+            )
+    return None
+
+
+def _is_process(site: Any) -> bool:
+    prior = site["infer"].get("prior") if site["type"] == "sample" else None
+    return prior is not None and as_process(prior)[0] is not None
+
+
+def _parameters(fn: Any) -> dict[str, tuple[Tensor, Tensor]]:
+    """A distribution's parameters, each with where it satisfies its constraint."""
+    found = {}
+    for name, constraint in getattr(fn, "arg_constraints", {}).items():
+        value = None if constraints.is_dependent(constraint) else getattr(fn, name, None)
+        if isinstance(value, Tensor):
+            found[name] = value, constraint.check(value)
+    return found
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.nan_to_num().equal(other.nan_to_num())
+
+
+def require_left_out(
+    model: Callable, gps: Collection[str], like: Tensor, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Raise if a density depends on values that ``obs_mask=`` leaves out: these are drawn from the model.
+
+    :param gps: the GP sites.
+    :param trace: a run of a guide's.
+    """
+    values = {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
+    sites = dict(all_sites(trace))
+
+    def densities(moved: dict[str, Tensor]) -> dict[str, Tensor]:
+        with pyro.validation_enabled(False), repeatable(like):
+            return log_densities(held_trace(model, values | moved, args, kwargs), gps)
+
+    for name in [name for name in sites if is_left_out(name, sites)]:
+        with repeatable(like):
+            drawn = sites[name]["fn"].sample((2,))
+        first, second = (densities({name: one}) for one in drawn)
+        used = [other for other, one in first.items() if not _equal(one, second[other])]
+        if used:
+            raise ValueError(
+                f"site {name!r} holds values that obs_mask= leaves out; they are drawn from the model, but the density "
+                f"of site {used[0]!r} depends on them: they are latents with a posterior of their own. Write them as "
+                "pyro.sample(name, fn) in a plate of their own, and the others as data; where values are only missing, "
+                "poutine.mask(mask=obs_mask) around the site leaves them out."
+            )
+
+
+def why_without_density(site: Any, error: ValueError) -> str:
+    """What to say of a site that has no density at its value."""
+    nan = site["value"].isnan()
+    if nan.any():
+        found = f"{int(nan.sum())} of {nan.numel()} are NaN."
+        event_dim = site["fn"].event_dim
+        if not event_dim:
+            return f"{found} Drop those rows, or mask them: poutine.mask(mask=~y.isnan()) around the site."
+        whole = "" if event_dim == 1 else f".flatten(-{event_dim})"
+        rows = f"{found} Drop those rows, or mask them: poutine.mask(mask=~y.isnan(){whole}.any(-1)) around the site."
+        if not isinstance(site["fn"], torch.distributions.Independent):
+            return rows
+        return f"{rows} To keep their other values, mask single ones: dist.Normal(...).mask(~y.isnan()).to_event(...)."
+    text = str(error)
+    return text if len(text) < 400 else f"{text[:300]} ... {text[-60:]}"

@@ -1,0 +1,59 @@
+"""Handlers of a program's run that hold its values, hide it, or look at it ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger, block_messengers
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor
+
+from ..posterior.base import Marginals
+from .traces import as_process, is_observation, repeatable, without_event
+
+__all__ = ["AtMeans", "Held", "observes", "unrecorded"]
+
+
+class Held(Messenger):
+    """Holds sites of a guide's run at values drawn before.
+
+    :param draws: of GP sites, the posteriors that were drawn from: they know the draw's coefficients.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], draws: Mapping[str, Marginals] = {}) -> None:
+        super().__init__()
+        self.values, self.draws = values, draws
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        if msg["is_observed"] or name not in self.values:
+            return
+        msg["value"] = self.values[name]
+        posterior, _ = without_event(msg["fn"])
+        if name in self.draws and isinstance(posterior, Marginals):
+            posterior.repeat(self.draws[name])
+
+
+class AtMeans(Messenger):
+    """Holds GP sites at their prior means."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        fn, _ = as_process(msg["fn"])
+        if fn is not None and not msg["is_observed"]:
+            msg["value"], msg["done"] = fn.mean, True
+
+
+def unrecorded() -> Any:
+    """Hide a run from the traces around it; handlers that change its sites stay in force."""
+    return block_messengers(lambda messenger: isinstance(messenger, TraceMessenger))
+
+
+def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a run of the model with these arguments observes data: it is run ahead, its GP sites at their means."""
+    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), AtMeans():
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    return any(name in rows and is_observation(site) for name, site in trace.nodes.items())

@@ -1,0 +1,82 @@
+"""One process of distributed SVI; see test_distributed.py.
+
+python tests/svi_worker.py RANK WORLD FILE MODES: a share of the rows, and each mode's end result to FILE.RANK.MODE.
+"""
+
+import sys
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch.distributions import constraints
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
+from pyro_sparsegp.families import SVGP
+from pyro_sparsegp.inference.distributed import SharedOptim, agree, sharing
+
+NUM, BATCH = 60, 20
+
+
+def model(x, y=None, size=None):
+    length = pyro.param("length", x.new_tensor(0.8), constraint=constraints.positive)
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(length), x))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    x = 4 * torch.rand(NUM, 1, generator=generator, dtype=torch.float64)
+    return x, (torch.sin(2 * x[:, 0]) > 0).double()
+
+
+def share(rank, world, mode):
+    """A process's batches, or its rows: a third of them and the others, if they come whole."""
+    x, y = rows()
+    if mode == "whole":
+        own = [slice(None)] if world == 1 else [slice(NUM // 3), slice(NUM // 3, None)]
+        return x[own[rank]], y[own[rank]]
+    return [(a[rank::world], b[rank::world]) for a, b in zip(x.split(BATCH), y.split(BATCH))]
+
+
+def run(data, mode, group=None, start=0.0):
+    """Some steps; all that should agree."""
+    torch.set_default_dtype(torch.float64)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    z = torch.linspace(0, 4, 7)[:, None] + start  # all start from the first process's
+    guide = AutoSparseGP(model, SVGP(z, start="prior"))
+    if mode == "loop":
+        optim = pyro.optim.Adam({"lr": 0.05})
+        svi = pyro.infer.SVI(model, guide, SharedOptim(optim) if group else optim, TraceQuadrature_ELBO())
+        guide(*data[0], size=NUM)
+        agree(guide, group)
+        pyro.set_rng_seed(2)
+        losses = []
+        with sharing(group):
+            losses = [svi.step(*batch, size=NUM) for _ in range(4) for batch in data]
+        losses = losses if group is None else []  # each process's own
+    else:
+        size = None if mode == "whole" else NUM
+        result = fit(model, guide, data, size=size, steps=12, group=group, warm_start=False, progress=False)
+        losses = result.losses.tolist()
+    q = guide.posterior(torch.linspace(0, 4, 5)[:, None])["f"]
+    return {
+        "losses": torch.tensor(losses),
+        "mean": q.mean.detach(),
+        "variance": q.variance.detach(),
+        "inputs": guide.gps.f.basis.inputs[0].detach(),
+        "length": pyro.param("length").detach(),
+        "scale": guide.locs.scale.detach(),
+    }
+
+
+if __name__ == "__main__":
+    rank, world, file, modes = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    for mode in modes.split(","):
+        result = run(share(rank, world, mode), mode, torch.distributed.group.WORLD, start=0.3 * rank)
+        torch.save(result, f"{file}.{rank}.{mode}")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,408 @@
+"""fit: what it trains on, when it stops, and that a fit that was cut off goes on as if it had not been."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, fit, kernels
+from pyro_sparsegp.families import SGPR, SVGP, WeightSpace
+from pyro_sparsegp.inference import checkpoint
+from pyro_sparsegp.inference.batches import as_batches
+from pyro_sparsegp.inference.held_out import log_score
+from pyro_sparsegp.inference.interrupts import Interrupts
+from pyro_sparsegp.inference.recipe import FallingAdam
+
+from . import fit_worker
+from .benchmarks import fit_memory
+
+CASES = ["tensors", "loader", "sites", "EP", "EP, batches"]
+
+
+class CutError(Exception):
+    pass
+
+
+def cut_after(step):
+    def rule(iterates):
+        if len(iterates) == step:
+            raise CutError
+        return False
+
+    return rule
+
+
+def require_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_as_if_never_cut_off(case, tmp_path):
+    torch.manual_seed(0)
+    result, expected = fit_worker.run(case)  # no checkpoints at all: to write them changes nothing
+    assert result.steps == fit_worker.STEPS
+    pyro.clear_param_store()
+    file = tmp_path / "fit.pt"
+    with pytest.raises(CutError):
+        fit_worker.run(case, checkpoint=file, checkpoint_every=0.0, stopping=cut_after(7))
+    pyro.clear_param_store()  # a new process
+    again, found = fit_worker.run(case, checkpoint=file, resume=True)
+    require_equal(found, expected)
+    np.testing.assert_array_equal(again.losses, result.losses)
+    assert [p.name for p in tmp_path.iterdir()] == ["fit.pt"]
+
+
+def test_killed_and_resumed(tmp_path):
+    file = tmp_path / "fit.pt"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, fit_worker.__file__, "cold", str(file), "5"]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    _, expected = fit_worker.run("cold")
+    pyro.clear_param_store()
+    again, found = fit_worker.run("cold", checkpoint=file, resume=True)
+    assert again.steps == fit_worker.STEPS
+    require_equal(found, expected)
+
+
+def test_an_interrupt_lets_the_step_end(tmp_path):
+    file = tmp_path / "fit.pt"
+
+    def rule(iterates):
+        if len(iterates) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return False
+
+    _, expected = fit_worker.run("cold")
+    pyro.clear_param_store()
+    before = signal.getsignal(signal.SIGINT)
+    result, _ = fit_worker.run("cold", checkpoint=file, stopping=rule)
+    assert (result.steps, result.reason) == (5, "interrupted by SIGINT")
+    assert signal.getsignal(signal.SIGINT) is before
+    pyro.clear_param_store()
+    _, found = fit_worker.run("cold", checkpoint=file, resume=True)
+    require_equal(found, expected)
+
+
+def test_a_second_interrupt_stops_at_once():
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_sigterm_ends_the_process_after_its_checkpoint(tmp_path):
+    def rule(iterates):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return False
+
+    with pytest.raises(SystemExit) as ended:
+        fit_worker.run("cold", checkpoint=tmp_path / "fit.pt", stopping=rule)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert checkpoint.read(tmp_path / "fit.pt", torch.zeros(()))["progress"]["step"] == 1
+
+
+def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path):
+    file = tmp_path / "fit.pt"
+    checkpoint.write({"version": 1, "step": 3}, file)
+    with pytest.raises(Exception, match="pickle"):
+        checkpoint.write({"version": 1, "step": lambda: 4}, file)
+    assert checkpoint.read(file, torch.zeros(()))["step"] == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["fit.pt"]
+
+
+def test_a_finished_fit_has_nothing_left_to_do(tmp_path):
+    file = tmp_path / "fit.pt"
+    first, expected = fit_worker.run("cold", checkpoint=file)
+    pyro.clear_param_store()
+    again, found = fit_worker.run("cold", checkpoint=file, resume=True)
+    require_equal(found, expected)
+    assert again.reason == first.reason == "all 12 steps were taken"
+
+
+# What is trained on.
+
+
+def taken(batches, num):
+    return [batches.next() for _ in range(num)]
+
+
+def test_every_row_once_an_epoch_in_an_order_of_its_own():
+    x = torch.arange(10.0)
+    batches = as_batches((x[:, None], x, 3), 5, None, None, seed=1)
+    first, second, third, fourth = taken(batches, 4)
+    for one, other in ((first, second), (third, fourth)):
+        assert sorted([*one.args[1].tolist(), *other.args[1].tolist()]) == x.tolist()
+    assert torch.equal(first.args[0][:, 0], first.args[1])
+    assert torch.equal(first.indices.double(), first.args[1])
+    assert first.args[2] == 3
+    assert (first.num, first.weight) == (5, 10.0)
+    assert not torch.equal(torch.cat([first.indices, second.indices]), torch.cat([third.indices, fourth.indices]))
+    again = as_batches((x[:, None], x, 3), 5, None, None, seed=2)
+    again.set_state({"seed": 1, "epoch": 1, "place": 5, "num": 10})
+    assert torch.equal(again.next().indices, fourth.indices)
+
+
+def test_a_remainder_is_left_out_of_an_epoch():
+    batches = as_batches({"x": torch.arange(7)}, 3, None, None, seed=0)
+    assert [len(batch.kwargs["x"]) for batch in taken(batches, 5)] == [3] * 5
+    assert batches.num_batches(3) == 2
+
+
+def test_rows_of_a_memory_map(tmp_path):
+    values = np.memmap(tmp_path / "rows", dtype=np.float64, mode="w+", shape=(50, 2))
+    values[:] = np.arange(100).reshape(50, 2)
+    values.flush()
+    batch = as_batches((np.memmap(tmp_path / "rows", np.float64, "r", shape=(50, 2)),), 4, None, None, seed=0).next()
+    assert isinstance(batch.args[0], torch.Tensor)
+    assert torch.equal(batch.args[0][:, 0], 2.0 * batch.indices)
+
+
+def test_batches_of_an_iterable_come_again():
+    source = [(torch.full((2, 1), float(i)), torch.full((2,), float(i))) for i in range(3)]
+    batches = as_batches(source, None, 6, None, seed=0)
+    assert batches.some(3).num == 4
+    assert [float(batch.args[1][0]) for batch in taken(batches, 5)] == [0, 1, 2, 0, 1]
+    again = as_batches(source, None, 6, None, seed=0)
+    again.set_state(batches.get_state())
+    assert float(again.next().args[1][0]) == 2
+
+
+def test_rates_fall_to_the_end():
+    x, y = fit_worker.rows(40)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    optim, rates = FallingAdam(0.1), []
+
+    def rule(iterates):  # after the next step's rates are set
+        rates.append({group["lr"] for one in optim.optim_objs.values() for group in one.param_groups})
+        return False
+
+    fit(
+        fit_worker.regression,
+        guide,
+        (x, y),
+        steps=40,
+        optim=optim,
+        stopping=rule,
+        warm_start=False,
+        progress=False,
+    )
+    assert all(len(found) == 1 for found in rates)
+    np.testing.assert_allclose([*map(min, rates)], [0.1 * FallingAdam.factor(step, 40) for step in range(1, 41)])
+    assert min(rates[-2]) < 0.002
+
+
+class Drawing:
+    """Batches that are drawn, from the global random numbers, as they are asked for."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        for _ in range(4):
+            yield torch.rand(3, 1), torch.from_numpy(np.random.rand(3))  # noqa: NPY002
+
+
+def test_an_iterable_that_draws_as_it_goes_is_replayed():
+    def numbers(batches, num):
+        found = []
+        for batch in taken(batches, num):
+            torch.rand(7)  # what training draws
+            found.append(torch.cat([batch.args[0][:, 0], batch.args[1]]))
+        return torch.stack(found)
+
+    whole = numbers(as_batches(Drawing(), None, 12, None, seed=5), 10)
+    assert len(whole.unique()) == 60
+    first = as_batches(Drawing(), None, 12, None, seed=5)
+    first.some(5)  # to look ahead changes nothing
+    start = numbers(first, 6)
+    second = as_batches(Drawing(), None, 12, None, seed=0)
+    second.set_state(first.get_state())
+    assert torch.equal(torch.cat([start, numbers(second, 4)]), whole)
+
+
+def test_a_generator_ends_the_fit():
+    x, y = fit_worker.rows(60)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(6))
+    stream = ({"x": x[i : i + 10], "y": y[i : i + 10]} for i in range(0, 60, 10))
+    result = fit(fit_worker.regression, guide, stream, size=60, warm_start=False, progress=False)
+    assert (result.steps, result.reason) == (6, "the data came to their end after 6 steps")
+
+
+def test_it_is_the_loop_that_one_would_write():
+    x, y = fit_worker.rows(40)
+    ways = []
+    for own in (False, True):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(fit_worker.regression, SVGP(x[:6]))
+        optim = pyro.optim.Adam({"lr": 0.02})
+        guide(x, y)
+        pyro.set_rng_seed(1)
+        if own:
+            svi = pyro.infer.SVI(fit_worker.regression, guide, optim, TraceQuadrature_ELBO())
+            torch.randint(2**62, ())
+            ways.append([svi.step(x, y) for _ in range(8)])
+        else:
+            ways.append(fit(fit_worker.regression, guide, (x, y), steps=8, optim=optim, progress=False).losses.tolist())
+    assert ways[0] == ways[1]
+
+
+def test_a_deep_basis_has_seen_all_rows():
+    x, y = torch.rand(9000, 1), torch.randn(9000)
+    network = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Tanh())
+
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(pyro.module("net", network)), x))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    guide = AutoSparseGP(model, WeightSpace())
+    fit(model, guide, (x, y), batch_size=50, steps=2, progress=False)
+    assert guide.gps.f.num_seen == 9000
+
+
+@pytest.mark.parametrize("rows", [200_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+def test_an_epoch_over_rows_on_disk_stays_under_two_gibibytes(rows):
+    command = [sys.executable, fit_memory.__file__, "--rows", str(rows), "--limit", "2"]
+    if rows < 1_000_000:
+        command += ["--ways", "maps"]
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=1800)
+
+
+# When it stops, and what it gives.
+
+
+def test_early_stopping_leaves_the_best_state():
+    x, y = fit_worker.rows(40)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(6))
+    told = iter([1.0, 5.0, 4.0, 3.0, 2.0])
+    seen = []
+
+    def score(model, guide, x, y):
+        seen.append((guide.gps.f.coefficients.loc_0.detach().clone(), pyro.param("length").detach().clone()))
+        return next(told)
+
+    result = fit(
+        fit_worker.regression,
+        guide,
+        (x, y),
+        steps=100,
+        held_out=(x, y),
+        score=score,
+        score_every=3,
+        patience=2,
+        warm_start=False,
+        progress=False,
+    )
+    assert result.steps == 12
+    assert "held-out" in result.reason
+    assert result.scored.tolist() == [3, 6, 9, 12]
+    assert result.best_score == 5.0
+    assert torch.equal(guide.gps.f.coefficients.loc_0, seen[1][0])
+    torch.testing.assert_close(pyro.param("length"), seen[1][1])
+    assert not torch.equal(seen[1][0], seen[-1][0])
+    other = AutoSparseGP(fit_worker.regression, SVGP(6))
+    other.load_state_dict(result.best_state["guide"])
+    assert torch.equal(other.gps.f.coefficients.loc_0, seen[1][0])
+
+
+def test_held_out_score_of_a_gaussian_likelihood():
+    x, y = fit_worker.rows(60)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(8))
+    fit(fit_worker.regression, guide, (x, y), steps=60, warm_start=False, progress=False)
+    new_x, new_y = fit_worker.rows(80)[0][60:], fit_worker.rows(80)[1][60:]
+    noise = guide.median(x, y)["noise"]
+    q = guide.posterior(new_x)["f"]
+    expected = dist.Normal(q.mean, (q.variance + noise**2).sqrt()).log_prob(new_y).mean().detach()
+    found = log_score(fit_worker.regression, guide, new_x, new_y)
+    assert found == pytest.approx(float(expected), abs=1e-6)
+    with pytest.raises(ValueError, match="held_out"):
+        log_score(fit_worker.regression, guide, new_x)
+
+
+def test_a_stopping_rule_and_its_history():
+    x, y = fit_worker.rows(40)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(6))
+    rule = diagnostics.StoppingRule(window=20, tolerance=1e9)
+    result = fit(fit_worker.regression, guide, (x, y), stopping=rule, warm_start=False, progress=False)
+    assert result.steps == 20
+    assert result.reason == rule.reason
+    tree = diagnostics.to_datatree(fit_worker.regression, guide, x, y, num_samples=4)
+    group = diagnostics.add_history(tree, [result])["vi_history"]
+    np.testing.assert_array_equal(group["elbo"][0], -result.losses)
+    assert group["locs.noise"].shape == (1, 20)
+
+
+@pytest.mark.parametrize(
+    ("named", "keywords"),
+    [
+        ("steps", {"steps": 0}),
+        ("steps", {"steps": 3, "epochs": 1}),
+        ("epochs", {"epochs": 1.5}),
+        ("batch_size", {"batch_size": 41}),
+        ("batch_size", {"batch_size": 0}),
+        ("optim", {"optim": torch.optim.Adam}),
+        ("loss", {"loss": "elbo"}),
+        ("method", {"method": "svi"}),
+        ("score_every", {"score_every": 0}),
+        ("patience", {"patience": True}),
+        ("checkpoint_every", {"checkpoint_every": -1}),
+        ("checkpoint", {"checkpoint": "/no/such/folder/fit.pt"}),
+        ("resume", {"resume": True}),
+        ("group", {"group": "world"}),
+        ("data", {"data": 3}),
+        ("data", {"data": [torch.zeros(3), torch.zeros(3)]}),
+        ("data", {"data": (1, 2)}),
+        ("data", {"data": (torch.zeros(4, 1), torch.zeros(3)), "batch_size": 2}),
+        ("data", {"data": torch.utils.data.TensorDataset(torch.zeros(3))}),
+        ("data", {"data": iter([])}),
+        ("batch_size", {"data": [(torch.zeros(4, 1), torch.zeros(4))], "batch_size": 2}),
+        ("size", {"data": iter([(torch.zeros(4, 1), torch.zeros(4))])}),
+        ("model", {"model": fit_worker.classes}),
+        ("guide", {"guide": fit_worker.regression}),
+    ],
+)
+def test_bad_arguments_are_named(named, keywords):
+    x, y = fit_worker.rows(40)
+    given = {"model": fit_worker.regression, "guide": AutoSparseGP(fit_worker.regression, SVGP(4)), "data": (x, y)}
+    with pytest.raises(ValueError, match=named):
+        fit(**{**given, "progress": False, **keywords})
+
+
+def test_what_batches_cannot_do():
+    x, y = fit_worker.rows(40)
+    with pytest.raises(ValueError, match=r"batch_size: .* needs all rows"):
+        fit(fit_worker.regression, AutoSparseGP(fit_worker.regression, SGPR(4)), (x, y), batch_size=10)
+
+    def unscaled(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="plate of 10"):
+        fit(unscaled, AutoSparseGP(unscaled, SVGP(4)), (x, y), batch_size=10, progress=False)
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path):
+    (tmp_path / "fit.pt").write_text("hello")
+    with pytest.raises(ValueError, match="no file that fit wrote"):
+        fit_worker.run("cold", checkpoint=tmp_path / "fit.pt", resume=True)
+
+
+def test_a_bar_with_the_bound(capsys):
+    x, y = fit_worker.rows(40)
+    fit(fit_worker.regression, AutoSparseGP(fit_worker.regression, SVGP(4)), (x, y), steps=3)
+    shown = capsys.readouterr().err
+    assert "elbo -" in shown
+    assert "3/3" in shown

@@ -1,0 +1,165 @@
+"""Where fit starts: the collapsed bound on a subset of rows, and where it does not apply."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
+from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing, WeightSpace
+from pyro_sparsegp.inference import warm_start
+from pyro_sparsegp.inference.batches import Batch
+
+from .models import bernoulli, data, gaussian, heteroscedastic
+
+
+def wave(num, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(num, 1, generator=generator)
+    return x, (12 * x[:, 0]).sin() + 0.1 * torch.randn(num, generator=generator)
+
+
+def model(x, y=None, size=None):
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    length = pyro.sample("length", dist.LogNormal(0.0, 1.0))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(length), x, mean=lambda x: 0.3 * x[:, 0]))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def warmed(model, family, x, y, size=None, **keywords):
+    guide = AutoSparseGP(model, family, **keywords)
+    with torch.no_grad():
+        guide(x, y, size=size)
+    takes = ["x", "y", "size"]
+    return guide, warm_start.warm(model, guide, Batch((x, y), {}, None, len(x)), takes, size)
+
+
+@pytest.mark.parametrize(
+    "family", [SVGP(10), SVGP(10, whiten=False), OrthogonalInducing(6, 4)], ids=["whitened", "values", "nested"]
+)
+def test_q_starts_at_the_optimum_of_the_rows(family):
+    """With points for hyperparameters and all rows, the bound is that of SGPR on the union; nested blocks are near."""
+    x, y = wave(300)
+    guide, applied = warmed(model, family, x, y, point_estimates=True)
+    assert applied
+    elbo = TraceQuadrature_ELBO(2)
+    found = -elbo.loss(model, guide, x, y)
+    z = torch.cat(list(guide.gps.f.basis.inputs)).detach()
+    best = AutoSparseGP(model, SGPR(z), point_estimates=True)
+    best(x, y)
+    for name, value in best.locs.named_parameters():
+        value.data.copy_(getattr(guide.locs, name).detach())
+    expected = -elbo.loss(model, best, x, y)
+    if isinstance(family, OrthogonalInducing):
+        assert expected - 30 < found < expected
+    else:
+        assert found == pytest.approx(expected, abs=1e-4)
+    assert expected > 150  # it has learned
+    length = float(guide.median(x, y)["length"].detach())
+    assert 0.05 < length < 0.5
+
+
+def test_rows_stand_for_all():
+    x, y = wave(300)
+    one, _ = warmed(model, SVGP(8), x, y, size=300)
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    ten, _ = warmed(model, SVGP(8), x, y, size=3000)
+    precision = [torch.linalg.inv(g.gps.f.coefficients().covariance_matrix) - torch.eye(8) for g in (one, ten)]
+    assert float((precision[1].diagonal() / precision[0].diagonal()).median().detach()) > 5
+
+
+def test_many_points_are_chosen_anew(monkeypatch):
+    monkeypatch.setattr(warm_start, "_POINTS", 6)
+    x, y = wave(200)
+    guide = AutoSparseGP(model, SVGP(12))
+    guide(x, y)
+    before = guide.gps.f.basis.inputs[0].detach().clone()
+    assert warm_start.warm(model, guide, Batch((x, y), {}, None, 200), ["size"], None)
+    after = guide.gps.f.basis.inputs[0].detach()
+    assert after.shape == (12, 1)
+    assert not torch.equal(before, after)
+    assert len(torch.cat([after, x]).unique(dim=0)) == 200  # rows of x
+
+
+def test_fixed_inputs_stay():
+    x, y = wave(200)
+    z = torch.linspace(0, 1, 7)[:, None]
+    guide, applied = warmed(model, SVGP(z, trainable=False), x, y)
+    assert applied
+    assert torch.equal(guide.gps.f.basis.inputs[0], z)
+
+
+def in_a_network(network):
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), pyro.module("net", network)(x)))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    return model
+
+
+def self_subsampling(x, y=None, size=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    with pyro.plate("data", 5000, subsample=x):
+        return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+def deep_basis(network):
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(pyro.module("net", network)), x))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        (bernoulli, SVGP(6)),
+        (heteroscedastic, SVGP(6)),
+        (gaussian(kernels.RBF(0.3)), SGPR(6)),
+        (in_a_network(torch.nn.Linear(2, 2, dtype=torch.float64)), SVGP(6)),
+        (deep_basis(torch.nn.Linear(2, 3, dtype=torch.float64)), WeightSpace()),
+        (self_subsampling, SVGP(6)),
+    ],
+    ids=["Bernoulli", "two sites", "on sites", "network", "deep basis", "plate of its own size"],
+)
+def test_where_it_does_not_apply_nothing_changes(model, family):
+    x, y = data(model, num=80)
+    guide = AutoSparseGP(model, family)
+    with torch.no_grad():
+        guide(x, y)
+    before = {key: value.clone() for key, value in guide.state_dict().items() if isinstance(value, torch.Tensor)}
+    assert not warm_start.warm(model, guide, Batch((x, y), {}, None, 80), ["size"], None)
+    for key, value in before.items():
+        assert torch.equal(guide.state_dict()[key], value)
+
+
+def test_more_numbers_than_the_rows_bear():
+    def wide(x, y=None):
+        length = pyro.sample("length", dist.LogNormal(x.new_zeros(9), 1.0).to_event(1))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    for num, applies in ((89, False), (90, True)):
+        x = torch.rand(num, 9)
+        guide = AutoSparseGP(wide, SVGP(5))
+        guide(x, x[:, 0])
+        assert warm_start.warm(wide, guide, Batch((x, x[:, 0]), {}, None, num), [], None) is applies
+
+
+def test_fit_takes_it_by_default_and_can_leave_it():
+    x, y = wave(400)
+    bounds = {}
+    for on in (True, False):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(model, SVGP(10))
+        fit(model, guide, (x, y), batch_size=100, steps=3, warm_start=on, progress=False)
+        bounds[on] = -TraceQuadrature_ELBO(2).loss(model, guide, x, y)
+    assert bounds[True] > bounds[False] + 300  # nats
