@@ -326,7 +326,6 @@ def test_what_stands_in_the_wrong_place_is_named():
         (lambda: diagnostics.compare([tree]), "mapping of names to trees"),
         (lambda: diagnostics.resample(guide), "resample needs a tree.*got a guide"),
         (lambda: diagnostics.plot_ribbon(posterior["f"]), "plot_ribbon needs a tree.*got the posterior of GP site 'f'"),
-        (lambda: diagnostics.to_inference_data(guide), "to_inference_data needs a tree"),
         (lambda: diagnostics.add_history(guide, history), "add_history needs a tree.*got a guide"),
         (lambda: diagnostics.add_history(tree, losses), "add_history needs a History, or several, got float"),
         (lambda: diagnostics.History(posterior), "History needs a guide.*got a mapping of posteriors"),

@@ -2,13 +2,11 @@
 
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 
 from pyro_sparsegp import AutoSparseGP
 from pyro_sparsegp.families import SVGP
@@ -17,6 +15,7 @@ from .models import data, regression, train
 
 pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
+backend = pytest.importorskip("pyro_sparsegp.diagnostics.export.backend")
 
 
 def a_tree(num_samples=40):
@@ -26,65 +25,26 @@ def a_tree(num_samples=40):
     return diagnostics.to_datatree(regression, guide, x, y, num_samples=num_samples)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_the_old_arviz():
-    arviz = pytest.importorskip("arviz")
-    if int(arviz.__version__.split(".")[0]) >= 1:
-        pytest.skip("arviz 1 takes the DataTree")
-    tree = a_tree()
-    data = diagnostics.to_inference_data(tree)
-    assert data.posterior["noise"].shape == (1, 40)
-    assert "noise" in arviz.summary(data, var_names=["noise"]).index
-    assert np.isfinite(arviz.loo(data).elpd_loo)
-    assert diagnostics.psis(tree).khat > -1
-
-
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter")
 def test_the_new_arviz_takes_trees():
-    """arviz 1 has no InferenceData, and warns who asks for it; summaries take the tree."""
+    """Summaries of arviz 1 take the tree."""
     arviz = pytest.importorskip("arviz")
     if int(arviz.__version__.split(".")[0]) < 1:
         pytest.skip("arviz before 1")
     tree = a_tree()
-    with pytest.raises(ImportError, match=r"this is arviz 1\..*pass the DataTree itself"):
-        diagnostics.to_inference_data(tree)
     assert "noise" in arviz.summary(tree, var_names=["noise"], kind="stats").index
     assert np.isfinite(diagnostics.loo(tree, target="none").elpd)
 
 
-def test_what_is_said_to_arviz_1(monkeypatch):
-    """As arviz 1 is documented: InferenceData is a name for DataTree that warns."""
-    new = types.ModuleType("arviz")
-    new.__version__ = "1.3.0"
-    new.__getattr__ = lambda name: pytest.fail(f"asked arviz 1 for {name}")
-    monkeypatch.setitem(sys.modules, "arviz", new)
-    with pytest.raises(ImportError, match=r"this is arviz 1\.3\.0\. From arviz 1 on, pass the DataTree itself"):
-        diagnostics.to_inference_data(xr.DataTree())
-
-
 @pytest.mark.parametrize("scale", [0.05, 1.0, 3.0])
-def test_both_generations_smooth_alike(scale, monkeypatch):
-    """log p − log q in, whatever sign the version takes; the wider log-normal weights are, the larger k-hat."""
+def test_smoothing(scale):
+    """log p − log q in; the wider log-normal weights are, the larger k-hat."""
     log_weights = scale * torch.randn(1000).numpy()
-    found, khat = diagnostics.backend.smooth(log_weights)
+    found, khat = backend.smooth(log_weights)
     assert abs(np.exp(found).sum() - 1) < 1e-6
     assert np.argmax(found) == np.argmax(log_weights)  # the largest stay the largest
     assert np.corrcoef(found, log_weights)[0, 1] > 0.95
     assert khat < 0.5 if scale < 1.5 else khat > 0.7
-    taken = []
-
-    def psislw(values):
-        taken.append(values)
-        return values - np.logaddexp.reduce(values), 0.25
-
-    old = types.ModuleType("arviz")
-    old.psislw = psislw
-    monkeypatch.setitem(sys.modules, "arviz", old)
-    monkeypatch.setitem(sys.modules, "arviz_stats", None)
-    monkeypatch.setitem(sys.modules, "arviz_stats.base", None)
-    found, khat = diagnostics.backend.smooth(log_weights)
-    assert khat == 0.25
-    np.testing.assert_allclose(taken[0], log_weights - log_weights.max())
 
 
 HIDDEN = """
@@ -117,7 +77,6 @@ say("loo_large", lambda: diagnostics.loo_large(regression, guide, x, y, observat
 say("compare", lambda: diagnostics.compare({"a": tree}))
 say("ribbon", lambda: diagnostics.plot_ribbon(tree, "f", columns=[0]))
 say("map", lambda: diagnostics.plot_ribbon(tree, "f"))
-say("old", lambda: diagnostics.to_inference_data(tree))
 """
 
 
@@ -129,13 +88,12 @@ def test_what_is_missing_is_named_with_its_remedy():
     needs = {
         "tree": "xarray",
         "prior": "xarray",
-        "psis": "arviz",
+        "psis": "arviz_stats",
         "loo": "arviz_stats",
         "loo_large": "arviz_stats",
         "compare": "arviz_stats",
         "ribbon": "arviz_plots",
         "map": "matplotlib",
-        "old": "arviz",
     }
     assert said.keys() == needs.keys()
     for name, line in said.items():

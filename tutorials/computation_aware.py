@@ -9,6 +9,8 @@
 # %% [markdown]
 # # Computation-aware Gaussian processes
 #
+# *How uncertain is a posterior because too little was computed?*
+#
 # An approximate posterior is uncertain for two reasons: there is little data (*mathematical* uncertainty), and there
 # was little computation (*computational* uncertainty). `ComputationAware` (Wenger et al., 2024) counts both: it
 # conditions on i projections Sᵀy of the data, and its variance is that of the exact posterior plus what the projections
@@ -18,16 +20,7 @@
 # On the command line: `python tutorials/computation_aware.py [--device cuda] [--steps 200] [--out DIR]`.
 
 # %%
-import argparse
-import sys
-from pathlib import Path
-
-import matplotlib
-
-IN_NOTEBOOK = "ipykernel" in sys.modules
-if not IN_NOTEBOOK:
-    matplotlib.use("Agg")
-
+import command_line  # what can be said on the command line, beside this file
 import matplotlib.pyplot as plt
 import pyro
 import pyro.distributions as dist
@@ -40,14 +33,10 @@ from tqdm import tqdm
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, ComputationAware
 
-parser = argparse.ArgumentParser(description="Mathematical and computational uncertainty.")
-parser.add_argument("--device", default="cpu", help="cpu or cuda")
-parser.add_argument("--steps", type=int, default=200, help="training steps of each guide")
-parser.add_argument(
-    "--out", type=Path, default=Path("output" if IN_NOTEBOOK else "tutorials/output"), help="where the pictures go"
+options = command_line.options(
+    "Mathematical and computational uncertainty.",
+    steps=(200, "training steps of each guide"),
 )
-options = parser.parse_args([] if IN_NOTEBOOK else None)
-options.out.mkdir(parents=True, exist_ok=True)
 torch.set_default_dtype(torch.float64)
 
 # %% [markdown]
@@ -76,17 +65,17 @@ families = {
     "5 residual actions (CG)": ComputationAware(5, "cg"),
     "20 sparse actions": ComputationAware(20),
 }
-posteriors = {}
+posteriors, ratios = {}, {}
 for name, family in families.items():
     guide = AutoSparseGP(model, family)
     elbo = TraceQuadrature_ELBO(num_nodes=2)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), elbo)
-    for _ in tqdm(range(options.steps), desc=name, mininterval=1.0, disable=IN_NOTEBOOK):
+    for _ in tqdm(range(options.steps), desc=name, mininterval=1.0, disable=command_line.IN_NOTEBOOK):
         loss = svi.step(x, y)
     with torch.no_grad():
         posteriors[name] = guide.posterior(grid)["f"]
         hole = guide.posterior(torch.tensor([[1.5]]).to(x))["f"]
-        ratio = (hole.variance / hole.mathematical_variance).item()
+        ratio = ratios[name] = (hole.variance / hole.mathematical_variance).item()
     print(f"{name:25} ELBO {-loss:8.2f}; variance in the hole, over the exact posterior's: {ratio:.2f}")
 
 # %% [markdown]
@@ -142,7 +131,7 @@ pyro.clear_param_store()
 guide = AutoSparseGP(sunspots, ComputationAware(48))
 svi = SVI(sunspots, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO())
 losses = []
-for _ in tqdm(range(2 * options.steps), desc="sunspots", mininterval=1.0, disable=IN_NOTEBOOK):
+for _ in tqdm(range(2 * options.steps), desc="sunspots", mininterval=1.0, disable=command_line.IN_NOTEBOOK):
     losses.append(svi.step(years, counts))
 print(f"ELBO {-losses[0]:.1f} -> {-losses[-1]:.1f}; sites: {guide.site_status['f']}")
 print(f"cycle {pyro.param('cycle').item():.2f} years")
@@ -165,3 +154,19 @@ axis.legend(fontsize=8, loc="upper left")
 figure.tight_layout()
 figure.savefig(options.out / "computation_aware_counts.png", dpi=110)
 print(f"The pictures are in {options.out}")
+
+# %% [markdown]
+# ## What was claimed
+
+# %%
+if options.full:
+    assert ratios["5 inducing points"] < 0.5  # overconfident in the hole
+    assert all(ratio > 1 - 1e-6 for name, ratio in ratios.items() if "actions" in name)  # never
+
+# %% [markdown]
+# ## What to try next
+#
+# * More actions, other policies: `"eigen"`, `"random"` or
+#   [a callable](../docs/explanation/families/computation-aware.md).
+# * The other way to spend computation, on inducing points: [quickstart](quickstart.ipynb).
+# * What a k-hat says of such posteriors: [diagnostics](diagnostics.ipynb).

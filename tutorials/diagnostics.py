@@ -9,6 +9,8 @@
 # %% [markdown]
 # # Can this posterior be trusted?
 #
+# *How far is it from its target, how good are its predictions, and how sure may it be?*
+#
 # A sparse posterior is an approximation, and it says little about itself: an ELBO has no scale. The module
 # `pyro_sparsegp.diagnostics` turns any result (of SVI, expectation propagation or NUTS) into an `xarray.DataTree` in
 # ArviZ's schema, so that stock ArviZ summarises, compares and plots it, and adds what ArviZ cannot know of: importance
@@ -19,19 +21,11 @@
 # On the command line: `python tutorials/diagnostics.py [--steps 400] [--draws 300] [--out DIR]`.
 
 # %%
-import argparse
-import sys
 import warnings
-from pathlib import Path
-
-import matplotlib
-
-IN_NOTEBOOK = "ipykernel" in sys.modules
-if not IN_NOTEBOOK:
-    matplotlib.use("Agg")
 
 import arviz_plots
 import arviz_stats
+import command_line  # what can be said on the command line, beside this file
 import pyro
 import pyro.distributions as dist
 import statsmodels.api as sm
@@ -53,16 +47,14 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
-parser = argparse.ArgumentParser(description="Diagnostics of sparse Gaussian processes.")
-parser.add_argument("--steps", type=int, default=400, help="training steps of each guide, at most")
-parser.add_argument("--draws", type=int, default=300, help="posterior draws of each guide")
-parser.add_argument("--nuts", type=int, default=100, help="draws of NUTS, and as many to warm up")
-parser.add_argument("--simulations", type=int, default=60, help="of the calibration")
-parser.add_argument(
-    "--out", type=Path, default=Path("output" if IN_NOTEBOOK else "tutorials/output"), help="where the pictures go"
+options = command_line.options(
+    "Diagnostics of sparse Gaussian processes.",
+    device=False,
+    steps=(400, "training steps of each guide, at most"),
+    draws=(300, "posterior draws of each guide"),
+    nuts=(100, "draws of NUTS, and as many to warm up"),
+    simulations=(60, "of the calibration"),
 )
-options = parser.parse_args([] if IN_NOTEBOOK else None)
-options.out.mkdir(parents=True, exist_ok=True)
 torch.set_default_dtype(torch.float64)
 warnings.filterwarnings("ignore", message="Estimated shape parameter")  # the tables below say it
 warnings.filterwarnings("ignore", category=FutureWarning, module="arviz_plots")
@@ -107,7 +99,7 @@ def fit(family, seed=0):
     else:
         inference = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO(num_nodes=2))
     history, converged = diagnostics.History(guide), diagnostics.StoppingRule(window=200)
-    for _ in tqdm(range(options.steps), mininterval=1.0, disable=IN_NOTEBOOK):
+    for _ in tqdm(range(options.steps), mininterval=1.0, disable=command_line.IN_NOTEBOOK):
         history.record(inference.step(x, y))
         if converged(history):
             break
@@ -145,7 +137,7 @@ nuts = MCMC(
     NUTS(poutine.reparam(model, config=Whitening()), max_tree_depth=5, init_strategy=init_to_median()),
     num_samples=options.nuts,
     warmup_steps=options.nuts,
-    disable_progbar=IN_NOTEBOOK,
+    disable_progbar=command_line.IN_NOTEBOOK,
 )
 nuts.run(x, y)
 trees["NUTS"] = diagnostics.to_datatree(model, nuts, x, y, predict=new, seed=0, name="NUTS")
@@ -242,8 +234,9 @@ show(arviz_plots.plot_compare(table), "compare")
 # %%
 scores = diagnostics.predictive_scores(model, guides["SGPR 15"], held_x, held_y, seed=0)
 print(scores)
+surer = diagnostics.predictive_scores(model, confident, held_x, held_y, seed=0)
 print("\nthe confident guide:")
-print(diagnostics.predictive_scores(model, confident, held_x, held_y, seed=0))
+print(surer)
 show(
     arviz_plots.plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=["year"]),
     "pit",
@@ -293,15 +286,32 @@ for name, procedure in {"SGPR 12": enough, "SVGP 1": one_point}.items():
         num_simulations=options.simulations,
         num_samples=49,
         processes=2,
-        progress=not IN_NOTEBOOK,
+        progress=not command_line.IN_NOTEBOOK,
     )
     show(arviz_plots.plot_ecdf_pit(ranks), f"sbc_{name.replace(' ', '_')}")
 
 # %% [markdown]
 # ## To disk
 #
-# A tree is one NetCDF file; `xarray.open_datatree` reads it, in any version of ArviZ from 0.23 on.
+# A tree is one NetCDF file; `xarray.open_datatree` reads it, for any version of ArviZ that takes trees.
 
 # %%
 trees["SGPR 15"].to_netcdf(options.out / "nile.nc")
 print(f"The pictures and the tree are in {options.out}")
+
+# %% [markdown]
+# ## What was claimed
+
+# %%
+if options.full:
+    assert diagnostics.psis(trees["SGPR 15"]).khat < 0.7  # close to its own target,
+    assert diagnostics.psis(tree, target="exact").khat > 0.7  # and a tenth of the spread is flagged,
+    assert surer.coverage(0.95) < 0.85 < scores.coverage(0.95)  # by held-out data, too
+
+# %% [markdown]
+# ## What to try next
+#
+# * What each number means, and what to do about a k-hat of 0.9: [how to](../docs/how-to/diagnostics.md) and
+#   [what k-hat's target is](../docs/explanation/k-hat.md).
+# * Intervals that are never too narrow: [computation-aware GPs](computation_aware.ipynb).
+# * Scores of a model of yours: `predictive_scores` takes any guide, expectation propagation and NUTS.

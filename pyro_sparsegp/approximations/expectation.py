@@ -25,7 +25,7 @@ class ExpectationGP(AbstractModule):
     """q(w) ∝ N(w; 0, I) Πₙ exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw): precision P = I + Σₙ νₙφₙφₙᵀ, Pm = Σₙ bₙφₙ.
 
     Prediction needs P and Pm alone. A site is about the row φₙ under which it was last refined, and about the function
-    itself: when hyperparameters move, u = Lw keeps its meaning, and so does υₙ = L⁻ᵀφₙ (paper 4, eq. 2). What was
+    itself: when hyperparameters move, u = Lw keeps its meaning, and so does υₙ = L⁻ᵀφₙ (eq. 2). What was
     added is what is taken away, however far they have moved.
 
     :param like: a tensor of the dtype and device wanted.

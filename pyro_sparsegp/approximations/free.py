@@ -25,6 +25,11 @@ _ROWS = 4096  # enough to show where posteriors start
 class SparseGP(AbstractModule):
     """One site's variational module: a basis and a Gaussian over its coefficients.
 
+    What a guide holds for a GP site of a free family, as ``guide.gps.f``.
+
+    :param basis: gives the features φ under a kernel.
+    :param coefficients: q(w) = N(m, S).
+    :param batch_shape: of the process, ``(P,)`` for P outputs.
     :param family: what was declared, :meth:`Family.declared`.
     """
 

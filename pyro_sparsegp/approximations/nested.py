@@ -1,4 +1,4 @@
-"""Variational modules of paper 1 (Shi, Titsias and Mnih, 2020) that are more than a basis times a free Gaussian."""
+"""Variational modules of Shi, Titsias and Mnih (2020) that are more than a basis times a free Gaussian."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class DecoupledGP(SparseGP):
 class SemiCollapsedGP(OptimalGP):
     """Nested inducing points whose first set has the posterior that is optimal for the sites and for the other sets'.
 
-    q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂ (paper 1,
-    eq. 9 and appendix C).
+    q(w₁) ∝ N(w₁; 0, I) exp E_q(w₂)[Σₙ log N(zₙ | fₙ, 1/λₙ)]: precision I + Φ₁ᵀΛΦ₁ and mean from z − μ − Φ₂m₂
+    (Shi, Titsias and Mnih, 2020, eq. 9 and appendix C).
 
     :param others: the free posterior of the other sets.
     """
@@ -94,7 +94,10 @@ class SemiCollapsedGP(OptimalGP):
 
 
 class ConditionalGP(OptimalGP):
-    """Inducing points whose posterior depends on what is left of f, q(w | r) = p(w | r, z) (paper 1, appendix A)."""
+    """Inducing points whose posterior depends on what is left of f, q(w | r) = p(w | r, z).
+
+    (Shi, Titsias and Mnih, 2020, appendix A.)
+    """
 
     def __init__(self, basis: Basis, *args: Any, **kwargs: Any) -> None:
         super().__init__(basis, False, *args, **kwargs)

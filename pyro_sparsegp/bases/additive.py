@@ -19,7 +19,11 @@ __all__ = ["Additive", "AdditiveFeatures"]
 
 
 class AdditiveFeatures(Features):
-    """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c."""
+    """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c.
+
+    :param kernel: Σ_c k_c.
+    :param parts: of each summand, its features under k_c.
+    """
 
     def __init__(self, kernel: Any, parts: Sequence[Features]) -> None:
         super().__init__(kernel, tuple(size for part in parts for size in part.sizes))

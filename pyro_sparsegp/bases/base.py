@@ -21,7 +21,7 @@ from ..numerics.chunks import in_blocks
 from ..numerics.linalg import sum_blocks
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["Basis", "CrossFeatures", "Features"]
 
@@ -29,7 +29,11 @@ Component = tuple[Any, "Features", tuple[int, ...]]
 
 
 class Features(ABC):
-    """φ under one kernel: ``features(x)`` gives a block ``(..., N, M_b)`` for each block of coefficients."""
+    """φ under one kernel: ``features(x)`` gives a block ``(..., N, M_b)`` for each block of coefficients.
+
+    :param kernel: the kernel that the features belong to.
+    :param sizes: M_b, the number of coefficients of each block.
+    """
 
     def __init__(self, kernel: Any, sizes: tuple[int, ...]) -> None:
         self.kernel, self.sizes = kernel, sizes

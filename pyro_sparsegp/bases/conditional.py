@@ -1,4 +1,4 @@
-"""The basis of a posterior whose inducing values depend on the residual at the data (paper 1, appendix A)."""
+"""The basis of a posterior whose inducing values depend on the residual at the data (Shi et al., 2020, app. A)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inducing points, and a free mean function of many more (Salimbeni et al., 2018; paper 1, section 3.4)."""
+"""Inducing points, and a free mean function of many more (Salimbeni et al., 2018)."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ __all__ = ["ExplicitFeatures", "KernelFeatures"]
 
 
 class ExplicitFeatures(Basis):
-    """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise."""
+    """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise.
+
+    :param size: R.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -81,7 +84,8 @@ class KernelFeatures(Features):
 
         :param precision: λ, ``(..., N)``.
         :param linear: λ(z − μ), ``(..., N)``.
-        :param absorb: take the residual as further noise of the sites, 1/λ + k(x, x) − ‖φ‖² (paper 3, eq. 12).
+        :param absorb: take the residual as further noise of the sites, 1/λ + k(x, x) − ‖φ‖² (Zhu, Yuchi
+            and Xie, 2025, eq. 12).
         """
 
         def sums(rows: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, ...]:

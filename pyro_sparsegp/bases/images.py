@@ -1,4 +1,6 @@
-"""Where the layers of a deep convolutional Gaussian process start, without pre-training (paper 1, appendix G.2).
+"""Where the layers of a deep convolutional Gaussian process start, without pre-training.
+
+(Shi, Titsias and Mnih, 2020, appendix G.2.)
 
 A layer is a GP over all patches of all images, its outputs the channels of the next image; the last layer's kernel is
 :class:`~pyro_sparsegp.kernels.Convolutional` or :class:`~pyro_sparsegp.kernels.TICK`:
@@ -31,6 +33,8 @@ def as_images(values: Tensor, num: int) -> Tensor:
     The inputs of the layer are patches image after image, ``kernels.patches(...).flatten(-3, -2)``; the next
     ``image_shape`` is (C, H', W') with (H', W') the :func:`~pyro_sparsegp.kernels.patch_grid`.
 
+    :param values: of the layer, ``(..., C, N·P)``, with P patches an image.
+    :param num: N, how many images they are of.
     :raises ValueError: if ``num`` does not divide the number of values.
     """
     if values.dim() < 2 or values.shape[-1] % num:
@@ -52,8 +56,10 @@ def inducing_patches(
     Patches that are alike, such as empty ones, count once.
 
     :param images: ``(N, C·H·W)``.
+    :param num: how many patches.
     :param image_shape: (H, W) or (C, H, W).
     :param patch_shape: (h, w).
+    :param stride: pixels from a patch to the next.
     :param locations: whether to add two columns of random locations in [0, H'] x [0, W'], which
         :class:`~pyro_sparsegp.kernels.TICK` needs.
     :raises ValueError: if there are fewer than ``num`` distinct patches.
@@ -81,6 +87,11 @@ def random_convolution(
     They stand for the layer's outputs where the inducing patches of the layer above are chosen.
 
     :param images: ``(N, C·H·W)``.
+    :param image_shape: (H, W) or (C, H, W).
+    :param patch_shape: (h, w).
+    :param channels: C'.
+    :param stride: pixels from a patch to the next.
+    :returns: ``(N, C'·H'·W')``.
     """
     found = patches(images, image_shape, patch_shape, stride)
     # Of a filter, fan in is C·h·w and fan out C'·h·w.
@@ -97,6 +108,7 @@ def identity_convolution(
     For ``GaussianProcess(k, rows, mean=identity_convolution(...)).expand([channels]).to_event(1)``.
 
     :param image_shape: (H, W) or (C, H, W).
+    :param patch_shape: (h, w).
     :param channels: C', of the layer's outputs.
     """
     patch_grid(image_shape, patch_shape)

@@ -22,6 +22,11 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
     A pivoted Cholesky factorisation of k(x, x) (Fine and Scheinberg, 2001; Burt, Rasmussen and van der Wilk,
     2020, section 7), in O(N·num²) on at most max(4096, 4·num) random rows. Once the variance is used up, which
     a smooth kernel does soon, and beyond 2048 points, the rest are random rows.
+
+    :param kernel: the prior's kernel at the first call's hyperparameters.
+    :param x: the inputs, ``(N, D)``.
+    :param num: how many points.
+    :returns: ``(num, D)``.
     """
     if num > _GREEDY:
         x = x[torch.randperm(x.shape[0], device=x.device)]
@@ -52,7 +57,12 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
 def k_means(kernel: Any, x: Tensor, num: int, num_iterations: int = 25, most: int = 20_000) -> Tensor:
     """``num`` centres of Lloyd's k-means on standardised columns of at most max(20,000, 20·num) random rows.
 
+    :param kernel: the prior's kernel at the first call's hyperparameters; not used.
+    :param x: the inputs, ``(N, D)``.
+    :param num: how many points.
+    :param num_iterations: of Lloyd's algorithm.
     :param most: in the place of these 20,000.
+    :returns: ``(num, D)``.
     """
     x = x[torch.randperm(x.shape[0], device=x.device)[: max(most, 20 * num)]]
     spread = x.std(0, correction=0)
@@ -78,6 +88,10 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
     A column with no more distinct values than its axis has points has its values for an axis; the other axis of a pair
     then has the more. In the columns that the kernel does not read the points are at x's first row.
 
+    :param kernel: the prior's kernel at the first call's hyperparameters, which says the columns.
+    :param x: the inputs, ``(N, D)``.
+    :param num: how many points, at most.
+    :returns: the grid, ``(at most num, D)``.
     :raises ValueError: for a kernel that reads more columns.
     """
     read = kernel.columns

@@ -1,7 +1,7 @@
 """Diagnostics: every posterior leaves as a standard ArviZ object, and says whether to trust it."""
 
 from .export.prior import prior_predictive
-from .export.tree import to_datatree, to_inference_data
+from .export.tree import to_datatree
 from .plots.effects import plot_effects
 from .plots.ribbons import plot_ribbon
 from .trust.calibration import sbc
@@ -27,5 +27,4 @@ __all__ = [
     "resample",
     "sbc",
     "to_datatree",
-    "to_inference_data",
 ]

@@ -1,6 +1,4 @@
-"""Families for additive kernels, with a basis for each summand (paper 0: Adam, Durrande and John, 2018)."""
-
-from __future__ import annotations
+"""Families for additive kernels, with a basis for each summand (Adam, Durrande and John, 2018)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,7 +100,11 @@ class AdditiveFamily(OnTerms, FreeFormFamily):
 
 @dataclass(frozen=True, eq=False)
 class MeanFieldAdditive(AdditiveFamily):
-    """Independent posteriors of the summands (Saul et al., 2016; paper 0, table 1)."""
+    """Independent posteriors of the summands, S = blockdiag(S₁, …, S_C) (Saul, Hensman, Vehtari and Lawrence, 2016).
+
+    A summand f_c has mean Φ_c m_c and variance d_c + diag(Φ_c S_c Φ_cᵀ), with Φ_c the features of its own basis and d_c
+    what they leave of its prior variance. Intervals of summands that the data tell apart in part only are too narrow.
+    """
 
     def new_coefficients(self) -> NewCoefficients:
         return BlockCholesky
@@ -110,7 +112,7 @@ class MeanFieldAdditive(AdditiveFamily):
 
 @dataclass(frozen=True, eq=False)
 class CoupledCovariance(AdditiveFamily):
-    """One full covariance over the coefficients of all summands (Adam, 2017; paper 0, table 1)."""
+    """One full covariance S over the CM coefficients of all C summands (Adam, 2017), in O((CM)³) a step."""
 
     def new_coefficients(self) -> NewCoefficients:
         return FullCholesky
@@ -118,13 +120,16 @@ class CoupledCovariance(AdditiveFamily):
 
 @dataclass(frozen=True, eq=False)
 class CoupledPrecision(AdditiveFamily):
-    """Summands coupled by a low-rank term of the precision (paper 0, eq. 7), in storage linear in their number.
+    """Summands coupled by a low-rank term of the precision, in storage linear in their number.
 
-    Adam, Durrande and John, 2018, "Scalable GAM using sparse variational Gaussian processes".
+    S⁻¹ = blockdiag(R₁R₁ᵀ, …, R_CR_Cᵀ) + BBᵀ with a triangular R_c for each summand and B of ``rank`` columns; S is
+    never formed. Adam, Durrande and John, 2018, "Scalable GAM using sparse variational Gaussian processes", eq. 7, is
+    I + BBᵀ.
 
     :param rank: the rank of the coupling; ``None`` is the size of the largest block.
     :param base: what the low rank is added to: "block" (default), a free covariance of each summand, which
-        contains :class:`MeanFieldAdditive`; or "identity", the prior's, which is the paper's eq. 7 and does not.
+        contains :class:`MeanFieldAdditive`; or "identity", the prior's, which is the paper's and does not.
+    :raises ValueError: if ``rank`` or ``base`` is none of these; where a list of ``inducing`` does not fit the kernel.
     """
 
     rank: Optional[int] = None
@@ -148,16 +153,20 @@ class CoupledPrecision(AdditiveFamily):
 
 @dataclass(frozen=True, eq=False)
 class AdditiveSGPR(OnTerms, OptimalFamily):
-    """A basis for each summand with the joint posterior that is optimal given the likelihood (paper 0, eq. 6).
+    """A basis for each summand with the joint posterior that is optimal given the likelihood.
 
-    S⁻¹ = I + ΦᵀΛΦ over the coefficients of all summands, Φ = [Φ₁ … Φ_C]: what :class:`CoupledCovariance` tends to, in a
-    few steps on all rows. It forms a matrix of all coefficients.
+    (Adam, Durrande and John, 2018, eq. 6.) S⁻¹ = I + ΦᵀΛΦ over the coefficients of all summands, Φ = [Φ₁ … Φ_C] and Λ
+    the sites' precisions: what :class:`CoupledCovariance` tends to, in a few steps on all rows. It forms a matrix of
+    all coefficients.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class AdditiveFreeSites(AdditiveSGPR):
-    """:class:`AdditiveSGPR` with its sites as 2N free parameters, as :class:`FreeSites` (paper 0, eq. 4 and 6)."""
+    """:class:`AdditiveSGPR` with its sites as 2N free parameters, as :class:`FreeSites`.
+
+    (Adam, Durrande and John, 2018, eq. 4 and 6.)
+    """
 
     def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
         return new_free_sites(process)

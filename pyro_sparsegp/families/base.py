@@ -1,7 +1,5 @@
 """The recipes that families share: what the guide asks of them, and how modules are put together."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,6 +16,7 @@ from ..gaussians import Coefficients, Falling, NaturalGaussian, Rate
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..process import GaussianProcess
+from .documented import with_inherited_arguments
 
 __all__ = [
     "BasisFamily",
@@ -44,6 +43,10 @@ NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 @dataclass(frozen=True, eq=False)
 class Family(ABC):
     """What the guide asks of a family: a fresh module, or one to load a state into."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__doc__ = with_inherited_arguments(cls)
 
     @abstractmethod
     def build(self, process: GaussianProcess, name: str) -> Any:

@@ -1,7 +1,5 @@
 """Families on one set of inducing points."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,7 +76,12 @@ class InducingFamily(OnInducingPoints, FreeFormFamily):
 class SVGP(InducingFamily):
     """Inducing points with a full covariance (Hensman, Fusi and Lawrence, 2013; Titsias, 2009).
 
-    :param inducing: their number M, or the inputs ``(M, D)``.
+    q(f) has mean μ + Φm and covariance k − ΦΦᵀ + ΦSΦᵀ, with LLᵀ = K_ZZ, Φ = K_XZ L⁻ᵀ and free m and S = RRᵀ, R lower
+    triangular. A step takes O(BM² + M³) for B rows; any likelihood, mini-batches.
+
+    :param inducing: their number M, or the inputs ``(M, D)``, or
+        :class:`~pyro_sparsegp.bases.InducingVariables`.
+    :raises ValueError: at the guide's first call, which has fewer distinct inputs than M.
     """
 
     inducing: Inducing = 64
@@ -94,7 +97,8 @@ class SVGP(InducingFamily):
 class SGPR(OnInducingPoints, OptimalFamily):
     """Inducing points with the posterior that is optimal given the likelihood (Titsias, 2009).
 
-    For a Gaussian likelihood the bound is Titsias' collapsed one, log N(y; μ, Q + σ²I) − tr(K − Q)/(2σ²) (eq. 9).
+    For a Gaussian likelihood the bound is Titsias' collapsed one, log N(y; μ, Q + σ²I) − tr(K − Q)/(2σ²) (eq. 9),
+    with Q = ΦΦᵀ = K_XZ K_ZZ⁻¹ K_ZX and noise variance σ². A step takes O(NM² + M³), on all N rows.
 
     :param inducing: their number M, or the inputs ``(M, D)``.
     """
@@ -107,7 +111,9 @@ class SGPR(OnInducingPoints, OptimalFamily):
 
 @dataclass(frozen=True, eq=False)
 class FreeSites(SGPR):
-    """Inducing points with the optimal form of q and its sites as 2N free parameters (paper 0, eq. 4 and 6).
+    """Inducing points with the optimal form of q and its sites as 2N free parameters.
+
+    (Adam, Durrande and John, 2018, eq. 4 and 6.) S⁻¹ = I + ΦᵀΛΦ with Λ = diag(λₙ²), m = SΦᵀb, for free λ and b.
 
     At the optimum λₙ² = −2 ∂E[log p(yₙ | f)]/∂σₙ², with σₙ² the marginal variance; the precisions λₙ² are kept
     non-negative, which likelihoods that are not log-concave may not ask for. The bound is not concave in these
@@ -129,7 +135,7 @@ class SparseEP(OnInducingPoints, ExpectationFamily):
     """Inducing points with expectation propagation's posterior (Hernández-Lobato and Hernández-Lobato, 2016).
 
     "Scalable Gaussian Process Classification via Expectation Propagation": a Gaussian site
-    exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw) stands for each datum's factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df (paper 4, eq. 2).
+    exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw) stands for each datum's factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df (eq. 2).
 
     :param inducing: their number M, or the inputs ``(M, D)``.
     """

@@ -1,6 +1,4 @@
-"""Families on nested sets of inducing points (paper 1: Shi, Titsias and Mnih, 2020)."""
-
-from __future__ import annotations
+"""Families on nested sets of inducing points (Shi, Titsias and Mnih, 2020)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,10 +43,11 @@ class OnNestedPoints(OnInducingPoints):
 
 @dataclass(frozen=True, eq=False)
 class OrthogonalInducing(OnNestedPoints, InducingFamily):
-    """SOLVE-GP: nested sets of inducing points with independent covariances (paper 1, section 3).
+    """SOLVE-GP: nested sets of inducing points with independent covariances.
 
     Shi, Titsias and Mnih, 2020, "Sparse Orthogonal Variational Inference for Gaussian Processes", eq. 8 and 9:
-    M₁ + M₂ points at a lower cost than one set of that size.
+    M₁ + M₂ points at a lower cost than one set of that size. With L₁L₁ᵀ = K_ZZ, A = L₁⁻¹K_ZO and L₂L₂ᵀ = K_OO − AᵀA the
+    features are φ = [L₁⁻¹k_Z ; L₂⁻¹(k_O − AᵀL₁⁻¹k_Z)], and q(w) = N(m₁, S₁) N(m₂, S₂); further sets go on alike.
 
     :param inducing: the first set: a number or inputs ``(M₁, D)``.
     :param orthogonal: the second set, or a list of further sets.
@@ -60,8 +59,9 @@ class OrthogonalInducing(OnNestedPoints, InducingFamily):
 
 @dataclass(frozen=True, eq=False)
 class OrthogonallyDecoupled(OrthogonalInducing):
-    """ODVGP: a second set of inducing points for the mean alone (Salimbeni et al., 2018; paper 1, section 3.4).
+    """ODVGP: a second set of inducing points for the mean alone.
 
+    (Salimbeni, Cheng, Boots and Deisenroth, 2018; Shi, Titsias and Mnih, 2020, section 3.4.)
     :class:`OrthogonalInducing` with the prior's covariance for all sets but the first.
 
     :param num_columns: by default the second set is whitened by a Cholesky factor, in O(M₂³). With a number, its mean
@@ -107,7 +107,9 @@ class OrthogonallyDecoupled(OrthogonalInducing):
 
 @dataclass(frozen=True, eq=False)
 class CollapsedOrthogonal(OnNestedPoints, SGPR):
-    """SOLVE-GP with optimal independent posteriors of its sets (paper 1, eq. 27 to 30).
+    """SOLVE-GP with optimal independent posteriors of its sets (Shi, Titsias and Mnih, 2020, eq. 27 to 30).
+
+    Each S_b is the inverse of its own block of P = I + ΦᵀΛΦ; m solves the whole system, Pm = ΦᵀΛ(z − μ).
 
     :param inducing: the first set: a number or inputs ``(M₁, D)``.
     :param orthogonal: the second set, or a list of further sets.
@@ -118,9 +120,9 @@ class CollapsedOrthogonal(OnNestedPoints, SGPR):
 
 @dataclass(frozen=True, eq=False)
 class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
-    """SOLVE-GP with the optimal posterior of the first set given free ones of the others (paper 1, eq. 9 and 10).
+    """SOLVE-GP with the optimal posterior of the first set given free ones of the others.
 
-    For a Gaussian likelihood the bound is
+    (Shi, Titsias and Mnih, 2020, eq. 9 and 10.) For a Gaussian likelihood the bound is
     log N(y; μ + C_fv C_vv⁻¹m_v, Q_ff + σ²I) − tr(S_f⊥)/(2σ²) − KL[N(m_v, S_v) ‖ N(0, C_vv)], which is Titsias' (2009)
     where q(v) is the prior, as it starts.
 
@@ -149,7 +151,9 @@ class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
 
 @dataclass(frozen=True, eq=False)
 class ConditionalSGPR(SGPR):
-    """Inducing points whose posterior depends on the rest of f: the tighter bound of paper 1, appendix A.
+    """Inducing points whose posterior depends on the rest of f: a tighter bound than SGPR's.
+
+    (Shi, Titsias and Mnih, 2020, appendix A.)
 
     q(u | f⊥) = p(u | f⊥, y). For a Gaussian likelihood the bound is log N(y; μ, A) − ½tr(A⁻¹(K_ff − Q_ff)) with
     A = Q_ff + σ²I (eq. 14), which lies above Titsias' by ½tr((σ⁻²I − A⁻¹)(K_ff − Q_ff)) (eq. 15). A step

@@ -1,6 +1,4 @@
-"""Families on projections of the data (paper 2: Wenger et al., 2024)."""
-
-from __future__ import annotations
+"""Families on projections of the data (Wenger et al., 2024)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

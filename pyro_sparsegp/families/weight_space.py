@@ -1,6 +1,4 @@
-"""Families on the kernel's own finite features (paper 3: Zhu, Yuchi and Xie, 2025)."""
-
-from __future__ import annotations
+"""Families on the kernel's own finite features (Zhu, Yuchi and Xie, 2025)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +32,10 @@ class OnFeatures(BasisFamily):
 
 @dataclass(frozen=True, eq=False)
 class WeightSpace(OnFeatures, FreeFormFamily):
-    """The kernel's own features with a full covariance (paper 3, eq. 8 to 10): any likelihood, by mini-batches.
+    """The kernel's own features with a full covariance for any likelihood, by mini-batches.
+
+    (Zhu, Yuchi and Xie, 2025, eq. 8 to 10.) f(x) = μ(x) + φ(x)ᵀw + r(x) with R features φ of the kernel, r of
+    variance c, and q(w) = N(m, S): O(BR² + R³) a step for B rows.
 
     Under a :class:`~pyro_sparsegp.kernels.DeepBasis` a step's variance correction is relative to the batch, that of
     predictions to the training inputs that the guide has seen in one call: call it on all of them once.
@@ -46,7 +47,9 @@ class WeightSpace(OnFeatures, FreeFormFamily):
 
 @dataclass(frozen=True, eq=False)
 class ExactWeightSpace(OnFeatures, OptimalFamily):
-    """The kernel's own features with the posterior that is optimal given the likelihood (paper 3, eq. 5, 6 and 12).
+    """The kernel's own features with the posterior that is optimal given the likelihood.
+
+    (Zhu, Yuchi and Xie, 2025, eq. 5, 6, 11 and 12.) S⁻¹ = I + ΦᵀΛΦ, Φ the features at the N training inputs.
 
     A step takes O(NR²) time for R features. Beyond 32,768 rows on a CPU (a million on a GPU) these are formed in
     blocks and dropped, on the way back too, so that memory is O(N + BR) with B rows a block: a network's output must

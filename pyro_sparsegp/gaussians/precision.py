@@ -232,6 +232,6 @@ class BlockPlusLowRank(_LowRank):
 
 
 class IdentityPlusLowRank(_LowRank):
-    """S⁻¹ = I + BBᵀ: paper 0, eq. 7, in whitened coordinates. At a rank of M it does not contain the mean field."""
+    """S⁻¹ = I + BBᵀ, whitened (Adam et al., 2018, eq. 7). At a rank of M it does not contain the mean field."""
 
     base = False

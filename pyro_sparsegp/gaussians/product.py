@@ -316,7 +316,7 @@ class _Factored(Coefficients):
             num = sum(self.sizes[b] for b in group)
             self.kinds.append(kind)
             self.groups.append(tuple(group))
-            # At the prior, m = 0, S = I (paper 1, appendix G), until start says more.
+            # At the prior, m = 0, S = I (Shi et al., 2020, appendix G), until start says more.
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
             if kind is DenseFactor:
                 eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)

@@ -151,7 +151,7 @@ class KeptSites(AbstractModule):
 
 
 class FreeSites(AbstractModule):
-    """Sites as 2N free parameters: the precision λₙ² and the linear term (paper 0, eq. 4 and 6).
+    """Sites as 2N free parameters: the precision λₙ² and the linear term (Adam et al., 2018, eq. 4 and 6).
 
     :param inputs: X, ``(N, D)``.
     :param scale: the prior standard deviation at X; the precisions start at a hundredth of the prior's.

@@ -17,7 +17,7 @@ __all__ = ["Unwhitened"]
 
 
 class Unwhitened(Coefficients):
-    """q(u_b) = N(m_b, S_b), factor by factor, for u_b = L_bb w_b: the values themselves (paper 1, eq. 8; appendix F).
+    """q(u_b) = N(m_b, S_b), factor by factor, for u_b = L_bb w_b: the values themselves (Shi et al., 2020, eq. 8).
 
     L_bb is the factor's own block on the diagonal of the anchor L. For nested sets, u₁ = f(Z), and u₂ = f⊥(O) is what
     f(O) adds to it, with prior N(0, C_OO): the paper's v⊥. Of w, this is N(L_bb⁻¹m_b, L_bb⁻¹S_bL_bb⁻ᵀ).

@@ -30,6 +30,10 @@ __all__ = ["AutoSparseGP"]
 class AutoSparseGP(Saved):
     """A guide for a Pyro model with Gaussian process sites: a sparse variational family for each of them.
 
+    q(c, f) = q(c) Π_f q(f | c), with c the other latents, q(c) a product of normals in unconstrained space, and for
+    each GP site q(f | c) the family's: under the hyperparameters in c, f = μ + φᵀw + r with a basis φ, a Gaussian q(w)
+    and the residual r as in the prior. Families on sites take q(w) from the data and c, others learn one for all c.
+
     The model runs once a step: at each site the guide sees the prior, under the hyperparameters just drawn, and
     answers with a posterior. Other latents get Pyro's mean-field normal (override :meth:`get_posterior` for
     others) or a point estimate. The first call initialises: it finds the GP sites, places inducing inputs among
@@ -54,6 +58,8 @@ class AutoSparseGP(Saved):
         the model couples them, such as those at an image's patches in a deep convolutional GP: cheaper, and a common
         practice, but what training then maximises is not quite the bound.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
+    :raises ValueError: if ``model`` or ``families`` are none, at once; at the first call, naming the site, if a family
+        does not fit a site, its kernel or its likelihood.
     """
 
     def __init__(

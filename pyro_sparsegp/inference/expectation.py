@@ -131,7 +131,7 @@ class _Status:
 
 
 class ExpectationPropagation:
-    """Expectation propagation, with hyperparameters trained meanwhile (paper 4).
+    """Expectation propagation, with hyperparameters trained meanwhile.
 
     Hernández-Lobato and Hernández-Lobato, 2016, "Scalable Gaussian Process Classification via Expectation
     Propagation"; with a power, Bui, Yan and Turner, 2017. Each factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df has a
@@ -143,7 +143,7 @@ class ExpectationPropagation:
 
     Other parameters (hyperparameters, inducing inputs, the likelihood's) climb log Z_EP with the sites held.
     Other latents are points: the log density of their priors is added. A step on part of the data (a plate that
-    subsamples) refines their sites only and scales their terms up, paper 4's eq. 6.
+    subsamples) refines their sites only and scales their terms up (eq. 6).
 
     >>> from pyro_sparsegp.families import SparseEP
     >>> guide = AutoSparseGP(model, SparseEP(32))  # doctest: +SKIP
@@ -153,7 +153,8 @@ class ExpectationPropagation:
     :param model: a Pyro model whose likelihood is a product of terms with one function value each.
     :param guide: an :class:`AutoSparseGP` of that model with the family :class:`~pyro_sparsegp.families.SparseEP`.
     :param optim: a Pyro optimiser for all parameters; with a learning rate of 0, or by :meth:`sweep`, they stay.
-    :param damping: ρ in (0, 1], the weight of the new site: 1 is undamped. Paper 4 takes 0.5 for all data at once
+    :param damping: ρ in (0, 1], the weight of the new site: 1 is undamped. Hernández-Lobato and
+        Hernández-Lobato take 0.5 for all data at once
         and 0.99 for mini-batches. Where the likelihood is Gaussian in f sites do not depend on cavities: they are
         taken as they are found. Sites of negative precision grow no further than q and the cavities bear.
     :param power: α in (0, 1]: 1 is expectation propagation, near 0 it is variational inference.

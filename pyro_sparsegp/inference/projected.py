@@ -27,7 +27,7 @@ class ProjectedLikelihood(ELBO):
 
     −½((y − μ)ᵀS(SᵀK̂S)⁻¹Sᵀ(y − μ) + log|SᵀK̂S| − log|SᵀS| + i log 2π): the evidence of the data projected on
     orthonormalised actions. These stand for the data: densities of sites downstream of a GP are left out; other
-    observed sites and the divergences of other latents stay. It is no bound on log p(y). Paper 2 finds that
+    observed sites and the divergences of other latents stay. It is no bound on log p(y). Wenger et al. (2024) find that
     hyperparameters trained by it generalise worse (figures S1 and S2): the default,
     :class:`~pyro_sparsegp.TraceQuadrature_ELBO`, is the better choice.
 

@@ -102,6 +102,7 @@ def _is_pyro_kernel(module: Any) -> bool:
 def from_pyro(kernel: Any) -> Kernel:
     """A ``pyro.contrib.gp.kernels`` module as a kernel. Call it inside the model, where its priors are sampled.
 
+    :param kernel: the module, with inputs ``(N, D)`` and no batch dimensions.
     :raises ValueError: if ``kernel`` is not such a module.
     """
     if not _is_pyro_kernel(kernel):
@@ -130,6 +131,8 @@ class _FromGPyTorch(Kernel):
 def from_gpytorch(kernel: Any) -> Kernel:
     """A ``gpytorch.kernels`` module as a kernel (needs GPyTorch).
 
+    :param kernel: the module; its batch dimensions lead.
+    :raises ImportError: if GPyTorch is not installed.
     :raises ValueError: if ``kernel`` is not such a module.
     """
     try:

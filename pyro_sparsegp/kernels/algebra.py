@@ -103,7 +103,10 @@ def as_kernel(value: Any, name: str) -> Kernel:
 
 
 class Sum(Kernel):
-    """k(x, x') = Σ_c k_c(x, x'); nested sums are flattened, ``terms`` lists the summands."""
+    """k(x, x') = Σ_c k_c(x, x'); nested sums are flattened, ``terms`` lists the summands.
+
+    :param kernels: k_1, …, k_C.
+    """
 
     any_dtype = True
 
@@ -187,7 +190,10 @@ class Sum(Kernel):
 
 
 class Product(Kernel):
-    """k(x, x') = Π_c k_c(x, x'); an interaction where the factors read different columns."""
+    """k(x, x') = Π_c k_c(x, x'); an interaction where the factors read different columns.
+
+    :param kernels: k_1, …, k_C.
+    """
 
     any_dtype = True
 
@@ -275,7 +281,11 @@ class Product(Kernel):
 
 
 class Scaled(Kernel):
-    """k(x, x') = s·k₀(x, x') with a variance s > 0, ``(...,)``."""
+    """k(x, x') = s·k₀(x, x'); ``s * k`` makes it.
+
+    :param kernel: k₀.
+    :param variance: s > 0, ``(...,)``.
+    """
 
     any_dtype = True
 
@@ -363,6 +373,7 @@ class Scaled(Kernel):
 class Select(Kernel):
     """k(x, x') = k₀(x[dims], x'[dims]): the kernel k₀ on some columns of the inputs.
 
+    :param kernel: k₀.
     :param dims: a column's number, several, or a slice; what counts from the end, ``k[-1]`` or ``k[2:]``, has numbers
         once there are inputs.
     """
@@ -493,7 +504,10 @@ class Select(Kernel):
 
 
 class Constant(Kernel):
-    """k = s: one shared random level, of variance s, ``(...,)``."""
+    """k = s: one shared random level, an intercept with prior N(0, s).
+
+    :param variance: s > 0, ``(...,)``.
+    """
 
     any_dtype = True
 

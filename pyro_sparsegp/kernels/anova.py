@@ -1,4 +1,5 @@
-"""Kernels of functions whose mean over an interval is zero: the terms of an analysis of variance (paper 0, eq. 8).
+"""Kernels of functions whose mean over an interval is zero: the terms of an analysis of variance (Durrande et
+al., 2013; Adam et al., 2018, eq. 8).
 
 f₀ = f − E[f | f̄] for f ~ GP(0, k) and f̄ its mean over [a, b], so f₀ is f given f̄ = 0. Products of such kernels on
 different columns are interactions that have zero mean along each column (Durrande et al., 2013).
@@ -110,7 +111,7 @@ def _legendre(num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
 
 
 class Anova(Kernel):
-    """k₀(x, x') = k(x, x') − m(x)m(x')/v: functions with mean zero over [a, b] (paper 0, eq. 8).
+    """k₀(x, x') = k(x, x') − m(x)m(x')/v: functions with mean zero over [a, b] (Adam et al., 2018, eq. 8).
 
     m(x) = ∫k(x, s)ds/(b − a) and v = ∬k(s, t)ds dt/(b − a)² are in closed form for :class:`RBF`, :class:`Matern12`,
     :class:`Matern32` and :class:`Matern52`, by Gauss-Legendre quadrature for other kernels of one column. A quadrature

@@ -78,7 +78,8 @@ class CovarianceFunction(ABC):
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor: ...
 
     @abstractmethod
-    def diag(self, x: Tensor) -> Tensor: ...
+    def diag(self, x: Tensor) -> Tensor:
+        """The diagonal k(xₙ, xₙ), ``(..., N)``, at inputs ``(N, D)``."""
 
     _name: Optional[str] = None
 

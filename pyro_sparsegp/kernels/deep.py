@@ -1,4 +1,4 @@
-"""Deep basis kernels: a network as the finite feature map of a kernel (Zhu, Yuchi and Xie, 2025: paper 3)."""
+"""Deep basis kernels: a network as the finite feature map of a kernel (Zhu, Yuchi and Xie, 2025)."""
 
 from __future__ import annotations
 

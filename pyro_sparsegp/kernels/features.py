@@ -175,11 +175,13 @@ class RandomFourier(FeatureKernel):
 
 
 class White(FeatureKernel):
-    """k(x, z) = 0 and k(x) = s·I: independent noise at every row, of variance s, ``(...,)``.
+    """k(x, z) = 0 and k(x) = s·I: independent noise at every row.
 
     It has no features: all of it is residual, and sparse families give it no coefficients. The data then teach them
     nothing of it, its variance s enters the bound as a penalty, Σs/(2σ²), and the posterior of the other terms is too
     narrow: under a guide put such noise into the likelihood, and effects of single rows into a plate of latents.
+
+    :param variance: s > 0, ``(...,)``.
     """
 
     any_dtype = True

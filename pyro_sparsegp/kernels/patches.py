@@ -258,7 +258,7 @@ class Convolutional(Kernel):
 
 
 class TICK(Convolutional):
-    """f(x) = Σ_p w_p g(x[p], l_p): the response g knows where the patch is (Dutordoir et al., 2020; paper 1, 6.2).
+    """f(x) = Σ_p w_p g(x[p], l_p): the response g knows where the patch is (Dutordoir et al., 2020).
 
         k(x, x') = Σ_p Σ_q w_p w_q k_l(l_p, l_q) k_g(x[p], x'[q])
 
@@ -272,7 +272,11 @@ class TICK(Convolutional):
 
     :param base: k_g, a kernel on patches.
     :param location: k_l, a kernel on locations; its length scale is in patches.
-    :param image_shape: as for :class:`Convolutional`, and so are the others.
+    :param image_shape: (H, W), with images as rows ``(N, H·W)``; or (C, H, W), ``(N, C·H·W)``, channel after channel.
+    :param patch_shape: (h, w); a patch has all C channels.
+    :param weights: w, ``(..., P)``; ``None`` is 1/P each.
+    :param stride: pixels from a patch to the next.
+    :raises ValueError: as :class:`Convolutional`.
     """
 
     def __init__(

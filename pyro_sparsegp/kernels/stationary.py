@@ -188,7 +188,10 @@ class Stationary(Kernel):
 
 
 class RBF(Stationary):
-    """Squared exponential: k = exp(−s/2)."""
+    """Squared exponential: k = exp(−s/2), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are infinitely smooth.
+
+    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
+    """
 
     any_dtype = True
 
@@ -219,7 +222,12 @@ class _Matern(Stationary):
 
 
 class Matern12(_Matern):
-    """Exponential (Ornstein-Uhlenbeck): k = exp(−√s). Its gradient at coincident points is taken as 0."""
+    """Exponential (Ornstein-Uhlenbeck): k = exp(−√s), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are continuous.
+
+    The gradient at coincident points is taken as 0.
+
+    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
+    """
 
     any_dtype = True
 
@@ -238,7 +246,10 @@ class Matern12(_Matern):
 
 
 class Matern32(_Matern):
-    """k = (1 + a)e^(−a), a = √(3s)."""
+    """k = (1 + a)e^(−a), a = √(3s), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are once differentiable.
+
+    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
+    """
 
     any_dtype = True
 
@@ -256,7 +267,10 @@ class Matern32(_Matern):
 
 
 class Matern52(_Matern):
-    """k = (1 + a + a²/3)e^(−a), a = √(5s)."""
+    """k = (1 + a + a²/3)e^(−a), a = √(5s), s = Σ_d (x_d − x'_d)²/ℓ_d². Functions are twice differentiable.
+
+    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
+    """
 
     any_dtype = True
 
@@ -281,6 +295,9 @@ def _safe_sqrt(s: Tensor) -> Tensor:
 class RationalQuadratic(Stationary):
     """k = (1 + s/(2α))^(−α): a mixture of :class:`RBF` over length scales.
 
+    s = Σ_d (x_d − x'_d)²/ℓ_d².
+
+    :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
     :param alpha: α > 0, ``(...,)``.
     """
 

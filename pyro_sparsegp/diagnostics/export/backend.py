@@ -1,7 +1,6 @@
-"""The one place that imports ArviZ, and that knows how its versions differ.
+"""The one place that imports ArviZ: arviz-base, arviz-stats and arviz-plots, which arviz >= 1 re-exports.
 
-ArviZ is three packages from its 0.8 series on (arviz-base, arviz-stats, arviz-plots; they are re-exported by
-arviz >= 1), and one up to 0.23. Nothing is imported before it is used.
+Nothing is imported before it is used.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FEWEST", "arviz_plots", "arviz_stats", "inference_data", "pyplot", "rhat", "smooth", "xarray"]
+__all__ = ["FEWEST", "arviz_plots", "arviz_stats", "pyplot", "rhat", "smooth", "xarray"]
 
-_REMEDY = 'pip install "pyro-sparsegp[diagnostics]" (ArviZ comes with it from Python 3.11 on)'
+_REMEDY = 'pip install "pyro-sparsegp[diagnostics]"'
 
 
 FEWEST = 25  # draws that a tail can be fitted to
@@ -69,25 +68,8 @@ def smooth(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
         raise ValueError(f"k-hat needs at least {FEWEST} draws, got {log_weights.size}: take more, num_samples=1000")
     if np.ptp(log_weights) <= 1e-9 * max(1.0, float(np.abs(log_weights).max())):
         return np.full_like(log_weights, -np.log(log_weights.size)), -np.inf
-    try:
-        stats = importlib.import_module("arviz_stats.base")
-    except ImportError:
-        old = _load("arviz", "importance sampling")
-        smoothed, khat = old.psislw(log_weights - log_weights.max())  # takes log p − log q
-        return np.asarray(smoothed, dtype=np.float64), float(khat)
+    stats = _load("arviz_stats.base", "importance sampling")
     # takes log q − log p: as made for leave-one-out, from log likelihoods
     with np.errstate(all="ignore"):  # k-hat is NaN, which counts as too large
         smoothed, khat = stats.array_stats.psislw(log_weights.max() - log_weights)
     return np.asarray(smoothed, dtype=np.float64), float(khat)
-
-
-def inference_data(tree: Any) -> Any:
-    """An ``arviz.InferenceData`` of a DataTree, for arviz up to 0.23."""
-    arviz = _load("arviz", "to_inference_data")
-    # By vars: arviz 1 answers getattr with DataTree and a warning.
-    if not hasattr(vars(arviz).get("InferenceData"), "from_datatree"):
-        raise ImportError(
-            f"to_inference_data is for arviz 0.22 and 0.23, which have InferenceData.from_datatree; this is arviz "
-            f"{arviz.__version__}. From arviz 1 on, pass the DataTree itself."
-        )
-    return vars(arviz)["InferenceData"].from_datatree(tree)

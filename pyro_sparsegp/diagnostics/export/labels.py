@@ -6,7 +6,7 @@ import difflib
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any, Optional
 
 import numpy as np
@@ -166,7 +166,7 @@ def attributes(**more: Any) -> dict[str, Any]:
     import pyro
 
     found = {
-        "created_at": datetime.now(timezone.utc).isoformat(),
+        "created_at": datetime.now(UTC).isoformat(),
         "creation_library": "pyro_sparsegp",
         "creation_library_version": __version__,
         "inference_library": "pyro-ppl",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from pyro import poutine
@@ -16,6 +16,9 @@ from .arguments import require_arguments, require_model
 from .draws import LARGEST_JOINT, seeded, sites_of
 from .labels import Labels, constant_data
 from .writer import Writer, name_of
+
+if TYPE_CHECKING:
+    from xarray import DataTree
 
 __all__ = ["prior_predictive"]
 
@@ -32,15 +35,25 @@ def prior_predictive(
     seed: Optional[int] = None,
     name: Optional[str] = None,
     **kwargs: Any,
-) -> Any:
+) -> DataTree:
     """Draws from the prior, as an ``xarray.DataTree`` with ``prior``, ``prior_predictive``, ``observed_data`` and
     ``constant_data``.
 
     Observations among the arguments are kept for comparison, and drawn anew; they may be left out. Function values are
     exact joint draws, in O(N³); choose some of the rows where N is beyond a few thousand.
 
+    :param model: the model.
+    :param args: its arguments.
+    :param num_samples: how many draws.
+    :param include_f: keep function values, ``(chain, draw, N)``.
     :param observed: names of the sites that hold data. By default those that do with these arguments; where
         observations are left out, those on which no other site depends.
+    :param coords: coordinate values by dimension.
+    :param dims: names of a variable's dimensions.
+    :param dtype: of all groups.
+    :param seed: makes the draws repeatable and leaves the global generators alone.
+    :param name: the tree's name.
+    :param kwargs: the model's further arguments.
     :raises ValueError: where an argument of the model is missing, or ``observed``, ``dims`` or ``coords`` name what is
         not there, or N is so large that joint draws are out of the question.
     """

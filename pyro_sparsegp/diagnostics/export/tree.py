@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import torch
 from torch import Tensor
 
 from . import backend
-from .arguments import require_tree
 from .draws import Draw, GuideSource, require_names, seeded
 from .labels import Labels, constant_data
 from .samples import SampleSource
 from .sources import Source, as_source, target_of
 from .writer import Writer, name_of
 
-__all__ = ["to_datatree", "to_inference_data"]
+if TYPE_CHECKING:
+    from xarray import DataTree
+
+__all__ = ["to_datatree"]
 
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
 
@@ -38,7 +40,7 @@ def to_datatree(
     seed: Optional[int] = None,
     name: Optional[str] = None,
     **kwargs: Any,
-) -> Any:
+) -> DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
 
     Groups: ``posterior`` (hyperparameters; of each GP site f the coefficients ``f_w`` of its basis, N(0, I) a priori),
@@ -168,15 +170,6 @@ def _write(
     if isinstance(source, SampleSource) and source.divergences:
         chain, number = writer.index
         writer.put("sample_stats", "diverging", torch.tensor(number in source.divergences[chain]))
-
-
-def to_inference_data(tree: Any) -> Any:
-    """An ``arviz.InferenceData`` of a DataTree, for arviz 0.22 and 0.23.
-
-    :raises ImportError: where this arviz has no use for it: arviz 1 and the 0.8 packages take the DataTree itself.
-    """
-    require_tree("to_inference_data", tree)
-    return backend.inference_data(tree)
 
 
 def _arguments(predict: Arguments) -> tuple[tuple, dict[str, Any]]:

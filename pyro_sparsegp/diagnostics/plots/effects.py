@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from ...kernels import Categorical, Constant, White
 from ...kernels.algebra import Product, Scaled, Select
 from ...posterior.sparse_posterior import SparsePosterior
 from ..export.arguments import require_posterior
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["plot_effects"]
 
@@ -29,7 +32,7 @@ def plot_effects(
     rug: bool = True,
     transform: Optional[Callable[[Tensor], Tensor]] = None,
     num_columns: int = 3,
-) -> Any:
+) -> Figure:
     """The effects of a kernel's terms, as users of generalised additive models know them.
 
     A term of one column is a curve of its mean with a band of central marginal intervals; of a factor's codes

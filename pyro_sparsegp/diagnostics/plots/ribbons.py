@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 from ..export import backend
 from ..export.arguments import require_tree
+
+if TYPE_CHECKING:
+    from arviz_plots.plot_collection import PlotCollection
+    from matplotlib.figure import Figure
+    from xarray import DataTree
 
 __all__ = ["plot_ribbon"]
 
 
 def plot_ribbon(
-    tree: Any,
+    tree: DataTree,
     y: Optional[str] = None,
     x: Optional[str] = None,
     *,
@@ -21,7 +26,7 @@ def plot_ribbon(
     probs: Sequence[float] = (0.5, 0.95),
     columns: Optional[Sequence[int]] = None,
     **kwargs: Any,
-) -> Any:
+) -> Union[PlotCollection, Figure]:
     """The posterior of a function, or of predicted data, at the inputs of ``predict=``.
 
     With one input it is the mean and central intervals, ``arviz_plots.plot_lm`` on the group ``predictions``; with two
@@ -38,22 +43,23 @@ def plot_ribbon(
     :raises ValueError: where the tree has no predictions, or the inputs are not one or two.
     """
     require_tree("plot_ribbon", tree)
+    groups: Any = tree  # what an index of a tree gives, a group or a variable, no type says
     for group in ("predictions", "predictions_constant_data", "constant_data"):
         if group not in tree.children:
             raise ValueError(
                 f"plot_ribbon needs the group {group!r}: make the tree with to_datatree(..., predict=inputs)"
             )
-    y = y or next(iter(tree["predictions"].data_vars))
-    x = x or next(iter(tree["predictions_constant_data"].data_vars))
-    observed = tree["observed_data"].data_vars if "observed_data" in tree.children else {}
+    y = y or next(iter(groups["predictions"].data_vars))
+    x = x or next(iter(groups["predictions_constant_data"].data_vars))
+    observed = groups["observed_data"].data_vars if "observed_data" in tree.children else {}
     if y_obs is not None and y_obs not in observed:
         raise ValueError(f"y_obs must be one of {sorted(observed)}, got {y_obs!r}")
     y_obs = y_obs or next(iter(observed), None)
-    if y not in tree["predictions"]:
-        raise ValueError(f"y must be one of {sorted(tree['predictions'].data_vars)}, got {y!r}")
-    new, old = tree["predictions_constant_data"][x], tree["constant_data"][x]
-    if tree["predictions"][y].ndim != 3:
-        raise ValueError(f"{y!r} has dimensions {tree['predictions'][y].dims}: choose one output, tree.isel(...)")
+    if y not in groups["predictions"]:
+        raise ValueError(f"y must be one of {sorted(groups['predictions'].data_vars)}, got {y!r}")
+    new, old = groups["predictions_constant_data"][x], groups["constant_data"][x]
+    if groups["predictions"][y].ndim != 3:
+        raise ValueError(f"{y!r} has dimensions {groups['predictions'][y].dims}: choose one output, tree.isel(...)")
     if columns is None:
         columns = range(new.shape[1]) if new.ndim == 2 else [0]
     if len(columns) not in (1, 2):
@@ -66,12 +72,12 @@ def plot_ribbon(
     if len(columns) == 2:
         return _maps(tree, y, new, old, kwargs)
     squeezed = {
-        "predictions": tree["predictions"].to_dataset()[[y]],
+        "predictions": groups["predictions"].to_dataset()[[y]],
         "predictions_constant_data": (new[:, 0] if new.ndim == 2 else new).to_dataset(name=x),
         "constant_data": (old[:, 0] if old.ndim == 2 else old).to_dataset(name=x),
     }
     rows = squeezed["constant_data"][x]
-    points = rows * float("nan") if y_obs is None else tree["observed_data"][y_obs]  # of pyro.factor there are none
+    points = rows * float("nan") if y_obs is None else groups["observed_data"][y_obs]  # of pyro.factor there are none
     squeezed["observed_data"] = points.to_dataset(name=y)  # plot_lm wants one name
     if y_obs is None:
         kwargs["visuals"] = {"observed_scatter": False, **(kwargs.get("visuals") or {})}

@@ -6,7 +6,7 @@ import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 import pyro
@@ -23,6 +23,9 @@ from ..export import backend
 from ..export.arguments import guide_of, kind_of, require_arguments, require_model
 from ..export.draws import sites_of
 from ..export.labels import Labels, attributes
+
+if TYPE_CHECKING:
+    from xarray import DataTree
 
 __all__ = ["sbc"]
 
@@ -42,7 +45,7 @@ def sbc(
     progress: bool = True,
     seed: int = 0,
     **kwargs: Any,
-) -> Any:
+) -> DataTree:
     """Simulation-based calibration of a (model, guide) pair (Talts et al., 2018; Modrák et al., 2023).
 
     Each simulation draws hyperparameters, functions and data from the prior, fits, and ranks the true values among

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from typing import Any, Optional
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 import torch
@@ -18,16 +18,21 @@ from ..export.samples import SampleSource
 from ..export.sources import as_source, observed_site, target_of
 from .weights import LIMIT, _tree, log_weights_of
 
+if TYPE_CHECKING:
+    from arviz_stats.utils import ELPDData
+    from pandas import DataFrame
+    from xarray import DataTree
+
 __all__ = ["compare", "loo", "loo_large"]
 
 
 def loo(
-    tree_or_model: Any,
+    tree_or_model: Union[DataTree, Callable],
     *args: Any,
     target: Optional[str] = None,
     var_name: Optional[str] = None,
     **kwargs: Any,
-) -> Any:
+) -> ELPDData:
     """PSIS-LOO of a posterior, with the weights of its draws towards the target: an ``arviz_stats.ELPDData``.
 
     ``loo(tree)`` of a tree made by :func:`to_datatree`, or ``loo(model, guide, *args, num_samples=...)``. The weight
@@ -35,6 +40,9 @@ def loo(
     Vehtari, 2019, eq. 8), smoothed. Draws by MCMC have p/q = 1. Hyperparameters that are points are left as they are,
     for each datum left out: nothing here judges them. Nor does a low k-hat say that q is wide enough (:func:`psis`).
 
+    :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
+        training arguments.
+    :param args: see there.
     :param target: "vfe" or "fitc", as of :func:`psis`; "none" leaves p/q out, and judges the posterior as it is. By
         default the tree's own; but "none", with a warning, where the k-hat of p/q is above 0.7.
     :param var_name: the observed site, where there are several.
@@ -61,7 +69,7 @@ def loo(
     approximate = sample_stats is not None and "log_q" in sample_stats
     used, khat = "none", np.nan if approximate else -np.inf
     log_weights: Any = None
-    if approximate and target != "none":
+    if sample_stats is not None and approximate and target != "none":
         wanted = target or sample_stats.attrs["target"]
         log_weights = log_weights_of(tree, wanted)
         used, khat = _choose(log_weights.values, wanted, target is not None)
@@ -77,9 +85,10 @@ def loo(
     return _flagged(found, used, khat)
 
 
-def compare(results: Mapping[str, Any], target: Optional[str] = None, **kwargs: Any) -> Any:
+def compare(results: Mapping[str, Union[DataTree, ELPDData]], target: Optional[str] = None, **kwargs: Any) -> DataFrame:
     """``arviz_stats.compare`` of trees, or of what :func:`loo` and :func:`loo_large` returned, by name.
 
+    :param results: names to trees or results.
     :param target: of :func:`loo`, for trees.
     :param kwargs: of ``arviz_stats.compare``.
     :returns: a ``pandas.DataFrame``, best first.
@@ -91,12 +100,13 @@ def compare(results: Mapping[str, Any], target: Optional[str] = None, **kwargs: 
     for name, result in results.items():
         if not is_tree(result) and not hasattr(result, "elpd"):
             require_tree(f"compare, for {name!r},", result)
-    elpds = {name: loo(result, target=target) if is_tree(result) else result for name, result in results.items()}
+    elpds: dict[str, Any] = dict(results)
+    elpds |= {name: loo(result, target=target) for name, result in elpds.items() if is_tree(result)}
     return stats.compare(elpds, **kwargs)
 
 
 def loo_large(
-    model: Any,
+    model: Callable,
     guide: Any,
     *args: Any,
     observations: int = 400,
@@ -106,7 +116,7 @@ def loo_large(
     chunk_size: int = 8192,
     seed: int = 0,
     **kwargs: Any,
-) -> Any:
+) -> ELPDData:
     """PSIS-LOO for large N: all log predictive densities by streaming, importance sampling for a random subset.
 
     The difference estimator, Σₙ πₙ + N/m Σ_{n in subset} (elpdₙ − πₙ) with πₙ = log mean over draws of p(yₙ | draw)
@@ -116,10 +126,14 @@ def loo_large(
     of the posterior's spread, which falls as 1/√N. An optimal q(w) with points for hyperparameters has equal weights
     at any N (SGPR); there k-hat is low.
 
+    :param model: the model.
+    :param guide: a fitted guide, or an object that has one.
+    :param args: the training arguments.
     :param observations: m.
     :param num_samples: S, draws.
     :param target: as of :func:`loo`: by default the guide's own, or "none" where k-hat is above 0.7.
     :param var_name: the observed site, where there are several.
+    :param chunk_size: rows whose features are held in memory at once.
     :param seed: of the draws and of the subset: with the same seed, two models are compared on the same subset.
     :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as of
         :func:`loo`.

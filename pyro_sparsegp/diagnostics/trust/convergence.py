@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from ...inference.history import Iterates
 from ..export import backend
 from ..export.arguments import kind_of, require_tree
 from ..export.labels import attributes
+
+if TYPE_CHECKING:
+    from xarray import DataTree
 
 __all__ = ["History", "StoppingRule", "add_history"]
 
@@ -49,7 +52,7 @@ class History(Iterates):
             )
         super().__init__(guide, parameters, largest, objective)
 
-    def to_datatree(self, name: Optional[str] = None) -> Any:
+    def to_datatree(self, name: Optional[str] = None) -> DataTree:
         """The group ``vi_history`` as an ``xarray.DataTree``."""
         return backend.xarray().DataTree.from_dict({"vi_history": _group([self], None)}, name=name)
 
@@ -57,11 +60,11 @@ class History(Iterates):
 Runs = Union[Iterates, FitResult]
 
 
-def add_history(tree: Any, histories: Union[Runs, Sequence[Runs]], window: Optional[int] = None) -> Any:
+def add_history(tree: DataTree, histories: Union[Runs, Sequence[Runs]], window: Optional[int] = None) -> DataTree:
     """A tree with a group ``vi_history``: a chain for each run, in the order of the tree's chains.
 
+    :param tree: of :func:`to_datatree`.
     :param histories: a :class:`History`, or the result of :func:`~pyro_sparsegp.fit`; or several.
-
     :param window: the last so many iterates; all, or as many as the shortest run has, if not given.
     """
     require_tree("add_history", tree)

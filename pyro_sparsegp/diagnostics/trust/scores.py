@@ -98,8 +98,8 @@ def predictive_scores(
     there.
 
     The PIT of discrete data is randomised (Czado, Gneiting and Held, 2009), and with the PIT goes coverage: an
-    observation is within the central interval of probability p if |PIT − ½| ≤ p/2. Classes without an order have sets
-    in place of intervals.
+    observation is within the central interval of probability p if abs(PIT − ½) ≤ p/2. Classes without an order have
+    sets in place of intervals.
 
     Scores are streamed over draws: memory is O(N), or O(S·N) with draws of y.
 
@@ -111,6 +111,10 @@ def predictive_scores(
     :param probs: of the central intervals in the summary.
     :param var_name: the observed site, where there are several.
     :param ordered: whether classes have an order; by default those of ``OrderedLogistic`` have.
+    :param chunk_size: rows whose features are held in memory at once.
+    :param seed: makes the draws repeatable and leaves the global generators alone.
+    :param kwargs: the model's further arguments.
+    :raises ValueError: where the guide or the arguments do not fit.
     """
     xr = backend.xarray()
     if not all(0 < prob < 1 for prob in probs):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Optional, Union
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import numpy as np
 
 from ..export import backend
 from ..export.arguments import guide_of, is_tree, kind_of, require_tree
 from ..export.tree import to_datatree
+
+if TYPE_CHECKING:
+    from xarray import DataArray, DataTree
 
 __all__ = ["PSIS", "TARGETS", "log_weights_of", "psis", "resample"]
 
@@ -28,8 +32,8 @@ class PSIS:
     :param good_k: min(1 − 1/log₁₀ S, 0.7), up to which the weights may be relied on.
     """
 
-    log_weights: Any
-    pareto_k: Any
+    log_weights: DataArray
+    pareto_k: DataArray
     target: str
     good_k: float
 
@@ -66,7 +70,7 @@ class PSIS:
         )
 
 
-def psis(tree_or_model: Any, *args: Any, target: Optional[str] = None, **kwargs: Any) -> PSIS:
+def psis(tree_or_model: Union[DataTree, Callable], *args: Any, target: Optional[str] = None, **kwargs: Any) -> PSIS:
     """Pareto-smoothed importance weights of a posterior's draws, and their k-hat.
 
     ``psis(tree, target=...)`` of a tree made by :func:`to_datatree`, or ``psis(model, guide, *args, target=...,
@@ -85,6 +89,11 @@ def psis(tree_or_model: Any, *args: Any, target: Optional[str] = None, **kwargs:
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
 
+    :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
+        training arguments.
+    :param args: see there.
+    :param target: "vfe", "fitc" or "exact"; by default the tree's own.
+    :param kwargs: of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or where the tree was made for another target.
     """
     tree = _tree(tree_or_model, args, target, kwargs)
@@ -105,15 +114,20 @@ def psis(tree_or_model: Any, *args: Any, target: Optional[str] = None, **kwargs:
 
 
 def resample(
-    tree: Any, weights: Union[PSIS, str, None] = None, num_samples: Optional[int] = None, seed: Optional[int] = None
-) -> Any:
+    tree: DataTree,
+    weights: Union[PSIS, str, None] = None,
+    num_samples: Optional[int] = None,
+    seed: Optional[int] = None,
+) -> DataTree:
     """A tree of draws drawn anew by their importance weights: closer to the target than the posterior is.
 
     Stratified, without replacement of strata, so that a draw of weight w appears ⌊Sw⌋ or ⌈Sw⌉ times. All chains become
     one; ``sample_stats``, ``lp`` and ``log_q`` among them, goes, for the new draws are from neither.
 
+    :param tree: of :func:`to_datatree`.
     :param weights: of :func:`psis`, or a target; by default the tree's own.
     :param num_samples: how many; as many as there are, if not given.
+    :param seed: of the draws.
     :raises ValueError: if k-hat is above 0.7.
     """
     require_tree("resample", tree)
@@ -140,14 +154,14 @@ def resample(
     return xr.DataTree.from_dict(datasets, name=tree.name)
 
 
-def log_weights_of(tree: Any, target: str) -> Any:
+def log_weights_of(tree: DataTree, target: str) -> DataArray:
     """log p − log q of a tree's draws towards a target, ``xarray.DataArray`` ``(chain, draw)``.
 
     :raises ValueError: where the tree does not have it.
     """
     if target not in TARGETS:
         raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
-    stats = tree.children.get("sample_stats")
+    stats: Any = tree.children.get("sample_stats")
     if stats is None or "lp" not in stats:
         raise ValueError("the tree has no lp in sample_stats: make it by to_datatree with log_likelihood=True")
     if "log_q" not in stats:
@@ -179,7 +193,7 @@ def _require_finite(name: str, target: str, values: np.ndarray) -> None:
     )
 
 
-def _tree(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]) -> Any:
+def _tree(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]) -> DataTree:
     if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
         if args or kwargs:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")

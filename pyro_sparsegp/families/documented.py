@@ -1,0 +1,37 @@
+"""What a family's docstring says of arguments that it inherits."""
+
+import re
+from inspect import cleandoc
+from textwrap import indent
+from typing import Optional
+
+__all__ = ["with_inherited_arguments"]
+
+_FIELD = re.compile(r"^:(\w+) ?(\w*)[^:]*:.*(?:\n[ ]+.*)*", re.M)
+
+
+def with_inherited_arguments(cls: type) -> Optional[str]:
+    """The docstring of a class, with its bases' words for those of their arguments that it has none for.
+
+    A family says only what is its own; ``help(SVGP)`` and the reference tell of ``init`` and ``start``, too.
+    """
+    if cls.__doc__ is None:  # as under python -OO
+        return None
+    own = cleandoc(cls.__doc__)
+    known = {name for kind, name in _fields(own) if kind == "param"}
+    more = []
+    for base in cls.__mro__[1:]:
+        for found in _FIELD.finditer(cleandoc(base.__dict__.get("__doc__") or "")):
+            if found[1] == "param" and found[2] not in known:
+                known.add(found[2])
+                more.append(found[0].rstrip())
+    if not more:
+        return cls.__doc__
+    ends = [found.end() for found in _FIELD.finditer(own) if found[1] == "param"]
+    at = ends[-1] if ends else len(own)
+    start = "\n" if ends else "\n\n"
+    return indent(own[:at] + start + "\n".join(more) + own[at:], "    ").strip() + "\n"
+
+
+def _fields(text: str) -> list[tuple[str, str]]:
+    return [(found[1], found[2]) for found in _FIELD.finditer(text)]

@@ -1,0 +1,83 @@
+"""README's program and the how-to pages' programs run as they stand."""
+
+import json
+import re
+import runpy
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pyro
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+SLOW: set[str] = set()  # pages that take over ten seconds
+
+
+def blocks(page):
+    """The Python blocks of a page, each on its own lines, so that an error names the line of the page."""
+    text = page.read_text()
+    for found in re.finditer(r"^```python\n(.*?)^```", text, re.M | re.S):
+        yield "\n" * text[: found.start(1)].count("\n") + found[1]
+
+
+def pages():
+    for page in sorted((ROOT / "docs" / "how-to").glob("*.md")):
+        if any(blocks(page)):
+            yield pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+
+
+@pytest.mark.parametrize("page", pages())
+def test_how_to(page, tmp_path, monkeypatch):
+    torch.set_default_dtype(torch.float32)  # as a reader's session starts
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": page.stem}
+    for block in blocks(page):
+        exec(compile(block, str(page), "exec"), namespace)
+    pyro.clear_param_store()
+
+
+def test_readme(tmp_path):
+    program = next(blocks(ROOT / "README.md"))
+    ran = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_readme_is_short_and_its_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.encode()) <= 6 * 1024
+    links = re.findall(r"\]\(([^)#\s]+)", text)
+    assert links
+    inside = [re.sub(r"^https://.*?/(blob/)?main/", "", link) for link in links]
+    assert [link for link in inside if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_notebooks_open_with_a_question_and_close_with_what_to_try_next():
+    for notebook in sorted((ROOT / "tutorials").glob("*.ipynb")):
+        cells = json.loads(notebook.read_text())["cells"]
+        assert re.search(r"^\*.*\?\*$", "".join(cells[0]["source"]), re.M), notebook.name
+        assert "".join(cells[-1]["source"]).startswith("## What to try next"), notebook.name
+        assert any("assert" in "".join(cell["source"]) for cell in cells), notebook.name
+
+
+def test_an_address_completes_what_names_it():
+    """docs/set_address.py, for the day that the repository has one."""
+    scope = runpy.run_path(str(ROOT / "docs" / "set_address.py"))
+    address = "https://github.com/someone/somewhere"
+    readme = scope["absolute"]((ROOT / "README.md").read_text(), address)
+    links = re.findall(r"\]\(([^)]+)", readme)
+    assert all(link.startswith("https://") for link in links)
+    assert f"{address}/blob/main/CONTRIBUTING.md" in links
+    assert len(readme.encode()) <= 6 * 1024
+    project = (ROOT / "pyproject.toml").read_text()
+    if "[project.urls]" not in project:
+        assert tomllib.loads(scope["with_urls"](project, address))["project"]["urls"]["Homepage"] == address
+    assert f'repository-code: "{address}"' in scope["with_repository"]((ROOT / "CITATION.cff").read_text(), address)
