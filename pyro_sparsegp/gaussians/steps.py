@@ -20,7 +20,7 @@ from ..numerics.linalg import side_by_side
 from .base import Coefficients, Gaussian
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious"]
 

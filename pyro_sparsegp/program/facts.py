@@ -149,7 +149,8 @@ class _Program:
             process, _ = as_process(trace.nodes[name]["fn"])
             assert process is not None
             x = process.x
-            seen = x, process.mean, process.variance, process.kernel(self.rows[name], x)
+            with torch.no_grad():  # kernels of many rows drop what they make, which no transform for gradients allows
+                seen = x, process.mean, process.variance, process.kernel(self.rows[name], x)
             shown |= {(f"input {i}", name): part for i, part in enumerate(seen)}
         self.keys = list(shown)
         total = sum((part.sum() for part in densities.values()), next(iter(values.values())).new_zeros(()))
