@@ -145,7 +145,7 @@ class _Program:
         trace = self.held(values)
         densities = log_densities(trace, self.names)
         shown = {(_DENSITY, name): part for name, part in densities.items()}
-        for name in self.names:
+        for name in self.names if len(self.names) > 1 else ():
             process, _ = as_process(trace.nodes[name]["fn"])
             assert process is not None
             x = process.x
