@@ -78,6 +78,11 @@ class OrthogonallyDecoupled(OrthogonalInducing):
             raise ValueError(
                 f"OrthogonallyDecoupled's num_columns must be None or a whole number of at least 1, got {num!r}"
             )
+        if num is not None and self.natural:
+            raise ValueError(
+                "OrthogonallyDecoupled's num_columns has a mean that gradients train; leave natural=True out, or "
+                "num_columns, by which the second set has natural steps."
+            )
         if num is not None and len(self.sets()) != 2:
             raise ValueError(
                 f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."

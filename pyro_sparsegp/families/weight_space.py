@@ -54,8 +54,6 @@ class ExactWeightSpace(OnFeatures, OptimalFamily):
     A step takes O(NR²) time for R features. Beyond 32,768 rows on a CPU (a million on a GPU) these are formed in
     blocks and dropped, on the way back too, so that memory is O(N + BR) with B rows a block: a network's output must
     then depend on each row alone. Under a :class:`~pyro_sparsegp.kernels.DeepBasis` the bound is that of eq. 11, and
-    predictions are those of eq. 12, from the sites of log ∫ p(y | f) N(f | φᵀw, c) df: of variance σ² + c(xₙ) for a
-    likelihood that is Gaussian in f, for others found anew, by integrals over two axes, at the first prediction after
-    training, which takes the time of some hundred steps of training. Where terms have several function values (softmax,
-    a second GP in the noise) training's sites stand for data of variance 1/λₙ, to which c is added.
+    predictions are those of eq. 12, from sites of variance 1/λₙ + c(xₙ): for a likelihood that is Gaussian in f those
+    of ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is training's.
     """
