@@ -116,6 +116,10 @@ class FreeFormFamily(BasisFamily):
         would leave of it, if their noise were as large as the process, (I + ΦᵀΦ/k̄)⁻¹; or "prior", as in the papers,
         from where steps are lost until it is as narrow as that. The mean starts at the prior's, and so do inner layers
         of a deep GP, which at a narrow start would hand on nothing but their mean.
+    :param natural: whether q(w) learns by natural gradients, a step of its own at each backward pass, instead of by
+        the optimiser (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021).
+    :param rate: of natural steps, ρ in (0, 1] or a function of the step's number; by default it falls,
+        max(0.1, 1/(1 + t)).
     """
 
     free: ClassVar[bool] = True
