@@ -158,7 +158,7 @@ def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
     return guide, -bound(*args).item()
 
 
-def estimate(loss, model, guide, *args, num=300, **kwargs):
+def estimate(loss, model, guide, *args, num=150, **kwargs):
     """Mean and standard error of an ELBO's loss at fixed parameters."""
     values = torch.tensor([loss.loss(model, guide, *args, **kwargs) for _ in range(num)])
     return values.mean().item(), values.std().item() / num**0.5

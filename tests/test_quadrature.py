@@ -152,8 +152,8 @@ def test_deep_gp_draws_the_inner_layer():
     guide = fitted(model, x, y)
     assert guide.structure.inner == ["inner"]
     assert quadrature_axes(guide.structure) == {"f": (0,)}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=1500)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=1500)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=600)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=600)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
     assert integrated[1] < drawn[1]
     assert guide(x[:4])["y"].shape == (4,)
@@ -171,7 +171,7 @@ def test_vector_valued_softmax_and_separate_outputs():
 
     guide = fitted(softmax, x, label)
     assert quadrature_axes(guide.structure) == {"f": (0, 1)}
-    sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=1500)
+    sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=600)
     assert abs(TraceQuadrature_ELBO(15).loss(softmax, guide, x, label) - sampled[0]) < 5 * sampled[1]
 
     def separate(x, y=None):
@@ -202,7 +202,7 @@ def test_coupled_likelihood_is_drawn_jointly():
     fit = dist.Normal(a @ q.mean, 0.7).log_prob(y).sum()
     exact = fit - (a @ q.covariance_matrix @ a.mT).trace() / (2 * 0.7**2) - q.kl
     for loss in (TraceQuadrature_ELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
-        mean, error = estimate(loss, model, guide, x, y, num=2000)
+        mean, error = estimate(loss, model, guide, x, y, num=700)
         assert abs(-mean - exact) < 5 * error
 
 
@@ -220,8 +220,8 @@ def test_groups_other_plates_and_local_latents():
 
     guide = fitted(model, x, y[group])
     assert guide.structure.dependence == {"f": "elementwise"}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=800)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=800)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=300)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=300)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
 
 
