@@ -50,6 +50,7 @@ from pyro_sparsegp import (  # noqa: E402
     kernels,
     predict,
 )
+from pyro_sparsegp.program.registration import held_parameters  # noqa: E402
 
 NUM_LEVELS = 3  # of the column of codes, and of the groups
 
@@ -822,6 +823,18 @@ def apart() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def untrained(model: Any) -> Iterator[None]:
+    """The model's own networks and kernels are afterwards what they were."""
+    kept = [(parameter, parameter.detach().clone()) for parameter, *_ in held_parameters(model)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)
+
+
 @check
 def finite(fitted: Fit) -> None:
     require_finite("the loss", fitted.losses)
@@ -1075,7 +1088,7 @@ def forgotten_size(fitted: Fit) -> None:
     c, half = fitted.c, fitted.c.num // 2
     if half < 2 or c.family.name == "SparseEP" or c.duplicates or not c.fixed or c.index % 4:
         return
-    with apart(), warnings.catch_warnings(record=True) as told:
+    with apart(), untrained(fitted.model), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UserWarning)
         svi = SVI(fitted.program, fitted.new_guide(), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(4))
         try:
