@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..bases import Basis
-from ..gaussians import from_natural, weighted_gram
+from ..gaussians import from_natural, seen_from, weighted_gram
 from ..modules import AbstractModule
-from ..numerics.linalg import solve_lower
 from ..numerics.rows import find_permutation
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -96,10 +95,7 @@ class ExpectationGP(AbstractModule):
 
     def _seen_from(self, anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         """Σ νφφᵀ and Σ bφ of the same sites under another L."""
-        if anchor is None or not self.anchor.numel():
-            return self.gram, self.pull
-        turn = solve_lower(self.anchor, anchor)  # w there is this times w here
-        return turn.mT @ self.gram @ turn, (turn.mT @ self.pull[..., None])[..., 0]
+        return seen_from(self.gram, self.pull, self.anchor, anchor)
 
     def _as_rows(self, phi: Tensor, anchor: Optional[Tensor]) -> Tensor:
         if anchor is None:

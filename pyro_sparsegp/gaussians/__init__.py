@@ -3,7 +3,7 @@
 from .base import Coefficients, Gaussian
 from .natural import NaturalGaussian
 from .natural_low_rank import NaturalLowRank
-from .optimal import PrecisionFactor, from_natural, optimal, weighted_gram
+from .optimal import PrecisionFactor, from_natural, optimal, seen_from, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
 from .product import (
     BlockCholesky,
@@ -46,5 +46,6 @@ __all__ = [
     "Unwhitened",
     "from_natural",
     "optimal",
+    "seen_from",
     "weighted_gram",
 ]

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import root_of_inverse, side_by_side, solve_lower
-from .optimal import from_natural
+from ..numerics.linalg import root_of_inverse, side_by_side
+from .optimal import from_natural, seen_from
 from .product import DenseFactor, FullCholesky, IdentityFactor, Product
 from .steps import Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious
 
@@ -133,11 +133,7 @@ class NaturalGaussian(StepsOnBackward):
 
     def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         """G and r of the same sites under another L."""
-        if seat is None or not self.seat.numel():
-            return self.gram, self.pull
-        turn = solve_lower(self.seat, seat)  # w there is this times w here
-        gram = turn.mT @ self.gram @ turn
-        return gram, (turn.mT @ self.pull[..., None])[..., 0]
+        return seen_from(self.gram, self.pull, self.seat, seat)
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         self.settle()

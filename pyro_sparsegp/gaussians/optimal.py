@@ -12,7 +12,7 @@ from torch import Tensor
 from ..numerics.linalg import cholesky, side_by_side, solve_lower
 from .product import DenseFactor, Factor, Product
 
-__all__ = ["PrecisionFactor", "from_natural", "optimal", "weighted_gram"]
+__all__ = ["PrecisionFactor", "from_natural", "optimal", "seen_from", "weighted_gram"]
 
 
 class PrecisionFactor(DenseFactor):
@@ -107,3 +107,15 @@ def from_natural(
         block = factor[..., :stop, :stop] if start == 0 else cholesky(whole[..., start:stop, start:stop], 0.0, what)
         factors.append(PrecisionFactor(loc[..., start:stop], block))
     return Product(sizes, factors, groups)
+
+
+def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+    """Sums of sites, G, ``(..., M, M)``, and r, ``(..., M)``, that keep their meaning about u = Lw under another L.
+
+    :param before: the L that they belong to; empty if they are about w.
+    :param now: the L wanted; ``None`` if they are about w.
+    """
+    if now is None or not before.numel():
+        return gram, pull
+    turn = solve_lower(before, now)  # w there is this times w here
+    return turn.mT @ gram @ turn, (turn.mT @ pull[..., None])[..., 0]

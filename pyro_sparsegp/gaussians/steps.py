@@ -7,6 +7,7 @@ objective that holds the divergence will do.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -144,12 +145,12 @@ class StepsOnBackward(Coefficients):
             assert self._count is not None
             self._count += 1
 
+    @abstractmethod
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
         """One step, ρ/total·(what was heard − weight·what is there).
 
         :param again: whether others of the same backward pass have been taken since the forward pass.
         """
-        raise NotImplementedError
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.settle()
