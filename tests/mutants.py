@@ -308,9 +308,9 @@ MUTANTS = [
     ),
     Mutant(
         "outputs-never-meet",
-        "quadratic_kind",
-        "met = met or bool(((moved - curvature * step).abs() > reach).any())",
-        "met = False",
+        "_Moves.quadratic",
+        "return True, differ(there, own)",
+        "return True, False",
         ("test_meeting.py",),
     ),
     Mutant(

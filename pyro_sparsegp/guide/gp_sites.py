@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import pyro
 import pyro.distributions as dist
@@ -30,7 +30,6 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
 from ..program.checks import unfit_parameter
 from ..program.dependence import COUPLED
-from ..program.handlers import Held
 from ..program.registration import Probe
 from ..program.traces import (
     all_sites,
@@ -156,11 +155,11 @@ class GPSites(MeanFieldLatents):
                 raise
             raise ValueError(why) from error
 
-    def probe(self, args: tuple, kwargs: dict[str, Any], values: Optional[dict[str, Tensor]] = None) -> Probe:
-        """Run with the latents at their medians, GP sites at ``values``, and the same random numbers."""
+    def probe(self, args: tuple, kwargs: dict[str, Any]) -> Probe:
+        """Run with the latents at their medians, and the same random numbers."""
         run = Train()
         quiet = poutine.block(), pyro.validation_enabled(False)
-        with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True), Held(values or {}):
+        with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True):
             super().__call__(*args, **kwargs)
         densities = {}
         for name, site in all_sites(self.trace):

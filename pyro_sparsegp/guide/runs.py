@@ -62,6 +62,7 @@ class Run(ABC):
 
     at_medians: ClassVar[bool] = False
     draws_left_out: ClassVar[bool] = True  # values that obs_mask= leaves out come from the model
+    rows_known: bool = True  # latents of single rows are of the rows that a plate holds
 
     def __init__(self) -> None:
         self.processes: dict[str, GaussianProcess] = {}
@@ -89,7 +90,7 @@ class Run(ABC):
         :param differ: their plates have other sizes than in training.
         :param whole: they hold all of their rows.
         """
-        return differ
+        return differ or (whole and not self.rows_known)
 
 
 class Setup(Run):
@@ -133,9 +134,6 @@ class Priors(Run):
 
     def answer(self, site: Met, median: bool) -> Tensor:
         return site.process.mean
-
-    def is_of_new_rows(self, differ: bool, whole: bool) -> bool:
-        return differ or (whole and not self.rows_known)
 
 
 class Draw(Run):
@@ -210,9 +208,6 @@ class Train(Run):
         if self.keep and reading is not None and not reading.direct:
             module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
         return posterior
-
-    def is_of_new_rows(self, differ: bool, whole: bool) -> bool:
-        return differ or (whole and not self.rows_known)
 
 
 class Look(Run):

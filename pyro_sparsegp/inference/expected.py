@@ -124,7 +124,7 @@ def find_expectations(
     found = guide.structure
     outer = [name for name in found.gps if name not in found.inner]
     zero = guide.like.new_zeros(())
-    guide.probe(args, kwargs, {})
+    guide.probe(args, kwargs)
     candidates = [
         name
         for name, site in all_sites(guide.trace)

@@ -20,7 +20,6 @@ __all__ = [
     "is_quadratic",
     "mapped",
     "normal_nodes",
-    "quadratic_kind",
 ]
 
 
@@ -86,33 +85,24 @@ def is_quadratic(total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor) -
 
     A piecewise constant one, which has neither anywhere, is not.
     """
-    return quadratic_kind(total, f, spread)[0]
-
-
-def quadratic_kind(
-    total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor, outputs_meet: bool = True
-) -> tuple[bool, bool]:
-    """Whether a sum is as :func:`is_quadratic` says, and whether it has derivatives across outputs then."""
     generator = torch.Generator().manual_seed(0)
     tolerance = 1e-6 if f.dtype == torch.float64 else 1e-3
-    met = False
     with pyro.validation_enabled(False):
-        here = expand(total, f, outputs_meet)
+        here = expand(total, f)
         slope, curvature = here.first, here.second
         size = curvature.abs() + 1e-6 * curvature.abs().mean()
         if ((slope != 0) & (curvature >= 0)).any() or not (slope.any() or curvature.any()):
-            return False, False
+            return False
         for _ in range(3):  # in directions of their own for all values: outputs may meet in a term
             step = spread * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
-            there = expand(total, f + step, outputs_meet)
+            there = expand(total, f + step)
             moved = _hessian_times(total, f, step)
             reach = tolerance * (slope.abs() + size * step.abs() + moved.abs())
             if ((there.second - curvature).abs() > tolerance * size).any():
-                return False, False
+                return False
             if ((there.first - slope - moved).abs() > reach).any():
-                return False, False
-            met = met or bool(((moved - curvature * step).abs() > reach).any())
-    return True, met
+                return False
+    return True
 
 
 def _hessian_times(total: Callable[[Tensor], Tensor], f: Tensor, step: Tensor) -> Tensor:
