@@ -113,6 +113,17 @@ def data(model=regression, num=60, dtype=torch.float64, device="cpu", seed=1):
     return x.to(device, dtype), y.to(device, dtype)
 
 
+def one_function(kernel, likelihood, mean=None, jitter=None):
+    """A model with fixed hyperparameters: a function f, and observations of distribution ``likelihood(f)``."""
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x, mean, jitter))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", likelihood(f), obs=y)
+
+    return model
+
+
 def gaussian(kernel, noise=0.2, mean=None, jitter=None):
     """A regression model with fixed hyperparameters."""
 
@@ -130,7 +141,7 @@ def train(model, guide, *args, steps=200, lr=0.02, loss=None, **kwargs):
     return [svi.step(*args, **kwargs) for _ in range(steps)]
 
 
-def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
+def maximise(model, family, *args, num_nodes=2, iterations=200, seed=0):
     """A guide whose bound is at its maximum by L-BFGS, and the bound."""
     pyro.set_rng_seed(seed)
     guide = family if isinstance(family, AutoSparseGP) else AutoSparseGP(model, family)
@@ -158,7 +169,7 @@ def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
     return guide, -bound(*args).item()
 
 
-def estimate(loss, model, guide, *args, num=150, **kwargs):
+def estimate(loss, model, guide, *args, num=60, **kwargs):
     """Mean and standard error of an ELBO's loss at fixed parameters."""
     values = torch.tensor([loss.loss(model, guide, *args, **kwargs) for _ in range(num)])
     return values.mean().item(), values.std().item() / num**0.5
