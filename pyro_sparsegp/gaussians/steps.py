@@ -121,11 +121,16 @@ class StepsOnBackward(Coefficients):
         """Have a step taken for a pass that was differentiated."""
         self._heard[id(heard)] = heard
 
-    def next_rate(self) -> float:
-        """ρ of the next step."""
+    @property
+    def steps_taken(self) -> int:
+        """How many steps have been taken."""
         if self._count is None:
             self._count = int(self.steps)
-        return float(self.rate(self._count)) if callable(self.rate) else float(self.rate)
+        return self._count
+
+    def next_rate(self) -> float:
+        """ρ of the next step."""
+        return float(self.rate(self.steps_taken)) if callable(self.rate) else float(self.rate)
 
     def settle(self) -> None:
         """Take the steps that are due."""

@@ -57,6 +57,11 @@ class AutoSparseGP(Saved):
     :param independent_draws: names of GP sites whose values are drawn independently of each other in training though
         the model couples them, such as those at an image's patches in a deep convolutional GP: cheaper, and a common
         practice, but what training then maximises is not quite the bound.
+    :param coupled: ``True``, or names of other latents, that are jointly Gaussian, in unconstrained space, with each
+        other and with the coefficients of GP sites of free families: q(w | c) = N(m + Bε, S) with ε the standardised
+        c. Intercepts, group effects and hyperparameters then keep the width that an independent q(c) q(f) takes from
+        them; families on sites follow c by themselves, and then it is q(c) alone that is coupled. Costs D² + MD
+        numbers for D values of c. By default none is.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
     :raises ValueError: if ``model`` or ``families`` are none, at once; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
@@ -71,6 +76,7 @@ class AutoSparseGP(Saved):
         init_scale: float = 0.1,
         point_estimates: Union[bool, Collection[str], None] = None,
         independent_draws: Collection[str] = (),
+        coupled: Union[bool, Collection[str]] = False,
         amortized_plates: tuple[str, ...] = (),
     ) -> None:
         super().__init__(
@@ -78,6 +84,7 @@ class AutoSparseGP(Saved):
             families,
             point_estimates,
             independent_draws,
+            coupled,
             init_loc_fn=init_loc_fn,
             init_scale=init_scale,
             amortized_plates=amortized_plates,

@@ -21,6 +21,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..approximations.expectation import ExpectationGP, require_refined
+from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, SiteFamily
 from ..kernels.base import white_share
@@ -42,14 +43,14 @@ from ..program.traces import (
     without_event,
 )
 from ..warned import Warned
-from .latents import MeanFieldLatents
+from .coupled import CoupledLatents
 from .runs import Met, Run, Train
 
 __all__ = ["GPSites"]
 
 
-class GPSites(MeanFieldLatents):
-    """A mean-field guide whose GP sites are answered by their families' modules, as the run it is on has it."""
+class GPSites(CoupledLatents):
+    """A guide whose GP sites are answered by their families' modules, as the run it is on has it."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class GPSites(MeanFieldLatents):
         families: Union[Family, Mapping[str, Family]],
         point_estimates: Union[bool, Collection[str], None],
         independent_draws: Collection[str],
+        coupled: Union[bool, Collection[str]],
         **kwargs: Any,
     ) -> None:
         if not callable(model):
@@ -70,7 +72,11 @@ class GPSites(MeanFieldLatents):
                 )
         if isinstance(independent_draws, str):
             raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
+        if isinstance(coupled, str):
+            raise ValueError(f"coupled must be True or a collection of names, such as ({coupled!r},)")
         super().__init__(model, **kwargs)
+        self.coupled = coupled if isinstance(coupled, bool) else tuple(coupled)
+        self._parts = {}
         self.families = families
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws = tuple(independent_draws)
@@ -213,7 +219,8 @@ class GPSites(MeanFieldLatents):
         if found is None:
             return Met(name, process, module, MarginalSite, False, 1)
         group, _ = found.groups.get(name, (1, ""))
-        return Met(name, process, module, self.kind_of_draws(name), name in found.inner, group)
+        drawn = self.drawn() if isinstance(module, SparseGP) else None
+        return Met(name, process, module, self.kind_of_draws(name), name in found.inner, group, drawn)
 
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""

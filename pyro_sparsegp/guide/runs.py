@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
+from ..gaussians import Drawn
 from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -29,6 +30,7 @@ class Met:
     :param draws: how training draws it, as the densities downstream allow.
     :param inner: its values enter another GP site.
     :param group: how many consecutive values a layer above couples.
+    :param drawn: the latents that a free posterior follows.
     """
 
     name: str
@@ -37,6 +39,12 @@ class Met:
     draws: type[Site]
     inner: bool
     group: int
+    drawn: Optional[Drawn] = None
+
+    def free(self, kind: type[Site], new_rows: bool = False) -> Any:
+        """The posterior, of a free family."""
+        give = self.module.predict if new_rows else self.module
+        return give(self.process, self.name, kind, self.drawn)
 
 
 @dataclass
@@ -46,11 +54,13 @@ class Conditions:
     :param values: of the latents, and of GP sites that enter others.
     :param draws: of these GP sites, the posteriors they were drawn from.
     :param readings: of the sites of such families.
+    :param drawn: the latents that are coupled.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     draws: dict[str, SparsePosterior] = field(default_factory=dict)
     readings: list[SiteReading] = field(default_factory=list)
+    drawn: Optional[Drawn] = None
 
     def of(self, name: str) -> Optional[SiteReading]:
         """The reading of one GP site."""
@@ -67,6 +77,12 @@ class Run(ABC):
     def __init__(self) -> None:
         self.processes: dict[str, GaussianProcess] = {}
         self.posteriors: dict[str, SparsePosterior] = {}
+        self.drawn: Optional[Drawn] = None  # latents that are coupled
+        self.held = False  # whether that was given
+
+    def given(self, conditions: Conditions) -> None:
+        """Take what was drawn before."""
+        self.drawn, self.held = conditions.drawn, conditions.drawn is not None
 
     def module(self, name: str, process: GaussianProcess, find: Callable[[str], Any]) -> Any:
         """The site's variational module."""
@@ -150,7 +166,7 @@ class Draw(Run):
         if isinstance(site.module, SiteGP):
             return site.process.mean
         kind = Site if median else site.draws
-        posterior = self.posteriors[site.name] = site.module(site.process, site.name, kind)
+        posterior = self.posteriors[site.name] = site.free(kind)
         return _in_groups(posterior, site) if self.same and site.inner and not median else posterior.mean
 
     def is_of_new_rows(self, differ: bool, whole: bool) -> bool:
@@ -183,6 +199,7 @@ class Train(Run):
         self.nodes = nodes or {}
         self.draws_left_out = nodes is None  # type: ignore[misc]
         self.conditions = conditions or Conditions()
+        self.given(self.conditions)
         self.same, self.keep, self.joint_up_to = same, keep, joint_up_to
         self.rows_known, self.observing = rows_known, observing
 
@@ -198,8 +215,7 @@ class Train(Run):
     def _posterior(self, site: Met, kind: type[Site]) -> Any:
         process, name, module = site.process, site.name, site.module
         if not isinstance(module, SiteGP):
-            new_rows = process.kernel.depends_on_rows and not self.observing
-            return module.predict(process, name, kind) if new_rows else module(process, name, kind)
+            return site.free(kind, process.kernel.depends_on_rows and not self.observing)
         reading = self.conditions.of(name)
         sites = None if reading is None else reading.sites
         if not self.same:
@@ -223,6 +239,7 @@ class Look(Run):
     ) -> None:
         super().__init__()
         self.conditions, self.joint, self.warn = conditions, joint, warn
+        self.given(conditions)
 
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
         process, name, module = site.process, site.name, site.module
@@ -233,7 +250,7 @@ class Look(Run):
             reading = self.conditions.of(name)
             posterior = module.predict(process, name, kind, None if reading is None else reading.sites)
         else:
-            posterior = (module.predict if process.kernel.depends_on_rows else module)(process, name, kind)
+            posterior = site.free(kind, process.kernel.depends_on_rows)
         self.posteriors[name] = posterior
         return posterior.mean if median else _in_groups(posterior, site)
 
