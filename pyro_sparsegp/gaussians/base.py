@@ -105,7 +105,7 @@ class Coefficients(AbstractModule):
         """
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
-        """Put the mean where training starts, ``(..., M)`` over all blocks; nothing, where steps find it at once."""
+        """Put the mean where training starts, ``(..., M)`` over all blocks."""
 
     def settle(self) -> None:
         """Take the steps that are due, where q learns by steps of its own: nothing where an optimiser takes them."""
