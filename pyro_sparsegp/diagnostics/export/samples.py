@@ -11,7 +11,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ...predict import _bare, _Known
+from ...predict import _Known, bare_model
 from ...process import GaussianProcess
 from ...program.traces import as_process, is_observation, whole_plates
 from ...whitening import unwhiten
@@ -33,7 +33,7 @@ class SampleSource:
     drawn: frozenset[str] = frozenset()
 
     def __init__(self, model: Callable, samples: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> None:
-        self.model, self.args, self.kwargs = _bare(model), args, kwargs
+        self.model, self.args, self.kwargs = bare_model(model), args, kwargs
         first = next(iter(samples.values()))
         self.shape = first.shape[:2]
         self.samples = {name: value.flatten(0, 1) for name, value in samples.items()}
@@ -47,7 +47,8 @@ class SampleSource:
         self.names = [name for name, site in sites_of(trace) if not site_is_subsample(site)]
         require_shapes({name: seen[name] for name in self.data})
         self.reader = Reader(self.model, args, kwargs, [*self.data, *self.factors])
-        self.divergences: list[list[int]] = []  # the diverging draws' numbers, of each chain, where they are known
+        self.stats: dict[str, Any] = {}  # what the sampler knows of each draw, (chain, draw) by name
+        self.attributes: dict[str, Any] = {}  # and of the run
         self._next = 0
 
     @torch.no_grad()
