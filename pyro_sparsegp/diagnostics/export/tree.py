@@ -50,12 +50,13 @@ def to_datatree(
     Groups: ``posterior`` (hyperparameters; of each GP site f the coefficients ``f_w`` of its basis, N(0, I) a priori),
     ``posterior_predictive``, ``log_likelihood``, ``log_prior``, ``sample_stats``, ``observed_data``,
     ``constant_data``, with ``predict`` also ``predictions`` and ``predictions_constant_data``, with ``prior`` also
-    ``prior`` and ``prior_predictive``; what is drawn has dimensions ``(chain, draw, ...)``. One fit is one chain: several guides of the same model, restarts, become chains.
+    ``prior`` and ``prior_predictive``; what is drawn has dimensions ``(chain, draw, ...)``. One fit is one chain:
+    several guides of the same model, restarts, become chains.
 
     The log likelihood is integrated over what a draw leaves open, log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ; of MCMC, whose
     draws hold f itself, log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. ``sample_stats`` has ``diverging`` of an ``MCMC``, and
-    what else :class:`NUTS` keeps (``energy``, ``tree_depth`` ...); of a guide ``log_q``, the log density of (θ, w) under it, and ``lp``, what is set against it in importance weights, both
-    in float64:
+    what else :class:`NUTS` keeps (``energy``, ``tree_depth`` ...); of a guide ``log_q``, the log density of (θ, w)
+    under it, and ``lp``, what is set against it in importance weights, both in float64:
 
     * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe" that the evidence lower bound is for;
     * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, that of expectation propagation;

@@ -65,8 +65,8 @@ class Writer:
             kind = np.dtype("float64") if group == "sample_stats" else self.dtype
             if group == "sample_stats" and not value.is_floating_point():
                 kind = np.dtype("bool" if value.dtype is torch.bool else "int64")
-            counts = group == "predictions" and variable in self.discrete
-            if counts or group.endswith("predictive") and (variable in self.discrete or not value.is_floating_point()):
+            of_data = group.endswith("predictive") or (group == "predictions" and variable in self.discrete)
+            if of_data and (variable in self.discrete or not value.is_floating_point()):
                 kind = np.dtype("int64")
             arrays[variable] = np.empty((*self.shape, *value.shape), kind)
         elif arrays[variable].shape[2:] != value.shape:
