@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...predict import _Known, bare_model
 from ...process import GaussianProcess
+from ...program.enumeration import Enumeration
 from ...program.traces import as_process, is_observation, whole_plates
 from ...whitening import unwhiten
 from ..trust.pointwise import Moments, PointwiseDensities, Reader
@@ -38,7 +39,7 @@ class SampleSource:
         self.shape = first.shape[:2]
         self.samples = {name: value.flatten(0, 1) for name, value in samples.items()}
         with poutine.block(), whole_plates():
-            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
+            trace = poutine.trace(Enumeration()(self.model)).get_trace(*args, **kwargs)
         seen = {name: site for name, site in sites_of(trace) if is_observation(site) and not site_is_subsample(site)}
         self.data = [name for name, site in seen.items() if not is_factor(site)]
         self.factors = [name for name, site in seen.items() if is_factor(site)]
@@ -58,7 +59,7 @@ class SampleSource:
         self._next += 1
         hold = _Hold({name: value[s] for name, value in self.samples.items()})
         with poutine.block(), whole_plates(), hold:
-            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            trace = poutine.trace(Enumeration()(self.model)).get_trace(*self.args, **self.kwargs)
         seen = {*self.data, *self.factors}
         values, log_priors = {}, {}
         held = {}
@@ -119,7 +120,7 @@ class ConditionedSource(SampleSource):
         known = _Known(self.model, {name: value[s] for name, value in self.samples.items()}, *self.old)
         conditioned = _Conditioned(known)
         with poutine.block(), whole_plates(), conditioned:
-            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            trace = poutine.trace(Enumeration()(self.model)).get_trace(*self.args, **self.kwargs)
         sites = dict(sites_of(trace))
         functions = {name: sites[name]["value"] for name in conditioned.moments}
         others = {*self.data, *self.factors, *functions}
