@@ -57,6 +57,10 @@ class Lift(torch.autograd.Function):
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
+    def jvp(ctx: Any, change: Tensor, _: Any) -> Tensor:
+        return change.clone()
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, torch.zeros_like(ctx.saved_tensors[0])
 

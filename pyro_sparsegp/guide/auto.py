@@ -120,6 +120,7 @@ class AutoSparseGP(Saved):
             joint_up_to=torch.inf if not self.training else LARGEST_JOINT if fewer else 0,
             rows_known=inputs,
             observing=nodes is not None or self._observing(args, kwargs),
+            sums_out=nodes is not None or self._has_data(args, kwargs),
         )
         with self.held(run.conditions):
             draws = self.perform_explained(run, args, kwargs)
@@ -160,7 +161,7 @@ class AutoSparseGP(Saved):
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         """
         self._ready(args, kwargs)
-        run = Look(self.conditions_now(median=True))
+        run = Look(self.conditions_now(median=True), draws_data=False)
         self._look(run, True, args, kwargs)
         return run.posteriors
 
@@ -250,6 +251,11 @@ class AutoSparseGP(Saved):
         if self._new_rows or not self._seen():
             return not self._new_rows
         return observes(self.model, self.observed, self.like, args, kwargs)
+
+    def _has_data(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call observes anything, asked only where discrete latents are summed out of its densities."""
+        assert self.structure is not None
+        return not self.structure.enumerated or observes(self.model, self.observed, self.like, args, kwargs)
 
     def _seen(self) -> dict[str, Any]:
         """The modules with a free posterior that have taken note of the inputs of training."""

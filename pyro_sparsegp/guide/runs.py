@@ -71,7 +71,9 @@ class Run(ABC):
     """One run of the guide: its GP sites' priors and posteriors are collected by name."""
 
     at_medians: ClassVar[bool] = False
+    draws_data: bool = True  # that are not there; or nothing is drawn in their place
     draws_left_out: ClassVar[bool] = True  # values that obs_mask= leaves out come from the model
+    sums_out: bool = True  # discrete latents that are enumerated; or they come from the model
     rows_known: bool = True  # latents of single rows are of the rows that a plate holds
 
     def __init__(self) -> None:
@@ -183,6 +185,7 @@ class Train(Run):
     :param joint_up_to: how many function values of a site are drawn jointly.
     :param rows_known: whether latents of single rows are of these rows.
     :param observing: whether the rows are a part of those of training, on which a kernel's diagonal may depend.
+    :param sums_out: whether data are there, of which discrete latents are summed out.
     """
 
     def __init__(
@@ -194,8 +197,10 @@ class Train(Run):
         joint_up_to: float = 0,
         rows_known: bool = True,
         observing: bool = True,
+        sums_out: bool = True,
     ) -> None:
         super().__init__()
+        self.sums_out = sums_out
         self.nodes = nodes or {}
         self.draws_left_out = nodes is None  # type: ignore[misc]
         self.conditions = conditions or Conditions()
@@ -232,12 +237,20 @@ class Look(Run):
     :param conditions: of families on sites.
     :param joint: function values are drawn jointly; or, where the model allows it, independently.
     :param warn: told of large joint draws, by the site's name and their number.
+    :param draws_data: whether data at the new inputs are asked for.
     """
 
+    sums_out = False
+
     def __init__(
-        self, conditions: Conditions, joint: bool = True, warn: Callable[[str, int], None] = lambda name, num: None
+        self,
+        conditions: Conditions,
+        joint: bool = True,
+        warn: Callable[[str, int], None] = lambda name, num: None,
+        draws_data: bool = True,
     ) -> None:
         super().__init__()
+        self.draws_data = draws_data
         self.conditions, self.joint, self.warn = conditions, joint, warn
         self.given(conditions)
 

@@ -41,6 +41,7 @@ class Structure:
     :param meeting: those of them with several outputs that meet in a term.
     :param columns: for each GP site, how many columns its inputs have.
     :param coupled: latents whose draws free posteriors follow.
+    :param enumerated: discrete latents, which are summed out.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Structure:
     meeting: list[str] = field(default_factory=list)
     columns: dict[str, int] = field(default_factory=dict)
     coupled: list[str] = field(default_factory=list)
+    enumerated: list[str] = field(default_factory=list)
 
 
 Values = dict[str, Tensor]
