@@ -121,6 +121,11 @@ class StepsOnBackward(Coefficients):
         """Have a step taken for a pass that was differentiated."""
         self._heard[id(heard)] = heard
 
+    def noted(self) -> list[Heard]:
+        """What is noted, which is now another's to :meth:`note`: no step is taken for it here."""
+        noted, self._heard = list(self._heard.values()), {}
+        return noted
+
     def next_rate(self) -> float:
         """ρ of the next step."""
         if self._count is None:
