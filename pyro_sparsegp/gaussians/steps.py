@@ -135,6 +135,11 @@ class StepsOnBackward(Coefficients):
             self._count = int(self.steps)
         return self._count
 
+    def noted(self) -> list[Heard]:
+        """What is noted, which is now another's to :meth:`note`: no step is taken for it here."""
+        noted, self._heard = list(self._heard.values()), {}
+        return noted
+
     def next_rate(self) -> float:
         """ρ of the next step."""
         return float(self.rate(self.steps_taken)) if callable(self.rate) else float(self.rate)

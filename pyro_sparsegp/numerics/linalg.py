@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Optional
 
 import torch
@@ -13,6 +15,7 @@ __all__ = [
     "NumericalWarning",
     "cholesky",
     "default_jitter",
+    "flags_kept",
     "gaussian_kl",
     "root_of_inverse",
     "row_squares",
@@ -38,6 +41,22 @@ def wider(x: Tensor) -> torch.dtype:
 def default_jitter(dtype: torch.dtype) -> float:
     """Relative jitter of the first Cholesky attempt: 1e-8 in float64, 1e-6 in float32."""
     return 1e-8 if dtype == torch.float64 else 1e-6
+
+
+_FLAGS: ContextVar[Optional[list[Tensor]]] = ContextVar("flags of Cholesky factorisations", default=None)
+
+
+@contextmanager
+def flags_kept() -> Iterator[list[Tensor]]:
+    """Have :func:`cholesky` try the first jitter only and leave its flag, not 0 where there is no factor, to whoever
+    reads the list: nothing is read back from the device.
+    """
+    flags: list[Tensor] = []
+    token = _FLAGS.set(flags)
+    try:
+        yield flags
+    finally:
+        _FLAGS.reset(token)
 
 
 class _Factor(torch.autograd.Function):
@@ -96,7 +115,7 @@ def cholesky(
 
     ε starts at ``jitter`` and grows tenfold, four times at most; s is ``scale``, by default the mean of A's
     diagonal, so the jitter is relative. One integer per matrix is read back to see whether the factorisation
-    failed, as in :func:`torch.linalg.cholesky`; nothing else leaves the device.
+    failed, as in :func:`torch.linalg.cholesky`; nothing else leaves the device. (Within :func:`flags_kept` none is.)
 
     :param matrix: symmetric, ``(..., M, M)``.
     :param jitter: relative jitter; ``None`` is :func:`default_jitter` of the dtype.
@@ -121,6 +140,10 @@ def cholesky(
             factor, info = torch.linalg.cholesky_ex(matrix + level * unit if level > 0 else matrix)
         else:
             factor, info = _Factor.apply(matrix, level * scale, dtype)
+        flags = _FLAGS.get()
+        if flags is not None:
+            flags.append(info)
+            return factor
         if not info.any():
             if attempt > 0:
                 warnings.warn(
