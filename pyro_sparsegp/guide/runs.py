@@ -44,6 +44,8 @@ class Met:
     def free(self, kind: type[Site], new_rows: bool = False) -> Any:
         """The posterior, of a free family."""
         give = self.module.predict if new_rows else self.module
+        if self.drawn is None:
+            return give(self.process, self.name, kind)
         return give(self.process, self.name, kind, self.drawn)
 
 
