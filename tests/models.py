@@ -151,7 +151,7 @@ def by_gradients(family):
     return family.learning(natural=False) if isinstance(family, FreeFormFamily) else family
 
 
-def maximise(model, family, *args, num_nodes=2, iterations=200, seed=0):
+def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
     """A guide whose bound is at its maximum by L-BFGS, and the bound."""
     pyro.set_rng_seed(seed)
     guide = family if isinstance(family, AutoSparseGP) else AutoSparseGP(model, by_gradients(family))

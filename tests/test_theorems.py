@@ -163,7 +163,7 @@ def additive_bounds():
 
     def bound(kind, **options):
         family = kind([z, z, None, None], trainable=False, **options)
-        return maximise(gaussian(kernel, NOISE), family, x, y, iterations=250)[1]
+        return maximise(gaussian(kernel, NOISE), family, x, y, iterations=120)[1]
 
     return {
         "mean field": bound(MeanFieldAdditive),
