@@ -108,7 +108,7 @@ def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter", "ignore:the weights p/q:UserWarning")
 def test_leave_one_out_by_streaming_takes_the_guides_own_target():
     """Towards expectation propagation's target its draws have equal weights; towards the bound's they have not."""
-    x, y = data(40)
+    x, y = data(80)
 
     poisson = one_function(kernels.RBF(0.5), lambda f: dist.Poisson(f.exp()))
     for model, seen, tolerance in ((gaussian, y, 1e-5), (poisson, torch.poisson((y + 1).clamp(0)), 0.4)):

@@ -161,15 +161,15 @@ def additive_bounds():
     z = torch.linspace(0, 1, 4)[:, None]
     num = 4 + 4 + 2 + 1
 
-    def bound(kind, **options):
+    def bound(kind, iterations=120, **options):
         family = kind([z, z, None, None], trainable=False, **options)
-        return maximise(gaussian(kernel, NOISE), family, x, y, iterations=120)[1]
+        return maximise(gaussian(kernel, NOISE), family, x, y, iterations=iterations)[1]
 
     return {
         "mean field": bound(MeanFieldAdditive),
         "coupled": bound(CoupledPrecision),
-        "full rank": bound(CoupledPrecision, rank=num),
-        "identity, full rank": bound(CoupledPrecision, rank=num, base="identity"),
+        "full rank": bound(CoupledPrecision, 600, rank=num),
+        "identity, full rank": bound(CoupledPrecision, 600, rank=num, base="identity"),
         "covariance": bound(CoupledCovariance),
         "evidence": evidence(x, y, kernel),
     }
