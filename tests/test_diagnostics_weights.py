@@ -407,7 +407,7 @@ def test_scores_of_mixtures_agree_with_draws(monkeypatch):
 def test_scores_of_other_likelihoods(model, method):
     x, y = data(model, num=50)
     guide = AutoSparseGP(model, SVGP(10))
-    train(model, guide, x, y, steps=25, lr=0.08)
+    train(model, guide, x, y, steps=40, lr=0.05)
     new, seen = data(model, num=150, seed=7)
     found = diagnostics.predictive_scores(model, guide, new, seen, num_samples=30)
     assert found.method == method
@@ -450,7 +450,7 @@ def test_coverage_of_every_family(name):
             for _ in range(3):
                 ep.sweep(x[:100], y[:100])
         elif any(True for _ in guide.parameters()):
-            maximise(model, guide, x[:100], y[:100], iterations=30)
+            maximise(model, guide, x[:100], y[:100], iterations=50)
         covered.append(diagnostics.predictive_scores(model, guide, x[100:], y[100:], num_samples=1).coverage(0.95))
     assert 0.93 <= np.mean(covered) <= 0.97, covered
 
@@ -475,7 +475,7 @@ def test_a_confident_guide_is_found_out():
     """Hyperparameters' posterior with a tenth of its spread: k-hat of the weights and coverage both say so."""
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SGPR(12))
-    train(regression, guide, x, y, steps=60, lr=0.1)
+    train(regression, guide, x, y, steps=120, lr=0.06)
     good = diagnostics.psis(regression, guide, x, y, num_samples=100, target="fitc", seed=0)
     with torch.no_grad():
         for name in ("noise", "scale", "length"):

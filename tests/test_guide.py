@@ -427,7 +427,7 @@ class TestSites:
     def test_posterior_predictive(self):
         x, y = data(num=80)
         guide = AutoSparseGP(regression, SVGP(15))
-        train(regression, guide, x, y, steps=100, lr=0.08)
+        train(regression, guide, x, y, steps=200, lr=0.04)
         new, target = data(num=40, seed=3)
         for draws in (
             Predictive(regression, guide=guide, num_samples=60)(new)["y"],

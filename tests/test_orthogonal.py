@@ -31,8 +31,8 @@ EXACT = TraceQuadrature_ELBO(2)
 @pytest.fixture
 def line():
     generator = torch.Generator().manual_seed(0)
-    x = 2 * torch.rand(40, 1, generator=generator, dtype=torch.float64)
-    return x, torch.sin(4 * x[:, 0]) + NOISE * torch.randn(40, generator=generator, dtype=torch.float64)
+    x = 2 * torch.rand(50, 1, generator=generator, dtype=torch.float64)
+    return x, torch.sin(4 * x[:, 0]) + NOISE * torch.randn(50, generator=generator, dtype=torch.float64)
 
 
 def bound(family, x, y, model=MODEL, steps=0):
@@ -331,8 +331,8 @@ def test_decoupled_means_learn_and_come_back(line):
     pyro.clear_param_store()
     family = OrthogonallyDecoupled(Z, 30, num_columns=8)
     guide = AutoSparseGP(MODEL, family)
-    train(MODEL, guide, x, y, steps=150, lr=0.1)
-    few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=100)[1]
+    train(MODEL, guide, x, y, steps=400, lr=0.1)
+    few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=300)[1]
     with torch.no_grad():
         assert -EXACT.loss(MODEL, guide, x, y) > few + 5
     again = AutoSparseGP(MODEL, family)

@@ -168,8 +168,8 @@ def additive_bounds():
     return {
         "mean field": bound(MeanFieldAdditive),
         "coupled": bound(CoupledPrecision),
-        "full rank": bound(CoupledPrecision, 600, rank=num),
-        "identity, full rank": bound(CoupledPrecision, 600, rank=num, base="identity"),
+        "full rank": bound(CoupledPrecision, 400, rank=num),
+        "identity, full rank": bound(CoupledPrecision, 200, rank=num, base="identity"),
         "covariance": bound(CoupledCovariance),
         "evidence": evidence(x, y, kernel),
     }
