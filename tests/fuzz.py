@@ -1194,6 +1194,8 @@ def evaluation(fitted: Fit) -> None:
     iterated = c.family.keeps_sites and c.likelihood not in GAUSSIAN
     if c.family.name == "SparseEP" or iterated or c.family.options.get("num_columns") is not None:
         return
+    if c.family.keeps_sites and not all(status["converged"] for status in fitted.guide.site_status.values()):
+        return  # actions that follow the residual are no linear system; the status tells
     objective = TraceQuadrature_ELBO(6)
     pyro.set_rng_seed(3)
     with torch.no_grad():
