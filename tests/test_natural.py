@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
@@ -23,7 +24,7 @@ from pyro_sparsegp.families import (
     OrthogonallyDecoupled,
     WeightSpace,
 )
-from pyro_sparsegp.gaussians import Falling, LowRankGaussian, NaturalGaussian, NaturalLowRank, from_natural
+from pyro_sparsegp.gaussians import Diagonal, Falling, LowRankGaussian, NaturalGaussian, NaturalLowRank, from_natural
 
 from .models import bernoulli, data, gaussian, poisson, regression
 
@@ -135,6 +136,100 @@ def test_coupled_blocks_do_not_diverge():
     losses = [svi.step(x, y) for _ in range(12)]
     assert max(losses[2:]) < losses[1] + 1e-3 * abs(losses[1])
     assert losses[-1] == pytest.approx(losses[3], rel=1e-6)
+
+
+def masked(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    seen = torch.arange(len(x)) % 3 > 0 if y is None else y.isfinite()
+    with pyro.plate("data", len(x)), poutine.mask(mask=seen):
+        return pyro.sample("y", dist.Normal(f, 0.2), obs=None if y is None else y.nan_to_num())
+
+
+def weighted(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("data", len(x)), poutine.scale(scale=3.0):
+        return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+
+@pytest.mark.parametrize("case", ["one row", "fewer rows than points", "missing values", "weighted rows"])
+def test_one_step_of_unusual_data_is_the_optimum(case):
+    x, y = data()
+    model, z = gaussian(KERNEL), x[:12]
+    if case == "one row":
+        x, y, z = x[:1], y[:1], x[:1]
+    elif case == "fewer rows than points":
+        x, y = x[20:25], y[20:25]
+    elif case == "missing values":
+        model, y = masked, torch.where(torch.arange(len(y)) % 4 == 0, torch.nan, y)
+    else:
+        model = weighted
+    guide, svi = svi_of(model, SVGP(z, trainable=False))
+    svi.step(x, y)
+    best = AutoSparseGP(model, SGPR(z, trainable=False))
+    best(x, y)
+    q, p = guide.posterior(x)["f"], best.posterior(x)["f"]
+    torch.testing.assert_close(q.mean, p.mean, atol=1e-8, rtol=0)
+    torch.testing.assert_close(q.variance, p.variance, atol=1e-8, rtol=0)
+
+
+def test_sites_that_meet_in_one_density():
+    """Each site's step has the other's mean before it: together they overshoot at first, then near the optimum."""
+    x, y = data()
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        g = pyro.sample("g", GaussianProcess(kernels.RBF(1.0), x[:, :1]))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f + g, 0.2), obs=y)
+
+    def families(kind):
+        return {"f": kind(x[:10], trainable=False, rate=0.5), "g": kind(x[:5, :1], trainable=False, rate=0.5)}
+
+    _, svi = svi_of(model, AutoSparseGP(model, families(SVGP)))
+    losses = [svi.step(x, y) for _ in range(50)]
+    best = AutoSparseGP(model, families(SGPR))
+    best(x, y)
+    assert -1e-6 < losses[-1] - TraceQuadrature_ELBO(2).loss(model, best, x, y) < 4
+    assert losses[0] - losses[-1] > 500
+
+
+def test_each_backward_pass_is_a_step_with_or_without_an_optimiser():
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, svi = svi_of(model, SVGP(x[:8]))
+    guide(x, y)
+    for _ in range(3):  # gradients that add up
+        svi.loss_and_grads(model, guide, x, y)
+    assert coefficients(guide).steps == 3
+    assert guide.gps.f.basis.inputs_0_unconstrained.grad.abs().sum() > 0
+
+
+def test_other_dtypes_carry_q_over():
+    x, y = data()
+    guide, svi = svi_of(gaussian(KERNEL), SVGP(x[:8]))
+    svi.step(x, y)
+    before = guide.posterior(x)["f"].mean
+    torch.testing.assert_close(guide.float().posterior(x.float())["f"].mean, before.float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(guide.double().posterior(x)["f"].mean, before, atol=1e-4, rtol=1e-4)
+
+
+def test_what_has_no_natural_steps_takes_gradients():
+    decoupled = OrthogonallyDecoupled(6, 6, num_columns=3)
+    assert not decoupled.is_natural
+    assert SVGP(6).is_natural
+    with pytest.raises(ValueError, match="rate is that of natural steps"):
+        OrthogonallyDecoupled(6, 6, num_columns=3, rate=0.5)
+
+    class MeanField(SVGP):
+        def new_coefficients(self):
+            return Diagonal
+
+    x, y = data()
+    assert not MeanField(6).is_natural
+    _, svi = svi_of(gaussian(KERNEL), MeanField(6))
+    assert svi.step(x, y) > svi.step(x, y)
+    with pytest.raises(ValueError, match="full covariance or the prior's; got 'Diagonal'"):
+        AutoSparseGP(gaussian(KERNEL), MeanField(6, natural=True))(x, y)
 
 
 def test_independent_outputs_each_take_their_own_step():
