@@ -44,6 +44,14 @@ class _MeanAndRoot(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def jvp(ctx: Any, dgram: Tensor, dpull: Tensor) -> tuple[Tensor, Tensor]:
+        loc, root = ctx.saved_tensors
+        inner = root.mT @ dgram @ root
+        change = -root @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal()))
+        return root @ (root.mT @ (dpull - dgram @ loc)), change
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -57,6 +57,10 @@ class Lift(torch.autograd.Function):
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
+    def jvp(ctx: Any, change: Tensor, _: Any) -> Tensor:
+        return change.clone()
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, torch.zeros_like(ctx.saved_tensors[0])
 
@@ -124,11 +128,21 @@ class StepsOnBackward(Coefficients):
         self._heard[id(heard)] = heard
         due(self, self.settle)  # by several processes at once
 
-    def next_rate(self) -> float:
-        """ρ of the next step."""
+    @property
+    def steps_taken(self) -> int:
+        """How many steps have been taken."""
         if self._count is None:
             self._count = int(self.steps)
-        return float(self.rate(self._count)) if callable(self.rate) else float(self.rate)
+        return self._count
+
+    def noted(self) -> list[Heard]:
+        """What is noted, which is now another's to :meth:`note`: no step is taken for it here."""
+        noted, self._heard = list(self._heard.values()), {}
+        return noted
+
+    def next_rate(self) -> float:
+        """ρ of the next step."""
+        return float(self.rate(self.steps_taken)) if callable(self.rate) else float(self.rate)
 
     def skip(self, num: int) -> None:
         """Go on at the rate of a step so many later."""

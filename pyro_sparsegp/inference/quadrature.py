@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any, Optional
+from typing import Any, Optional, Union
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,11 +23,12 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP
-from ..posterior.drawing import NodeSite
+from ..posterior.drawing import OTHER_LATENTS, NodeSite
 from ..program.dependence import COUPLED, DATAWISE
 from ..program.facts import Structure
 from ..program.traces import held_trace
 from ..warned import warn_once
+from .compiled import BACKENDS, CompiledSteps
 from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
@@ -81,11 +83,24 @@ class TraceQuadrature_ELBO(ELBO):
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
+    With ``compile=True`` a step of training, ``svi.step``, is traced to a graph of torch's operations, forward and
+    backward, when arguments of its kind (shapes, dtypes, numbers) come for the second time, and replayed without Python
+    from then on; ``compile="inductor"`` has :func:`torch.compile` make code of the graph, which takes a C++ compiler
+    and up to a minute, and is quicker still. Losses, gradients and errors are those without. What the model reads
+    besides (parameters, buffers, tensors and numbers in closures, globals, attributes) is looked up or compared at each
+    step. What a trace can't hold warns once, says why, and runs as without: families on sites, control flow by values,
+    NumPy's random numbers, handlers around the step or the guide, batch normalisation. Of anything else that changes
+    from step to step beyond reach, such as a file, only a check by a step that is not compiled, at the 1st, 2nd, 4th,
+    8th, … replay, tells.
+
     :param num_nodes: K, nodes an axis.
     :param num_particles: draws of other latents, averaged.
+    :param compile: ``True`` or ``"inductor"``: steps of training are compiled.
     """
 
-    def __init__(self, num_nodes: int = 20, num_particles: int = 1, **kwargs: Any) -> None:
+    def __init__(
+        self, num_nodes: int = 20, num_particles: int = 1, compile: Union[bool, str] = False, **kwargs: Any
+    ) -> None:
         if not isinstance(num_nodes, int) or num_nodes < 1:
             raise ValueError(f"TraceQuadrature_ELBO's num_nodes must be a whole number of at least 1, got {num_nodes}")
         if kwargs.get("vectorize_particles"):
@@ -93,8 +108,12 @@ class TraceQuadrature_ELBO(ELBO):
                 "TraceQuadrature_ELBO does not take vectorize_particles=True: function values are event dimensions "
                 "that become batch dimensions of the data. Use vectorize_particles=False, or more num_nodes."
             )
+        if compile not in BACKENDS:
+            raise ValueError(f"TraceQuadrature_ELBO's compile must be True, False or 'inductor', got {compile!r}")
         super().__init__(num_particles=num_particles, **kwargs)
-        self.num_nodes = num_nodes
+        self.num_nodes, self.compile = num_nodes, compile
+        self._settled = False  # no other way through a model is tried than the one that was found
+        self._compiled: WeakKeyDictionary[AutoSparseGP, CompiledSteps] = WeakKeyDictionary()
         nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)  # for the weight exp(−t²/2)
         self._nodes = torch.from_numpy(nodes)
         self._weights = torch.from_numpy(weights / weights.sum())
@@ -119,13 +138,28 @@ class TraceQuadrature_ELBO(ELBO):
 
         :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        value = self._value(loss, guide, args, kwargs)
-        if loss.requires_grad:
-            loss.backward(retain_graph=self.retain_graph)
-            self._check_gradients(poutine.unwrap(guide))
-        self._watch(poutine.unwrap(guide), value)
+        unwrapped: Any = poutine.unwrap(guide)
+        value = self._replayed(model, guide, unwrapped, args, kwargs) if self.compile else None
+        if value is None:
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            value = self._value(loss, guide, args, kwargs)
+            if loss.requires_grad:
+                loss.backward(retain_graph=self.retain_graph)
+                self._check_gradients(unwrapped)
+        self._watch(unwrapped, value)
         return value
+
+    def _replayed(
+        self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> Optional[float]:
+        """The loss of a compiled step, if this one is."""
+        if not torch.is_grad_enabled() or not isinstance(unwrapped, AutoSparseGP) or model != unwrapped.model:
+            return None
+        if unwrapped not in self._compiled:
+            plain = copy.copy(self)
+            plain._settled, plain._compiled = True, WeakKeyDictionary()
+            self._compiled[unwrapped] = CompiledSteps(plain.differentiable_loss, self.compile == "inductor")
+        return self._compiled[unwrapped].step(model, guide, unwrapped, args, kwargs)
 
     def _watch(self, guide: Any, value: float) -> None:
         """Warn once if the loss has risen a hundredfold where q is in coordinates in which Adam's steps overshoot."""
@@ -187,7 +221,10 @@ class TraceQuadrature_ELBO(ELBO):
         """Minus the bound as a scalar tensor."""
         unwrapped = poutine.unwrap(guide)
         if not isinstance(unwrapped, AutoSparseGP):
-            raise ValueError(f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}")
+            raise ValueError(
+                f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a "
+                f"model's sites; {OTHER_LATENTS}."
+            )
         if model != unwrapped.model:
             raise ValueError(
                 "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap "
@@ -308,6 +345,8 @@ class TraceQuadrature_ELBO(ELBO):
         ]
         # Families on sites read the model while the guide runs: that run stays outside of vmap.
         first = self._ways.get(guide, 1 if guide.on_sites or outside else 0)
+        if self._settled:
+            return ways[first]()
         for way in range(first, len(ways)):
             state = torch.get_rng_state()
             try:

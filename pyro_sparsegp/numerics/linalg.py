@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Optional
 
 import torch
@@ -13,6 +15,7 @@ __all__ = [
     "NumericalWarning",
     "cholesky",
     "default_jitter",
+    "flags_kept",
     "gaussian_kl",
     "root_of_inverse",
     "row_squares",
@@ -40,6 +43,22 @@ def default_jitter(dtype: torch.dtype) -> float:
     return 1e-8 if dtype == torch.float64 else 1e-6
 
 
+_FLAGS: ContextVar[Optional[list[Tensor]]] = ContextVar("flags of Cholesky factorisations", default=None)
+
+
+@contextmanager
+def flags_kept() -> Iterator[list[Tensor]]:
+    """Have :func:`cholesky` try the first jitter only and leave its flag, not 0 where there is no factor, to whoever
+    reads the list: nothing is read back from the device.
+    """
+    flags: list[Tensor] = []
+    token = _FLAGS.set(flags)
+    try:
+        yield flags
+    finally:
+        _FLAGS.reset(token)
+
+
 class _Factor(torch.autograd.Function):
     # The factor of A + εsI in a narrower dtype than A's. The gradient by L comes in that dtype: to go on in A's would
     # cost more and add no digits.
@@ -54,6 +73,7 @@ class _Factor(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(output[0])
+        ctx.save_for_forward(output[0])
         ctx.wide = inputs[0].dtype
         ctx.mark_non_differentiable(output[1])
 
@@ -66,6 +86,14 @@ class _Factor(torch.autograd.Function):
         inner.diagonal(dim1=-2, dim2=-1).mul_(0.5)
         right = torch.linalg.solve_triangular(factor, 0.5 * (inner + inner.mT), upper=False, left=False)
         return torch.linalg.solve_triangular(factor.mT, right, upper=True).to(ctx.wide), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        # dL = L tril½(L⁻¹ dA L⁻ᵀ), tril½ the lower triangle with its diagonal halved (Murray, 2016, eq. 8).
+        left = torch.linalg.solve_triangular(factor, change.to(factor), upper=False)
+        inner = torch.linalg.solve_triangular(factor.mT, left, upper=True, left=False)
+        return factor @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> Any:
@@ -87,7 +115,7 @@ def cholesky(
 
     ε starts at ``jitter`` and grows tenfold, four times at most; s is ``scale``, by default the mean of A's
     diagonal, so the jitter is relative. One integer per matrix is read back to see whether the factorisation
-    failed, as in :func:`torch.linalg.cholesky`; nothing else leaves the device.
+    failed, as in :func:`torch.linalg.cholesky`; nothing else leaves the device. (Within :func:`flags_kept` none is.)
 
     :param matrix: symmetric, ``(..., M, M)``.
     :param jitter: relative jitter; ``None`` is :func:`default_jitter` of the dtype.
@@ -112,6 +140,10 @@ def cholesky(
             factor, info = torch.linalg.cholesky_ex(matrix + level * unit if level > 0 else matrix)
         else:
             factor, info = _Factor.apply(matrix, level * scale, dtype)
+        flags = _FLAGS.get()
+        if flags is not None:
+            flags.append(info)
+            return factor
         if not info.any():
             if attempt > 0:
                 warnings.warn(
@@ -192,10 +224,15 @@ class _RowSquares(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return (2 * grad)[..., None] * ctx.saved_tensors[0]
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> Tensor:
+        return 2 * (ctx.saved_tensors[0] * change).sum(-1)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
