@@ -728,7 +728,7 @@ def test_sweeps_reach_the_best_precision_of_the_form(base):
 def test_low_rank_storage_is_linear_in_the_number_of_terms():
     module = NaturalLowRank([4] * 30, (), torch.zeros(()), rank=2)
     assert max(part.numel() for part in module.buffers()) == 16
-    assert sum(part.numel() for part in module.buffers()) == 30 * (16 + 8 + 4) + 1
+    assert sum(part.numel() for part in module.buffers()) == 30 * (16 + 16 + 8 + 4) + 1
 
 
 def test_low_rank_training_goes_on_where_it_was():
@@ -741,3 +741,39 @@ def test_low_rank_training_goes_on_where_it_was():
     torch.testing.assert_close(guide.posterior(x)["f"].variance, other.posterior(x)["f"].variance)
     q = other.posterior(x)["f"]
     assert (torch.linalg.eigvalsh(q.coefficients.covariance_matrix) > 0).all()
+
+
+def test_low_rank_sites_keep_their_meaning_under_another_l():
+    """Against the dense precision, and the hyperparameters' gradient through it."""
+    sizes, softness = [4, 5, 1], 0.03
+    module = NaturalLowRank(sizes, (), torch.zeros(()), rank=2, rate=1.0)
+    one, other = ([torch.eye(n) + 0.3 * torch.randn(n, n).tril() for n in sizes[:2]] for _ in range(2))
+    phi, y = list(torch.randn(30, 10).split(sizes, -1)), torch.randn(30)
+    module.start([*one, None], phi)
+    for _ in range(3):
+        q = module([*one, None])
+        mean, change = q.moments(phi)
+        (2 * (mean - y).square().sum() + 2 * change.sum() + q.kl()).backward()
+    precision = torch.linalg.inv(module([*one, None]).covariance_matrix)
+    pull = precision @ torch.cat(module([*one, None]).loc)
+
+    def soft(lower):
+        return lower + softness * (lower.square().sum() / len(lower)).sqrt() * torch.eye(len(lower))
+
+    def dense(lowers):
+        turn = torch.block_diag(*[torch.linalg.solve(soft(a), soft(b)) for a, b in zip(one, lowers)], torch.eye(1))
+        whole = torch.eye(10) + turn.mT @ (precision - torch.eye(10)).detach() @ turn
+        return torch.linalg.solve(whole, turn.mT @ pull.detach()), torch.linalg.inv(whole)
+
+    def value(mean, covariance):
+        return mean.sin().sum() + (covariance * torch.arange(100.0).reshape(10, 10).sin()).sum()
+
+    leaves = [lower.requires_grad_() for lower in other]
+    mean, covariance = dense(leaves)
+    q = module([*leaves, None])
+    torch.testing.assert_close(torch.cat(q.loc), mean)
+    torch.testing.assert_close(q.covariance_matrix, covariance)
+    expected = torch.autograd.grad(value(mean, covariance), leaves)
+    found = torch.autograd.grad(value(torch.cat(q.loc), q.covariance_matrix), leaves)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a.tril(), b.tril(), rtol=1e-6, atol=1e-8)
