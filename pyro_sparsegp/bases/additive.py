@@ -48,6 +48,10 @@ class AdditiveFeatures(Features):
             start = stop
         return whole
 
+    @property
+    def anchors(self) -> list[Optional[Tensor]]:
+        return [anchor for part in self.parts for anchor in part.anchors]
+
     def components(self) -> list[Component]:
         found: list[Component] = []
         start = 0

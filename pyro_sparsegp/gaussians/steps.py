@@ -25,7 +25,7 @@ from .base import Coefficients, Gaussian
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["KNOWN", "Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious"]
+__all__ = ["KNOWN", "Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious", "softened"]
 
 KNOWN = 9  # steps that a start with a known mean counts for
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
@@ -281,6 +281,16 @@ def weighed(module: StepsOnBackward, heard: Heard, shape: torch.Size, inner: boo
     if zero.requires_grad:
         zero.register_hook(hear)
     return zero
+
+
+def softened(anchor: Tensor, softness: float) -> Tensor:
+    """L + ηsI, s² the mean of diag(LLᵀ)."""
+    if not softness:
+        return anchor
+    size = anchor.shape[-1]
+    scale = (anchor.square().sum((-2, -1)) / size).sqrt()
+    eye = torch.eye(size, dtype=anchor.dtype, device=anchor.device)
+    return anchor + (softness * scale)[..., None, None] * eye
 
 
 def cautious(shift: Tensor, heard: Heard) -> Tensor:
