@@ -44,7 +44,9 @@ class Met:
     def free(self, kind: type[Site], new_rows: bool = False) -> Any:
         """The posterior, of a free family."""
         give = self.module.predict if new_rows else self.module
-        return give(self.process, self.name, kind, *(() if self.drawn is None else (self.drawn,)))
+        if self.drawn is None:
+            return give(self.process, self.name, kind)
+        return give(self.process, self.name, kind, self.drawn)
 
 
 @dataclass
