@@ -296,6 +296,15 @@ class TraceQuadrature_ELBO(ELBO):
             # The guide runs as it is; only the model's second run, with all values held, sees the nodes.
             return held_at(*run())
 
+        if expected is not None and expected.values is not None:
+            with pyro.validation_enabled(False):
+                at_means: dict[str, Optional[Tensor]] = dict.fromkeys(expected.gps)
+                model_trace, guide_trace, values = guide.at_nodes(at_means, wrapped, args, kwargs)
+                if expected.hold(model_trace):
+                    total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
+                    return total + _log_density_minus_kl(model_trace, guide_trace, expected.sites)
+            self._expectations[guide] = None
+            return self._bound(guide, wrapped, args, kwargs)
         if expected is not None:
             model_trace, guide_trace, values = run()
             total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
