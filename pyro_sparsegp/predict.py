@@ -57,7 +57,7 @@ def predict(
         draws = list(_from_guide(model, result, 100 if num_samples is None else num_samples, joint, args, kwargs))
     else:
         samples, (old_args, old_kwargs) = _samples_and_data(result, data)
-        model = _bare(model)
+        model = bare_model(model)
         available = len(next(iter(samples.values())))
         if num_samples is not None and not 0 < num_samples <= available:
             raise ValueError(f"num_samples is {num_samples}, the MCMC result has {available} draws")
@@ -110,8 +110,12 @@ def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tupl
 
 def divergences(result: MCMC) -> list[list[int]]:
     """The numbers of the draws whose transitions diverged, of each chain."""
-    chains = getattr(result, "_diagnostics", None) or []
-    return [sorted(set((chain or {}).get("divergences", []))) for chain in chains]
+    return [sorted(set(chain.get("divergences", []))) for chain in chain_diagnostics(result)]
+
+
+def chain_diagnostics(result: MCMC) -> list[dict[str, Any]]:
+    """What the kernel said of each chain at its end."""
+    return [chain or {} for chain in getattr(result, "_diagnostics", None) or []]
 
 
 def _warn_of_divergences(result: MCMC) -> None:
@@ -127,7 +131,7 @@ def _warn_of_divergences(result: MCMC) -> None:
         )
 
 
-def _bare(model: Callable) -> Callable:
+def bare_model(model: Callable) -> Callable:
     """The model under any whitening, whose draws predict takes back to function values itself."""
     while isinstance(model, ReparamHandler) and isinstance(model.msngr.config, Whitening):
         model = model.fn

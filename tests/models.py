@@ -15,6 +15,7 @@ from pyro_sparsegp.families import (
     ConditionalSGPR,
     CoupledCovariance,
     CoupledPrecision,
+    FreeFormFamily,
     FreeSites,
     MeanFieldAdditive,
     OrthogonalInducing,
@@ -25,6 +26,7 @@ from pyro_sparsegp.families import (
 # The registry the contract test runs over.
 FAMILIES = {
     "SVGP": SVGP(12),
+    "SVGPGradients": SVGP(12, natural=False),
     "OrthogonalInducing": OrthogonalInducing(6, 6),
     "OrthogonalInducing3": OrthogonalInducing(5, [4, 3]),
     "OrthogonallyDecoupled": OrthogonallyDecoupled(6, 6),
@@ -33,6 +35,7 @@ FAMILIES = {
     "MeanFieldAdditive": MeanFieldAdditive(6),
     "CoupledCovariance": CoupledCovariance(6),
     "CoupledPrecision": CoupledPrecision(6),
+    "CoupledPrecisionGradients": CoupledPrecision(6, natural=False),
     "CoupledPrecisionIdentity": CoupledPrecision(6, rank=8, base="identity"),
     "AdditiveSGPR": AdditiveSGPR(6),
     "AdditiveFreeSites": AdditiveFreeSites(6),
@@ -130,10 +133,17 @@ def train(model, guide, *args, steps=200, lr=0.02, loss=None, **kwargs):
     return [svi.step(*args, **kwargs) for _ in range(steps)]
 
 
+def by_gradients(family):
+    """The family, with q's mean and scale for parameters, which a line search can move to and fro."""
+    if isinstance(family, dict):
+        return {name: by_gradients(part) for name, part in family.items()}
+    return family.learning(natural=False) if isinstance(family, FreeFormFamily) else family
+
+
 def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
     """A guide whose bound is at its maximum by L-BFGS, and the bound."""
     pyro.set_rng_seed(seed)
-    guide = family if isinstance(family, AutoSparseGP) else AutoSparseGP(model, family)
+    guide = family if isinstance(family, AutoSparseGP) else AutoSparseGP(model, by_gradients(family))
     guide(*args)
     bound = TraceQuadrature_ELBO(num_nodes)(model, guide)
     bound(*args)

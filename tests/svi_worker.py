@@ -4,6 +4,7 @@ python tests/svi_worker.py RANK WORLD FILE MODES: a share of the rows, and each 
 """
 
 import sys
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -11,7 +12,7 @@ import torch
 from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
-from pyro_sparsegp.families import SVGP
+from pyro_sparsegp.families import SVGP, CoupledPrecision
 from pyro_sparsegp.inference.distributed import SharedOptim, agree, sharing
 
 NUM, BATCH = 60, 20
@@ -46,8 +47,9 @@ def run(data, mode, group=None, start=0.0):
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
     z = torch.linspace(0, 4, 7)[:, None] + start  # all start from the first process's
-    guide = AutoSparseGP(model, SVGP(z, start="prior"))
-    if mode == "loop":
+    family = CoupledPrecision([z], rank=2, base="block") if mode == "low rank" else SVGP(z, natural=mode != "gradients")
+    guide = AutoSparseGP(model, replace(family, start="prior"))
+    if mode in ("loop", "low rank"):
         optim = pyro.optim.Adam({"lr": 0.05})
         svi = pyro.infer.SVI(model, guide, SharedOptim(optim) if group else optim, TraceQuadrature_ELBO())
         guide(*data[0], size=NUM)
@@ -66,7 +68,7 @@ def run(data, mode, group=None, start=0.0):
         "losses": torch.tensor(losses),
         "mean": q.mean.detach(),
         "variance": q.variance.detach(),
-        "inputs": guide.gps.f.basis.inputs[0].detach(),
+        "inputs": next(v for n, v in guide.named_parameters() if "inputs" in n).detach(),
         "length": pyro.param("length").detach(),
         "scale": guide.locs.scale.detach(),
     }

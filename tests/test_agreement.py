@@ -50,7 +50,7 @@ def test_gpytorchs_variational_strategy():
 
     jitter = gpytorch.settings.variational_cholesky_jitter.value(torch.float64)
     model = gaussian(SCALE * kernels.Matern32(LENGTH), NOISE, jitter=jitter)
-    guide = AutoSparseGP(model, SVGP(z))
+    guide = AutoSparseGP(model, SVGP(z, natural=False))
     guide(x, y)
     guide.gps.f.coefficients.loc_0 = m
     guide.gps.f.coefficients.scale_tril_0 = tril

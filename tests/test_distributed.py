@@ -52,7 +52,7 @@ def test_a_group_needs_torch_distributed():
 
 
 def test_svi(tmp_path):
-    file, modes = tmp_path / "meeting", ("batches", "whole", "loop")
+    file, modes = tmp_path / "meeting", ("batches", "whole", "loop", "low rank", "gradients")
     work(svi_worker, 2, ",".join(modes), file)
     for mode in modes:
         expected = svi_worker.run(svi_worker.share(0, 1, mode), mode)

@@ -134,7 +134,7 @@ class TestOwnership:
 
     def test_learning_rates_by_name(self):
         x, y = data()
-        guide = AutoSparseGP(regression, SVGP(7))
+        guide = AutoSparseGP(regression, SVGP(7, natural=False))
         guide(x, y)
         before = {name: value.clone() for name, value in guide.named_parameters()}
         optim = pyro.optim.Adam(lambda name: {"lr": 0.1 if "loc_0" in name else 0.0})
@@ -315,14 +315,14 @@ class TestState:
         guide = AutoSparseGP(regression, SVGP(7))
         guide(x, y)
         for family, said in (
-            (SVGP(5), "SVGP\\(inducing=5, whiten=True\\)"),
-            (OrthogonalInducing(4, 3), "OrthogonalInducing\\(inducing=4, orthogonal=3, whiten=True\\)"),
-            (MeanFieldAdditive(7), "MeanFieldAdditive\\(inducing=7\\)"),
+            (SVGP(5), "SVGP\\(inducing=5, whiten=True, natural=True\\)"),
+            (OrthogonalInducing(4, 3), "OrthogonalInducing\\(inducing=4, orthogonal=3, whiten=True, natural=True\\)"),
+            (MeanFieldAdditive(7), "MeanFieldAdditive\\(inducing=7, natural=True\\)"),
         ):
             other = AutoSparseGP(regression, family)
             if used:
                 other(x, y)
-            saved = r"GP site 'f' is SVGP\(inducing=7, whiten=True\)"
+            saved = r"GP site 'f' is SVGP\(inducing=7, whiten=True, natural=True\)"
             with pytest.raises(ValueError, match=rf"{saved}, this guide declares {said}"):
                 other.load_state_dict(guide.state_dict())
         with pytest.raises(ValueError, match="no family is given for GP site 'f'"):

@@ -122,6 +122,11 @@ def test_from_gpytorch(nu):
     assert all(p.grad is not None and p.grad.abs().min() > 0 for p in module.parameters())
     with pytest.raises(ValueError, match=r"from_gpytorch needs a gpytorch.kernels.Kernel, got RBF"):
         kernels.from_gpytorch(kernels.RBF())
+    rbf = gpytorch.kernels.RBFKernel()
+    for several in (gpytorch.kernels.MultitaskKernel(rbf, num_tasks=2), gpytorch.kernels.RBFKernelGrad()):
+        for kernel in (several, gpytorch.kernels.ScaleKernel(several), several + rbf):
+            with pytest.raises(ValueError, match=f"one value at each input; {type(several).__name__} has several"):
+                kernels.from_gpytorch(kernel)
 
 
 ALL = {

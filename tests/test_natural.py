@@ -339,9 +339,28 @@ def test_a_failed_factorisation_names_the_site():
     x, y = data()
     guide, svi = svi_of(gaussian(KERNEL), SVGP(x[:8], natural=True))
     svi.step(x, y)
-    coefficients(guide).gram -= 10 * torch.eye(8)
-    with pytest.raises(RuntimeError, match="positive-definite"):
+    coefficients(guide).gram[0] = torch.nan
+    with pytest.raises(RuntimeError, match=r"not positive-definite|not finite|NaN"):
         svi.step(x, y)
+
+
+def test_negative_curvatures_that_another_seat_magnifies_are_cut():
+    """As if K had become 25 times larger: u = Lw is where it was, and no variance above twice the prior's."""
+    x, y = data()
+    guide, svi = svi_of(gaussian(KERNEL), SVGP(x[:8], natural=True, trainable=False))
+    svi.step(x, y)
+    module = coefficients(guide)
+    before = guide.posterior(x)["f"].mean
+    mean = guide.posterior(x)["f"].coefficients.loc[0]
+    module.gram = -0.4 * torch.eye(8)
+    module.pull, module.seat = (5 * mean @ (torch.eye(8) + module.gram)).detach(), module.seat / 5
+    q = guide.posterior(x)["f"]
+    torch.testing.assert_close(q.coefficients.covariance_matrix, 2 * torch.eye(8))
+    torch.testing.assert_close(q.mean, before)
+    svi.step(x, y)
+    best = AutoSparseGP(guide.model, SGPR(x[:8], trainable=False))
+    best(x, y)
+    torch.testing.assert_close(guide.posterior(x)["f"].mean, best.posterior(x)["f"].mean, atol=0.3, rtol=0)
 
 
 def test_two_guides_step_apart():

@@ -280,7 +280,7 @@ class TestSparsePosterior:
     def test_variance_stays_positive_in_float32(self):
         x = torch.rand(300, 1, dtype=torch.float32)
         process = GaussianProcess(kernels.RBF(2.0), x)
-        module = SVGP(30).build(process, "f")
+        module = SVGP(30, natural=False).build(process, "f")
         module.coefficients.scale_tril_0_unconstrained.data.diagonal().fill_(-12.0)  # a posterior without doubt
         q = module(process, "f")
         assert (q.variance > 0).all()

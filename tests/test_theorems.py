@@ -53,7 +53,7 @@ Z1, Z2 = torch.rand(6, 2, dtype=torch.float64), torch.rand(5, 2, dtype=torch.flo
 def test_one_block_is_svgp_on_the_union():
     x = torch.rand(9, 2)
     process = GaussianProcess(KERNEL, x)
-    pair, union = OneBlock().build(process, "f"), SVGP(torch.cat([Z1, Z2])).build(process, "f")
+    pair, union = (f.build(process, "f") for f in (OneBlock(natural=False), SVGP(torch.cat([Z1, Z2]), natural=False)))
     noise = 0.3 * torch.randn(11), 0.3 * torch.randn(11, 11)
     for module in (pair, union):
         module.coefficients.loc_0_unconstrained.data.add_(noise[0])
@@ -68,8 +68,8 @@ def test_identity_second_block_is_the_orthogonally_decoupled_family():
     """Salimbeni et al., 2018: mean c(x, O)a, a covariance that ignores O, and KL term ½aᵀC_OO a."""
     x = torch.rand(9, 2)
     process = GaussianProcess(KERNEL, x, jitter=1e-12)
-    module = OrthogonallyDecoupled(Z1, Z2).build(process, "f")
-    solve = OrthogonalInducing(Z1, Z2).build(process, "f")
+    module = OrthogonallyDecoupled(Z1, Z2, natural=False).build(process, "f")
+    solve = OrthogonalInducing(Z1, Z2, natural=False).build(process, "f")
     for name, parameter in module.named_parameters():
         if "inputs" not in name:
             parameter.data.add_(0.3 * torch.randn(parameter.shape))
@@ -77,7 +77,7 @@ def test_identity_second_block_is_the_orthogonally_decoupled_family():
     q, s = module(process, "f"), solve(process, "f")
     torch.testing.assert_close(q.covariance_matrix, s.covariance_matrix)  # S₂ = I there, at its start
     torch.testing.assert_close(q.kl, s.kl)
-    alone = SVGP(Z1).build(process, "f")
+    alone = SVGP(Z1, natural=False).build(process, "f")
     for part in ("loc_0", "scale_tril_0"):
         getattr(alone.coefficients, part + "_unconstrained").data.copy_(
             getattr(module.coefficients, part + "_unconstrained")

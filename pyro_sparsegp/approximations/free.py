@@ -10,7 +10,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..bases import Basis
-from ..gaussians import Coefficients
+from ..gaussians import Coefficients, Drawn, Following
 from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -33,6 +33,7 @@ class SparseGP(AbstractModule):
     :param family: what was declared, :meth:`Family.declared`.
     """
 
+    following: Optional[Following]  # of other latents
     rows: Optional[Tensor]  # inputs of training, where the kernel's diagonal depends on them
 
     def __init__(
@@ -42,15 +43,35 @@ class SparseGP(AbstractModule):
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
         self.register_buffer("rows", None)
+        self.following = None
         self._memory = Memory()
 
     def forward(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior] = SparsePosterior,
+        drawn: Optional[Drawn] = None,
     ) -> SparsePosterior:
-        """The posterior of ``process``, at its inputs and under its hyperparameters."""
+        """The posterior of ``process``, at its inputs and under its hyperparameters.
+
+        :param drawn: the latents that it follows, :meth:`follow`; by default they are at their medians.
+        """
         features = self.basis(process.kernel, process.jitter, name)
-        anchor = features.anchor if self.coefficients.anchored else None
-        return kind(process, features, self.coefficients(anchor), name)
+        q = self.coefficients(features.anchor if self.coefficients.anchored else None)
+        if drawn is not None and self.following is not None:
+            q = self.following(q, drawn)
+        return kind(process, features, q, name)
+
+    def follow(self, centre: Tensor, name: str) -> None:
+        """Have the mean of the coefficients follow other latents, whose means start at ``centre``, ``(D,)``."""
+        if self.family.get("num_columns") is not None:
+            raise ValueError(
+                f"GP site {name!r} has the family {self.family['name']} with num_columns=, which never forms its "
+                "second set's coefficients: they follow no latents. Leave out num_columns=, or coupled=."
+            )
+        like = next(self.coefficients.parameters())
+        self.following = Following(self.basis.sizes, self.batch_shape, like, centre)
 
     def start(self, process: GaussianProcess, name: str) -> None:
         """Take note of what a guide's first call shows."""
@@ -72,7 +93,11 @@ class SparseGP(AbstractModule):
             self.coefficients.start(features.anchor, [(root * phi).double() for phi in features(x)])
 
     def predict(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior] = SparsePosterior,
+        drawn: Optional[Drawn] = None,
     ) -> SparsePosterior:
         """The posterior at new inputs, where the kernel's diagonal is that in the company of the training inputs."""
         rows = self.rows
@@ -80,7 +105,7 @@ class SparseGP(AbstractModule):
             key = contents([process.kernel, Held(rows)])
             kernel = self._memory.recall(key, lambda: process.kernel.relative_to(rows))
             process = process.with_kernel(kernel)
-        return self(process, name, kind)
+        return self(process, name, kind, drawn)
 
     @property
     def num_seen(self) -> int:

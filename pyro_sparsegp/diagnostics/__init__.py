@@ -4,6 +4,7 @@ from .export.prior import prior_predictive
 from .export.tree import to_datatree
 from .plots.effects import plot_effects
 from .plots.ribbons import plot_ribbon
+from .sampler import HMC, NUTS
 from .trust.calibration import sbc
 from .trust.comparison import compare, loo, loo_large
 from .trust.convergence import History, StoppingRule, add_history
@@ -11,6 +12,8 @@ from .trust.scores import PredictiveScores, predictive_scores
 from .trust.weights import PSIS, psis, resample
 
 __all__ = [
+    "HMC",
+    "NUTS",
     "PSIS",
     "History",
     "PredictiveScores",

@@ -145,6 +145,11 @@ class CoupledPrecision(AdditiveFamily):
     def new_coefficients(self) -> NewCoefficients:
         return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)
 
+    @property
+    def can_step(self) -> bool:
+        """Whether there are natural steps for what it learns."""
+        return True
+
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps."""
         rate = Falling() if self.rate is None else self.rate

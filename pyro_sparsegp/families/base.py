@@ -1,10 +1,11 @@
 """The recipes that families share: what the guide asks of them, and how modules are put together."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar, Optional, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
 
 from torch import Tensor
 
@@ -17,6 +18,9 @@ from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..process import GaussianProcess
 from .documented import with_inherited_arguments
+
+if TYPE_CHECKING:
+    from typing import Self
 
 __all__ = [
     "BasisFamily",
@@ -116,25 +120,38 @@ class FreeFormFamily(BasisFamily):
         would leave of it, if their noise were as large as the process, (I + ΦᵀΦ/k̄)⁻¹; or "prior", as in the papers,
         from where steps are lost until it is as narrow as that. The mean starts at the prior's, and so do inner layers
         of a deep GP, which at a narrow start would hand on nothing but their mean.
-    :param natural: whether q(w) learns by natural gradients, a step of its own at each backward pass, instead of by
-        the optimiser (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021).
-    :param rate: of natural steps, ρ in (0, 1] or a function of the step's number; by default it falls,
-        max(0.1, 1/(1 + t)).
+    :param natural: whether q(w) learns by natural gradients (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021):
+        a step of its own for each backward pass, taken when q is next asked for, with no parameter of q's for an
+        optimiser; ``None``, the default, where the family can. ``False`` makes q's mean and scale parameters.
+    :param rate: of natural steps, ρ in (0, 1] or a function of the step's number: how far q goes towards what the
+        batch alone would have it be. By default it falls, max(0.1, 1/(1 + t)).
     """
 
     free: ClassVar[bool] = True
     start: str = field(default="data", kw_only=True)
-    natural: bool = field(default=False, kw_only=True)
+    natural: Optional[bool] = field(default=None, kw_only=True)
     rate: Optional[Rate] = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
-        if self.rate is not None and not self.natural:
-            raise ValueError(f"{kind}'s rate is that of natural steps; give natural=True, or leave rate out")
+        if self.natural not in (None, True, False):
+            raise ValueError(f"{kind}'s natural must be True, False or None, got {self.natural!r}")
+        if self.rate is not None and not self.is_natural:
+            raise ValueError(f"{kind}'s rate is that of natural steps, which it does not take; leave rate out")
         if not callable(self.rate) and self.rate is not None and not 0 < self.rate <= 1:
             raise ValueError(f"{kind}'s rate must be a number in (0, 1] or a function of the step, got {self.rate!r}")
         if self.start not in ("data", "prior"):
             raise ValueError(f'{type(self).__name__}\'s start must be "data" or "prior", got {self.start!r}')
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there are natural steps for what it learns."""
+        return NaturalGaussian.takes(self.new_coefficients())
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether q(w) learns by natural gradients."""
+        return self.can_step if self.natural is None else self.natural
 
     @abstractmethod
     def new_coefficients(self) -> NewCoefficients:
@@ -146,17 +163,24 @@ class FreeFormFamily(BasisFamily):
 
     def declared(self) -> dict[str, Any]:
         found = {key: value for key, value in super().declared().items() if key != "natural"}
-        return found | {"natural": True} if self.natural else found  # states from before there was a choice have none
+        # States from before there was a choice have none.
+        return found | {"natural": True} if self.is_natural else found
 
     def rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
         """As :meth:`Family.rebuild`; q is learned on as the saved one was, by natural gradients or others."""
-        natural = spec["family"].get("natural", False)
-        saved = replace(self, natural=natural, rate=self.rate if natural else None)
+        saved = self.learning(spec["family"].get("natural", False))
         return super(FreeFormFamily, saved).rebuild(spec, like, name)
+
+    def learning(self, natural: bool) -> "Self":
+        """This family, whose q(w) learns by natural gradients, or as parameters."""
+        other = copy.copy(self)  # not dataclasses.replace, which asks a subclass's __init__ for the fields
+        for name, value in (("natural", natural), ("rate", self.rate if natural else None)):
+            object.__setattr__(other, name, value)
+        return other
 
     def chosen_coefficients(self) -> NewCoefficients:
         """The posterior over the coefficients as it is learned, by gradients or by natural gradients."""
-        return self.in_natural_steps() if self.natural else self.parameterised(self.new_coefficients())
+        return self.in_natural_steps() if self.is_natural else self.parameterised(self.new_coefficients())
 
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps."""

@@ -78,7 +78,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
             raise ValueError(
                 f"OrthogonallyDecoupled's num_columns must be None or a whole number of at least 1, got {num!r}"
             )
-        if num is not None and self.natural:
+        if self.natural and not self.can_step:
             raise ValueError(
                 "OrthogonallyDecoupled's num_columns has a mean that gradients train; leave natural=True out, or "
                 "num_columns, by which the second set has natural steps."
@@ -87,6 +87,11 @@ class OrthogonallyDecoupled(OrthogonalInducing):
             raise ValueError(
                 f"OrthogonallyDecoupled with num_columns takes one set, got {len(self.sets()) - 1}: join them."
             )
+
+    @property
+    def can_step(self) -> bool:
+        """Whether there are natural steps for what it learns."""
+        return self.num_columns is None
 
     def declared(self) -> dict[str, Any]:
         found = super().declared()  # how many columns a step takes is no part of what was learned

@@ -1,6 +1,7 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
+from .following import Drawn, DrawnGaussian, Following, Shifted
 from .natural import NaturalGaussian
 from .natural_low_rank import NaturalLowRank
 from .optimal import PrecisionFactor, from_natural, optimal, seen_from, weighted_gram
@@ -29,7 +30,10 @@ __all__ = [
     "DenseFactor",
     "Diagonal",
     "DiagonalFactor",
+    "Drawn",
+    "DrawnGaussian",
     "Falling",
+    "Following",
     "FullCholesky",
     "Gaussian",
     "Identity",
@@ -43,6 +47,7 @@ __all__ = [
     "ProjectedGaussian",
     "Rate",
     "ShiftFactor",
+    "Shifted",
     "Unwhitened",
     "from_natural",
     "optimal",

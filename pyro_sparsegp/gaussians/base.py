@@ -47,6 +47,10 @@ class Gaussian(ABC):
         """Φ(S − I)Φᵀ, ``(..., N, N)``."""
 
     @abstractmethod
+    def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
+        """Sv, a block ``(..., M_b)`` each."""
+
+    @abstractmethod
     def kl(self) -> Tensor:
         """KL[N(m, S) ‖ N(0, I)] in nats, of the batch's shape."""
 
@@ -101,7 +105,7 @@ class Coefficients(AbstractModule):
         """
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
-        """Put the mean where training starts, ``(..., M)`` over all blocks; nothing, where steps find it at once."""
+        """Put the mean where training starts, ``(..., M)`` over all blocks."""
 
     def settle(self) -> None:
         """Take the steps that are due, where q learns by steps of its own: nothing where an optimiser takes them."""

@@ -20,10 +20,11 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import root_of_inverse, side_by_side
+from ..numerics.linalg import cholesky, root_of_inverse, side_by_side
+from ..numerics.processes import is_shared, joined
 from .optimal import from_natural, seen_from
 from .product import DenseFactor, FullCholesky, IdentityFactor, Product
-from .steps import Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious
+from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious
 
 __all__ = ["NaturalGaussian"]
 
@@ -43,6 +44,14 @@ class _MeanAndRoot(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*output)
+        ctx.save_for_forward(*output)
+
+    @staticmethod
+    def jvp(ctx: Any, dgram: Tensor, dpull: Tensor) -> tuple[Tensor, Tensor]:
+        loc, root = ctx.saved_tensors
+        inner = root.mT @ dgram @ root
+        change = -root @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal()))
+        return root @ (root.mT @ (dpull - dgram @ loc)), change
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -107,12 +116,23 @@ class NaturalGaussian(StepsOnBackward):
         softness: float = 0.03,
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)
+        if not self.takes(kind):
+            raise ValueError(
+                "natural steps are of posteriors whose blocks each have a full covariance or the prior's; got "
+                f"{getattr(kind, '__name__', kind)!r}: give the family natural=False"
+            )
         self.softness = softness
         self.layout = [(factor, tuple(group)) for factor, group in kind.layout(len(self.sizes))]
         num = sum(self.sizes)
         self.register_buffer("gram", like.new_zeros(*batch_shape, num, num))
         self.register_buffer("pull", like.new_zeros(*batch_shape, num))
         self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that gram and pull belong to
+
+    @staticmethod
+    def takes(kind: Any) -> bool:
+        """Whether the posteriors of that kind are products of factors with a full covariance or the prior's."""
+        layout = getattr(kind, "layout", None)
+        return layout is not None and all(factor in (DenseFactor, IdentityFactor) for factor, _ in layout(1))
 
     def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
         if features is None:
@@ -121,6 +141,12 @@ class NaturalGaussian(StepsOnBackward):
         self.gram = (phi.mT @ phi).to(self.gram).expand(self.gram.shape).clone()
         if anchor is not None:
             self.seat = self._seat(anchor.detach())
+
+    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
+        """Start at Pm = r. One who knows a mean knows more than a batch does: steps start at the rate of the tenth."""
+        whole = self.gram + torch.eye(loc.shape[-1], dtype=self.gram.dtype, device=self.gram.device)
+        self.put("pull", (whole @ loc.to(whole)[..., None])[..., 0])
+        self.skip(KNOWN)
 
     def _seat(self, anchor: Tensor) -> Tensor:
         """L + ηsI, s² the mean of diag(LLᵀ)."""
@@ -137,15 +163,31 @@ class NaturalGaussian(StepsOnBackward):
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         self.settle()
-        unit = self.unit
         seat = None if anchor is None else self._seat(anchor)
         gram, pull = self._seen_from(seat)
+        try:
+            return self._told(gram, pull, seat)
+        except torch.linalg.LinAlgError:
+            if seat is None or not gram.isfinite().all() or not self.seat.numel():
+                raise
+            return self._told(*self._mended(gram.detach(), seat.detach()), seat)
+
+    @torch.no_grad()
+    def _mended(self, gram: Tensor, seat: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums where another L has magnified negative curvatures beyond the prior's precision: these are cut, and the
+        mean is what it was.
+        """
+        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        loc = torch.cholesky_solve(self.pull[..., None], cholesky(self.gram + eye, 0.0, "I + G as it was stepped"))
+        gram = gram + _lift_to(gram, -0.5)
+        return gram, ((gram + eye) @ torch.linalg.solve(seat, self.seat @ loc))[..., 0]
+
+    def _told(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor]) -> Product:
         base = gram.detach(), pull.detach(), None if seat is None else seat.detach()
-        gram = Lift.apply(gram, unit)
-        q = self._gaussian(gram, pull)
+        q = self._gaussian(Lift.apply(gram, self.unit), pull)
         if not torch.is_grad_enabled():
             return q
-        heard = Heard(_Base(*base, side_by_side(q.loc).detach()), unit)
+        heard = Heard(_Base(*base, side_by_side(q.loc).detach()), self.unit)
         return _Listening(q.sizes, q.factors, q.groups).heard_by(self, heard)
 
     def _gaussian(self, gram: Tensor, pull: Tensor) -> Product:
@@ -161,6 +203,10 @@ class NaturalGaussian(StepsOnBackward):
         base: _Base = heard.base
         here = self._seen_from(base.seat) if again else (base.gram, base.pull)
         target, slope, cut = self._sums(heard, base)
+        if cut is None and is_shared():
+            cut = torch.zeros_like(target)  # others may have some
+        target, slope, *more = joined(target, slope, *(() if cut is None else (cut,)))
+        cut = more[0] if more else None
         c, each = weight, rate / total
         eye = torch.eye(target.shape[-1], dtype=target.dtype, device=target.device)
 
@@ -225,3 +271,9 @@ class NaturalGaussian(StepsOnBackward):
             block = v[..., own]
             parts.append(block if kind is IdentityFactor else (whole[..., own, own] @ block[..., None])[..., 0])
         return torch.cat(parts, -1)
+
+
+def _lift_to(matrix: Tensor, least: float) -> Tensor:
+    """What a symmetric matrix lacks for no eigenvalue below a number."""
+    found = torch.linalg.eigh(matrix)
+    return (found.eigenvectors * (least - found.eigenvalues).clamp(min=0)[..., None, :]) @ found.eigenvectors.mT

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import cholesky, root_of_inverse
+from ..numerics.processes import joined
 from .precision import LowRankGaussian, leading_directions
-from .steps import Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious
+from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious
 
 __all__ = ["NaturalLowRank"]
 
@@ -94,6 +95,11 @@ class NaturalLowRank(StepsOnBackward):
             eyes = [torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device) for phi in features]
             self._put_each("block", [e + p.mT @ p - u @ u.mT for e, p, u in zip(eyes, features, found)])
 
+    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
+        """Start at that mean, at the rate of the tenth step."""
+        self._put_each("loc", loc.split(self.sizes, -1))
+        self.skip(KNOWN)
+
     def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
         self.settle()
         unit = self.unit
@@ -126,16 +132,17 @@ class NaturalLowRank(StepsOnBackward):
                 kept[..., None, None] * (d @ x + b @ inner) + (1 - kept)[..., None, None] * x
                 for d, b, x in zip(here.blocks, here.low_rank, v)
             ]
+            data = [torch.zeros_like(x) for x in found]
             for phi, curvature in zip(phis, curvatures):
                 seen = curvature[..., None] * sum(p @ x for p, x in zip(phi, v))
-                found = [x + p.mT @ seen for x, p in zip(found, phi)]
-            return found
+                data = [x + p.mT @ seen for x, p in zip(data, phi)]
+            return [x + more for x, more in zip(found, joined(*data))]
 
         blocks, low_rank = here.blocks, here.low_rank
         aims = [_within(i, here, kept, phis, curvatures) for i in range(len(self.sizes))] if self.base else None
         for _ in range(self.sweeps):
             blocks, low_rank = _sweep(times, aims, blocks, low_rank)
-        slopes = [weight[..., None] * m for m in base.loc]
+        slopes = [torch.zeros_like(m) for m in base.loc]
         for row in heard.rows.values():
             if "by_mean" in row:
                 g = row["by_mean"][..., None]
@@ -146,6 +153,7 @@ class NaturalLowRank(StepsOnBackward):
             slopes = [s + part for s, part in zip(slopes, parts)]
         if inside is not None:
             slopes = [s - inside[..., None] * m for s, m in zip(slopes, base.loc)]
+        slopes = [weight[..., None] * m + s for m, s in zip(base.loc, joined(*slopes))]
         right = [-each[..., None, None] * s[..., None] for s in slopes]
         shift = _solve(times, right, _Inverse(blocks, low_rank), self.iterations)
         whole = cautious(torch.cat([x[..., 0] for x in shift], -1), heard)
@@ -164,10 +172,10 @@ def _within(i: int, here: _Base, kept: Tensor, phis: Sequence[Blocks], curvature
     """A block of P̂ on its diagonal."""
     d, b = here.blocks[i], here.low_rank[i]
     eye = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
-    found = kept[..., None, None] * (d + b @ b.mT) + (1 - kept)[..., None, None] * eye
+    data = torch.zeros_like(d)
     for phi, curvature in zip(phis, curvatures):
-        found = found + phi[i].mT @ (phi[i] * curvature[..., None])
-    return found
+        data = data + phi[i].mT @ (phi[i] * curvature[..., None])
+    return kept[..., None, None] * (d + b @ b.mT) + (1 - kept)[..., None, None] * eye + joined(data)[0]
 
 
 class _Inverse:

@@ -33,6 +33,8 @@ class PrecisionFactor(DenseFactor):
 class _WeightedGram(torch.autograd.Function):
     """ΦᵀΛΦ of an unbatched Φ. Its gradient is symmetric: the way back is one product with Φ, autograd's own two."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(phi: Tensor, weights: Tensor) -> Tensor:
         return phi.mT @ (phi * weights[:, None])
@@ -40,6 +42,16 @@ class _WeightedGram(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, dphi: Optional[Tensor], dweights: Optional[Tensor]) -> Tensor:
+        phi, weights = ctx.saved_tensors
+        total = torch.zeros_like(phi.mT @ phi)
+        if dphi is not None:
+            half = dphi.mT @ (phi * weights[:, None])
+            total = total + half + half.mT
+        return total if dweights is None else total + phi.mT @ (phi * dweights[:, None])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

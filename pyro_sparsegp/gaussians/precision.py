@@ -77,6 +77,13 @@ class LowRankGaussian(Gaussian):
                 change = change + v @ v.mT - phi @ phi.mT
         return change
 
+    def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
+        # L(I − TᵀT)Lᵀv
+        scaled = [row[..., 0, :, None] for row in self._scaled([block[..., None, :] for block in v])]
+        inner = self._coupled([row.mT for row in scaled]).mT
+        left = [row - t.mT @ inner for row, t in zip(scaled, self.t)]
+        return [row[..., 0] if self.trils is None else (self.trils[i] @ row)[..., 0] for i, row in enumerate(left)]
+
     def _log_det(self) -> Tensor:
         log_det = -2 * self.inner.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         for tril in self.trils or ():

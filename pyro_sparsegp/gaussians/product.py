@@ -109,6 +109,7 @@ class _DenseMoments(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs, output[2])
+        ctx.save_for_forward(*inputs)
         ctx.mark_non_differentiable(output[2])
 
     @staticmethod
@@ -116,12 +117,19 @@ class _DenseMoments(torch.autograd.Function):
         phi, loc, tril, scaled = ctx.saved_tensors
         needs = ctx.needs_input_grad
         if torch.is_grad_enabled():  # double backward wants plain operations
-            wanted = [t for t, need in zip((phi, loc, tril), needs) if need]
-            found = iter(torch.autograd.grad(_dense_moments(phi, loc, tril), wanted, (a, c), create_graph=True))
-            return tuple(next(found) if need else None for need in needs)  # type: ignore[return-value]
+            weighted = (phi @ tril) * (2 * c)[:, None]
+            by_phi = weighted @ tril.mT - phi * (2 * c)[:, None] + torch.outer(a, loc)
+            return by_phi, a @ phi if needs[1] else None, phi.mT @ weighted if needs[2] else None
         weighted = scaled * (2 * c)[:, None]
         by_phi = torch.addmm(phi * (-2 * c)[:, None], weighted, tril.mT).addr_(a, loc)
         return by_phi, a @ phi if needs[1] else None, phi.mT @ weighted if needs[2] else None
+
+    @staticmethod
+    def jvp(ctx: Any, *changes: Optional[Tensor]) -> tuple[Tensor, Tensor, None]:
+        phi, loc, tril = ctx.saved_tensors
+        dphi, dloc, dtril = (torch.zeros_like(t) if d is None else d for t, d in zip((phi, loc, tril), changes))
+        variance = ((phi @ tril) * (dphi @ tril + phi @ dtril)).sum(-1) - (phi * dphi).sum(-1)
+        return dphi @ loc + phi @ dloc, 2 * variance, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
@@ -252,6 +260,10 @@ class Product(Gaussian):
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return _sum(f.covariance_change(phi) for f, phi in zip(self.factors, self._join(features)))
+
+    def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
+        parts = zip(self.factors, self._join(v))
+        return self._split([factor.scale(factor.scaled(part[..., None, :])[..., 0, :]) for factor, part in parts])
 
     def kl(self) -> Tensor:
         return _sum(factor.kl() for factor in self.factors)

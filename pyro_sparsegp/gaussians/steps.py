@@ -18,13 +18,15 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..numerics.linalg import side_by_side
+from ..numerics.processes import due, joined, largest
 from .base import Coefficients, Gaussian
 
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious"]
+__all__ = ["KNOWN", "Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious"]
 
+KNOWN = 9  # steps that a start with a known mean counts for
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
 
 Rate = Union[float, Callable[[int], float]]
@@ -53,6 +55,10 @@ class Lift(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, _: Any) -> Tensor:
+        return change.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,6 +126,14 @@ class StepsOnBackward(Coefficients):
     def note(self, heard: Heard) -> None:
         """Have a step taken for a pass that was differentiated."""
         self._heard[id(heard)] = heard
+        due(self, self.settle)  # by several processes at once
+
+    @property
+    def steps_taken(self) -> int:
+        """How many steps have been taken."""
+        if self._count is None:
+            self._count = int(self.steps)
+        return self._count
 
     def noted(self) -> list[Heard]:
         """What is noted, which is now another's to :meth:`note`: no step is taken for it here."""
@@ -128,9 +142,12 @@ class StepsOnBackward(Coefficients):
 
     def next_rate(self) -> float:
         """ρ of the next step."""
-        if self._count is None:
-            self._count = int(self.steps)
-        return float(self.rate(self._count)) if callable(self.rate) else float(self.rate)
+        return float(self.rate(self.steps_taken)) if callable(self.rate) else float(self.rate)
+
+    def skip(self, num: int) -> None:
+        """Go on at the rate of a step so many later."""
+        self.steps = self.steps + num
+        self._count = None
 
     def settle(self) -> None:
         """Take the steps that are due."""
@@ -142,7 +159,7 @@ class StepsOnBackward(Coefficients):
             return
         with torch.inference_mode(False), torch.no_grad():
             rate = self.next_rate()
-            weights = [heard.weight(self.batch_shape) for heard in passes]
+            weights = joined(*(heard.weight(self.batch_shape) for heard in passes))
             total = sum(weights[1:], weights[0])
             for heard, weight in zip(passes, weights):
                 self.step(heard, weight, total, rate, len(passes) > 1)
@@ -152,7 +169,7 @@ class StepsOnBackward(Coefficients):
 
     @abstractmethod
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
-        """One step, ρ/total·(what was heard − weight·what is there).
+        """One step, ρ/total·(what was heard − weight·what is there), with the sums over rows of all processes joined.
 
         :param again: whether others of the same backward pass have been taken since the forward pass.
         """
@@ -254,9 +271,10 @@ def cautious(shift: Tensor, heard: Heard) -> Tensor:
     """A step of m, ``(..., M)``, shortened where it would move function values by more than three of the prior's
     deviations.
     """
+    most = torch.full_like(shift[..., :1], _FARTHEST)
     for row in heard.rows.values():
         phi = side_by_side(row["features"])
         moved = (phi @ shift[..., None])[..., 0].abs()
-        most = (moved / phi.square().sum(-1).sqrt().clamp(min=torch.finfo(phi.dtype).tiny)).amax(-1, keepdim=True)
-        shift = shift * (_FARTHEST / most.clamp(min=_FARTHEST))
-    return shift
+        by = phi.square().sum(-1).sqrt().clamp(min=torch.finfo(phi.dtype).tiny)
+        most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))
+    return shift * (_FARTHEST / largest(most))

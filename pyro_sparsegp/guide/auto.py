@@ -57,6 +57,11 @@ class AutoSparseGP(Saved):
     :param independent_draws: names of GP sites whose values are drawn independently of each other in training though
         the model couples them, such as those at an image's patches in a deep convolutional GP: cheaper, and a common
         practice, but what training then maximises is not quite the bound.
+    :param coupled: ``True``, or names of other latents, that are jointly Gaussian, in unconstrained space, with each
+        other and with the coefficients of GP sites of free families: q(w | c) = N(m + Bε, S) with ε the standardised
+        c. Intercepts, group effects and hyperparameters then keep the width that an independent q(c) q(f) takes from
+        them; families on sites follow c by themselves, and then it is q(c) alone that is coupled. Costs D² + MD
+        numbers for D values of c. By default none is.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
     :raises ValueError: if ``model`` or ``families`` are none, at once; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
@@ -71,6 +76,7 @@ class AutoSparseGP(Saved):
         init_scale: float = 0.1,
         point_estimates: Union[bool, Collection[str], None] = None,
         independent_draws: Collection[str] = (),
+        coupled: Union[bool, Collection[str]] = False,
         amortized_plates: tuple[str, ...] = (),
     ) -> None:
         super().__init__(
@@ -78,6 +84,7 @@ class AutoSparseGP(Saved):
             families,
             point_estimates,
             independent_draws,
+            coupled,
             init_loc_fn=init_loc_fn,
             init_scale=init_scale,
             amortized_plates=amortized_plates,
@@ -113,6 +120,7 @@ class AutoSparseGP(Saved):
             joint_up_to=torch.inf if not self.training else LARGEST_JOINT if fewer else 0,
             rows_known=inputs,
             observing=nodes is not None or self._observing(args, kwargs),
+            sums_out=nodes is not None or self._has_data(args, kwargs),
         )
         with self.held(run.conditions):
             draws = self.perform_explained(run, args, kwargs)
@@ -153,7 +161,7 @@ class AutoSparseGP(Saved):
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         """
         self._ready(args, kwargs)
-        run = Look(self.conditions_now(median=True))
+        run = Look(self.conditions_now(median=True), draws_data=False)
         self._look(run, True, args, kwargs)
         return run.posteriors
 
@@ -243,6 +251,11 @@ class AutoSparseGP(Saved):
         if self._new_rows or not self._seen():
             return not self._new_rows
         return observes(self.model, self.observed, self.like, args, kwargs)
+
+    def _has_data(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call observes anything, asked only where discrete latents are summed out of its densities."""
+        assert self.structure is not None
+        return not self.structure.enumerated or observes(self.model, self.observed, self.like, args, kwargs)
 
     def _seen(self) -> dict[str, Any]:
         """The modules with a free posterior that have taken note of the inputs of training."""

@@ -215,7 +215,7 @@ class Conditioned(GPSites):
             if is_free(site) and (name in inner or name not in run.processes) and (same or self.is_shared(name))
         }
         draws = {name: run.posteriors[name] for name in inner if name in run.posteriors}
-        return Conditions(values, draws, readings)
+        return Conditions(values, draws, readings, run.drawn)
 
     def _read(self, reader: Reader, modules: dict[str, SiteGP], run: Draw, keep: bool) -> list[SiteReading]:
         """The sites of families on sites, at a run's latents."""

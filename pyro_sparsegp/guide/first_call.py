@@ -19,9 +19,11 @@ from ..families import FreeFormFamily
 from ..modules import at_path
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
+from ..process import GaussianProcess
 from ..program import checks
 from ..program.dependence import COUPLED, NONE
 from ..program.facts import Structure, explore
+from ..program.handlers import AtMeans
 from ..program.registration import require_registered
 from ..program.traces import (
     all_sites,
@@ -54,13 +56,12 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
         )
     guide._like = first_tensor((args, kwargs))
     try:
-        run = Setup(guide.build)
-        with torch.no_grad(), poutine.block():
-            guide.perform_explained(run, args, kwargs)
+        run = _set_up(guide, args, kwargs)
         trace = guide.trace
         checks.require_sizes(trace)
         _require_sites(guide, trace, run.posteriors)
         found = guide.structure = _describe(guide, trace, run.posteriors)
+        found.enumerated = list(guide.enumerated)
         _see_all_rows(guide, args, kwargs, trace)
         checks.require_left_out(guide.model, found.gps, guide.like, trace, args, kwargs)
         _explore(guide, found, args, kwargs, trace, run.posteriors)
@@ -68,10 +69,74 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
             family = guide.family_of(name)
             if isinstance(family, FreeFormFamily) and family.start == "data" and name not in found.inner:
                 guide.modules_by_site()[name].inform(posterior.process, name)
+        found.coupled = guide.coupled_among(found)
+        guide.couple(found)
         _warn_of_joint_draws(guide)
     except BaseException:
         guide.forget()
         raise
+
+
+class _FlatInputsError(Exception):
+    """A GP site's inputs have columns in which all rows are the same."""
+
+    def __init__(self, name: str, columns: Tensor) -> None:
+        super().__init__(name)
+        self.name, self.columns = name, columns
+
+
+def _set_up(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> Setup:
+    """The first run. Latents start at their medians; but those that a GP's inputs are made of, all rows of which would
+    then stand in one place, start at draws.
+    """
+
+    def build(name: str, process: GaussianProcess) -> Any:
+        flat = _flat_columns(process.x)
+        if flat.any() and any(_is_latent(site) for _, site in all_sites(guide.trace)):
+            raise _FlatInputsError(name, flat)
+        return guide.build(name, process)
+
+    with torch.no_grad(), poutine.block():
+        run = Setup(build)
+        try:
+            guide.perform_explained(run, args, kwargs)
+        except _FlatInputsError as flat:
+            names = _entering(guide, flat, args, kwargs)
+            guide.forget()
+            guide.from_draws = names
+            run = Setup(guide.build)
+            guide.perform_explained(run, args, kwargs)
+            guide.from_draws = ()
+    return run
+
+
+def _flat_columns(x: Tensor) -> Tensor:
+    flat = (x == x[..., :1, :]).flatten(0, -2).all(0)
+    return flat if x.shape[-2] > 1 else torch.zeros_like(flat)
+
+
+def _is_latent(site: Any) -> bool:
+    return is_free(site) and not site_is_subsample(site) and as_process(site["infer"].get("prior"))[0] is None
+
+
+def _entering(guide: Saved, flat: _FlatInputsError, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+    """The latents that flat columns of a GP's inputs move with, of a run that stopped there."""
+    with torch.enable_grad(), pyro.validation_enabled(False), repeatable(guide.like), AtMeans():
+        values = {}
+        for name, site in all_sites(guide.trace):
+            if _is_latent(site) and site["value"].is_floating_point():
+                transform = biject_to(site["infer"]["prior"].support)
+                start = transform.inv(site["value"].detach())  # at its median a layer may hide the one below
+                values[name] = transform(start + 0.1 * torch.randn_like(start)).detach().requires_grad_()
+        trace = poutine.trace(poutine.condition(guide.model, values)).get_trace(*args, **kwargs)
+        process, _ = as_process(trace.nodes[flat.name]["fn"])
+        assert process is not None
+        x = process.x[..., flat.columns]
+        total = (x * torch.randn_like(x)).sum()
+        if not total.requires_grad:
+            return []
+        found = torch.autograd.grad(total, list(values.values()), allow_unused=True)
+    return [name for name, gradient in zip(values, found) if gradient is not None and bool(gradient.any())]
 
 
 def _require_sites(guide: Saved, trace: poutine.Trace, posteriors: Collection[str]) -> None:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 import pyro
 import pyro.distributions as dist
@@ -21,15 +21,18 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..approximations.expectation import ExpectationGP, require_refined
+from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, SiteFamily
 from ..kernels.base import white_share
 from ..modules import at_path
-from ..posterior.drawing import ExpectedSite, GroupedSite, MarginalSite, Site
+from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, GroupedSite, MarginalSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
 from ..program.checks import unfit_parameter
 from ..program.dependence import COUPLED
+from ..program.enumeration import Enumeration
+from ..program.handlers import is_blocked, stand_in
 from ..program.registration import Probe
 from ..program.traces import (
     all_sites,
@@ -42,14 +45,14 @@ from ..program.traces import (
     without_event,
 )
 from ..warned import Warned
-from .latents import MeanFieldLatents
+from .coupled import CoupledLatents
 from .runs import Met, Run, Train
 
 __all__ = ["GPSites"]
 
 
-class GPSites(MeanFieldLatents):
-    """A mean-field guide whose GP sites are answered by their families' modules, as the run it is on has it."""
+class GPSites(CoupledLatents):
+    """A guide whose GP sites are answered by their families' modules, as the run it is on has it."""
 
     def __init__(
         self,
@@ -57,10 +60,17 @@ class GPSites(MeanFieldLatents):
         families: Union[Family, Mapping[str, Family]],
         point_estimates: Union[bool, Collection[str], None],
         independent_draws: Collection[str],
+        coupled: Union[bool, Collection[str]],
         **kwargs: Any,
     ) -> None:
         if not callable(model):
             raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
+        if is_blocked(model):
+            raise ValueError(
+                "AutoSparseGP's model is under poutine.block, as for a part of AutoGuideList or EasyGuide: a GP site's "
+                "posterior is made of its prior, which depends on the sites hidden there. Give AutoSparseGP the whole "
+                f"model, and SVI this guide alone; {OTHER_LATENTS}."
+            )
         for family in families.values() if isinstance(families, Mapping) else [families]:
             if not isinstance(family, Family):
                 hint = f"; make an instance, {family.__name__}(...)" if isinstance(family, type) else ""
@@ -70,12 +80,17 @@ class GPSites(MeanFieldLatents):
                 )
         if isinstance(independent_draws, str):
             raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
+        if isinstance(coupled, str):
+            raise ValueError(f"coupled must be True or a collection of names, such as ({coupled!r},)")
         super().__init__(model, **kwargs)
+        self.coupled = coupled if isinstance(coupled, bool) else tuple(coupled)
+        self._parts = {}
         self.families = families
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws = tuple(independent_draws)
         self.warned: Warned = set()
         self._idle = self._run
+        self._enumeration: Optional[Enumeration] = None
 
     # Families.
 
@@ -143,6 +158,7 @@ class GPSites(MeanFieldLatents):
     def perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Run the model once."""
         with self.on(run, run.at_medians or self._computing_median):
+            self._enumeration = Enumeration() if run.sums_out else None
             return super().__call__(*args, **kwargs)
 
     def perform_explained(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -160,6 +176,7 @@ class GPSites(MeanFieldLatents):
         run = Train()
         quiet = poutine.block(), pyro.validation_enabled(False)
         with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True):
+            self._enumeration = Enumeration()
             super().__call__(*args, **kwargs)
         densities = {}
         for name, site in all_sites(self.trace):
@@ -175,9 +192,20 @@ class GPSites(MeanFieldLatents):
 
     # At sites.
 
+    @property
+    def enumerated(self) -> list[str]:
+        """The discrete latents that the last run summed out."""
+        return [] if self._enumeration is None else self._enumeration.names
+
     def _pyro_sample(self, msg: Any) -> None:
+        if self._enumeration is not None:
+            self._enumeration.meet(msg)
+            if msg["type"] != "sample":
+                return
         if is_left_out(msg["name"], self.trace.nodes):
             settle_left_out(msg, self.trace.nodes, draw=self._run.draws_left_out)
+        if not self._run.draws_data and not msg["is_observed"] and msg["name"] in self.structure.rows:
+            msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True
         super()._pyro_sample(msg)
         prior = None if msg["infer"] is None else msg["infer"].get("prior")
         if prior is not None:
@@ -213,7 +241,8 @@ class GPSites(MeanFieldLatents):
         if found is None:
             return Met(name, process, module, MarginalSite, False, 1)
         group, _ = found.groups.get(name, (1, ""))
-        return Met(name, process, module, self.kind_of_draws(name), name in found.inner, group)
+        drawn = self.drawn() if isinstance(module, SparseGP) else None
+        return Met(name, process, module, self.kind_of_draws(name), name in found.inner, group, drawn)
 
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""

@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 import torch
 from pyro.distributions import constraints
 from pyro.infer.autoguide import AutoNormalMessenger
+from pyro.infer.autoguide.initialization import init_to_sample
 from pyro.infer.autoguide.utils import deep_setattr, helpful_support_errors
 from pyro.nn import PyroParam
 from pyro.poutine.runtime import get_plates
@@ -37,6 +38,7 @@ class MeanFieldLatents(AutoNormalMessenger):
         self.structure = None
         self._run: Run = Train()
         self._like = torch.empty(0)
+        self.from_draws: Collection[str] = ()  # latents that start at a draw from the prior, whatever init_loc_fn says
 
     @property
     def like(self) -> Tensor:
@@ -50,7 +52,7 @@ class MeanFieldLatents(AutoNormalMessenger):
         if getattr(prior.support, "is_discrete", False):
             raise ValueError(
                 f"site {name!r} is discrete and not observed. If it is data, the guide's first call needs them, "
-                "model(x, y); a discrete latent has to be summed out in the model."
+                "model(x, y). If it is a latent, sum it out: infer={'enumerate': 'parallel'} in its pyro.sample."
             )
         self._check_local(name)
         if self._computing_median or self._is_point(name):
@@ -117,7 +119,8 @@ class MeanFieldLatents(AutoNormalMessenger):
             transform = biject_to(prior.support)
             event_dim = transform.domain.event_dim
             # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
-            start = self.init_loc_fn({"name": name, "fn": prior}).detach().to(self._like)
+            init_loc_fn = init_to_sample if name in self.from_draws else self.init_loc_fn
+            start = init_loc_fn({"name": name, "fn": prior}).detach().to(self._like)
             loc = self._adjust_plates(transform.inv(start), event_dim)
         self._set_latent(name, loc, event_dim)
 

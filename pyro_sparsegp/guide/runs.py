@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
+from ..gaussians import Drawn
 from ..posterior.drawing import GroupedSite, NodeSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -29,6 +30,7 @@ class Met:
     :param draws: how training draws it, as the densities downstream allow.
     :param inner: its values enter another GP site.
     :param group: how many consecutive values a layer above couples.
+    :param drawn: the latents that a free posterior follows.
     """
 
     name: str
@@ -37,6 +39,14 @@ class Met:
     draws: type[Site]
     inner: bool
     group: int
+    drawn: Optional[Drawn] = None
+
+    def free(self, kind: type[Site], new_rows: bool = False) -> Any:
+        """The posterior, of a free family."""
+        give = self.module.predict if new_rows else self.module
+        if self.drawn is None:
+            return give(self.process, self.name, kind)
+        return give(self.process, self.name, kind, self.drawn)
 
 
 @dataclass
@@ -46,11 +56,13 @@ class Conditions:
     :param values: of the latents, and of GP sites that enter others.
     :param draws: of these GP sites, the posteriors they were drawn from.
     :param readings: of the sites of such families.
+    :param drawn: the latents that are coupled.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     draws: dict[str, SparsePosterior] = field(default_factory=dict)
     readings: list[SiteReading] = field(default_factory=list)
+    drawn: Optional[Drawn] = None
 
     def of(self, name: str) -> Optional[SiteReading]:
         """The reading of one GP site."""
@@ -61,12 +73,20 @@ class Run(ABC):
     """One run of the guide: its GP sites' priors and posteriors are collected by name."""
 
     at_medians: ClassVar[bool] = False
+    draws_data: bool = True  # that are not there; or nothing is drawn in their place
     draws_left_out: ClassVar[bool] = True  # values that obs_mask= leaves out come from the model
+    sums_out: bool = True  # discrete latents that are enumerated; or they come from the model
     rows_known: bool = True  # latents of single rows are of the rows that a plate holds
 
     def __init__(self) -> None:
         self.processes: dict[str, GaussianProcess] = {}
         self.posteriors: dict[str, SparsePosterior] = {}
+        self.drawn: Optional[Drawn] = None  # latents that are coupled
+        self.held = False  # whether that was given
+
+    def given(self, conditions: Conditions) -> None:
+        """Take what was drawn before."""
+        self.drawn, self.held = conditions.drawn, conditions.drawn is not None
 
     def module(self, name: str, process: GaussianProcess, find: Callable[[str], Any]) -> Any:
         """The site's variational module."""
@@ -150,7 +170,7 @@ class Draw(Run):
         if isinstance(site.module, SiteGP):
             return site.process.mean
         kind = Site if median else site.draws
-        posterior = self.posteriors[site.name] = site.module(site.process, site.name, kind)
+        posterior = self.posteriors[site.name] = site.free(kind)
         return _in_groups(posterior, site) if self.same and site.inner and not median else posterior.mean
 
     def is_of_new_rows(self, differ: bool, whole: bool) -> bool:
@@ -167,6 +187,7 @@ class Train(Run):
     :param joint_up_to: how many function values of a site are drawn jointly.
     :param rows_known: whether latents of single rows are of these rows.
     :param observing: whether the rows are a part of those of training, on which a kernel's diagonal may depend.
+    :param sums_out: whether data are there, of which discrete latents are summed out.
     """
 
     def __init__(
@@ -178,11 +199,14 @@ class Train(Run):
         joint_up_to: float = 0,
         rows_known: bool = True,
         observing: bool = True,
+        sums_out: bool = True,
     ) -> None:
         super().__init__()
+        self.sums_out = sums_out
         self.nodes = nodes or {}
         self.draws_left_out = nodes is None  # type: ignore[misc]
         self.conditions = conditions or Conditions()
+        self.given(self.conditions)
         self.same, self.keep, self.joint_up_to = same, keep, joint_up_to
         self.rows_known, self.observing = rows_known, observing
 
@@ -198,8 +222,7 @@ class Train(Run):
     def _posterior(self, site: Met, kind: type[Site]) -> Any:
         process, name, module = site.process, site.name, site.module
         if not isinstance(module, SiteGP):
-            new_rows = process.kernel.depends_on_rows and not self.observing
-            return module.predict(process, name, kind) if new_rows else module(process, name, kind)
+            return site.free(kind, process.kernel.depends_on_rows and not self.observing)
         reading = self.conditions.of(name)
         sites = None if reading is None else reading.sites
         if not self.same:
@@ -216,13 +239,22 @@ class Look(Run):
     :param conditions: of families on sites.
     :param joint: function values are drawn jointly; or, where the model allows it, independently.
     :param warn: told of large joint draws, by the site's name and their number.
+    :param draws_data: whether data at the new inputs are asked for.
     """
 
+    sums_out = False
+
     def __init__(
-        self, conditions: Conditions, joint: bool = True, warn: Callable[[str, int], None] = lambda name, num: None
+        self,
+        conditions: Conditions,
+        joint: bool = True,
+        warn: Callable[[str, int], None] = lambda name, num: None,
+        draws_data: bool = True,
     ) -> None:
         super().__init__()
+        self.draws_data = draws_data
         self.conditions, self.joint, self.warn = conditions, joint, warn
+        self.given(conditions)
 
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
         process, name, module = site.process, site.name, site.module
@@ -233,7 +265,7 @@ class Look(Run):
             reading = self.conditions.of(name)
             posterior = module.predict(process, name, kind, None if reading is None else reading.sites)
         else:
-            posterior = (module.predict if process.kernel.depends_on_rows else module)(process, name, kind)
+            posterior = site.free(kind, process.kernel.depends_on_rows)
         self.posteriors[name] = posterior
         return posterior.mean if median else _in_groups(posterior, site)
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import torch
 from pyro import poutine
 from pyro.infer.autoguide.utils import deep_setattr
 from torch import Tensor
@@ -84,7 +85,7 @@ class Saved(Conditioned):
         if now is None or now.gps != saved.gps or now.latents != saved.latents:
             self.forget()
             for name, latent in saved.latents.items():
-                if latent["shape"] is None:
+                if latent["shape"] is None or name in saved.coupled:
                     continue
                 like = tensors[f"locs.{name}_unconstrained"]
                 self._set_latent(name, like.new_zeros(latent["shape"]), latent["event_dim"])
@@ -92,13 +93,17 @@ class Saved(Conditioned):
                 like = next(t for key, t in tensors.items() if key.startswith(f"gps.{name}.") and t.is_floating_point())
                 deep_setattr(self, "gps." + name, self.family_of(name).rebuild(spec, like, name))
                 self._like = like
+        fresh = now is None or now.gps != saved.gps or now.latents != saved.latents
         self.structure = saved
+        if fresh and saved.coupled:
+            like = tensors["together.loc"]
+            self.couple(saved, {"locs": torch.zeros_like(like), "scales": torch.ones_like(like)})
         self._loaded, self._checked_parameters = True, False
 
     def forget(self) -> None:
         """Be as a guide that was never called."""
         self.data = None
-        for name in ("gps", "locs", "scales"):
+        for name in ("gps", "locs", "scales", "together"):
             if name in self._modules:
                 delattr(self, name)
         self.structure = None
@@ -147,6 +152,7 @@ def _require_alike(now: Structure, saved: Structure) -> None:
         ("GP sites", now.gps, saved.gps),
         ("other latents", now.latents, saved.latents),
         ("observed sites", now.rows, saved.rows),
+        ("coupled latents", dict.fromkeys(now.coupled), dict.fromkeys(saved.coupled)),
     ):
         if here.keys() != there.keys():
             raise ValueError(

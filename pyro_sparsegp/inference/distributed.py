@@ -11,13 +11,14 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..numerics.processes import Workers, joined, sharing
+from ..numerics.processes import Workers, do_due, joined, sharing
 
 __all__ = ["SharedOptim", "Workers", "agree", "joined", "sharing"]
 
 
 class SharedOptim(PyroOptim):
-    """An optimiser that steps by the gradients of all processes' batches joined, within :func:`sharing`.
+    """An optimiser that steps by the gradients of all processes' batches joined, within :func:`sharing`; natural
+    steps are by the sums of all of them, too.
 
     >>> optim = SharedOptim(pyro.optim.Adam({"lr": 0.01}))
     >>> svi = pyro.infer.SVI(model, guide, optim, TraceQuadrature_ELBO())  # doctest: +SKIP
@@ -37,6 +38,7 @@ class SharedOptim(PyroOptim):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in ordered]
         for p, gradient in zip(ordered, joined(*gradients) if gradients else []):
             p.grad = gradient
+        do_due()  # natural steps of the same backward pass
         self.optim(ordered, *args, **kwargs)
 
     def get_state(self) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from pyro.optim import PyroLRScheduler, PyroOptim
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from ..gaussians import Coefficients
 from ..guide import AutoSparseGP
 from . import checkpoint as files
 from .batches import Batch, Batches, TensorBatches, as_arguments, as_batches
@@ -301,9 +300,6 @@ class _Feed:
             if isinstance(self.method.optim, PyroLRScheduler):
                 self.method.optim.step()
             if self.workers.num > 1:
-                for part in self.method.guide.modules():  # now, in all processes at once
-                    if isinstance(part, Coefficients):
-                        part.settle()
                 value = float(joined(torch.tensor(value, dtype=torch.float64))[0])
         return value
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP
-from ..posterior.drawing import NodeSite
+from ..posterior.drawing import OTHER_LATENTS, NodeSite
 from ..program.dependence import COUPLED, DATAWISE
 from ..program.facts import Structure
 from ..program.traces import held_trace
@@ -221,7 +221,10 @@ class TraceQuadrature_ELBO(ELBO):
         """Minus the bound as a scalar tensor."""
         unwrapped = poutine.unwrap(guide)
         if not isinstance(unwrapped, AutoSparseGP):
-            raise ValueError(f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}")
+            raise ValueError(
+                f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a "
+                f"model's sites; {OTHER_LATENTS}."
+            )
         if model != unwrapped.model:
             raise ValueError(
                 "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap "

@@ -133,7 +133,8 @@ def from_gpytorch(kernel: Any) -> Kernel:
 
     :param kernel: the module; its batch dimensions lead.
     :raises ImportError: if GPyTorch is not installed.
-    :raises ValueError: if ``kernel`` is not such a module.
+    :raises ValueError: if ``kernel`` is not such a module, or has several values at each input (``MultitaskKernel``,
+        kernels of gradients).
     """
     try:
         from gpytorch.kernels import Kernel as GPyTorchKernel
@@ -141,4 +142,13 @@ def from_gpytorch(kernel: Any) -> Kernel:
         raise ImportError("kernels.from_gpytorch needs GPyTorch: pip install gpytorch") from error
     if not isinstance(kernel, GPyTorchKernel):
         raise ValueError(f"from_gpytorch needs a gpytorch.kernels.Kernel, got {type(kernel).__name__}")
+    place = torch.zeros(1, 1)
+    for part in reversed(list(kernel.modules())):  # a sum or a scaled kernel does not tell of its parts
+        outputs = part.num_outputs_per_input(place, place) if isinstance(part, GPyTorchKernel) else 1
+        if outputs > 1:
+            raise ValueError(
+                f"from_gpytorch takes kernels of one value at each input; {type(part).__name__} has several. Several "
+                "outputs are GaussianProcess(kernel, x).expand([P]).to_event(1), mixed in the model, A @ f, where they "
+                "are correlated."
+            )
     return _FromGPyTorch(kernel)

@@ -40,6 +40,7 @@ class _SquaredDistance(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], Optional[Tensor]]:
@@ -50,6 +51,16 @@ class _SquaredDistance(torch.autograd.Function):
 
         by_x = towards(grad, x, z) if ctx.needs_input_grad[0] else None
         return by_x, towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None
+
+    @staticmethod
+    def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor]) -> Tensor:
+        x, z = ctx.saved_tensors
+        total = torch.zeros_like(x[..., :1] @ z[..., :1].mT)
+        if dx is not None:
+            total = total + 2 * ((x * dx).sum(-1, keepdim=True) - dx @ z.mT)
+        if dz is not None:
+            total = total + 2 * ((z * dz).sum(-1)[..., None, :] - x @ dz.mT)
+        return total
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, z: Tensor) -> Any:
@@ -98,6 +109,7 @@ class _Radial(torch.autograd.Function):
         value, slope = output
         ctx.has_variance = variance is not None
         ctx.save_for_backward(s, slope, *((variance, value) if ctx.has_variance else ()))
+        ctx.save_for_forward(s, *((variance,) if ctx.has_variance else ()))
         ctx.mark_non_differentiable(slope)
 
     @staticmethod
@@ -118,6 +130,15 @@ class _Radial(torch.autograd.Function):
             else:
                 by_variance = (grad * value).sum_to_size(variance.shape) / variance
         return (grad * slope).sum_to_size(s.shape), by_variance, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, ds: Optional[Tensor], dv: Optional[Tensor], *_: Any) -> tuple[Tensor, None]:
+        s, *rest = ctx.saved_tensors
+        clean = _clean(s, ctx.same)
+        total = torch.zeros_like(clean) if ds is None else ds * ctx.profile.slope(clean) * (rest[0] if rest else 1.0)
+        if dv is not None:
+            total = total + dv * _Radial.apply(s, None, ctx.profile, ctx.same)[0]
+        return total, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, s: Tensor, variance: Any, profile: type[Stationary], same: bool) -> Any:

@@ -73,6 +73,7 @@ class _Factor(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(output[0])
+        ctx.save_for_forward(output[0])
         ctx.wide = inputs[0].dtype
         ctx.mark_non_differentiable(output[1])
 
@@ -85,6 +86,14 @@ class _Factor(torch.autograd.Function):
         inner.diagonal(dim1=-2, dim2=-1).mul_(0.5)
         right = torch.linalg.solve_triangular(factor, 0.5 * (inner + inner.mT), upper=False, left=False)
         return torch.linalg.solve_triangular(factor.mT, right, upper=True).to(ctx.wide), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        # dL = L tril½(L⁻¹ dA L⁻ᵀ), tril½ the lower triangle with its diagonal halved (Murray, 2016, eq. 8).
+        left = torch.linalg.solve_triangular(factor, change.to(factor), upper=False)
+        inner = torch.linalg.solve_triangular(factor.mT, left, upper=True, left=False)
+        return factor @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> Any:
@@ -215,10 +224,15 @@ class _RowSquares(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return (2 * grad)[..., None] * ctx.saved_tensors[0]
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> Tensor:
+        return 2 * (ctx.saved_tensors[0] * change).sum(-1)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:

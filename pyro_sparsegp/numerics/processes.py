@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-__all__ = ["Workers", "joined", "sharing"]
+__all__ = ["Workers", "do_due", "due", "is_shared", "joined", "largest", "sharing"]
 
 
 class _AllReduce(torch.autograd.Function):
@@ -83,7 +84,15 @@ class Workers:
 
 # Steps on mini-batches, whose plates scale each process's rows up to all data.
 
-_sharing: ContextVar[Optional[tuple[Workers, float]]] = ContextVar("sharing", default=None)
+
+@dataclass
+class _Shared:
+    workers: Workers
+    weight: float
+    due: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+
+_sharing: ContextVar[Optional[_Shared]] = ContextVar("sharing", default=None)
 
 
 @contextmanager
@@ -93,11 +102,36 @@ def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
     :param group: a ``torch.distributed`` process group; ``None`` changes nothing.
     :param weight: how many rows this process's batch stands for, beside the others': equal ones by default.
     """
-    token = _sharing.set(None if group is None else (Workers(group), weight))
+    token = _sharing.set(None if group is None else _Shared(Workers(group), weight))
     try:
         yield
+        do_due()
     finally:
         _sharing.reset(token)
+
+
+def is_shared() -> bool:
+    """Whether this is within :func:`sharing`."""
+    return _sharing.get() is not None
+
+
+def due(key: object, task: Callable[[], None]) -> None:
+    """Within :func:`sharing`, have a task that joins sums done where all processes come by, at :func:`do_due`.
+
+    :param key: a task of the same takes its place.
+    """
+    found = _sharing.get()
+    if found is not None:
+        found.due[id(key)] = task
+
+
+def do_due() -> None:
+    """Do the tasks that are due, in the order in which they were named: the same in all processes."""
+    found = _sharing.get()
+    if found is not None:
+        tasks, found.due = list(found.due.values()), {}
+        for task in tasks:
+            task()
 
 
 @torch.no_grad()
@@ -111,8 +145,14 @@ def joined(*values: Tensor) -> list[Tensor]:
     :param values: of any shapes; all processes give as many, in the same order.
     """
     found = _sharing.get()
-    if found is None or found[0].num == 1:
+    if found is None or found.workers.num == 1:
         return list(values)
-    workers, weight = found
-    *sums, total = workers.sum(*[weight * value for value in values], values[0].new_full((), weight))
+    *sums, total = found.workers.sum(*[found.weight * value for value in values], values[0].new_full((), found.weight))
     return [(part / total).to(value) for part, value in zip(sums, values)]
+
+
+@torch.no_grad()
+def largest(value: Tensor) -> Tensor:
+    """The largest of the processes' values; outside of :func:`sharing`, the value itself."""
+    found = _sharing.get()
+    return value if found is None else found.workers.largest(value)

@@ -11,7 +11,12 @@ from torch import Tensor
 from ..numerics.linalg import cholesky, default_jitter
 from .sparse_posterior import SparsePosterior
 
-__all__ = ["ExpectedSite", "GroupedSite", "MarginalSite", "NodeSite", "Site"]
+__all__ = ["OTHER_LATENTS", "ExpectedSite", "GroupedSite", "MarginalSite", "NodeSite", "Site"]
+
+OTHER_LATENTS = (
+    "for other latents it has Pyro's mean-field normal, or what get_posterior(name, prior), overridden in a subclass, "
+    "returns for them"
+)
 
 
 class Site(SparsePosterior):
@@ -43,7 +48,8 @@ class Site(SparsePosterior):
                 f"the posterior of GP site {self.name!r} has a density relative to the prior process only, which can't "
                 "be set against the model's exact one: pyro.infer.Importance, psis_diagnostic, ReweightedWakeSleep and "
                 "WeighedPredictive, which run guide and model apart, do not work with this guide, nor does "
-                "vectorize_particles=True. After guide.eval() "
+                "vectorize_particles=True, nor a guide of your own that calls it, or has it for a part: give SVI the "
+                f"AutoSparseGP itself; {OTHER_LATENTS}. After guide.eval() "
                 "and guide(*args), guide.get_traces() gives a (model, guide) pair whose log densities make importance "
                 "weights."
             )

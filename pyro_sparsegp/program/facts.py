@@ -40,6 +40,8 @@ class Structure:
     :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
     :param meeting: those of them with several outputs that meet in a term.
     :param columns: for each GP site, how many columns its inputs have.
+    :param coupled: latents whose draws free posteriors follow.
+    :param enumerated: discrete latents, which are summed out.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -54,6 +56,8 @@ class Structure:
     quadratic: list[str] = field(default_factory=list)
     meeting: list[str] = field(default_factory=list)
     columns: dict[str, int] = field(default_factory=dict)
+    coupled: list[str] = field(default_factory=list)
+    enumerated: list[str] = field(default_factory=list)
 
 
 Values = dict[str, Tensor]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger, block_messengers
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from ..posterior.base import Marginals
 from .traces import as_process, is_observation, repeatable, without_event
 
-__all__ = ["AtMeans", "Held", "observes", "unrecorded"]
+__all__ = ["AtMeans", "Held", "is_blocked", "observes", "stand_in", "unrecorded"]
 
 
 class Held(Messenger):
@@ -50,6 +52,28 @@ class AtMeans(Messenger):
 def unrecorded() -> Any:
     """Hide a run from the traces around it; handlers that change its sites stay in force."""
     return block_messengers(lambda messenger: isinstance(messenger, TraceMessenger))
+
+
+def is_blocked(model: Callable) -> bool:
+    """Whether a model was given under ``poutine.block``, which hides sites of it."""
+    wrapped = getattr(model, "func", None)
+    while isinstance(wrapped, partial) and len(wrapped.args) > 1:  # a handler and what it is around
+        handler, model = wrapped.args[:2]
+        if isinstance(handler, BlockMessenger):
+            return True
+        wrapped = getattr(model, "func", None)
+    return False
+
+
+def stand_in(fn: Any) -> Tensor:
+    """A value of a distribution where none is asked for: not a draw, which transforms such as ``torch.func.hessian``
+    refuse, if there is another.
+    """
+    try:
+        value = fn.enumerate_support(expand=False)[0] if fn.has_enumerate_support else fn.mean
+    except (NotImplementedError, AttributeError):
+        return fn.sample()
+    return value.detach().expand(fn.shape())
 
 
 def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -9,15 +9,14 @@ from typing import Any, Optional
 
 import torch
 from pyro import poutine
-from pyro.distributions import MaskedDistribution
-from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..process import GaussianProcess
+from .bare import as_process, bare, fill_masked, without_event
+from .enumeration import Enumeration
 
 __all__ = [
     "all_sites",
@@ -38,9 +37,6 @@ __all__ = [
     "whole_plates",
     "without_event",
 ]
-
-
-_WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
 
 def all_sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
@@ -97,28 +93,6 @@ def piecewise_constant(trace: poutine.Trace) -> list[str]:
     ]
 
 
-def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
-    """The GP under ``.to_event`` and the number of dimensions this added, or ``None``."""
-    prior, event_dim = without_event(prior)
-    return (prior, event_dim) if isinstance(prior, GaussianProcess) else (None, 0)
-
-
-def without_event(fn: Any) -> tuple[Any, int]:
-    """The distribution under ``.to_event`` and the number of dimensions this added."""
-    event_dim = 0
-    while isinstance(fn, torch.distributions.Independent):
-        event_dim += fn.reinterpreted_batch_ndims
-        fn = fn.base_dist
-    return fn, event_dim
-
-
-def bare(fn: Any) -> Any:
-    """The distribution under ``.to_event``, ``.mask`` and ``.expand``."""
-    while isinstance(fn, _WRAPPERS):
-        fn = fn.base_dist
-    return fn
-
-
 def held_trace(
     model: Callable,
     values: Mapping[str, Tensor],
@@ -133,12 +107,14 @@ def held_trace(
     :param like: a run under the handlers around this one, whose values are held besides, and whose scales and masks
         sites get.
     :returns: the trace, in which the held sites pass for observed; densities are to be had from its sites' ``fn``.
+        Discrete sites that are enumerated are not in it: others' densities are summed over them.
     :raises ValueError: naming a site that would be drawn.
     """
     there: dict[str, Any] = {} if like is None else dict(like.nodes)
     known = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
     with poutine.block(), _LeftOut(), _Holding({**known, **values}):
-        trace = poutine.trace(poutine.condition(model, data=dict(values))).get_trace(*args, **kwargs)
+        summed = Enumeration()(model)
+        trace = poutine.trace(poutine.condition(summed, data=dict(values))).get_trace(*args, **kwargs)
     for name, site in all_sites(trace):
         if is_free(site) and not site_is_subsample(site):
             raise ValueError(
@@ -161,37 +137,6 @@ class _Holding(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if not msg["is_observed"] and msg["name"] in self.values:
             msg["value"], msg["is_observed"] = self.values[msg["name"]], True
-
-
-def fill_masked(site: Any) -> None:
-    """Put a value of an unmasked row where an observed site is masked and NaN.
-
-    A mask makes such a term 0, but not its gradient, which is 0·NaN. It may be ``poutine.mask``'s, of whole rows, or
-    ``.mask``'s under ``.to_event``, of single values.
-    """
-    if site["type"] != "sample" or not site["is_observed"]:
-        return
-    if not isinstance(site["value"], Tensor) or not site["value"].is_floating_point():
-        return
-    fn, mask = site["fn"], site["mask"]
-    while True:
-        if isinstance(mask, Tensor):
-            site["value"] = _filled(site["value"], mask, fn.event_dim)
-        if not isinstance(fn, _WRAPPERS):
-            return
-        mask = fn._mask if isinstance(fn, MaskedDistribution) else None
-        fn = fn.base_dist
-
-
-def _filled(value: Tensor, mask: Tensor, event_dim: int) -> Tensor:
-    batch_shape = torch.broadcast_shapes(value.shape[: value.dim() - event_dim], mask.shape)
-    mask = mask.expand(batch_shape)
-    rows = value.expand(*batch_shape, *value.shape[value.dim() - event_dim :])
-    # The row's number stays a tensor: nothing is read back from the device.
-    first = mask.flatten().to(torch.uint8).argmax().reshape(1)
-    filler = rows.flatten(0, len(batch_shape) - 1).index_select(0, first)[0] if batch_shape else rows
-    missing = ~mask.reshape(*batch_shape, *[1] * event_dim) & value.isnan()
-    return torch.where(missing, filler.nan_to_num(), rows)
 
 
 def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:

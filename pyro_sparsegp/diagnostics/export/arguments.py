@@ -82,6 +82,11 @@ def require_tree(function: str, given: Any) -> None:
         raise ValueError(
             f"{function} needs a tree, such as diagnostics.to_datatree(model, guide, x, y), got {kind_of(given)}"
         )
+    if "posterior" in given.children and "sample" in given["posterior"].sizes:
+        raise ValueError(
+            f'{function} needs a tree with chains and draws; this one has all draws along "sample". Make it by '
+            "to_datatree without sample_dims=, and another with them for stock ArviZ."
+        )
 
 
 def require_posterior(function: str, given: Any) -> None:

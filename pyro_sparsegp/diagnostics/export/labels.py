@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._version import __version__
 from . import backend
 
-__all__ = ["Labels", "attributes", "constant_data"]
+__all__ = ["Labels", "attributes", "constant_data", "require_sample_dims", "with_sample_dims"]
 
 RESERVED = ("chain", "draw", "sample", "pred_id")
 
@@ -159,6 +159,23 @@ class Labels:
             if dim in sizes and len(values) not in sizes[dim]:
                 found = " or ".join(map(str, sorted(sizes[dim])))
                 raise ValueError(f"coords[{dim!r}] has {len(values)} values, the dimension has size {found}")
+
+
+def require_sample_dims(sample_dims: Sequence[str]) -> None:
+    """Raise where these are no names for the dimensions of draws: one, or a chain's and a draw's.
+
+    :raises ValueError: naming what came.
+    """
+    if isinstance(sample_dims, str) or tuple(sample_dims) not in (("chain", "draw"), ("sample",)):
+        raise ValueError(f'sample_dims must be ("chain", "draw") or ("sample",), got {sample_dims!r}')
+
+
+def with_sample_dims(dataset: Any, sample_dims: Sequence[str]) -> Any:
+    """A dataset whose draws have these dimensions, chain by chain where it is one."""
+    if len(sample_dims) == 2 or "draw" not in dataset.dims:
+        return dataset
+    flat = dataset.stack({sample_dims[0]: ("chain", "draw")}, create_index=False).drop_vars(["chain", "draw"])
+    return flat.assign_coords({sample_dims[0]: np.arange(flat.sizes[sample_dims[0]])}).transpose(sample_dims[0], ...)
 
 
 def attributes(**more: Any) -> dict[str, Any]:

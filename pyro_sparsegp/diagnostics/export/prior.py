@@ -20,7 +20,7 @@ from .writer import Writer, name_of
 if TYPE_CHECKING:
     from xarray import DataTree
 
-__all__ = ["prior_predictive"]
+__all__ = ["draw_prior", "prior_predictive"]
 
 
 def prior_predictive(
@@ -68,16 +68,36 @@ def prior_predictive(
         "passes them on as obs: model(x, None)."
     )
     require_arguments("prior_predictive", remedy, model, args, kwargs)
-    labels = Labels(dims, coords)
-    writer = Writer(labels, (1, num_samples), dtype)
     shared = {"model": name_of(model), "name": name}
+    writer = Writer(Labels(dims, coords), (1, num_samples), dtype)
+    with seeded(seed):
+        groups = draw_prior(model, args, kwargs, writer, shared, observed, include_f)
+    return backend.xarray().DataTree.from_dict(groups, name=name)
+
+
+@torch.no_grad()
+def draw_prior(
+    model: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    writer: Writer,
+    shared: dict[str, Any],
+    observed: Optional[Collection[str]],
+    include_f: bool,
+    check: bool = True,
+) -> dict[str, Any]:
+    """The groups of :func:`prior_predictive`.
+
+    :param shared: attributes of all groups.
+    :param check: whether the user's labels must be of these groups.
+    """
     fixed: dict[str, dict[str, Any]] = {}
-    with torch.no_grad(), seeded(seed), whole_plates(), poutine.block():
+    with whole_plates(), poutine.block():
         with _Sizes():
             first = poutine.trace(model).get_trace(*args, **kwargs)
         values = {n: site["value"] for n, site in sites_of(first) if is_observation(site)}
         names = _data_sites(first, observed, values) if observed or values else _last_of(model, first, args, kwargs)
-        for s in range(num_samples):
+        for s in range(writer.shape[1]):
             trace = poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
             writer.at(0, s)
             for variable, site in sites_of(trace):
@@ -88,15 +108,17 @@ def prior_predictive(
                     if not include_f:
                         continue
                 if s == 0 and variable in names:
-                    labels.learn({variable: {**site, "is_observed": True}})
+                    writer.learn_kinds({variable: site})
+                    writer.labels.learn({variable: {**site, "is_observed": True}})
                 writer.put("prior_predictive" if variable in names else "prior", variable, site["value"])
             if not fixed:
                 fixed = {
-                    "observed_data": {n: value.cpu().numpy() for n, value in values.items()},
+                    "observed_data": {n: writer.whole(n, value.cpu().numpy()) for n, value in values.items()},
                     "constant_data": constant_data(model, args, kwargs, values),
                 }
-                writer.check(writer.datasets(shared, {}, fixed))
-    return backend.xarray().DataTree.from_dict(writer.datasets(shared, {}, fixed), name=name)
+                if check:
+                    writer.check(writer.datasets(shared, {}, fixed))
+    return writer.datasets(shared, {}, fixed)
 
 
 def _data_sites(trace: Any, observed: Optional[Collection[str]], values: Collection[str]) -> set[str]:

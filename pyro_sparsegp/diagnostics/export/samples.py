@@ -11,8 +11,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ...predict import _bare, _Known
+from ...predict import _Known, bare_model
 from ...process import GaussianProcess
+from ...program.enumeration import Enumeration
 from ...program.traces import as_process, is_observation, whole_plates
 from ...whitening import unwhiten
 from ..trust.pointwise import Moments, PointwiseDensities, Reader
@@ -33,12 +34,12 @@ class SampleSource:
     drawn: frozenset[str] = frozenset()
 
     def __init__(self, model: Callable, samples: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> None:
-        self.model, self.args, self.kwargs = _bare(model), args, kwargs
+        self.model, self.args, self.kwargs = bare_model(model), args, kwargs
         first = next(iter(samples.values()))
         self.shape = first.shape[:2]
         self.samples = {name: value.flatten(0, 1) for name, value in samples.items()}
         with poutine.block(), whole_plates():
-            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
+            trace = poutine.trace(Enumeration()(self.model)).get_trace(*args, **kwargs)
         seen = {name: site for name, site in sites_of(trace) if is_observation(site) and not site_is_subsample(site)}
         self.data = [name for name, site in seen.items() if not is_factor(site)]
         self.factors = [name for name, site in seen.items() if is_factor(site)]
@@ -47,7 +48,8 @@ class SampleSource:
         self.names = [name for name, site in sites_of(trace) if not site_is_subsample(site)]
         require_shapes({name: seen[name] for name in self.data})
         self.reader = Reader(self.model, args, kwargs, [*self.data, *self.factors])
-        self.divergences: list[list[int]] = []  # the diverging draws' numbers, of each chain, where they are known
+        self.stats: dict[str, Any] = {}  # what the sampler knows of each draw, (chain, draw) by name
+        self.attributes: dict[str, Any] = {}  # and of the run
         self._next = 0
 
     @torch.no_grad()
@@ -57,7 +59,7 @@ class SampleSource:
         self._next += 1
         hold = _Hold({name: value[s] for name, value in self.samples.items()})
         with poutine.block(), whole_plates(), hold:
-            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            trace = poutine.trace(Enumeration()(self.model)).get_trace(*self.args, **self.kwargs)
         seen = {*self.data, *self.factors}
         values, log_priors = {}, {}
         held = {}
@@ -118,7 +120,7 @@ class ConditionedSource(SampleSource):
         known = _Known(self.model, {name: value[s] for name, value in self.samples.items()}, *self.old)
         conditioned = _Conditioned(known)
         with poutine.block(), whole_plates(), conditioned:
-            trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+            trace = poutine.trace(Enumeration()(self.model)).get_trace(*self.args, **self.kwargs)
         sites = dict(sites_of(trace))
         functions = {name: sites[name]["value"] for name in conditioned.moments}
         others = {*self.data, *self.factors, *functions}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
 
+import numpy as np
 from pyro.infer import MCMC
 from torch import Tensor
 
-from ...predict import _samples_and_data, divergences
+from ...predict import _samples_and_data, chain_diagnostics, divergences
 from .arguments import guide_of, is_posterior, kind_of, require_arguments, require_model
 from .draws import GuideSource
 from .samples import ConditionedSource, SampleSource
@@ -47,7 +48,7 @@ def as_source(
         if marginal:
             return ConditionedSource(model, samples, args, kwargs, old_args, old_kwargs)
         source = SampleSource(model, samples, args or old_args, kwargs if args else old_kwargs)
-        source.divergences = divergences(result)
+        source.stats, source.attributes = sampler_stats(result, source.shape)
         return source
     if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
         return SampleSource(model, {name: value[None] for name, value in result.items()}, args, kwargs)
@@ -57,6 +58,25 @@ def as_source(
         "model's arguments."
         + (" A GP site's posterior lacks the other latents: give the guide that it is from." * is_posterior(result))
     )
+
+
+def sampler_stats(result: MCMC, shape: tuple[int, int]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """What an MCMC kernel knows of its draws, ``(chain, draw)`` by name, and attributes of the whole run.
+
+    Pyro's kernels know which diverged; :class:`~pyro_sparsegp.diagnostics.NUTS` more.
+    """
+    chains = chain_diagnostics(result)
+    if not chains or "divergences" not in chains[0]:
+        return {}, {}
+    diverging = np.zeros(shape, dtype=bool)
+    for chain, numbers in enumerate(divergences(result)):
+        diverging[chain, numbers] = True
+    kept = [chain.get("sample stats") or {} for chain in chains]
+    stats = {name: np.array([one[name] for one in kept]) for name in kept[0]} | {"diverging": diverging}
+    if not kept[0]:
+        return stats, {}
+    seconds = max(chain["ended"] for chain in chains) - min(chain["began"] for chain in chains)
+    return stats, {"sampling_time": seconds, "tuning_steps": chains[0]["warm-up steps"]}
 
 
 def observed_site(source: Source, var_name: Optional[str]) -> str:

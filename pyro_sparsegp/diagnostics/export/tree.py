@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import torch
 from torch import Tensor
 
+from ...predict import bare_model
 from . import backend
 from .draws import Draw, GuideSource, require_names, seeded
-from .labels import Labels, constant_data
+from .labels import Labels, constant_data, require_sample_dims, with_sample_dims
+from .prior import draw_prior
 from .samples import SampleSource
 from .sources import Source, as_source, target_of
 from .writer import Writer, name_of
@@ -29,6 +31,7 @@ def to_datatree(
     *args: Any,
     num_samples: int = 1000,
     predict: Optional[Arguments] = None,
+    prior: int = 0,
     include_f: bool = False,
     exact: bool = False,
     log_likelihood: bool = True,
@@ -39,19 +42,21 @@ def to_datatree(
     chunk_size: int = 8192,
     seed: Optional[int] = None,
     name: Optional[str] = None,
+    sample_dims: Sequence[str] = ("chain", "draw"),
     **kwargs: Any,
 ) -> DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
 
     Groups: ``posterior`` (hyperparameters; of each GP site f the coefficients ``f_w`` of its basis, N(0, I) a priori),
     ``posterior_predictive``, ``log_likelihood``, ``log_prior``, ``sample_stats``, ``observed_data``,
-    ``constant_data`` and, with ``predict``, ``predictions`` and ``predictions_constant_data``, all with dimensions
-    ``(chain, draw, ...)``. One fit is one chain: several guides of the same model, restarts, become chains.
+    ``constant_data``, with ``predict`` also ``predictions`` and ``predictions_constant_data``, with ``prior`` also
+    ``prior`` and ``prior_predictive``; what is drawn has dimensions ``(chain, draw, ...)``. One fit is one chain:
+    several guides of the same model, restarts, become chains.
 
     The log likelihood is integrated over what a draw leaves open, log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ; of MCMC, whose
-    draws hold f itself, log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. ``sample_stats`` has ``diverging`` of an ``MCMC``; of a
-    guide ``log_q``, the log density of (θ, w) under it, and ``lp``, what is set against it in importance weights, both
-    in float64:
+    draws hold f itself, log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. ``sample_stats`` has ``diverging`` of an ``MCMC``, and
+    what else :class:`NUTS` keeps (``energy``, ``tree_depth`` ...); of a guide ``log_q``, the log density of (θ, w)
+    under it, and ``lp``, what is set against it in importance weights, both in float64:
 
     * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe" that the evidence lower bound is for;
     * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, that of expectation propagation;
@@ -71,6 +76,7 @@ def to_datatree(
     :param args: the model's training arguments, all rows, with observations.
     :param num_samples: draws of each guide; MCMC has as many as its samples.
     :param predict: the model's arguments at new inputs, observations left out: a tensor, a tuple or a mapping.
+    :param prior: how many draws of the prior and of its predictions to add (:func:`prior_predictive`); 0 adds none.
     :param include_f: keep function values at the training inputs, ``(chain, draw, N)``; under NUTS, too.
     :param exact: whether to do what takes O(N³) a draw.
     :param log_likelihood: whether to compute it, and ``lp``.
@@ -81,11 +87,17 @@ def to_datatree(
     :param chunk_size: rows whose features are held in memory at once.
     :param seed: makes the draws repeatable and leaves the global generators alone.
     :param name: the tree's name.
+    :param sample_dims: names of the dimensions of draws: a chain's and a draw's, or one for all draws, ("sample",), as
+        ArviZ's own converters of variational posteriors have it; stock functions then take ``sample_dims=["sample"]``.
+        This module's functions want chains and draws.
     :param kwargs: the model's further arguments.
     :raises ValueError: where the result, the arguments or the labels do not fit.
     """
     if not isinstance(num_samples, int) or num_samples < 1:
         raise ValueError(f"num_samples must be a whole number of at least 1, got {num_samples!r}")
+    if not isinstance(prior, int) or prior < 0:
+        raise ValueError(f"prior must be a number of draws, 0 or more, got {prior!r}")
+    require_sample_dims(sample_dims)
     backend.xarray()
     guides = list(guide) if isinstance(guide, (list, tuple)) else [guide]
     if not guides:
@@ -110,7 +122,9 @@ def to_datatree(
             source = sources[chain % len(sources)]
             for s in range(num_samples):
                 draw = source.draw()
-                own = own or {"sample_stats": {"target": target_of(source)}}
+                if not own:
+                    run = source.attributes if isinstance(source, SampleSource) else {}
+                    own = {"posterior": run, "sample_stats": {"target": target_of(source), **run}}
                 writer.at(chain, s)
                 _write(writer, source, draw, include_f, log_likelihood, posterior_predictive)
                 if new is not None:
@@ -118,18 +132,25 @@ def to_datatree(
                     for variable, value in source.at(*new, draw).items():
                         writer.put("predictions", variable, value)
                 if not fixed:  # wrong labels are found before the other draws are made
-                    fixed = _data_of(model, source, draw, new)
+                    fixed = _data_of(model, source, draw, new, writer)
                     writer.check(writer.datasets(shared, own, fixed))
-    return backend.xarray().DataTree.from_dict(writer.datasets(shared, own, fixed), name=name)
+    groups = writer.datasets(shared, own, fixed)
+    if prior:
+        before = Writer(Labels(dims, coords), (1, prior), dtype)
+        with seeded(seed):
+            found = draw_prior(bare_model(model), args, kwargs, before, shared, sources[0].data, include_f, check=False)
+        groups |= {group: found[group] for group in ("prior", "prior_predictive") if group in found}
+    groups = {group: with_sample_dims(dataset, sample_dims) for group, dataset in groups.items()}
+    return backend.xarray().DataTree.from_dict(groups, name=name)
 
 
 def _data_of(
-    model: Callable, source: Source, draw: Draw, new: Optional[tuple[tuple, dict[str, Any]]]
+    model: Callable, source: Source, draw: Draw, new: Optional[tuple[tuple, dict[str, Any]]], writer: Writer
 ) -> dict[str, dict[str, Any]]:
     """The groups that have no draws."""
     observed = {site: node["value"] for site, node in draw.data.items()}
     fixed = {
-        "observed_data": {site: value.detach().cpu().numpy() for site, value in observed.items()},
+        "observed_data": {site: writer.whole(site, value.detach().cpu().numpy()) for site, value in observed.items()},
         "constant_data": constant_data(model, source.args, source.kwargs, observed),
     }
     if new is not None:
@@ -167,9 +188,8 @@ def _write(
                 writer.put("sample_stats", "lp_exact", source.log_joint_exact(draw))
     if draw.log_q is not None:
         writer.put("sample_stats", "log_q", draw.log_q)
-    if isinstance(source, SampleSource) and source.divergences:
-        chain, number = writer.index
-        writer.put("sample_stats", "diverging", torch.tensor(number in source.divergences[chain]))
+    for name, stat in source.stats.items() if isinstance(source, SampleSource) else ():
+        writer.put("sample_stats", name, torch.as_tensor(stat[writer.index]))
 
 
 def _arguments(predict: Arguments) -> tuple[tuple, dict[str, Any]]:

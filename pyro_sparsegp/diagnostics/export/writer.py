@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ class Writer:
         self.groups: dict[str, dict[str, np.ndarray]] = {}
         self.kept: dict[str, tuple[int, np.ndarray]] = {}  # of sites with masked rows: N, and the others
         self.functions: set[str] = set()
+        self.discrete: set[str] = set()  # observed sites whose values are whole numbers, of whatever type
         self.index = (0, 0)
         self.learned = False
 
@@ -36,11 +37,23 @@ class Writer:
         self.learned = True
         self.functions |= set(draw.functions)
         self.labels.learn({**draw.data, **draw.factors})  # whose plates name dimensions, too
+        self.learn_kinds(draw.data)
         for site, node in draw.data.items():
             mask = node["mask"]
             if isinstance(mask, Tensor) and not mask.all() and len(node["fn"].batch_shape) == 1:
                 rows = mask.expand(node["fn"].batch_shape).cpu().numpy()
                 self.kept[site] = len(rows), np.flatnonzero(rows)
+
+    def learn_kinds(self, sites: Mapping[str, Any]) -> None:
+        """Learn which of the observed sites are of whole numbers: torch holds counts as floats, ArviZ as integers."""
+        for name, site in sites.items():
+            fn, value = site["fn"], site["value"]
+            if getattr(fn.support, "is_discrete", False) and bool((value == value.round()).all()):
+                self.discrete.add(name)
+
+    def whole(self, name: str, array: np.ndarray) -> np.ndarray:
+        """An observed site's values, counts as integers."""
+        return array.astype("int64") if name in self.discrete else array
 
     def put(self, group: str, variable: str, value: Tensor) -> None:
         """Keep one draw's value."""
@@ -50,9 +63,10 @@ class Writer:
         arrays = self.groups.setdefault(group, {})
         if variable not in arrays:
             kind = np.dtype("float64") if group == "sample_stats" else self.dtype
-            if group == "sample_stats" and value.dtype is torch.bool:
-                kind = np.dtype("bool")
-            if group.endswith("predictive") and not value.is_floating_point():
+            if group == "sample_stats" and not value.is_floating_point():
+                kind = np.dtype("bool" if value.dtype is torch.bool else "int64")
+            of_data = group.endswith("predictive") or (group == "predictions" and variable in self.discrete)
+            if of_data and (variable in self.discrete or not value.is_floating_point()):
                 kind = np.dtype("int64")
             arrays[variable] = np.empty((*self.shape, *value.shape), kind)
         elif arrays[variable].shape[2:] != value.shape:

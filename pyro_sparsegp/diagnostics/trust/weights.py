@@ -197,6 +197,7 @@ def _tree(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[s
     if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
         if args or kwargs:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")
+        require_tree("this function", tree_or_model)
         return tree_or_model
     if not callable(tree_or_model) or not args or guide_of(tree_or_model) is not None:
         raise ValueError(

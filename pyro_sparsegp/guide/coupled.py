@@ -1,0 +1,189 @@
+"""Latents that are no Gaussian processes, jointly Gaussian with each other and with the coefficients of GP sites."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from operator import attrgetter
+from typing import Any, Optional, Union
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import biject_to
+
+from ..approximations.free import SparseGP
+from ..gaussians import Drawn, DrawnGaussian
+from ..modules import at_path
+from ..program.facts import Structure
+from .latents import MeanFieldLatents
+
+__all__ = ["CoupledLatents"]
+
+
+class _Part(dist.Normal):
+    """Some entries of a draw, each given those before it.
+
+    :param drawn: of all entries.
+    :param rows: which.
+    :param shape: of their values.
+    """
+
+    def __init__(self, drawn: Drawn, rows: slice, shape: torch.Size) -> None:
+        self.drawn, self.rows, self.asked = drawn, rows, False
+        scale = drawn.root.diagonal()[rows].reshape(shape)
+        super().__init__(drawn.loc[rows].reshape(shape), scale, validate_args=False)
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        if sample_shape:
+            raise ValueError("a latent that is coupled with others has one draw in a run of the guide")
+        self.asked = True
+        return self.drawn.value[self.rows].reshape(self.loc.shape)
+
+    def noise_of(self, value: Tensor) -> Tensor:
+        """ε, ``(n,)``, behind values, given those before."""
+        loc, root, start = self.drawn.loc, self.drawn.root, self.rows.start
+        moved = value.reshape(-1) - loc[self.rows]
+        if start:
+            first = (self.drawn.value - loc)[:start, None]
+            noise = torch.linalg.solve_triangular(root[:start, :start], first, upper=False)
+            moved = moved - (root[self.rows, :start] @ noise)[:, 0]
+        return torch.linalg.solve_triangular(root[self.rows, self.rows], moved[:, None], upper=False)[:, 0]
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        square = self.noise_of(value).square().reshape(self.loc.shape)
+        density = -0.5 * (square + math.log(2 * math.pi)) - self.scale.log()
+        weigh = self.drawn.weigh
+        return density if weigh is None else density + weigh(density.shape)
+
+
+class CoupledLatents(MeanFieldLatents):
+    """Some latents have one Gaussian in unconstrained space, z ~ N(a, RRᵀ), drawn when it is first asked for: by one of
+    them or by a GP site, whose coefficients given z have a mean linear in it. Both learn by natural steps.
+    """
+
+    coupled: Union[bool, Collection[str]]
+    _parts: dict[str, _Part]
+    together: Any
+
+    def coupled_among(self, found: Structure) -> list[str]:
+        """The latents that are coupled, in the order of the first call.
+
+        :raises ValueError: naming a site that can't be.
+        """
+        if not self.coupled:
+            return []
+        refused = {name: self._why_not(name, latent, found) for name, latent in found.latents.items()}
+        able = [name for name, why in refused.items() if why is None]
+        if isinstance(self.coupled, bool):
+            return able
+        for name in self.coupled:
+            if name not in able:
+                kind = "is a GP site, whose family says what q(f) is" if name in found.gps else "is no latent site"
+                raise ValueError(
+                    f"coupled names site {name!r}, which {refused.get(name, kind)}; what can be coupled is {able}"
+                )
+        return [name for name in able if name in self.coupled]
+
+    def _why_not(self, name: str, latent: dict[str, Any], found: Structure) -> Optional[str]:
+        plates = set(latent["plates"])
+        if plates & set(found.data_plates):
+            return "has a value for each row"
+        if plates & set(self.amortized_plates):
+            return "shares its posterior over a plate"
+        if self._is_point(name):
+            return "is fitted as a point"
+        return "has a posterior of its own" if latent["shape"] is None else None
+
+    def couple(self, found: Structure, start: Optional[dict[str, Tensor]] = None) -> None:
+        """Make the parameters of what is coupled, in the place of those of each latent alone.
+
+        :param start: loc and scale of them all; by default, those of each alone.
+        """
+        if not found.coupled:
+            return
+        if start is None:
+            start = {
+                kind: torch.cat([attrgetter(name)(getattr(self, kind)).detach().flatten() for name in found.coupled])
+                for kind in ("locs", "scales")
+            }
+            for name in found.coupled:
+                for kind in ("locs", "scales"):
+                    *path, leaf = f"{kind}.{name}".split(".")
+                    delattr(at_path(self, ".".join(path)), leaf)
+        self.together = DrawnGaussian(start["locs"], start["scales"])
+        for name, module in self.modules_by_site().items():
+            if isinstance(module, SparseGP):
+                module.follow(start["locs"], name)
+
+    def modules_by_site(self) -> dict[str, Any]:
+        """The variational modules of GP sites."""
+        return {}
+
+    def _is_coupled(self, name: str) -> bool:
+        return self.structure is not None and name in self.structure.coupled
+
+    def _place(self, name: str) -> tuple[slice, torch.Size]:
+        """Where a latent's entries are among all, and the shape of its values."""
+        assert self.structure is not None
+        start = 0
+        for other in self.structure.coupled:
+            shape = torch.Size(self.structure.latents[other]["shape"])
+            if other == name:
+                return slice(start, start + shape.numel()), shape
+            start += shape.numel()
+        raise KeyError(name)
+
+    def drawn(self) -> Optional[Drawn]:
+        """This run's draw of all latents that are coupled, or their medians; ``None`` if none is."""
+        if self.structure is None or not self.structure.coupled:
+            return None
+        if self._computing_median:
+            self.together.settle()
+            loc, root = self.together.loc, self.together.root
+            return Drawn(loc, root, torch.zeros_like(loc), loc)
+        if self._run.drawn is None:
+            self._run.drawn = self.together(torch.randn_like(self.together.loc))
+        return self._run.drawn
+
+    def _get_params(self, name: str, prior: Any) -> tuple[Tensor, Tensor]:
+        if not self._is_coupled(name):
+            return super()._get_params(name, prior)
+        rows, shape = self._place(name)
+        self.together.settle()
+        return self.together.loc[rows].reshape(shape), self.together.root.diagonal()[rows].reshape(shape)
+
+    def get_posterior(self, name: str, prior: Any) -> Any:
+        posterior = super().get_posterior(name, prior)
+        if not self._is_coupled(name) or isinstance(posterior, Tensor):  # at the median
+            return posterior
+        drawn = self.drawn()
+        assert drawn is not None
+        rows, shape = self._place(name)
+        base = posterior.base_dist
+        if base.shape() != shape:
+            raise ValueError(
+                f"site {name!r} is coupled and has {tuple(shape)} values, of which a plate shows {tuple(base.shape())} "
+                "here: leave it out of coupled=, or the plate whole."
+            )
+        part = self._parts[name] = _Part(drawn, rows, shape)
+        transform = posterior.transforms[0]
+        return dist.TransformedDistribution(part.to_event(transform.domain.event_dim), transform)
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        super()._pyro_post_sample(msg)
+        name = msg["name"]
+        part = self._parts.pop(name, None)
+        if part is None or part.asked or self._run.held:
+            return
+        # A handler holds it at a value of its own: q of all else is that given this value.
+        met = [gp for gp in self._run.processes if isinstance(at_path(self.gps, gp), SparseGP)]
+        if met:
+            raise ValueError(
+                f"site {name!r} is coupled and held at a value by a handler, and stands after GP site {met[0]!r}, "
+                "whose posterior depends on it: sample it before that site in the model."
+            )
+        value = biject_to(msg["infer"]["prior"].support).inv(msg["value"])
+        noise = part.drawn.noise.clone()
+        noise[part.rows] = part.noise_of(value).detach()
+        self._run.drawn = self.together(noise)

@@ -1,0 +1,305 @@
+"""Latents coupled with each other and with GP sites' coefficients, against dense joint Gaussians."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
+from pyro_sparsegp.gaussians import Drawn, DrawnGaussian, Following, LowRankGaussian, NaturalGaussian
+
+N, GROUPS, NOISE = 24, 3, 0.4
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.linspace(0, 1, N)[:, None]
+    group = torch.arange(N) % GROUPS
+    effects = torch.tensor([-0.8, 0.3, 0.9])
+    y = torch.sin(5 * x[:, 0]) + 1.2 + effects[group] + NOISE * torch.randn(N, generator=generator)
+    return x, group, y
+
+
+def _kernel():
+    return kernels.RBF(lengthscale=0.4)
+
+
+def _model(after=False, kernel=_kernel):
+    def levels():
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        with pyro.plate("groups", GROUPS):
+            return c, pyro.sample("g", dist.Normal(0.0, 1.0))
+
+    def model(x, group, y=None):
+        c, g = levels() if not after else (None, None)
+        f = pyro.sample("f", GaussianProcess(kernel(), x, jitter=1e-8))
+        if after:
+            c, g = levels()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f + c + g[group], NOISE), obs=y)
+
+    return model
+
+
+def _levels(group):
+    return torch.cat([torch.ones(N, 1), torch.nn.functional.one_hot(group, GROUPS).double()], 1)
+
+
+def _exact(x, group, y, kernel=_kernel):
+    """The joint posterior of c, the groups and f, and the evidence."""
+    prior = torch.diag(torch.tensor([4.0] + [1.0] * GROUPS))
+    gram = kernel()(x)
+    joint = torch.block_diag(prior, gram)
+    to_data = torch.cat([_levels(group), torch.eye(N)], 1)
+    evidence = to_data @ joint @ to_data.T + NOISE**2 * torch.eye(N)
+    gain = torch.linalg.solve(evidence, to_data @ joint).T
+    log_evidence = dist.MultivariateNormal(torch.zeros(N), evidence).log_prob(y)
+    return gain @ y, joint - gain @ to_data @ joint, log_evidence
+
+
+def _train(model, family, data, steps=400, lr=0.02, loss=None, **kwargs):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, family, coupled=True, **kwargs)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": lr}), loss or TraceQuadrature_ELBO())
+    for _ in range(steps):
+        svi.step(*data)
+    return guide
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.set_default_dtype(torch.float64)
+    guides = {}
+
+    def get(after=False):
+        if after not in guides:
+            guides[after] = _train(_model(after), families.SVGP(14, natural=True, trainable=False), _data())
+        return guides[after]
+
+    return get
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_linear_gaussian_model_reaches_its_evidence(trained, after):
+    # Mean field is 4 nats short of it, and its sd of c an eighth.
+    data, guide = _data(), trained(after)
+    mean, covariance, log_evidence = _exact(*data)
+    for _ in range(3):  # the gap has no noise left
+        assert -TraceQuadrature_ELBO().loss(guide.model, guide, *data) == pytest.approx(log_evidence.item(), abs=0.02)
+    num = 1 + GROUPS
+    root = guide.together.root
+    torch.testing.assert_close(root @ root.T, covariance[:num, :num], rtol=0.02, atol=0.005)
+    torch.testing.assert_close(guide.together.loc, mean[:num], rtol=0.0, atol=0.02)
+    q = guide.posterior(*data[:2])["f"]
+    torch.testing.assert_close(q.mean.detach(), mean[num:], rtol=0.0, atol=0.03)
+    across = torch.linalg.solve(covariance[:num, :num], covariance[:num, num:]).T  # what f does when c does
+    torch.testing.assert_close((q.features[0] @ guide.gps.f.following.slope).detach(), across, rtol=0.0, atol=0.02)
+
+
+def test_predictions_are_joint(trained):
+    x, group, y = _data()
+    guide = trained()
+    _, covariance, _ = _exact(x, group, y)
+    pyro.set_rng_seed(1)
+    draws = predict(guide.model, guide, x, group, num_samples=1000, joint=False)
+    level = draws["f"] + draws["c"][..., None] + draws["g"].reshape(1000, GROUPS)[:, group]
+    to_level = torch.cat([_levels(group), torch.eye(N)], 1)
+    sd = (to_level @ covariance @ to_level.T).diagonal().sqrt()
+    torch.testing.assert_close(level.std(0), sd, rtol=0.12, atol=0.0)
+    torch.testing.assert_close(draws["c"].std(), covariance[0, 0].sqrt(), rtol=0.1, atol=0.0)
+
+
+def test_a_value_held_by_a_handler_is_conditioned_on(trained):
+    data, guide, other = _data(), trained(), trained(after=True)
+    mean, covariance, _ = _exact(*data)
+    with poutine.condition(data={"c": torch.tensor(3.0)}), torch.no_grad():
+        draws = [guide(*data) for _ in range(200)]
+    given = mean + covariance[:, 0] / covariance[0, 0] * (3.0 - mean[0])
+    torch.testing.assert_close(torch.stack([draw["f"] for draw in draws]).mean(0), given[4:], rtol=0.0, atol=0.12)
+    torch.testing.assert_close(torch.stack([draw["g"] for draw in draws]).mean(0), given[1:4], rtol=0.0, atol=0.12)
+    with poutine.condition(data={"c": torch.tensor(3.0)}), pytest.raises(ValueError, match=r"'c'.*after GP site 'f'"):
+        other(*data)
+
+
+@pytest.mark.slow
+def test_mini_batches_arrive():
+    data = _data()
+
+    def model(x, group, y):
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        with pyro.plate("groups", GROUPS):
+            g = pyro.sample("g", dist.Normal(0.0, 1.0))
+        plate = pyro.plate("data", N, subsample_size=12)
+        f = pyro.sample("f", GaussianProcess(_kernel(), x[plate.indices], jitter=1e-8))
+        with plate as rows:
+            pyro.sample("y", dist.Normal(f + c + g[group[rows]], NOISE), obs=y[rows])
+
+    guide = _train(model, families.SVGP(12, natural=True, trainable=False), data, steps=700)
+    sd = (guide.together.root @ guide.together.root.T).diagonal().sqrt()
+    exact = _exact(*data)[1].diagonal()[: 1 + GROUPS].sqrt()
+    assert (sd > 0.5 * exact).all()
+    assert (sd < 1.5 * exact).all()
+
+
+def _sum():
+    return kernels.RBF(lengthscale=0.4).named("a") + 0.3 * kernels.Matern32(lengthscale=0.2).named("b")
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel"),
+    [
+        (families.OrthogonalInducing(8, 6, natural=True), _kernel),
+        (families.CoupledPrecision(10, rank=8, natural=True), _sum),
+        pytest.param(families.SVGP(14, natural=False), _kernel, marks=pytest.mark.slow),
+        (families.SGPR(14), _kernel),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
+def test_every_family_gains(family, kernel):
+    data = _data()
+    *_, log_evidence = _exact(*data, kernel)
+    steps = 300 if not isinstance(family, families.SVGP) else 900
+    guide = _train(_model(kernel=kernel), family, data, steps=steps)
+    loss = sum(TraceQuadrature_ELBO().loss(guide.model, guide, *data) for _ in range(10)) / 10
+    assert -loss == pytest.approx(log_evidence.item(), abs=1.0)
+    assert -loss < log_evidence + 0.05
+
+
+def test_drawn_objectives_move_it():
+    data = _data()
+    guide = _train(_model(), families.SVGP(10, natural=True), data, steps=60, loss=Trace_ELBO(), point_estimates=("g",))
+    guide.together.settle()
+    assert guide.together.steps == 60
+    assert guide.structure.coupled == ["c"]
+    assert guide.gps.f.following.slope.isfinite().all()
+
+
+def test_a_copy_and_a_loaded_guide_are_the_guide(trained):
+    x, group, _ = _data()
+    guide = trained()
+    loaded = AutoSparseGP(guide.model, families.SVGP(14, natural=True, trainable=False), coupled=True)
+    loaded.load_state_dict(guide.state_dict())
+    seen = []
+    for each in (guide, loaded, copy.deepcopy(guide)):
+        pyro.set_rng_seed(5)
+        seen.append(each.draw(x, group)["f"].detach())
+        torch.testing.assert_close(each.posterior(x, group)["f"].mean, guide.posterior(x, group)["f"].mean)
+    torch.testing.assert_close(seen[1], seen[0])
+    torch.testing.assert_close(seen[2], seen[0])
+    plain = AutoSparseGP(guide.model, families.SVGP(14, natural=True, trainable=False))
+    plain(*_data())
+    with pytest.raises(ValueError, match="coupled latents"):
+        plain.load_state_dict(guide.state_dict())
+
+
+def _natural():
+    q = NaturalGaussian([3, 2], (), torch.zeros(()))
+    rows = torch.randn(4, 5)
+    q.gram, q.pull = rows.T @ rows, torch.randn(5)
+    return q()
+
+
+def _low_rank(trils):
+    loc, b = [torch.randn(3), torch.randn(2)], [torch.randn(3, 2), torch.randn(2, 2)]
+    return LowRankGaussian(loc, b, trils)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _natural,
+        lambda: _low_rank([torch.eye(n) + 0.3 * torch.randn(n, n).tril(-1) for n in (3, 2)]),
+        lambda: _low_rank(None),
+    ],
+    ids=["dense", "low rank", "identity and low rank"],
+)
+def test_a_shifted_gaussian_is_dense(make):
+    torch.manual_seed(0)
+    q = make()
+    following = Following([3, 2], (), torch.zeros(()), torch.zeros(2))
+    following.slope = torch.randn(5, 2)
+    drawn = Drawn(torch.zeros(2), torch.tensor([[2.0, 0.0], [0.5, 1.0]]), torch.randn(2), torch.randn(2))
+    shifted = following(q, drawn)
+    covariance = q.covariance_matrix
+    dense = dist.MultivariateNormal(torch.cat(q.loc) + following.slope @ drawn.value, covariance)
+    prior = dist.MultivariateNormal(torch.zeros(5), torch.eye(5))
+    torch.testing.assert_close(shifted.kl(), torch.distributions.kl_divergence(dense, prior))
+    w = torch.randn(5)
+    torch.testing.assert_close(shifted.log_ratio(w.split([3, 2])), dense.log_prob(w) - prior.log_prob(w))
+    phi = torch.randn(7, 5)
+    mean, change = shifted.moments(phi.split([3, 2], -1))
+    torch.testing.assert_close(mean, phi @ dense.mean)
+    torch.testing.assert_close(change, (phi @ (covariance - torch.eye(5)) @ phi.T).diagonal())
+    torch.testing.assert_close(torch.cat(q.covariance_times(w.split([3, 2]))), covariance @ w)
+    torch.testing.assert_close(shifted.marginal([1]).loc[0], dense.mean[3:])
+
+
+def test_one_step_is_the_natural_gradient():
+    # E(e eᵀ) written out with matrices, and the whole of it under a Gaussian target: no noise at the optimum.
+    torch.manual_seed(0)
+    q = DrawnGaussian(torch.randn(3), torch.rand(3) + 0.5, rate=0.1)
+    q.root = q.root + 0.2 * torch.randn(3, 3).tril(-1)
+    loc, root, noise = q.loc, q.root, torch.randn(3)
+    target = dist.MultivariateNormal(torch.randn(3), torch.diag(torch.tensor([1.0, 2.0, 0.5])))
+
+    def density(drawn):
+        sticking = -0.5 * torch.linalg.solve(drawn.root, drawn.value - drawn.loc).square().sum()
+        return sticking - target.log_prob(drawn.value) + drawn.weigh((3,)).sum()
+
+    density(q(noise)).backward()
+    q.settle()
+    value = loc + root @ noise
+    grad = target.precision_matrix @ (value - target.mean) - torch.linalg.solve(root.T, noise)
+    pull = root.T @ grad
+    pull = pull * 0.1 / (1 + pull.square().mean())
+    torch.testing.assert_close(q.loc, loc - root @ pull)
+    outer = torch.outer(pull, noise)
+    half = outer.tril(-1) + 0.5 * outer.diagonal().diag()
+    torch.testing.assert_close(q.root, root - root @ half / (1 + noise.square().sum()))
+    q.loc, q.root = target.mean, target.covariance_matrix.sqrt()
+    density(q(torch.randn(3))).backward()
+    q.settle()
+    torch.testing.assert_close(q.root, target.covariance_matrix.sqrt())
+    torch.testing.assert_close(q.loc, target.mean)
+
+
+@pytest.mark.parametrize(
+    ("coupled", "kwargs", "match"),
+    [
+        (("f",), {}, "'f', which is a GP site"),
+        (("z",), {}, "'z', which is no latent site"),
+        (("c",), {"point_estimates": True}, "'c', which is fitted as a point"),
+        (("e",), {}, "'e', which has a value for each row"),
+    ],
+)
+def test_what_can_not_be_coupled_is_refused(coupled, kwargs, match):
+    x, _, y = _data()
+
+    def model(x, y):
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(_kernel(), x))
+        with pyro.plate("data", len(x)):
+            e = pyro.sample("e", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(f + c + e, NOISE), obs=y)
+
+    with pytest.raises(ValueError, match=match):
+        AutoSparseGP(model, families.SVGP(5), coupled=coupled, **kwargs)(x, y)
+    with pytest.raises(ValueError, match="coupled must be"):
+        AutoSparseGP(model, families.SVGP(5), coupled="c")
+
+
+def test_a_second_set_that_is_never_formed_follows_nothing():
+    with pytest.raises(ValueError, match="num_columns"):
+        AutoSparseGP(_model(), families.OrthogonallyDecoupled(5, 8, num_columns=4), coupled=True)(*_data())

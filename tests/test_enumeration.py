@@ -1,0 +1,305 @@
+"""Discrete latents beside a GP site, summed out: against the same model with the mixture written out."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO, config_enumerate, infer_discrete
+
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    Whitening,
+    kernels,
+    predict,
+)
+from pyro_sparsegp.families import SGPR, SVGP, SparseEP
+
+PARALLEL = {"enumerate": "parallel"}
+
+
+def outliers(x, y=None, size=None):
+    noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.3))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+    with pyro.plate("data", size or len(x), subsample=x):
+        z = pyro.sample("z", dist.Bernoulli(0.2), infer=PARALLEL)
+        return pyro.sample("y", dist.Normal(f, torch.where(z == 1, 10.0, 1.0) * noise), obs=y)
+
+
+def outliers_written_out(x, y=None, size=None):
+    noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.3))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+    with pyro.plate("data", size or len(x), subsample=x):
+        parts = dist.Normal(f[:, None], torch.stack([noise, 10 * noise]))
+        weights = dist.Categorical(torch.tensor([0.8, 0.2]).expand(len(x), 2))
+        return pyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=y)
+
+
+def two(x, y=None):
+    share = pyro.sample("share", dist.Dirichlet(torch.tensor([2.0, 3.0])))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x).expand([2]).to_event(1))
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Categorical(share), infer=PARALLEL)
+        return pyro.sample("y", dist.Normal(f[z, torch.arange(len(x))], 0.2), obs=y)
+
+
+def two_written_out(x, y=None):
+    share = pyro.sample("share", dist.Dirichlet(torch.tensor([2.0, 3.0])))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x).expand([2]).to_event(1))
+    with pyro.plate("data", len(x)):
+        weights = dist.Categorical(share.expand(len(x), 2))
+        return pyro.sample("y", dist.MixtureSameFamily(weights, dist.Normal(f.mT, 0.2)), obs=y)
+
+
+def shared(x, y=None, c=None):
+    """Two observed sites and two discrete ones, of which one depends on the other."""
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+    with pyro.plate("data", len(x)):
+        a = pyro.sample("a", dist.Bernoulli(0.3), infer=PARALLEL)
+        b = pyro.sample(
+            "b", dist.Categorical(torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])[a.long()]), infer=PARALLEL
+        )
+        pyro.sample("y", dist.Normal(f + b, 0.5 + a), obs=y)
+        pyro.sample("c", dist.Bernoulli(logits=f - b), obs=c)
+
+
+def shared_written_out(x, y=None, c=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+    with pyro.plate("data", len(x)):
+        table = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]).log()
+        terms = []
+        for a in range(2):
+            for b in range(3):
+                prior = dist.Bernoulli(0.3).log_prob(torch.tensor(float(a))) + table[a, b]
+                likelihood = dist.Normal(f + b, 0.5 + a).log_prob(y) + dist.Bernoulli(logits=f - b).log_prob(c)
+                terms.append(prior + likelihood)
+        pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+        pyro.factor("rest", torch.stack(terms).logsumexp(0) - dist.Normal(0.0, 1.0).log_prob(y))
+
+
+def data(num=30):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.linspace(-1, 1, num)[:, None]
+    y = torch.sin(4 * x[:, 0]) + 0.2 * torch.randn(num, generator=generator)
+    y[::7] += 3
+    return x, y
+
+
+def bound(model, family, *args, objective=None, **kwargs):
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, family)
+    guide(*args, **kwargs)
+    pyro.set_rng_seed(1)
+    loss = (objective or TraceQuadrature_ELBO(12)).loss_and_grads(model, guide, *args, **kwargs)
+    return loss, {name: p.grad for name, p in guide.named_parameters()}, guide
+
+
+def assert_same(model, written_out, family, *args, **kwargs):
+    one, gradients, guide = bound(model, family, *args, **kwargs)
+    other, expected, _ = bound(written_out, family, *args, **kwargs)
+    assert abs(one - other) < 1e-8 * max(1, abs(other))
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-7, rtol=1e-7)
+    return guide
+
+
+@pytest.mark.parametrize("family", [SVGP(8), SGPR(8)], ids=["SVGP", "SGPR"])
+def test_outliers(family):
+    x, y = data()
+    assert_same(outliers, outliers_written_out, family, x, y)
+
+
+def test_two_components():
+    x, y = data()
+    assert_same(two, two_written_out, SVGP(8), x, y)
+
+
+def test_sites_that_share_values():
+    x, y = data()
+    assert_same(shared, shared_written_out, SVGP(8), x, y, (y > 0).to(y))
+
+
+def test_mini_batches():
+    x, y = data()
+    guide, other = (AutoSparseGP(model, SVGP(8)) for model in (outliers, outliers_written_out))
+    losses = []
+    for one in (guide, other):
+        pyro.set_rng_seed(0)
+        one(x, y)
+        losses.append(TraceQuadrature_ELBO(8).loss(one.model, one, x[:10], y[:10], size=30))
+    assert abs(losses[0] - losses[1]) < 1e-8
+
+
+def test_a_likelihood_drawn_from():
+    x, y = data()
+    one, *_ = bound(outliers, SVGP(8), x, y, objective=Trace_ELBO())
+    other, *_ = bound(outliers_written_out, SVGP(8), x, y, objective=Trace_ELBO())
+    assert abs(one - other) < 1e-8
+
+
+def test_expectation_propagation():
+    x, y = data()
+    found = []
+    for model in (two_fixed, two_fixed_written_out):
+        guide = AutoSparseGP(model, SparseEP(8))
+        ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}))
+        for _ in range(3):
+            ep.step(x, y)
+        found.append(ep.evaluate_loss(x, y))
+    assert abs(found[0] - found[1]) < 1e-8
+
+
+def two_fixed(x, y=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Bernoulli(0.2), infer=PARALLEL)
+        return pyro.sample("y", dist.Normal(f, torch.where(z == 1, 2.0, 0.2)), obs=y)
+
+
+def two_fixed_written_out(x, y=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+    with pyro.plate("data", len(x)):
+        parts = dist.Normal(f[:, None], torch.tensor([0.2, 2.0]))
+        weights = dist.Categorical(torch.tensor([0.8, 0.2]).expand(len(x), 2))
+        return pyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=y)
+
+
+def test_missing_rows():
+    x, y = data()
+
+    y[3] = torch.nan
+
+    def holes(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)), poutine.mask(mask=~y.isnan()):
+            z = pyro.sample("z", dist.Bernoulli(0.2), infer=PARALLEL)
+            pyro.sample("y", dist.Normal(f, torch.where(z == 1, 2.0, 0.2)), obs=y)
+            pyro.sample("again", dist.Normal(f, torch.where(z == 1, 2.0, 0.2)), obs=y)
+
+    keep = ~y.isnan()
+    family = SVGP(x[::4], start="prior")
+    loss, gradients, _ = bound(holes, family, x, y)
+    part, expected, _ = bound(holes, family, x[keep], y[keep])
+    assert abs(loss - part) < 1e-8
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def test_draws_have_the_indicators_of_new_rows():
+    x, y = data()
+    guide = AutoSparseGP(two_fixed, SVGP(8))
+    svi = SVI(two_fixed, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(8))
+    for _ in range(3):
+        svi.step(x, y)
+    assert "z" not in guide(x, y)
+    draws = predict(two_fixed, guide, x[:6] + 0.01, num_samples=150)
+    assert draws["z"].shape == draws["y"].shape == (150, 6)
+    assert abs(draws["z"].mean() - 0.2) < 4 * (0.16 / 900) ** 0.5
+    away = draws["y"] - draws["f"]
+    assert abs(away[draws["z"] == 1].std() - 2.0) < 0.5
+    assert abs(away[draws["z"] == 0].std() - 0.2) < 0.02
+    assert guide(x[:6])["z"].shape == (6,)
+    # The training rows' own: Pyro's infer_discrete, given a draw of all else.
+    drawn = poutine.condition(two_fixed, {"f": torch.sin(4 * x[:, 0])})
+    found = torch.stack([infer_indicators(drawn, x, y) for _ in range(20)]).mean(0)
+    assert found[::7].min() > 0.8
+    assert found.mean() < 0.4
+
+
+def infer_indicators(model, x, y):
+    sampled = infer_discrete(model, first_available_dim=-2)
+    return poutine.trace(sampled).get_trace(x, y).nodes["z"]["value"]
+
+
+def test_state_and_copies():
+    x, y = data()
+    _, _, guide = bound(two_fixed, SVGP(8), x, y)
+    other = AutoSparseGP(two_fixed, SVGP(8))
+    other.load_state_dict(guide.state_dict())
+    loss = TraceQuadrature_ELBO(8).loss
+    assert loss(two_fixed, other, x, y) == loss(two_fixed, guide, x, y)
+    assert other.structure.enumerated == ["z"]
+
+
+def test_config_enumerate():
+    x, y = data()
+
+    @config_enumerate
+    def program(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.2))
+            return pyro.sample("y", dist.Normal(f, torch.where(z == 1, 2.0, 0.2)), obs=y)
+
+    assert bound(program, SVGP(8), x, y)[0] == bound(two_fixed, SVGP(8), x, y)[0]
+
+
+def test_nuts_and_trees():
+    diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
+    pytest.importorskip("xarray")
+    x, y = data(8)
+    white = poutine.reparam(two_fixed, config=Whitening())
+    kernel = NUTS(white, max_plate_nesting=1, max_tree_depth=2, step_size=0.05, adapt_step_size=False)
+    mcmc = MCMC(kernel, num_samples=4, warmup_steps=2, disable_progbar=True)
+    mcmc.run(x, y)
+    assert predict(two_fixed, mcmc, x[:3])["z"].shape == (4, 3)
+    _, _, guide = bound(two_fixed, SVGP(8), x, y)
+    for result in (mcmc, guide):
+        tree = diagnostics.to_datatree(two_fixed, result, x, y, num_samples=4, predict=x[:3], seed=0)
+        assert set(tree.log_likelihood.data_vars) == {"y"}
+        assert "z" not in tree.posterior
+        assert tree.predictions["z"].shape == (1, 4, 3)
+        assert tree.posterior_predictive["y"].shape == (1, 4, 8)
+
+
+def refused(match, body):
+    x, y = data(8)
+
+    def program(x, y):
+        body(x, y)
+
+    with pytest.raises(ValueError, match=match):
+        AutoSparseGP(program, SVGP(4))(x, y)
+
+
+def test_what_cannot_be_summed_out():
+    def outside(x, y):
+        z = pyro.sample("z", dist.Bernoulli(0.2), infer=PARALLEL)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.2 + z), obs=y)
+
+    def process(x, y):
+        with pyro.plate("kinds", 1):
+            z = pyro.sample("z", dist.Bernoulli(0.2), infer=PARALLEL)
+        f = pyro.sample("f", GaussianProcess((1 + z) * kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    def infinite(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Poisson(1.0), infer=PARALLEL)
+            pyro.sample("y", dist.Normal(f + z, 0.2), obs=y)
+
+    def scaled(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.2), infer=PARALLEL)
+            with poutine.scale(scale=2.0):
+                pyro.sample("y", dist.Normal(f + z, 0.2), obs=y)
+
+    def plain(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.2))
+            pyro.sample("y", dist.Normal(f + z, 0.2), obs=y)
+
+    refused(r"site 'y' stands in plates \['data'\] and depends on the discrete site 'z', which stands in \[\]", outside)
+    refused("GP site 'f' depends on the discrete site 'z'", process)
+    refused("site 'z' is to be enumerated, but Poisson cannot list its values", infinite)
+    refused("site 'y' is scaled by 2 and the discrete site 'z'", scaled)
+    refused("site 'z' is discrete and not observed.*infer={'enumerate': 'parallel'}", plain)

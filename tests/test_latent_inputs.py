@@ -1,0 +1,90 @@
+"""Inputs that are latents, or made of them: where they start, and what training makes of them."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide.initialization import init_to_value
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SGPR, SVGP
+
+
+def data(num=40):
+    generator = torch.Generator().manual_seed(0)
+    t = torch.linspace(0, 3, num)
+    y = torch.stack([torch.sin(2 * t), torch.cos(2 * t), t - 1.5])
+    return t, y + 0.05 * torch.randn(y.shape, generator=generator)
+
+
+def gplvm(y):
+    n = y.shape[-1]
+    with pyro.plate("rows", n):
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), x).expand([3]).to_event(1))
+    with pyro.plate("outputs", 3, dim=-2), pyro.plate("data", n, dim=-1):
+        pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+
+def network(x, y):
+    """Two layers, each of which hides the other where it is 0."""
+    first = pyro.sample("first", dist.Normal(torch.zeros(2, 4), 1.0).to_event(2))
+    second = pyro.sample("second", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(1.0), torch.tanh(x @ first) @ second))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+
+def partly(x, y):
+    """One column of the data's, one latent, and a constant one."""
+    with pyro.plate("rows", len(x)):
+        h = pyro.sample("h", dist.Normal(0.0, 1.0))
+    length = pyro.sample("length", dist.LogNormal(torch.zeros(3), 0.5).to_event(1))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(length), torch.stack([x, h, torch.ones_like(x)], -1)))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+
+@pytest.mark.parametrize("family", [SVGP(10), SGPR(10)], ids=["SVGP", "SGPR"])
+def test_latent_inputs_start_at_draws_and_train(family):
+    _, y = data()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(gplvm, family)
+    svi = SVI(gplvm, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
+    losses = [svi.step(y)]
+    start = guide.locs.x.detach().clone()
+    assert abs(start.std() - 1) < 0.2
+    losses += [svi.step(y) for _ in range(60)]
+    assert losses[-1] < losses[0] - 100
+    assert not guide.from_draws
+
+
+def test_layers_of_weights_start_at_draws():
+    x = torch.randn(30, 2, generator=torch.Generator().manual_seed(0))
+    guide = AutoSparseGP(network, SVGP(8))
+    guide(x, x[:, 0])
+    assert guide.locs.first.std() > 0.3
+    assert guide.locs.second.std() > 0.3
+    assert guide.locs.scale.abs() < 1e-6 + 0.13  # at its prior's mean, exp(0.5²/2)
+    assert (
+        next(p for n, p in guide.gps.f.named_parameters() if n.endswith("points") or p.shape == (8, 2)).std(0).min()
+        > 0.05
+    )
+
+
+def test_only_what_enters_flat_columns_is_drawn():
+    t, _ = data()
+    guide = AutoSparseGP(partly, SVGP(8))
+    guide(t, torch.sin(t))
+    assert guide.locs.h.std() > 0.5
+    assert torch.equal(guide.locs.length, guide.locs.length[:1].expand(3))
+
+
+def test_a_start_that_is_given_stays():
+    t, y = data()
+    given = torch.stack([t, t.flip(0)], -1)
+    guide = AutoSparseGP(gplvm, SVGP(8), init_loc_fn=init_to_value(values={"x": given}))
+    guide(y)
+    assert torch.equal(guide.locs.x, given)
