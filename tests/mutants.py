@@ -316,7 +316,7 @@ MUTANTS = [
     Mutant(
         "updates-may-lower-the-bound",
         "_update",
-        "if value >= bound - slack or not math.isfinite(bound):",
+        "if value >= (0.9 * bound if lost else bound - slack) or not math.isfinite(bound):",
         "if True:",
         ("test_meeting.py",),
     ),

@@ -283,8 +283,8 @@ def _expect(reader: Reader, reading: SiteReading, marginals: Mapping[str, Margin
 
 @torch.no_grad()
 def _at_modes(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Sites:
-    """ℓ expanded at each row's own mode, or towards it: by Newton's method, kept between what has proved too low and too
-    high, in strides that grow until both are known.
+    """ℓ expanded at each row's own mode, or towards it: by Newton's method, kept between what has proved too low and
+    too high, in strides that grow until both are known.
 
     Where the posterior is so wide that expectations are of its farthest tail, as under an exponential link.
     """
