@@ -443,6 +443,35 @@ MUTANTS = [
         "change = 0.5 * (first.square() * d - gain.log())",
         ("test_diagnostics_tree.py::test_integrated_densities",),
     ),
+    # Discrete latents, and forward mode.
+    Mutant(
+        "enumeration-forgets",
+        "SummedOut.log_prob",
+        "total = total if self.normalised else total - _summed(before)",
+        "total = total",
+        ("test_enumeration.py::test_sites_that_share_values",),
+    ),
+    Mutant(
+        "enumeration-group-alone",
+        "Enumeration._joined",
+        "joined.terms += group.terms",
+        "joined.terms = group.terms",
+        ("test_enumeration.py::test_sites_that_share_values",),
+    ),
+    Mutant(
+        "forward-cholesky",
+        "_Factor.jvp",
+        "return factor @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))), None",
+        "return factor @ inner.tril(), None",
+        ("test_forward_mode.py::test_fused_operations",),
+    ),
+    Mutant(
+        "energy-of-the-start",
+        "NUTS._end_transition",
+        "_, energy = self._states.get(id(self._z_last), (None, self._energy))",
+        "_, energy = None, self._energy",
+        ("test_arviz.py::test_a_kernel_keeps_what_it_knows_and_draws_as_pyro_does",),
+    ),
 ]
 
 
