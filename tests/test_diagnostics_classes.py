@@ -32,7 +32,7 @@ ordered_model = one_function(
 )
 
 
-def fitted_classes(model, num=120, steps=20):
+def fitted_classes(model, num=120, steps=50):
     x = torch.rand(num, 1)
     f = GaussianProcess(4 * kernels.RBF(0.3), x).sample((3,))
     likelihood = (
@@ -91,12 +91,12 @@ def test_scores_of_classes(model):
 def test_coverage_of_classes(model):
     """Sets and intervals of 90 and 95 % hold their share of new observations drawn from the prior."""
     shares = []
-    for seed in range(2):
+    for seed in range(3):
         pyro.set_rng_seed(seed)
-        guide, x, y = fitted_classes(model, num=900, steps=30)
+        guide, x, y = fitted_classes(model, num=900)
         found = diagnostics.predictive_scores(model, guide, x, y, num_samples=1)
         shares.append([found.coverage(prob) for prob in (0.9, 0.95)])
-    assert np.abs(np.mean(shares, 0) - [0.9, 0.95]).max() < 0.025, shares
+    assert np.abs(np.mean(shares, 0) - [0.9, 0.95]).max() < 0.02, shares
 
 
 def test_scores_of_classes_without_scores():
