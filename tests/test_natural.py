@@ -287,7 +287,7 @@ def best_loss(model, family, x, y, num_nodes=20):
 
 
 def test_a_bernoulli_bound_is_reached_in_a_tenth_of_adams_steps():
-    x, _ = data(bernoulli, 200)
+    x, _ = data(bernoulli, 100)
     y = (torch.sin(6 * x[:, 0]) + x[:, 1] > 0.5).double()
 
     def model(x, y=None):
@@ -307,7 +307,7 @@ def test_a_bernoulli_bound_is_reached_in_a_tenth_of_adams_steps():
         return most
 
     natural = steps(SVGP(z, natural=True, trainable=False, rate=1.0), 0.01, 60)
-    adam = min(steps(SVGP(z, natural=False, trainable=False), lr, 10 * natural + 1) for lr in (0.01, 0.03, 0.1))
+    adam = min(steps(SVGP(z, natural=False, trainable=False), lr, 10 * natural + 1) for lr in (0.03, 0.1))
     assert natural < 60
     assert adam > 10 * natural
 
@@ -332,7 +332,7 @@ def test_drawn_sites_average_to_the_optimum(elbo, mode):
     guide, svi = svi_of(model, SVGP(x[:4], natural=True, trainable=False, rate=Falling(0.005, 0.1)), elbo())
     guide(x, y)
     guide.train(mode == "train")
-    for _ in range(700):
+    for _ in range(300):
         svi.step(x, y)
     best = AutoSparseGP(model, SGPR(x[:4], trainable=False))
     best(x, y)
@@ -548,7 +548,7 @@ def test_float32(model):
     torch.set_default_dtype(torch.float32)
     x, y = data(model, dtype=torch.float32)
     guide, svi = svi_of(model, SVGP(10, natural=True), TraceQuadrature_ELBO(8))
-    losses = [svi.step(x, y) for _ in range(40)]
+    losses = [svi.step(x, y) for _ in range(10)]
     assert losses[-1] < losses[0]
     assert coefficients(guide).gram.dtype == torch.float32
 
@@ -594,9 +594,9 @@ def test_layers_of_a_deep_gp():
     for natural in (False, True):
         pyro.set_rng_seed(0)
         guide, svi = svi_of(model, SVGP(8, natural=natural))
-        losses[natural] = [svi.step(x, y) for _ in range(60)]
+        losses[natural] = [svi.step(x, y) for _ in range(40)]
     assert sum(losses[True][-10:]) < sum(losses[False][-10:])
-    assert coefficients(guide, "h").steps == coefficients(guide).steps == 60
+    assert coefficients(guide, "h").steps == coefficients(guide).steps == 40
 
 
 def test_q_held_about_well_conditioned_directions_of_u():
