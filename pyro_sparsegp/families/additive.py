@@ -123,7 +123,7 @@ class MeanFieldAdditive(AdditiveFamily):
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps; with many coefficients, at a cost linear in the number of summands."""
         rate = Falling() if self.rate is None else self.rate
-        blocks = partial(NaturalLowRank, rank=0, sweeps=1, iterations=20, rate=rate, **kwargs)
+        blocks: NewCoefficients = partial(NaturalLowRank, rank=0, sweeps=1, iterations=20, rate=rate, **kwargs)
         dense = super().in_natural_steps(**kwargs)
 
         def made(sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> Coefficients:

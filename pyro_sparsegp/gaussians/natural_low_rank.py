@@ -166,7 +166,8 @@ class NaturalLowRank(StepsOnBackward):
         q = self._gaussian(pull, blocks, low_rank)
         if not torch.is_grad_enabled():
             return q
-        base = _Base(*([part.detach() for part in parts] for parts in (q.loc, blocks, low_rank)), seats)
+        here = [[part.detach() for part in parts] for parts in (q.loc, blocks, low_rank)]
+        base = _Base(here[0], here[1], here[2], seats)
         return _Listening(q.loc, q.b, q.trils).heard_by(self, Heard(base, self.unit))
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
