@@ -382,7 +382,10 @@ def test_the_loss_as_a_module_has_no_parameters_before_the_guide_has():
     assert names == {"model.noise_unconstrained", *(f"guide.{name}" for name, _ in guide.named_parameters())}
 
 
-@pytest.mark.parametrize("family", [SVGP(15, whiten=False), OrthogonalInducing(8, 8, whiten=False)])
+@pytest.mark.parametrize(
+    "family",
+    [SVGP(15, whiten=False, natural=False), OrthogonalInducing(8, 8, whiten=False, natural=False)],
+)
 def test_a_loss_that_rises_a_hundredfold_where_q_is_not_whitened_is_told_of_once(family):
     x = torch.rand(40, 1)
     y = torch.sin(6 * x[:, 0])

@@ -190,6 +190,7 @@ class TraceQuadrature_ELBO(ELBO):
         if value - lowest <= _RISE * max(abs(lowest), first - lowest, 1.0):
             return
         families = {name: spec["family"] for name, spec in guide.structure.gps.items()}
+        families = {name: family for name, family in families.items() if not family.get("natural")}
         found = {name: "whiten=False" for name, family in families.items() if family.get("whiten") is False}
         found |= {name: "num_columns=" for name, family in families.items() if family.get("num_columns") is not None}
         if found:
@@ -200,7 +201,7 @@ class TraceQuadrature_ELBO(ELBO):
                 next(iter(found)),
                 f"the loss has risen from {lowest:.4g} to {value:.4g}. The posterior of GP site {which} is not "
                 "whitened: the curvature of its divergence is that of an inverse kernel matrix, over which Adam's "
-                "steps can overshoot without end. Take a far smaller learning rate, or a whitened family.",
+                "steps can overshoot without end. Take natural steps, a far smaller rate, or a whitened family.",
                 stacklevel=3,
             )
 
