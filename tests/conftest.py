@@ -1,3 +1,4 @@
+import gc
 import os
 
 import pyro
@@ -15,6 +16,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="slow: run with -m slow"))
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again at every collection
 
 
 @pytest.fixture(autouse=True)

@@ -116,6 +116,17 @@ def data(model=regression, num=60, dtype=torch.float64, device="cpu", seed=1):
     return x.to(device, dtype), y.to(device, dtype)
 
 
+def one_function(kernel, likelihood, mean=None, jitter=None):
+    """A model with fixed hyperparameters: a function f, and observations of distribution ``likelihood(f)``."""
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x, mean, jitter))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", likelihood(f), obs=y)
+
+    return model
+
+
 def gaussian(kernel, noise=0.2, mean=None, jitter=None):
     """A regression model with fixed hyperparameters."""
 
@@ -168,7 +179,7 @@ def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
     return guide, -bound(*args).item()
 
 
-def estimate(loss, model, guide, *args, num=150, **kwargs):
+def estimate(loss, model, guide, *args, num=60, **kwargs):
     """Mean and standard error of an ELBO's loss at fixed parameters."""
     values = torch.tensor([loss.loss(model, guide, *args, **kwargs) for _ in range(num)])
     return values.mean().item(), values.std().item() / num**0.5

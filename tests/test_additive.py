@@ -18,7 +18,7 @@ from pyro_sparsegp.families import (
 )
 
 from .benchmarks import paper0
-from .models import gaussian, maximise
+from .models import gaussian, maximise, one_function
 
 
 class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -287,19 +287,14 @@ def test_optimal_posteriors_of_additive_models():
 
 
 def test_terms_keep_their_order_and_codes_their_range():
-    from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
+    from pyro_sparsegp import AutoSparseGP, kernels
     from pyro_sparsegp.families import CoupledPrecision
 
     x = torch.rand(40, 2)
     y = torch.sin(5 * x[:, 0])
 
     def model_of(kernel):
-        def model(x, y=None):
-            f = pyro.sample("f", GaussianProcess(kernel, x))
-            with pyro.plate("data", len(x)):
-                return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
-
-        return model
+        return one_function(kernel, lambda f: dist.Normal(f, 0.2))
 
     a, b = kernels.RBF(0.4)[0].named("a"), kernels.RBF(0.6)[1].named("b")
     guide = AutoSparseGP(model_of(a + b), CoupledPrecision(5))

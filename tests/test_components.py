@@ -21,7 +21,7 @@ from pyro_sparsegp.families import (
 )
 from pyro_sparsegp.gaussians import IdentityPlusLowRank
 
-from .models import additive, data, gaussian, maximise
+from .models import additive, data, gaussian, maximise, one_function
 
 NOISE = 0.2
 KERNEL = additive(torch.tensor(1.0, dtype=torch.float64), torch.tensor([0.4, 0.7], dtype=torch.float64))
@@ -240,11 +240,7 @@ def test_sobol_indices_of_known_lines():
     a, b, c = 1.3, -2.0, 4.0
     f = a * (x[:, 0] - 1) + b * (x[:, 1] - 0.5) + c * (x[:, 0] - 1) * (x[:, 1] - 0.5) + 7.0
 
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(100.0 * kernel, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 1e-3), obs=y)
-
+    model = one_function(100.0 * kernel, lambda f: dist.Normal(f, 1e-3))
     guide, _ = maximise(model, CoupledCovariance(5), x, f, iterations=300)
     posterior = guide.posterior(x)["f"]
     found = posterior.components.sobol_indices(200)

@@ -68,7 +68,7 @@ def test_the_bound_is_the_papers(family, kernel):
     events = simulate(lambda x: 40 * (1 + torch.sin(6 * x[:, 0])) / 2, 40)
     grid, areas = cells(64)
     guide = AutoSparseGP(model, family)
-    train(model, guide, grid, areas, events, steps=20)
+    train(model, guide, grid, areas, events, steps=5)
     with torch.no_grad():
         bound = -TraceQuadrature_ELBO(20).loss(model, guide, grid, areas, events)
         process = GaussianProcess(build(), torch.cat([grid, events]), mean=lambda x: x.new_full((len(x),), 3.0))
@@ -104,10 +104,10 @@ def test_the_intensity_is_recovered(family, dim):
         return 300 * (1.2 + torch.sin(5 * x[:, 0]))
 
     events = simulate(rate, 660, dim)
-    grid, areas = cells(100 if dim == 1 else 15, dim)
+    grid, areas = cells(60 if dim == 1 else 9, dim)
     model = cox(lambda: kernels.RBF(0.3), level=math.log(len(events)))
     guide = AutoSparseGP(model, family)
-    train(model, guide, grid, areas, events, steps=150, lr=0.05)
+    train(model, guide, grid, areas, events, steps=70, lr=0.1)
     with torch.no_grad():
         q = guide.posterior(grid, areas)["f"]
         found = (q.mean + q.variance / 2).exp()

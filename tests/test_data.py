@@ -58,8 +58,8 @@ def test_a_loss_at_other_data_leaves_the_posterior_alone(family):
     before = guide.posterior(x)["f"].mean
     loss = TraceQuadrature_ELBO(2).loss(MODEL, guide, there, seen)
     with torch.no_grad():
-        rough = torch.tensor([Trace_ELBO().loss(MODEL, guide, there, seen) for _ in range(100)])
-    assert abs(rough.mean() - loss) < 5 * rough.std() / 200**0.5
+        rough = torch.tensor([Trace_ELBO().loss(MODEL, guide, there, seen) for _ in range(40)])
+    assert abs(rough.mean() - loss) < 5 * rough.std() / 40**0.5
     torch.testing.assert_close(guide.posterior(x)["f"].mean, before)
     q = guide.posterior(there)["f"]
     by_hand = dist.Normal(q.mean, NOISE).log_prob(seen).sum() - (q.variance / (2 * NOISE**2)).sum() - q.kl
@@ -92,8 +92,18 @@ SHUFFLED = {
 }
 
 
-@pytest.mark.parametrize("model", [MODEL, bernoulli, poisson], ids=["gaussian", "bernoulli", "poisson"])
-@pytest.mark.parametrize("name", SHUFFLED)
+MODELS = {"gaussian": MODEL, "bernoulli": bernoulli, "poisson": poisson}
+
+
+# Each family under two likelihoods; the rest is slow.
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        pytest.param(n, m, id=f"{n}-{label}", marks=[pytest.mark.slow] if (i + j) % 3 == 2 else [])
+        for i, n in enumerate(SHUFFLED)
+        for j, (label, m) in enumerate(MODELS.items())
+    ],
+)
 def test_rows_in_another_order_are_followed(name, model):
     x, y = data(model, num=40)
     new = torch.rand(6, 2)
@@ -102,9 +112,9 @@ def test_rows_in_another_order_are_followed(name, model):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         guide = AutoSparseGP(model, SHUFFLED[name](x), point_estimates=True)
-        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(20))
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(10))
         losses = []
-        for step in range(6):
+        for step in range(4):
             generator = torch.Generator().manual_seed(step)
             order = torch.randperm(40, generator=generator) if shuffled and step else torch.arange(40)
             losses.append(svi.step(x[order], y[order]))
@@ -126,17 +136,17 @@ def with_local(x, y=None):
 def test_latents_of_single_rows_are_new_at_new_rows(family):
     x, y = data(num=15)
     guide = AutoSparseGP(with_local, family)
-    train(with_local, guide, x, y, steps=40, lr=0.1)
+    train(with_local, guide, x, y, steps=20, lr=0.2)
     new = torch.rand(15, 2)
-    there = Predictive(with_local, guide=guide, num_samples=100)(new)["e"].std(0).mean()
-    here = torch.stack([guide(x)["e"] for _ in range(100)]).std(0).mean()
-    called = torch.stack([guide(new)["e"] for _ in range(100)]).std(0).mean()
+    there = Predictive(with_local, guide=guide, num_samples=50)(new)["e"].std(0).mean()
+    here = torch.stack([guide(x)["e"] for _ in range(30)]).std(0).mean()
+    called = torch.stack([guide(new)["e"] for _ in range(50)]).std(0).mean()
     assert abs(there - 2) < 0.2
     assert abs(called - 2) < 0.2
     assert here < 1
     loaded = AutoSparseGP(with_local, family)
     loaded.load_state_dict(guide.state_dict())
-    assert abs(torch.stack([loaded(new)["e"] for _ in range(100)]).std(0).mean() - 2) < 0.2
+    assert abs(torch.stack([loaded(new)["e"] for _ in range(50)]).std(0).mean() - 2) < 0.2
     with pytest.raises(ValueError, match=r"'e' has a value for each row|other rows"):
         train(with_local, guide, x.flip(0), y.flip(0), steps=1)
 

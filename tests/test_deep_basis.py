@@ -292,9 +292,9 @@ def test_features_collapse_to_rank_one_without_correction_and_not_with_it():
     pyro.clear_param_store()
     model = _table(True, x, y, start)
     guide = AutoSparseGP(model, ExactWeightSpace())
-    schedule = pyro.optim.ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.05}, "gamma": 0.993})
+    schedule = pyro.optim.ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.986})
     svi = pyro.infer.SVI(model, guide, schedule, TraceQuadrature_ELBO(2))
-    for _ in range(500):
+    for _ in range(250):
         svi.step(x, y)
         schedule.step()
     table = pyro.param("table").detach()
@@ -325,7 +325,7 @@ def test_features_of_even_norm_have_no_penalty_and_train_sooner():
         network = wrap(mlp(1, outputs=32, width=32))
         model = deep(network)
         guide = AutoSparseGP(model, ExactWeightSpace())
-        train(model, guide, x, y, steps=300, lr=3e-3)
+        train(model, guide, x, y, steps=120, lr=3e-3)
         bounds.append(elbo(model, guide, x, y))
     assert bounds[1] > bounds[0] + 20
     assert correction(network, x).abs().max() < 1e-12
@@ -446,7 +446,7 @@ def test_streamed_level_comes_from_the_pass_that_is_made_anyway(small_blocks):
 # Mini-batches, and which rows predictions know.
 
 
-def batches(model, guide, x, y, steps=60, size=16):
+def batches(model, guide, x, y, steps=30, size=16):
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(10))
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -480,12 +480,12 @@ def test_mini_batches_and_the_level_of_all_rows():
     assert expected > 1.2 * elsewhere(network, q, x[[one]])
     torch.testing.assert_close(guide.posterior(x[[one]])["f"].variance.item(), expected)
     for draw in (
-        lambda: guide(x[[one]])["f"],
-        lambda: Predictive(model, guide=guide, num_samples=1)(x[[one]])["f"].reshape(1),
-        lambda: guide.draw(x[[one]])["f"],
+        lambda: torch.stack([guide(x[[one]])["f"] for _ in range(150)]),
+        lambda: Predictive(model, guide=guide, num_samples=150)(x[[one]])["f"],
+        lambda: torch.stack([guide.draw(x[[one]])["f"] for _ in range(150)]),
     ):
-        values = torch.stack([draw().detach() for _ in range(400)])
-        assert math.isclose(values.var().item(), expected, rel_tol=0.35)
+        with torch.no_grad():
+            assert math.isclose(draw().var().item(), expected, rel_tol=0.35)  # three standard errors
     # A step's own level is that of the batch.
     torch.testing.assert_close(
         elbo(model, guide, x[:10], y[:10], size=80), dense_bound(network, guide, x[:10], y[:10], 80), rtol=1e-9, atol=0
@@ -618,7 +618,7 @@ def test_other_likelihoods_train(name):
         network = mlp()
         model = deep(network, likelihood=likelihood)
         guide = AutoSparseGP(model, family)
-        losses = train(model, guide, x, y, steps=60)
+        losses = train(model, guide, x, y, steps=20)
         assert losses[-1] < losses[0]
         q = guide.posterior(torch.rand(5, 2))["f"]
         assert (q.variance > 0).all()
@@ -673,9 +673,16 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
+# Every other case, so that each kernel has each family and each dtype.
+CASES = [
+    pytest.param(f, k, d, id=f"{name}-{k}-{str(d)[6:]}", marks=[pytest.mark.slow] if (i + j + n) % 2 else [])
+    for i, (name, f) in enumerate({"free": WeightSpace(), "exact": ExactWeightSpace()}.items())
+    for j, k in enumerate(KERNELS)
+    for n, d in enumerate((torch.float64, torch.float32))
+]
+
+
+@pytest.mark.parametrize(("family", "kernel", "dtype"), CASES)
 def test_contract(family, kernel, dtype, device):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     x, y = data(dtype=dtype, device=device)
@@ -690,9 +697,9 @@ def test_contract(family, kernel, dtype, device):
 
     guide = AutoSparseGP(model, family)
     before = [p.detach().clone() for p in network.parameters()]
-    losses = train(model, guide, x, y, steps=60)
+    losses = train(model, guide, x, y, steps=25)
     assert torch.tensor(losses).isfinite().all()
-    assert sum(losses[-10:]) < sum(losses[:10])
+    assert sum(losses[-8:]) < sum(losses[:8])
     moved = [not torch.equal(p, old) for p, old in zip(network.parameters(), before)]
     assert all(moved) if "deep" in kernel or kernel == "uncorrected" else not any(moved)
     new = data(num=7, dtype=dtype, device=device, seed=2)[0]
@@ -768,7 +775,7 @@ def test_deep_kernel_learning(family):
         for z in start:  # the inducing inputs are rows of the feature space
             assert (z[:, None] == network(x)).all(-1).any(1).all()
     before = [p.detach().clone() for p in network.parameters()]
-    losses = train(model, guide, x, y, steps=100)
+    losses = train(model, guide, x, y, steps=30, lr=0.05)
     assert losses[-1] < losses[0] - 10
     assert all(not torch.equal(p, old) for p, old in zip(network.parameters(), before))
     moved = [z for name, z in guide.named_parameters() if "inputs" in name]

@@ -52,17 +52,17 @@ def test_the_bound_is_that_of_the_outer_layer_averaged_over_draws_of_the_inner()
 
     guide = fitted(model, x, y, family={"f1": OrthogonalInducing(5, 4), "f2": OrthogonalInducing(6, 5)})
     assert guide.structure.inner == ["f1"]
-    mean, error = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=80)
+    mean, error = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=50)
     with torch.no_grad():
         inner = guide.posterior(x)["f1"]
         bounds = []
-        for _ in range(80):
+        for _ in range(50):
             h = torch.cat([inner.marginals.rsample().mT, x], -1)
             q = guide.gps.f2(GaussianProcess(kernels.RBF(0.7), h), "f2")
             fit = dist.Normal(q.mean, 0.3).log_prob(y).sum() - q.variance.sum() / (2 * 0.09)
             bounds.append(fit - q.kl - inner.kl.sum())
         bounds = torch.stack(bounds)
-    assert abs(-mean - bounds.mean()) < 5 * (error**2 + bounds.var() / 80) ** 0.5
+    assert abs(-mean - bounds.mean()) < 5 * (error**2 + bounds.var() / 50) ** 0.5
 
 
 @pytest.mark.parametrize("layers", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -71,9 +71,9 @@ def test_layers_train_and_predict(layers):
     model = deep(layers)
     families = {f"f{layer}": OrthogonalInducing(6, 5) for layer in range(1, layers + 1)}
     guide = AutoSparseGP(model, families)
-    losses = train(model, guide, x, y, steps=80, lr=0.05, loss=TraceQuadrature_ELBO(2))
+    losses = train(model, guide, x, y, steps=50, lr=0.08, loss=TraceQuadrature_ELBO(2))
     assert guide.structure.inner == [f"f{layer}" for layer in range(1, layers)]
-    assert sum(losses[-20:]) / 20 < 0.7 * sum(losses[:5]) / 5
+    assert sum(losses[-10:]) / 10 < 0.7 * sum(losses[:5]) / 5
     x_new, y_new = data(num=40, seed=5)
     draws = predict(model, guide, x_new, num_samples=40)
     assert draws["f1"].shape == (40, 2, 40)
@@ -108,8 +108,8 @@ def test_draws_and_quadrature_agree():
     x, y = data(num=25)
     model = deep()
     guide = fitted(model, x, y)
-    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=100)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=50)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=50)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=30)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
     assert integrated[1] < drawn[1]
 
@@ -154,7 +154,7 @@ def test_components_as_the_mean_of_a_narrower_layer():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f2, 0.2), obs=y)
 
-    guide = fitted(model, x, y, family=SVGP(15), steps=100)
+    guide = fitted(model, x, y, family=SVGP(15), steps=60)
     inner = guide.posterior(x[:7])["f1"]
     assert inner.process.mean.shape == (2, 7)
     f2 = guide.posterior(x)["f2"]

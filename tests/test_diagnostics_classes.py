@@ -9,7 +9,7 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
-from .models import gaussian, train
+from .models import gaussian, one_function, train
 
 pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
@@ -27,10 +27,9 @@ def softmax_model(x, y=None):
         return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
 
 
-def ordered_model(x, y=None):
-    f = pyro.sample("f", GaussianProcess(4 * kernels.RBF(0.3), x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.OrderedLogistic(2 * f, torch.tensor([-2.0, -0.5, 1.0])), obs=y)
+ordered_model = one_function(
+    4 * kernels.RBF(0.3), lambda f: dist.OrderedLogistic(2 * f, torch.tensor([-2.0, -0.5, 1.0]))
+)
 
 
 def fitted_classes(model, num=120, steps=50):

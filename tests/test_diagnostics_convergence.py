@@ -6,10 +6,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
-from .models import data, regression, train
+from .models import data, one_function, regression, train
 
 pytest.importorskip("xarray")
 stats = pytest.importorskip("arviz_stats")
@@ -167,10 +167,7 @@ def shortened(history, num):
 X = torch.linspace(0, 1, 25, dtype=torch.float64)[:, None]
 
 
-def model(x, y=None):
-    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.2), x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+model = one_function(kernels.RBF(0.2), lambda f: dist.Normal(f, 0.3))
 
 
 def fit_sgpr(x, y):

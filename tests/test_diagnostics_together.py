@@ -21,14 +21,13 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.families import SGPR, SVGP, ExactWeightSpace, SparseEP, WeightSpace
 
+from .models import one_function
+
 arviz_stats = pytest.importorskip("arviz_stats")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
 
 
-def gaussian(x, y=None):
-    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+gaussian = one_function(kernels.RBF(0.5), lambda f: dist.Normal(f, 0.2))
 
 
 def data(num=30):
@@ -71,7 +70,7 @@ def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
     variational, expectation = AutoSparseGP(model, SGPR(16)), AutoSparseGP(model, SparseEP(16))
     svi = pyro.infer.SVI(model, variational, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
     ep = ExpectationPropagation(model, expectation, pyro.optim.Adam({"lr": 0.05}))
-    for _ in range(60):
+    for _ in range(40):
         svi.step(x, y)
         ep.step(x, y)
     white = poutine.reparam(model, config=Whitening())
@@ -109,21 +108,17 @@ def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter", "ignore:the weights p/q:UserWarning")
 def test_leave_one_out_by_streaming_takes_the_guides_own_target():
     """Towards expectation propagation's target its draws have equal weights; towards the bound's they have not."""
-    x, y = data(80)
+    x, y = data(40)
 
-    def poisson(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Poisson(f.exp()), obs=y)
-
+    poisson = one_function(kernels.RBF(0.5), lambda f: dist.Poisson(f.exp()))
     for model, seen, tolerance in ((gaussian, y, 1e-5), (poisson, torch.poisson((y + 1).clamp(0)), 0.4)):
         guide = AutoSparseGP(model, SparseEP(8))
         ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}), damping=0.7)
-        for _ in range(30):
+        for _ in range(15):
             ep.sweep(x, seen)
-        found = diagnostics.loo_large(model, ep, x, seen, observations=40, num_samples=200)
+        found = diagnostics.loo_large(model, ep, x, seen, observations=20, num_samples=100)
         assert found.target == "fitc"
-        tree = diagnostics.to_datatree(model, ep, x, seen, num_samples=200, seed=0)
+        tree = diagnostics.to_datatree(model, ep, x, seen, num_samples=100, seed=0)
         assert diagnostics.psis(tree).target == "fitc"
         weights = tree.sample_stats["lp_fitc"] - tree.sample_stats["log_q"]
         assert float(weights.std()) < tolerance
@@ -154,7 +149,7 @@ def test_deep_bases_keep_their_level_at_new_rows(family):
     model, _ = deep_model()
     guide = AutoSparseGP(model, family)
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(20):
+    for _ in range(10):
         svi.step(x, y)
     new = 0.2 * torch.linspace(-1, 1, 5)[:, None]
     labels = torch.sin(4 * new[:, 0])
@@ -164,9 +159,9 @@ def test_deep_bases_keep_their_level_at_new_rows(family):
     scores = diagnostics.predictive_scores(model, guide, new, labels, num_samples=1)
     found = torch.from_numpy(scores.tree["predictive_scores"]["log_score"].values)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=500, predict=new, seed=0)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=100, predict=new, seed=0)
     spread = torch.from_numpy(tree["predictions"]["f"].values).double()[0].std(0)
-    assert (spread / q.stddev).sub(1).abs().max() < 0.12
+    assert (spread / q.stddev).sub(1).abs().max() < 0.25  # 3.5 standard errors
 
 
 def test_scores_of_several_outputs():
@@ -189,7 +184,7 @@ def test_scores_of_several_outputs():
 def test_a_tree_holds_the_posterior_that_the_guide_predicts_with():
     """Under a variance correction q(w) is that of eq. 12, optimal for integrated densities: of precision 1/(σ² + c)."""
     x, y = data(40)
-    num, error = 400, 5 / 400**0.5  # five standard errors of a mean, in standard deviations
+    num, error = 150, 5 / 150**0.5  # five standard errors of a mean, in standard deviations
     model, network = deep_model()
     guide = AutoSparseGP(model, ExactWeightSpace())
     guide(x, y)
@@ -227,7 +222,7 @@ def test_a_tree_holds_the_posterior_that_the_guide_predicts_with():
         warnings.simplefilter("ignore")
         found, large = (
             diagnostics.loo(tree),
-            diagnostics.loo_large(model, guide, x, y, observations=40, num_samples=300),
+            diagnostics.loo_large(model, guide, x, y, observations=40, num_samples=150),
         )
     assert found.target == large.target == "fitc"
     assert abs(found.elpd - float(exact)) < 1

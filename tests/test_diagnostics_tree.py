@@ -13,7 +13,18 @@ from pyro.infer import MCMC, NUTS
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInducing, WeightSpace
 
-from .models import FAMILIES, bernoulli, data, estimate, gaussian, heteroscedastic, poisson, regression, train
+from .models import (
+    FAMILIES,
+    bernoulli,
+    data,
+    estimate,
+    gaussian,
+    heteroscedastic,
+    one_function,
+    poisson,
+    regression,
+    train,
+)
 
 xr = pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
@@ -22,10 +33,10 @@ to_datatree = diagnostics.to_datatree
 KERNEL = kernels.Matern32(0.4)
 
 
-def fitted(model=regression, family=None, steps=30, num=40, **kwargs):
+def fitted(model=regression, family=None, steps=5, num=40, **kwargs):
     x, y = data(model, num=num)
     guide = AutoSparseGP(model, SVGP(10) if family is None else family, **kwargs)
-    train(model, guide, x, y, steps=steps)
+    train(model, guide, x, y, steps=steps, lr=0.1)
     return guide, x, y
 
 
@@ -151,7 +162,7 @@ def test_restarts_become_chains_and_seeds_repeat():
 DIRECT = sorted(set(FAMILIES) - {"ComputationAwareSparse", "ComputationAwareCG"})
 # One family of each kind of posterior; SVGP's twins and those on the same sites are slow.
 OF_A_KIND = {"SVGP", "OrthogonalInducing3", "DecoupledColumns", "CoupledPrecision", "CoupledPrecisionIdentity"}
-OF_A_KIND |= {"AdditiveSGPR", "SemiCollapsedOrthogonal", "ConditionalSGPR", "FreeSites"}
+OF_A_KIND |= {"SemiCollapsedOrthogonal", "ConditionalSGPR"}
 
 
 @pytest.mark.parametrize("name", [n if n in OF_A_KIND else pytest.param(n, marks=pytest.mark.slow) for n in DIRECT])
@@ -160,21 +171,21 @@ def test_the_mean_log_weight_is_the_bound(name):
     x, y = data(num=40)
     model = gaussian(kernels.Matern32(0.4)[0] + kernels.RBF(0.5)[1], 0.3)
     guide = AutoSparseGP(model, FAMILIES[name])
-    train(model, guide, x, y, steps=15, lr=0.05)
+    train(model, guide, x, y, steps=5, lr=0.1)
     with torch.no_grad():
         bound = -TraceQuadrature_ELBO(4).loss(model, guide, x, y)
-    tree = to_datatree(model, guide, x, y, num_samples=100, posterior_predictive=False)
+    tree = to_datatree(model, guide, x, y, num_samples=60, posterior_predictive=False)
     weights = (tree.sample_stats.lp - tree.sample_stats.log_q).values.ravel()
-    assert abs(weights.mean() - bound) < 4 * weights.std() / 100**0.5 + 1e-6 * abs(bound)
+    assert abs(weights.mean() - bound) < 4 * weights.std() / 60**0.5 + 1e-6 * abs(bound)
 
 
 @pytest.mark.parametrize("model", [bernoulli, pytest.param(poisson, marks=pytest.mark.slow), heteroscedastic])
 def test_the_mean_log_weight_is_the_bound_with_hyperparameters(model):
     guide, x, y = fitted(model)
-    tree = to_datatree(model, guide, x, y, num_samples=100, posterior_predictive=False)
+    tree = to_datatree(model, guide, x, y, num_samples=50, posterior_predictive=False)
     weights = (tree.sample_stats.lp - tree.sample_stats.log_q).values.ravel()
-    loss, error = estimate(TraceQuadrature_ELBO(10), model, guide, x, y, num=70)
-    assert abs(weights.mean() + loss) < 4 * (weights.std() / 100**0.5 + error)
+    loss, error = estimate(TraceQuadrature_ELBO(10), model, guide, x, y, num=50)
+    assert abs(weights.mean() + loss) < 4 * (weights.std() / 50**0.5 + error)
 
 
 def test_conditional_moments_are_those_of_the_dense_process():
@@ -217,11 +228,7 @@ def test_integrated_densities(name, spread):
     """Closed form and adaptive quadrature against a fine grid, the residual narrow and wide."""
     from pyro_sparsegp.diagnostics.trust.pointwise import Reader
 
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", LIKELIHOODS[name](f), obs=y)
-
+    model = one_function(KERNEL, LIKELIHOODS[name])
     x, _ = data(num=25)
     h, d = torch.randn(25), spread * (0.5 + torch.rand(25))
     y = LIKELIHOODS[name](h + 0.3 * torch.randn(25)).sample()
@@ -247,11 +254,7 @@ def test_likelihoods_narrow_against_q(kind, scale):
     """Cusps and heavy tails of a tenth of q's width and less, from its middle to a dozen standard deviations off."""
     from pyro_sparsegp.diagnostics.trust.pointwise import Reader
 
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", kind(f, scale), obs=y)
-
+    model = one_function(KERNEL, lambda f: kind(f, scale))
     off = torch.tensor([0.0, 1e-3, 0.3, -1.7, 2.0, 4.1, 5.9, -12.0])
     d = torch.tensor([1.0, 1.0, 4.0, 0.25, 1.0, 1.0, 1.0, 1.0])
     h = torch.randn(8)
@@ -319,11 +322,7 @@ def test_finite_features_leave_no_residual(dtype):
     torch.set_default_dtype(dtype)
     kernel = kernels.RandomFourier(kernels.RandomFourier.draw(kernels.RBF, 8, 1), torch.tensor([0.4]))
 
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Poisson(f.exp()), obs=y)
-
+    model = one_function(kernel, lambda f: dist.Poisson(f.exp()))
     x = torch.rand(30, 1)
     y = dist.Poisson((2 * torch.sin(6 * x[:, 0])).exp()).sample()
     guide = AutoSparseGP(model, WeightSpace())
@@ -434,10 +433,10 @@ def test_computation_aware_needs_joint_draws():
     guide, x, y = fitted(family=ComputationAware(10))
     with pytest.raises(ValueError, match="exact=True"):
         to_datatree(regression, guide, x, y, num_samples=3)
-    tree = to_datatree(regression, guide, x, y, num_samples=100, exact=True, predict=x[:3])
+    tree = to_datatree(regression, guide, x, y, num_samples=50, exact=True, predict=x[:3])
     weights = (tree.sample_stats.lp - tree.sample_stats.log_q).values.ravel()
-    loss, error = estimate(TraceQuadrature_ELBO(10), regression, guide, x, y, num=70)
-    assert abs(weights.mean() + loss) < 4 * (weights.std() / 100**0.5 + error)
+    loss, error = estimate(TraceQuadrature_ELBO(10), regression, guide, x, y, num=40)
+    assert abs(weights.mean() + loss) < 4 * (weights.std() / 50**0.5 + error)
     assert tree.sample_stats.attrs["target"] == "exact"
     assert "f_w" not in tree.posterior
 
@@ -567,11 +566,7 @@ def test_observations_of_the_wrong_shape_are_refused(model):
         calls[0](y[:, None])
     samples = {"f": torch.zeros(3, 40)}
 
-    def plain(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
-
+    plain = one_function(KERNEL, lambda f: dist.Normal(f, 0.2))
     with pytest.raises(ValueError, match="site 'y' has observations"):
         to_datatree(plain, samples, x, y[:, None])
 
@@ -600,10 +595,6 @@ def test_arguments_that_a_tree_cannot_take():
     with pytest.raises(ValueError, match="'gp/f' has a slash"):
         to_datatree(slashed, samples, x, y)
 
-    def plain(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
-
+    plain = one_function(KERNEL, lambda f: dist.Normal(f, 0.2))
     with pytest.raises(ValueError, match="predict= holds observations of site 'y'"):
         to_datatree(plain, {"f": torch.zeros(3, 40)}, x, y, predict=(x[:3], y[:3]))

@@ -13,7 +13,19 @@ from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess,
 from pyro_sparsegp.diagnostics.export import backend
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace, SparseEP, WeightSpace
 
-from .models import FAMILIES, additive, bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression, train
+from .models import (
+    FAMILIES,
+    additive,
+    bernoulli,
+    data,
+    gaussian,
+    heteroscedastic,
+    maximise,
+    one_function,
+    poisson,
+    regression,
+    train,
+)
 
 pytest.importorskip("xarray")
 stats = pytest.importorskip("arviz_stats")
@@ -56,7 +68,7 @@ def test_the_table_of_integrated_and_sampled_densities():
     for num in (8, 10, 12, 15):
         guide = on_a_grid(num, x, y)
         tree = diagnostics.to_datatree(
-            guide.model, guide, x, y, num_samples=500, exact=True, include_f=True, posterior_predictive=False, seed=0
+            guide.model, guide, x, y, num_samples=250, exact=True, include_f=True, posterior_predictive=False, seed=0
         )
         integrated.append(diagnostics.loo(tree, target="none").elpd)
         terms = dist.Normal(torch.as_tensor(tree.posterior["f"].values[0]).double(), NOISE).log_prob(y)
@@ -94,10 +106,10 @@ def test_the_exact_target_is_the_marginal_likelihood():
     torch.testing.assert_close(source.log_joint_exact(draw) - draw.log_prior, dense, atol=1e-3, rtol=1e-5)
     # lp − log_q averages to log p(y) through its exponential
     guide = on_a_grid(12, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=400, exact=True)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=200, exact=True)
     weights = torch.as_tensor((tree.sample_stats.lp_exact - tree.sample_stats.log_q).values[0])
     evidence = dist.MultivariateNormal(torch.zeros(30), KERNEL(x) + NOISE**2 * torch.eye(30)).log_prob(y)
-    assert abs(torch.logsumexp(weights, 0) - np.log(400) - evidence) < 0.1
+    assert abs(torch.logsumexp(weights, 0) - np.log(200) - evidence) < 0.1
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
@@ -110,11 +122,7 @@ def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
         name
     ]
 
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", likelihood(f), obs=y)
-
+    model = one_function(KERNEL, likelihood)
     x = torch.rand(6, 1)
     y = likelihood(torch.randn(6)).sample()
     guide = AutoSparseGP(model, SVGP(torch.tensor([[0.2], [0.8]])))
@@ -124,9 +132,9 @@ def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     h, root = draw.moments["f"][0], draw.posteriors["f"].residual_tril
     f = h + (root @ torch.randn(6, 400_000)).mT
     brute = torch.logsumexp(likelihood(f).log_prob(y).sum(-1), 0) - np.log(400_000)
-    values = torch.stack([log_marginal(source.reader, {}, draw.posteriors, draw.moments) for _ in range(200)])
+    values = torch.stack([log_marginal(source.reader, {}, draw.posteriors, draw.moments) for _ in range(100)])
     assert values.std() < 0.6
-    assert abs(torch.logsumexp(values, 0) - np.log(200) - brute) < 0.05
+    assert abs(torch.logsumexp(values, 0) - np.log(100) - brute) < 0.05
 
 
 def test_projected_data_have_the_exact_density_of_their_joint_draws():
@@ -134,10 +142,10 @@ def test_projected_data_have_the_exact_density_of_their_joint_draws():
     x, y = smooth_data(30)
     guide = AutoSparseGP(gaussian(KERNEL, NOISE), ComputationAware(20, "eigen"))
     guide(x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=400, exact=True)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=200, exact=True)
     weights = torch.as_tensor((tree.sample_stats.lp - tree.sample_stats.log_q).values[0])
     evidence = dist.MultivariateNormal(torch.zeros(30), KERNEL(x) + NOISE**2 * torch.eye(30)).log_prob(y)
-    assert abs(torch.logsumexp(weights, 0) - np.log(400) - evidence) < 0.2
+    assert abs(torch.logsumexp(weights, 0) - np.log(200) - evidence) < 0.2
     assert diagnostics.psis(tree).target == "exact"
 
 
@@ -156,7 +164,7 @@ def test_weights_mend_hyperparameters():
     with torch.no_grad():  # off centre, but wide enough
         guide.locs.length_unconstrained.fill_(-2.05)
         guide.scales.length_unconstrained.fill_(1.2)
-    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=700, exact=True, seed=1)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=400, exact=True, seed=1)
     found = diagnostics.psis(tree, target="exact")
     assert found.khat < 0.7
     new = diagnostics.resample(tree, found, seed=0)
@@ -174,7 +182,7 @@ def test_weights_mend_hyperparameters():
     assert abs(draws.std() / sd - 1) < 0.25
     before = np.log(tree.posterior["length"].values)
     assert abs(before.std() - sd) > 3 * abs(draws.std() - sd)
-    assert new.posterior.sizes["draw"] == 700
+    assert new.posterior.sizes["draw"] == 400
     assert "sample_stats" not in new.children
     np.testing.assert_allclose(new.observed_data["y"], y)
 
@@ -240,7 +248,7 @@ def test_loo_is_the_exact_processes():
     """With inducing points at all distinct places, LOO is the exact GP's, point by point."""
     x, y = smooth_data(60)
     guide = on_a_grid(16, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=2000)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=700)
     found = diagnostics.loo(tree)
     np.testing.assert_allclose(found.elpd_i.values, exact_loo(x, y), atol=0.5)
     assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.0
@@ -255,9 +263,9 @@ def test_comparison_is_one_call():
     wrong_guide = AutoSparseGP(wrong, SGPR(20))
     wrong_guide(x, y)
     trees = {
-        "right": diagnostics.to_datatree(model, on_a_grid(16, x, y, model), x, y, num_samples=400),
-        "few points": diagnostics.to_datatree(model, on_a_grid(5, x, y, model), x, y, num_samples=400),
-        "rough kernel": diagnostics.to_datatree(wrong, wrong_guide, x, y, num_samples=400),
+        "right": diagnostics.to_datatree(model, on_a_grid(16, x, y, model), x, y, num_samples=150),
+        "few points": diagnostics.to_datatree(model, on_a_grid(5, x, y, model), x, y, num_samples=150),
+        "rough kernel": diagnostics.to_datatree(wrong, wrong_guide, x, y, num_samples=150),
     }
     table = diagnostics.compare(trees)
     assert table.index[0] == "right"
@@ -269,14 +277,14 @@ def test_loo_large_agrees_with_loo():
     x, y = smooth_data(120)
     model = gaussian(KERNEL, NOISE)
     guide = on_a_grid(14, x, y, model)
-    whole = diagnostics.loo(model, guide, x, y, num_samples=500)
-    part = diagnostics.loo_large(model, guide, x, y, observations=30, num_samples=500)
+    whole = diagnostics.loo(model, guide, x, y, num_samples=250)
+    part = diagnostics.loo_large(model, guide, x, y, observations=30, num_samples=250)
     assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se + 1.0
     assert part.subsample_size == 30
     assert part.n_data_points == 120
-    everything = diagnostics.loo_large(model, guide, x, y, observations=120, num_samples=500)
+    everything = diagnostics.loo_large(model, guide, x, y, observations=120, num_samples=250)
     assert abs(everything.elpd - whole.elpd) < 1.5
-    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, num_samples=500)
+    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, num_samples=250)
     table = diagnostics.compare({"many": part, "few": few})
     assert table.index[0] == "many"
     assert "subsampling_dse" in table.columns
@@ -314,11 +322,7 @@ def test_loo_says_when_weights_fail():
 def test_an_expected_density_that_is_infinite_is_told_of():
     """A likelihood with bounded support: E[log p] is −∞, the integrated density is not."""
 
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Uniform(f - 3, f + 3, validate_args=False), obs=y)
-
+    model = one_function(KERNEL, lambda f: dist.Uniform(f - 3, f + 3, validate_args=False))
     x, y = smooth_data(10)
     guide = AutoSparseGP(model, SVGP(2))
     guide(x, y)
@@ -386,11 +390,11 @@ def test_scores_of_mixtures_agree_with_draws(monkeypatch):
 
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
-    train(regression, guide, x, y, steps=50)
-    new, seen = data(num=80, seed=4)
-    closed = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=300)
+    train(regression, guide, x, y, steps=20, lr=0.05)
+    new, seen = data(num=30, seed=4)
+    closed = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=200)
     monkeypatch.setattr(scores, "scorer_for", lambda source, draw, site, _: scorers.Draws(source, seen, site))
-    drawn = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=1000)
+    drawn = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=600)
     assert (closed.method, drawn.method) == ("gaussian", "draws")
     for name, tolerance in (("crps", 0.05), ("pit", 0.1), ("log_score", 0.15)):
         np.testing.assert_allclose(closed.pointwise[name], drawn.pointwise[name], atol=tolerance)
@@ -403,9 +407,9 @@ def test_scores_of_mixtures_agree_with_draws(monkeypatch):
 def test_scores_of_other_likelihoods(model, method):
     x, y = data(model, num=50)
     guide = AutoSparseGP(model, SVGP(10))
-    train(model, guide, x, y, steps=40, lr=0.05)
+    train(model, guide, x, y, steps=25, lr=0.08)
     new, seen = data(model, num=150, seed=7)
-    found = diagnostics.predictive_scores(model, guide, new, seen, num_samples=60)
+    found = diagnostics.predictive_scores(model, guide, new, seen, num_samples=30)
     assert found.method == method
     assert np.isfinite(found.pointwise["log_score"]).all()
     assert (found.pointwise["crps"] >= -1e-9).all()
@@ -420,8 +424,7 @@ OTHERS = {"SparseEP": SparseEP(12), "WeightSpace": WeightSpace(), "ExactWeightSp
 
 
 # One family of each kind of posterior; the others are slow.
-OF_A_KIND = {"SVGP", "DecoupledColumns", "CoupledPrecision", "SGPR", "ConditionalSGPR", "FreeSites"}
-OF_A_KIND |= {"ComputationAwareCG", "SparseEP", "ExactWeightSpace"}
+OF_A_KIND = {"SVGP", "DecoupledColumns", "CoupledPrecision", "SGPR", "ComputationAwareCG", "SparseEP"}
 
 
 @pytest.mark.parametrize(
@@ -447,7 +450,7 @@ def test_coverage_of_every_family(name):
             for _ in range(3):
                 ep.sweep(x[:100], y[:100])
         elif any(True for _ in guide.parameters()):
-            maximise(model, guide, x[:100], y[:100], iterations=50)
+            maximise(model, guide, x[:100], y[:100], iterations=30)
         covered.append(diagnostics.predictive_scores(model, guide, x[100:], y[100:], num_samples=1).coverage(0.95))
     assert 0.93 <= np.mean(covered) <= 0.97, covered
 
@@ -472,13 +475,13 @@ def test_a_confident_guide_is_found_out():
     """Hyperparameters' posterior with a tenth of its spread: k-hat of the weights and coverage both say so."""
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SGPR(12))
-    train(regression, guide, x, y, steps=120, lr=0.06)
-    good = diagnostics.psis(regression, guide, x, y, num_samples=200, target="fitc", seed=0)
+    train(regression, guide, x, y, steps=60, lr=0.1)
+    good = diagnostics.psis(regression, guide, x, y, num_samples=100, target="fitc", seed=0)
     with torch.no_grad():
         for name in ("noise", "scale", "length"):
             getattr(guide.scales, f"{name}_unconstrained").sub_(np.log(10))
         guide.locs.noise_unconstrained.sub_(1.0)
-    bad = diagnostics.psis(regression, guide, x, y, num_samples=200, target="fitc", seed=0)
+    bad = diagnostics.psis(regression, guide, x, y, num_samples=100, target="fitc", seed=0)
     assert bad.khat > 0.7
     assert bad.khat > good.khat
     new, seen = data(num=300, seed=9)

@@ -21,7 +21,7 @@ from pyro_sparsegp.distributions import Probit
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 from pyro_sparsegp.numerics.tilted import tilted
 
-from .models import bernoulli, data, gaussian, heteroscedastic, maximise, poisson, regression
+from .models import bernoulli, data, gaussian, heteroscedastic, maximise, one_function, poisson, regression
 
 MODELS = {m.__name__: m for m in (regression, bernoulli, poisson)}
 Z = torch.linspace(0, 4, 8, dtype=torch.float64)[:, None]
@@ -182,11 +182,7 @@ class TestProbit:
         x, y = torch.tensor([[0.0], [0.7], [2.0]]), torch.tensor([1.0, 1.0, 0.0])
         kernel = 30.0 * kernels.RBF(0.8)
 
-        def model(x, y=None):
-            f = pyro.sample("f", GaussianProcess(kernel, x, jitter=1e-10))
-            with pyro.plate("data", len(x)):
-                pyro.sample("y", Probit(f), obs=y)
-
+        model = one_function(kernel, Probit, jitter=1e-10)
         axis = torch.linspace(-30, 30, 121)
         f = torch.cartesian_prod(axis, axis, axis)
         prior = dist.MultivariateNormal(torch.zeros(3), kernel(x))
@@ -208,11 +204,7 @@ class TestProbit:
 
         x, y = classes(12, seed=3)
 
-        def model(x, y=None):
-            f = pyro.sample("f", GaussianProcess(50.0 * kernels.RBF(0.8), x, jitter=1e-6))
-            with pyro.plate("data", len(x)):
-                pyro.sample("y", Probit(f), obs=y)
-
+        model = one_function(50.0 * kernels.RBF(0.8), Probit, jitter=1e-6)
         pyro.set_rng_seed(0)
         nuts = NUTS(pyro.poutine.reparam(model, config=Whitening()))
         mcmc = MCMC(nuts, num_samples=2500, warmup_steps=300, disable_progbar=True)
@@ -942,11 +934,7 @@ class TestRobustness:
         y = torch.sin(2 * x[:, 0]) + 0.1 * torch.randn(60)
         y[::10] += 5.0
 
-        def model(x, y=None):
-            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
-            with pyro.plate("data", len(x)):
-                pyro.sample("y", dist.StudentT(3.0, f, 0.1), obs=y)
-
+        model = one_function(kernels.RBF(0.8), lambda f: dist.StudentT(3.0, f, 0.1))
         guide, ep = start(model, x, damping=0.5)
         for _ in range(100):
             loss = ep.sweep(x, y)

@@ -55,7 +55,7 @@ def _case(family, model, kernel, dtype, steps, marks=()):
 
 
 CASES = [
-    *(_case(*case, 12 if "heteroscedastic" in case else 25) for case in _quick()),
+    *(_case(*case, 12) for case in _quick()),
     *(_case(f, m, "additive", d, 200, pytest.mark.slow) for f in FAMILIES for m in MODELS for d in DTYPES),
 ]
 

@@ -4,6 +4,9 @@ import pytest
 
 from .fuzz import CLEAN, ERROR, EXPLOSION, RAW, SILENT, Configuration, judge, run
 
+# A dozen families, most likelihoods, kernels and latents, and none that is slow.
+QUICK = (0, 1, 8, 19, 24, 51, 94, 103, 120, 136, 171, 191)
+
 
 def require_sound(indices):
     bad = [str(result) for result in map(run, indices) if result.outcome in (SILENT, RAW)]
@@ -11,7 +14,8 @@ def require_sound(indices):
 
 
 def test_quick_sweep():
-    require_sound(range(25))
+    assert len({Configuration.draw(index).family.name for index in QUICK}) == len(QUICK)
+    require_sound(QUICK)
 
 
 @pytest.mark.slow

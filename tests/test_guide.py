@@ -416,25 +416,25 @@ class TestSites:
         guide(x, y)
         close = torch.zeros(2, 2) + torch.tensor([[0.0], [1e-4]])
         with torch.no_grad():
-            train_draws = torch.stack([guide(close, y[:2])["f"] for _ in range(500)])
-        predicted = torch.stack([guide(close)["f"] for _ in range(500)])
+            train_draws = torch.stack([guide(close, y[:2])["f"] for _ in range(150)])
+        predicted = torch.stack([guide(close)["f"] for _ in range(50)])
         assert predicted.T.corrcoef()[0, 1] > 0.99
         guide.eval()
-        eval_draws = torch.stack([guide(close)["f"] for _ in range(500)])
-        assert abs(train_draws.T.corrcoef()[0, 1]) < 0.2
+        eval_draws = torch.stack([guide(close)["f"] for _ in range(50)])
+        assert abs(train_draws.T.corrcoef()[0, 1]) < 0.3
         assert eval_draws.T.corrcoef()[0, 1] > 0.99
 
     def test_posterior_predictive(self):
         x, y = data(num=80)
         guide = AutoSparseGP(regression, SVGP(15))
-        train(regression, guide, x, y, steps=400)
+        train(regression, guide, x, y, steps=100, lr=0.08)
         new, target = data(num=40, seed=3)
         for draws in (
-            Predictive(regression, guide=guide, num_samples=200)(new)["y"],
-            predict(regression, guide, new, num_samples=200)["y"],
-            torch.stack([guide(new)["y"] for _ in range(200)]),
+            Predictive(regression, guide=guide, num_samples=60)(new)["y"],
+            predict(regression, guide, new, num_samples=60)["y"],
+            torch.stack([guide(new)["y"] for _ in range(60)]),
         ):
-            assert draws.shape == (200, 40)
+            assert draws.shape == (60, 40)
             assert (draws.mean(0) - target).square().mean().sqrt() < 0.35
             inside = (draws.quantile(0.025, 0) < target) & (target < draws.quantile(0.975, 0))
             assert inside.double().mean() > 0.8
@@ -476,9 +476,9 @@ class TestSites:
                 return pyro.sample("y", dist.Normal(z, 0.1), obs=y)
 
         guide = AutoSparseGP(model, SVGP(7))
-        train(model, guide, x, y, steps=100)
+        train(model, guide, x, y, steps=20)
         assert guide(x[:4])["z"].shape == (4,)
-        draws = predict(model, guide, x, num_samples=400)  # the same number of rows, and still new
+        draws = predict(model, guide, x, num_samples=100)  # the same number of rows, and still new
         assert abs((draws["z"] - draws["f"]).std() - 0.5) < 0.05
 
 
@@ -778,7 +778,7 @@ def test_from_pyro_kernels_train_inside_a_model():
     x, y = data()
     model = Model()
     guide = AutoSparseGP(model, SVGP(8))
-    losses = train(model, guide, x, y, steps=60)
+    losses = train(model, guide, x, y, steps=20)
     assert losses[-1] < losses[0]
     assert set(guide.structure.latents) == {"kernel.lengthscale"}
     assert model.kernel.variance != 1.0

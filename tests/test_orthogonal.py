@@ -18,7 +18,7 @@ from pyro_sparsegp.families import (
     SemiCollapsedOrthogonal,
 )
 
-from .models import bernoulli, data, gaussian, regression, train
+from .models import bernoulli, data, gaussian, one_function, regression, train
 
 KERNEL = 1.3 * kernels.Matern32(0.3)
 NOISE = 0.2
@@ -31,8 +31,8 @@ EXACT = TraceQuadrature_ELBO(2)
 @pytest.fixture
 def line():
     generator = torch.Generator().manual_seed(0)
-    x = 2 * torch.rand(50, 1, generator=generator, dtype=torch.float64)
-    return x, torch.sin(4 * x[:, 0]) + NOISE * torch.randn(50, generator=generator, dtype=torch.float64)
+    x = 2 * torch.rand(40, 1, generator=generator, dtype=torch.float64)
+    return x, torch.sin(4 * x[:, 0]) + NOISE * torch.randn(40, generator=generator, dtype=torch.float64)
 
 
 def bound(family, x, y, model=MODEL, steps=0):
@@ -175,10 +175,10 @@ def test_semi_collapsed_bound_is_equation_9_or_10(line, covariance):
 def test_semi_collapsed_bounds_reach_the_collapsed_ones(line):
     x, y = line
     _, collapsed = bound(CollapsedOrthogonal(Z, O), x, y)
-    _, free = bound(SemiCollapsedOrthogonal(Z, O, trainable=False), x, y, steps=300)
+    _, free = bound(SemiCollapsedOrthogonal(Z, O, trainable=False), x, y, steps=150)
     assert free == pytest.approx(collapsed, abs=0.01)
-    _, mean_only = bound(SemiCollapsedOrthogonal(Z, O, "prior", trainable=False), x, y, steps=300)
-    _, decoupled = bound(OrthogonallyDecoupled(Z, O, trainable=False), x, y, steps=500)
+    _, mean_only = bound(SemiCollapsedOrthogonal(Z, O, "prior", trainable=False), x, y, steps=150)
+    _, decoupled = bound(OrthogonallyDecoupled(Z, O, trainable=False), x, y, steps=200)
     assert mean_only == pytest.approx(decoupled, abs=0.01)
     # Tighter than Titsias' on the same Z; below one set of all points, and the evidence.
     assert titsias(x, y, Z) < mean_only < free < titsias(x, y, torch.cat([Z, O])) < normal(x, y, KERNEL(x))
@@ -246,8 +246,8 @@ def _whitened_at_prior(x, y):
 def test_both_parameterisations_reach_the_same_optimum(line, family):
     x, y = line
     sets = (Z,) if family is SVGP else (Z, O)
-    whitened = bound(family(*sets, trainable=False), x, y, steps=500)[1]
-    values = bound(family(*sets, trainable=False, whiten=False), x, y, steps=2000)[1]
+    whitened = bound(family(*sets, trainable=False), x, y, steps=200)[1]
+    values = bound(family(*sets, trainable=False, whiten=False), x, y, steps=600)[1]
     assert values == pytest.approx(whitened, abs=0.05)
 
 
@@ -287,7 +287,7 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
     x, y = line
     exact, sampled = decoupled(line, 5), decoupled(line, 2)
     gradients = []
-    for guide, repeats in ((exact, 1), (sampled, 1500)):
+    for guide, repeats in ((exact, 1), (sampled, 500)):
         losses, total = [], 0
         for _ in range(repeats):
             loss = EXACT.differentiable_loss(MODEL, guide, x, y)
@@ -296,9 +296,9 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
             total = total + gradient / repeats
         gradients.append((torch.tensor(losses), total))
     (value, gradient), (values, mean) = gradients
-    assert float(values.mean()) == pytest.approx(float(value), abs=4 * float(values.std()) / 1500**0.5)
+    assert float(values.mean()) == pytest.approx(float(value), abs=4 * float(values.std()) / 500**0.5)
     assert values.std() > 1e-3
-    assert torch.allclose(mean, gradient, atol=0.1 * float(gradient.abs().max()))
+    assert torch.allclose(mean, gradient, atol=0.15 * float(gradient.abs().max()))
 
 
 def test_decoupled_step_never_forms_or_factorises_a_square_matrix_of_the_second_set(line, monkeypatch):
@@ -331,8 +331,8 @@ def test_decoupled_means_learn_and_come_back(line):
     pyro.clear_param_store()
     family = OrthogonallyDecoupled(Z, 30, num_columns=8)
     guide = AutoSparseGP(MODEL, family)
-    train(MODEL, guide, x, y, steps=400, lr=0.1)
-    few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=300)[1]
+    train(MODEL, guide, x, y, steps=150, lr=0.1)
+    few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=100)[1]
     with torch.no_grad():
         assert -EXACT.loss(MODEL, guide, x, y) > few + 5
     again = AutoSparseGP(MODEL, family)
@@ -356,7 +356,7 @@ def test_other_likelihoods_and_several_outputs(family):
     x, y = data(bernoulli)
     pyro.clear_param_store()
     guide = AutoSparseGP(bernoulli, family)
-    losses = train(bernoulli, guide, x, y, steps=80)
+    losses = train(bernoulli, guide, x, y, steps=20, lr=0.08)
     assert losses[-1] < losses[0] - 3
     below = AutoSparseGP(bernoulli, SGPR(guide.gps.f.basis.inputs[0].detach()))
     assert train(bernoulli, below, x, y, steps=1)[0] < 1e6
@@ -393,14 +393,7 @@ def test_conditional_bound_is_above_titsias_also_for_other_likelihoods():
 
 
 def gaussian_free(kernel):
-    from pyro_sparsegp import GaussianProcess
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
-
-    return model
+    return one_function(kernel, lambda f: dist.Bernoulli(logits=f))
 
 
 def test_mini_batches_are_refused_by_the_full_batch_families():

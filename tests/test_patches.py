@@ -31,7 +31,7 @@ from pyro_sparsegp.numerics import chunks as blocks
 from pyro_sparsegp.posterior.drawing import GroupedSite
 from pyro_sparsegp.posterior.paths import _Sequential
 
-from .models import FAMILIES, train
+from .models import FAMILIES, one_function, train
 
 SHAPE, PATCH = (2, 6, 5), (3, 2)
 
@@ -360,11 +360,7 @@ def test_the_mixture_is_the_posterior_given_both(monkeypatch):
     x, y = bars(20)
     z, o = kernels.patches(x, (SIDE, SIDE), (3, 3))[:5, 4], x[5:9]
 
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
-
+    model = one_function(kernel, lambda f: dist.Normal(f, 0.3))
     guide = AutoSparseGP(model, CollapsedOrthogonal(z, o))
     guide(x, y)
     phi = torch.cat(guide.posterior(x)["f"].features, -1)
@@ -383,13 +379,9 @@ def test_paths_agree_with_the_posterior(kind):
     if kind == "TICK":
         k = kernels.TICK(base, location, (SIDE, SIDE), (3, 3))
 
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(k, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
-
+    model = one_function(k, lambda f: dist.Normal(f, 0.3))
     guide = AutoSparseGP(model, SVGP(20))
-    train(model, guide, x, 2 * y - 1, steps=60, lr=0.05)
+    train(model, guide, x, 2 * y - 1, steps=20, lr=0.05)
     q = guide.posterior(bars(6, 3)[0])["f"]
     function = q.paths(1000, 128)
     assert not isinstance(function, _Sequential)  # Matheron's rule, not value by value
@@ -407,7 +399,7 @@ def test_sums_under_additive_families():
 
     x, y = bars(40)
     guide = AutoSparseGP(model, CoupledPrecision(8))
-    train(model, guide, x, y, steps=60, lr=0.05)
+    train(model, guide, x, y, steps=3, lr=0.05)
     assert guide.gps.f.basis.term_0.inputs[0].shape == (8, 9)
     assert guide.gps.f.basis.term_1.inputs[0].shape == (8, 36)
     q = guide.posterior(x)["f"]
@@ -515,8 +507,15 @@ def starts(x, below=16, above=24):
     return {"g": SVGP(z), "f": SVGP(bases.inducing_patches(h, above, (2, 4, 4), (2, 2), locations=True))}
 
 
-@pytest.mark.parametrize("independent", [(), ("g",)], ids=["joint per image", "independent"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("independent", "dtype"),
+    [
+        pytest.param((), torch.float64, id="joint per image-float64"),
+        pytest.param(("g",), torch.float32, id="independent-float32"),
+        pytest.param((), torch.float32, id="joint per image-float32", marks=pytest.mark.slow),
+        pytest.param(("g",), torch.float64, id="independent-float64", marks=pytest.mark.slow),
+    ],
+)
 def test_two_layers_train_from_scratch(independent, dtype):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     x, y = classes(120, dtype=dtype)
@@ -524,7 +523,7 @@ def test_two_layers_train_from_scratch(independent, dtype):
     guide(x[:20], y[:20])
     assert guide.structure.groups == {"g": (16, "f")}
     svi = SVI(two_layers, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO())
-    for _ in range(160):
+    for _ in range(100):
         rows = torch.randperm(120)[:40]
         loss = svi.step(x[rows], y[rows], size=120)
     assert loss < 350
@@ -566,7 +565,7 @@ def test_three_layers_are_drawn_image_by_image():
     assert guide.structure.groups == {"g1": (25, "f"), "g2": (16, "f")}
     losses = []
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
-    for _ in range(120):
+    for _ in range(60):
         rows = torch.randperm(80)[:20]
         losses.append(svi.step(x[rows], y[rows], size=80))
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])

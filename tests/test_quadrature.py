@@ -18,7 +18,18 @@ from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, OrthogonalInduc
 from pyro_sparsegp.inference.quadrature import quadrature_axes
 from pyro_sparsegp.program.facts import Structure
 
-from .models import bernoulli, data, estimate, gaussian, heteroscedastic, poisson, regression, train
+from .models import (
+    bernoulli,
+    data,
+    estimate,
+    gaussian,
+    heteroscedastic,
+    maximise,
+    one_function,
+    poisson,
+    regression,
+    train,
+)
 
 RBF = kernels.RBF(0.5)
 
@@ -29,12 +40,15 @@ def fitted(model, *args, family=None, steps=40):
     return guide
 
 
-@pytest.mark.parametrize("model", [regression, bernoulli, poisson, heteroscedastic])
+@pytest.mark.parametrize(
+    "model", [*(pytest.param(m, marks=pytest.mark.slow) for m in (regression, bernoulli)), poisson, heteroscedastic]
+)
 def test_three_elbos_agree(model):
-    x, y = data(model, 30)
-    guide = fitted(model, x, y, family=CoupledPrecision(5))
+    x, y = data(model, 20)
+    guide = fitted(model, x, y, family=CoupledPrecision(4), steps=20)
     means = [
-        estimate(loss, model, guide, x, y) for loss in (Trace_ELBO(), TraceMeanField_ELBO(), TraceQuadrature_ELBO())
+        estimate(loss, model, guide, x, y, num=25)
+        for loss in (Trace_ELBO(), TraceMeanField_ELBO(), TraceQuadrature_ELBO())
     ]
     reference = means.pop()
     for mean, error in means:
@@ -53,16 +67,11 @@ def test_three_elbos_agree_in_gradient():
 
     exact = gradient(TraceQuadrature_ELBO(), 1)
     for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
-        torch.testing.assert_close(gradient(loss, 600), exact, atol=0.15 * exact.abs().max().item(), rtol=0.1)
+        torch.testing.assert_close(gradient(loss, 250), exact, atol=0.2 * exact.abs().max().item(), rtol=0.1)
 
 
 def gaussian_logits(kernel):
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
-
-    return model
+    return one_function(kernel, lambda f: dist.Bernoulli(logits=f))
 
 
 def test_quadrature_against_a_fine_grid():
@@ -152,8 +161,8 @@ def test_deep_gp_draws_the_inner_layer():
     guide = fitted(model, x, y)
     assert guide.structure.inner == ["inner"]
     assert quadrature_axes(guide.structure) == {"f": (0,)}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=600)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=600)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=100)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=100)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
     assert integrated[1] < drawn[1]
     assert guide(x[:4])["y"].shape == (4,)
@@ -171,7 +180,7 @@ def test_vector_valued_softmax_and_separate_outputs():
 
     guide = fitted(softmax, x, label)
     assert quadrature_axes(guide.structure) == {"f": (0, 1)}
-    sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=600)
+    sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=200)
     assert abs(TraceQuadrature_ELBO(15).loss(softmax, guide, x, label) - sampled[0]) < 5 * sampled[1]
 
     def separate(x, y=None):
@@ -202,7 +211,7 @@ def test_coupled_likelihood_is_drawn_jointly():
     fit = dist.Normal(a @ q.mean, 0.7).log_prob(y).sum()
     exact = fit - (a @ q.covariance_matrix @ a.mT).trace() / (2 * 0.7**2) - q.kl
     for loss in (TraceQuadrature_ELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
-        mean, error = estimate(loss, model, guide, x, y, num=700)
+        mean, error = estimate(loss, model, guide, x, y, num=200)
         assert abs(-mean - exact) < 5 * error
 
 
@@ -220,8 +229,8 @@ def test_groups_other_plates_and_local_latents():
 
     guide = fitted(model, x, y[group])
     assert guide.structure.dependence == {"f": "elementwise"}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=300)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=300)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=100)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=100)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
 
 
@@ -316,10 +325,10 @@ def test_deterministic_without_other_latents_and_keeps_no_graph():
 def test_other_latents_are_one_draw_a_particle():
     x, y = data(num=20)
     guide = fitted(regression, x, y)
-    many = estimate(TraceQuadrature_ELBO(2, num_particles=20), regression, guide, x, y, num=60)
-    one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=600)
+    many = estimate(TraceQuadrature_ELBO(2, num_particles=20), regression, guide, x, y, num=20)
+    one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=150)
     assert abs(many[0] - one[0]) < 5 * (many[1] ** 2 + one[1] ** 2) ** 0.5
-    assert many[1] * 60**0.5 < 0.6 * one[1] * 600**0.5
+    assert many[1] * 20**0.5 < 0.5 * one[1] * 150**0.5
 
 
 def test_nan_observations_raise_and_spare_the_parameters():
@@ -437,7 +446,7 @@ class TestMissing:
                 pyro.set_rng_seed(0)
                 for p in guide.parameters():
                     p.grad = None
-                elbo = TraceQuadrature_ELBO() if loss is TraceQuadrature_ELBO else loss(num_particles=500)
+                elbo = TraceQuadrature_ELBO() if loss is TraceQuadrature_ELBO else loss(num_particles=5)
                 elbo.loss_and_grads(self.model, guide, *args)
                 gradients.append(torch.cat([p.grad.flatten() for p in guide.parameters()]))
             assert all(g.isfinite().all() for g in gradients)
@@ -509,8 +518,7 @@ class TestImportanceWeights:
     def fit(self):
         x, y = data(num=20)
         model = gaussian(RBF)
-        guide = AutoSparseGP(model, SVGP(20))
-        train(model, guide, x, y, steps=300, loss=TraceQuadrature_ELBO(2))
+        guide, _ = maximise(model, SVGP(20, trainable=False), x, y, iterations=60)
         evidence = dist.MultivariateNormal(torch.zeros(20), RBF(x) + 0.04 * torch.eye(20)).log_prob(y)
         return model, guide, x, y, evidence.item()
 
@@ -551,9 +559,21 @@ VANISHING = {
 }
 
 
-@pytest.mark.parametrize("loss", [Trace_ELBO, TraceMeanField_ELBO, TraceQuadrature_ELBO])
-@pytest.mark.parametrize("kernel", VANISHING.values(), ids=VANISHING)
-@pytest.mark.parametrize("family", [SVGP, SGPR])
+LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceQuadrature_ELBO)
+
+
+# Each kernel in each family, each loss in each family and under each kernel but one; the rest is slow.
+@pytest.mark.parametrize(
+    ("family", "kernel", "loss"),
+    [
+        pytest.param(
+            f, k, loss, id=f"{f.__name__}-{name}-{loss.__name__}", marks=[pytest.mark.slow] * (n != (i + j) % 3)
+        )
+        for i, f in enumerate((SVGP, SGPR))
+        for j, (name, k) in enumerate(VANISHING.items())
+        for n, loss in enumerate(LOSSES)
+    ],
+)
 def test_a_row_whose_prior_variance_is_0_trains(family, kernel, loss):
     x = torch.linspace(-1, 1, 21)[:, None]
     x[10] = 0.0

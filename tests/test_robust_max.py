@@ -14,7 +14,7 @@ from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess,
 from pyro_sparsegp.distributions import Probit, RobustMax
 from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing, SparseEP
 
-from .models import estimate, train
+from .models import estimate, one_function, train
 
 KERNEL = kernels.RBF(0.4)
 
@@ -368,12 +368,7 @@ class TestBound:
 
 class TestOtherDistributions:
     def model(self, write):
-        def model(x, y=None):
-            f = pyro.sample("f", GaussianProcess(KERNEL, x))
-            with pyro.plate("data", len(x)):
-                return pyro.sample("y", PoissonOfLog(write(f)), obs=y)
-
-        return model
+        return one_function(KERNEL, lambda f: PoissonOfLog(write(f)))
 
     def test_one_of_the_users(self):
         x, _ = classes(40)
@@ -413,11 +408,7 @@ class TestOtherDistributions:
             warnings.simplefilter("error")  # said once
             assert loss.loss(model, guide, x, y) == value
 
-        def plain(x, y=None):
-            f = pyro.sample("f", GaussianProcess(KERNEL, x))
-            with pyro.plate("data", len(x)):
-                return pyro.sample("y", dist.Poisson(torch.sin(f).exp()), obs=y)
-
+        plain = one_function(KERNEL, lambda f: dist.Poisson(torch.sin(f).exp()))
         other = AutoSparseGP(plain, SVGP(8))
         other.load_state_dict(guide.state_dict())
         assert TraceQuadrature_ELBO(40).loss(plain, other, x, y) == pytest.approx(value)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..gaussians.sites import Sites
 from ..modules import AbstractModule
+from ..numerics.shapes import broadcast_shapes
 from .actions import Actions, BlockActions, DenseActions, chunk_memory, safe_root, white
 
 __all__ = ["BlockPolicy", "EigenPolicy", "KrylovPolicy", "Policy", "RandomPolicy", "UserPolicy", "local_blocks"]
@@ -93,7 +94,7 @@ class KrylovPolicy(_Detached):
     def directions(self, kernel: Any, sites: Sites) -> Tensor:
         multiply = _whitened(kernel, sites)
         start = white(sites)
-        shape = torch.broadcast_shapes(start.shape, multiply(start[..., None])[..., 0].shape)
+        shape = broadcast_shapes(start.shape, multiply(start[..., None])[..., 0].shape)
         start = start.expand(shape)
         first = start.norm(dim=-1, keepdim=True)
         # Data at the prior mean leave no residual to start from.

@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP
+from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS, NodeSite
 from ..program.dependence import COUPLED, DATAWISE
 from ..program.facts import Structure
 from ..program.traces import held_trace
 from ..warned import warn_once
-from .compiled import BACKENDS, CompiledSteps
+from .compiled import BACKENDS, CompiledSteps, RandomState
 from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
@@ -141,13 +142,34 @@ class TraceQuadrature_ELBO(ELBO):
         unwrapped: Any = poutine.unwrap(guide)
         value = self._replayed(model, guide, unwrapped, args, kwargs) if self.compile else None
         if value is None:
-            loss = self.differentiable_loss(model, guide, *args, **kwargs)
-            value = self._value(loss, guide, args, kwargs)
+            loss, value = self._evaluated(model, guide, unwrapped, args, kwargs)
             if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
                 self._check_gradients(unwrapped)
         self._watch(unwrapped, value)
         return value
+
+    def _evaluated(
+        self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, float]:
+        """The loss, as a tensor and as a number, which is read together with the flags of its factorisations.
+
+        Where one failed, it is evaluated anew with the same random numbers, and each flag is looked at. Families on
+        sites, which updates leave changed, are evaluated that way at once, and so is a first call.
+        """
+        state: Optional[RandomState] = None
+        if unwrapped in self._expectations and not unwrapped.on_sites:
+            unwrapped.prepare(*args, **kwargs)
+            state = RandomState(unwrapped.like)
+            with flags_kept() as flags:
+                loss = self.differentiable_loss(model, guide, *args, **kwargs)
+            failed = [flag.any().to(loss.dtype) for flag in flags]
+            read: list[float] = torch.stack([loss.detach(), *failed]).tolist()
+            if not any(read[1:]) and math.isfinite(read[0]):
+                return loss, read[0]
+            state.restore()
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        return loss, self._value(loss, guide, args, kwargs)
 
     def _replayed(
         self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
@@ -299,6 +321,15 @@ class TraceQuadrature_ELBO(ELBO):
             # The guide runs as it is; only the model's second run, with all values held, sees the nodes.
             return held_at(*run())
 
+        if expected is not None and expected.values is not None:
+            with pyro.validation_enabled(False):
+                at_means: dict[str, Optional[Tensor]] = dict.fromkeys(expected.gps)
+                model_trace, guide_trace, values = guide.at_nodes(at_means, wrapped, args, kwargs)
+                if expected.hold(model_trace):
+                    total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
+                    return total + _log_density_minus_kl(model_trace, guide_trace, expected.sites)
+            self._expectations[guide] = None
+            return self._bound(guide, wrapped, args, kwargs)
         if expected is not None:
             model_trace, guide_trace, values = run()
             total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)

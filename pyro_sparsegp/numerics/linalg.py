@@ -11,6 +11,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from .shapes import broadcast_shapes
+
 __all__ = [
     "NumericalWarning",
     "cholesky",
@@ -99,7 +101,7 @@ class _Factor(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> Any:
         matrix = matrix.movedim(in_dims[0], 0) if in_dims[0] is not None else matrix[None]
         shift = shift.movedim(in_dims[1], 0) if in_dims[1] is not None else shift[None]
-        matrix = matrix.expand(*torch.broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
+        matrix = matrix.expand(*broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
         return _Factor.apply(matrix, shift, dtype), (0, 0)
 
 
@@ -195,7 +197,7 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Matrices ``(..., N, M_b)``, or vectors, as one, ``(..., N, ΣM_b)``; leading dimensions broadcast."""
     if len(parts) == 1:
         return parts[0]
-    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
     return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
 
 
