@@ -17,6 +17,7 @@ from torch.distributions import constraints
 from .kernels.algebra import Kernel, as_kernel
 from .kernels.base import hyperparameters
 from .numerics.linalg import cholesky, solve_lower
+from .numerics.shapes import broadcast_shapes
 
 __all__ = ["GaussianProcess", "PriorProcess"]
 
@@ -80,14 +81,14 @@ class GaussianProcess(TorchDistribution):
         except ValueError as error:
             self._unfit = f"kernel does not fit x, of shape {tuple(x.shape)}: {error}"
             self._refuse_inputs()
-        batch_shape = torch.broadcast_shapes(self.kernel.batch_shape, x.shape[:-2])
+        batch_shape = broadcast_shapes(self.kernel.batch_shape, x.shape[:-2])
         if isinstance(mean, Tensor) and _is_column(mean, x) and x.shape[-2] > 1 and batch_shape[-1:] != x.shape[-2:-1]:
             raise ValueError(
                 f"GaussianProcess's mean is a column, of shape {tuple(mean.shape)}; give one value a row, "
                 f"({x.shape[-2]},), such as mean[..., 0]."
             )
         if isinstance(mean, Tensor) and mean.dim() > 1:
-            batch_shape = torch.broadcast_shapes(batch_shape, mean.shape[:-1])
+            batch_shape = broadcast_shapes(batch_shape, mean.shape[:-1])
         if isinstance(mean, Tensor) and mean.dim() and mean.shape[-1] not in (1, x.shape[-2]):
             raise ValueError(
                 f"GaussianProcess's mean is a tensor of shape {tuple(mean.shape)}, the inputs have {x.shape[-2]} "
@@ -215,7 +216,7 @@ class GaussianProcess(TorchDistribution):
             return self.mean_at(inputs) + (phi.mT @ white)[..., 0]
 
         conditioned = GaussianProcess(_Conditioned(kernel, x, factor), self.x, conditional_mean, self.jitter)
-        return conditioned.expand(torch.broadcast_shapes(self.batch_shape, conditioned.batch_shape, f.shape[:-1]))
+        return conditioned.expand(broadcast_shapes(self.batch_shape, conditioned.batch_shape, f.shape[:-1]))
 
     def expand(self, batch_shape: Any, _instance: Optional[GaussianProcess] = None) -> GaussianProcess:
         """Independent copies with the given batch shape."""
@@ -333,7 +334,7 @@ class PriorProcess(GaussianProcess):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """0, of the batch's shape."""
-        return value.new_zeros(torch.broadcast_shapes(self._batch_shape, value.shape[:-1]))
+        return value.new_zeros(broadcast_shapes(self._batch_shape, value.shape[:-1]))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> PriorProcess:
         """Independent copies with the given batch shape."""

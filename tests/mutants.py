@@ -83,7 +83,7 @@ MUTANTS = [
     Mutant(
         "projected-kl",
         "ProjectedGaussian.kl",
-        "fit = self.white.square().sum(-1) - (weights.square() * self.noise).sum(-1)",
+        "fit = ((self.covariance @ weights[..., None])[..., 0] * weights).sum(-1)",
         "fit = self.white.square().sum(-1)",
         ("test_computation_aware.py::test_bound_and_posterior_are_the_papers",),
     ),
@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "white-has-a-feature",
         "White.features",
-        "return x.new_zeros(*torch.broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)",
+        "return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)",
         "return self.diag(x).sqrt()[..., None]",
         ("test_kernels.py::test_white", "test_components.py::test_white_noise_is_an_effect_of_its_own"),
     ),
@@ -316,7 +316,7 @@ MUTANTS = [
     Mutant(
         "updates-may-lower-the-bound",
         "_update",
-        "if value >= bound - slack or not math.isfinite(bound):",
+        "if value >= (0.9 * bound if lost else bound - slack) or not math.isfinite(bound):",
         "if True:",
         ("test_meeting.py",),
     ),
@@ -442,6 +442,35 @@ MUTANTS = [
         "change = 0.5 * (first.square() * d / gain - gain.log())",
         "change = 0.5 * (first.square() * d - gain.log())",
         ("test_diagnostics_tree.py::test_integrated_densities",),
+    ),
+    # Discrete latents, and forward mode.
+    Mutant(
+        "enumeration-forgets",
+        "SummedOut.log_prob",
+        "total = total if self.normalised else total - _summed(before)",
+        "total = total",
+        ("test_enumeration.py::test_sites_that_share_values",),
+    ),
+    Mutant(
+        "enumeration-group-alone",
+        "Enumeration._joined",
+        "joined.terms += group.terms",
+        "joined.terms = group.terms",
+        ("test_enumeration.py::test_sites_that_share_values",),
+    ),
+    Mutant(
+        "forward-cholesky",
+        "_Factor.jvp",
+        "return factor @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))), None",
+        "return factor @ inner.tril(), None",
+        ("test_forward_mode.py::test_fused_operations",),
+    ),
+    Mutant(
+        "energy-of-the-start",
+        "NUTS._end_transition",
+        "_, energy = self._states.get(id(self._z_last), (None, self._energy))",
+        "_, energy = None, self._energy",
+        ("test_arviz.py::test_a_kernel_keeps_what_it_knows_and_draws_as_pyro_does",),
     ),
 ]
 

@@ -16,6 +16,7 @@ from pyro_sparsegp.bases import actions as actions_module
 from pyro_sparsegp.bases import policies
 from pyro_sparsegp.bases.policies import local_blocks
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
+from pyro_sparsegp.gaussians import ProjectedGaussian
 
 from .models import bernoulli, data, gaussian, maximise, regression, train
 from .test_theorems import KERNEL, NOISE, evidence
@@ -492,3 +493,10 @@ def test_kernels_of_ones_own_are_never_remembered():
         before = guide.posterior(x)["f"].mean
         level.mul_(0.1)
         assert (guide.posterior(x)["f"].mean - before).abs().max() > 1e-3
+
+
+def test_the_divergence_of_projections_that_say_nothing_is_0():
+    # ỹᵀα − αᵀDα, of numbers of 1e16 each, would leave anything.
+    target, noise = torch.tensor([1e8, -3e7], dtype=torch.float64), torch.tensor([3e-1, 7.0], dtype=torch.float64)
+    q = ProjectedGaussian(target, noise.sqrt().diag(), noise, torch.zeros(2, 2, dtype=torch.float64))
+    assert abs(float(q.kl())) < 1e-12

@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
@@ -22,8 +23,9 @@ from pyro_sparsegp.families import (
     OrthogonalInducing,
     OrthogonallyDecoupled,
     WeightSpace,
+    additive,
 )
-from pyro_sparsegp.gaussians import Falling, LowRankGaussian, NaturalGaussian, NaturalLowRank, from_natural
+from pyro_sparsegp.gaussians import Diagonal, Falling, LowRankGaussian, NaturalGaussian, NaturalLowRank, from_natural
 
 from .models import bernoulli, data, gaussian, poisson, regression
 
@@ -126,15 +128,112 @@ def _diagonal(matrix, sizes):
         start += size
 
 
-def test_coupled_blocks_do_not_diverge():
+@pytest.mark.parametrize("kept", ["in one matrix", "in blocks"])
+def test_coupled_blocks_do_not_diverge(kept, monkeypatch):
     """Plain kernels share their level: steps with each block's own mean blow up, these fall to the optimum."""
+    monkeypatch.setattr(additive, "_DENSE", 1000 if kept == "in one matrix" else 0)
     x, y = data(num=200)
     kernel = sum((kernels.RBF(0.5)[i % 2] for i in range(5)), 4.0 * kernels.RBF(1.0)[0])
     model = gaussian(kernel, 0.05)
-    _, svi = svi_of(model, MeanFieldAdditive(6, natural=True, trainable=False, rate=1.0))
+    guide, svi = svi_of(model, MeanFieldAdditive(6, natural=True, trainable=False, rate=1.0))
     losses = [svi.step(x, y) for _ in range(12)]
     assert max(losses[2:]) < losses[1] + 1e-3 * abs(losses[1])
-    assert losses[-1] == pytest.approx(losses[3], rel=1e-6)
+    assert losses[-1] == pytest.approx(losses[3], rel=1e-4)
+    assert isinstance(coefficients(guide), NaturalGaussian if kept == "in one matrix" else NaturalLowRank)
+
+
+def masked(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    seen = torch.arange(len(x)) % 3 > 0 if y is None else y.isfinite()
+    with pyro.plate("data", len(x)), poutine.mask(mask=seen):
+        return pyro.sample("y", dist.Normal(f, 0.2), obs=None if y is None else y.nan_to_num())
+
+
+def weighted(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("data", len(x)), poutine.scale(scale=3.0):
+        return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+
+@pytest.mark.parametrize("case", ["one row", "fewer rows than points", "missing values", "weighted rows"])
+def test_one_step_of_unusual_data_is_the_optimum(case):
+    x, y = data()
+    model, z = gaussian(KERNEL), x[:12]
+    if case == "one row":
+        x, y, z = x[:1], y[:1], x[:1]
+    elif case == "fewer rows than points":
+        x, y = x[20:25], y[20:25]
+    elif case == "missing values":
+        model, y = masked, torch.where(torch.arange(len(y)) % 4 == 0, torch.nan, y)
+    else:
+        model = weighted
+    guide, svi = svi_of(model, SVGP(z, trainable=False))
+    svi.step(x, y)
+    best = AutoSparseGP(model, SGPR(z, trainable=False))
+    best(x, y)
+    q, p = guide.posterior(x)["f"], best.posterior(x)["f"]
+    torch.testing.assert_close(q.mean, p.mean, atol=1e-8, rtol=0)
+    torch.testing.assert_close(q.variance, p.variance, atol=1e-8, rtol=0)
+
+
+def test_sites_that_meet_in_one_density():
+    """Each site's step has the other's mean before it: together they overshoot at first, then near the optimum."""
+    x, y = data()
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        g = pyro.sample("g", GaussianProcess(kernels.RBF(1.0), x[:, :1]))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f + g, 0.2), obs=y)
+
+    def families(kind):
+        return {"f": kind(x[:10], trainable=False, rate=0.5), "g": kind(x[:5, :1], trainable=False, rate=0.5)}
+
+    _, svi = svi_of(model, AutoSparseGP(model, families(SVGP)))
+    losses = [svi.step(x, y) for _ in range(50)]
+    best = AutoSparseGP(model, families(SGPR))
+    best(x, y)
+    assert -1e-6 < losses[-1] - TraceQuadrature_ELBO(2).loss(model, best, x, y) < 4
+    assert losses[0] - losses[-1] > 500
+
+
+def test_each_backward_pass_is_a_step_with_or_without_an_optimiser():
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, svi = svi_of(model, SVGP(x[:8]))
+    guide(x, y)
+    for _ in range(3):  # gradients that add up
+        svi.loss_and_grads(model, guide, x, y)
+    assert coefficients(guide).steps == 3
+    assert guide.gps.f.basis.inputs_0_unconstrained.grad.abs().sum() > 0
+
+
+def test_other_dtypes_carry_q_over():
+    x, y = data()
+    guide, svi = svi_of(gaussian(KERNEL), SVGP(x[:8]))
+    svi.step(x, y)
+    before = guide.posterior(x)["f"].mean
+    torch.testing.assert_close(guide.float().posterior(x.float())["f"].mean, before.float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(guide.double().posterior(x)["f"].mean, before, atol=1e-4, rtol=1e-4)
+
+
+def test_what_has_no_natural_steps_takes_gradients():
+    decoupled = OrthogonallyDecoupled(6, 6, num_columns=3)
+    assert not decoupled.is_natural
+    assert SVGP(6).is_natural
+    with pytest.raises(ValueError, match="rate is that of natural steps"):
+        OrthogonallyDecoupled(6, 6, num_columns=3, rate=0.5)
+
+    class MeanField(SVGP):
+        def new_coefficients(self):
+            return Diagonal
+
+    x, y = data()
+    assert not MeanField(6).is_natural
+    _, svi = svi_of(gaussian(KERNEL), MeanField(6))
+    assert svi.step(x, y) > svi.step(x, y)
+    with pytest.raises(ValueError, match="full covariance or the prior's; got 'Diagonal'"):
+        AutoSparseGP(gaussian(KERNEL), MeanField(6, natural=True))(x, y)
 
 
 def test_independent_outputs_each_take_their_own_step():
@@ -633,7 +732,7 @@ def test_sweeps_reach_the_best_precision_of_the_form(base):
 def test_low_rank_storage_is_linear_in_the_number_of_terms():
     module = NaturalLowRank([4] * 30, (), torch.zeros(()), rank=2)
     assert max(part.numel() for part in module.buffers()) == 16
-    assert sum(part.numel() for part in module.buffers()) == 30 * (16 + 8 + 4) + 1
+    assert sum(part.numel() for part in module.buffers()) == 30 * (16 + 16 + 8 + 4) + 1
 
 
 def test_low_rank_training_goes_on_where_it_was():
@@ -646,3 +745,39 @@ def test_low_rank_training_goes_on_where_it_was():
     torch.testing.assert_close(guide.posterior(x)["f"].variance, other.posterior(x)["f"].variance)
     q = other.posterior(x)["f"]
     assert (torch.linalg.eigvalsh(q.coefficients.covariance_matrix) > 0).all()
+
+
+def test_low_rank_sites_keep_their_meaning_under_another_l():
+    """Against the dense precision, and the hyperparameters' gradient through it."""
+    sizes, softness = [4, 5, 1], 0.03
+    module = NaturalLowRank(sizes, (), torch.zeros(()), rank=2, rate=1.0)
+    one, other = ([torch.eye(n) + 0.3 * torch.randn(n, n).tril() for n in sizes[:2]] for _ in range(2))
+    phi, y = list(torch.randn(30, 10).split(sizes, -1)), torch.randn(30)
+    module.start([*one, None], phi)
+    for _ in range(3):
+        q = module([*one, None])
+        mean, change = q.moments(phi)
+        (2 * (mean - y).square().sum() + 2 * change.sum() + q.kl()).backward()
+    precision = torch.linalg.inv(module([*one, None]).covariance_matrix)
+    pull = precision @ torch.cat(module([*one, None]).loc)
+
+    def soft(lower):
+        return lower + softness * (lower.square().sum() / len(lower)).sqrt() * torch.eye(len(lower))
+
+    def dense(lowers):
+        turn = torch.block_diag(*[torch.linalg.solve(soft(a), soft(b)) for a, b in zip(one, lowers)], torch.eye(1))
+        whole = torch.eye(10) + turn.mT @ (precision - torch.eye(10)).detach() @ turn
+        return torch.linalg.solve(whole, turn.mT @ pull.detach()), torch.linalg.inv(whole)
+
+    def value(mean, covariance):
+        return mean.sin().sum() + (covariance * torch.arange(100.0).reshape(10, 10).sin()).sum()
+
+    leaves = [lower.requires_grad_() for lower in other]
+    mean, covariance = dense(leaves)
+    q = module([*leaves, None])
+    torch.testing.assert_close(torch.cat(q.loc), mean)
+    torch.testing.assert_close(q.covariance_matrix, covariance)
+    expected = torch.autograd.grad(value(mean, covariance), leaves)
+    found = torch.autograd.grad(value(torch.cat(q.loc), q.covariance_matrix), leaves)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a.tril(), b.tril(), rtol=1e-6, atol=1e-8)

@@ -50,10 +50,10 @@ from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 options = command_line.options(
     "Diagnostics of sparse Gaussian processes.",
     device=False,
-    steps=(400, "training steps of each guide, at most"),
-    draws=(300, "posterior draws of each guide"),
-    nuts=(100, "draws of NUTS, and as many to warm up"),
-    simulations=(60, "of the calibration"),
+    steps=(400, "training steps of each guide, at most", 20),
+    draws=(300, "posterior draws of each guide", 30),
+    nuts=(100, "draws of NUTS, and as many to warm up", 25),
+    simulations=(60, "of the calibration", 2),
 )
 torch.set_default_dtype(torch.float64)
 warnings.filterwarnings("ignore", message="Estimated shape parameter")  # the tables below say it

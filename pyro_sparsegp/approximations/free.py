@@ -9,7 +9,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..bases import Basis
+from ..bases import Basis, Features
 from ..gaussians import Coefficients, Drawn, Following
 from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
@@ -58,10 +58,14 @@ class SparseGP(AbstractModule):
         :param drawn: the latents that it follows, :meth:`follow`; by default they are at their medians.
         """
         features = self.basis(process.kernel, process.jitter, name)
-        q = self.coefficients(features.anchor if self.coefficients.anchored else None)
+        q = self.coefficients(self._anchor(features) if self.coefficients.anchored else None)
         if drawn is not None and self.following is not None:
             q = self.following(q, drawn)
         return kind(process, features, q, name)
+
+    def _anchor(self, features: Features) -> Any:
+        """L, as the coefficients want it."""
+        return features.anchors if self.coefficients.by_block else features.anchor
 
     def follow(self, centre: Tensor, name: str) -> None:
         """Have the mean of the coefficients follow other latents, whose means start at ``centre``, ``(D,)``."""
@@ -90,7 +94,7 @@ class SparseGP(AbstractModule):
             noise = process.kernel.diag(x).mean(-1).clamp(min=torch.finfo(x.dtype).tiny)
             root = (step / noise).sqrt()[..., None, None]
             # In float64: the gram matrices of millions of rows have the condition of their number.
-            self.coefficients.start(features.anchor, [(root * phi).double() for phi in features(x)])
+            self.coefficients.start(self._anchor(features), [(root * phi).double() for phi in features(x)])
 
     def predict(
         self,

@@ -85,7 +85,9 @@ class ProjectedGP(SiteGP):
         def values(f: Tensor) -> Tensor:
             return actions.left(f[..., None])[..., 0]
 
-        coefficients = ProjectedGaussian(actions.target, features.factor, actions.noise, values if here else None)
+        coefficients = ProjectedGaussian(
+            actions.target, features.factor, actions.noise, features.covariance, values if here else None
+        )
         return kind(process, features, coefficients, name, sites, features.of(products) if here else None)
 
     def spec(self) -> dict[str, Any]:

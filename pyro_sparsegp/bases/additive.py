@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.algebra import term_names
+from ..numerics.shapes import broadcast_shapes
 from .base import Basis, Component, Features
 
 __all__ = ["Additive", "AdditiveFeatures"]
@@ -38,7 +39,7 @@ class AdditiveFeatures(Features):
         like = next((anchor for anchor in parts if anchor is not None), None)
         if like is None:
             return None
-        batch = torch.broadcast_shapes(*(anchor.shape[:-2] for anchor in parts if anchor is not None))
+        batch = broadcast_shapes(*(anchor.shape[:-2] for anchor in parts if anchor is not None))
         whole = like.new_zeros(*batch, sum(self.sizes), sum(self.sizes))
         start = 0
         for part, anchor in zip(self.parts, parts):
@@ -47,6 +48,10 @@ class AdditiveFeatures(Features):
             whole[..., start:stop, start:stop] = own
             start = stop
         return whole
+
+    @property
+    def anchors(self) -> list[Optional[Tensor]]:
+        return [anchor for part in self.parts for anchor in part.anchors]
 
     def components(self) -> list[Component]:
         found: list[Component] = []

@@ -8,6 +8,7 @@ always k − φφᵀ, so the features alone say everything.
 from __future__ import annotations
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Optional
@@ -57,6 +58,14 @@ class Features(ABC):
         f's values at inducing inputs; ``None`` if w itself has, as the weights of explicit features.
         """
         return None
+
+    @property
+    def anchors(self) -> list[Optional[Tensor]]:
+        """L's blocks on the diagonal, ``(..., M_b, M_b)`` for each block of coefficients, or ``None``."""
+        if self.anchor is None:
+            return [None] * len(self.sizes)
+        edges = list(itertools.accumulate(self.sizes, initial=0))
+        return [self.anchor[..., a:b, a:b] for a, b in itertools.pairwise(edges)]
 
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
         """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..gaussians.base import Gaussian
 from ..numerics.chunks import in_pieces
 from ..numerics.linalg import solve_lower
+from ..numerics.shapes import broadcast_shapes
 from .base import CrossFeatures
 from .inducing import InducingFeatures
 from .variables import SourceValues, Values, Variables, between
@@ -39,7 +40,7 @@ class DecoupledFeatures(CrossFeatures):
         self.inducing, self.means, self.weights, self.num_columns = inducing, means, weights, num_columns
         (part,) = inducing.variables
         pull = between(self.kernel, part, means) @ weights[..., None]  # k(Z, O)a
-        batch = torch.broadcast_shapes(inducing.factor.shape[:-2], pull.shape[:-2])
+        batch = broadcast_shapes(inducing.factor.shape[:-2], pull.shape[:-2])
         factor, pull = (matrix.expand(*batch, *matrix.shape[-2:]) for matrix in (inducing.factor, pull))
         self.pull = solve_lower(factor, pull)[..., 0]
         self._square: Optional[Tensor] = None

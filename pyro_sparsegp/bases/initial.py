@@ -146,7 +146,7 @@ def choose_inputs(
     wanted = [0 if isinstance(given, Tensor) else int(given) for given in sets]
     chosen = rows[:0]
     if sum(wanted):
-        distinct = (rows if columns is None else rows[:, list(columns)]).unique(dim=0).shape[0]
+        distinct = _num_distinct(rows if columns is None else rows[:, list(columns)], sum(wanted))
         if columns is not None:
             wanted = [min(num, distinct) for num in wanted]
         if sum(wanted) > distinct:
@@ -168,6 +168,13 @@ def choose_inputs(
     if columns is None:
         return found
     return [z[:, list(columns)] if z.shape[-1] == rows.shape[-1] != len(columns) else z for z in found]
+
+
+def _num_distinct(rows: Tensor, enough: int) -> int:
+    """How many rows are distinct; or some lower number that is enough, which a part of many rows may show."""
+    step = max(1, rows.shape[0] // (4 * enough + 4096))
+    shown = rows[::step].unique(dim=0).shape[0]
+    return shown if step == 1 or shown >= enough else rows.unique(dim=0).shape[0]
 
 
 def _check(given: Any, rows: Tensor, name: str, columns: Optional[tuple[int, ...]]) -> None:

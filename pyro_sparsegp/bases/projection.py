@@ -21,11 +21,12 @@ class ProjectedFeatures(CrossFeatures):
     :param kernel: k.
     :param actions: S.
     :param factor: R, ``(..., i, i)``.
+    :param covariance: SᵀKS, ``(..., i, i)``.
     """
 
-    def __init__(self, kernel: Any, actions: Actions, factor: Tensor) -> None:
+    def __init__(self, kernel: Any, actions: Actions, factor: Tensor, covariance: Tensor) -> None:
         super().__init__(kernel, (factor.shape[-1],))
-        self.actions, self.factor = actions, factor
+        self.actions, self.factor, self.covariance = actions, factor, covariance
 
     def of(self, products: Tensor) -> list[Tensor]:
         """Φ from k(x, X)S."""
@@ -45,6 +46,6 @@ def project(kernel: Any, actions: Actions, name: str) -> tuple[ProjectedFeatures
     """The basis under ``actions`` and k(x, X)S at the training inputs, ``(..., N, i)``."""
     products = actions.gram(kernel)
     gram = actions.left(products)
-    gram = (gram + gram.mT) / 2 + torch.diag_embed(actions.noise)
-    factor = cholesky(gram, 0.0, f"SᵀK̂S of site {name!r}")
-    return ProjectedFeatures(kernel, actions, factor), products
+    gram = (gram + gram.mT) / 2
+    factor = cholesky(gram + torch.diag_embed(actions.noise), 0.0, f"SᵀK̂S of site {name!r}")
+    return ProjectedFeatures(kernel, actions, factor, gram), products

@@ -11,6 +11,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..numerics.shapes import broadcast_shapes
+
 __all__ = ["RobustMax"]
 
 # The trapezoidal rule on ±_REACH standard deviations: for a product of normal curves that differ in width it is far
@@ -63,7 +65,7 @@ class RobustMax(TorchDistribution):
                 "(P, N) of a GP site write RobustMax(f.mT)."
             )
         epsilon = epsilon.to(f) if isinstance(epsilon, Tensor) else f.new_full((), epsilon)
-        batch_shape = torch.broadcast_shapes(f.shape[:-1], epsilon.shape)
+        batch_shape = broadcast_shapes(f.shape[:-1], epsilon.shape)
         self.f = f.expand(*batch_shape, f.shape[-1])
         self.epsilon = epsilon.expand(batch_shape)
         super().__init__(batch_shape, validate_args=validate_args)
@@ -125,7 +127,7 @@ class RobustMax(TorchDistribution):
         With the posterior's means and variances this is the predictive probability of each class:
         ``RobustMax(q.mean.mT, epsilon).expected_probs(q.variance.mT)``.
         """
-        shape = torch.broadcast_shapes(self.f.shape, variance.shape)
+        shape = broadcast_shapes(self.f.shape, variance.shape)
         classes = [torch.full(shape[:-1], c, device=self.f.device) for c in range(self.num_classes)]
         losses = torch.stack([self._losing_probability(y, variance) for y in classes], -1)
         return self._of_wins(1 - losses)
@@ -134,7 +136,7 @@ class RobustMax(TorchDistribution):
         # 1 − π_y = (1 − E Φ_r) + E[Φ_r(1 − ∏_{c ≠ y, r} Φ_c)] with r the rival who is most likely above f_y: the first
         # term has a closed form, the second is small unless there are several rivals.
         mean = self.f
-        shape = torch.broadcast_shapes(mean.shape, variance.shape, (*y.shape, 1))
+        shape = broadcast_shapes(mean.shape, variance.shape, (*y.shape, 1))
         floor = torch.finfo(mean.dtype).tiny ** 0.5  # the root of 0 has no gradient
         scale = variance.clamp(min=floor).sqrt().expand(shape)
         mean, y = mean.expand(shape), y.expand(shape[:-1])[..., None]

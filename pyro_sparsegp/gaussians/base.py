@@ -89,6 +89,7 @@ class Coefficients(AbstractModule):
         super().__init__()
 
     anchored: ClassVar[bool] = False  # whether it is about u = Lw
+    by_block: ClassVar[bool] = False  # whether it wants L's blocks on the diagonal alone, in a list
     placed: ClassVar[bool] = False  # whether where it is before any data depends on L
 
     def put(self, name: str, value: Tensor) -> None:

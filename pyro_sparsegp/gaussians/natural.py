@@ -24,7 +24,7 @@ from ..numerics.linalg import cholesky, root_of_inverse, side_by_side
 from ..numerics.processes import is_shared, joined
 from .optimal import from_natural, seen_from
 from .product import DenseFactor, FullCholesky, IdentityFactor, Product
-from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious
+from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, softened
 
 __all__ = ["NaturalGaussian"]
 
@@ -149,13 +149,7 @@ class NaturalGaussian(StepsOnBackward):
         self.skip(KNOWN)
 
     def _seat(self, anchor: Tensor) -> Tensor:
-        """L + ηsI, s² the mean of diag(LLᵀ)."""
-        if not self.softness:
-            return anchor
-        size = anchor.shape[-1]
-        scale = (anchor.square().sum((-2, -1)) / size).sqrt()
-        eye = torch.eye(size, dtype=anchor.dtype, device=anchor.device)
-        return anchor + (self.softness * scale)[..., None, None] * eye
+        return softened(anchor, self.softness)
 
     def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         """G and r of the same sites under another L."""
@@ -167,7 +161,7 @@ class NaturalGaussian(StepsOnBackward):
         gram, pull = self._seen_from(seat)
         try:
             return self._told(gram, pull, seat)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             if seat is None or not gram.isfinite().all() or not self.seat.numel():
                 raise
             return self._told(*self._mended(gram.detach(), seat.detach()), seat)

@@ -9,21 +9,25 @@ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], is the maximum likelihood estimate
 which sweeps of its expectation maximisation go (Rubin and Thayer, 1982), with expanded parameters (Liu, Rubin and Wu,
 1998); they need P̂ times few vectors, and its blocks on the diagonal. The mean is found by conjugate gradients. Compare
 SLANG (Mishkin et al., 2018), of a diagonal plus low rank.
+
+Under another L the sums of sites, D − I + BBᵀ and Pm, keep their meaning about u, as in :mod:`.natural`, and their
+form: with T = blockdiag(L₀⁻¹L) they are Tᵀ(D − I)T + (TᵀB)(TᵀB)ᵀ and TᵀPm. Of D − I only the positive part is turned,
+so that what is left stays positive definite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, root_of_inverse
+from ..numerics.linalg import cholesky, root_of_inverse, solve_lower
 from ..numerics.processes import joined
 from .precision import LowRankGaussian, leading_directions
-from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious
+from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, softened
 
 __all__ = ["NaturalLowRank"]
 
@@ -34,26 +38,35 @@ class _Listening(Listening, LowRankGaussian):
     pass
 
 
+Seats = list[Optional[Tensor]]
+
+
 @dataclass
 class _Base:
-    """Of a forward pass: m, D and B, a block each."""
+    """Of a forward pass: m, D and B, and L + ηsI that these belong to; a block each."""
 
     loc: Blocks
     blocks: Blocks
     low_rank: Blocks
+    seats: Optional[Seats]
 
 
 class NaturalLowRank(StepsOnBackward):
     """q(w) = N(m, (blockdiag(D) + BBᵀ)⁻¹) by natural steps, each projected on that form.
 
-    Whitened: about w. Draws give the mean their gradients and leave the precision alone.
+    Draws give the mean their gradients and leave the precision alone.
 
-    :param rank: the number of columns of B; ``None`` is the size of the largest block.
+    :param rank: the number of columns of B; ``None`` is the size of the largest block, 0 makes independent blocks,
+        whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
     :param base: whether D is free; else it is I.
     :param rate: as in :class:`StepsOnBackward`.
     :param sweeps: of expectation maximisation a step.
     :param iterations: of conjugate gradients a step.
+    :param softness: η; as in :class:`~.natural.NaturalGaussian`.
     """
+
+    anchored: ClassVar[bool] = True
+    by_block: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -65,8 +78,10 @@ class NaturalLowRank(StepsOnBackward):
         rate: Rate = Falling(),
         sweeps: int = 2,
         iterations: int = 10,
+        softness: float = 0.03,
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)
+        self.softness = softness
         self.rank, self.base = max(self.sizes) if rank is None else rank, base
         self.sweeps, self.iterations = sweeps, iterations
         for i, num in enumerate(self.sizes):
@@ -76,6 +91,8 @@ class NaturalLowRank(StepsOnBackward):
             self.register_buffer(f"block_{i}", eye.clone())
             # 0 is a fixed point of the sweeps: small and random.
             self.register_buffer(f"low_rank_{i}", b / (sum(self.sizes) * self.rank) ** 0.25)
+            self.register_buffer(f"gain_{i}", torch.zeros_like(eye).clone())  # the positive part of D - I
+            self.register_buffer(f"seat_{i}", like.new_zeros(0, 0))
 
     def _each(self, name: str) -> Blocks:
         return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
@@ -84,40 +101,78 @@ class NaturalLowRank(StepsOnBackward):
         for i, value in enumerate(values):
             self.put(f"{name}_{i}", value)
 
-    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+    def start(self, anchor: Any, features: Optional[Sequence[Tensor]]) -> None:
         """Start P at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading directions: the level's first."""
         if features is None:
             return
-        small = self._each("low_rank")
-        found, spare = leading_directions(features, small)
-        self._put_each("low_rank", [u.to(b) + b * spare[..., None, :] for u, b in zip(found, small)])
+        found = small = self._each("low_rank")
+        if self.rank:
+            found, spare = leading_directions(features, small)
+            self._put_each("low_rank", [u.to(b) + b * spare[..., None, :] for u, b in zip(found, small)])
         if self.base:
             eyes = [torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device) for phi in features]
-            self._put_each("block", [e + p.mT @ p - u @ u.mT for e, p, u in zip(eyes, features, found)])
+            blocks = [e + p.mT @ p - u @ u.mT for e, p, u in zip(eyes, features, found)]
+            self._put_each("block", blocks)
+            self._put_each("gain", [_positive(block - e) for block, e in zip(blocks, eyes)])
+        self._sit(self._seats(anchor))
+
+    def _seats(self, anchor: Any) -> Optional[Seats]:
+        """L + ηsI of each block, where w itself has no meaning."""
+        return None if anchor is None else [None if part is None else softened(part, self.softness) for part in anchor]
+
+    def _sit(self, seats: Optional[Seats]) -> None:
+        for i, seat in enumerate(seats or ()):
+            if seat is not None:
+                setattr(self, f"seat_{i}", seat.detach().to(self.loc_0))
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Start at that mean, at the rate of the tenth step."""
         self._put_each("loc", loc.split(self.sizes, -1))
         self.skip(KNOWN)
 
-    def forward(self, anchor: Optional[Tensor] = None) -> LowRankGaussian:
-        self.settle()
-        unit = self.unit
+    def _seen_from(self, seats: Optional[Seats]) -> tuple[Optional[Blocks], Blocks, Blocks]:
+        """Pm, ``None`` if m is what it was, D and B of the same sites under another L."""
         loc, blocks, low_rank = self._each("loc"), self._each("block"), self._each("low_rank")
-        moved = [Lift.apply(m, unit) for m in loc]
+        turns = [
+            None if now is None or not before.numel() else solve_lower(before, now)
+            for before, now in zip(self._each("seat"), seats or ())
+        ]
+        if all(turn is None for turn in turns):
+            return None, blocks, low_rank
+        inner = torch.stack([b.mT @ m[..., None] for b, m in zip(low_rank, loc)]).sum(0)
+        pull = [d @ m[..., None] + b @ inner for d, b, m in zip(blocks, low_rank, loc)]
+        for i, turn in enumerate(turns):
+            if turn is not None:
+                gain = getattr(self, f"gain_{i}")
+                pull[i], low_rank[i] = turn.mT @ pull[i], turn.mT @ low_rank[i]
+                if self.base:
+                    blocks[i] = blocks[i] + (turn.mT @ gain @ turn - gain)
+        return [part[..., 0] for part in pull], blocks, low_rank
+
+    def _gaussian(self, pull: Optional[Blocks], blocks: Blocks, low_rank: Blocks) -> LowRankGaussian:
         if self.base:
             eyes = [torch.eye(d.shape[-1], dtype=d.dtype, device=d.device) for d in blocks]
-            trils: Optional[Blocks] = [root_of_inverse(Lift.apply(d - eye, unit)) for d, eye in zip(blocks, eyes)]
+            trils: Optional[Blocks] = [root_of_inverse(Lift.apply(d - eye, self.unit)) for d, eye in zip(blocks, eyes)]
             b = [tril.mT @ part for tril, part in zip(trils or (), low_rank)]
         else:
-            trils, b = None, [Lift.apply(part, unit) for part in low_rank]
+            trils, b = None, [Lift.apply(part, self.unit) for part in low_rank]
+        q = LowRankGaussian([Lift.apply(m, self.unit) for m in self._each("loc")], b, trils)
+        return q if pull is None else LowRankGaussian(q.times([Lift.apply(part, self.unit) for part in pull]), b, trils)
+
+    def forward(self, anchor: Any = None) -> LowRankGaussian:
+        self.settle()
+        seats = self._seats(anchor)
+        pull, blocks, low_rank = self._seen_from(seats)
+        q = self._gaussian(pull, blocks, low_rank)
         if not torch.is_grad_enabled():
-            return LowRankGaussian(moved, b, trils)
-        return _Listening(moved, b, trils).heard_by(self, Heard(_Base(loc, blocks, low_rank), unit))
+            return q
+        here = [[part.detach() for part in parts] for parts in (q.loc, blocks, low_rank)]
+        base = _Base(here[0], here[1], here[2], seats)
+        return _Listening(q.loc, q.b, q.trils).heard_by(self, Heard(base, self.unit))
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
         base: _Base = heard.base
-        here = _Base(self._each("loc"), self._each("block"), self._each("low_rank")) if again else base
+        here = self._from(base.seats) if again else base
         each, kept = rate / total, 1 - rate * weight / total
         rows = [row for row in heard.rows.values() if "by_change" in row]
         phis = [row["features"] for row in rows]
@@ -166,6 +221,21 @@ class NaturalLowRank(StepsOnBackward):
             ("low_rank", low_rank, here.low_rank),
         ):
             self._put_each(name, [torch.where(fine, a, b) for a, b in zip(new, old)])
+        if self.base:
+            eyes = [torch.eye(d.shape[-1], dtype=d.dtype, device=d.device) for d in blocks]
+            self._put_each("gain", [_positive(d - eye) for d, eye in zip(self._each("block"), eyes)])
+        self._sit(base.seats)
+
+    def _from(self, seats: Optional[Seats]) -> _Base:
+        """What there is, under another L."""
+        pull, blocks, low_rank = self._seen_from(seats)
+        return _Base(self._gaussian(pull, blocks, low_rank).loc, blocks, low_rank, seats)
+
+
+def _positive(matrix: Tensor) -> Tensor:
+    """The part of a symmetric matrix with positive eigenvalues."""
+    found = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+    return (found.eigenvectors * found.eigenvalues.clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
 
 
 def _within(i: int, here: _Base, kept: Tensor, phis: Sequence[Blocks], curvatures: Sequence[Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, side_by_side
+from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients, Gaussian
 
 __all__ = [
@@ -234,7 +235,7 @@ class Product(Gaussian):
 
     def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> None:
         self.sizes, self.factors, self.groups = tuple(sizes), list(factors), [tuple(group) for group in groups]
-        self.batch_shape = torch.broadcast_shapes(*(factor.batch_shape for factor in self.factors))
+        self.batch_shape = broadcast_shapes(*(factor.batch_shape for factor in self.factors))
 
     @property
     def loc(self) -> list[Tensor]:

@@ -22,18 +22,24 @@ class ProjectedGaussian(Gaussian):
     posterior, whose features are ψ(x) = R⁻¹Sᵀk(X, x). The divergence is that of u, since ε is no part of f:
     with α = G⁻¹ỹ,
 
-        KL = ½(tr(G⁻¹D) − i + ỹᵀα − αᵀDα + log|G| − log|D|).
+        KL = ½(tr(G⁻¹D) − i + αᵀ(SᵀKS)α + log|G| − log|D|).
 
     :param target: ỹ, ``(..., i)``.
     :param factor: R, ``(..., i, i)``.
     :param noise: D's diagonal, ``(..., i)``.
+    :param covariance: SᵀKS, ``(..., i, i)``: ỹᵀα − αᵀDα would be a difference of what may be far larger.
     :param project: v ↦ Sᵀv for values at X, where the posterior is at X; else ``None``.
     """
 
     def __init__(
-        self, target: Tensor, factor: Tensor, noise: Tensor, project: Optional[Callable[[Tensor], Tensor]] = None
+        self,
+        target: Tensor,
+        factor: Tensor,
+        noise: Tensor,
+        covariance: Tensor,
+        project: Optional[Callable[[Tensor], Tensor]] = None,
     ) -> None:
-        self.target, self.factor, self.noise, self.project = target, factor, noise, project
+        self.target, self.factor, self.noise, self.covariance, self.project = target, factor, noise, covariance, project
         self.white = solve_lower(factor, target[..., None])[..., 0]  # a
         self.sizes = (target.shape[-1],)
         self.batch_shape = self.white.shape[:-1]
@@ -58,7 +64,7 @@ class ProjectedGaussian(Gaussian):
         weights = torch.linalg.solve_triangular(self.factor.mT, self.white[..., None], upper=True)[..., 0]  # α
         trace = solve_lower(self.factor, torch.diag_embed(self.noise.sqrt())).square().sum((-2, -1))
         of_g, of_d = self._log_dets()
-        fit = self.white.square().sum(-1) - (weights.square() * self.noise).sum(-1)
+        fit = ((self.covariance @ weights[..., None])[..., 0] * weights).sum(-1)
         return 0.5 * (trace - self.sizes[0] + fit + of_g - of_d)
 
     def log_evidence(self, log_gram: Tensor) -> Tensor:

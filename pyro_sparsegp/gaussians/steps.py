@@ -7,6 +7,7 @@ objective that holds the divergence will do.
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from .base import Coefficients, Gaussian
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["KNOWN", "Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious"]
+__all__ = ["KNOWN", "Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious", "softened"]
 
 KNOWN = 9  # steps that a start with a known mean counts for
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
@@ -83,6 +84,7 @@ class Heard:
     inner: dict[int, Tensor] = field(default_factory=dict)
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
 
     def weight(self, batch_shape: torch.Size) -> Tensor:
         """c, of the batch's shape."""
@@ -91,6 +93,20 @@ class Heard:
     def weight_inside(self, batch_shape: torch.Size) -> Optional[Tensor]:
         """The part of c whose divergence is in the draws' gradients already."""
         return _summed(list(self.inner.values()), batch_shape) if self.inner else None
+
+
+def _whole(heard: list[Heard]) -> list[Heard]:
+    """The passes that hold a divergence, with what was heard of those just before, of the same q, that do not: a layer
+    below a family on sites is drawn in one run of the guide and held in the next, which has the divergence.
+    """
+    whole: list[Heard] = []
+    for one in sorted(heard, key=lambda one: one.number, reverse=True):
+        if one.weights or one.inner:
+            whole.insert(0, one)
+        elif whole:
+            whole[0].rows.update(one.rows)
+            whole[0].draws.update(one.draws)
+    return whole
 
 
 def _summed(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:
@@ -153,7 +169,7 @@ class StepsOnBackward(Coefficients):
         """Take the steps that are due."""
         if not self._heard:
             return
-        passes = [heard for heard in self._heard.values() if heard.weights or heard.inner]
+        passes = _whole(list(self._heard.values()))
         self._heard = {}
         if not passes:
             return
@@ -265,6 +281,16 @@ def weighed(module: StepsOnBackward, heard: Heard, shape: torch.Size, inner: boo
     if zero.requires_grad:
         zero.register_hook(hear)
     return zero
+
+
+def softened(anchor: Tensor, softness: float) -> Tensor:
+    """L + ηsI, s² the mean of diag(LLᵀ)."""
+    if not softness:
+        return anchor
+    size = anchor.shape[-1]
+    scale = (anchor.square().sum((-2, -1)) / size).sqrt()
+    eye = torch.eye(size, dtype=anchor.dtype, device=anchor.device)
+    return anchor + (softness * scale)[..., None, None] * eye
 
 
 def cautious(shift: Tensor, heard: Heard) -> Tensor:

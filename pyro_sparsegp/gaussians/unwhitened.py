@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import solve_lower
+from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients
 from .product import DenseFactor, DiagonalFactor, Factor, IdentityFactor, Product
 
@@ -76,7 +77,7 @@ class Unwhitened(Coefficients):
                 factors.append(IdentityFactor(solve_lower(block, factor.loc[..., None])[..., 0]))
                 continue
             root = factor.scaled(torch.eye(num, dtype=block.dtype, device=block.device))
-            batch = torch.broadcast_shapes(block.shape[:-2], root.shape[:-2])
+            batch = broadcast_shapes(block.shape[:-2], root.shape[:-2])
             both = torch.cat([root, factor.loc[..., None]], -1).expand(*batch, num, num + 1)
             whitened = solve_lower(block, both)  # one solve for both
             factors.append(DenseFactor(whitened[..., -1], whitened[..., :-1].tril()))

@@ -89,7 +89,7 @@ class AutoSparseGP(Saved):
             init_scale=init_scale,
             amortized_plates=amortized_plates,
         )
-        self._nodes: Optional[dict[str, Tensor]] = None  # of the quadrature that calls
+        self._nodes: Optional[Mapping[str, Optional[Tensor]]] = None  # of the quadrature that calls
         self._row_counts: dict[str, tuple[int, int]] = {}  # of a GP's rows in a mini-batch, and in all the data
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -205,9 +205,9 @@ class AutoSparseGP(Saved):
         )
 
     def at_nodes(
-        self, nodes: dict[str, Tensor], wrapped: Callable, args: tuple, kwargs: dict[str, Any]
+        self, nodes: Mapping[str, Optional[Tensor]], wrapped: Callable, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[Any, Any, dict[str, Tensor]]:
-        """One run with GP sites at standardised quadrature nodes, mean + sd·node.
+        """One run with GP sites at standardised quadrature nodes, mean + sd·node; ``None`` is the mean.
 
         :param wrapped: this guide, or what handlers such as ``poutine.scale`` made of it.
         :returns: the model's trace, the guide's, and the values of all sites, the plates' row numbers among them.

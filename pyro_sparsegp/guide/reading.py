@@ -25,6 +25,8 @@ _SMALL = 0.02  # one that will not, however it compares with the last
 _SLOWEST = 1 / 256
 _ATTEMPTS = 8
 _MOST, _DEPTH = 100, 30  # iterations of a linear system, and how many of them are remembered
+_WIDE = 100.0  # nats a value by which a bound is lost
+_NEWTON = 20
 _PATIENCE = 10  # updates that bring sites no closer to a fixed point
 
 
@@ -79,6 +81,11 @@ class SiteReading:
         """The marginals of the sites as they are."""
         posterior = self.posterior(None if self.unread else _detached(self.sites))
         return posterior.mean, posterior.variance
+
+    @property
+    def at_mean(self) -> bool:
+        """Whether ℓ is expanded at the mean, rather than integrated."""
+        return self.quadratic or self.module.at == "mean"
 
     def keep(self) -> None:
         """Let the module have the sites as they are now."""
@@ -211,7 +218,8 @@ def _update(
         return
     prior_mean = reading.process.mean
     mean, variance = marginals[reading.name]
-    found, before = _expect(reader, reading, marginals), reading.change
+    before = reading.change
+    found, reading.change = _aimed(reader, reading, marginals)
     full = 1.0 if reading.quadratic else reading.module.rate
 
     def proposed() -> Sites:
@@ -221,9 +229,6 @@ def _update(
         return within_reach(sites, mean, variance, prior_mean) if isinstance(reading.module, ProjectedGP) else sites
 
     reading.truncated = _negative(found)
-    precision = (-found.second).clamp(min=0)
-    target = Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
-    reading.change = float(_distance(reading.sites, target, mean, variance, prior_mean))
     if always is not True and reading.change <= always:
         return
     step = reading.change * full * reading.pace
@@ -240,18 +245,21 @@ def _update(
     slack = (1e-6 if mean.dtype == torch.float64 else 1e-5) * (1 + abs(bound))
     if isinstance(reading.module, ProjectedGP):  # the sites of a free q are not quite the best ones for projected data
         slack = 0.01 * (1 + abs(bound))
+    lost = not bound > -_WIDE * mean.numel()  # so far off that any step raises the bound
     for _ in range(_ATTEMPTS):
-        sites = proposed()
+        sites = _at_modes(reader, reading, marginals) if lost else proposed()
         posterior = reading.posterior(_detached(sites))
         moved = {**marginals, reading.name: (posterior.mean, posterior.variance)}
         with torch.no_grad():
             value = float(_expect(reader, reading, moved).value - posterior.kl.sum())
-        if value >= bound - slack or not math.isfinite(bound):
+        if value >= (0.9 * bound if lost else bound - slack) or not math.isfinite(bound):
             reading.sites, reading.unread, marginals[reading.name] = sites, False, moved[reading.name]
             reading.pace = min(1.0, 1.5 * reading.pace)
             return
-        reading.halved += 1
-        reading.pace = max(reading.pace / 2, _SLOWEST)
+        if not lost:
+            reading.halved += 1
+            reading.pace = max(reading.pace / 2, _SLOWEST)
+        lost = False
     reading.sites, reading.stuck = start, True
 
 
@@ -267,13 +275,54 @@ def _read_at_once(reader: Reader, reading: SiteReading, marginals: dict[str, Mar
         marginals[reading.name] = reading.marginal()
 
 
+def _aimed(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> tuple[Expectation, float]:
+    """As :func:`_expect`, and how far sites are from those that it leads to, at one look at numbers."""
+    mean, variance = marginals[reading.name]
+    prior_mean = reading.process.mean
+    for at_mean in (reading.at_mean, True):
+        found = _expect_at(reader, reading, marginals, at_mean)
+        precision = (-found.second).clamp(min=0)
+        target = Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
+        away = _distance(reading.sites, target, mean, variance, prior_mean)
+        change, fit = torch.stack([away, found.value.detach().isfinite().to(away)]).tolist()
+        if fit or at_mean:
+            break
+    return found, change
+
+
 def _expect(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Expectation:
-    detached = {name: (mean.detach(), variance.detach()) for name, (mean, variance) in marginals.items()}
-    at_mean = reading.quadratic or reading.module.at == "mean"
-    found = reader.expect(reading.name, detached, at_mean)
-    if at_mean or bool(found.value.isfinite()):
+    found = _expect_at(reader, reading, marginals, reading.at_mean)
+    if reading.at_mean or bool(found.value.isfinite()):
         return found
-    return reader.expect(reading.name, detached, True)  # expectations overflow where the prior is wide
+    return _expect_at(reader, reading, marginals, True)  # expectations overflow where the prior is wide
+
+
+def _expect_at(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal], at_mean: bool) -> Expectation:
+    detached = {name: (mean.detach(), variance.detach()) for name, (mean, variance) in marginals.items()}
+    return reader.expect(reading.name, detached, at_mean)
+
+
+@torch.no_grad()
+def _at_modes(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Sites:
+    """ℓ expanded at each row's own mode, or towards it: by Newton's method, kept between what has proved too low and
+    too high, in strides that grow until both are known.
+
+    Where the posterior is so wide that expectations are of its farthest tail, as under an exponential link.
+    """
+    prior_mean = reading.process.mean
+    f, point = prior_mean, torch.zeros_like(prior_mean)
+    low, high = torch.full_like(f, -math.inf), torch.full_like(f, math.inf)
+    for i in range(_NEWTON):
+        found = reader.expect(reading.name, {**marginals, reading.name: (f, point)}, True)
+        precision = (-found.second).clamp(min=torch.finfo(f.dtype).tiny)
+        if i + 1 == _NEWTON:
+            break
+        low, high = torch.where(found.first > 0, f, low), torch.where(found.first < 0, f, high)
+        stride = 2.0**i / 4
+        moved = f + (found.first / precision).nan_to_num(0.0).clamp(-stride, stride)
+        between = (moved > low) & (moved < high)
+        f = torch.where(between | ~(low.isfinite() & high.isfinite()), moved, (low + high) / 2)
+    return Sites(reading.process.x, precision, found.first + precision * (f - prior_mean))
 
 
 def _negative(found: Expectation) -> Tensor:

@@ -180,7 +180,7 @@ class Draw(Run):
 class Train(Run):
     """A call: posteriors to be drawn from, or at quadrature nodes.
 
-    :param nodes: standardised, of these GP sites.
+    :param nodes: standardised, of these GP sites; ``None`` is the mean.
     :param conditions: of families on sites.
     :param same: whether the rows are those of training.
     :param keep: whether it is a step of training: modules keep what it shows.
@@ -192,7 +192,7 @@ class Train(Run):
 
     def __init__(
         self,
-        nodes: Optional[Mapping[str, Tensor]] = None,
+        nodes: Optional[Mapping[str, Optional[Tensor]]] = None,
         conditions: Optional[Conditions] = None,
         same: bool = True,
         keep: bool = False,

@@ -23,7 +23,7 @@ from ..warned import Warned, warn_once
 from .places import Place, Places
 from .tracing import CannotTraceError, flattened, traced
 
-__all__ = ["BACKENDS", "CompiledSteps"]
+__all__ = ["BACKENDS", "CompiledSteps", "RandomState"]
 
 BACKENDS = (False, True, "inductor")
 _MOST_TRACES = 16  # for one guide
@@ -104,7 +104,7 @@ class CompiledSteps:
         args: tuple,
         kwargs: dict[str, Any],
     ) -> Optional[float]:
-        state = _RandomState(guide.like) if replay.draws else None
+        state = RandomState(guide.like) if replay.draws else None
         value = replay.run()
         if value is None:
             if state is not None:
@@ -119,7 +119,7 @@ class CompiledSteps:
         self._failures = 0
         self._checked += 1
         if self._checked & (self._checked - 1) == 0:
-            after = None if state is None else _RandomState(guide.like)
+            after = None if state is None else RandomState(guide.like)
             if state is not None:
                 state.restore()
             with _quiet(guide):
@@ -174,7 +174,7 @@ class _Replay:
             tensors, self._rebuild = flattened(heard)
             return [summary, *grads, *tensors]
 
-        state = _RandomState(guide.like)
+        state = RandomState(guide.like)
         try:
             graph = traced(step)
         finally:
@@ -357,7 +357,7 @@ def _quiet(guide: AutoSparseGP) -> Iterator[None]:
         guide.warned = before
 
 
-class _RandomState:
+class RandomState:
     """The state of the generators that a step draws from."""
 
     def __init__(self, like: Tensor) -> None:

@@ -5,6 +5,9 @@ normal with independent entries is found by trying, in the model as it is writte
 function of one function value (so transposing, indexing, scaling and adding offsets are fine) and the entries of one
 term come from different outputs or GP sites. Then θ at the means of q is θ's mean, and what it changes by one standard
 deviation further up is its standard deviation, whatever the model did to get there.
+
+A normal likelihood whose mean is f itself is taken the same way, E[log N(y | f, s²)] = log N(y | m, s²) − v/2s², since
+that is what trains most often: the model runs once, at m, and nothing is mapped over nodes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from functools import partial
 from typing import Any, ClassVar, Optional, Protocol, runtime_checkable
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions import MaskedDistribution
@@ -26,7 +30,17 @@ from ..guide import AutoSparseGP
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import dependence as dependences
 from ..program.facts import Structure
-from ..program.traces import all_sites, bare, held_trace, is_observation, log_densities, repeatable, without_event
+from ..program.registration import Probe
+from ..program.traces import (
+    all_sites,
+    bare,
+    held_trace,
+    is_free,
+    is_observation,
+    log_densities,
+    repeatable,
+    without_event,
+)
 
 __all__ = ["Expectations", "ExpectedLogProb", "find_expectations"]
 
@@ -54,11 +68,13 @@ class Expectations:
     :param sites: the sites whose distributions bring their expectations.
     :param gps: the GP sites that these depend on.
     :param rest: how all other densities depend on function values; GP sites that none depends on are left out.
+    :param values: the GP sites whose values are the parameter as they are, by site; then all sites are of that kind.
     """
 
     sites: tuple[str, ...]
     gps: tuple[str, ...]
     rest: Structure
+    values: Optional[dict[str, str]] = None
 
     def total(
         self,
@@ -74,6 +90,8 @@ class Expectations:
         :param values: those of all sites in them.
         """
         model_trace, guide_trace = traces
+        if self.values is not None:
+            return self._total_at_values(model_trace, guide_trace)
         up = {name: q.mean + q.stddev for name in self.gps for q in [posterior_at(guide_trace, name)]}
         moved = held_trace(model, values | up, args, kwargs)
         total: Any = 0.0
@@ -81,6 +99,22 @@ class Expectations:
             site: Any = model_trace.nodes[name]
             shift = _parameter(moved.nodes[name]["fn"]) - _parameter(site["fn"])
             expectation = _expectation(site["fn"], site["value"], shift.square())
+            total = total + scale_and_mask(expectation, site["scale"], site["mask"]).sum()
+        return total
+
+    def hold(self, model_trace: poutine.Trace) -> bool:
+        """Whether a run has the sites as they were found: asked where a parameter is a GP site's values themselves."""
+        sites: Any = model_trace.nodes
+        return all(
+            name in sites and _is_normal_around(sites[name], sites[gp]["value"])
+            for name, gp in (self.values or {}).items()
+        )
+
+    def _total_at_values(self, model_trace: poutine.Trace, guide_trace: poutine.Trace) -> Tensor:
+        total: Any = 0.0
+        for name, gp in (self.values or {}).items():
+            site: Any = model_trace.nodes[name]
+            expectation = _expectation(site["fn"], site["value"], posterior_at(guide_trace, gp).variance)
             total = total + scale_and_mask(expectation, site["scale"], site["mask"]).sum()
         return total
 
@@ -97,7 +131,20 @@ def joint_or_marginal_draw(q: SparsePosterior, coupled: bool) -> Tensor:
 
 def _parameter(fn: Any) -> Tensor:
     fn = bare(fn)
-    return getattr(fn, fn.normal_parameter)
+    return getattr(fn, _normal_parameter(fn))
+
+
+def _normal_parameter(fn: Any) -> str:
+    return "loc" if isinstance(fn, torch.distributions.Normal) else fn.normal_parameter
+
+
+def _is_normal_around(site: Any, f: Tensor) -> bool:
+    """Whether a site is normal with a GP site's values, in their own memory, as its mean."""
+    fn = bare(site["fn"])
+    if type(fn) is not dist.Normal:
+        return False
+    loc = fn.loc
+    return loc.shape == f.shape and loc.stride() == f.stride() and loc.data_ptr() == f.data_ptr()
 
 
 def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
@@ -107,6 +154,8 @@ def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
         return scale_and_mask(_expectation(fn.base_dist, value, variance), mask=fn._mask)
     if isinstance(fn, ExpandedDistribution):
         return _expectation(fn.base_dist, value, variance)
+    if isinstance(fn, torch.distributions.Normal):
+        return fn.log_prob(value) - variance / (2 * fn.scale.square())
     return fn.expected_log_prob(value, variance)
 
 
@@ -124,14 +173,14 @@ def find_expectations(
     found = guide.structure
     outer = [name for name in found.gps if name not in found.inner]
     zero = guide.like.new_zeros(())
-    guide.probe(args, kwargs)
+    probe = guide.probe(args, kwargs)
     candidates = [
         name
         for name, site in all_sites(guide.trace)
         if is_observation(site) and isinstance(bare(site["fn"]), ExpectedLogProb)
     ]
     if not candidates:
-        return None
+        return _around_values(guide, probe, args, kwargs)
     with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
         nodes = dict.fromkeys(outer, zero)
         trace, guide_trace, values = guide.at_nodes(nodes, guide, args, kwargs)
@@ -167,6 +216,34 @@ def _run(
     model: Callable, values: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], moved: dict[str, Tensor]
 ) -> poutine.Trace:
     return held_trace(model, values | moved, args, kwargs)
+
+
+def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[str, Any]) -> Optional[Expectations]:
+    """What there is to know of a model of whose densities none but normal ones around GP sites' values depend on them.
+
+    :param probe: of the guide's last run.
+    """
+    found = guide.structure
+    assert found is not None
+    nodes: Any = guide.trace.nodes
+    kinds = {name: kind for name, kind in found.dependence.items() if kind != dependences.NONE}
+    if found.inner or found.interactions or guide.on_sites or set(kinds.values()) != {dependences.ELEMENTWISE}:
+        return None
+    values: dict[str, str] = {}
+    for name in found.downstream:
+        owners = [gp for gp in kinds if name in nodes and _is_normal_around(nodes[name], nodes[gp]["value"])]
+        if len(owners) != 1 or not is_observation(nodes[name]):
+            return None
+        values[name] = owners[0]
+    if set(values.values()) != set(kinds):
+        return None
+    held = {name: site["value"] for name, site in all_sites(guide.trace) if is_free(site)}
+    up = {gp: held[gp] + probe.posteriors[gp].process.variance.sqrt() for gp in kinds}
+    with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
+        moved: Any = held_trace(guide.model, held | up, args, kwargs).nodes
+    if any(_others_move(nodes[name], moved[name]) for name in values):
+        return None
+    return Expectations(tuple(values), tuple(kinds), replace(found, dependence={}, interactions=[]), values)
 
 
 Run = Callable[[dict[str, Tensor]], poutine.Trace]
@@ -229,7 +306,7 @@ def _owning_sites(run: Run, start: Start, name: str) -> Any:
 def _others_move(before: Any, after: Any) -> bool:
     def parts(site: Any) -> list[Any]:
         fn = bare(site["fn"])
-        names = [name for name in fn.arg_constraints if name != fn.normal_parameter]
+        names = [name for name in fn.arg_constraints if name != _normal_parameter(fn)]
         return [*(getattr(fn, name) for name in names), site["scale"], site["mask"], site["value"]]
 
     def same(a: Any, b: Any) -> bool:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, Optional, Union
 from weakref import WeakKeyDictionary
@@ -22,13 +23,15 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import kl_divergence
 
+from ..gaussians.sites import KeptSites
 from ..guide import AutoSparseGP
+from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS, NodeSite
 from ..program.dependence import COUPLED, DATAWISE
 from ..program.facts import Structure
 from ..program.traces import held_trace
 from ..warned import warn_once
-from .compiled import BACKENDS, CompiledSteps
+from .compiled import BACKENDS, CompiledSteps, RandomState
 from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
@@ -141,13 +144,39 @@ class TraceQuadrature_ELBO(ELBO):
         unwrapped: Any = poutine.unwrap(guide)
         value = self._replayed(model, guide, unwrapped, args, kwargs) if self.compile else None
         if value is None:
-            loss = self.differentiable_loss(model, guide, *args, **kwargs)
-            value = self._value(loss, guide, args, kwargs)
+            loss, value = self._evaluated(model, guide, unwrapped, args, kwargs)
             if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
                 self._check_gradients(unwrapped)
         self._watch(unwrapped, value)
         return value
+
+    def _evaluated(
+        self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Tensor, float]:
+        """The loss, as a tensor and as a number, which is read together with the flags of its factorisations.
+
+        Where one failed, it is evaluated anew, from the same state and with the same random numbers, and each flag is
+        looked at, as it is in a first call.
+        """
+        if unwrapped in self._expectations:
+            unwrapped.prepare(*args, **kwargs)
+            sites = [module.sites for module in unwrapped.site_modules().values()]
+            kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
+            data, state = unwrapped.data, RandomState(unwrapped.like)
+            with suppress(RuntimeError, ValueError):  # which may come of a factor that is none
+                with flags_kept() as flags:
+                    loss = self.differentiable_loss(model, guide, *args, **kwargs)
+                failed = [flag.any().to(loss.dtype) for flag in flags]
+                read: list[float] = torch.stack([loss.detach(), *failed]).tolist()
+                if not any(read[1:]) and math.isfinite(read[0]):
+                    return loss, read[0]
+            state.restore()
+            for part, memory in kept:
+                if unwrapped.data is data:  # else they followed the rows into another order
+                    part.memory = memory
+        loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        return loss, self._value(loss, guide, args, kwargs)
 
     def _replayed(
         self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
@@ -168,6 +197,7 @@ class TraceQuadrature_ELBO(ELBO):
         if value - lowest <= _RISE * max(abs(lowest), first - lowest, 1.0):
             return
         families = {name: spec["family"] for name, spec in guide.structure.gps.items()}
+        families = {name: family for name, family in families.items() if not family.get("natural")}
         found = {name: "whiten=False" for name, family in families.items() if family.get("whiten") is False}
         found |= {name: "num_columns=" for name, family in families.items() if family.get("num_columns") is not None}
         if found:
@@ -178,7 +208,7 @@ class TraceQuadrature_ELBO(ELBO):
                 next(iter(found)),
                 f"the loss has risen from {lowest:.4g} to {value:.4g}. The posterior of GP site {which} is not "
                 "whitened: the curvature of its divergence is that of an inverse kernel matrix, over which Adam's "
-                "steps can overshoot without end. Take a far smaller learning rate, or a whitened family.",
+                "steps can overshoot without end. Take natural steps, a far smaller rate, or a whitened family.",
                 stacklevel=3,
             )
 
@@ -299,6 +329,15 @@ class TraceQuadrature_ELBO(ELBO):
             # The guide runs as it is; only the model's second run, with all values held, sees the nodes.
             return held_at(*run())
 
+        if expected is not None and expected.values is not None:
+            with pyro.validation_enabled(False):
+                at_means: dict[str, Optional[Tensor]] = dict.fromkeys(expected.gps)
+                model_trace, guide_trace, values = guide.at_nodes(at_means, wrapped, args, kwargs)
+                if expected.hold(model_trace):
+                    total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
+                    return total + _log_density_minus_kl(model_trace, guide_trace, expected.sites)
+            self._expectations[guide] = None
+            return self._bound(guide, wrapped, args, kwargs)
         if expected is not None:
             model_trace, guide_trace, values = run()
             total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)

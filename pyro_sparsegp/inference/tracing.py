@@ -63,7 +63,7 @@ def traced(function: Callable[[], Sequence[Tensor]]) -> Graph:
 class _InTorch(TorchFunctionMode):
     """Refuses what takes numbers out of tensors unseen by a trace."""
 
-    _outside = (Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.untyped_storage)
+    _outside = (Tensor.numpy, Tensor.__array__, Tensor.untyped_storage)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._outside:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import side_by_side
+from ..numerics.shapes import broadcast_shapes
 from .base import CovarianceFunction, Explicit, Scalar, as_tensor, batch_of, describe, positive
 from .draws import PriorFunctions, SourceFunctions, of_each
 
@@ -140,7 +141,7 @@ class Sum(Kernel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(*(term.batch_shape for term in self._terms))
+        return broadcast_shapes(*(term.batch_shape for term in self._terms))
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
@@ -224,7 +225,7 @@ class Product(Kernel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(*(factor.batch_shape for factor in self.factors))
+        return broadcast_shapes(*(factor.batch_shape for factor in self.factors))
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
@@ -311,7 +312,7 @@ class Scaled(Kernel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(batch_of(self.variance, 0), self.kernel.batch_shape)
+        return broadcast_shapes(batch_of(self.variance, 0), self.kernel.batch_shape)
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
@@ -516,16 +517,16 @@ class Constant(Kernel):
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         variance = as_tensor(self.variance, x)[..., None, None]
-        batch = torch.broadcast_shapes(self.batch_shape, x.shape[:-2], () if z is None else z.shape[:-2])
+        batch = broadcast_shapes(self.batch_shape, x.shape[:-2], () if z is None else z.shape[:-2])
         return variance.expand(*batch, x.shape[-2], (x if z is None else z).shape[-2])
 
     def diag(self, x: Tensor) -> Tensor:
         variance = as_tensor(self.variance, x)[..., None]
-        return variance.expand(*torch.broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2])
+        return variance.expand(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2])
 
     def features(self, x: Tensor) -> Tensor:
         root = as_tensor(self.variance, x).sqrt()[..., None, None]
-        return root.expand(*torch.broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 1)
+        return root.expand(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 1)
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -581,7 +582,7 @@ def _heights(parts: Sequence[Explicit]) -> tuple[Tensor, ...]:
 
 
 def _expand(x: Tensor, batch: torch.Size) -> Tensor:
-    return x.expand(*torch.broadcast_shapes(batch, x.shape[:-2]), *x.shape[-2:])
+    return x.expand(*broadcast_shapes(batch, x.shape[:-2]), *x.shape[-2:])
 
 
 def _union(kernels: Sequence[Kernel]) -> Optional[tuple[int, ...]]:

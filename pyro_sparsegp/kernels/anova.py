@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..numerics.shapes import broadcast_shapes
 from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel
 from .base import Explicit, Scalar, as_tensor, batch_of, describe, per_column
 from .draws import PriorFunctions
@@ -234,7 +235,7 @@ class Anova(Kernel):
     @property
     def batch_shape(self) -> torch.Size:
         own = (batch_of(value, 0) for value in (self.variance, self.low, self.high) if value is not None)
-        return torch.broadcast_shapes(self.base.batch_shape, *own)
+        return broadcast_shapes(self.base.batch_shape, *own)
 
     @property
     def parts(self) -> tuple[Kernel, ...]:
@@ -292,7 +293,7 @@ class Anova(Kernel):
         if self.base.features(x[..., :1, :]) is not None:
             return super().prior_functions(num, num_features, x)
         profile = _PROFILES.get(type(self.base))
-        batch = torch.broadcast_shapes(self.batch_shape, x.shape[:-2])
+        batch = broadcast_shapes(self.batch_shape, x.shape[:-2])
         omega = None if profile is None else self.base.frequencies((num, *batch, num_features), x)
         if profile is None or omega is None:
             return None

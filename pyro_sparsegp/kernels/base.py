@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
+from ..numerics.shapes import broadcast_shapes
 from .draws import PriorFunctions
 
 __all__ = ["CovarianceFunction", "Explicit"]
@@ -187,7 +188,7 @@ class CovarianceFunction(ABC):
         if phi is not None:
             weights = torch.randn(num, *phi.shape[:-2], phi.shape[-1], 1, dtype=x.dtype, device=x.device)
             return lambda x: (_features(self, x) @ weights)[..., 0]
-        batch = torch.broadcast_shapes(self.batch_shape, x.shape[:-2])
+        batch = broadcast_shapes(self.batch_shape, x.shape[:-2])
         omega = self.frequencies((num, *batch, num_features), x)
         if omega is None:
             return None

@@ -7,6 +7,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
 from .base import Scalar, as_tensor, batch_of, describe, positive
 
@@ -39,7 +40,7 @@ class Categorical(Kernel):
 
     def diag(self, x: Tensor) -> Tensor:
         variance = as_tensor(self.variance, x)[..., None]
-        return variance.expand(torch.broadcast_shapes(variance.shape, x.shape[:-1]))
+        return variance.expand(broadcast_shapes(variance.shape, x.shape[:-1]))
 
     def features(self, x: Tensor) -> Tensor:
         _require_one(x)

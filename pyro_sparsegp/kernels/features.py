@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import row_squares
+from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
 from .base import Explicit, Scalar, as_tensor, batch_of, describe, per_column, positive
 
@@ -94,7 +95,7 @@ class Polynomial(FeatureKernel):
     def features(self, x: Tensor) -> Tensor:
         # (xᵀx' + b)^p = (aᵀa')^p with a = (x, √b); expand the power of the inner product.
         root = as_tensor(self.bias, x).sqrt()[..., None, None]
-        shape = torch.broadcast_shapes(self.batch_shape, x.shape[:-2])
+        shape = broadcast_shapes(self.batch_shape, x.shape[:-2])
         a = torch.cat([x.expand(*shape, *x.shape[-2:]), root.expand(*shape, x.shape[-2], 1)], -1)
         columns = []
         for powers in itertools.combinations_with_replacement(range(a.shape[-1]), self.degree):
@@ -161,7 +162,7 @@ class RandomFourier(FeatureKernel):
         return torch.cat([angle.cos(), angle.sin()], -1) / math.sqrt(self.omega.shape[0])
 
     def diag(self, x: Tensor) -> Tensor:
-        return x.new_ones(()).expand(torch.broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
+        return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         return None  # its features are exact
@@ -192,16 +193,14 @@ class White(FeatureKernel):
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         if z is None:
             return torch.diag_embed(self.diag(x))
-        return x.new_zeros(
-            *torch.broadcast_shapes(self.batch_shape, x.shape[:-2], z.shape[:-2]), x.shape[-2], z.shape[-2]
-        )
+        return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2], z.shape[:-2]), x.shape[-2], z.shape[-2])
 
     def diag(self, x: Tensor) -> Tensor:
         variance = as_tensor(self.variance, x)[..., None]
-        return variance.expand(torch.broadcast_shapes(variance.shape, x.shape[:-1]))
+        return variance.expand(broadcast_shapes(variance.shape, x.shape[:-1]))
 
     def features(self, x: Tensor) -> Tensor:
-        return x.new_zeros(*torch.broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)
+        return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
         return None  # a draw must remember where it was evaluated: exact conditioning does

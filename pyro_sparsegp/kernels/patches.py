@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.chunks import in_pieces
+from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel, Product, Select, as_kernel
 from .base import as_tensor, batch_of, describe
 from .draws import PriorFunctions, SourceFunctions
@@ -120,7 +121,7 @@ class Convolutional(Kernel):
     @property
     def batch_shape(self) -> torch.Size:
         weights = torch.Size() if self.weights is None else batch_of(self.weights, 1)
-        return torch.broadcast_shapes(self.base.batch_shape, weights)
+        return broadcast_shapes(self.base.batch_shape, weights)
 
     # What f is made of.
 
@@ -154,7 +155,7 @@ class Convolutional(Kernel):
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
         p, own, a = self._patches(x), self._of_patch(z), self._towards(z)
-        batch = torch.broadcast_shapes(self.batch_shape, p.shape[:-3], z.shape[:-2])
+        batch = broadcast_shapes(self.batch_shape, p.shape[:-3], z.shape[:-2])
 
         def covariance(rows: slice) -> Tensor:
             some = p[..., rows, :, :]
@@ -199,7 +200,7 @@ class Convolutional(Kernel):
         return in_pieces(variance, p.shape[0], self._cost(p), p, 0)
 
     def _cost(self, p: Tensor) -> int:
-        return torch.broadcast_shapes(self.batch_shape, p.shape[1:-2]).numel() * self.num_patches**2
+        return broadcast_shapes(self.batch_shape, p.shape[1:-2]).numel() * self.num_patches**2
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         p = self._stacked(x) if z is None else self._stacked(x, z)
@@ -234,7 +235,7 @@ class Convolutional(Kernel):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         inputs = self.source_inputs(x[..., :1, :])[..., 0, :, :]
-        inputs = inputs.expand(*torch.broadcast_shapes(self.batch_shape, inputs.shape[:-2]), *inputs.shape[-2:])
+        inputs = inputs.expand(*broadcast_shapes(self.batch_shape, inputs.shape[:-2]), *inputs.shape[-2:])
         draw = self.source.prior_functions(num, num_features, inputs)
         if draw is None:
             return None
@@ -295,7 +296,7 @@ class TICK(Convolutional):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(super().batch_shape, self.location.batch_shape)
+        return broadcast_shapes(super().batch_shape, self.location.batch_shape)
 
     @property
     def source(self) -> Any:

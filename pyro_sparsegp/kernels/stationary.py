@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import wider
+from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
 from .base import Scalar, as_tensor, batch_of, describe, per_column, positive
 
@@ -100,7 +101,7 @@ class _Radial(torch.autograd.Function):
         value, slope = profile.value_and_slope(s)
         if variance is None:
             return value, slope
-        in_place = torch.broadcast_shapes(variance.shape, s.shape) == s.shape
+        in_place = broadcast_shapes(variance.shape, s.shape) == s.shape
         return (value.mul_(variance), slope.mul_(variance)) if in_place else (value * variance, slope * variance)
 
     @staticmethod
@@ -195,7 +196,7 @@ class Stationary(Kernel):
         return self.profile(squared_distance(left, left if z is None else self.scale(z - centre)), z is None, variance)
 
     def diag(self, x: Tensor) -> Tensor:
-        return x.new_ones(()).expand(torch.broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
+        return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -359,7 +360,7 @@ class RationalQuadratic(Stationary):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(batch_of(self.lengthscale, 1), batch_of(self.alpha, 0))
+        return broadcast_shapes(batch_of(self.lengthscale, 1), batch_of(self.alpha, 0))
 
     def _repr_arguments(self) -> str:
         return f"{describe(self.lengthscale)}, alpha={describe(self.alpha)}"
@@ -391,7 +392,7 @@ class Periodic(RBF):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(batch_of(self.lengthscale, 1), batch_of(self.period, 1))
+        return broadcast_shapes(batch_of(self.lengthscale, 1), batch_of(self.period, 1))
 
     def _repr_arguments(self) -> str:
         return f"{describe(self.lengthscale)}, period={describe(self.period)}"

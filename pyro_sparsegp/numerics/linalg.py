@@ -11,6 +11,8 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from .shapes import broadcast_shapes
+
 __all__ = [
     "NumericalWarning",
     "cholesky",
@@ -99,7 +101,7 @@ class _Factor(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> Any:
         matrix = matrix.movedim(in_dims[0], 0) if in_dims[0] is not None else matrix[None]
         shift = shift.movedim(in_dims[1], 0) if in_dims[1] is not None else shift[None]
-        matrix = matrix.expand(*torch.broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
+        matrix = matrix.expand(*broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
         return _Factor.apply(matrix, shift, dtype), (0, 0)
 
 
@@ -142,6 +144,7 @@ def cholesky(
             factor, info = _Factor.apply(matrix, level * scale, dtype)
         flags = _FLAGS.get()
         if flags is not None:
+            info.data_ptr()  # raises under torch.func.vmap, as a look at it would: mapped ones can't be kept
             flags.append(info)
             return factor
         if not info.any():
@@ -195,7 +198,7 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Matrices ``(..., N, M_b)``, or vectors, as one, ``(..., N, ΣM_b)``; leading dimensions broadcast."""
     if len(parts) == 1:
         return parts[0]
-    shape = torch.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
     return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
 
 

@@ -24,6 +24,7 @@ from ..gaussians.base import Gaussian
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
 from ..numerics.linalg import cholesky, row_squares, solve_lower, sum_blocks, variance_floor
+from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
 __all__ = ["Marginals"]
@@ -50,7 +51,7 @@ class Marginals(TorchDistribution):
         self.process, self.basis, self.coefficients, self.name = process, basis, coefficients, name
         self.sites = sites
         self._cache: dict[str, Any] = {} if features is None else {"features": features}
-        batch_shape = torch.broadcast_shapes(process.batch_shape, coefficients.batch_shape)
+        batch_shape = broadcast_shapes(process.batch_shape, coefficients.batch_shape)
         super().__init__(batch_shape, process.event_shape, validate_args=False)
 
     @property

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..kernels.algebra import term_names
 from ..kernels.anova import centred_on
 from ..numerics.linalg import cholesky, sum_blocks
+from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 from .base import Marginals
 
@@ -203,7 +204,7 @@ class Components(Sequence):
             rows.append([own[b] if b in own else empty.new_zeros(self._rows[c], sizes[b]) for b in blocks])
         stacked = []
         for parts in zip(*rows):
-            batch = torch.broadcast_shapes(*(part.shape[:-2] for part in parts))
+            batch = broadcast_shapes(*(part.shape[:-2] for part in parts))
             stacked.append(torch.cat([part.expand(*batch, *part.shape[-2:]) for part in parts], -2))
         return stacked
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -121,16 +121,18 @@ def _each(matrix: Tensor, v: Tensor) -> Tensor:
 class NodeSite(ExpectedSite):
     """A site's posterior at quadrature nodes: ``rsample`` is mean + sd·node.
 
-    :param node: standardised, ``()`` or, for one node an output, ``(P,)``.
+    :param node: standardised, ``()`` or, for one node an output, ``(P,)``; ``None`` is the mean.
     """
 
-    node: Tensor
+    node: Optional[Tensor]
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """mean + sd·node, ``(..., N)``."""
+        if self.node is None:
+            return self.mean
         return self.mean + self.stddev * (self.node[..., None] if self.node.dim() else self.node)
 
-    def at_node(self, node: Tensor) -> NodeSite:
+    def at_node(self, node: Optional[Tensor]) -> NodeSite:
         """This site at a node."""
         self.node = node
         return self

@@ -9,6 +9,7 @@ from pyro.distributions import MaskedDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
 from torch import Tensor
 
+from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
 __all__ = ["as_process", "bare", "fill_masked", "without_event"]
@@ -59,7 +60,7 @@ def fill_masked(site: Any) -> None:
 
 
 def _filled(value: Tensor, mask: Tensor, event_dim: int) -> Tensor:
-    batch_shape = torch.broadcast_shapes(value.shape[: value.dim() - event_dim], mask.shape)
+    batch_shape = broadcast_shapes(value.shape[: value.dim() - event_dim], mask.shape)
     mask = mask.expand(batch_shape)
     rows = value.expand(*batch_shape, *value.shape[value.dim() - event_dim :])
     # The row's number stays a tensor: nothing is read back from the device.

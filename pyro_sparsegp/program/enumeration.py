@@ -22,6 +22,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from ..numerics.shapes import broadcast_shapes
 from .bare import as_process, fill_masked
 
 __all__ = ["Enumeration", "SummedOut", "is_enumerated"]
@@ -88,12 +89,12 @@ class SummedOut(TorchDistribution):
     def _weights(self) -> Tensor:
         """p(z | what came before), all values of z in front."""
         before = self.before()
-        before = before.expand(torch.broadcast_shapes(before.shape, self.fn.batch_shape))
+        before = before.expand(broadcast_shapes(before.shape, self.fn.batch_shape))
         return _values_in_front(before).softmax(0)
 
     def _parts(self, of: Callable[[Any], Tensor], weights: Tensor) -> Tensor:
         """A property of the distribution for each value of z, all in front."""
-        shape = torch.broadcast_shapes(self.before().shape, self.fn.batch_shape)
+        shape = broadcast_shapes(self.before().shape, self.fn.batch_shape)
         return of(self.fn.expand(shape)).reshape(*weights.shape, *self.event_shape)
 
     def _mean(self, of: Callable[[Any], Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -152,8 +153,18 @@ def expected_derivatives(
 
 def normal_nodes(num_axes: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Standard normal nodes, ``(K, A)``, and weights, ``(K,)``: a Gauss-Hermite grid for one or two axes, scrambled
-    Sobol points in plus-minus pairs beyond.
+    Sobol points in plus-minus pairs beyond. They are made once for a dtype and device, so that a step copies nothing.
     """
+    return _normal_nodes(num_axes, like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=32)
+def _normal_nodes(num_axes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        return _new_nodes(num_axes, torch.empty(0, dtype=dtype, device=device))
+
+
+def _new_nodes(num_axes: int, like: Tensor) -> tuple[Tensor, Tensor]:
     if num_axes == 0:
         return like.new_zeros(1, 0), like.new_ones(1)
     if num_axes <= 2:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, MeanFieldAdditive
+from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, FreeFormFamily, MeanFieldAdditive
 from pyro_sparsegp.gaussians import BlockPlusLowRank, IdentityPlusLowRank
 
 mpl.use("Agg")
@@ -49,6 +49,11 @@ def record(options: argparse.Namespace, part: str, title: str, text: str) -> Non
 def table(heads: list[str], rows: list[list[Any]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def by_gradients(family: Any) -> Any:
+    """With parameters of q, for a line search."""
+    return family.learning(natural=False) if isinstance(family, FreeFormFamily) else family
 
 
 def lbfgs(loss: Callable[[], Tensor], parameters: list[Tensor], iterations: int) -> float:
@@ -150,7 +155,7 @@ def run_friedman(options: argparse.Namespace) -> None:
         pyro.clear_param_store()
         pyro.set_rng_seed(1)
         start = time.perf_counter()
-        guide = AutoSparseGP(illustration, family)
+        guide = AutoSparseGP(illustration, by_gradients(family))
         guide(x, y)
         bound = TraceQuadrature_ELBO(2)(illustration, guide)
         bound(x, y)
@@ -296,7 +301,7 @@ def run_gap(options: argparse.Namespace) -> None:
         "exponentials with 16 points each and a constant (97 in 7). Mean field in closed form, low ranks by L-BFGS, "
         f"{iterations} iterations: the block base from the mean field's optimum; from the coupling of the levels, "
         "I + Φ̃ᵀΦ̃ + NΦ̄Φ̄ᵀ with centred features and their means, which is of rank 1; and, as the family starts, from the "
-        "prior and the leading directions of ΦᵀΦ.\n\n"
+        "prior and the leading directions of ΦᵀΦ. By natural steps, the family's default: natural.md.\n\n"
         + table(["kernel", "length scale", "mean field", "base", *(f"rank {rank}" for rank in ranks)], rows)
         + "\n\n![gap by rank](paper0_gap.png)"
     )
@@ -397,7 +402,7 @@ def coverage(
         y = sum(effects) + 0.5 * torch.randn(num)
         for name, family in families.items():
             pyro.set_rng_seed(seed)
-            guide = AutoSparseGP(model, family)
+            guide = AutoSparseGP(model, by_gradients(family))
             guide(x, y)
             bound = TraceQuadrature_ELBO(2)(model, guide)
             bound(x, y)

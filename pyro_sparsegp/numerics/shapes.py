@@ -1,0 +1,15 @@
+"""Shapes of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+__all__ = ["broadcast_shapes"]
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
+    """As :func:`torch.broadcast_shapes`, whose first call imports sympy, for most of a second."""
+    return torch.Size(np.broadcast_shapes(*map(tuple, shapes)))
