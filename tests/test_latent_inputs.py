@@ -88,3 +88,8 @@ def test_a_start_that_is_given_stays():
     guide = AutoSparseGP(gplvm, SVGP(8), init_loc_fn=init_to_value(values={"x": given}))
     guide(y)
     assert torch.equal(guide.locs.x, given)
+    before = given.clone()
+    svi = SVI(gplvm, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
+    svi.step(y)
+    assert torch.equal(given, before)  # the user's tensor is not what is trained
+    assert not torch.equal(guide.locs.x, before)

@@ -26,7 +26,7 @@ class _Keeping(pyro.infer.HMC):
         mean, diverged = self._mean_accept_prob, len(self._divergences)
         self._start_transition()
         new = super().sample(params)
-        num = self._t - self._warmup_steps
+        num = self._t - (self._warmup_steps or 0)
         if num > 0:  # Pyro keeps the running mean of acceptance probabilities
             mean = 0.0 if num == 1 else mean
             known = {

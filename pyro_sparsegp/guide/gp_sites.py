@@ -204,7 +204,8 @@ class GPSites(CoupledLatents):
                 return
         if is_left_out(msg["name"], self.trace.nodes):
             settle_left_out(msg, self.trace.nodes, draw=self._run.draws_left_out)
-        if not self._run.draws_data and not msg["is_observed"] and msg["name"] in self.structure.rows:
+        rows = {} if self.structure is None or self._run.draws_data else self.structure.rows
+        if not msg["is_observed"] and msg["name"] in rows:
             msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True
         super()._pyro_sample(msg)
         prior = None if msg["infer"] is None else msg["infer"].get("prior")

@@ -120,7 +120,7 @@ class MeanFieldLatents(AutoNormalMessenger):
             event_dim = transform.domain.event_dim
             # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
             init_loc_fn = init_to_sample if name in self.from_draws else self.init_loc_fn
-            start = init_loc_fn({"name": name, "fn": prior}).detach().to(self._like)
+            start = init_loc_fn({"name": name, "fn": prior}).detach().to(self._like).clone()  # the user's may be held
             loc = self._adjust_plates(transform.inv(start), event_dim)
         self._set_latent(name, loc, event_dim)
 

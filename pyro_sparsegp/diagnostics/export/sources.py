@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 import numpy as np
@@ -60,7 +60,7 @@ def as_source(
     )
 
 
-def sampler_stats(result: MCMC, shape: tuple[int, int]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def sampler_stats(result: MCMC, shape: Sequence[int]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """What an MCMC kernel knows of its draws, ``(chain, draw)`` by name, and attributes of the whole run.
 
     Pyro's kernels know which diverged; :class:`~pyro_sparsegp.diagnostics.NUTS` more.
