@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import side_by_side, sum_blocks
+from ..numerics.processes import joined
 from .base import Gaussian
 from .steps import Heard, Lift, Rate, StepsOnBackward, weighed
 
@@ -107,6 +108,7 @@ class DrawnGaussian(StepsOnBackward):
             change = below * (noise / (1 + noise.square().sum()))
             shrink = (change.diagonal() / self.root.diagonal()).amax().clamp(min=0.5)
             self.root = self.root - (change * (0.5 / shrink)).tril()
+        self.loc, self.root = joined(self.loc, self.root)  # of several processes, the mean of their draws' steps
 
 
 class Shifted(Gaussian):
@@ -220,3 +222,4 @@ class Following(StepsOnBackward):
             apart = torch.where(fine, apart, 0.0)
             self.level = self.level + apart / min(self.steps_taken + 1, _WINDOW)
             self.slope = self.slope - (rate / (1 + square))[..., None, None] * apart[..., None] * along
+        self.level, self.slope = joined(self.level, self.slope)

@@ -157,7 +157,11 @@ class NaturalLowRank(StepsOnBackward):
         else:
             trils, b = None, [Lift.apply(part, self.unit) for part in low_rank]
         q = LowRankGaussian([Lift.apply(m, self.unit) for m in self._each("loc")], b, trils)
-        return q if pull is None else LowRankGaussian(q.times([Lift.apply(part, self.unit) for part in pull]), b, trils)
+        return (
+            q
+            if pull is None
+            else LowRankGaussian(q.covariance_times([Lift.apply(part, self.unit) for part in pull]), b, trils)
+        )
 
     def forward(self, anchor: Any = None) -> LowRankGaussian:
         self.settle()

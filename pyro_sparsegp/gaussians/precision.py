@@ -84,16 +84,6 @@ class LowRankGaussian(Gaussian):
         left = [row - t.mT @ inner for row, t in zip(scaled, self.t)]
         return [row[..., 0] if self.trils is None else (self.trils[i] @ row)[..., 0] for i, row in enumerate(left)]
 
-    def times(self, v: Sequence[Tensor]) -> list[Tensor]:
-        """Sv, a block ``(..., M_b)`` each."""
-        columns = [x[..., None] if self.trils is None else tril.mT @ x[..., None] for x, tril in self._with_roots(v)]
-        inner = torch.stack([t @ x for t, x in zip(self.t, columns)]).sum(0)
-        columns = [x - t.mT @ inner for t, x in zip(self.t, columns)]
-        return [(x if self.trils is None else tril @ x)[..., 0] for x, tril in self._with_roots(columns)]
-
-    def _with_roots(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(parts, self.trils or parts))
-
     def _log_det(self) -> Tensor:
         log_det = -2 * self.inner.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         for tril in self.trils or ():
