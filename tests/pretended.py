@@ -4,7 +4,7 @@ What a GPU would refuse or wait for is noted, with the line of the package that 
 both devices, numbers read by the host, copies from the host.
 """
 
-import traceback
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,8 +58,10 @@ class Device(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def note(self, kind, what):
-        own = [frame for frame in traceback.extract_stack() if frame.filename.startswith(PACKAGE)]
-        place = f"{own[-1].filename[len(PACKAGE) + 1 :]}:{own[-1].lineno}" if own else "outside"
+        frame = sys._getframe()
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+            frame = frame.f_back
+        place = f"{frame.f_code.co_filename[len(PACKAGE) + 1 :]}:{frame.f_lineno}" if frame else "outside"
         self.events.append((kind, place, what))
 
     def run(self, func, args, kwargs):

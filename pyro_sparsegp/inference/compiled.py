@@ -19,11 +19,12 @@ from ..gaussians.steps import StepsOnBackward
 from ..guide import AutoSparseGP
 from ..numerics.linalg import flags_kept
 from ..program.registration import unregistered
+from ..program.traces import RandomState
 from ..warned import Warned, warn_once
 from .places import Place, Places
 from .tracing import CannotTraceError, flattened, traced
 
-__all__ = ["BACKENDS", "CompiledSteps", "RandomState"]
+__all__ = ["BACKENDS", "CompiledSteps"]
 
 BACKENDS = (False, True, "inductor")
 _MOST_TRACES = 16  # for one guide
@@ -355,21 +356,6 @@ def _quiet(guide: AutoSparseGP) -> Iterator[None]:
             yield
     finally:
         guide.warned = before
-
-
-class RandomState:
-    """The state of the generators that a step draws from."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._device = like.device if like.is_cuda else None
-        self._host = torch.get_rng_state()
-        self._there = None if self._device is None else torch.cuda.get_rng_state(self._device)
-
-    def restore(self) -> None:
-        """Put the generators back."""
-        torch.set_rng_state(self._host)
-        if self._device is not None and self._there is not None:
-            torch.cuda.set_rng_state(self._there, self._device)
 
 
 def _warn(warned: Warned, why: str) -> None:

@@ -29,9 +29,9 @@ from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS, NodeSite
 from ..program.dependence import COUPLED, DATAWISE
 from ..program.facts import Structure
-from ..program.traces import held_trace
+from ..program.traces import RandomState, held_trace
 from ..warned import warn_once
-from .compiled import BACKENDS, CompiledSteps, RandomState
+from .compiled import BACKENDS, CompiledSteps
 from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]

@@ -19,6 +19,7 @@ from .bare import as_process, bare, fill_masked, without_event
 from .enumeration import Enumeration
 
 __all__ = [
+    "RandomState",
     "all_sites",
     "as_process",
     "bare",
@@ -163,6 +164,21 @@ def element_log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> d
         )
         found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
     return found
+
+
+class RandomState:
+    """The state of the generators that a step draws from."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._device = like.device if like.is_cuda else None
+        self._host = torch.get_rng_state()
+        self._there = None if self._device is None else torch.cuda.get_rng_state(self._device)
+
+    def restore(self) -> None:
+        """Put the generators back."""
+        torch.set_rng_state(self._host)
+        if self._device is not None and self._there is not None:
+            torch.cuda.set_rng_state(self._there, self._device)
 
 
 @contextmanager
