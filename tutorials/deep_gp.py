@@ -106,9 +106,9 @@ for title, model, top, families in [
     fits[title] = mean.cpu(), spread.cpu(), bound, error.item()
 
 # %% [markdown]
-# All is trained by Adam here. For one layer that is no optimum: a smooth kernel makes its loss rise and fall by tens of
-# nats, so that what stands there depends on the step at which it stops. The most that twenty inducing points can give it
-# is 17.0 nats, which `SGPR(20)` reaches in 200 steps; two layers are ahead of that, too.
+# All is trained by Adam here. For one layer that is no optimum: a smooth kernel makes its loss rise and fall by tens
+# of nats, so that what stands there depends on the step at which it stops. The most that twenty inducing points can
+# give it is 17.0 nats, which `SGPR(20)` reaches in 200 steps; two layers are ahead of that, too.
 #
 # The inner layer bends the axis: it moves the two sides of the step apart, so that a longer length scale will do above.
 # Its picture is on the right, beside the line x it would be without data.
