@@ -173,7 +173,7 @@ MUTANTS = [
     Mutant(
         "white-has-a-feature",
         "White.features",
-        "return x.new_zeros(*torch.broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)",
+        "return x.new_zeros(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 0)",
         "return self.diag(x).sqrt()[..., None]",
         ("test_kernels.py::test_white", "test_components.py::test_white_noise_is_an_effect_of_its_own"),
     ),

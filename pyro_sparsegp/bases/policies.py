@@ -20,6 +20,7 @@ __all__ = ["BlockPolicy", "EigenPolicy", "KrylovPolicy", "Policy", "RandomPolicy
 
 _WHOLE = 2**29  # numbers in a kernel matrix that is kept while a policy runs: 2 GiB in float32
 _EXACT = 3000  # rows up to which eigenvectors come from a dense decomposition
+_LOOK = 8  # iterations between looks at whether conjugate gradients are done
 
 
 class Policy(AbstractModule):
@@ -84,7 +85,7 @@ class KrylovPolicy(_Detached):
 
     Lanczos with full reorthogonalisation on I + Λ^½KΛ^½ from Λ^½(z − μ): the span of the residuals, which for
     equal λ is that of conjugate gradients on K̂. It stops once the residual is below ``tolerance`` times the
-    first; one number an iteration is read back from the device for that.
+    first; one number in eight iterations is read back from the device for that.
     """
 
     def __init__(self, num: int, tolerance: float) -> None:
@@ -106,7 +107,7 @@ class KrylovPolicy(_Detached):
         pivot, zeta, beta = torch.ones_like(first), first, torch.zeros_like(first)
         live = first > tiny
         for j in range(chosen.shape[-1]):
-            chosen[..., j] = q * live
+            chosen[..., j] = torch.where(live, q, 0.0)
             product = q + multiply(q[..., None])[..., 0]
             alpha = (q * product).sum(-1, keepdim=True)
             # The pivots of the tridiagonal matrix give the residual's norm, β|ζ|.
@@ -116,7 +117,7 @@ class KrylovPolicy(_Detached):
                 product = product - (chosen @ (chosen.mT @ product[..., None]))[..., 0]
             beta = product.norm(dim=-1, keepdim=True)
             live = live & (beta * zeta.abs() > self.tolerance * first)
-            if not live.any():
+            if j % _LOOK == _LOOK - 1 and not live.any():
                 break
             q = product / beta.clamp(min=tiny)
         return chosen

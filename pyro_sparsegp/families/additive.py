@@ -9,7 +9,15 @@ from torch import Tensor
 
 from ..bases import Additive, Basis, ExplicitFeatures, InducingPoints
 from ..bases.initial import Initialiser
-from ..gaussians import BlockCholesky, BlockPlusLowRank, Falling, FullCholesky, IdentityPlusLowRank, NaturalLowRank
+from ..gaussians import (
+    BlockCholesky,
+    BlockPlusLowRank,
+    Coefficients,
+    Falling,
+    FullCholesky,
+    IdentityPlusLowRank,
+    NaturalLowRank,
+)
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..kernels.algebra import term_names
 from ..process import GaussianProcess
@@ -33,6 +41,9 @@ __all__ = [
     "MeanFieldAdditive",
     "OnTerms",
 ]
+
+
+_DENSE = 896  # coefficients up to which sums in one matrix are quicker than iterations over blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +119,17 @@ class MeanFieldAdditive(AdditiveFamily):
 
     def new_coefficients(self) -> NewCoefficients:
         return BlockCholesky
+
+    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
+        """That posterior, by natural steps; with many coefficients, at a cost linear in the number of summands."""
+        rate = Falling() if self.rate is None else self.rate
+        blocks: NewCoefficients = partial(NaturalLowRank, rank=0, sweeps=1, iterations=20, rate=rate, **kwargs)
+        dense = super().in_natural_steps(**kwargs)
+
+        def made(sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> Coefficients:
+            return (dense if sum(sizes) <= _DENSE else blocks)(sizes, batch_shape, like)
+
+        return made
 
 
 @dataclass(frozen=True, eq=False)

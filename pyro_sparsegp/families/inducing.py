@@ -57,8 +57,9 @@ class OnInducingPoints(BasisFamily):
 class InducingFamily(OnInducingPoints, FreeFormFamily):
     """Inducing points with a free posterior; as :class:`OnInducingPoints`.
 
-    :param whiten: whether q is over whitened coefficients w (default) or over the values u = Lw at inducing inputs,
-        the parameterisation of the papers' formulas.
+    :param whiten: with ``natural=False``, whether q's parameters are of whitened coefficients w (default) or of the
+        values u = Lw at inducing inputs, the parameterisation of the papers' formulas. Natural steps are the same in
+        both.
     """
 
     whiten: bool = field(default=True, kw_only=True)
@@ -66,10 +67,6 @@ class InducingFamily(OnInducingPoints, FreeFormFamily):
     def parameterised(self, kind: NewCoefficients) -> NewCoefficients:
         """That posterior, over w or over u."""
         return kind if self.whiten else partial(Unwhitened, kind)
-
-    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
-        """That posterior, by natural steps; without whitening, of sites about u."""
-        return super().in_natural_steps(**kwargs, **({} if self.whiten else {"softness": 0.0}))
 
 
 @dataclass(frozen=True, eq=False)

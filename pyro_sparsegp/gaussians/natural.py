@@ -161,7 +161,7 @@ class NaturalGaussian(StepsOnBackward):
         gram, pull = self._seen_from(seat)
         try:
             return self._told(gram, pull, seat)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             if seat is None or not gram.isfinite().all() or not self.seat.numel():
                 raise
             return self._told(*self._mended(gram.detach(), seat.detach()), seat)

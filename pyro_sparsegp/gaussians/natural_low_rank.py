@@ -56,7 +56,8 @@ class NaturalLowRank(StepsOnBackward):
 
     Draws give the mean their gradients and leave the precision alone.
 
-    :param rank: the number of columns of B; ``None`` is the size of the largest block.
+    :param rank: the number of columns of B; ``None`` is the size of the largest block, 0 makes independent blocks,
+        whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
     :param base: whether D is free; else it is I.
     :param rate: as in :class:`StepsOnBackward`.
     :param sweeps: of expectation maximisation a step.
@@ -104,9 +105,10 @@ class NaturalLowRank(StepsOnBackward):
         """Start P at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading directions: the level's first."""
         if features is None:
             return
-        small = self._each("low_rank")
-        found, spare = leading_directions(features, small)
-        self._put_each("low_rank", [u.to(b) + b * spare[..., None, :] for u, b in zip(found, small)])
+        found = small = self._each("low_rank")
+        if self.rank:
+            found, spare = leading_directions(features, small)
+            self._put_each("low_rank", [u.to(b) + b * spare[..., None, :] for u, b in zip(found, small)])
         if self.base:
             eyes = [torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device) for phi in features]
             blocks = [e + p.mT @ p - u @ u.mT for e, p, u in zip(eyes, features, found)]
@@ -137,7 +139,7 @@ class NaturalLowRank(StepsOnBackward):
         ]
         if all(turn is None for turn in turns):
             return None, blocks, low_rank
-        inner = sum((b.mT @ m[..., None] for b, m in zip(low_rank, loc)), torch.zeros_like(low_rank[0][..., :1, :1]))
+        inner = torch.stack([b.mT @ m[..., None] for b, m in zip(low_rank, loc)]).sum(0)
         pull = [d @ m[..., None] + b @ inner for d, b, m in zip(blocks, low_rank, loc)]
         for i, turn in enumerate(turns):
             if turn is not None:
@@ -164,7 +166,8 @@ class NaturalLowRank(StepsOnBackward):
         q = self._gaussian(pull, blocks, low_rank)
         if not torch.is_grad_enabled():
             return q
-        base = _Base(*([part.detach() for part in parts] for parts in (q.loc, blocks, low_rank)), seats)
+        here = [[part.detach() for part in parts] for parts in (q.loc, blocks, low_rank)]
+        base = _Base(here[0], here[1], here[2], seats)
         return _Listening(q.loc, q.b, q.trils).heard_by(self, Heard(base, self.unit))
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:

@@ -118,6 +118,15 @@ class KeptSites(AbstractModule):
         )
         self.truncated = truncated
 
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        """All that steps change, for a step that is to be taken back."""
+        return self.inputs, self.precision, self.linear, self.truncated, self.progress
+
+    @memory.setter
+    def memory(self, saved: tuple[Any, ...]) -> None:
+        self.inputs, self.precision, self.linear, self.truncated, self.progress = saved
+
     def reorder(self, order: Tensor) -> None:
         """Follow the data into another order of their rows."""
         self.inputs = self.inputs[order]

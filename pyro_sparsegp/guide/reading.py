@@ -82,6 +82,11 @@ class SiteReading:
         posterior = self.posterior(None if self.unread else _detached(self.sites))
         return posterior.mean, posterior.variance
 
+    @property
+    def at_mean(self) -> bool:
+        """Whether ℓ is expanded at the mean, rather than integrated."""
+        return self.quadratic or self.module.at == "mean"
+
     def keep(self) -> None:
         """Let the module have the sites as they are now."""
         kept = self.module.sites
@@ -213,7 +218,8 @@ def _update(
         return
     prior_mean = reading.process.mean
     mean, variance = marginals[reading.name]
-    found, before = _expect(reader, reading, marginals), reading.change
+    before = reading.change
+    found, reading.change = _aimed(reader, reading, marginals)
     full = 1.0 if reading.quadratic else reading.module.rate
 
     def proposed() -> Sites:
@@ -223,9 +229,6 @@ def _update(
         return within_reach(sites, mean, variance, prior_mean) if isinstance(reading.module, ProjectedGP) else sites
 
     reading.truncated = _negative(found)
-    precision = (-found.second).clamp(min=0)
-    target = Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
-    reading.change = float(_distance(reading.sites, target, mean, variance, prior_mean))
     if always is not True and reading.change <= always:
         return
     step = reading.change * full * reading.pace
@@ -272,13 +275,31 @@ def _read_at_once(reader: Reader, reading: SiteReading, marginals: dict[str, Mar
         marginals[reading.name] = reading.marginal()
 
 
+def _aimed(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> tuple[Expectation, float]:
+    """As :func:`_expect`, and how far sites are from those that it leads to, at one look at numbers."""
+    mean, variance = marginals[reading.name]
+    prior_mean = reading.process.mean
+    for at_mean in (reading.at_mean, True):
+        found = _expect_at(reader, reading, marginals, at_mean)
+        precision = (-found.second).clamp(min=0)
+        target = Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
+        away = _distance(reading.sites, target, mean, variance, prior_mean)
+        change, fit = torch.stack([away, found.value.detach().isfinite().to(away)]).tolist()
+        if fit or at_mean:
+            break
+    return found, change
+
+
 def _expect(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> Expectation:
-    detached = {name: (mean.detach(), variance.detach()) for name, (mean, variance) in marginals.items()}
-    at_mean = reading.quadratic or reading.module.at == "mean"
-    found = reader.expect(reading.name, detached, at_mean)
-    if at_mean or bool(found.value.isfinite()):
+    found = _expect_at(reader, reading, marginals, reading.at_mean)
+    if reading.at_mean or bool(found.value.isfinite()):
         return found
-    return reader.expect(reading.name, detached, True)  # expectations overflow where the prior is wide
+    return _expect_at(reader, reading, marginals, True)  # expectations overflow where the prior is wide
+
+
+def _expect_at(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal], at_mean: bool) -> Expectation:
+    detached = {name: (mean.detach(), variance.detach()) for name, (mean, variance) in marginals.items()}
+    return reader.expect(reading.name, detached, at_mean)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, Optional, Union
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import kl_divergence
 
+from ..gaussians.sites import KeptSites
 from ..guide import AutoSparseGP
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS, NodeSite
@@ -154,20 +156,25 @@ class TraceQuadrature_ELBO(ELBO):
     ) -> tuple[Tensor, float]:
         """The loss, as a tensor and as a number, which is read together with the flags of its factorisations.
 
-        Where one failed, it is evaluated anew with the same random numbers, and each flag is looked at. Families on
-        sites, which updates leave changed, are evaluated that way at once, and so is a first call.
+        Where one failed, it is evaluated anew, from the same state and with the same random numbers, and each flag is
+        looked at, as it is in a first call.
         """
-        state: Optional[RandomState] = None
-        if unwrapped in self._expectations and not unwrapped.on_sites:
+        if unwrapped in self._expectations:
             unwrapped.prepare(*args, **kwargs)
-            state = RandomState(unwrapped.like)
-            with flags_kept() as flags:
-                loss = self.differentiable_loss(model, guide, *args, **kwargs)
-            failed = [flag.any().to(loss.dtype) for flag in flags]
-            read: list[float] = torch.stack([loss.detach(), *failed]).tolist()
-            if not any(read[1:]) and math.isfinite(read[0]):
-                return loss, read[0]
+            sites = [module.sites for module in unwrapped.site_modules().values()]
+            kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
+            data, state = unwrapped.data, RandomState(unwrapped.like)
+            with suppress(RuntimeError, ValueError):  # which may come of a factor that is none
+                with flags_kept() as flags:
+                    loss = self.differentiable_loss(model, guide, *args, **kwargs)
+                failed = [flag.any().to(loss.dtype) for flag in flags]
+                read: list[float] = torch.stack([loss.detach(), *failed]).tolist()
+                if not any(read[1:]) and math.isfinite(read[0]):
+                    return loss, read[0]
             state.restore()
+            for part, memory in kept:
+                if unwrapped.data is data:  # else they followed the rows into another order
+                    part.memory = memory
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         return loss, self._value(loss, guide, args, kwargs)
 
@@ -190,6 +197,7 @@ class TraceQuadrature_ELBO(ELBO):
         if value - lowest <= _RISE * max(abs(lowest), first - lowest, 1.0):
             return
         families = {name: spec["family"] for name, spec in guide.structure.gps.items()}
+        families = {name: family for name, family in families.items() if not family.get("natural")}
         found = {name: "whiten=False" for name, family in families.items() if family.get("whiten") is False}
         found |= {name: "num_columns=" for name, family in families.items() if family.get("num_columns") is not None}
         if found:
@@ -200,7 +208,7 @@ class TraceQuadrature_ELBO(ELBO):
                 next(iter(found)),
                 f"the loss has risen from {lowest:.4g} to {value:.4g}. The posterior of GP site {which} is not "
                 "whitened: the curvature of its divergence is that of an inverse kernel matrix, over which Adam's "
-                "steps can overshoot without end. Take a far smaller learning rate, or a whitened family.",
+                "steps can overshoot without end. Take natural steps, a far smaller rate, or a whitened family.",
                 stacklevel=3,
             )
 

@@ -144,6 +144,7 @@ def cholesky(
             factor, info = _Factor.apply(matrix, level * scale, dtype)
         flags = _FLAGS.get()
         if flags is not None:
+            info.data_ptr()  # raises under torch.func.vmap, as a look at it would: mapped ones can't be kept
             flags.append(info)
             return factor
         if not info.any():

@@ -102,9 +102,9 @@ def main():
     double, single = DTYPES
     for kernel, whiten, dtype, lr in (
         (kernels.RBF, True, double, 0.01),
-        (kernels.RBF, True, single, 0.01),
-        (kernels.RBF, False, double, 0.01),
         (kernels.RBF, False, double, 0.1),
+        (kernels.RBF, False, double, 0.01),
+        (kernels.RBF, True, single, 0.01),
         (kernels.Matern52, True, double, 0.01),
     ):
         for natural in (True, False):

@@ -301,7 +301,7 @@ def run_gap(options: argparse.Namespace) -> None:
         "exponentials with 16 points each and a constant (97 in 7). Mean field in closed form, low ranks by L-BFGS, "
         f"{iterations} iterations: the block base from the mean field's optimum; from the coupling of the levels, "
         "I + Φ̃ᵀΦ̃ + NΦ̄Φ̄ᵀ with centred features and their means, which is of rank 1; and, as the family starts, from the "
-        "prior and the leading directions of ΦᵀΦ.\n\n"
+        "prior and the leading directions of ΦᵀΦ. By natural steps, the family's default: natural.md.\n\n"
         + table(["kernel", "length scale", "mean field", "base", *(f"rank {rank}" for rank in ranks)], rows)
         + "\n\n![gap by rank](paper0_gap.png)"
     )

@@ -1,0 +1,116 @@
+"""What a GPU would refuse or wait for, on a pretended one: mixed devices, copies from the host, numbers read back."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    families,
+    kernels,
+    predict,
+)
+
+from .models import data
+from .pretended import There, pretended_device
+
+SMALL = {
+    "SVGP": families.SVGP(5, natural=False),
+    "SVGP by natural steps": families.SVGP(5),
+    "not whitened": families.SVGP(5, whiten=False),
+    "OrthogonalInducing": families.OrthogonalInducing(4, 3),
+    "OrthogonallyDecoupled": families.OrthogonallyDecoupled(4, 6, num_columns=3, natural=False),
+    "SGPR": families.SGPR(5),
+    "CollapsedOrthogonal": families.CollapsedOrthogonal(4, 3),
+    "SemiCollapsedOrthogonal": families.SemiCollapsedOrthogonal(4, 3),
+    "ConditionalSGPR": families.ConditionalSGPR(5),
+    "FreeSites": families.FreeSites(5),
+    "ComputationAware": families.ComputationAware(4),
+    "ComputationAware cg": families.ComputationAware(4, "cg"),
+    "MeanFieldAdditive": families.MeanFieldAdditive(3),
+    "CoupledCovariance": families.CoupledCovariance(3),
+    "CoupledPrecision": families.CoupledPrecision(3, rank=2, natural=False),
+    "CoupledPrecision by natural steps": families.CoupledPrecision(3, rank=2),
+    "AdditiveSGPR": families.AdditiveSGPR(3),
+    "SparseEP": families.SparseEP(5),
+    "WeightSpace": families.WeightSpace(),
+    "ExactWeightSpace": families.ExactWeightSpace(),
+}
+ADDITIVE = {name for name in SMALL if name.startswith(("MeanField", "Coupled", "Additive"))}
+# Reads of a step beyond three, which are known and not mended: the test holds them where they are.
+MORE = {("SparseEP", "bernoulli"): 8}
+
+
+def model_of(name, likelihood):
+    def model(x, y=None):
+        scale = pyro.param("scale", lambda: x.new_ones(()), constraint=dist.constraints.positive)
+        length = pyro.param("length", lambda: x.new_full((2,), 0.7), constraint=dist.constraints.positive)
+        if name in ADDITIVE:
+            kernel = scale * kernels.Matern52(length[:1])[0] + scale * kernels.RBF(length[1:])[1]
+        elif "WeightSpace" in name:
+            kernel = scale * kernels.Polynomial(2, 1.0)
+        else:
+            kernel = scale * kernels.Matern32(length)
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        with pyro.plate("data", len(x), subsample=x):
+            if likelihood == "normal":
+                noise = pyro.param("noise", lambda: x.new_full((), 0.3), constraint=dist.constraints.positive)
+                return pyro.sample("y", dist.Normal(f, noise), obs=y)
+            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    return model
+
+
+CASES = [(name, "normal") for name in SMALL if name != "SparseEP"]
+CASES += [(name, "bernoulli") for name in ("SVGP", "SVGP by natural steps", "SGPR", "SparseEP")]
+
+
+@pytest.mark.parametrize(("name", "likelihood"), CASES)
+def test_a_family_stays_on_its_device(name, likelihood):
+    x, y = data(num=24)
+    y = (y > 0.5).double() if likelihood == "bernoulli" else y
+    model = model_of(name, likelihood)
+    pyro.enable_validation(False)  # Pyro's own looks at numbers
+    try:
+        with pretended_device() as device:
+            x, y = There(x), There(y)
+            guide = AutoSparseGP(model, SMALL[name])
+            optim = pyro.optim.Adam({"lr": 0.01})
+            trainer = (
+                ExpectationPropagation(model, guide, optim)
+                if name == "SparseEP"
+                else pyro.infer.SVI(model, guide, optim, TraceQuadrature_ELBO(4))
+            )
+            trainer.step(x, y)
+            trainer.step(x, y)
+            before = len(device.events)
+            trainer.step(x, y)
+            step = device.events[before:]
+            with torch.no_grad():
+                posterior = guide.posterior(x[:10])["f"]
+                posterior.mean, posterior.variance  # noqa: B018
+            predict(model, guide, x[:10], num_samples=2)
+    finally:
+        pyro.enable_validation(True)
+    assert not [event for event in device.events if event[0] == "mix"]
+    assert not [event for event in step if event[0] == "copy"]
+    reads = [event for event in step if event[0] == "read"]
+    assert len(reads) <= MORE.get((name, likelihood), 3), reads
+
+
+def test_the_pretended_device_notes_what_it_should():
+    with pretended_device() as device:
+        a = There(torch.ones(3))
+        b = a * torch.ones(())  # a number of the host's is no mix
+        c = a + 1
+        assert not device.events
+        a * torch.ones(3)
+        bool((b > 0).all())
+        torch.tensor([1.0], device=a.device)
+        c.sum().item()
+        a[torch.tensor([0, 1])]
+    assert [kind for kind, *_ in device.events] == ["mix", "read", "copy", "read", "copy"]
