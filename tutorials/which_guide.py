@@ -225,7 +225,8 @@ if options.full:
 # `AdditiveFreeSites` leave their two numbers a row to Adam, for which these few steps are not enough: their form is
 # `SGPR`'s, which has its sites from the likelihood itself. The [chooser](../docs/how-to/choose-a-guide.md) has all by
 # problem.
-#
+
+# %% [markdown]
 # ## What to try next
 #
 # * Larger data: [mini-batches](../docs/how-to/mini-batches.md), [benchmarks](../docs/explanation/benchmarks.md) on real
