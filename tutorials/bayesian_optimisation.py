@@ -177,8 +177,8 @@ print("eigenvalues of the mean's Hessian at the best place:", torch.linalg.eigva
 # %% [markdown]
 # ## What was claimed
 #
-# Two runs are few, and random search was lucky in one of them. The noise's sd is 0.02: regrets of that size are not told
-# apart by single measurements.
+# Two runs are few, and random search was lucky in one of them. The noise's sd is 0.02: regrets of that size are not
+# told apart by single measurements.
 
 # %%
 if options.full:

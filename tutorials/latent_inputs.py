@@ -126,4 +126,4 @@ if options.full:
 #
 # * Layers of latents: [deep GPs](deep_gp.ipynb).
 # * Other posteriors for the places: [other latents](../docs/how-to/other-latents.md).
-# * Outputs that share functions: [several outputs](../docs/how-to/several-outputs.md).
+# * Outputs that share functions: [several outputs](several_outputs.ipynb).
