@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
+from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, root_of_inverse, side_by_side
 from ..numerics.processes import is_shared, joined
 from .optimal import from_natural, seen_from
@@ -29,7 +30,7 @@ from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward
 __all__ = ["NaturalGaussian"]
 
 
-class _MeanAndRoot(torch.autograd.Function):
+class _MeanAndRoot(Function):
     """(G, r) ↦ m = Sr and a lower R with RRᵀ = S = (I + G)⁻¹, unbatched; the way back in three products.
 
     dR = −R tril½(RᵀdG R), so Ḡ = −½R(B + Bᵀ)Rᵀ − ½(Sa mᵀ + m (Sa)ᵀ) with B the lower triangle of RᵀR̄, its diagonal

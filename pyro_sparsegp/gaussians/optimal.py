@@ -9,6 +9,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, side_by_side, solve_lower
 from .product import DenseFactor, Factor, Product
 
@@ -30,7 +31,7 @@ class PrecisionFactor(DenseFactor):
         return (self.factor.mT @ v[..., None])[..., 0]
 
 
-class _WeightedGram(torch.autograd.Function):
+class _WeightedGram(Function):
     """ΦᵀΛΦ of an unbatched Φ. Its gradient is symmetric: the way back is one product with Φ, autograd's own two."""
 
     generate_vmap_rule = True

@@ -13,6 +13,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, side_by_side
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients, Gaussian
@@ -95,7 +96,7 @@ def _dense_moments(phi: Tensor, loc: Tensor, tril: Tensor) -> tuple[Tensor, Tens
     return (phi @ loc[..., None])[..., 0], row_squares(phi @ tril) - row_squares(phi)
 
 
-class _DenseMoments(torch.autograd.Function):
+class _DenseMoments(Function):
     """Φm and diag(Φ(LLᵀ − I)Φᵀ) of unbatched Φ, m and L.
 
     Autograd's own way back adds up four matrices of Φ's size; this one makes the sum in place,

@@ -18,6 +18,7 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
+from ..numerics.functions import Function
 from ..numerics.linalg import side_by_side
 from ..numerics.processes import due, joined, largest
 from .base import Coefficients, Gaussian
@@ -44,7 +45,7 @@ class Falling:
         return max(self.least, self.most / (1 + step))
 
 
-class Lift(torch.autograd.Function):
+class Lift(Function):
     """x, which now asks for a gradient on behalf of a parameter that gets none: so a backward pass comes by here."""
 
     generate_vmap_rule = True

@@ -14,6 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from ..numerics.functions import Function
 from ..numerics.linalg import wider
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
@@ -25,7 +26,7 @@ __all__ = ["RBF", "Matern12", "Matern32", "Matern52", "Periodic", "RationalQuadr
 _FEW = 16  # columns: up to here the product of inputs, even in float64, costs little beside the passes over it
 
 
-class _SquaredDistance(torch.autograd.Function):
+class _SquaredDistance(Function):
     # One node of the graph in the place of a dozen.
 
     @staticmethod
@@ -86,7 +87,7 @@ def _clean(s: Tensor, same: bool) -> Tensor:
     return s
 
 
-class _Radial(torch.autograd.Function):
+class _Radial(Function):
     """v·g(max(s, 0)) of a :class:`Stationary` class; ``same`` says that x is z, so the diagonal is s = 0.
 
     The variance v, ``(..., 1, 1)`` or ``None`` for 1, is a factor in place: a product outside would cost three

@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from .functions import Function
 from .shapes import broadcast_shapes
 
 __all__ = [
@@ -61,7 +62,7 @@ def flags_kept() -> Iterator[list[Tensor]]:
         _FLAGS.reset(token)
 
 
-class _Factor(torch.autograd.Function):
+class _Factor(Function):
     # The factor of A + εsI in a narrower dtype than A's. The gradient by L comes in that dtype: to go on in A's would
     # cost more and add no digits.
 
@@ -217,7 +218,7 @@ def gaussian_kl(loc: Tensor, trace: Tensor, log_det: Tensor) -> Tensor:
     return 0.5 * (trace + loc.square().sum(-1) - loc.shape[-1] - log_det)
 
 
-class _RowSquares(torch.autograd.Function):
+class _RowSquares(Function):
     # Autograd's own rule for x² makes three matrices of x's size on the way back; this makes one.
 
     @staticmethod

@@ -11,10 +11,12 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from .functions import Function
+
 __all__ = ["Workers", "do_due", "due", "is_shared", "joined", "largest", "sharing"]
 
 
-class _AllReduce(torch.autograd.Function):
+class _AllReduce(Function):
     """The sum over processes. What each makes of it adds up: so do the gradients by it."""
 
     @staticmethod
