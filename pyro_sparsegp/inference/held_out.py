@@ -12,6 +12,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..guide import AutoSparseGP
+from ..program.handlers import observes
 from ..program.likelihood import mapped, normal_nodes
 from ..program.traces import all_sites, held_trace, is_observation, repeatable, whole_plates
 
@@ -33,7 +34,7 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
         posteriors = guide.posterior(*args, **kwargs)
         assert guide.structure is not None
         inner, observed = guide.structure.inner, guide.structure.rows
-        if not any(name in observed and is_observation(site) for name, site in all_sites(guide.trace)):
+        if not observes(guide.model, observed, guide.like, args, kwargs):
             raise ValueError("held_out: the model observes nothing at these arguments; give the observations too")
         latents = guide.structure.latents
         medians = {name: site["value"] for name, site in all_sites(guide.trace) if name in latents}
