@@ -82,6 +82,8 @@ def _values(trace: Any) -> dict[str, Tensor]:
 def _from_guide(
     model: Callable, guide: AutoSparseGP, num: int, joint: bool, args: tuple, kwargs: dict[str, Any]
 ) -> Iterator[dict[str, Tensor]]:
+    if model is not guide.model and guide.structure is not None:
+        _require_free(model, guide, args, kwargs)
     for values in guide.draws(num, *args, joint=joint, **kwargs):
         if model is guide.model or guide.structure is None:
             yield values
@@ -89,6 +91,20 @@ def _from_guide(
         latent = {name: values[name] for name in (*guide.structure.latents, *guide.structure.gps) if name in values}
         with whole_plates():
             yield _values(poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs))
+
+
+def _require_free(model: Callable, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Raise if a model holds latents of the guide's at values of its own."""
+    assert guide.structure is not None
+    with torch.no_grad(), poutine.block(), whole_plates():
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    for name in (*guide.structure.latents, *guide.structure.gps):
+        if name in trace.nodes and trace.nodes[name]["is_observed"]:
+            raise ValueError(
+                f"the model given to predict holds site {name!r} at a value, of which the guide's draws of other sites "
+                "know nothing: make the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), "
+                "...), and train it."
+            )
 
 
 def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:

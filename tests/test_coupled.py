@@ -9,7 +9,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, fit, kernels, predict
 from pyro_sparsegp.gaussians import Drawn, DrawnGaussian, Following, LowRankGaussian, NaturalGaussian
 
 N, GROUPS, NOISE = 24, 3, 0.4
@@ -263,7 +263,7 @@ def test_one_step_is_the_natural_gradient():
     value = loc + root @ noise
     grad = target.precision_matrix @ (value - target.mean) - torch.linalg.solve(root.T, noise)
     pull = root.T @ grad
-    pull = pull * 0.1 / (1 + pull.square().mean())
+    pull = pull * 0.1 / (1 + pull.square().mean()).sqrt()
     torch.testing.assert_close(q.loc, loc - root @ pull)
     outer = torch.outer(pull, noise)
     half = outer.tril(-1) + 0.5 * outer.diagonal().diag()
@@ -273,6 +273,28 @@ def test_one_step_is_the_natural_gradient():
     q.settle()
     torch.testing.assert_close(q.root, target.covariance_matrix.sqrt())
     torch.testing.assert_close(q.loc, target.mean)
+
+
+@pytest.mark.parametrize("unit", [1.0, 0.01])
+def test_strong_data_and_any_unit(unit):
+    # Far from the optimum the gradients are hundreds of q's deviations long.
+    torch.manual_seed(0)
+    x, group = torch.rand(12, 1), torch.arange(12) % 2
+    y = unit * (torch.sin(6 * x[:, 0]) + torch.tensor([1.2, -2.0])[group] + 0.1 * torch.randn(12))
+
+    def model(x, group, y):
+        with pyro.plate("groups", 2):
+            a = pyro.sample("a", dist.Normal(0.0, unit))
+        f = pyro.sample("f", GaussianProcess(unit**2 * kernels.RBF(lengthscale=0.3), x, jitter=1e-8))
+        with pyro.plate("data", 12):
+            pyro.sample("y", dist.Normal(f + a[group], 0.1 * unit), obs=y)
+
+    design = torch.nn.functional.one_hot(group, 2).double()
+    gram = kernels.RBF(lengthscale=0.3)(x) + design @ design.T + 0.01 * torch.eye(12)
+    exact = dist.MultivariateNormal(torch.zeros(12), unit**2 * gram).log_prob(y)
+    guide = _train(model, families.SVGP(10, natural=True, trainable=False), (x, group, y), steps=300)
+    loss = TraceQuadrature_ELBO().loss(model, guide, x, group, y)
+    assert -loss == pytest.approx(exact.item(), abs=0.3)
 
 
 @pytest.mark.parametrize(
@@ -296,8 +318,27 @@ def test_what_can_not_be_coupled_is_refused(coupled, kwargs, match):
 
     with pytest.raises(ValueError, match=match):
         AutoSparseGP(model, families.SVGP(5), coupled=coupled, **kwargs)(x, y)
-    with pytest.raises(ValueError, match="coupled must be"):
-        AutoSparseGP(model, families.SVGP(5), coupled="c")
+    for wrong in ("c", 3):
+        with pytest.raises(ValueError, match="coupled must be"):
+            AutoSparseGP(model, families.SVGP(5), coupled=wrong)
+
+
+def test_parts_of_plates_and_conditioned_models_are_refused_and_fit_takes_it():
+    x, _, y = _data()
+
+    def model(x, y=None, part=None):
+        with pyro.plate("groups", GROUPS, subsample_size=part):
+            g = pyro.sample("g", dist.HalfNormal(1.0))
+        f = pyro.sample("f", GaussianProcess(_kernel(), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f + g.sum(), NOISE), obs=y)
+
+    guide = AutoSparseGP(model, families.SVGP(5), coupled=True)
+    assert fit(model, guide, (x, y), steps=3, progress=False).steps == 3
+    with pytest.raises(ValueError, match="'g' is coupled and has the shape"):
+        guide(x, y, part=2)
+    with pytest.raises(ValueError, match="holds site 'g' at a value"):
+        predict(poutine.condition(model, data={"g": torch.ones(GROUPS)}), guide, x, num_samples=1)
 
 
 def test_a_second_set_that_is_never_formed_follows_nothing():

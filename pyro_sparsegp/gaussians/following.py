@@ -12,10 +12,10 @@ One draw z = a + Rε, with the gradients of minus the bound by z, that of log q(
 
 all gradients over the weight of the divergence. That is the natural gradient, whose Fisher matrix has the blocks
 (RRᵀ)⁻¹ for a and RRᵀ ⊗ S⁻¹ for B (Amari, 1998), normalised as least-mean-squares filters are, so that it is stable
-whatever ε is drawn; and shortened where the squared length of the gradient in that metric is large: by the noise of
-mini-batches, or far from the optimum. The running mean γ̄ is what m has yet to learn: at the optimum it is 0, before it
-would be noise to B. What B should be does not change with R, and where a moves, the mean of w moves along,
-m ← m + BΔa, by an offset that is kept.
+whatever ε is drawn; and no step is longer than ρ in that metric, a fraction of q's own deviations, however large the
+gradient is: by the noise of mini-batches, or far from the optimum. The running mean γ̄ is what m has yet to learn: at
+the optimum it is 0, before it would be noise to B. What B should be does not change with R, and where a moves, the
+mean of w moves along, m ← m + BΔa, by an offset that is kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WINDOW = 10  # steps that the running mean is over
 
 def _rising(step: int) -> float:
     """ρ of step t: m and S learn first."""
-    return 0.25 * min(1.0, (step / 50) ** 2)
+    return 0.25 * min(1.0, (step / 20) ** 2)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class DrawnGaussian(StepsOnBackward):
         for noise, grad in heard.draws.values():
             pull = self.root.mT @ (grad * (len(self.loc) / total))  # every latent has told the weight
             pull = torch.where(pull.isfinite().all(), pull, 0.0)
-            pull = pull * (rate / (1 + pull.square().mean()))
+            pull = pull * (rate / (1 + pull.square().mean()).sqrt())
             self.loc = self.loc - self.root @ pull
             along = self.root * pull
             # R tril(eεᵀ): sums of the columns from each one on.
@@ -221,5 +221,5 @@ class Following(StepsOnBackward):
             fine = (apart.isfinite().all(-1) & (total > 0))[..., None]
             apart = torch.where(fine, apart, 0.0)
             self.level = self.level + apart / min(self.steps_taken + 1, _WINDOW)
-            self.slope = self.slope - (rate / (1 + square))[..., None, None] * apart[..., None] * along
+            self.slope = self.slope - (rate / (1 + square).sqrt())[..., None, None] * apart[..., None] * along
         self.level, self.slope = joined(self.level, self.slope)

@@ -95,6 +95,16 @@ class CoupledLatents(MeanFieldLatents):
             return "is fitted as a point"
         return "has a posterior of its own" if latent["shape"] is None else None
 
+    def start_at(self, name: str, value: Tensor) -> None:
+        """Have a latent start at a value in unconstrained space."""
+        if not self._is_coupled(name):
+            at_path(self.locs, f"{name}_unconstrained").copy_(value)
+            return
+        rows, _ = self._place(name)
+        self.together.loc = self.together.loc.clone().index_copy(
+            0, torch.arange(rows.start, rows.stop, device=value.device), value.detach().flatten()
+        )
+
     def couple(self, found: Structure, start: Optional[dict[str, Tensor]] = None) -> None:
         """Make the parameters of what is coupled, in the place of those of each latent alone.
 
@@ -154,18 +164,21 @@ class CoupledLatents(MeanFieldLatents):
         return self.together.loc[rows].reshape(shape), self.together.root.diagonal()[rows].reshape(shape)
 
     def get_posterior(self, name: str, prior: Any) -> Any:
+        if not self._is_coupled(name):
+            return super().get_posterior(name, prior)
+        rows, shape = self._place(name)
+        assert self.structure is not None
+        known = shape[: len(shape) - self.structure.latents[name]["event_dim"]]
+        if prior.batch_shape != known:
+            raise ValueError(
+                f"site {name!r} is coupled and has the shape {tuple(known)} of the guide's first call, here "
+                f"{tuple(prior.batch_shape)}: leave it out of coupled=, or the plates that it stands in whole."
+            )
         posterior = super().get_posterior(name, prior)
-        if not self._is_coupled(name) or isinstance(posterior, Tensor):  # at the median
+        if isinstance(posterior, Tensor):  # at the median
             return posterior
         drawn = self.drawn()
         assert drawn is not None
-        rows, shape = self._place(name)
-        base = posterior.base_dist
-        if base.shape() != shape:
-            raise ValueError(
-                f"site {name!r} is coupled and has {tuple(shape)} values, of which a plate shows {tuple(base.shape())} "
-                "here: leave it out of coupled=, or the plate whole."
-            )
         part = self._parts[name] = _Part(drawn, rows, shape)
         transform = posterior.transforms[0]
         return dist.TransformedDistribution(part.to_event(transform.domain.event_dim), transform)

@@ -80,7 +80,7 @@ class GPSites(CoupledLatents):
                 )
         if isinstance(independent_draws, str):
             raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
-        if isinstance(coupled, str):
+        if isinstance(coupled, str) or not isinstance(coupled, (bool, Collection)):
             raise ValueError(f"coupled must be True or a collection of names, such as ({coupled!r},)")
         super().__init__(model, **kwargs)
         self.coupled = coupled if isinstance(coupled, bool) else tuple(coupled)

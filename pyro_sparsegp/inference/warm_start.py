@@ -71,7 +71,7 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
         with torch.no_grad():
             if collapsed.structure is not None and collapsed.structure.latents:
                 for latent, value in collapsed.locs.named_parameters():
-                    at_path(guide.locs, latent).copy_(value)
+                    guide.start_at(latent.removesuffix("_unconstrained"), value)
             args, kwargs = _call(batch, takes)
             process = guide.priors(args, kwargs)[0][name]
             if few:
