@@ -100,7 +100,7 @@ def test_gam(likelihood):
     x, group, exposure, effect, y = simulate(likelihood)
     model = gam(likelihood)
     guide = AutoSparseGP(model, CoupledPrecision([8, 12], init="grid"))
-    losses = train(model, guide, x, group, exposure, y, steps=120, lr=0.1)
+    losses = train(model, guide, x, group, exposure, y, steps=200, lr=0.05)
     assert sum(losses[-20:]) < sum(losses[:20])
     noisy = likelihood in (bernoulli,)  # the one with the least information
     with torch.no_grad():

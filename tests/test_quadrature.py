@@ -1,5 +1,6 @@
 """The quadrature bound: values, axes, what is drawn, and agreement with Pyro's ELBOs."""
 
+import copy
 import dataclasses
 import math
 import warnings
@@ -442,9 +443,10 @@ class TestMissing:
         y[[3, 20]] = torch.nan
         known = ~y.isnan()
         with pyro.validation_enabled(validate):
-            guide = fitted(self.model, x, y, steps=10)
+            trained = fitted(self.model, x, y, steps=10)
             gradients = []
             for args in ((x, y), (x[known], y[known])):
+                guide = copy.deepcopy(trained)  # a backward pass moves q
                 guide.warned.add(("rows", "y"))  # fewer rows, and no mini-batch
                 pyro.set_rng_seed(0)
                 for p in guide.parameters():

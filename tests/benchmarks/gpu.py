@@ -26,10 +26,13 @@ from typing import Any
 
 import pyro
 import torch
-from paper1 import PAPER, SETS, regression, split
 from torch import Tensor
 
 import pyro_sparsegp
+
+sys.path.insert(0, str(Path(__file__).parent))  # as a script has it
+from paper1 import PAPER, SETS, regression, split
+
 from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP, ComputationAware, Family, OrthogonalInducing
 
