@@ -52,7 +52,7 @@ options = command_line.options(
     device=False,
     steps=(400, "training steps of each guide, at most", 20),
     draws=(300, "posterior draws of each guide", 30),
-    nuts=(100, "draws of NUTS, and as many to warm up", 25),
+    nuts=(100, "draws of NUTS, and as many to warm up", 100),
     simulations=(60, "of the calibration", 2),
 )
 torch.set_default_dtype(torch.float64)
