@@ -183,6 +183,19 @@ def test_updates_within_a_step_converge_at_once():
     assert abs(elbo.loss(model, fast, x, y) - converged) < 1e-4
 
 
+def test_a_prior_mean_is_a_shift_of_the_likelihood():
+    x, y = observations("bernoulli", 30)
+    losses = []
+    for mean, shift in ((torch.tensor(1.5), 0.0), (None, 1.5)):
+
+        def likelihood(f, shift=shift):
+            return dist.Bernoulli(logits=f + shift)
+
+        guide = AutoSparseGP(with_likelihood(likelihood, mean=mean), SGPR(x[:8] + 0.01, trainable=False))
+        losses.append([TraceQuadrature_ELBO(20).loss_and_grads(guide.model, guide, x, y) for _ in range(15)])
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-6, atol=1e-6)
+
+
 def test_counts_far_from_the_prior_do_not_overflow():
     x, _ = data(num=60)
     y = torch.poisson(torch.exp(8 + x[:, 0]))

@@ -186,6 +186,22 @@ def test_full_rank_precision_reaches_the_coupled_covariance(additive_bounds, nam
     assert abs(additive_bounds[name] - additive_bounds["covariance"]) < 0.1
 
 
+def test_mini_batches_by_quadrature_are_unbiased():
+    """As below, of a likelihood that is not taken in closed form."""
+    x, y = data(num=40)
+
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", size=size or len(x), subsample=x):
+            pyro.sample("y", dist.StudentT(4.0, f, NOISE), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(6))
+    guide(x, y)
+    full = TraceQuadrature_ELBO(6).loss(model, guide, x, y)
+    parts = [TraceQuadrature_ELBO(6).loss(model, guide, x[b], y[b], size=40) for b in torch.arange(40).split(8)]
+    assert math.isclose(sum(parts) / 5, full, rel_tol=1e-9)
+
+
 def test_mini_batches_are_unbiased():
     """The bound on a random batch averages to the full bound, and the KL is never scaled."""
     x, y = data(num=40)

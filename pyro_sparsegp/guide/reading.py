@@ -152,7 +152,8 @@ def _solve(reader: Reader, readings: Sequence[SiteReading], marginals: dict[str,
 
     :returns: whether they were found: not if the precisions of one depend on the others, as in a product of functions.
     """
-    tolerance = max(tolerance, 1e-6 if marginals[readings[0].name][0].dtype == torch.float64 else 1e-3)
+    # Tight in training, too: the bound falls with the square of what is missing, times its precisions.
+    tolerance = max(min(tolerance, 1e-5), 1e-6 if marginals[readings[0].name][0].dtype == torch.float64 else 1e-3)
     iterates: list[Tensor] = []
     residuals: list[Tensor] = []
     precisions: list[Tensor] = []
