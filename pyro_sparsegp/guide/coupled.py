@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from operator import attrgetter
 from typing import Any, Optional, Union
 
@@ -105,9 +105,10 @@ class CoupledLatents(MeanFieldLatents):
             0, torch.arange(rows.start, rows.stop, device=value.device), value.detach().flatten()
         )
 
-    def couple(self, found: Structure, start: Optional[dict[str, Tensor]] = None) -> None:
+    def couple(self, found: Structure, modules: Mapping[str, Any], start: Optional[dict[str, Tensor]] = None) -> None:
         """Make the parameters of what is coupled, in the place of those of each latent alone.
 
+        :param modules: the variational modules of GP sites, of which free posteriors follow.
         :param start: loc and scale of them all; by default, those of each alone.
         """
         if not found.coupled:
@@ -122,13 +123,9 @@ class CoupledLatents(MeanFieldLatents):
                     *path, leaf = f"{kind}.{name}".split(".")
                     delattr(at_path(self, ".".join(path)), leaf)
         self.together = DrawnGaussian(start["locs"], start["scales"])
-        for name, module in self.modules_by_site().items():
+        for name, module in modules.items():
             if isinstance(module, SparseGP):
                 module.follow(start["locs"], name)
-
-    def modules_by_site(self) -> dict[str, Any]:
-        """The variational modules of GP sites."""
-        return {}
 
     def _is_coupled(self, name: str) -> bool:
         return self.structure is not None and name in self.structure.coupled

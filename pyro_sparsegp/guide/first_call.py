@@ -70,7 +70,7 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
             if isinstance(family, FreeFormFamily) and family.start == "data" and name not in found.inner:
                 guide.modules_by_site()[name].inform(posterior.process, name)
         found.coupled = guide.coupled_among(found)
-        guide.couple(found)
+        guide.couple(found, guide.modules_by_site())
         _warn_of_joint_draws(guide)
     except BaseException:
         guide.forget()

@@ -82,7 +82,8 @@ class Saved(Conditioned):
         now = self.structure
         if now is not None:
             _require_alike(now, saved)
-        if now is None or now.gps != saved.gps or now.latents != saved.latents:
+        fresh = now is None or now.gps != saved.gps or now.latents != saved.latents
+        if fresh:
             self.forget()
             for name, latent in saved.latents.items():
                 if latent["shape"] is None or name in saved.coupled:
@@ -93,11 +94,12 @@ class Saved(Conditioned):
                 like = next(t for key, t in tensors.items() if key.startswith(f"gps.{name}.") and t.is_floating_point())
                 deep_setattr(self, "gps." + name, self.family_of(name).rebuild(spec, like, name))
                 self._like = like
-        fresh = now is None or now.gps != saved.gps or now.latents != saved.latents
         self.structure = saved
         if fresh and saved.coupled:
             like = tensors["together.loc"]
-            self.couple(saved, {"locs": torch.zeros_like(like), "scales": torch.ones_like(like)})
+            self.couple(
+                saved, self.modules_by_site(), {"locs": torch.zeros_like(like), "scales": torch.ones_like(like)}
+            )
         self._loaded, self._checked_parameters = True, False
 
     def forget(self) -> None:
