@@ -154,8 +154,8 @@ print(f"{'':9} dense {exact:8.2f} for the last")
 # ## A distribution that brings its expectation
 #
 # Any distribution can be a likelihood, and quadrature takes its expectation. For a Poisson of log rate θ ~ N(m, v) it
-# is known, E[log p(y | θ)] = ym − exp(m + v/2) − log y!. A distribution says so by `normal_parameter`, the name of θ, and
-# `expected_log_prob`; the rest is what Pyro asks of any distribution.
+# is known, E[log p(y | θ)] = ym − exp(m + v/2) − log y!. A distribution says so by `normal_parameter`, the name of θ,
+# and `expected_log_prob`; the rest is what Pyro asks of any distribution.
 
 
 # %%
