@@ -225,7 +225,7 @@ class InducingPoints(Basis):
         made_of = functools.partial(hyperparameters, kernel)
         # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
         exact = widened(kernel, variables)
-        dtype = next((z.dtype for z in self.inputs if isinstance(z, Tensor)), None)
+        dtype = None if exact is variables else variables[0].z.dtype  # type: ignore[attr-defined]
         rows: list[list[Tensor]] = []
         scale: Optional[Tensor] = None  # of the jitter: that of the first set for all
         for b, part in enumerate(exact):
@@ -240,7 +240,7 @@ class InducingPoints(Basis):
                 row.append(torch.linalg.solve_triangular(rows[c][c].mT, right, upper=True, left=False))
                 rest = rest - row[-1] @ row[-1].mT
             what = "K_ZZ" if isinstance(part, Values) and not b else "K_uu" if not b else f"what set {b} adds to K_uu"
-            narrow = None if exact is variables or b + 1 < len(exact) else dtype  # other blocks follow from this one
+            narrow = None if b + 1 < len(exact) else dtype  # other blocks follow from this one
             row.append(cholesky(rest, jitter, f"{what} of site {name!r}", scale, made_of, narrow))
             rows.append(row)
         if exact is not variables:

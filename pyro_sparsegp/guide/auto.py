@@ -104,10 +104,11 @@ class AutoSparseGP(Saved):
         relation = self.relation(args, kwargs)
         fewer = nodes is None and relation is not None and relation.fewer
         self.require_refined(lambda: fewer or not observes(self.model, self.observed, self.like, args, kwargs))
-        same, inputs, order = self.is_training or not self.on_sites, True, None
+        is_training = self.is_training
+        same, inputs, order = is_training or not self.on_sites, True, None
         if relation is not None and self.is_about_rows:
             same, inputs, order = relation.same, relation.inputs, relation.order
-        keep = self.is_training and same
+        keep = is_training and same
         if order is not None and keep:
             self.follow(order, args, kwargs)
         elif order is not None:  # to look at the guide is to leave its rows where they are
@@ -126,7 +127,8 @@ class AutoSparseGP(Saved):
             draws = self.perform_explained(run, args, kwargs)
         require_sizes(self.trace)
         self._note_rows(run)
-        self.note_data(relation, same, args, kwargs)
+        if is_training:
+            self.note_data(relation, same, args, kwargs)
         return draws
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -264,11 +266,14 @@ class AutoSparseGP(Saved):
 
     def _note_rows(self, run: Train) -> None:
         """After a run: take note of the rows of training, and of how many there are in all."""
-        modules = self._seen()
+        by_rows = [name for name, process in run.processes.items() if process.kernel.depends_on_rows]
+        if not by_rows:
+            return
         if not run.observing:
             self._warn_of_unseen(run)
-        for name in modules if run.observing and self.is_training else ():
-            if name in run.processes and run.processes[name].kernel.depends_on_rows:
+        modules = self._seen()
+        for name in by_rows if run.observing and self.is_training else ():
+            if name in modules:
                 modules[name].see(run.processes[name].x)
                 self._row_counts[name] = run.processes[name].x.shape[-2], 0
         for name, (rows, _) in self._row_counts.items():

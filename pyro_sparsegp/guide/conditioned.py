@@ -98,10 +98,10 @@ class Conditioned(GPSites):
         self.data = TrainingData(self.model, args, kwargs)
 
     def note_data(self, relation: Optional[Relation], same: bool, args: tuple, kwargs: dict[str, Any]) -> None:
-        """After a run: take note of the data it was given, and check that they are what the guide is about."""
+        """After a step of training: take note of its data, and check that they are what the guide is about."""
         assert self.structure is not None
         observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
-        if observed and self.is_training:
+        if observed:
             if not same:
                 self._refuse_other_data(observed[0])
             if self.data is None:
