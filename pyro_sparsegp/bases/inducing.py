@@ -75,6 +75,11 @@ class InducingFeatures(CrossFeatures):
             found.append(torch.linalg.solve_triangular(row[-1].mT, right, upper=True, left=False))
         return found
 
+    def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
+        # K_fu(L⁻ᵀw) in the place of (K_fu L⁻ᵀ)w: no N x M solve, and digits lost to the condition of L.
+        weights = torch.linalg.solve_triangular(self.factor.mT, side_by_side(w)[..., None], upper=True)
+        return (self.covariance_with(x) @ weights)[..., 0]
+
     @property
     def anchor(self) -> Tensor:
         return self.factor

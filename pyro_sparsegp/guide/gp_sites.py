@@ -46,8 +46,9 @@ from ..program.traces import (
     without_event,
 )
 from ..warned import Warned
+from . import runs
 from .coupled import CoupledLatents
-from .runs import Met, Run, Train
+from .runs import Met, Run
 
 __all__ = ["GPSites"]
 
@@ -170,7 +171,7 @@ class GPSites(CoupledLatents):
 
     def probe(self, args: tuple, kwargs: dict[str, Any]) -> Probe:
         """Run with the latents at their medians, and the same random numbers."""
-        run = Train()
+        run = runs.Probe()
         quiet = poutine.block(), pyro.validation_enabled(False)
         with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True):
             self._enumeration = Enumeration()
