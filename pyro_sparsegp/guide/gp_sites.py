@@ -301,31 +301,26 @@ class GPSites(CoupledLatents):
         """
         if self._run is not self._idle:  # Pyro's end of a run, which takes the values only
             return super().get_traces()
-        if torch.is_grad_enabled():
-            self._require_gradients()
-        model_trace, guide_trace = self.traces()
-        answered = [name for name, site in all_sites(guide_trace) if isinstance(without_event(site["fn"])[0], Site)]
-        if self.training and answered:
-            _require_linear(answered[0])
-        return model_trace, guide_trace
-
-    def _require_gradients(self) -> None:
-        """Raise if gradients of an objective of draws do not train the guide."""
-        flat = piecewise_constant(self.trace)
+        flat = piecewise_constant(self.trace) if torch.is_grad_enabled() else []
         if flat:
             raise ValueError(
                 f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
                 "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate "
                 "another objective use torch.no_grad()."
             )
-        if self.by_expectation and self.training:
+        model_trace, guide_trace = self.traces()
+        answered = [name for name, site in all_sites(guide_trace) if isinstance(without_event(site["fn"])[0], Site)]
+        if self.training and answered:
+            _require_linear(answered[0])
+        return model_trace, guide_trace
+
+    def traces(self) -> tuple[poutine.Trace, poutine.Trace]:
+        """As :meth:`get_traces`, for objectives that know what these densities are."""
+        if self.by_expectation and self.training and torch.is_grad_enabled():
             raise ValueError(
                 "the guide has a family of expectation propagation, whose sites no gradient trains: take "
                 "ExpectationPropagation(model, guide, optim) in the place of SVI, or a family such as SVGP."
             )
-
-    def traces(self) -> tuple[poutine.Trace, poutine.Trace]:
-        """As :meth:`get_traces`, for objectives that know what these densities are."""
         model_trace, guide_trace = super().get_traces()
         site: Any
         for site in guide_trace.nodes.values():
