@@ -254,7 +254,8 @@ class Product(Gaussian):
         return _sum(f.variance_change(phi) for f, phi in zip(self.factors, self._join(features)))
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        means, changes = zip(*[f.moments(phi) for f, phi in zip(self.factors, self._join(features))])
+        parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
+        means, changes = zip(*parts) if parts else ((), ())
         return _sum(means), _sum(changes)
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:

@@ -99,7 +99,7 @@ class KeptSites(AbstractModule):
         self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
         self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
         self.marginals: Optional[tuple[Tensor, Tensor]] = None  # of the posterior that these sites gave
-        # Where a look at the guide left them; of which precisions of training's it started, precisions and linear terms.
+        # Where a look at the guide left them: the precisions of training that it started from, and both terms.
         self.rest: Optional[tuple[Tensor, Tensor, Tensor]] = None
         # Of updates: a share of their rate, the last one's size in standard deviations, and how many were cut.
         self.pace, self.change, self.halved = 1.0, math.inf, 0

@@ -81,7 +81,6 @@ class Marginals(TorchDistribution):
     @property
     def mean(self) -> Tensor:
         """μ + Φm, ``(..., N)``."""
-
         found = self._cache.get("mean")
         if found is None:
             found = self.process.mean_at(self.process.x) + self._moments[0]
@@ -91,7 +90,6 @@ class Marginals(TorchDistribution):
     @property
     def variance(self) -> Tensor:
         """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
-
         found = self._cache.get("variance")
         if found is None:
             _, change, prior = self._moments
