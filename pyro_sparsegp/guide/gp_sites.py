@@ -209,6 +209,7 @@ class GPSites(CoupledLatents):
         if msg["name"] in self._run.processes and not msg["is_observed"]:
             # In ELBOs the prior process is the base measure, of density 1.
             process, event_dim = as_process(msg["infer"]["prior"])
+            assert process is not None
             base = PriorProcess.of(process)
             msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
 
