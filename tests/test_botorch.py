@@ -105,7 +105,9 @@ def test_outputs_of_several_sites_are_picked():
     torch.testing.assert_close(found.mean[..., 0], (rows[0] + 2 * rows[1]).reshape(4, 3))
     noisy = Model(outputs, guide).posterior(at, observation_noise=True)
     noise = guide.median(x, torch.stack([y, -y]))["noise"] * rows[2].reshape(4, 3).exp()
-    torch.testing.assert_close(noisy.variance - Model(outputs, guide).posterior(at).variance, noise[..., None] ** 2 * torch.ones(2))
+    torch.testing.assert_close(
+        noisy.variance - Model(outputs, guide).posterior(at).variance, noise[..., None] ** 2 * torch.ones(2)
+    )
 
 
 def test_noise_and_its_absence():
@@ -130,7 +132,7 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="never called"):
         Model(model, AutoSparseGP(model, SVGP(4)))
     guide = trained(model, SVGP(4), x, y, steps=1)
-    with pytest.raises(ValueError, match="'g' is none of the guide's GP sites, .'f'."):
+    with pytest.raises(ValueError, match=r"'g' is none of the guide's GP sites, \['f'\]"):
         Model(model, guide, site="g")
     with pytest.raises(ValueError, match=r"X is \(..., q, D\), got a tensor of shape \(2,\)"):
         Model(model, guide).posterior(x[0])
@@ -213,17 +215,37 @@ def regret(fit, function, start, rounds, seed, q=1):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_branin_is_minimised():
-    """Random search's regret after 16 measurements is 2.8 in the mean of 200 runs, its lowest tenth below 0.5."""
-    assert regret(ours, Branin(), 6, 10, seed=0) < 0.4
+def test_a_peak_is_found():
+    """Of three, in five measurements after the first four; hyperparameters are given."""
+    model = gaussian(kernels.Matern52(0.15), noise=0.01)
+    x = torch.tensor([[0.05], [0.35], [0.65], [0.95]])
+    peak = 0.78
+
+    def measure(x):
+        return torch.cos(18 * (x[:, 0] - peak)) - 3 * (x[:, 0] - peak).square()
+
+    y = measure(x)
+    for _ in range(5):
+        guide = AutoSparseGP(model, SGPR(x))
+        guide(x, y)
+        acquisition = LogExpectedImprovement(Model(model, guide), best_f=y.max())
+        bounds = torch.tensor([[0.0], [1.0]])
+        new, _ = optimize_acqf(acquisition, bounds, q=1, num_restarts=2, raw_samples=32, options={"maxiter": 15})
+        x, y = torch.cat([x, new]), torch.cat([y, measure(new)])
+    assert y.max() > 0.95
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow  # test_branin_is_minimised sees a broken posterior
-@pytest.mark.parametrize(("function", "start", "rounds", "q"), [(Branin, 6, 14, 1), (Branin, 6, 5, 3), (Hartmann, 12, 28, 1)])
+@pytest.mark.slow  # test_a_peak_is_found sees a broken posterior
+@pytest.mark.parametrize(
+    ("function", "start", "rounds", "q"), [(Branin, 6, 14, 1), (Branin, 6, 5, 3), (Hartmann, 12, 28, 1)]
+)
 def test_regrets_are_single_task_gps(function, start, rounds, q):
     function = function(dim=6) if function is Hartmann else function()
-    found = {fit.__name__: torch.tensor([regret(fit, function, start, rounds, seed, q) for seed in range(4)]) for fit in (ours, theirs)}
-    print(type(function).__name__, q, found)
+    found = {
+        fit.__name__: torch.tensor([regret(fit, function, start, rounds, seed, q) for seed in range(4)])
+        for fit in (ours, theirs)
+    }
+    print(type(function).__name__, q, found)  # with -s
     spread = 0.05 if isinstance(function, Hartmann) else 0.02
     assert math.log(found["ours"].mean() + spread) < math.log(found["theirs"].mean() + spread) + math.log(2)

@@ -94,7 +94,7 @@ print(f"{rows} rows in {len(stream)} pieces: {apart:.1e} apart from all at once;
 # %% [markdown]
 # ## A function that drifts
 #
-# Now the wave moves, once through its period in 100 pieces. Each piece is predicted before it is absorbed, so that
+# Now the wave moves, by a fifth of its period in 60 pieces. Each piece is predicted before it is absorbed, so that
 # every row is new: the mean log density, for four ways to forget. With none the posterior grows ever surer of an
 # average over the past; with all of it, it knows the last thirty rows alone.
 
@@ -115,7 +115,7 @@ def followed(forget, drift):
 
 
 shares = [0.0, 0.1, 0.3, 1.0]
-drifting = {forget: followed(forget, 0.01) for forget in shares}
+drifting = {forget: followed(forget, 0.003) for forget in shares}
 resting = {forget: followed(forget, 0.0) for forget in shares}
 half = options.pieces // 2
 score = {forget: drifting[forget][1][half:].mean().item() for forget in shares}
@@ -132,7 +132,7 @@ for axis, forget in zip(axes, [0.0, 0.3, 1.0]):
     mean, spread = q.mean, 2 * q.stddev
     axis.fill_between(grid[:, 0], mean - spread, mean + spread, alpha=0.3)
     axis.plot(grid, mean, label="posterior")
-    axis.plot(grid, truth(grid, 0.01 * options.pieces), "k--", label="the function now")
+    axis.plot(grid, truth(grid, 0.003 * options.pieces), "k--", label="the function now")
     axis.plot(grid, truth(grid, 0.0), "k:", label="at the start")
     axis.set(title=f"forget={forget}")
 axes[0].legend(fontsize=7)

@@ -194,7 +194,7 @@ class NaturalGaussian(StepsOnBackward):
 
     @torch.no_grad()
     def put_sums(self, anchor: Optional[Tensor], gram: Tensor, pull: Tensor) -> None:
-        """Have q be that of G and r under L. They are of more rows than a batch, so steps go on at a later one's rate."""
+        """Have q be that of G and r under L, of more rows than a batch: steps go on at a later one's rate."""
         self.gram = (0.5 * (gram + gram.mT)).expand(self.gram.shape).clone()
         self.pull = pull.expand(self.pull.shape).clone()
         if anchor is not None:

@@ -11,13 +11,20 @@ from torch import Tensor
 
 from ..approximations.absorbing import Absorbing
 from ..approximations.expectation import ExpectationGP
-from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
 from ..gaussians import NaturalGaussian
 from ..program.checks import require_whole
 from ..program.facts import Structure, explore
 from ..program.reader import Reader
-from ..program.traces import all_sites, held_trace, is_free, is_observation, piecewise_constant, repeatable, whole_plates
+from ..program.traces import (
+    all_sites,
+    held_trace,
+    is_free,
+    is_observation,
+    piecewise_constant,
+    repeatable,
+    whole_plates,
+)
 from .first_call import require_separate_sites
 from .reading import SiteReading, settle
 from .runs import Priors
@@ -87,7 +94,7 @@ def _require_sums(guide: Saved) -> None:
                 "guide.forget_data() and then guide(x, y)"
             )
         elif isinstance(module, ExpectationGP):
-            why = "which keeps a site for each of its rows: go on with ExpectationPropagation on old and new rows together"
+            why = "which keeps a site for each row: go on with ExpectationPropagation on old and new rows together"
         elif not isinstance(module.coefficients, NaturalGaussian):
             natural = module.family.get("natural")
             why = "whose q(w) is " + ("no plain sum over rows" if natural else "learned as parameters, natural=False")
@@ -109,6 +116,7 @@ def _facts(guide: Saved, run: Priors, args: tuple, kwargs: dict[str, Any], trace
 
     flat = piecewise_constant(trace)
     explore(found, held, run.processes, [] if flat else list(run.processes))
+    remedy = "Train on old and new rows together"
     for name in run.processes:
-        require_separate_sites(found, name, "rows to absorb, of which absorb", flat, "Train on old and new rows together")
+        require_separate_sites(found, name, "rows to absorb, of which absorb", flat, remedy)
     return found

@@ -158,10 +158,10 @@ class AutoSparseGP(Saved):
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
 
         Under natural steps q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) holds what all rows so far say in the sums (G₀, r₀),
-        and sites N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows are added: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). A likelihood that
-        is Gaussian in f gives them at once, so that rows absorbed in pieces make the posterior of all; for others they
-        are iterated, λ = −E[ℓ''], λ(z − m) = E[ℓ'], with (G₀, r₀) for the prior, and the old rows' sites stay as they
-        were. Hyperparameters, inducing inputs and other latents, held at their medians, stay too.
+        and sites N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows are added: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). A likelihood
+        that is Gaussian in f gives them at once, so that rows absorbed in pieces make the posterior of all; for others
+        they are iterated, λ = −E[ℓ''], λ(z − m) = E[ℓ'], with (G₀, r₀) for the prior, and the old rows' sites stay as
+        they were. Hyperparameters, inducing inputs and other latents, held at their medians, stay too.
 
         A step of training afterwards means what it did before: q goes towards the sum over the rows that it is given,
         scaled to the plate's size. Rows that are to count must be among them, the old ones too; after absorbed rows

@@ -33,8 +33,8 @@ class Model(BoTorchModel):
     computation left out, so that acquisition functions explore there. Outputs are a site's, or those of several sites
     one after the other, which are independent of each other.
 
-    The model refers to the guide: train it on, or :meth:`~AutoSparseGP.absorb` a measurement, and the posterior follows.
-    Knowledge gradients, which condition on fantasies, are not supported.
+    The model refers to the guide: train it on, or :meth:`~AutoSparseGP.absorb` a measurement, and the posterior
+    follows. Knowledge gradients, which condition on fantasies, are not supported.
 
     :param model: the Pyro model.
     :param guide: trained, or called once, on the data so far.
@@ -101,8 +101,8 @@ class Model(BoTorchModel):
         :param X: ``(..., q, D)``.
         :param output_indices: the outputs wanted; by default all.
         :param observation_noise: whether it is of measurements; or their variances, which broadcast to
-            ``(..., q, P)``. The likelihood's are those at the posterior mean, of a distribution whose mean is f, such as
-            Normal(f, noise).
+            ``(..., q, P)``. The likelihood's are those at the posterior mean, of a distribution whose mean is f, such
+            as Normal(f, noise).
         :param posterior_transform: BoTorch's, applied last.
         :returns: a ``GPyTorchPosterior`` over ``(..., q, P)``.
         :raises ValueError: if noise is wanted of a likelihood whose mean is not f.
