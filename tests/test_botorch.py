@@ -116,6 +116,8 @@ def test_noise_and_its_absence():
     found = Model(model, trained(model, SGPR(12), x, y))
     plain = found.posterior(x[:4])
     torch.testing.assert_close(found.posterior(x[:4], observation_noise=True).variance, plain.variance + 0.04)
+    noisy = found.posterior(x[:4], observation_noise=True).distribution.covariance_matrix
+    torch.testing.assert_close(noisy - plain.distribution.covariance_matrix, 0.04 * torch.eye(4))
     given = found.posterior(x[:4], observation_noise=torch.tensor([[0.3]]))
     torch.testing.assert_close(given.variance, plain.variance + 0.3)
     counts = one_function(KERNEL, lambda f: dist.Poisson(f.exp()))

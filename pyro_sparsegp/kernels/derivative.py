@@ -23,9 +23,9 @@ class Derivative(Kernel):
 
         cov((x, i), (z, j)) = ∂_{x_i} ∂_{z_j} k(x, z),
 
-    by two passes of forward mode through k for all rows at once, exact and for any kernel: some four times k's cost. The
-    last column of the inputs is j; :meth:`at` makes them. Any family takes it, with inducing variables of either kind:
-    observed slopes are rows like others, with noise of their own.
+    by two passes of forward mode through k for all rows at once, exact and for any kernel: some four times k's cost.
+    The last column of the inputs is j; :meth:`at` makes them. Any family takes it, with inducing variables of either
+    kind: observed slopes are rows like others, with noise of their own.
 
     Functions must be differentiable: those of ``Matern12`` are not, those of ``Matern32`` are once. A mean function is
     that of the same inputs: :meth:`of` makes it of one of x. Independent noise, of ``White``, is that of values alone.
@@ -120,8 +120,8 @@ class Derivative(Kernel):
         if columns < 1 or bool(wrong.any()):
             some = sorted({float(code) for code in codes[wrong][:1000]})[:5]
             raise ValueError(
-                f"{self!r}: the last column of its inputs is j, 0 for a value or 1 to {columns} for a derivative by that "
-                f"column; got {some or 'no other column'}. Make inputs by Derivative.at(x, j)."
+                f"{self!r}: the last column of its inputs is j, 0 for a value or 1 to {columns} for a derivative by "
+                f"that column; got {some or 'no other column'}. Make inputs by Derivative.at(x, j)."
             )
         self.kernel.check_inputs(x[..., :-1])
 
