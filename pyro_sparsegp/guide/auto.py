@@ -20,6 +20,7 @@ from ..program.data import TrainingData
 from ..program.handlers import observes
 from ..program.traces import all_sites, is_free, repeatable, whole_plates
 from ..warned import warn_once
+from .absorb import absorb
 from .first_call import check_parameters, explain_nan, initialise
 from .runs import LARGEST_JOINT, Look, Priors, Run, Train
 from .state import Saved
@@ -154,6 +155,29 @@ class AutoSparseGP(Saved):
             # The graph is what shows where parameters come from; what the call draws later stays as it would be.
             with torch.enable_grad(), whole_plates(), repeatable(self.like):
                 check_parameters(self, args, kwargs)
+
+    def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
+        """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
+
+        Under natural steps q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) holds what all rows so far say in the sums (G₀, r₀),
+        and sites N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows are added: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). A likelihood
+        that is Gaussian in f gives them at once, so that rows absorbed in pieces make the posterior of all; for others
+        they are iterated, λ = −E[ℓ''], λ(z − m) = E[ℓ'], with (G₀, r₀) for the prior, and the old rows' sites stay as
+        they were. Hyperparameters, inducing inputs and other latents, held at their medians, stay too.
+
+        A step of training afterwards means what it did before: q goes towards the sum over the rows that it is given,
+        scaled to the plate's size. Rows that are to count must be among them, the old ones too; after absorbed rows
+        alone, absorb further ones. A guide that has taken no step starts at the prior.
+
+        :param args: the arguments of the model, with the new rows; plates have the new rows' number.
+        :param forget: the share of (G₀, r₀) dropped before, for functions that drift; 0.1 at each call gives the last
+            ten most of the weight.
+        :param kwargs: keyword arguments of the model.
+        :raises ValueError: naming the site and the remedy, where q is no such sum (families on sites, expectation
+            propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
+        """
+        self._ready(args, kwargs)
+        absorb(self, args, kwargs, forget)
 
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, other latents at their posterior median.

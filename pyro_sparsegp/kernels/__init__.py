@@ -5,6 +5,7 @@ from .algebra import Constant, Kernel, Product, Scaled, Select, Sum
 from .anova import Anova
 from .categorical import Categorical
 from .deep import DeepBasis
+from .derivative import Derivative
 from .features import FeatureKernel, Linear, Polynomial, RandomFourier, White
 from .patches import TICK, Convolutional, patch_grid, patches
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
@@ -17,6 +18,7 @@ __all__ = [
     "Constant",
     "Convolutional",
     "DeepBasis",
+    "Derivative",
     "FeatureKernel",
     "Kernel",
     "Linear",
