@@ -178,7 +178,7 @@ class NaturalLowRank(StepsOnBackward):
         base: _Base = heard.base
         here = self._from(base.seats) if again else base
         each, kept = rate / total, 1 - rate * weight / total
-        rows = [row for row in heard.rows.values() if "by_change" in row]
+        rows = heard.curved()
         phis = [row["features"] for row in rows]
         curvatures = [each[..., None] * (2 * row["by_change"]).clamp(min=0) for row in rows]
         if heard.draws:  # of their curvature nothing is known
