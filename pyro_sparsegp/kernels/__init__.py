@@ -4,6 +4,7 @@ from .adapters import from_function, from_gpytorch, from_pyro
 from .algebra import Constant, Kernel, Product, Scaled, Select, Sum
 from .anova import Anova
 from .categorical import Categorical
+from .coregionalisation import Coregionalisation
 from .deep import DeepBasis
 from .features import FeatureKernel, Linear, Polynomial, RandomFourier, White
 from .patches import TICK, Convolutional, patch_grid, patches
@@ -16,6 +17,7 @@ __all__ = [
     "Categorical",
     "Constant",
     "Convolutional",
+    "Coregionalisation",
     "DeepBasis",
     "FeatureKernel",
     "Kernel",
