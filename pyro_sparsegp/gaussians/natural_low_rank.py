@@ -197,7 +197,7 @@ class NaturalLowRank(StepsOnBackward):
         here = self._from(base.seats) if again else base
         each, kept = rate / total_weight, 1 - rate * weight / total_weight
         stack, columns = self._groups.stack, self._groups.columns
-        rows = [row for row in heard.rows.values() if "by_change" in row]
+        rows = heard.curved()
         phis = [stack(row["features"]) for row in rows]
         curvatures = [(each[..., None] * (2 * row["by_change"]).clamp(min=0))[..., None, :, None] for row in rows]
         if heard.draws:  # of their curvature nothing is known

@@ -11,7 +11,6 @@ from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
 
 from ..approximations.free import SparseGP
-from ..families import Family
 from ..modules import drop_stored
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -22,6 +21,7 @@ from ..program.traces import all_sites, is_free, repeatable, whole_plates
 from ..warned import warn_once
 from .absorb import absorb
 from .first_call import check_parameters, explain_nan, initialise
+from .joint import Families
 from .runs import LARGEST_JOINT, Look, Priors, Run, Train
 from .state import Saved
 
@@ -50,7 +50,9 @@ class AutoSparseGP(Saved):
     restore everything into a freshly made guide.
 
     :param model: a Pyro model.
-    :param families: one family for all GP sites (each gets a copy), or a mapping from site names.
+    :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
+        ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and q(w) of the
+        coefficients of all of them is one Gaussian, of a family that couples them.
     :param init_loc_fn: how other latents start, from Pyro's ``pyro.infer.autoguide.initialization``.
     :param init_scale: their initial standard deviation, in unconstrained space.
     :param point_estimates: ``True``, or names of other latents, that are fitted as points (maximum a posteriori); by
@@ -71,7 +73,7 @@ class AutoSparseGP(Saved):
     def __init__(
         self,
         model: Callable,
-        families: Union[Family, Mapping[str, Family]],
+        families: Families,
         *,
         init_loc_fn: Callable = init_to_mean(fallback=init_to_feasible),
         init_scale: float = 0.1,

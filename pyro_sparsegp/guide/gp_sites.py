@@ -24,14 +24,16 @@ from ..approximations.expectation import ExpectationGP, require_refined
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, SiteFamily
+from ..gaussians import Share
 from ..kernels.base import white_share
 from ..modules import at_path
-from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, GroupedSite, MarginalSite, Site
+from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
 from ..program.checks import unfit_parameter
 from ..program.dependence import COUPLED
 from ..program.enumeration import Enumeration
+from ..program.facts import Structure
 from ..program.handlers import is_blocked, stand_in
 from ..program.registration import Probe
 from ..program.traces import (
@@ -48,6 +50,7 @@ from ..program.traces import (
 from ..warned import Warned
 from . import runs
 from .coupled import CoupledLatents
+from .joint import Families, by_name, require_families, shared
 from .runs import Met, Run
 
 __all__ = ["GPSites"]
@@ -59,7 +62,7 @@ class GPSites(CoupledLatents):
     def __init__(
         self,
         model: Callable,
-        families: Union[Family, Mapping[str, Family]],
+        families: Families,
         point_estimates: Union[bool, Collection[str], None],
         independent_draws: Collection[str],
         coupled: Union[bool, Collection[str]],
@@ -73,13 +76,7 @@ class GPSites(CoupledLatents):
                 "posterior is made of its prior, which depends on the sites hidden there. Give AutoSparseGP the whole "
                 f"model, and SVI this guide alone; {OTHER_LATENTS}."
             )
-        for family in families.values() if isinstance(families, Mapping) else [families]:
-            if not isinstance(family, Family):
-                hint = f"; make an instance, {family.__name__}(...)" if isinstance(family, type) else ""
-                raise ValueError(
-                    "AutoSparseGP's families must be a family, such as SVGP(64), or a mapping from GP site names to "
-                    f"families, got {family!r}{hint}"
-                )
+        require_families(families)
         if isinstance(independent_draws, str):
             raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
         if isinstance(coupled, str) or not isinstance(coupled, (bool, Collection)):
@@ -88,6 +85,7 @@ class GPSites(CoupledLatents):
         self.coupled = coupled if isinstance(coupled, bool) else tuple(coupled)
         self._parts = {}
         self.families = families
+        self.by_name = by_name(families)
         given = self.declared_families()
         # Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once.
         self.on_sites = any(isinstance(family, SiteFamily) for family in given)
@@ -109,12 +107,12 @@ class GPSites(CoupledLatents):
         """The family of a GP site."""
         if not isinstance(self.families, Mapping):
             return self.families
-        if name not in self.families:
+        if name not in self.by_name:
             raise ValueError(
-                f"no family is given for GP site {name!r}; AutoSparseGP's families has {sorted(self.families)}. Add "
+                f"no family is given for GP site {name!r}; AutoSparseGP's families has {sorted(self.by_name)}. Add "
                 f"{{{name!r}: SVGP(64)}}, or give one family for all GP sites."
             )
-        return self.families[name]
+        return self.by_name[name]
 
     def modules_by_site(self) -> dict[str, Any]:
         """The variational modules of GP sites."""
@@ -134,6 +132,24 @@ class GPSites(CoupledLatents):
         _warn_of_noise(name, process)
         deep_setattr(self, "gps." + name, module)
         return attrgetter(name)(self.gps)
+
+    def join(self, found: Structure, priors: Optional[Mapping[str, GaussianProcess]] = None) -> None:
+        """Have groups of GP sites have one posterior, in the place of each one's own.
+
+        :param priors: of a first call, at which these posteriors start; ``None`` if a state is to be loaded.
+        """
+        for i, group in enumerate(found.joint):
+            whole = shared(self.by_name[group[0]], {name: at_path(self.gps, name) for name in group}, priors)
+            deep_setattr(self, f"joints.group_{i}", whole)
+
+    def _share(self, name: str) -> Optional[Share]:
+        """What this run has of the posterior of several sites, if this is one of them."""
+        for i, group in enumerate([] if self.structure is None else self.structure.joint):
+            if name in group:
+                if i not in self._run.wholes:
+                    self._run.wholes[i] = at_path(self, f"joints.group_{i}")(self.drawn())
+                return self._run.wholes[i].share(name)
+        return None
 
     def require_refined(self, predicting: Callable[[], bool] = lambda: True) -> None:
         """Raise if expectation propagation has not begun, and what a call is to give is a posterior."""
@@ -241,13 +257,15 @@ class GPSites(CoupledLatents):
             return Met(name, process, module, MarginalSite, False, 1)
         group, _ = found.groups.get(name, (1, ""))
         drawn = self.drawn() if isinstance(module, SparseGP) else None
-        return Met(name, process, module, self.kind_of_draws(name), name in found.inner, group, drawn)
+        company = found.company(name) if found.joint and found.meets_by_rows(name) else ()
+        inner = name in found.inner
+        return Met(name, process, module, self.kind_of_draws(name), inner, group, drawn, self._share(name), company)
 
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""
         assert self.structure is not None
         if name in self.independent_draws or self.structure.dependence.get(name) != COUPLED:
-            return MarginalSite
+            return MarginalSite if self.structure.meets_by_rows(name) else FunctionSite
         return GroupedSite if name in self.structure.groups else ExpectedSite
 
     def _find(self, name: str) -> Any:

@@ -111,6 +111,23 @@ class Marginals(TorchDistribution):
         covariance = self.process.kernel(self.process.x) + self.coefficients.covariance_change(self.features)
         return covariance.expand(self._batch_shape + self._event_shape * 2)
 
+    def covariance_with(self, other: Marginals) -> Tensor:
+        """Cov(f(x), g(x')) with another site's posterior of the same run, ``(..., N, N')``: 0, unless both sites have
+        one posterior.
+        """
+        mine, its = self.coefficients.share, other.coefficients.share
+        shape = (*self._batch_shape, *self._event_shape, *other.event_shape)
+        if mine is None or its is None or mine.whole is not its.whole:
+            return self.mean.new_zeros(shape)
+        if mine.blocks == its.blocks:
+            raise ValueError(f"both posteriors are of site {self.name!r}; its covariance is covariance_matrix")
+        return mine.covariance(self.features, its, other.features).expand(shape)
+
+    def row_covariance(self, other: Marginals) -> Tensor:
+        """The diagonal of :meth:`covariance_with`, ``(..., N)``, for as many inputs."""
+        mine, its = self.coefficients.share, other.coefficients.share
+        return mine.row_covariance(self.features, its, other.features)
+
     @property
     def marginals(self) -> dist.Normal:
         """Independent normals with this posterior's mean and variance, batch shape ``(..., N)``."""
