@@ -78,6 +78,14 @@ def test_gradients_by_the_inputs(name):
     assert torch.autograd.gradcheck(value, at, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:A not p.d.")  # as from BoTorch's own models
+def test_places_may_coincide():
+    x, y = data()
+    model = gaussian(KERNEL)
+    found = Model(model, trained(model, SGPR(12), x, y)).posterior(x[:1].expand(2, 3, 2))
+    assert found.rsample(torch.Size([5])).std(-2).max() < 1e-2
+
+
 def outputs(x, y=None):
     f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
     g = pyro.sample("g", GaussianProcess(kernels.RBF(1.0), x))

@@ -138,6 +138,12 @@ class GPSites(CoupledLatents):
         deep_setattr(self, "gps." + name, module)
         return attrgetter(name)(self.gps)
 
+    @property
+    def takes_batches(self) -> bool:
+        """Whether steps may bring other rows than those that all GP sites on sites are conditioned on."""
+        modules = self.site_modules().values()
+        return bool(modules) and all(module.takes_batches for module in modules)
+
     def require_refined(self, predicting: Callable[[], bool] = lambda: True) -> None:
         """Raise if expectation propagation has not begun, and what a call is to give is a posterior."""
         if self.by_expectation and self.structure is not None:

@@ -17,6 +17,7 @@ try:
     from botorch.models.model import Model as BoTorchModel
     from botorch.posteriors import GPyTorchPosterior
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+    from linear_operator import to_linear_operator
 except ImportError as error:
     raise ImportError("pyro_sparsegp.interop.botorch needs BoTorch: pip install botorch") from error
 
@@ -127,7 +128,8 @@ class Model(BoTorchModel):
             covariance = blocks[i].reshape(*batch, q, q)
             if noise is not None:
                 covariance = covariance + noise.diag_embed()
-            normals.append(MultivariateNormal(means[i].reshape(*batch, q), covariance))
+            # An operator, which is factorised when it is drawn from, with jitter: places may coincide.
+            normals.append(MultivariateNormal(means[i].reshape(*batch, q), to_linear_operator(covariance)))
         whole = normals[0] if len(normals) == 1 else MultitaskMultivariateNormal.from_independent_mvns(normals)
         found = GPyTorchPosterior(whole)
         return found if posterior_transform is None else posterior_transform(found)
