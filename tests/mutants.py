@@ -62,8 +62,8 @@ MUTANTS = [
     Mutant(
         "low-rank-trace",
         "LowRankGaussian.kl",
-        "trace = trace + tril.square().sum((-2, -1)) - (t @ tril.mT).square().sum((-2, -1))",
-        "trace = trace + tril.square().sum((-2, -1)) - (t @ tril).square().sum((-2, -1))",
+        "trace = trace + tril.square().sum((-3, -2, -1)) - (t @ tril.mT).square().sum((-3, -2, -1))",
+        "trace = trace + tril.square().sum((-3, -2, -1)) - (t @ tril).square().sum((-3, -2, -1))",
         ("test_posteriors.py::TestAgainstDense::test_kl",),
     ),
     Mutant(
@@ -380,10 +380,46 @@ MUTANTS = [
     ),
     Mutant(
         "nodes-by-the-variance",
-        "NodeSite.rsample",
-        "return self.mean + self.stddev * (self.node[..., None] if self.node.dim() else self.node)",
-        "return self.mean + self.variance * (self.node[..., None] if self.node.dim() else self.node)",
+        "RowSite.value_of",
+        "value = value + root * site.noise",
+        "value = value + root.square() * site.noise",
         ("test_theorems.py::test_two_nodes_are_exact_for_a_gaussian_likelihood",),
+    ),
+    # Sites with one posterior.
+    Mutant(
+        "divergence-of-each-site",
+        "Whole.share",
+        "first, self._counted = not self._counted, True",
+        "first, self._counted = True, True",
+        ("test_joint.py::test_two_functions_that_are_added_have_the_dense_posterior",),
+    ),
+    Mutant(
+        "rows-apart",
+        "RowSite.roots",
+        "covariance = covariance - mine * its",
+        "covariance = covariance + mine * its",
+        ("test_joint.py::test_three_sites_are_drawn_row_by_row",),
+    ),
+    Mutant(
+        "curvature-across-sites",
+        "Heard.curved",
+        'hessian[..., i, j] = hessian[..., j, i] = 0.5 * cross["by_change"]',
+        'hessian[..., i, j] = hessian[..., j, i] = cross["by_change"]',
+        ("test_joint.py::test_two_functions_that_are_added_have_the_dense_posterior",),
+    ),
+    Mutant(
+        "never-crossed",
+        "_crossed",
+        "crossed.append(pair)",
+        "crossed = []",
+        ("test_joint.py::test_sites_that_meet_across_rows_are_drawn_together",),
+    ),
+    Mutant(
+        "own-variance",
+        "Coregionalisation.features",
+        "alone = rows * self.own.to(x)[..., None, :]",
+        "alone = rows * self.own.to(x).sqrt()[..., None, :]",
+        ("test_outputs.py::test_the_kernel_is_the_dense_model",),
     ),
     Mutant(
         "meeting-sites-share-an-axis",

@@ -11,7 +11,7 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInducing
 
-from .models import data, gaussian, one_function
+from .models import data, gaussian, heteroscedastic, one_function
 
 pytest.importorskip("botorch")
 
@@ -138,6 +138,10 @@ def test_noise_and_its_absence():
 
 def test_bad_arguments():
     x, y = data()
+    guide = AutoSparseGP(heteroscedastic, {("f", "g"): SVGP(4)})
+    guide(x, y)
+    with pytest.raises(ValueError, match="have one posterior, and outputs are taken to be independent"):
+        Model(heteroscedastic, guide, site=["f", "g"])
     model = gaussian(KERNEL)
     with pytest.raises(ValueError, match="never called"):
         Model(model, AutoSparseGP(model, SVGP(4)))

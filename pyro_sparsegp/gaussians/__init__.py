@@ -19,6 +19,7 @@ from .product import (
     Product,
 )
 from .projected import ProjectedGaussian
+from .shared import Part, Share, Shared, Whole, block_diagonal
 from .shift import ShiftFactor
 from .steps import Falling, Rate
 from .unwhitened import Unwhitened
@@ -44,13 +45,18 @@ __all__ = [
     "LowRankGaussian",
     "NaturalGaussian",
     "NaturalLowRank",
+    "Part",
     "PrecisionFactor",
     "Product",
     "ProjectedGaussian",
     "Rate",
+    "Share",
+    "Shared",
     "ShiftFactor",
     "Shifted",
     "Unwhitened",
+    "Whole",
+    "block_diagonal",
     "from_natural",
     "optimal",
     "seen_from",

@@ -252,15 +252,16 @@ class NaturalGaussian(StepsOnBackward):
         gram, slope = torch.zeros_like(base.gram), torch.zeros_like(base.loc)
         cut: Optional[Tensor] = None
         for row in heard.rows.values():
-            phi = side_by_side(row["features"])
             if "by_mean" in row:
+                phi = side_by_side(row["features"])
                 slope = slope + (phi.mT @ row["by_mean"][..., None])[..., 0]
-            if "by_change" in row:
-                curvature = 2 * row["by_change"]
-                gram = gram + phi.mT @ (phi * curvature[..., None])
-                if (curvature < 0).any():
-                    more = phi.mT @ (phi * (-curvature).clamp(min=0)[..., None])
-                    cut = more if cut is None else cut + more
+        for row in heard.curved():
+            phi = side_by_side(row["features"])
+            curvature = 2 * row["by_change"]
+            gram = gram + phi.mT @ (phi * curvature[..., None])
+            if (curvature < 0).any():
+                more = phi.mT @ (phi * (-curvature).clamp(min=0)[..., None])
+                cut = more if cut is None else cut + more
         for centred, grad in heard.draws.values():
             # E ∇²f = E ∇f(w)(w − m)ᵀP (Stein's identity; Lin, Khan and Schmidt, 2019).
             whole = base.gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)

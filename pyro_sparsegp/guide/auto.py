@@ -11,7 +11,6 @@ from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
 
 from ..approximations.free import SparseGP
-from ..families import Family
 from ..modules import drop_stored
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -22,6 +21,7 @@ from ..program.traces import all_sites, is_free, repeatable, whole_plates
 from ..warned import warn_once
 from .absorb import absorb
 from .first_call import check_parameters, explain_nan, initialise
+from .joint import Families
 from .runs import LARGEST_JOINT, Look, Priors, Run, Train
 from .state import Saved
 
@@ -50,7 +50,9 @@ class AutoSparseGP(Saved):
     restore everything into a freshly made guide.
 
     :param model: a Pyro model.
-    :param families: one family for all GP sites (each gets a copy), or a mapping from site names.
+    :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
+        ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and q(w) of the
+        coefficients of all of them is one Gaussian, of a family that couples them.
     :param init_loc_fn: how other latents start, from Pyro's ``pyro.infer.autoguide.initialization``.
     :param init_scale: their initial standard deviation, in unconstrained space.
     :param point_estimates: ``True``, or names of other latents, that are fitted as points (maximum a posteriori); by
@@ -71,7 +73,7 @@ class AutoSparseGP(Saved):
     def __init__(
         self,
         model: Callable,
-        families: Union[Family, Mapping[str, Family]],
+        families: Families,
         *,
         init_loc_fn: Callable = init_to_mean(fallback=init_to_feasible),
         init_scale: float = 0.1,
@@ -105,12 +107,13 @@ class AutoSparseGP(Saved):
         relation = self.relation(args, kwargs)
         fewer = nodes is None and relation is not None and relation.fewer
         self.require_refined(lambda: fewer or not observes(self.model, self.observed, self.like, args, kwargs))
-        same, inputs, order = self.is_training or not self.on_sites, True, None
+        is_training = self.is_training
+        same, inputs, order = is_training or not self.on_sites, True, None
         if relation is not None and self.is_about_rows:
             same, inputs, order = relation.same, relation.inputs, relation.order
-        keep = self.is_training and same
+        keep = is_training and same
         # A batch of other rows: gradients pass through the sites of those that q is conditioned on.
-        batch = self.takes_batches and self.is_training and not same and not fewer
+        batch = is_training and not same and not fewer and self.takes_batches
         if order is not None and keep:
             self.follow(order, args, kwargs)
         elif order is not None:  # to look at the guide is to leave its rows where they are
@@ -129,7 +132,8 @@ class AutoSparseGP(Saved):
             draws = self.perform_explained(run, args, kwargs)
         require_sizes(self.trace)
         self._note_rows(run)
-        self.note_data(relation, same, args, kwargs)
+        if is_training:
+            self.note_data(relation, same, args, kwargs)
         return draws
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -290,11 +294,14 @@ class AutoSparseGP(Saved):
 
     def _note_rows(self, run: Train) -> None:
         """After a run: take note of the rows of training, and of how many there are in all."""
-        modules = self._seen()
+        by_rows = [name for name, process in run.processes.items() if process.kernel.depends_on_rows]
+        if not by_rows:
+            return
         if not run.observing:
             self._warn_of_unseen(run)
-        for name in modules if run.observing and self.is_training else ():
-            if name in run.processes and run.processes[name].kernel.depends_on_rows:
+        modules = self._seen()
+        for name in by_rows if run.observing and self.is_training else ():
+            if name in modules:
                 modules[name].see(run.processes[name].x)
                 self._row_counts[name] = run.processes[name].x.shape[-2], 0
         for name, (rows, _) in self._row_counts.items():

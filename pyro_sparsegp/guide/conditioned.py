@@ -20,7 +20,7 @@ from ..program.reader import Reader
 from ..program.traces import all_sites, as_process, is_free, repeatable
 from ..warned import warn_once
 from .gp_sites import GPSites
-from .reading import SiteReading, settle
+from .reading import SiteReading, settle, settle_again
 from .runs import Conditions, Draw
 
 __all__ = ["Conditioned"]
@@ -98,10 +98,10 @@ class Conditioned(GPSites):
         self.data = TrainingData(self.model, args, kwargs)
 
     def note_data(self, relation: Optional[Relation], same: bool, args: tuple, kwargs: dict[str, Any]) -> None:
-        """After a run: take note of the data it was given, and check that they are what the guide is about."""
+        """After a step of training: take note of its data, and check that they are what the guide is about."""
         assert self.structure is not None
         observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
-        if observed and self.is_training:
+        if observed:
             if not same:
                 self._refuse_other_data(observed[0])
             if self.data is None:
@@ -234,8 +234,12 @@ class Conditioned(GPSites):
                 with torch.no_grad():
                     q = module(process, name)
                 marginals[name] = q.mean, q.variance
-        if readings:
-            settle(reader, readings, marginals, *self._patience(readings, keep))
+        most, tolerance = self._patience(readings, keep) if readings else (0, 0.0)
+        looking = not keep and self._computing_median and not all(reading.quadratic for reading in readings)
+        if readings and not (looking and settle_again(reader, readings, marginals, tolerance)):
+            settle(reader, readings, marginals, most, tolerance)
+            for reading in readings if looking else ():
+                reading.rest()
         for reading in readings:  # to look at a guide does not change how it trains
             if keep or reading.module.sites.empty or (reading.direct and self._computing_median):
                 reading.keep()

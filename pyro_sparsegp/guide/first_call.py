@@ -36,6 +36,7 @@ from ..program.traces import (
     repeatable,
     whole_plates,
 )
+from .joint import groups_of, require_alike, require_outer
 from .runs import Priors, Setup
 from .state import Saved
 
@@ -63,13 +64,17 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
         _require_sites(guide, trace, run.posteriors)
         found = guide.structure = _describe(guide, trace, run.posteriors)
         found.enumerated = list(guide.enumerated)
+        found.joint = groups_of(guide.families)
+        require_alike(found.joint, run.processes)
         _see_all_rows(guide, args, kwargs, trace)
         checks.require_left_out(guide.model, found.gps, guide.like, trace, args, kwargs)
         _explore(guide, found, args, kwargs, trace, run.posteriors)
+        require_outer(found)
         for name, posterior in run.posteriors.items():
             family = guide.family_of(name)
             if isinstance(family, FreeFormFamily) and family.start == "data" and name not in found.inner:
                 guide.modules_by_site()[name].inform(posterior.process, name)
+        guide.join(found, run.processes)
         found.coupled = guide.coupled_among(found)
         guide.couple(found, guide.modules_by_site())
         _warn_of_joint_draws(guide)
@@ -142,13 +147,10 @@ def _entering(guide: Saved, flat: _FlatInputsError, args: tuple, kwargs: dict[st
 
 def _require_sites(guide: Saved, trace: poutine.Trace, posteriors: Collection[str]) -> None:
     """Raise if a first run, in which the guide met these GP sites, is none that it can learn from."""
-    if isinstance(guide.families, Mapping):
-        for name in guide.families:
-            if name not in posteriors:
-                kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
-                raise ValueError(
-                    f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(posteriors)}"
-                )
+    for name in guide.by_name:
+        if name not in posteriors:
+            kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
+            raise ValueError(f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(posteriors)}")
     observed = [(name, site) for name, site in all_sites(trace) if is_observation(site)]
     fixed = [name for name, site in observed if as_process(site["fn"])[0]]
     if not posteriors and fixed:

@@ -60,6 +60,9 @@ class Model(BoTorchModel):
         for name in self.sites:
             if name not in known:
                 raise ValueError(f"Model's site {name!r} is none of the guide's GP sites, {known}")
+        for group in guide.structure.joint:
+            if len(set(group) & set(self.sites)) > 1:
+                raise ValueError(f"Model's sites {group} have one posterior, and outputs are taken to be independent")
         self._parts = model, guide  # in a tuple: BoTorch's train() and eval() are not the guide's
         self.arguments = arguments
         self._outputs: Optional[list[int]] = None

@@ -40,8 +40,8 @@ def require_sizes(trace: poutine.Trace) -> None:
     :raises ValueError: naming the site and the plate.
     """
     for name, site in all_sites(trace):
-        for frame in site["cond_indep_stack"] if is_observation(site) else ():
-            if frame.full_size is not None and frame.size > frame.full_size:
+        for frame in site["cond_indep_stack"] if site["type"] == "sample" else ():
+            if frame.full_size is not None and frame.size > frame.full_size and is_observation(site):
                 raise ValueError(
                     f"site {name!r} observes {frame.size} rows in pyro.plate({frame.name!r}, {frame.full_size}, "
                     f"subsample=...), whose size is {frame.full_size}: they would be weighed by "
