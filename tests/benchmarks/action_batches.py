@@ -147,15 +147,8 @@ def main() -> None:
         if not options.no_svgp:
             run(f"SVGP({options.actions})", SVGP(options.actions), 4_000, options.batch, options.steps, x, y, exact)
         if exact:
-            run(
-                f"ComputationAware({options.actions}), all rows",
-                ComputationAware(options.actions),
-                rows,
-                0,
-                options.steps,
-                x,
-                y,
-            )
+            kind = f"ComputationAware({options.actions}), all rows"
+            run(kind, ComputationAware(options.actions), rows, 0, options.steps, x, y, exact)
 
 
 if __name__ == "__main__":
