@@ -259,6 +259,10 @@ def test_expectation_propagation_and_a_joint_q_are_refused():
     x, y = data()
     with pytest.raises(ValueError, match="SparseEP"):
         AutoSparseGP(gaussian(KERNEL), SparseEP(8)).absorb(x, y)
+    guide = AutoSparseGP(heteroscedastic, {("f", "g"): SVGP(8)})
+    guide(x, y)
+    with pytest.raises(ValueError, match=r"\['f', 'g'\] have one posterior"):
+        guide.absorb(x, y)
     guide = AutoSparseGP(regression, SVGP(8), coupled=True)
     guide(x, y)
     with pytest.raises(ValueError, match="has a joint q"):

@@ -86,6 +86,8 @@ def _require_sums(guide: Saved) -> None:
                 f"absorb adds rows to the posteriors of GP sites, all else held; latent site {names[0]!r} has {what}. "
                 "Train on old and new rows together."
             )
+    for group in guide.structure.joint:
+        raise ValueError(f"absorb: GP sites {group} have one posterior; train on old and new rows together.")
     for name, module in guide.modules_by_site().items():
         family, take = module.family["name"], "SVGP or OrthogonalInducing"
         if isinstance(module, SiteGP):

@@ -112,13 +112,15 @@ class AutoSparseGP(Saved):
         if relation is not None and self.is_about_rows:
             same, inputs, order = relation.same, relation.inputs, relation.order
         keep = is_training and same
+        # A batch of other rows: gradients pass through the sites of those that q is conditioned on.
+        batch = is_training and not same and not fewer and self.takes_batches
         if order is not None and keep:
             self.follow(order, args, kwargs)
         elif order is not None:  # to look at the guide is to leave its rows where they are
             inputs = False
         run = Train(
             nodes,
-            conditions=self.condition(args, kwargs, same and inputs, keep),
+            conditions=self.condition(args, kwargs, same and inputs, keep or batch),
             same=same and not self._new_rows,
             keep=keep,
             joint_up_to=torch.inf if not self.training else LARGEST_JOINT if fewer else 0,

@@ -114,7 +114,7 @@ class Conditioned(GPSites):
 
     def _refuse_other_data(self, observed: str) -> None:
         """Raise if a step of training brings other data than the guide is about."""
-        for name, module in self.site_modules().items():
+        for name, module in () if self.takes_batches else self.site_modules().items():
             require_full_batch(name, module.family["name"], self.trace)
             raise ValueError(
                 f"GP site {name!r} has the family {module.family['name']}, whose posterior is that of all its training "
@@ -187,7 +187,7 @@ class Conditioned(GPSites):
     def condition(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> Conditions:
         """Draw the latents at the training data, and read under them the sites of families on sites.
 
-        :param same: whether the arguments are the training data; else these are taken.
+        :param same: whether the arguments are the training data; else those are taken.
         :param keep: whether this is a step of training: modules keep the sites, gradients pass through them.
         """
         if not self.on_sites or (not same and self.data is None):
@@ -205,7 +205,9 @@ class Conditioned(GPSites):
         trace = self.trace
         modules = {name: module for name, module in self.site_modules().items() if name in run.processes}
         for name, module in modules.items():
-            require_full_batch(name, module.family["name"], trace)
+            require_full_batch(name, module.family["name"], trace, module.takes_batches)
+            if keep and not same and isinstance(module.sites, KeptSites):
+                module.sites.marginals = None  # those of another step
         reader = Reader(self.model, args, kwargs, self.structure, trace)
         with torch.set_grad_enabled(keep):
             readings = self._read(reader, modules, run, keep)

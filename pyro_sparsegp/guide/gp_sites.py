@@ -133,6 +133,12 @@ class GPSites(CoupledLatents):
         deep_setattr(self, "gps." + name, module)
         return attrgetter(name)(self.gps)
 
+    @property
+    def takes_batches(self) -> bool:
+        """Whether steps may bring other rows than those that all GP sites on sites are conditioned on."""
+        modules = self.site_modules().values()
+        return bool(modules) and all(module.takes_batches for module in modules)
+
     def join(self, found: Structure, priors: Optional[Mapping[str, GaussianProcess]] = None) -> None:
         """Have groups of GP sites have one posterior, in the place of each one's own.
 

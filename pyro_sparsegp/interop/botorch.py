@@ -17,6 +17,7 @@ try:
     from botorch.models.model import Model as BoTorchModel
     from botorch.posteriors import GPyTorchPosterior
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
+    from linear_operator import to_linear_operator
 except ImportError as error:
     raise ImportError("pyro_sparsegp.interop.botorch needs BoTorch: pip install botorch") from error
 
@@ -59,6 +60,9 @@ class Model(BoTorchModel):
         for name in self.sites:
             if name not in known:
                 raise ValueError(f"Model's site {name!r} is none of the guide's GP sites, {known}")
+        for group in guide.structure.joint:
+            if len(set(group) & set(self.sites)) > 1:
+                raise ValueError(f"Model's sites {group} have one posterior, and outputs are taken to be independent")
         self._parts = model, guide  # in a tuple: BoTorch's train() and eval() are not the guide's
         self.arguments = arguments
         self._outputs: Optional[list[int]] = None
@@ -127,7 +131,8 @@ class Model(BoTorchModel):
             covariance = blocks[i].reshape(*batch, q, q)
             if noise is not None:
                 covariance = covariance + noise.diag_embed()
-            normals.append(MultivariateNormal(means[i].reshape(*batch, q), covariance))
+            # An operator, which is factorised when it is drawn from, with jitter: places may coincide.
+            normals.append(MultivariateNormal(means[i].reshape(*batch, q), to_linear_operator(covariance)))
         whole = normals[0] if len(normals) == 1 else MultitaskMultivariateNormal.from_independent_mvns(normals)
         found = GPyTorchPosterior(whole)
         return found if posterior_transform is None else posterior_transform(found)

@@ -49,14 +49,21 @@ def require_sizes(trace: poutine.Trace) -> None:
                 )
 
 
-def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
+def require_full_batch(name: str, family: str, trace: poutine.Trace, batches: bool = False) -> None:
     """Raise if a run's observed sites hold a mini-batch of the data, which families on sites don't take.
 
     :param name: of the GP site.
+    :param batches: whether it is the first call's rows alone that must be whole.
 
     :raises ValueError: naming the GP site, the plate and the families that take mini-batches.
     """
     for part in _parts(trace):
+        if batches:
+            raise ValueError(
+                f"GP site {name!r} has the family {family} with batches=True, whose actions act on the rows of the "
+                f"guide's first call; there {part}. Call the guide once with the rows that they are to act on, and the "
+                "plate of their number, guide(x[rows], y[rows])."
+            )
         raise ValueError(
             f"GP site {name!r} has the family {family}, which trains on all data at once; {part}. Give all rows, or "
             "take a family that trains by mini-batches, such as SVGP or OrthogonalInducing."
