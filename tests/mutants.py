@@ -544,6 +544,20 @@ MUTANTS = [
         "covariance = covariance + noise[..., None]",
         ("test_botorch.py::test_noise_and_its_absence",),
     ),
+    Mutant(
+        "batches-hold-kernels",
+        "AutoSparseGP.__call__",
+        "conditions=self.condition(args, kwargs, same and inputs, keep or batch),",
+        "conditions=self.condition(args, kwargs, same and inputs, keep),",
+        ("test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient",),
+    ),
+    Mutant(
+        "batches-read-where-q-was",
+        "Conditioned.condition",
+        "module.sites.marginals = None  # those of another step",
+        "pass",
+        ("test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows",),
+    ),
 ]
 
 

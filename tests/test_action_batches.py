@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import ComputationAware
 
 from .models import data, gaussian
@@ -123,6 +123,16 @@ def test_what_is_said_where_the_first_call_is_a_batch():
     other(x[:20], y[:20])
     with pytest.raises(ValueError, match="trains on all data at once; site 'y' observes 20 of the 60 rows"):
         other(x[20:40], y[20:40], size=60)
+
+
+def test_fit_takes_batches_once_the_guide_knows_its_rows():
+    model, _, _, x, y = batched()
+    guide = AutoSparseGP(model, ComputationAware(10, batches=True))
+    with pytest.raises(ValueError, match=r"batch_size: .* first called on the rows that its actions act on"):
+        fit(model, guide, (x, y), batch_size=30, steps=3, progress=False)
+    guide(x[:SUPPORT], y[:SUPPORT])
+    result = fit(model, guide, (x, y), batch_size=30, steps=3, progress=False)
+    assert len(result.losses) == 3
 
 
 def test_a_loaded_guide_takes_batches_on():
