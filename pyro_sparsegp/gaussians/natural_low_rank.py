@@ -130,7 +130,7 @@ class NaturalLowRank(StepsOnBackward):
         like = self.loc_0
         for i, seat in enumerate(seats or ()):
             if seat is not None:
-                setattr(self, f"seat_{i}", seat.detach().to(self.loc_0))
+                self._buffers[f"seat_{i}"] = seat.detach().to(like)
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Start at that mean, at the rate of the tenth step."""
