@@ -2,8 +2,8 @@
 
 python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--rounds 15] [--out table.md]
 
-A sum of RBF kernels on a column each, 16 points a term, a Gaussian likelihood and mini-batches of 500 rows, float32, one
-thread. Medians of CPU time over interleaved rounds.
+A sum of RBF kernels on a column each, 16 points a term, a Gaussian likelihood and mini-batches of 500 rows, float32,
+one thread. Medians of CPU time over interleaved rounds.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
 python tests/benchmarks/step_time.py [--device cuda] [--rounds 15] [--out table.md]
 
-The step is forward, backward and an update, Adam's of all parameters or, ours by default, natural for q(u) and Adam's for
-the rest, on 8-dimensional uniform inputs, with a Matern-3/2 kernel
-(a length scale a column, an output scale), a Gaussian likelihood and a mini-batch of a larger data set; all
-hyperparameters, inducing inputs and variational parameters are trained. Times are medians over rounds, ratios
-medians of each round's ratio, so that a machine that slows down does so for all four.
+The step is forward, backward and an update, Adam's of all parameters or, "natural", our default, natural for q(u) and
+Adam's for the rest, on 8-dimensional uniform inputs, with a Matern-3/2 kernel (a length scale a column, an output
+scale), a Gaussian likelihood and a mini-batch of a larger data set; all hyperparameters, inducing inputs and
+variational parameters are trained. Times are medians over rounds, ratios medians of each round's ratio, so that a
+machine that slows down does so for all of them.
 """
 
 import argparse
@@ -130,7 +130,13 @@ def floor(z: Tensor) -> Step:
     return step
 
 
-MAKERS = {"ours": partial(ours, natural=False), "natural": ours, "GPyTorch": gpytorchs, "pyro.contrib.gp": contrib, "floor": floor}
+MAKERS = {
+    "ours": partial(ours, natural=False),
+    "natural": ours,
+    "GPyTorch": gpytorchs,
+    "pyro.contrib.gp": contrib,
+    "floor": floor,
+}
 
 
 def measure(m: int, batch: int, dtype: torch.dtype, device: str, rounds: int) -> list[str]:
