@@ -24,6 +24,7 @@ ORDER = [
     {"predict"},
     {"inference"},
     {"diagnostics"},
+    {"interop"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 MODULES = {

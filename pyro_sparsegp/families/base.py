@@ -92,7 +92,7 @@ class Family(ABC):
         return self._rebuild(spec, like, name)
 
 
-_NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "tolerance")  # they change no shape
+_NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "tolerance", "batches")  # they change no shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
+from .continued import Continued
 from .following import Drawn, DrawnGaussian, Following, Shifted
 from .natural import NaturalGaussian
 from .natural_low_rank import NaturalLowRank
@@ -28,6 +29,7 @@ __all__ = [
     "BlockPlusLowRank",
     "CholeskyIdentity",
     "Coefficients",
+    "Continued",
     "DenseFactor",
     "Diagonal",
     "DiagonalFactor",

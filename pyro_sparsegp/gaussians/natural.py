@@ -185,6 +185,26 @@ class NaturalGaussian(StepsOnBackward):
         heard = Heard(_Base(*base, side_by_side(q.loc).detach()), self.unit)
         return _Listening(q.sizes, q.factors, q.groups).heard_by(self, heard)
 
+    @torch.no_grad()
+    def sums(self, anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        """G and r under L, ``(M, M)``; those of the prior, 0, where no step has been taken: a start is a guess."""
+        self.settle()
+        gram, pull = self._seen_from(None if anchor is None else self._seat(anchor))
+        return (gram, pull) if self.steps_taken else (torch.zeros_like(gram), torch.zeros_like(pull))
+
+    @torch.no_grad()
+    def put_sums(self, anchor: Optional[Tensor], gram: Tensor, pull: Tensor) -> None:
+        """Have q be that of G and r under L, of more rows than a batch: steps go on at a later one's rate."""
+        self.gram = (0.5 * (gram + gram.mT)).expand(self.gram.shape).clone()
+        self.pull = pull.expand(self.pull.shape).clone()
+        if anchor is not None:
+            self.seat = self._seat(anchor)
+        self.skip(max(KNOWN - self.steps_taken, 0))
+
+    def of(self, gram: Tensor, pull: Tensor) -> Product:
+        """q(w) of these G and r."""
+        return self._gaussian(gram, pull)
+
     def _gaussian(self, gram: Tensor, pull: Tensor) -> Product:
         if len(self.layout) == 1 and gram.dim() == 2 and pull.dim() == 1:
             return Product(self.sizes, [DenseFactor(*_MeanAndRoot.apply(gram, pull))], [self.layout[0][1]])

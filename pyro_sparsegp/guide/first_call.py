@@ -40,8 +40,9 @@ from .joint import groups_of, require_alike, require_outer
 from .runs import Priors, Setup
 from .state import Saved
 
-__all__ = ["check_parameters", "explain_nan", "initialise"]
+__all__ = ["check_parameters", "explain_nan", "initialise", "require_separate_sites"]
 
+_FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
 
@@ -253,10 +254,14 @@ def _explore(
                     f"{density.numel()} values: look for infinite data, or data outside of the distribution's support."
                 )
     for name, module in modules.items():
-        _require_separate_sites(found, name, module.family["name"], flat)
+        require_separate_sites(found, name, f"the family {module.family['name']}, which", flat, _FREE)
 
 
-def _require_separate_sites(found: Structure, name: str, family: str, flat: list[str]) -> None:
+def require_separate_sites(found: Structure, name: str, reads: str, flat: list[str], remedy: str) -> None:
+    """Raise where a GP site's likelihood is none of single values.
+
+    :param reads: what reads Gaussian sites there, for the error.
+    """
     kind = found.dependence[name]
     if name in found.inner or kind == COUPLED:
         why = (
@@ -265,14 +270,12 @@ def _require_separate_sites(found: Structure, name: str, family: str, flat: list
             else "its likelihood does not factorise: one term of a density depends on values at several inputs"
         )
         raise ValueError(
-            f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood of each "
-            f"value, but {why}. Take a family with a free posterior, such as SVGP or OrthogonalInducing."
+            f"GP site {name!r} has {reads} reads Gaussian sites off the likelihood of each value, but {why}. {remedy}."
         )
     if flat and kind != NONE:
         raise ValueError(
-            f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood's "
-            f"derivatives; the distribution of site {flat[0]!r} is piecewise constant. Take a family with a "
-            "free posterior, such as SVGP or OrthogonalInducing, or Categorical(logits=...)."
+            f"GP site {name!r} has {reads} reads Gaussian sites off the likelihood's derivatives; the distribution of "
+            f"site {flat[0]!r} is piecewise constant. {remedy}, or Categorical(logits=...)."
         )
 
 

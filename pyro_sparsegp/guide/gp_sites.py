@@ -37,6 +37,7 @@ from ..program.facts import Structure
 from ..program.handlers import is_blocked, stand_in
 from ..program.registration import Probe
 from ..program.traces import (
+    LEFT_OUT,
     all_sites,
     as_process,
     fill_masked,
@@ -47,9 +48,10 @@ from ..program.traces import (
     without_event,
 )
 from ..warned import Warned
+from . import runs
 from .coupled import CoupledLatents
 from .joint import Families, by_name, require_families, shared
-from .runs import Met, Run, Train
+from .runs import Met, Run
 
 __all__ = ["GPSites"]
 
@@ -84,6 +86,11 @@ class GPSites(CoupledLatents):
         self._parts = {}
         self.families = families
         self.by_name = by_name(families)
+        given = self.declared_families()
+        # Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once.
+        self.on_sites = any(isinstance(family, SiteFamily) for family in given)
+        # Whether a GP site has a family of expectation propagation, which ExpectationPropagation trains.
+        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in given)
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws = tuple(independent_draws)
         self.warned: Warned = set()
@@ -95,16 +102,6 @@ class GPSites(CoupledLatents):
     def declared_families(self) -> list[Family]:
         """Those given."""
         return list(self.families.values()) if isinstance(self.families, Mapping) else [self.families]
-
-    @property
-    def on_sites(self) -> bool:
-        """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
-        return any(isinstance(family, SiteFamily) for family in self.declared_families())
-
-    @property
-    def by_expectation(self) -> bool:
-        """Whether a GP site has a family of expectation propagation, which :class:`ExpectationPropagation` trains."""
-        return any(isinstance(family, ExpectationFamily) for family in self.declared_families())
 
     def family_of(self, name: str) -> Family:
         """The family of a GP site."""
@@ -135,6 +132,12 @@ class GPSites(CoupledLatents):
         _warn_of_noise(name, process)
         deep_setattr(self, "gps." + name, module)
         return attrgetter(name)(self.gps)
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether steps may bring other rows than those that all GP sites on sites are conditioned on."""
+        modules = self.site_modules().values()
+        return bool(modules) and all(module.takes_batches for module in modules)
 
     def join(self, found: Structure, priors: Optional[Mapping[str, GaussianProcess]] = None) -> None:
         """Have groups of GP sites have one posterior, in the place of each one's own.
@@ -174,7 +177,8 @@ class GPSites(CoupledLatents):
     def perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Run the model once."""
         with self.on(run, run.at_medians or self._computing_median):
-            self._enumeration = Enumeration() if run.sums_out else None
+            sums_out = run.sums_out and (self.structure is None or self.structure.enumerated)
+            self._enumeration = Enumeration() if sums_out else None
             return super().__call__(*args, **kwargs)
 
     def perform_explained(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -189,7 +193,7 @@ class GPSites(CoupledLatents):
 
     def probe(self, args: tuple, kwargs: dict[str, Any]) -> Probe:
         """Run with the latents at their medians, and the same random numbers."""
-        run = Train()
+        run = runs.Probe()
         quiet = poutine.block(), pyro.validation_enabled(False)
         with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True):
             self._enumeration = Enumeration()
@@ -218,18 +222,18 @@ class GPSites(CoupledLatents):
             self._enumeration.meet(msg)
             if msg["type"] != "sample":
                 return
-        if is_left_out(msg["name"], self.trace.nodes):
+        if msg["name"].endswith(LEFT_OUT) and is_left_out(msg["name"], self.trace.nodes):
             settle_left_out(msg, self.trace.nodes, draw=self._run.draws_left_out)
         rows = {} if self.structure is None or self._run.draws_data else self.structure.rows
         if not msg["is_observed"] and msg["name"] in rows:
             msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True
         super()._pyro_sample(msg)
-        prior = None if msg["infer"] is None else msg["infer"].get("prior")
-        if prior is not None:
-            process, event_dim = as_process(prior)
-            if process is not None:  # in ELBOs the prior process is the base measure, of density 1
-                base = PriorProcess.of(process)
-                msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
+        if msg["name"] in self._run.processes and not msg["is_observed"]:
+            # In ELBOs the prior process is the base measure, of density 1.
+            process, event_dim = as_process(msg["infer"]["prior"])
+            assert process is not None
+            base = PriorProcess.of(process)
+            msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
 
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)
@@ -320,29 +324,33 @@ class GPSites(CoupledLatents):
         :raises ValueError: in training, under an objective that is not linear in log densities, such as RenyiELBO, or
             if a density is piecewise constant in f, so that draws give it no gradient.
         """
-        if torch.is_grad_enabled() and self._run is self._idle:  # by an objective, not by a run of the guide's own
-            flat = piecewise_constant(self.trace)
-            if flat:
-                raise ValueError(
-                    f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
-                    "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate "
-                    "another objective use torch.no_grad()."
-                )
-        return self.traces()
+        if self._run is not self._idle:  # Pyro's end of a run, which takes the values only
+            return super().get_traces()
+        flat = piecewise_constant(self.trace) if torch.is_grad_enabled() else []
+        if flat:
+            raise ValueError(
+                f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
+                "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate "
+                "another objective use torch.no_grad()."
+            )
+        model_trace, guide_trace = self.traces()
+        answered = [name for name, site in all_sites(guide_trace) if isinstance(without_event(site["fn"])[0], Site)]
+        if self.training and answered:
+            _require_linear(answered[0])
+        return model_trace, guide_trace
 
     def traces(self) -> tuple[poutine.Trace, poutine.Trace]:
-        """As :meth:`get_traces`, for the guide's own runs."""
-        if self.by_expectation and self._run is self._idle and self.training and torch.is_grad_enabled():
+        """As :meth:`get_traces`, for objectives that know what these densities are."""
+        if self.by_expectation and self.training and torch.is_grad_enabled():
             raise ValueError(
                 "the guide has a family of expectation propagation, whose sites no gradient trains: take "
                 "ExpectationPropagation(model, guide, optim) in the place of SVI, or a family such as SVGP."
             )
         model_trace, guide_trace = super().get_traces()
-        for name, site in all_sites(guide_trace):
+        site: Any
+        for site in guide_trace.nodes.values():
             if isinstance(without_event(site["fn"])[0], Site):
                 site["fn"] = _paired(site["fn"])
-                if self.training:
-                    _require_linear(name)
         return model_trace, guide_trace
 
 

@@ -17,7 +17,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .reading import SiteReading
 
-__all__ = ["LARGEST_JOINT", "Conditions", "Draw", "Look", "Met", "Priors", "Run", "Setup", "Train"]
+__all__ = ["LARGEST_JOINT", "Conditions", "Draw", "Look", "Met", "Priors", "Probe", "Run", "Setup", "Train"]
 
 LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be told of
 
@@ -150,7 +150,8 @@ class Setup(Run):
         if isinstance(site.module, SiteGP):  # of a family that is refused if a layer stands above
             line = process.x.sum(-1)
             spread = (line - line.mean()).abs().amax().clamp(min=torch.finfo(line.dtype).tiny)
-            return posterior.mean + posterior.stddev * (line - line.mean()) / spread
+            stddev = process.kernel.diag(process.x).sqrt()  # no site is read yet: this is the prior
+            return process.mean + stddev * (line - line.mean()) / spread
         # A smooth function for the layers above to place their inducing inputs on.
         w = posterior.coefficients.rsample(posterior.batch_shape)
         return process.mean + posterior.basis.function(process.x, w)
@@ -247,6 +248,14 @@ class Train(Run):
         if self.keep and reading is not None and not reading.direct:
             module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
         return posterior
+
+
+class Probe(Train):
+    """A run that is to show what sites depend on, latents at their medians: means alone, to fewer digits."""
+
+    def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
+        posterior = self.posteriors[site.name] = self._posterior(site, Site)
+        return site.process.mean + posterior.basis.function(site.process.x, posterior.coefficients.loc)
 
 
 class Look(Run):

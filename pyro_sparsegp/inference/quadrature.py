@@ -164,12 +164,12 @@ class TraceQuadrature_ELBO(ELBO):
         """
         if unwrapped in self._expectations:
             unwrapped.prepare(*args, **kwargs)
-            sites = [module.sites for module in unwrapped.site_modules().values()]
+            sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
             kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
             data, state = unwrapped.data, RandomState(unwrapped.like)
             with suppress(RuntimeError, ValueError):  # which may come of a factor that is none
                 with flags_kept() as flags:
-                    loss = self.differentiable_loss(model, guide, *args, **kwargs)
+                    loss = self._minus_bound(model, guide, args, kwargs)
                 failed = [flag.any().to(loss.dtype) for flag in flags]
                 read: list[float] = torch.stack([loss.detach(), *failed]).tolist()
                 if not any(read[1:]) and math.isfinite(read[0]):
@@ -253,6 +253,13 @@ class TraceQuadrature_ELBO(ELBO):
     def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Minus the bound as a scalar tensor."""
         unwrapped = poutine.unwrap(guide)
+        if isinstance(unwrapped, AutoSparseGP) and model == unwrapped.model:
+            unwrapped.prepare(*args, **kwargs)
+        return self._minus_bound(model, guide, args, kwargs)
+
+    def _minus_bound(self, model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """As :meth:`differentiable_loss`, of a guide that is prepared."""
+        unwrapped = poutine.unwrap(guide)
         if not isinstance(unwrapped, AutoSparseGP):
             raise ValueError(
                 f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a "
@@ -263,7 +270,6 @@ class TraceQuadrature_ELBO(ELBO):
                 "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap "
                 "the model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
             )
-        unwrapped.prepare(*args, **kwargs)
         bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / self.num_particles
 

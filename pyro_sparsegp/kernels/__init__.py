@@ -6,6 +6,7 @@ from .anova import Anova
 from .categorical import Categorical
 from .coregionalisation import Coregionalisation
 from .deep import DeepBasis
+from .derivative import Derivative
 from .features import FeatureKernel, Linear, Polynomial, RandomFourier, White
 from .patches import TICK, Convolutional, patch_grid, patches
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
@@ -19,6 +20,7 @@ __all__ = [
     "Convolutional",
     "Coregionalisation",
     "DeepBasis",
+    "Derivative",
     "FeatureKernel",
     "Kernel",
     "Linear",

@@ -71,35 +71,34 @@ class Marginals(TorchDistribution):
 
     @property
     def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        def compute() -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        found = self._cache.get("moments")
+        if found is None:
             known = self._cache.get("features")
-            return self.basis.marginals(self.process.kernel, self.process.x, self.coefficients, known)
-
-        return self._cached("moments", compute)
+            found = self.basis.marginals(self.process.kernel, self.process.x, self.coefficients, known)
+            self._cache["moments"] = found
+        return found
 
     @property
     def mean(self) -> Tensor:
         """μ + Φm, ``(..., N)``."""
-
-        def compute() -> Tensor:
-            mean = self.process.mean_at(self.process.x) + self._moments[0]
-            return mean.expand(self._batch_shape + self._event_shape)
-
-        return self._cached("mean", compute)
+        found = self._cache.get("mean")
+        if found is None:
+            found = self.process.mean_at(self.process.x) + self._moments[0]
+            found = self._cache["mean"] = found.expand(self._batch_shape + self._event_shape)
+        return found
 
     @property
     def variance(self) -> Tensor:
         """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
-
-        def compute() -> Tensor:
+        found = self._cache.get("variance")
+        if found is None:
             _, change, prior = self._moments
             if prior is None:
                 prior = self.process.kernel.diag(self.process.x)
             variance = prior + change
-            floor = variance_floor(prior).expand(variance.shape)
-            return variance.clamp(min=floor).expand(self._batch_shape + self._event_shape)
-
-        return self._cached("variance", compute)
+            variance = variance.clamp(min=variance_floor(prior).expand(variance.shape))
+            found = self._cache["variance"] = variance.expand(self._batch_shape + self._event_shape)
+        return found
 
     @property
     def stddev(self) -> Tensor:
@@ -173,7 +172,10 @@ class Marginals(TorchDistribution):
     @property
     def kl(self) -> Tensor:
         """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
-        return self._cached("kl", lambda: self.coefficients.kl().expand(self._batch_shape))
+        found = self._cache.get("kl")
+        if found is None:
+            found = self._cache["kl"] = self.coefficients.kl().expand(self._batch_shape)
+        return found
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Marginals:
         """Independent copies with the given batch shape."""
