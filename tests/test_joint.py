@@ -222,30 +222,30 @@ def test_other_likelihoods_against_importance_sampling(model, gain):
     # One posterior is nearer to the exact one than independent ones, much so for a product, whose factors trade off.
     x, y = _data()
     y = (y + 1) if model is product else y
-    guide = _trained(model, families.SVGP(**EXACT), x, y, steps=60, loss=TraceQuadrature_ELBO(12))
+    guide = _trained(model, families.SVGP(**EXACT), x, y, steps=40, loss=TraceQuadrature_ELBO(8))
     bound = _bound(guide, x, y, nodes=20)
-    independent = _best(AutoSparseGP(model, families.SVGP(**EXACT)), model, x, y, steps=60, nodes=12)
+    independent = _best(AutoSparseGP(model, families.SVGP(**EXACT)), model, x, y, steps=30, nodes=8)
     assert bound > independent + gain
     guide.eval()
     pyro.set_rng_seed(3)
     weights, sums = [], []
     with torch.no_grad():
-        for _ in range(800):
+        for _ in range(300):
             draw = guide(x, y)
             model_trace, guide_trace = guide.get_traces()
             weights.append(model_trace.log_prob_sum() - guide_trace.log_prob_sum())
             sums.append(draw["f"] * draw["g"])
     weights = torch.stack(weights)
     # The nodes of a row have the covariance of its values: quadrature is what joint draws are on average.
-    assert abs(weights.mean() - bound) < 4 * weights.std() / 800**0.5
-    evidence = weights.logsumexp(0) - torch.tensor(800.0).log()
+    assert abs(weights.mean() - bound) < 4 * weights.std() / 300**0.5
+    evidence = weights.logsumexp(0) - torch.tensor(300.0).log()
     assert bound < evidence
     if model is product:
         share = (weights - weights.logsumexp(0)).exp()
         known = (share[:, None] * torch.stack(sums)).sum(0)
         q = guide.posterior(x)
         mean = q["f"].mean * q["g"].mean + q["f"].covariance_with(q["g"]).diagonal()
-        torch.testing.assert_close(mean, known, rtol=0.0, atol=0.1)
+        torch.testing.assert_close(mean, known, rtol=0.0, atol=0.15)
 
 
 def hierarchical(x, y=None):
@@ -313,9 +313,9 @@ def test_a_level_beside_them():
 
     prior = 4.0 + KF(x[:, :1]) + KG(x[:, 1:]) + NOISE**2 * torch.eye(N)
     evidence = dist.MultivariateNormal(torch.zeros(N), prior).log_prob(y).item()
-    guide = _trained(model, families.SVGP(**EXACT), x, y, steps=160, lr=0.02, coupled=True)
+    guide = _trained(model, families.SVGP(**EXACT), x, y, steps=220, lr=0.02, coupled=True)
     bound = sum(_bound(guide, x, y) for _ in range(10)) / 10
-    assert bound == pytest.approx(evidence, abs=0.3)  # of independent ones 1.8 less
+    assert bound == pytest.approx(evidence, abs=0.4)  # of independent ones 1.8 less
 
 
 def test_several_outputs():
