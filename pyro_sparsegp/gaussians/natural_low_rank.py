@@ -96,7 +96,12 @@ class NaturalLowRank(StepsOnBackward):
             self.register_buffer(f"seat_{i}", like.new_zeros(0, 0))
 
     def _each(self, name: str) -> Blocks:
-        return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
+        # By the way round a Pyro module's attributes, which would take as long as the algebra of small blocks.
+        return [self._buffers[f"{name}_{i}"] for i in range(len(self.sizes))]  # type: ignore[misc]
+
+    def _keep(self, name: str, values: Sequence[Tensor]) -> None:
+        """Take values of the buffers' own dtype and shape."""
+        self._buffers.update((f"{name}_{i}", value) for i, value in enumerate(values))
 
     def _put_each(self, name: str, values: Sequence[Tensor]) -> None:
         for i, value in enumerate(values):
@@ -122,9 +127,10 @@ class NaturalLowRank(StepsOnBackward):
         return None if anchor is None else [None if part is None else softened(part, self.softness) for part in anchor]
 
     def _sit(self, seats: Optional[Seats]) -> None:
+        like = self.loc_0
         for i, seat in enumerate(seats or ()):
             if seat is not None:
-                setattr(self, f"seat_{i}", seat.detach().to(self.loc_0))
+                self._buffers[f"seat_{i}"] = seat.detach().to(like)
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Start at that mean, at the rate of the tenth step."""
@@ -238,11 +244,11 @@ class NaturalLowRank(StepsOnBackward):
             [torch.where(fine, a, b) for a, b in zip(new, old)]
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low_rank, here.low_rank))
         )
-        self._put_each("loc", self._groups.vectors(loc))
-        self._put_each("block", self._groups.unstack(blocks))
-        self._put_each("low_rank", self._groups.unstack(low_rank))
+        self._keep("loc", self._groups.vectors(loc))
+        self._keep("block", self._groups.unstack(blocks))
+        self._keep("low_rank", self._groups.unstack(low_rank))
         if self.base:
-            self._put_each("gain", self._groups.unstack([_positive(d - _eye(d)) for d in blocks]))
+            self._keep("gain", self._groups.unstack([_positive(d - _eye(d)) for d in blocks]))
         self._sit(base.seats)
 
     def _from(self, seats: Optional[Seats]) -> _Base:

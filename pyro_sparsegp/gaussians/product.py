@@ -230,8 +230,11 @@ class Product(Gaussian):
     """
 
     def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> None:
-        self.sizes, self.factors, self.groups = tuple(sizes), list(factors), [tuple(group) for group in groups]
-        self.batch_shape = broadcast_shapes(*[factor.loc.shape[:-1] for factor in self.factors])
+        self.sizes, self.factors, self.groups = tuple(sizes), list(factors), list(map(tuple, groups))
+        first, *others = self.factors or (None,)
+        self.batch_shape = torch.Size() if first is None else first.loc.shape[:-1]
+        for factor in others:
+            self.batch_shape = broadcast_shapes(self.batch_shape, factor.loc.shape[:-1])
 
     @property
     def loc(self) -> list[Tensor]:

@@ -100,6 +100,8 @@ class Heard:
         stays so.
         """
         alone = {key: row for key, row in self.rows.items() if "by_change" in row}
+        if not self.crosses:
+            return list(alone.values())
         turned = []
         for group in _connected([cross["keys"] for cross in self.crosses.values()]):
             own = [cross for cross in self.crosses.values() if cross["keys"][0] in group]
@@ -214,9 +216,9 @@ class StepsOnBackward(Coefficients):
             return
         with torch.inference_mode(False), torch.no_grad():
             rate = self.next_rate()
-            if any(heard.draws for heard in passes):
-                rate = min(rate, _BY_DRAWS)
-            weights = joined(*(heard.weight(self.batch_shape) for heard in passes))
+            for heard in passes:
+                rate = min(rate, _BY_DRAWS) if heard.draws else rate
+            weights = joined(*[heard.weight(self.batch_shape) for heard in passes])
             total = sum(weights[1:], weights[0])
             for heard, weight in zip(passes, weights):
                 self.step(heard, weight, total, rate, len(passes) > 1)

@@ -76,6 +76,8 @@ class Structure:
 
     def meets_by_rows(self, name: str) -> bool:
         """Whether the values of one row, of a GP site and of its company, are all that meets in a term."""
+        if not self.joint:
+            return True
         company = self.company(name)
         alone = len(company) == 1
         return alone or not (
