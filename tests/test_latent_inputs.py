@@ -124,7 +124,7 @@ def test_places_of_rows_in_mini_batches():
 
 
 def test_places_from_a_network():
-    t, y = data(60)
+    _, y = data(60)
     encoder = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
 
     def model(y, size=None):
