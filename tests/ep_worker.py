@@ -1,9 +1,4 @@
-"""One process of a distributed run of expectation propagation; see test_distributed.py.
-
-python tests/ep_worker.py RANK WORLD FILE MODE: a share of the data, and the end result to FILE.RANK.
-"""
-
-import sys
+"""A process's part in a distributed run of expectation propagation; see group_worker.py."""
 
 import pyro
 import pyro.distributions as dist
@@ -30,8 +25,19 @@ def classes(num=64):
     return x, y
 
 
-def run(x, y, mode, group=None, start=0.0):
+def share(rank, world, mode):
+    """A process's rows: of each half, where they come in two mini-batches."""
+    x, y = classes()
+    if mode == "batches":
+        own = torch.arange(len(x)).reshape(2, world, -1)[:, rank].reshape(-1)
+    else:
+        own = torch.arange(len(x)).reshape(world, -1)[rank]
+    return x[own], y[own]
+
+
+def run(data, mode, group=None, start=0.0):
     """Some steps, by all data or in two mini-batches; all that should agree."""
+    x, y = data
     torch.set_default_dtype(torch.float64)
     pyro.clear_param_store()
     z = torch.linspace(0, 4, 8)[:, None] + start
@@ -49,27 +55,11 @@ def run(x, y, mode, group=None, start=0.0):
     new = torch.linspace(0, 4, 5)[:, None]
     posterior = guide.posterior(new)["f"]
     return {
-        "losses": losses,
+        "losses": torch.tensor(losses),
         "mean": posterior.mean.detach(),
         "variance": posterior.variance.detach(),
         "inputs": guide.gps.f.basis.inputs[0].detach(),
         "length": pyro.param("length").detach(),
         "scale": guide.median(x, y)["scale"].detach(),
-        "status": ep.status,
+        "change": torch.tensor(ep.status["f"]["change"]),
     }
-
-
-if __name__ == "__main__":
-    rank, world, file, mode = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    x, y = classes()
-    if mode == "batches":  # rank r has a share of each half
-        halves = torch.arange(len(x)).reshape(2, world, -1)
-        share = halves[:, rank].reshape(-1)
-    else:
-        share = torch.arange(len(x)).reshape(world, -1)[rank]
-    # All start from the first process's parameters.
-    result = run(x[share], y[share], mode, torch.distributed.group.WORLD, start=0.3 * rank)
-    torch.save(result, f"{file}.{rank}")
-    torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
@@ -47,6 +48,16 @@ FAMILIES = {
     "ComputationAwareSparse": ComputationAware(12),
     "ComputationAwareCG": ComputationAware(12, "cg"),
 }
+
+DTYPES = (torch.float64, torch.float32)
+
+
+def in_one_dtype_each():
+    """Every family in one dtype; in the other when slow, as the contract has both."""
+    for i, (name, family) in enumerate(FAMILIES.items()):
+        for j, dtype in enumerate(DTYPES):
+            marks = [pytest.mark.slow] * ((i + j) % 2)
+            yield pytest.param(family, dtype, id=f"{name}-{str(dtype)[6:]}", marks=marks)
 
 
 def additive(scale, length):
@@ -165,7 +176,7 @@ def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
         max_eval=2 * iterations,
         history_size=50,
         tolerance_grad=1e-8,
-        tolerance_change=1e-12,
+        tolerance_change=1e-8,
         line_search_fn="strong_wolfe",
     )
 

@@ -1,9 +1,5 @@
-"""One process of distributed SVI; see test_distributed.py.
+"""A process's part in distributed SVI; see group_worker.py."""
 
-python tests/svi_worker.py RANK WORLD FILE MODES: a share of the rows, and each mode's end result to FILE.RANK.MODE.
-"""
-
-import sys
 from dataclasses import replace
 
 import pyro
@@ -72,13 +68,3 @@ def run(data, mode, group=None, start=0.0):
         "length": pyro.param("length").detach(),
         "scale": guide.locs.scale.detach(),
     }
-
-
-if __name__ == "__main__":
-    rank, world, file, modes = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    for mode in modes.split(","):
-        result = run(share(rank, world, mode), mode, torch.distributed.group.WORLD, start=0.3 * rank)
-        torch.save(result, f"{file}.{rank}.{mode}")
-    torch.distributed.destroy_process_group()

@@ -68,7 +68,7 @@ def _exact(x, group, y, kernel=_kernel):
     return gain @ y, joint - gain @ to_data @ joint, log_evidence
 
 
-def _train(model, family, data, steps=400, lr=0.02, loss=None, **kwargs):
+def _train(model, family, data, steps=300, lr=0.02, loss=None, **kwargs):
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, family, coupled=True, **kwargs)
@@ -113,12 +113,12 @@ def test_predictions_are_joint(trained):
     guide = trained()
     _, covariance, _ = _exact(x, group, y)
     pyro.set_rng_seed(1)
-    draws = predict(guide.model, guide, x, group, num_samples=1000, joint=False)
-    level = draws["f"] + draws["c"][..., None] + draws["g"].reshape(1000, GROUPS)[:, group]
+    draws = predict(guide.model, guide, x, group, num_samples=500, joint=False)
+    level = draws["f"] + draws["c"][..., None] + draws["g"].reshape(500, GROUPS)[:, group]
     to_level = torch.cat([_levels(group), torch.eye(N)], 1)
     sd = (to_level @ covariance @ to_level.T).diagonal().sqrt()
-    torch.testing.assert_close(level.std(0), sd, rtol=0.12, atol=0.0)
-    torch.testing.assert_close(draws["c"].std(), covariance[0, 0].sqrt(), rtol=0.1, atol=0.0)
+    torch.testing.assert_close(level.std(0), sd, rtol=4 / 1000**0.5, atol=0.0)
+    torch.testing.assert_close(draws["c"].std(), covariance[0, 0].sqrt(), rtol=4 / 1000**0.5, atol=0.0)
 
 
 def test_a_value_held_by_a_handler_is_conditioned_on(trained):
@@ -161,7 +161,8 @@ def _sum():
     ("family", "kernel"),
     [
         (families.OrthogonalInducing(8, 6, natural=True), _kernel),
-        (families.CoupledPrecision(10, rank=8, natural=True), _sum),
+        # What its low rank does with a shift is held against dense algebra below.
+        pytest.param(families.CoupledPrecision(10, rank=8, natural=True), _sum, marks=pytest.mark.slow),
         pytest.param(families.SVGP(14, natural=False), _kernel, marks=pytest.mark.slow),
         (families.SGPR(14), _kernel),
     ],
@@ -170,7 +171,7 @@ def _sum():
 def test_every_family_gains(family, kernel):
     data = _data()
     *_, log_evidence = _exact(*data, kernel)
-    steps = 300 if not isinstance(family, families.SVGP) else 900
+    steps = 200 if not isinstance(family, families.SVGP) else 900
     guide = _train(_model(kernel=kernel), family, data, steps=steps)
     loss = sum(TraceQuadrature_ELBO().loss(guide.model, guide, *data) for _ in range(10)) / 10
     assert -loss == pytest.approx(log_evidence.item(), abs=1.0)
@@ -275,7 +276,7 @@ def test_one_step_is_the_natural_gradient():
     torch.testing.assert_close(q.loc, target.mean)
 
 
-@pytest.mark.parametrize("unit", [1.0, 0.01])
+@pytest.mark.parametrize("unit", [pytest.param(1.0, marks=pytest.mark.slow), 0.01])  # the same faults
 def test_strong_data_and_any_unit(unit):
     # Far from the optimum the gradients are hundreds of q's deviations long.
     torch.manual_seed(0)

@@ -59,16 +59,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:Estimated shape parameter")
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_the_table_of_integrated_and_sampled_densities():
-    """SGPR with M = 8, 10, 12, 15 points for 200 rows: with the residual integrated, the elpd is near the exact GP's
+    """SGPR with M = 8, 10, 15 points for 200 rows: with the residual integrated, the elpd is near the exact GP's
     where it is hopeless at sampled f, and k-hat towards the exact model falls with M.
     """
     x, y = smooth_data()
     exact = float(exact_loo(x, y).sum())
     integrated, sampled, khats, naive_khats = [], [], [], []
-    for num in (8, 10, 12, 15):
+    for num in (8, 10, 15):
         guide = on_a_grid(num, x, y)
         tree = diagnostics.to_datatree(
-            guide.model, guide, x, y, num_samples=250, exact=True, include_f=True, posterior_predictive=False, seed=0
+            guide.model, guide, x, y, num_samples=120, exact=True, include_f=True, posterior_predictive=False, seed=0
         )
         integrated.append(diagnostics.loo(tree, target="none").elpd)
         terms = dist.Normal(torch.as_tensor(tree.posterior["f"].values[0]).double(), NOISE).log_prob(y)
@@ -89,7 +89,7 @@ def test_the_table_of_integrated_and_sampled_densities():
     assert khats == sorted(khats, reverse=True), khats
     assert khats[0] > 0.7 > khats[-1]
     assert naive_khats == sorted(naive_khats, reverse=True), naive_khats
-    assert all(a > b for a, b in zip(naive_khats[:3], khats[:3]))
+    assert all(a > b for a, b in zip(naive_khats[:2], khats[:2]))
 
 
 def test_the_exact_target_is_the_marginal_likelihood():
@@ -130,8 +130,8 @@ def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     source = as_source(model, guide, (x, y), {}, exact=True)
     draw = source.draw()
     h, root = draw.moments["f"][0], draw.posteriors["f"].residual_tril
-    f = h + (root @ torch.randn(6, 400_000)).mT
-    brute = torch.logsumexp(likelihood(f).log_prob(y).sum(-1), 0) - np.log(400_000)
+    f = h + (root @ torch.randn(6, 200_000)).mT
+    brute = torch.logsumexp(likelihood(f).log_prob(y).sum(-1), 0) - np.log(200_000)
     values = torch.stack([log_marginal(source.reader, {}, draw.posteriors, draw.moments) for _ in range(100)])
     assert values.std() < 0.6
     assert abs(torch.logsumexp(values, 0) - np.log(100) - brute) < 0.05
@@ -164,7 +164,7 @@ def test_weights_mend_hyperparameters():
     with torch.no_grad():  # off centre, but wide enough
         guide.locs.length_unconstrained.fill_(-2.05)
         guide.scales.length_unconstrained.fill_(1.2)
-    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=400, exact=True, seed=1)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=200, exact=True, seed=1)
     found = diagnostics.psis(tree, target="exact")
     assert found.khat < 0.7
     new = diagnostics.resample(tree, found, seed=0)
@@ -182,7 +182,7 @@ def test_weights_mend_hyperparameters():
     assert abs(draws.std() / sd - 1) < 0.25
     before = np.log(tree.posterior["length"].values)
     assert abs(before.std() - sd) > 3 * abs(draws.std() - sd)
-    assert new.posterior.sizes["draw"] == 400
+    assert new.posterior.sizes["draw"] == 200
     assert "sample_stats" not in new.children
     np.testing.assert_allclose(new.observed_data["y"], y)
 
@@ -237,7 +237,7 @@ def test_chains_are_weighted_together():
     x, y = smooth_data(60)
     model = gaussian(KERNEL, NOISE)
     guides = [on_a_grid(12, x, y, model) for _ in range(2)]
-    tree = diagnostics.to_datatree(model, guides, x, y, num_samples=200, exact=True)
+    tree = diagnostics.to_datatree(model, guides, x, y, num_samples=80, exact=True)
     found = diagnostics.psis(tree, target="exact")
     shares = np.exp(found.log_weights).sum("draw").values
     np.testing.assert_allclose(shares, 0.5, atol=0.05)
@@ -248,7 +248,7 @@ def test_loo_is_the_exact_processes():
     """With inducing points at all distinct places, LOO is the exact GP's, point by point."""
     x, y = smooth_data(60)
     guide = on_a_grid(16, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=2000)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=600)
     found = diagnostics.loo(tree)
     np.testing.assert_allclose(found.elpd_i.values, exact_loo(x, y), atol=0.5)
     assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.0
@@ -263,9 +263,9 @@ def test_comparison_is_one_call():
     wrong_guide = AutoSparseGP(wrong, SGPR(20))
     wrong_guide(x, y)
     trees = {
-        "right": diagnostics.to_datatree(model, on_a_grid(16, x, y, model), x, y, num_samples=150),
-        "few points": diagnostics.to_datatree(model, on_a_grid(5, x, y, model), x, y, num_samples=150),
-        "rough kernel": diagnostics.to_datatree(wrong, wrong_guide, x, y, num_samples=150),
+        "right": diagnostics.to_datatree(model, on_a_grid(16, x, y, model), x, y, num_samples=80),
+        "few points": diagnostics.to_datatree(model, on_a_grid(5, x, y, model), x, y, num_samples=80),
+        "rough kernel": diagnostics.to_datatree(wrong, wrong_guide, x, y, num_samples=80),
     }
     table = diagnostics.compare(trees)
     assert table.index[0] == "right"
@@ -274,22 +274,22 @@ def test_comparison_is_one_call():
 
 
 def test_loo_large_agrees_with_loo():
-    x, y = smooth_data(120)
+    x, y = smooth_data(100)
     model = gaussian(KERNEL, NOISE)
     guide = on_a_grid(14, x, y, model)
-    whole = diagnostics.loo(model, guide, x, y, num_samples=250)
-    part = diagnostics.loo_large(model, guide, x, y, observations=30, num_samples=250)
+    whole = diagnostics.loo(model, guide, x, y, num_samples=120)
+    part = diagnostics.loo_large(model, guide, x, y, observations=30, num_samples=120)
     assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se + 1.0
     assert part.subsample_size == 30
-    assert part.n_data_points == 120
-    everything = diagnostics.loo_large(model, guide, x, y, observations=120, num_samples=250)
+    assert part.n_data_points == 100
+    everything = diagnostics.loo_large(model, guide, x, y, observations=100, num_samples=120)
     assert abs(everything.elpd - whole.elpd) < 1.5
-    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, num_samples=250)
+    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, num_samples=120)
     table = diagnostics.compare({"many": part, "few": few})
     assert table.index[0] == "many"
     assert "subsampling_dse" in table.columns
-    with pytest.raises(ValueError, match="observations must be between 1 and 120"):
-        diagnostics.loo_large(model, guide, x, y, observations=121, num_samples=30)
+    with pytest.raises(ValueError, match="observations must be between 1 and 100"):
+        diagnostics.loo_large(model, guide, x, y, observations=101, num_samples=30)
     with pytest.raises(ValueError, match="at least 25, got 2"):
         diagnostics.loo_large(model, guide, x, y, num_samples=2)
     with pytest.raises(ValueError, match="loo_large's target"):
@@ -388,13 +388,13 @@ def test_scores_of_a_gaussian_likelihood_are_closed_form():
 def test_scores_of_mixtures_agree_with_draws(monkeypatch):
     from pyro_sparsegp.diagnostics.trust import scorers, scores
 
-    x, y = data(num=50)
-    guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
+    x, y = data(num=30)
+    guide = AutoSparseGP(regression, SVGP(6), init_scale=0.3)
     train(regression, guide, x, y, steps=20, lr=0.05)
-    new, seen = data(num=30, seed=4)
-    closed = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=200)
+    new, seen = data(num=15, seed=4)
+    closed = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=120)
     monkeypatch.setattr(scores, "scorer_for", lambda source, draw, site, _: scorers.Draws(source, seen, site))
-    drawn = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=600)
+    drawn = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=300)
     assert (closed.method, drawn.method) == ("gaussian", "draws")
     for name, tolerance in (("crps", 0.05), ("pit", 0.1), ("log_score", 0.15)):
         np.testing.assert_allclose(closed.pointwise[name], drawn.pointwise[name], atol=tolerance)
@@ -407,9 +407,9 @@ def test_scores_of_mixtures_agree_with_draws(monkeypatch):
 def test_scores_of_other_likelihoods(model, method):
     x, y = data(model, num=50)
     guide = AutoSparseGP(model, SVGP(10))
-    train(model, guide, x, y, steps=40, lr=0.05)
+    train(model, guide, x, y, steps=20, lr=0.1)
     new, seen = data(model, num=150, seed=7)
-    found = diagnostics.predictive_scores(model, guide, new, seen, num_samples=30)
+    found = diagnostics.predictive_scores(model, guide, new, seen, num_samples=15)
     assert found.method == method
     assert np.isfinite(found.pointwise["log_score"]).all()
     assert (found.pointwise["crps"] >= -1e-9).all()
@@ -475,7 +475,7 @@ def test_a_confident_guide_is_found_out():
     """Hyperparameters' posterior with a tenth of its spread: k-hat of the weights and coverage both say so."""
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SGPR(12))
-    train(regression, guide, x, y, steps=120, lr=0.06)
+    train(regression, guide, x, y, steps=60, lr=0.1)
     good = diagnostics.psis(regression, guide, x, y, num_samples=100, target="fitc", seed=0)
     with torch.no_grad():
         for name in ("noise", "scale", "length"):
@@ -484,7 +484,7 @@ def test_a_confident_guide_is_found_out():
     bad = diagnostics.psis(regression, guide, x, y, num_samples=100, target="fitc", seed=0)
     assert bad.khat > 0.7
     assert bad.khat > good.khat
-    new, seen = data(num=300, seed=9)
+    new, seen = data(num=200, seed=9)
     assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=20).coverage(0.95) < 0.85
 
 

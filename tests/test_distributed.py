@@ -3,20 +3,25 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from . import ep_worker, svi_worker
+from . import ep_worker, group_worker
+
+EP = ("matched", "exact", "batches")
+SVI = ("batches", "whole", "loop", "low rank", "gradients")
+JOBS = [*(f"ep-{mode}" for mode in EP), *(f"svi-{mode}" for mode in SVI)]
 
 
-def work(worker, world, mode, file):
+def work(world, jobs, file):
     """Run the processes to their ends."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     workers = [
         subprocess.Popen(
-            [sys.executable, worker.__file__, str(rank), str(world), str(file), mode],
-            env=environment,
+            [sys.executable, "-m", "tests.group_worker", str(rank), str(world), str(file), ",".join(jobs)],
+            cwd=Path(__file__).parents[1],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -25,19 +30,31 @@ def work(worker, world, mode, file):
     ]
     outputs = [worker.communicate(timeout=300)[0] for worker in workers]
     assert all(worker.returncode == 0 for worker in workers), outputs
+    return file
 
 
-@pytest.mark.parametrize(("world", "mode"), [(2, "matched"), (2, "exact"), (2, "batches"), (4, "matched")])
-def test_expectation_propagation(world, mode, tmp_path):
-    file = tmp_path / "meeting"
-    work(ep_worker, world, mode, file)
-    expected = ep_worker.run(*ep_worker.classes(), mode)
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    """What two processes have found, of all jobs in one go."""
+    return work(2, JOBS, tmp_path_factory.mktemp("two") / "meeting")
+
+
+def require_as_one_process(file, world, job):
+    expected = group_worker.run(job)
     for rank in range(world):
-        found = torch.load(f"{file}.{rank}")
-        torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(expected["losses"]), atol=1e-8, rtol=0)
-        for key in ("mean", "variance", "inputs", "length", "scale"):
-            torch.testing.assert_close(found[key], expected[key], atol=1e-8, rtol=0)
-        assert found["status"]["f"]["change"] == pytest.approx(expected["status"]["f"]["change"], abs=1e-8)
+        for key, found in torch.load(f"{file}.{rank}.{job}").items():
+            if found.numel():
+                torch.testing.assert_close(found, expected[key], atol=1e-8, rtol=0, msg=key)
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_two_processes_are_one(of_two, job):
+    require_as_one_process(of_two, 2, job)
+
+
+@pytest.mark.slow  # two processes see what is not shared
+def test_four_processes_are_one(tmp_path):
+    require_as_one_process(work(4, ["ep-matched"], tmp_path / "meeting"), 4, "ep-matched")
 
 
 def test_a_group_needs_torch_distributed():
@@ -49,17 +66,6 @@ def test_a_group_needs_torch_distributed():
     guide = AutoSparseGP(ep_worker.model, SparseEP(4))
     with pytest.raises(ValueError, match="torchrun"):
         ExpectationPropagation(ep_worker.model, guide, pyro.optim.Adam({"lr": 0.1}), group="world")
-
-
-def test_svi(tmp_path):
-    file, modes = tmp_path / "meeting", ("batches", "whole", "loop", "low rank", "gradients")
-    work(svi_worker, 2, ",".join(modes), file)
-    for mode in modes:
-        expected = svi_worker.run(svi_worker.share(0, 1, mode), mode)
-        for rank in range(2):
-            for key, found in torch.load(f"{file}.{rank}.{mode}").items():
-                if found.numel():
-                    torch.testing.assert_close(found, expected[key], atol=1e-8, rtol=0, msg=f"{mode}: {key}")
 
 
 def test_a_joined_batch_of_one_process_is_its_own():

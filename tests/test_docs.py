@@ -13,7 +13,6 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-SLOW: set[str] = set()  # pages that take over ten seconds
 
 
 def blocks(page):
@@ -23,22 +22,32 @@ def blocks(page):
         yield "\n" * text[: found.start(1)].count("\n") + found[1]
 
 
+def short(program):
+    """The program with a tenth of its steps and a quarter of its draws, of which psis wants 25; on the same lines."""
+    program = re.sub(r"(\brange\(|steps=)(\d+)\b", lambda m: f"{m[1]}{max(2, int(m[2]) // 10)}", program)
+    return re.sub(r"\b(num_samples=)(100)\b", r"\g<1>25", program)
+
+
+IN_FULL = pytest.mark.parametrize("run", [short, pytest.param(str, id="in full", marks=pytest.mark.slow)])
+
+
 def pages():
-    for page in sorted((ROOT / "docs" / "how-to").glob("*.md")):
-        if any(blocks(page)):
-            yield pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+    found = [ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
+    return [pytest.param(page, id=page.stem) for page in found if any(blocks(page))]
 
 
+@IN_FULL
 @pytest.mark.parametrize("page", pages())
-def test_how_to(page, tmp_path, monkeypatch):
+def test_how_to(page, run, tmp_path, monkeypatch):
     torch.set_default_dtype(torch.float32)  # as a reader's session starts
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": page.stem}
     for block in blocks(page):
-        exec(compile(block, str(page), "exec"), namespace)
+        exec(compile(run(block), str(page), "exec"), namespace)
     pyro.clear_param_store()
 
 
+@pytest.mark.slow  # a session of its own; in short it is run as the pages are
 def test_readme(tmp_path):
     program = next(blocks(ROOT / "README.md"))
     ran = subprocess.run(

@@ -94,14 +94,15 @@ def simulate(likelihood):
 
 @pytest.mark.parametrize(
     "likelihood",
-    [gaussian, bernoulli, negative_binomial, *(pytest.param(one, marks=pytest.mark.slow) for one in (poisson, gamma))],
+    # The others differ in a line of the user's: other tests hold each of these likelihoods' bounds.
+    [negative_binomial, *(pytest.param(f, marks=pytest.mark.slow) for f in (gaussian, bernoulli, poisson, gamma))],
 )
 def test_gam(likelihood):
     x, group, exposure, effect, y = simulate(likelihood)
     model = gam(likelihood)
     guide = AutoSparseGP(model, CoupledPrecision([8, 12], init="grid"))
-    losses = train(model, guide, x, group, exposure, y, steps=200, lr=0.05)
-    assert sum(losses[-20:]) < sum(losses[:20])
+    losses = train(model, guide, x, group, exposure, y, steps=80, lr=0.1)
+    assert sum(losses[-10:]) < sum(losses[:10])
     noisy = likelihood in (bernoulli,)  # the one with the least information
     with torch.no_grad():
         parts = guide.posterior(x, group, exposure)["f"].components
@@ -119,7 +120,7 @@ def test_gam(likelihood):
             assert 0.6 * value < pyro.param(name).item() < 1.6 * value
     if likelihood in COUNTS:  # twice the exposure, twice the counts
         one, two = (
-            predict(model, guide, x[:20], group[:20], k * torch.ones(20), num_samples=100)["y"].mean()
+            predict(model, guide, x[:20], group[:20], k * torch.ones(20), num_samples=60)["y"].mean()
             for k in (4.0, 8.0)
         )
         assert 1.8 < two / one < 2.2
@@ -142,7 +143,7 @@ def test_offsets_and_random_effects_as_kernels():
             return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
 
     guide = AutoSparseGP(model, CoupledPrecision(10))
-    train(model, guide, x, y, steps=120, lr=0.1)
+    train(model, guide, x, y, steps=30, lr=0.1)
     part = guide.posterior(x)["f"].components["group"]
     counts = torch.bincount(group)
     at = torch.zeros(GROUPS + 1, 5)

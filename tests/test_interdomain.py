@@ -154,7 +154,7 @@ def test_each_guide_trains_a_copy_and_its_state_comes_back(data):
     pyro.clear_param_store()
     guide = AutoSparseGP(model, family)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
-    losses = [svi.step(x, y) for _ in range(50)]
+    losses = [svi.step(x, y) for _ in range(10)]
     assert losses[-1] < losses[0]
     moved = guide.gps.f.basis.variables_0
     assert not torch.equal(moved.a, given.a)
@@ -175,9 +175,9 @@ def test_paths_and_expectation_propagation_take_functionals(data):
     TraceQuadrature_ELBO(2).loss_and_grads(model, guide, x, y)
     q = guide.posterior(x)["f"]
     torch.manual_seed(1)
-    drawn = q.paths(4000)(x)
-    assert torch.allclose(drawn.mean(0), q.mean, atol=0.05)
-    assert torch.allclose(drawn.std(0), q.stddev, atol=0.05)
+    drawn = q.paths(500)(x)
+    assert ((drawn.mean(0) - q.mean).abs() < 5 * q.stddev / 500**0.5).all()
+    assert torch.allclose(drawn.std(0), q.stddev, rtol=5 / 1000**0.5)
     pyro.clear_param_store()
     guide = AutoSparseGP(model, SparseEP(Averages(points(8), points(8, 0.05, 1.9))))
     ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.01})).step(x, y)
@@ -232,7 +232,7 @@ def test_fourier_coefficients_under_any_family(data, dtype):
         pyro.clear_param_store()
         guide = AutoSparseGP(additive, family)
         svi = SVI(additive, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
-        losses = [svi.step(x, y) for _ in range(30)]
+        losses = [svi.step(x, y) for _ in range(10)]
         assert losses[-1] < losses[0]
         assert guide.posterior(x)["f"].components[0].mean.dtype == dtype
 

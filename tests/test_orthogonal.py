@@ -134,9 +134,9 @@ def test_posterior_of_the_tighter_bound_is_the_dense_one(line):
     assert torch.allclose(q.variance, covariance.diagonal(), atol=1e-6)
     drawn = q.rsample((20000,))
     assert torch.allclose(torch.cov(drawn.T), covariance, atol=0.05)
-    functions = q.paths(4000)(new)
-    assert torch.allclose(functions.var(0), covariance.diagonal(), atol=0.12)
-    assert torch.allclose(functions.mean(0), q.mean, atol=0.08)
+    functions = q.paths(800)(new)
+    assert torch.allclose(functions.var(0), covariance.diagonal(), rtol=5 * (2 / 800) ** 0.5)
+    assert ((functions.mean(0) - q.mean).abs() < 5 * q.stddev / 800**0.5).all()
     # The expectation of log dq/dp over draws is the divergence.
     check_divergence(q)
 
@@ -278,7 +278,7 @@ def test_decoupled_mean_and_divergence_from_coefficients(line, whiten):
     assert torch.allclose(variance, q.variance)
     drawn = q.rsample((4000,))
     assert torch.allclose(drawn.mean(0), q.mean, atol=0.1)
-    assert torch.allclose(q.paths(2000)(x).mean(0), q.mean, atol=0.1)
+    assert ((q.paths(500)(x).mean(0) - q.mean).abs() < 5 * q.stddev / 500**0.5).all()
     check_divergence(q)
     assert torch.allclose(sum(part.mean for part in q.components), q.mean, atol=1e-9)
 
@@ -287,7 +287,7 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
     x, y = line
     exact, sampled = decoupled(line, 5), decoupled(line, 2)
     gradients = []
-    for guide, repeats in ((exact, 1), (sampled, 500)):
+    for guide, repeats in ((exact, 1), (sampled, 250)):
         losses, total = [], 0
         for _ in range(repeats):
             loss = EXACT.differentiable_loss(MODEL, guide, x, y)
@@ -296,7 +296,7 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
             total = total + gradient / repeats
         gradients.append((torch.tensor(losses), total))
     (value, gradient), (values, mean) = gradients
-    assert float(values.mean()) == pytest.approx(float(value), abs=4 * float(values.std()) / 500**0.5)
+    assert float(values.mean()) == pytest.approx(float(value), abs=4 * float(values.std()) / 250**0.5)
     assert values.std() > 1e-3
     assert torch.allclose(mean, gradient, atol=0.15 * float(gradient.abs().max()))
 
@@ -331,8 +331,8 @@ def test_decoupled_means_learn_and_come_back(line):
     pyro.clear_param_store()
     family = OrthogonallyDecoupled(Z, 30, num_columns=8)
     guide = AutoSparseGP(MODEL, family)
-    train(MODEL, guide, x, y, steps=400, lr=0.1)
-    few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=300)[1]
+    train(MODEL, guide, x, y, steps=120, lr=0.1)
+    few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=60)[1]
     with torch.no_grad():
         assert -EXACT.loss(MODEL, guide, x, y) > few + 5
     again = AutoSparseGP(MODEL, family)
@@ -356,7 +356,7 @@ def test_other_likelihoods_and_several_outputs(family):
     x, y = data(bernoulli)
     pyro.clear_param_store()
     guide = AutoSparseGP(bernoulli, family)
-    losses = train(bernoulli, guide, x, y, steps=20, lr=0.08)
+    losses = train(bernoulli, guide, x, y, steps=12, lr=0.12)
     assert losses[-1] < losses[0] - 3
     below = AutoSparseGP(bernoulli, SGPR(guide.gps.f.basis.inputs[0].detach()))
     assert train(bernoulli, below, x, y, steps=1)[0] < 1e6
@@ -372,7 +372,7 @@ def test_other_likelihoods_and_several_outputs(family):
     guide = AutoSparseGP(outputs, family)
     svi = SVI(outputs, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(5))
     target = torch.stack([y, -y], -1)
-    losses = [svi.step(x, target) for _ in range(20)]
+    losses = [svi.step(x, target) for _ in range(6)]
     assert losses[-1] < losses[0]
     assert guide.posterior(x)["f"].mean.shape == (2, len(x))
 

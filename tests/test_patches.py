@@ -21,9 +21,12 @@ from pyro_sparsegp import (
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import (
     SVGP,
+    AdditiveFreeSites,
     CollapsedOrthogonal,
     ComputationAware,
     CoupledPrecision,
+    FreeFormFamily,
+    FreeSites,
     OrthogonalInducing,
     SparseEP,
 )
@@ -31,7 +34,7 @@ from pyro_sparsegp.numerics import chunks as blocks
 from pyro_sparsegp.posterior.drawing import GroupedSite
 from pyro_sparsegp.posterior.paths import _Sequential
 
-from .models import FAMILIES, one_function, train
+from .models import FAMILIES, in_one_dtype_each, one_function, train
 
 SHAPE, PATCH = (2, 6, 5), (3, 2)
 
@@ -190,7 +193,7 @@ def test_gradients(kind, monkeypatch):
         return k(x), k(x, z), k.diag(x), k.from_source(x, some)
 
     inputs = (x, z, some, length, weights)
-    assert torch.autograd.gradcheck(everything, inputs)
+    assert torch.autograd.gradcheck(everything, inputs, fast_mode=True)
     whole = everything(*inputs)
     loss = sum(part.square().sum() for part in whole)
     gradients = torch.autograd.grad(loss, inputs)
@@ -304,13 +307,14 @@ def one_layer(x, y=None, size=None, kernel=None):
         return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), in_one_dtype_each())
 def test_families(family, dtype):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
-    x, y = bars(40, dtype=dtype)
+    x, y = bars(30, dtype=dtype)
     guide = AutoSparseGP(one_layer, family)
-    losses = train(one_layer, guide, x, y, steps=40, lr=0.05)
+    by_steps = FreeFormFamily | FreeSites | AdditiveFreeSites  # the others have only hyperparameters to learn
+    steps, lr = (40, 0.07) if isinstance(family, by_steps) else (15, 0.05)
+    losses = train(one_layer, guide, x, y, steps=steps, lr=lr)
     assert torch.tensor(losses).isfinite().all()
     assert sum(losses[-5:]) < sum(losses[:5])
     assert all(p.dtype == dtype for p in guide.parameters())
@@ -318,6 +322,8 @@ def test_families(family, dtype):
     q = guide.posterior(new)["f"]
     assert q.covariance_matrix.shape == (30, 30)
     assert_close(q.covariance_matrix.diagonal(), q.variance, rtol=1e-3, atol=1e-3)
+    if isinstance(family, ComputationAware):
+        assert (q.mathematical_variance <= q.variance + 1e-6).all()
     slow = ("CoupledPrecisionIdentity", "OrthogonalUnwhitened", "DecoupledColumns")  # coordinates that learn slowly
     if family not in [FAMILIES[name] for name in slow]:
         assert ((q.mean > 0) == truth).float().mean() > 0.6
@@ -329,9 +335,8 @@ def test_families(family, dtype):
 
 
 def test_inducing_inputs_may_be_patches_images_or_both():
-    x, y = bars(40)
+    x, y = bars(20)
     patches = kernels.patches(x, (SIDE, SIDE), (3, 3))[:7, 3]
-    losses = {}
     for name, family in {
         "counts": OrthogonalInducing(6, 5),
         "kmeans": OrthogonalInducing(6, 5, init="kmeans"),
@@ -344,14 +349,14 @@ def test_inducing_inputs_may_be_patches_images_or_both():
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         guide = AutoSparseGP(one_layer, family)
-        losses[name] = train(one_layer, guide, x, y, steps=30, lr=0.05)[-1]
+        losses = train(one_layer, guide, x, y, steps=8, lr=0.1)
+        assert losses[-1] < losses[0]
         widths = [z.shape[-1] for z in guide.gps.f.basis.inputs]
         wanted = {"images": [36, 36], "mixture": [9, 36], "other mixture": [36, 9], "in one": [36]}
         assert widths == wanted.get(name, [9, 9])
         again = AutoSparseGP(one_layer, family)
         again.load_state_dict(guide.state_dict())
         assert torch.equal(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
-    assert all(loss < 40 for loss in losses.values())
 
 
 def test_the_mixture_is_the_posterior_given_both(monkeypatch):
@@ -432,7 +437,7 @@ def test_prior_predictive_and_nuts():
 
     y = 2 * y - 1
     whitened = poutine.reparam(model, config=Whitening())
-    mcmc = MCMC(NUTS(whitened), num_samples=80, warmup_steps=40, disable_progbar=True)
+    mcmc = MCMC(NUTS(whitened, max_tree_depth=3), num_samples=80, warmup_steps=20, disable_progbar=True)
     mcmc.run(x, y)
     new = bars(3, 3)[0]
     drawn = predict(model, mcmc, new)["f"]
@@ -464,21 +469,13 @@ def test_outputs_share_the_patches():
     guide = AutoSparseGP(model, OrthogonalInducing(12, 8))
     guide(x, y)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
-    for step in range(60):
+    for step in range(15):
         rows = torch.arange(90).roll(-30 * step)[:30]
         svi.step(x[rows], y[rows], size=90)
     new, truth = classes(60, 1)
     f = guide.posterior(new)["f"].mean
     assert f.shape == (3, 60)
     assert (f.argmax(0) == truth).double().mean() > 0.7
-
-
-def test_projections_of_the_data():
-    x, y = bars(30)
-    guide = AutoSparseGP(one_layer, ComputationAware(10, "cg"))
-    train(one_layer, guide, x, y, steps=10, lr=0.05)
-    q = guide.posterior(bars(5, 2)[0])["f"]
-    assert (q.mathematical_variance <= q.variance + 1e-6).all()
 
 
 # Deep models.
@@ -522,8 +519,8 @@ def test_two_layers_train_from_scratch(independent, dtype):
     guide = AutoSparseGP(two_layers, starts(x), independent_draws=independent)
     guide(x[:20], y[:20])
     assert guide.structure.groups == {"g": (16, "f")}
-    svi = SVI(two_layers, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO())
-    for _ in range(100):
+    svi = SVI(two_layers, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
+    for _ in range(60):
         rows = torch.randperm(120)[:40]
         loss = svi.step(x[rows], y[rows], size=120)
     assert loss < 350
@@ -565,7 +562,7 @@ def test_three_layers_are_drawn_image_by_image():
     assert guide.structure.groups == {"g1": (25, "f"), "g2": (16, "f")}
     losses = []
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
-    for _ in range(60):
+    for _ in range(30):
         rows = torch.randperm(80)[:20]
         losses.append(svi.step(x[rows], y[rows], size=80))
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
@@ -585,7 +582,7 @@ def test_draws_of_groups_have_the_covariance_within_them(lengths):
 
     x, y = torch.rand(12, 1), torch.randn(4)
     guide = AutoSparseGP(model, {"g": OrthogonalInducing(3, 2), "f": SVGP(4)})
-    train(model, guide, x, y, steps=20)
+    train(model, guide, x, y, steps=5)
     assert guide.structure.groups == {"g": (3, "f")}
     drawn = guide.posteriors_so_far
     assert drawn == {}

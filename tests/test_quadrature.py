@@ -35,20 +35,20 @@ from .models import (
 RBF = kernels.RBF(0.5)
 
 
-def fitted(model, *args, family=None, steps=40):
+def fitted(model, *args, family=None, steps=10):
     guide = AutoSparseGP(model, family or SVGP(8))
     train(model, guide, *args, steps=steps, lr=0.05)
     return guide
 
 
 @pytest.mark.parametrize(
-    "model", [*(pytest.param(m, marks=pytest.mark.slow) for m in (regression, bernoulli)), poisson, heteroscedastic]
+    "model", [*(pytest.param(m, marks=pytest.mark.slow) for m in (regression, bernoulli, poisson)), heteroscedastic]
 )
 def test_three_elbos_agree(model):
     x, y = data(model, 20)
-    guide = fitted(model, x, y, family=CoupledPrecision(4), steps=20)
+    guide = fitted(model, x, y, family=CoupledPrecision(4), steps=5)
     means = [
-        estimate(loss, model, guide, x, y, num=25)
+        estimate(loss, model, guide, x, y, num=15)
         for loss in (Trace_ELBO(), TraceMeanField_ELBO(), TraceQuadrature_ELBO())
     ]
     reference = means.pop()
@@ -68,7 +68,7 @@ def test_three_elbos_agree_in_gradient():
 
     exact = gradient(TraceQuadrature_ELBO(), 1)
     for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
-        torch.testing.assert_close(gradient(loss, 250), exact, atol=0.2 * exact.abs().max().item(), rtol=0.1)
+        torch.testing.assert_close(gradient(loss, 200), exact, atol=0.2 * exact.abs().max().item(), rtol=0.1)
 
 
 def gaussian_logits(kernel):
@@ -162,8 +162,8 @@ def test_deep_gp_draws_the_inner_layer():
     guide = fitted(model, x, y)
     assert guide.structure.inner == ["inner"]
     assert quadrature_axes(guide.structure) == {"f": (0,)}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=100)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=100)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=40)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=40)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
     assert integrated[1] < drawn[1]
     assert guide(x[:4])["y"].shape == (4,)
@@ -181,7 +181,7 @@ def test_vector_valued_softmax_and_separate_outputs():
 
     guide = fitted(softmax, x, label)
     assert quadrature_axes(guide.structure) == {"f": (0, 1)}
-    sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=200)
+    sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=60)
     assert abs(TraceQuadrature_ELBO(15).loss(softmax, guide, x, label) - sampled[0]) < 5 * sampled[1]
 
     def separate(x, y=None):
@@ -212,7 +212,7 @@ def test_coupled_likelihood_is_drawn_jointly():
     fit = dist.Normal(a @ q.mean, 0.7).log_prob(y).sum()
     exact = fit - (a @ q.covariance_matrix @ a.mT).trace() / (2 * 0.7**2) - q.kl
     for loss in (TraceQuadrature_ELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
-        mean, error = estimate(loss, model, guide, x, y, num=200)
+        mean, error = estimate(loss, model, guide, x, y, num=70)
         assert abs(-mean - exact) < 5 * error
 
 
@@ -230,8 +230,8 @@ def test_groups_other_plates_and_local_latents():
 
     guide = fitted(model, x, y[group])
     assert guide.structure.dependence == {"f": "elementwise"}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=100)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=100)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=40)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=40)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
 
 
@@ -326,10 +326,10 @@ def test_deterministic_without_other_latents_and_keeps_no_graph():
 def test_other_latents_are_one_draw_a_particle():
     x, y = data(num=20)
     guide = fitted(regression, x, y)
-    many = estimate(TraceQuadrature_ELBO(2, num_particles=20), regression, guide, x, y, num=20)
-    one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=150)
+    many = estimate(TraceQuadrature_ELBO(2, num_particles=10), regression, guide, x, y, num=20)
+    one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=60)
     assert abs(many[0] - one[0]) < 5 * (many[1] ** 2 + one[1] ** 2) ** 0.5
-    assert many[1] * 20**0.5 < 0.5 * one[1] * 150**0.5
+    assert many[1] * 20**0.5 < 0.5 * one[1] * 60**0.5
 
 
 def test_nan_observations_raise_and_spare_the_parameters():
@@ -529,7 +529,7 @@ class TestImportanceWeights:
 
     def test_renyi_needs_eval(self):
         model, guide, x, y, evidence = self.fit()
-        renyi = RenyiELBO(alpha=0, num_particles=200)
+        renyi = RenyiELBO(alpha=0, num_particles=60)
         with pytest.raises(ValueError, match=r"RenyiELBO weighs draws.*GP site 'f'.*guide.eval\(\)"):
             renyi.loss(model, guide, x, y)
         guide.eval()
@@ -539,11 +539,11 @@ class TestImportanceWeights:
         _, guide, x, y, evidence = self.fit()
         guide.eval()
         weights = []
-        for _ in range(200):
+        for _ in range(60):
             guide(x, y)
             model_trace, guide_trace = guide.get_traces()
             weights.append(model_trace.log_prob_sum() - guide_trace.log_prob_sum())
-        estimate = torch.stack(weights).logsumexp(0).item() - math.log(200)
+        estimate = torch.stack(weights).logsumexp(0).item() - math.log(60)
         assert estimate == pytest.approx(evidence, abs=0.25)
 
     @pytest.mark.parametrize("training", [True, False])

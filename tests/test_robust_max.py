@@ -59,27 +59,26 @@ class PoissonOfLog(dist.Poisson):
 
 
 class TestRobustMax:
-    @pytest.mark.parametrize("num_classes", range(2, 11))
-    def test_expectations_by_monte_carlo(self, num_classes):
+    @pytest.mark.parametrize("num_classes", [2, 3, 4, 6, 10])
+    def test_expectations_by_a_fine_grid(self, num_classes):
         generator = torch.Generator().manual_seed(num_classes)
         mean = torch.randn(4, num_classes, generator=generator)
         variance = 0.2 + torch.rand(4, num_classes, generator=generator)
         y = torch.randint(num_classes, (4,), generator=generator)
-        num = 1_000_000
-        wins = torch.zeros(4, num_classes)
-        for _ in range(10):
-            f = mean + variance.sqrt() * torch.randn(num // 10, 4, num_classes, generator=generator)
-            wins += torch.nn.functional.one_hot(f.argmax(-1), num_classes).sum(0)
-        share = wins / num
-        error = 5 * (share * (1 - share) / num).sqrt() + 2e-6
+        t = torch.linspace(-9, 9, 4001)[:, None, None, None]
+        sd = variance.sqrt()
+        below = torch.special.ndtr((mean[:, :, None] + sd[:, :, None] * t - mean[:, None]) / sd[:, None])
+        below.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        density = torch.exp(-t[..., 0].square() / 2) * (18 / 4000) / math.sqrt(2 * math.pi)
+        share, error = (below.prod(-1) * density).sum(0), 5e-6
         q = RobustMax(mean, 0.02)
         expected = q.expected_probs(variance)
         assert ((expected - 0.98 * share - 0.02 / (num_classes - 1) * (1 - share)).abs() <= error).all()
         torch.testing.assert_close(expected.sum(-1), torch.ones(4), atol=1e-6, rtol=0)
         hit, miss = math.log(0.98), math.log(0.02 / (num_classes - 1))
-        own, slack = (part.gather(-1, y[:, None])[:, 0] for part in (share, error))
+        own = share.gather(-1, y[:, None])[:, 0]
         log_prob = q.expected_log_prob(y, variance)
-        assert ((log_prob - own * hit - (1 - own) * miss).abs() <= slack * (hit - miss)).all()
+        assert ((log_prob - own * hit - (1 - own) * miss).abs() <= error * (hit - miss)).all()
 
     def test_gradients_by_finite_differences(self):
         mean = torch.randn(3, 4).requires_grad_()
@@ -174,7 +173,7 @@ class TestBound:
         torch.testing.assert_close(-torch.tensor(losses[0]), by_hand(guide, x, y))
         drawn = [Trace_ELBO, lambda: TraceQuadrature_ELBO(num_nodes=3)]
         with torch.no_grad():
-            mean, error = estimate(drawn[0](), model, guide, x, y, num=600)
+            mean, error = estimate(drawn[0](), model, guide, x, y, num=150)
         assert abs(mean - losses[0]) < 5 * error
         assert TraceQuadrature_ELBO(3).loss(model, guide, x, y) == pytest.approx(losses[0])
 
@@ -267,7 +266,7 @@ class TestBound:
                 pyro.sample("y", RobustMax(f.mT, 1e-2), obs=labels)
 
         guide = guide_for(subsampled, x, y)
-        mean, error = estimate(TraceQuadrature_ELBO(), subsampled, guide, x, y, num=300)
+        mean, error = estimate(TraceQuadrature_ELBO(), subsampled, guide, x, y, num=80)
         posterior = AutoSparseGP(model, SVGP(8))
         posterior.load_state_dict(guide.state_dict() | {"_extra_state": guide.state_dict()["_extra_state"]})
         exact = TraceQuadrature_ELBO().loss(model, posterior, x, y)
@@ -284,8 +283,8 @@ class TestBound:
                 return pyro.sample("y", RobustMax(f.mT, epsilon), obs=y)
 
         guide = AutoSparseGP(model, SVGP(12))
-        losses = train(model, guide, x, y, steps=400, lr=0.03, loss=TraceQuadrature_ELBO())
-        assert sum(losses[-50:]) < sum(losses[:50])
+        losses = train(model, guide, x, y, steps=100, lr=0.1, loss=TraceQuadrature_ELBO())
+        assert sum(losses[-20:]) < sum(losses[:20])
         assert 0.05 < predict(model, guide, x, joint=False)["epsilon"].mean() < 0.4
 
     def test_float32(self):
@@ -322,7 +321,7 @@ class TestBound:
         other = AutoSparseGP(meet, SVGP(8))
         other(x, y)
         with pytest.warns(UserWarning, match="more than 2 function values"):
-            mean, error = estimate(TraceQuadrature_ELBO(), meet, other, x, y, num=400)
+            mean, error = estimate(TraceQuadrature_ELBO(), meet, other, x, y, num=120)
         q = other.posterior(x, y)
         f, g = q["f"], q["g"]
         exact = RobustMax(f.mean.mT, 0.01).expected_log_prob(y, f.variance.mT).sum() - f.kl.sum() - g.kl
@@ -334,12 +333,12 @@ class TestBound:
         x, y = classes(150, 4)
         model = multiclass(4, 1e-3, 2.0 * kernels.RBF(0.3))
         guide = AutoSparseGP(model, OrthogonalInducing(15, 15))
-        train(model, guide, x, y, steps=150, lr=0.05, loss=TraceQuadrature_ELBO())
+        train(model, guide, x, y, steps=40, lr=0.05, loss=TraceQuadrature_ELBO())
         x_new, y_new = classes(200, 4, seed=2)
         q = guide.posterior(x_new)["f"]
         probs = RobustMax(q.mean.mT, 1e-3).expected_probs(q.variance.mT)
         assert (probs.argmax(-1) == y_new).double().mean() > 0.9
-        draws = predict(model, guide, x_new, num_samples=200, joint=False)["y"]
+        draws = predict(model, guide, x_new, num_samples=100, joint=False)["y"]
         share = torch.nn.functional.one_hot(draws, 4).double().mean(0)
         assert (share - probs).abs().mean() < 0.03
 
@@ -424,7 +423,7 @@ def test_softmax_trains_by_draws():
 
     guide = AutoSparseGP(model, SVGP(12))
     with pytest.warns(UserWarning, match="Monte Carlo"):
-        train(model, guide, x, y, steps=200, lr=0.05)
+        train(model, guide, x, y, steps=50, lr=0.05)
     assert (guide.posterior(x)["f"].mean.argmax(0) == y).double().mean() > 0.9
 
 

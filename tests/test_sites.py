@@ -23,6 +23,7 @@ from pyro_sparsegp.families import (
     SiteFamily,
     WeightSpace,
 )
+from pyro_sparsegp.program.reader import Reader
 
 from .models import bernoulli, data, gaussian, heteroscedastic, maximise, one_function, poisson, regression, train
 from .test_theorems import KERNEL, NOISE, evidence, titsias
@@ -202,7 +203,7 @@ def test_counts_far_from_the_prior_do_not_overflow():
     model = with_likelihood(LIKELIHOODS["poisson"], mean=torch.tensor(-5.0))
     guide = AutoSparseGP(model, SGPR(40))
     elbo = TraceQuadrature_ELBO(20)
-    losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(200)]
+    losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(80)]
     assert torch.tensor(losses).isfinite().all()
     q = guide.posterior(x)["f"]
     assert (q.mean - (8 + x[:, 0])).abs().mean() < 0.2
@@ -260,13 +261,13 @@ def test_free_sites_have_the_papers_optimum():
     x, y = observations("poisson", 20)
     model = with_likelihood(LIKELIHOODS["poisson"])
     z = x[:6] + 0.01
-    guide, bound = maximise(model, FreeSites(z, trainable=False), x, y, num_nodes=20, iterations=500)
+    guide, bound = maximise(model, FreeSites(z, trainable=False), x, y, num_nodes=20, iterations=200)
     sgpr = AutoSparseGP(model, SGPR(z, trainable=False))
     best = [-TraceQuadrature_ELBO(20).loss_and_grads(model, sgpr, x, y) for _ in range(40)][-1]
     assert best - 1e-2 < bound < best + 1e-6
     # 2N = 40 numbers for M(M + 3)/2 = 27: not unique, unless N is small.
     few_x, few_y = x[:6], y[:6]
-    guide, _ = maximise(model, FreeSites(z, trainable=False), few_x, few_y, num_nodes=20, iterations=400)
+    guide, _ = maximise(model, FreeSites(z, trainable=False), few_x, few_y, num_nodes=20, iterations=200)
     q = guide.posterior(few_x)["f"]
     rate = (q.mean + q.variance / 2).exp()
     torch.testing.assert_close(guide.gps.f.sites.root.square(), rate, rtol=0.02, atol=0.02)
@@ -310,7 +311,7 @@ def test_two_functions_meet():
             return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
 
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
-    losses = [TraceQuadrature_ELBO(10).loss_and_grads(model, guide, x, y) for _ in range(60)]
+    losses = [TraceQuadrature_ELBO(10).loss_and_grads(model, guide, x, y) for _ in range(30)]
     _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=10, iterations=250)
     assert abs(-losses[-1] - best) < 0.02
     assert guide.site_status["f"]["exact"]
@@ -372,7 +373,7 @@ def test_outputs_and_several_observed_sites():
     count = torch.poisson(y.exp())
     for family in (SGPR(x[:8] + 0.01, trainable=False), ComputationAware(20), ComputationAware(20, "cg")):
         guide = AutoSparseGP(model, family)
-        losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, pair, count) for _ in range(20)]
+        losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, pair, count) for _ in range(12)]
         q = guide.posterior(torch.rand(7, 2))["f"]
         assert q.mean.shape == (2, 7)
         assert abs(losses[-1] - losses[-2]) < 1e-4
@@ -515,7 +516,7 @@ def test_training_by_lbfgs_in_double_and_adam_in_single_precision(family):
     pyro.clear_param_store()
     torch.set_default_dtype(torch.float32)
     guide = AutoSparseGP(learned, family)
-    losses = train(learned, guide, x.float(), y.float(), steps=60, lr=0.1)
+    losses = train(learned, guide, x.float(), y.float(), steps=30, lr=0.1)
     assert losses[-1] < losses[0]
     assert bound > max(start, -losses[-1]) - 0.5
 
@@ -588,11 +589,11 @@ PAIRS = (("sparse", "student"), ("cg", "cauchy"), ("eigen", "laplace"), ("random
 def test_projections_of_cut_sites_stay_within_reach(actions, name):
     model, x, y = outliers(CUT[name])
     guide = AutoSparseGP(model, ComputationAware(20, actions))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(60)]
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(45)]
     assert torch.tensor(losses).isfinite().all()
     if actions != "random":  # whose projections see too little for the updates to contract
         assert max(losses[20:]) < losses[0] + 0.01
-        assert max(losses[40:]) - min(losses[40:]) < 5
+        assert max(losses[35:]) - min(losses[35:]) < 5
     _, best = maximise(model, SVGP(30, trainable=False), x, y, num_nodes=20, iterations=80)
     assert min(losses) > -best - 1  # no impossible bound
 
@@ -611,7 +612,7 @@ def test_a_mask_that_changes_drops_what_was_seen():
         elbo = TraceQuadrature_ELBO(20)
         for _ in range(8):
             elbo.loss_and_grads(model, seen, x, y)
-        for _ in range(20):
+        for _ in range(12):
             losses = [elbo.loss_and_grads(model, guide, x, y, half) for guide in (seen, fresh)]
         assert abs(losses[0] - losses[1]) < 1e-3
         assert (seen.gps.f.sites.precision[20:] == 0).all()
@@ -622,7 +623,7 @@ def test_kinks_are_curvature():
     model = with_likelihood(lambda f: dist.Laplace(f, 0.3))
     z = x[:8] + 0.01
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(100)]
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(40)]
     assert not guide.site_status["f"]["exact"]
     _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=20, iterations=200)
     assert -losses[-1] > best - 2
@@ -656,7 +657,7 @@ def test_looking_at_a_guide_does_not_change_it(family):
         guide = AutoSparseGP(model, family)
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(20))
         losses = []
-        for _ in range(5):
+        for _ in range(3):
             losses.append(svi.step(x, y))
             if look:
                 guide(torch.rand(40, 2))
@@ -689,8 +690,8 @@ def test_deep_gps_with_projections():
     with pytest.raises(ValueError, match=r"GP site 'inner'.*enter another GP site"):
         AutoSparseGP(deep, ComputationAware(8))(x, y)
     guide = AutoSparseGP(deep, {"inner": SVGP(8), "f": ComputationAware(12, "cg")})
-    losses = train(deep, guide, x, y, steps=150)
-    assert sum(losses[-20:]) < 0.8 * sum(losses[:20])
+    losses = train(deep, guide, x, y, steps=50, lr=0.05)
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 
 def test_messages_for_data_that_do_not_fit():
@@ -713,3 +714,34 @@ def test_messages_for_data_that_do_not_fit():
         pyro.infer.Trace_ELBO(num_particles=2, vectorize_particles=True).loss(
             counts, AutoSparseGP(counts, SGPR(5)), x, torch.ones(30)
         )
+
+
+def test_a_second_look_finds_the_sites_where_the_first_left_them(monkeypatch):
+    x, y = observations("poisson", 40)
+    model = with_likelihood(LIKELIHOODS["poisson"])
+    guide = AutoSparseGP(model, SGPR(8, rate=0.3))
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(10))
+    readings = []
+    expect = Reader.expect
+    monkeypatch.setattr(Reader, "expect", lambda *args: readings.append(1) or expect(*args))
+
+    def look(one):
+        readings.clear()
+        with torch.no_grad():
+            q = one.posterior(x[:5])["f"]
+        return q.mean, q.variance, len(readings)
+
+    for _ in range(2):
+        svi.step(x, y)
+        (mean, variance, first), again = look(guide), look(guide)
+        assert first > 5 * again[2] > 0
+        assert torch.equal(mean, again[0])
+        assert torch.equal(variance, again[1])
+        fresh = AutoSparseGP(model, SGPR(8, rate=0.3))
+        fresh.load_state_dict(guide.state_dict())
+        torch.testing.assert_close(look(fresh)[0], mean, atol=1e-6, rtol=1e-6)
+    guide.gps.f.basis.inputs_0_unconstrained.data.add_(0.5)  # by hand, no step of training
+    moved = look(guide)
+    fresh.load_state_dict(guide.state_dict())
+    assert (moved[0] - mean).abs().max() > 1e-4
+    torch.testing.assert_close(look(fresh)[0], moved[0], atol=2e-4, rtol=2e-4)

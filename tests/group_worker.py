@@ -1,0 +1,27 @@
+"""One process of distributed runs; see test_distributed.py.
+
+python -m tests.group_worker RANK WORLD FILE JOBS: a share of the data for each job, and its end result to FILE.RANK.JOB.
+"""
+
+import sys
+
+import torch
+
+from . import ep_worker, svi_worker
+
+KINDS = {"ep": ep_worker, "svi": svi_worker}
+
+
+def run(job, rank=0, world=1, group=None):
+    """All processes start from the first one's parameters."""
+    kind, mode = job.split("-")
+    return KINDS[kind].run(KINDS[kind].share(rank, world, mode), mode, group, start=0.3 * rank)
+
+
+if __name__ == "__main__":
+    rank, world, file, jobs = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    for job in jobs.split(","):
+        torch.save(run(job, rank, world, torch.distributed.group.WORLD), f"{file}.{rank}.{job}")
+    torch.distributed.destroy_process_group()
