@@ -126,12 +126,12 @@ figure.tight_layout()
 figure.savefig(options.out / "deep_basis.png", dpi=110)
 
 # %% [markdown]
-# The correction keeps more than one feature in use, and f uncertain. The even norm fits best and is the surest: its
-# sd of f, 0.014, is a seventh of its error of 0.099, and smaller even than without correction. For features of one
-# norm c is 0, so that nothing is corrected in training, and 32 weights seen a hundred times are soon known. It
-# cures the training, not the intervals: the truth is no function of these features, and the posterior of weights does
-# not know. Where intervals matter look at the coverage of held-out data, and take the correction with features as
-# they are.
+# The correction keeps more than one feature in use, and f uncertain, and is the furthest from the truth. The even norm
+# has the best bound and is the surest: its sd of f, 0.014, is a seventh of its error of 0.1, and smaller even than
+# without correction. For features of one norm c is 0, so that nothing is corrected in training, and 32 weights seen a
+# hundred times are soon known. It cures the training, not the intervals: the truth is no function of these features,
+# and the posterior of weights does not know. Where intervals matter look at the coverage of held-out data, and take the
+# correction with features as they are.
 
 # %% [markdown]
 # ## Mini-batches, weight decay, rates, early stopping
@@ -140,6 +140,10 @@ figure.savefig(options.out / "deep_basis.png", dpi=110)
 # is all of it, and the bound is a module for `torch.optim`: parameter groups give the network weight decay and a rate
 # of its own. The first call is on all rows: predictions are corrected relative to the training inputs seen there, under
 # the network as it is at the time.
+#
+# `natural=False` lets the optimiser train q(w) beside the network. Natural steps, the default, make q precise before
+# the network is any good, from batches that are few rows of many, and the network then learns to fit q's noise: this
+# cell with `WeightSpace()` ends at a validation NLL of -0.48, far from the noise's own, -0.88.
 
 # %%
 pyro.set_rng_seed(0)
@@ -161,7 +165,7 @@ class Regression(PyroModule):
 
 
 model = Regression()
-guide = AutoSparseGP(model, WeightSpace())
+guide = AutoSparseGP(model, WeightSpace(natural=False))
 bound = TraceQuadrature_ELBO(2)(model, guide)
 bound(x, y)
 
@@ -229,7 +233,9 @@ print(f"exact posterior, same network: test NLL {nll(exact, *test):.4f}")
 # ## Features of your own; deep kernel learning
 #
 # A kernel with other features is a class of one method. A network *under* a kernel, deep kernel learning, needs nothing
-# new at all: give the process the network's outputs as inputs, and the inducing points live there.
+# new at all: give the process the network's outputs as inputs, and the inducing points live there. The network takes
+# small steps: q(u) follows by natural steps of its own, and where the inputs run ahead of it (at a rate of 0.02 here)
+# training ends in a network that is constant.
 
 
 # %%
@@ -244,6 +250,7 @@ def with_bumps(x, y=None):
         return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
 
 
+pyro.set_rng_seed(0)
 pyro.clear_param_store()  # a second run of this cell makes a new network, which would meet the old one's parameters
 under = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 2)).to(options.device)
 
@@ -255,9 +262,12 @@ def deep_kernel(x, y=None):
         return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
 
 
-for name, other, family in [("bumps", with_bumps, ExactWeightSpace()), ("deep kernel", deep_kernel, SVGP(32))]:
+for name, other, family, lr in [
+    ("bumps", with_bumps, ExactWeightSpace(), 0.02),
+    ("deep kernel", deep_kernel, SVGP(32), 0.005),
+]:
     guide = AutoSparseGP(other, family)
-    svi = SVI(other, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+    svi = SVI(other, guide, pyro.optim.Adam({"lr": lr}), TraceQuadrature_ELBO(2))
     for _ in range(options.steps // 5):
         loss = svi.step(x[:2000], y[:2000])
     print(f"{name}: bound {-loss:.1f}")
@@ -271,8 +281,9 @@ if options.full:
     plain, corrected, level = found.values()
     assert corrected[2] < plain[2]  # with the correction more features are in use,
     assert corrected[1] > plain[1]  # and f is more uncertain;
-    assert level[0] < corrected[0]  # even norms fit better,
-    assert level[1] < 0.5 * level[0]  # and are too sure
+    assert level[0] < corrected[0]  # even norms fit better than it,
+    assert level[1] < 0.5 * level[0]  # and are too sure;
+    assert best[0] < -0.8  # many rows, in mini-batches, come close to the noise
 
 # %% [markdown]
 # ## What to try next
