@@ -19,9 +19,10 @@ def batched(actions="sparse", num=10, likelihood=None):
 
     def model(x, y=None, size=None):
         length = pyro.param("length", torch.tensor(0.4), constraint=dist.constraints.positive)
+        noise = pyro.param("noise", torch.tensor(0.25), constraint=dist.constraints.positive)
         f = pyro.sample("f", GaussianProcess(kernels.Matern32(length), x, mean=0.2))
         with pyro.plate("data", size or len(x), subsample=x):
-            return pyro.sample("y", likelihood(f) if likelihood else dist.Normal(f, 0.2), obs=y)
+            return pyro.sample("y", likelihood(f) if likelihood else dist.Normal(f, noise), obs=y)
 
     x, y = data(num=ROWS)
     if likelihood:
@@ -41,33 +42,33 @@ def test_actions_on_some_rows_are_never_overconfident(actions):
     for num in (10, SUPPORT):
         pyro.clear_param_store()
         _, guide, _, x, y = batched(actions, num)
-        kernel = kernels.Matern32(pyro.param("length").detach())
+        kernel, noise = kernels.Matern32(pyro.param("length").detach()), pyro.param("noise").detach()
         new = torch.rand(50, 2)
-        gram = kernel(x) + 0.04 * torch.eye(ROWS)
+        gram = kernel(x) + noise**2 * torch.eye(ROWS)
         exact = kernel.diag(new) - (kernel(new, x) * torch.linalg.solve(gram, kernel(x, new)).mT).sum(-1)
         q = guide.posterior(new)["f"]
         assert (q.variance >= exact - 1e-9).all()
         assert (q.variance > exact + 1e-4).any()
         if num == SUPPORT and actions != "cg":  # all that these rows say
             some = x[:SUPPORT]
-            gram = kernel(some) + 0.04 * torch.eye(SUPPORT)
+            gram = kernel(some) + noise**2 * torch.eye(SUPPORT)
             mean = 0.2 + kernel(new, some) @ torch.linalg.solve(gram, y[:SUPPORT] - 0.2)
             torch.testing.assert_close(q.mean, mean, atol=1e-6, rtol=0)
 
 
-def dense_bound(x, y, length, values, order, num):
-    """Σ over all rows of E log N(y; f, 0.2) − KL[q ‖ p], by matrices of all rows."""
+def dense_bound(x, y, length, noise, values, order, num):
+    """Σ over all rows of E log N(y; f, σ²) − KL[q ‖ p], by matrices of all rows."""
     some, size = x[:SUPPORT], SUPPORT // num
     s = torch.zeros(SUPPORT, num)
-    s = s.index_put((order, torch.arange(num).repeat_interleave(size)), values / 0.04)
+    s = s.index_put((order, torch.arange(num).repeat_interleave(size)), values / noise**2)
     kernel = kernels.Matern32(length)
-    noisy = s.mT @ (kernel(some) + 0.04 * torch.eye(SUPPORT)) @ s
+    noisy = s.mT @ (kernel(some) + noise**2 * torch.eye(SUPPORT)) @ s
     cross = kernel(x, some) @ s
     weights = torch.linalg.solve(noisy, s.mT @ (y[:SUPPORT] - 0.2))
     mean = 0.2 + cross @ weights
     variance = 1 - (cross * torch.linalg.solve(noisy, cross.mT).mT).sum(-1)
-    fit = dist.Normal(mean, 0.2).log_prob(y).sum() - 0.5 * variance.sum() / 0.04
-    kss, d = s.mT @ kernel(some) @ s, 0.04 * s.mT @ s
+    fit = dist.Normal(mean, noise).log_prob(y).sum() - 0.5 * variance.sum() / noise**2
+    kss, d = s.mT @ kernel(some) @ s, noise**2 * s.mT @ s
     kl = 0.5 * (torch.linalg.solve(noisy, d).trace() - num + weights @ kss @ weights + noisy.logdet() - d.logdet())
     return fit - kl
 
@@ -77,28 +78,29 @@ def test_batches_have_the_bound_of_all_rows_and_its_gradient():
     model, guide, _, x, y = batched()
     elbo = TraceQuadrature_ELBO(2)
     policy = guide.gps.f.policy
-    values, length = policy.values.detach().clone(), pyro.param("length").detach().clone()
-    values.requires_grad_()
-    length.requires_grad_()
-    bound = dense_bound(x, y, length, values, policy.order, 10)
-    by_length, by_values = torch.autograd.grad(bound, (length, values))
-    parameter = pyro.param("length").unconstrained()
-    for p in (parameter, policy.values):
+    values, length, noise = (p.detach().clone() for p in (policy.values, pyro.param("length"), pyro.param("noise")))
+    for p in (values, length, noise):
+        p.requires_grad_()
+    bound = dense_bound(x, y, length, noise, values, policy.order, 10)
+    by_length, by_noise, by_values = torch.autograd.grad(bound, (length, noise, values))
+    own = [pyro.param(name).unconstrained() for name in ("length", "noise")]
+    for p in (*own, policy.values):
         p.grad = None
     losses = []
     for i in range(4):
         rows = torch.arange(i, ROWS, 4)
         losses.append(elbo.loss_and_grads(model, guide, x[rows], y[rows], size=ROWS))
     assert abs(sum(losses) / 4 + bound.item()) < 1e-7
-    torch.testing.assert_close(-parameter.grad / 4, by_length * length.detach(), atol=1e-6, rtol=1e-6)
+    for p, expected in zip(own, (by_length * length, by_noise * noise)):  # of the logarithms
+        torch.testing.assert_close(-p.grad / 4, expected.detach(), atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(-policy.values.grad / 4, by_values, atol=1e-6, rtol=1e-6)
-    noisy = kernels.Matern32(length.detach())(x) + 0.04 * torch.eye(ROWS)
+    noisy = kernels.Matern32(length.detach())(x) + noise.detach() ** 2 * torch.eye(ROWS)
     assert bound < dist.MultivariateNormal(torch.full((ROWS,), 0.2), noisy).log_prob(y)
 
 
 def test_batches_of_classes_settle_the_sites_of_the_first_rows():
     """Sites belong to the first call's rows under today's posterior, whatever batches came between."""
-    _, guide, svi, x, y = batched(likelihood=lambda f: dist.Bernoulli(logits=3 * f))
+    model, guide, svi, x, y = batched(likelihood=lambda f: dist.Bernoulli(logits=3 * f))
     for i in range(20):
         rows = torch.arange(i % 4, ROWS, 4)
         svi.step(x[rows], y[rows], size=ROWS)
@@ -106,6 +108,11 @@ def test_batches_of_classes_settle_the_sites_of_the_first_rows():
     found = guide.site_status["f"]
     assert found["sites"] == SUPPORT
     assert found["converged"]
+    still = SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(20))
+    for _ in range(20):
+        still.step(x[:30], y[:30], size=ROWS)
+    kept = guide.gps.f.sites.precision.clone()
+    torch.testing.assert_close(kept, guide.conditions_now(median=True).of("f").sites.precision, atol=1e-3, rtol=1e-3)
     with torch.no_grad():
         accuracy = ((guide.posterior(x)["f"].mean > 0) == (y > 0.5)).double().mean()
     assert accuracy > 0.8

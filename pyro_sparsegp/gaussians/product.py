@@ -36,7 +36,7 @@ class Factor(ABC):
     """One independent N(m, S) of a :class:`Product`, over M coefficients."""
 
     def __init__(self, loc: Tensor) -> None:
-        self.loc = loc
+        self.loc, self.batch_shape = loc, loc.shape[:-1]
 
     @abstractmethod
     def scaled(self, phi: Tensor) -> Tensor:
@@ -232,9 +232,9 @@ class Product(Gaussian):
     def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> None:
         self.sizes, self.factors, self.groups = tuple(sizes), list(factors), list(map(tuple, groups))
         first, *others = self.factors or (None,)
-        self.batch_shape = torch.Size() if first is None else first.loc.shape[:-1]
+        self.batch_shape = torch.Size() if first is None else first.batch_shape
         for factor in others:
-            self.batch_shape = broadcast_shapes(self.batch_shape, factor.loc.shape[:-1])
+            self.batch_shape = broadcast_shapes(self.batch_shape, factor.batch_shape)
 
     @property
     def loc(self) -> list[Tensor]:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["KNOWN", "Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious", "softened"]
 
 KNOWN = 9  # steps that a start with a known mean counts for
-_BY_DRAWS = 0.1  # the largest rate where curvatures are those of single draws
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
 
 Rate = Union[float, Callable[[int], float]]
@@ -170,6 +169,7 @@ class StepsOnBackward(Coefficients):
     """
 
     steps: Tensor
+    most_by_draws: float = 1.0  # the largest rate where curvatures are those of single draws
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like)
@@ -217,7 +217,7 @@ class StepsOnBackward(Coefficients):
         with torch.inference_mode(False), torch.no_grad():
             rate = self.next_rate()
             for heard in passes:
-                rate = min(rate, _BY_DRAWS) if heard.draws else rate
+                rate = min(rate, self.most_by_draws) if heard.draws else rate
             weights = joined(*[heard.weight(self.batch_shape) for heard in passes])
             total = sum(weights[1:], weights[0])
             for heard, weight in zip(passes, weights):

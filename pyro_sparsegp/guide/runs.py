@@ -255,7 +255,7 @@ class Probe(Train):
 
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
         posterior = self.posteriors[site.name] = self._posterior(site, Site)
-        return site.process.mean + posterior.basis.function(site.process.x, posterior.coefficients.loc)
+        return site.process.mean + posterior.basis.mean(site.process.x, posterior.coefficients)
 
 
 class Look(Run):
