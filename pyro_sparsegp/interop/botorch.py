@@ -15,7 +15,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 
 try:
     from botorch.models.model import Model as BoTorchModel
-    from botorch.posteriors import GPyTorchPosterior
+    from botorch.posteriors.gpytorch import GPyTorchPosterior
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
     from linear_operator import to_linear_operator
 except ImportError as error:
@@ -140,6 +140,7 @@ class Model(BoTorchModel):
     def _noise(self, name: str, posteriors: dict[str, SparsePosterior], arguments: tuple[Any, ...]) -> Tensor:
         """The variance of an observation of each value, ``(P, N)``."""
         model, guide = self._parts
+        assert guide.structure is not None
         means = {site: posterior.mean for site, posterior in posteriors.items()}
         with torch.no_grad():
             latents = {k: v for k, v in guide.median(*arguments).items() if k in guide.structure.latents}

@@ -7,7 +7,7 @@ from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vmap
+from torch.func import vmap
 
 from .algebra import Kernel
 from .base import CovarianceFunction
@@ -65,7 +65,7 @@ class Derivative(Kernel):
 
         def both(inputs: Tensor) -> Tensor:
             x, along, slopes = _split(inputs)
-            value, change = jvp(function, (x,), (along,))
+            value, change = _jvp(function, (x,), (along,))
             return torch.where(slopes, change, value)
 
         return both
@@ -84,9 +84,9 @@ class Derivative(Kernel):
         right, along_right, slopes_right = _split(z)
 
         def by_right(left: Tensor) -> tuple[Tensor, Tensor]:
-            return jvp(lambda right: self.kernel(left, right), (right,), (along_right,))
+            return _jvp(lambda right: self.kernel(left, right), (right,), (along_right,))
 
-        (k, k_right), (k_left, k_both) = jvp(by_right, (left,), (along_left,))
+        (k, k_right), (k_left, k_both) = _jvp(by_right, (left,), (along_left,))
         columns = slopes_right[..., None, :]
         return torch.where(
             slopes_left[..., :, None], torch.where(columns, k_both, k_left), torch.where(columns, k_right, k)
@@ -107,7 +107,7 @@ class Derivative(Kernel):
         inner, along, slopes = _split(x)
         if self.kernel.features(inner) is None:
             return None
-        value, change = jvp(lambda x: _as_tensor(self.kernel.features(x)), (inner,), (along,))
+        value, change = _jvp(lambda x: _as_tensor(self.kernel.features(x)), (inner,), (along,))
         return torch.where(slopes[..., None], change, value)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
@@ -135,6 +135,11 @@ class Derivative(Kernel):
 
     def _repr_arguments(self) -> str:
         return repr(self.kernel)
+
+
+def _jvp(function: Callable[..., Any], primals: tuple[Tensor, ...], tangents: tuple[Tensor, ...]) -> tuple[Any, Any]:
+    value, change, *_ = torch.func.jvp(function, primals, tangents)
+    return value, change
 
 
 def _as_tensor(found: Optional[Tensor]) -> Tensor:
