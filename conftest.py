@@ -1,6 +1,10 @@
 """Names that the docstrings' examples use."""
 
+from importlib.util import find_spec
+
 import pytest
+
+collect_ignore = [] if find_spec("botorch") else ["pyro_sparsegp/interop/botorch.py"]
 
 
 @pytest.fixture(autouse=True)

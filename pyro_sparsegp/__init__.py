@@ -8,6 +8,7 @@ from ._version import __version__
 from .guide import AutoSparseGP
 from .inference import ExpectationPropagation, FitResult, ProjectedLikelihood, TraceQuadrature_ELBO, fit
 from .numerics.linalg import NumericalWarning
+from .outputs import mix_outputs
 from .posterior.sparse_posterior import SparsePosterior
 from .predict import predict
 from .process import GaussianProcess
@@ -29,6 +30,7 @@ __all__ = [
     "families",
     "fit",
     "kernels",
+    "mix_outputs",
     "predict",
 ]
 

@@ -62,8 +62,8 @@ MUTANTS = [
     Mutant(
         "low-rank-trace",
         "LowRankGaussian.kl",
-        "trace = trace + tril.square().sum((-2, -1)) - (t @ tril.mT).square().sum((-2, -1))",
-        "trace = trace + tril.square().sum((-2, -1)) - (t @ tril).square().sum((-2, -1))",
+        "trace = trace + tril.square().sum((-3, -2, -1)) - (t @ tril.mT).square().sum((-3, -2, -1))",
+        "trace = trace + tril.square().sum((-3, -2, -1)) - (t @ tril).square().sum((-3, -2, -1))",
         ("test_posteriors.py::TestAgainstDense::test_kl",),
     ),
     Mutant(
@@ -380,10 +380,46 @@ MUTANTS = [
     ),
     Mutant(
         "nodes-by-the-variance",
-        "NodeSite.rsample",
-        "return self.mean + self.stddev * (self.node[..., None] if self.node.dim() else self.node)",
-        "return self.mean + self.variance * (self.node[..., None] if self.node.dim() else self.node)",
+        "RowSite.value_of",
+        "value = value + root * site.noise",
+        "value = value + root.square() * site.noise",
         ("test_theorems.py::test_two_nodes_are_exact_for_a_gaussian_likelihood",),
+    ),
+    # Sites with one posterior.
+    Mutant(
+        "divergence-of-each-site",
+        "Whole.share",
+        "first, self._counted = not self._counted, True",
+        "first, self._counted = True, True",
+        ("test_joint.py::test_two_functions_that_are_added_have_the_dense_posterior",),
+    ),
+    Mutant(
+        "rows-apart",
+        "RowSite.roots",
+        "covariance = covariance - mine * its",
+        "covariance = covariance + mine * its",
+        ("test_joint.py::test_three_sites_are_drawn_row_by_row",),
+    ),
+    Mutant(
+        "curvature-across-sites",
+        "Heard.curved",
+        'hessian[..., i, j] = hessian[..., j, i] = 0.5 * cross["by_change"]',
+        'hessian[..., i, j] = hessian[..., j, i] = cross["by_change"]',
+        ("test_joint.py::test_two_functions_that_are_added_have_the_dense_posterior",),
+    ),
+    Mutant(
+        "never-crossed",
+        "_crossed",
+        "crossed.append(pair)",
+        "crossed = []",
+        ("test_joint.py::test_sites_that_meet_across_rows_are_drawn_together",),
+    ),
+    Mutant(
+        "own-variance",
+        "Coregionalisation.features",
+        "alone = rows * self.own.to(x)[..., None, :]",
+        "alone = rows * self.own.to(x).sqrt()[..., None, :]",
+        ("test_outputs.py::test_the_kernel_is_the_dense_model",),
     ),
     Mutant(
         "meeting-sites-share-an-axis",
@@ -471,6 +507,56 @@ MUTANTS = [
         "_, energy = self._states.get(id(self._z_last), (None, self._energy))",
         "_, energy = None, self._energy",
         ("test_arviz.py::test_a_kernel_keeps_what_it_knows_and_draws_as_pyro_does",),
+    ),
+    # Rows that are absorbed, derivatives, BoTorch.
+    Mutant(
+        "forgets-half",
+        "Absorbing",
+        "self._sums = (1 - forget) * gram, (1 - forget) * pull",
+        "self._sums = gram, (1 - forget) * pull",
+        ("test_absorb.py::test_forgetting_scales_the_old_sums",),
+    ),
+    Mutant(
+        "absorbs-a-guess",
+        "NaturalGaussian.sums",
+        "return (gram, pull) if self.steps_taken else (torch.zeros_like(gram), torch.zeros_like(pull))",
+        "return gram, pull",
+        ("test_absorb.py::test_pieces_make_the_posterior_of_all_rows",),
+    ),
+    Mutant(
+        "slopes-lose-noise",
+        "Derivative",
+        "found = torch.where(values, self.kernel(x), 0.5 * (found + found.mT))",
+        "found = 0.5 * (found + found.mT)",
+        ("test_derivative.py::test_several_outputs_and_diagonal_terms",),
+    ),
+    Mutant(
+        "nested-jvp-drops",
+        "_nested",
+        "with _set_fwd_grad_enabled(True):",
+        "with _set_fwd_grad_enabled(False):",
+        ("test_derivative.py::test_covariances_are_those_of_reverse_mode",),
+    ),
+    Mutant(
+        "noise-is-shared",
+        "Model.posterior",
+        "covariance = covariance + noise.diag_embed()",
+        "covariance = covariance + noise[..., None]",
+        ("test_botorch.py::test_noise_and_its_absence",),
+    ),
+    Mutant(
+        "batches-hold-kernels",
+        "AutoSparseGP.__call__",
+        "conditions=self.condition(args, kwargs, same and inputs, keep or batch),",
+        "conditions=self.condition(args, kwargs, same and inputs, keep),",
+        ("test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient",),
+    ),
+    Mutant(
+        "batches-read-where-q-was",
+        "Conditioned.condition",
+        "module.sites.marginals = None  # those of another step",
+        "pass",
+        ("test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows",),
     ),
 ]
 

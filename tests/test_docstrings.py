@@ -4,10 +4,12 @@ import importlib
 import inspect
 import re
 import typing
+from importlib.util import find_spec
 
 import pytest
 
 MODULES = ("", ".families", ".kernels", ".bases", ".distributions", ".inference", ".diagnostics")
+MODULES += (".interop.botorch",) if find_spec("botorch") else ()
 # *args and **kwargs of a class are handed on to Pyro's base class; validate_args is that of every distribution.
 HANDED_ON = {"self", "args", "kwargs", "validate_args"}
 

@@ -9,7 +9,7 @@ import pyro_sparsegp
 
 ROOT = Path(pyro_sparsegp.__file__).parent
 ORDER = [
-    {"_version", "modules", "warned"},
+    {"_version", "modules", "outputs", "warned"},
     {"numerics"},
     {"kernels"},
     {"process", "gaussians"},
@@ -24,6 +24,7 @@ ORDER = [
     {"predict"},
     {"inference"},
     {"diagnostics"},
+    {"interop"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(ORDER) for room in rooms}
 MODULES = {

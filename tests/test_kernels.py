@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
 from pyro_sparsegp.families import SGPR, AdditiveSGPR
+from pyro_sparsegp.kernels.stacked import stacked, structure
 
 from .models import gaussian
 
@@ -572,3 +573,48 @@ def test_mistakes(message):
 def test_sum_of_a_list():
     a, b = kernels.RBF(0.5), kernels.Linear()
     assert sum([a, b]).terms == (a, b)
+
+
+def alike(num=3):
+    lengths = torch.tensor([0.3, 0.5, 0.9])[:num]
+    outputs = torch.tensor([[0.4], [0.7]])
+    return {
+        "scalars": [kernels.RBF(length) for length in lengths],
+        "numbers": [kernels.Matern52(length) for length in (0.3, 0.5, 0.9)],
+        "columns": [kernels.Matern32(length * torch.tensor([1.0, 2.0])) for length in lengths],
+        "scaled": [(1 + i) * kernels.Matern12(length)[i % 2] for i, length in enumerate(lengths)],
+        "selected": [(torch.tensor(1.0 + i) * kernels.RBF(length))[[1, 0]] for i, length in enumerate(lengths)],
+        "outputs": [torch.tensor([1.0, 2.0]) * kernels.RBF(length * outputs)[0] for length in lengths],
+        "periodic": [kernels.Periodic(length, 2 * length)[1] for length in lengths],
+        "rational": [kernels.RationalQuadratic(length, 1 + length)[0] for length in lengths],
+        "product": [kernels.RBF(length)[0] * kernels.Periodic(1.0, length)[1] for length in lengths],
+    }
+
+
+@pytest.mark.parametrize("name", list(alike()))
+def test_stacked_kernels_are_each_of_them(name):
+    each, x, z = alike()[name], torch.rand(7, 2), torch.rand(3, 5, 2)
+    assert len({structure(kernel) for kernel in each}) == 1
+    whole = stacked(each, x)
+    for c, kernel in enumerate(each):
+        torch.testing.assert_close(whole(x)[..., c, :, :], kernel(x))
+        torch.testing.assert_close(whole(x, z)[..., c, :, :], kernel(x, z[c]))
+        torch.testing.assert_close(whole(z)[..., c, :, :], kernel(z[c]))
+        torch.testing.assert_close(whole.diag(x)[..., c, :].expand(kernel.diag(x).shape), kernel.diag(x))
+
+
+def test_kernels_that_differ_by_more_than_numbers_are_not_stacked():
+    class Mine(kernels.RBF):
+        pass
+
+    rbf, matern = kernels.RBF(0.3), kernels.Matern32(0.3)
+    for one, other in (
+        (rbf, matern),
+        (rbf[0], rbf),
+        (2.0 * rbf[0], rbf[0]),
+        (rbf, kernels.RBF(torch.ones(2))),
+        (rbf * matern, rbf * matern * rbf),
+    ):
+        assert structure(one) != structure(other)
+    assert structure(Mine(0.3)) is structure(rbf * kernels.Linear()) is None
+    assert structure(rbf[0]) == structure(kernels.RBF(torch.tensor([[0.2], [0.4]]))[1])

@@ -93,3 +93,69 @@ def test_a_start_that_is_given_stays():
     svi.step(y)
     assert torch.equal(given, before)  # the user's tensor is not what is trained
     assert not torch.equal(guide.locs.x, before)
+
+
+def test_places_of_rows_in_mini_batches():
+    t, y = data(60)
+
+    def model(y):
+        rows = pyro.plate("rows", 60, subsample_size=20)
+        with rows:
+            x = pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), x).expand([3]).to_event(1))
+        with rows as i:
+            pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y.mT[i])
+
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, SVGP(10), init_loc_fn=init_to_value(values={"x": (t[:, None] - 1.5).tanh()}))
+    guide(y)
+    assert guide.locs.x.shape == (60, 1)
+    start = guide.locs.x.detach().clone()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
+    svi.step(y)
+    moved = (guide.locs.x != start).all(-1)
+    assert 0 < moved.sum() <= 20  # those of the batch
+    losses = [svi.step(y) for _ in range(150)]
+    assert sum(losses[-20:]) < sum(losses[:20]) - 20 * 50
+    # One curve: places in the order of what was left out of the model.
+    places = guide.locs.x.detach()[:, 0]
+    ranks = torch.stack([places.argsort().argsort(), t.argsort().argsort()]).double()
+    assert ranks.corrcoef()[0, 1] > 0.95
+
+
+def test_places_from_a_network():
+    _, y = data(60)
+    encoder = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+
+    def model(y, size=None):
+        pyro.module("encoder", encoder)
+        pyro.deterministic("code", encoder(y), event_dim=2)
+        with pyro.plate("rows", size or len(y), subsample=y):
+            x = pyro.sample("x", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), x).expand([3]).to_event(1))
+        with pyro.plate("data", size or len(y), subsample=y):
+            pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y)
+
+    class Encoded(AutoSparseGP):
+        def get_posterior(self, name, prior):
+            if name != "x":
+                return super().get_posterior(name, prior)
+            loc, scale = self.upstream_value("code").chunk(2, -1)
+            return dist.Normal(loc, (scale - 2).exp()).to_event(1)
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = Encoded(model, SVGP(10))
+    before = encoder[0].weight.detach().clone()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+    losses = []
+    for step in range(150):
+        rows = torch.randperm(60, generator=torch.Generator().manual_seed(step))[:30]
+        losses.append(svi.step(y.mT[rows], size=60))
+    assert sum(losses[-20:]) < sum(losses[:20]) - 20 * 50
+    assert not torch.equal(encoder[0].weight, before)
+    with torch.no_grad():  # of any rows, as the network places them
+        mean, other = (guide.posterior(y.mT[:k])["f"].mean for k in (5, 9))
+    assert mean.shape == (3, 5)
+    torch.testing.assert_close(mean, other[:, :5])
+    torch.testing.assert_close(mean, y[:, :5], rtol=0.0, atol=0.8)

@@ -19,7 +19,7 @@
 # The data are the RAND health insurance experiment (20,190 person-years), which ships with statsmodels: how many visits
 # to a doctor, given the insurance plan and the person's health.
 #
-# On the command line: `python tutorials/additive.py [--device cuda] [--steps 600] [--out DIR]`.
+# On the command line: `python tutorials/additive.py [--device cuda] [--steps 250] [--out DIR]`.
 
 # %%
 import command_line  # what can be said on the command line, beside this file
@@ -34,7 +34,7 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, kernels
 from pyro_sparsegp.families import CoupledPrecision, MeanFieldAdditive
 
-options = command_line.options("Additive models of visits to a doctor.", steps=(600, "training steps of each guide"))
+options = command_line.options("Additive models of visits to a doctor.", steps=(250, "training steps of each guide"))
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
 
@@ -130,7 +130,7 @@ def fit(family):
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, family)
     guide(x, y)
-    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.02, "lrd": 0.1 ** (1 / options.steps)}), loss)
+    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / options.steps)}), loss)
     for _ in range(options.steps):
         rows = torch.randint(len(x), (500,), device=x.device)
         svi.step(x[rows], y[rows], size=len(x))

@@ -15,7 +15,8 @@
 # improvement (Jones, Schonlau and Welch, 1998), from the posterior's mean and standard deviation, and Thompson
 # sampling (Thompson, 1933), the minimum of one function drawn from it, `posterior.paths(1)`. Both are tensors, so
 # that gradients by the inputs find their optima. Expected improvement and its slope come from `guide.posterior`;
-# hyperparameters stay in the program.
+# hyperparameters stay in the program. With BoTorch the guide is a model of its own, `interop.botorch.Model`, for the
+# acquisition functions and optimisers there ([how to](../docs/how-to/bayesian-optimisation.md)).
 #
 # On the command line: `python tutorials/bayesian_optimisation.py [--rounds 15] [--steps 40] [--out DIR] [--short]`.
 

@@ -106,9 +106,12 @@ for title, model, top, families in [
     fits[title] = mean.cpu(), spread.cpu(), bound, error.item()
 
 # %% [markdown]
-# All is trained by Adam here. For one layer that is no optimum: a smooth kernel makes its loss rise and fall by tens
-# of nats, so that what stands there depends on the step at which it stops. The most that twenty inducing points can
-# give it is 17.0 nats, which `SGPR(20)` reaches in 200 steps; two layers are ahead of that, too.
+# All is trained by Adam here, `natural=False`. Natural steps of the upper layer are right for the inputs that the inner
+# layer drew, which are others at the next step: two layers' bound then swings by some 80 nats at these rates, and with
+# `rate=0.03` it rises too slowly to be ahead after as many steps. For one layer Adam's end is no optimum: a smooth
+# kernel makes its loss rise and fall by tens of nats, so that what stands there depends on the step at which it stops.
+# The most that twenty inducing points can give it is 17.0 nats, which `SGPR(20)` reaches in 200 steps; two layers are
+# ahead of that, too.
 #
 # The inner layer bends the axis: it moves the two sides of the step apart, so that a longer length scale will do above.
 # Its picture is on the right, beside the line x it would be without data.

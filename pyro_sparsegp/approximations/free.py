@@ -10,7 +10,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..bases import Basis, Features
-from ..gaussians import Coefficients, Drawn, Following
+from ..gaussians import Coefficients, Drawn, Following, Gaussian, Part, Share
 from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -52,13 +52,19 @@ class SparseGP(AbstractModule):
         name: str,
         kind: type[SparsePosterior] = SparsePosterior,
         drawn: Optional[Drawn] = None,
+        share: Optional[Share] = None,
     ) -> SparsePosterior:
         """The posterior of ``process``, at its inputs and under its hyperparameters.
 
         :param drawn: the latents that it follows, :meth:`follow`; by default they are at their medians.
+        :param share: what the run has of the coefficients of several sites, :meth:`join`; by default the marginal.
         """
         features = self.basis(process.kernel, process.jitter, name)
-        q = self.coefficients(self._anchor(features) if self.coefficients.anchored else None)
+        q: Gaussian
+        if share is None:
+            q = self.coefficients(self._anchor(features) if self.coefficients.anchored else None)
+        else:
+            q = share
         if drawn is not None and self.following is not None:
             q = self.following(q, drawn)
         return kind(process, features, q, name)
@@ -77,6 +83,11 @@ class SparseGP(AbstractModule):
         like = next(self.coefficients.parameters())
         self.following = Following(self.basis.sizes, self.batch_shape, like, centre)
 
+    def join(self, part: Part) -> None:
+        """Have the coefficients be a part of those of several sites."""
+        del self.coefficients
+        self.coefficients = part
+
     def start(self, process: GaussianProcess, name: str) -> None:
         """Take note of what a guide's first call shows."""
         if self.coefficients.placed:
@@ -89,12 +100,16 @@ class SparseGP(AbstractModule):
         """Start the covariance of q(w) at what noise as large as the process would leave of it at these inputs."""
         with torch.no_grad(), poutine.block():
             features = self.basis(process.kernel, process.jitter, name)
-            step = -(-process.x.shape[-2] // _ROWS)
-            x = process.x[..., ::step, :]
-            noise = process.kernel.diag(x).mean(-1).clamp(min=torch.finfo(x.dtype).tiny)
-            root = (step / noise).sqrt()[..., None, None]
-            # In float64: the gram matrices of millions of rows have the condition of their number.
-            self.coefficients.start(self._anchor(features), [(root * phi).double() for phi in features(x)])
+            self.coefficients.start(self._anchor(features), self.shown(process, features))
+
+    def shown(self, process: GaussianProcess, features: Features) -> list[Tensor]:
+        """√λ·Φ at inputs of a first call, for noise 1/λ as large as the process, ``(..., n, M_b)`` a block."""
+        step = -(-process.x.shape[-2] // _ROWS)
+        x = process.x[..., ::step, :]
+        noise = process.kernel.diag(x).mean(-1).clamp(min=torch.finfo(x.dtype).tiny)
+        root = (step / noise).sqrt()[..., None, None]
+        # In float64: the gram matrices of millions of rows have the condition of their number.
+        return [(root * phi).double() for phi in features(x)]
 
     def predict(
         self,
@@ -102,6 +117,7 @@ class SparseGP(AbstractModule):
         name: str,
         kind: type[SparsePosterior] = SparsePosterior,
         drawn: Optional[Drawn] = None,
+        share: Optional[Share] = None,
     ) -> SparsePosterior:
         """The posterior at new inputs, where the kernel's diagonal is that in the company of the training inputs."""
         rows = self.rows
@@ -109,7 +125,7 @@ class SparseGP(AbstractModule):
             key = contents([process.kernel, Held(rows)])
             kernel = self._memory.recall(key, lambda: process.kernel.relative_to(rows))
             process = process.with_kernel(kernel)
-        return self(process, name, kind, drawn)
+        return self(process, name, kind, drawn, share)
 
     @property
     def num_seen(self) -> int:

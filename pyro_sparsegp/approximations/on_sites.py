@@ -26,6 +26,8 @@ class SiteGP(AbstractModule):
     :param updates: how many updates a training step makes there.
     """
 
+    takes_batches = False  # whether steps may bring other rows than those whose sites it is conditioned on
+
     def __init__(
         self,
         sites: Union[KeptSites, FreeSites],

@@ -24,11 +24,12 @@ class ProjectedGP(SiteGP):
     """The posterior given projections of the sites' data.
 
     :param policy: chooses the actions.
+    :param batches: whether training brings mini-batches of other rows.
     """
 
-    def __init__(self, policy: Policy, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, policy: Policy, *args: Any, batches: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.policy = policy
+        self.policy, self.takes_batches = policy, batches
         self._remembered: Optional[tuple[list[Any], tuple[ProjectedFeatures, Tensor]]] = None
 
     def given(

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from ..kernels.algebra import term_names
+from ..kernels.stacked import stacked, structure
 from ..numerics.shapes import broadcast_shapes
 from .base import Basis, Component, Features
+from .inducing import InducingFeatures, InducingPoints, features_of
+from .variables import Values
 
 __all__ = ["Additive", "AdditiveFeatures"]
 
@@ -24,14 +27,21 @@ class AdditiveFeatures(Features):
 
     :param kernel: Σ_c k_c.
     :param parts: of each summand, its features under k_c.
+    :param together: of summands that differ by numbers only, which they are, and the features of all of them at once.
     """
 
-    def __init__(self, kernel: Any, parts: Sequence[Features]) -> None:
+    def __init__(
+        self, kernel: Any, parts: Sequence[Features], together: Sequence[tuple[Sequence[int], Features]] = ()
+    ) -> None:
         super().__init__(kernel, tuple(size for part in parts for size in part.sizes))
-        self.parts = list(parts)
+        self.parts, self.together = list(parts), list(together)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        return [block for part in self.parts for block in part(x)]
+        found: dict[int, list[Tensor]] = {}
+        for members, features in self.together if x.dim() == 2 else ():
+            (phi,) = features(x)
+            found.update((c, [part]) for c, part in zip(members, phi.unbind(-3)))
+        return [block for c, part in enumerate(self.parts) for block in (found[c] if c in found else part(x))]
 
     @property
     def anchor(self) -> Optional[Tensor]:
@@ -106,8 +116,40 @@ class Additive(Basis):
                 f"the terms of the kernel of site {name!r} are {list(names)} now, and were {list(self.names)} when the "
                 "guide was initialised or saved; their order and names must not change."
             )
-        parts = [part(term, jitter, f"{name}, term {i}") for i, (part, term) in enumerate(zip(self.parts, terms))]
-        return AdditiveFeatures(kernel, parts)
+        bases = self.parts
+        parts: dict[int, Features] = {}
+        together = []
+        for members in _alike(bases, terms):
+            features = _together([terms[c] for c in members], [bases[c] for c in members], jitter, name)
+            together.append((members, features))
+            for c, z, factor in zip(members, features.z.unbind(-3), features.factor.unbind(-3)):
+                parts[c] = InducingFeatures(terms[c], [Values(z)], [[factor]])
+        for c, (part, term) in enumerate(zip(bases, terms)):
+            if c not in parts:
+                parts[c] = part(term, jitter, f"{name}, term {c}")
+        return AdditiveFeatures(kernel, [parts[c] for c in range(len(terms))], together)
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "additive", "names": list(self.names), "parts": [part.spec() for part in self.parts]}
+
+
+def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[list[int]]:
+    """Which summands differ by numbers only, and have values at as many inputs each for a basis."""
+    found: dict[Any, list[int]] = {}
+    for c, (basis, term) in enumerate(zip(bases, terms)):
+        if type(basis) is not InducingPoints or len(basis.sizes) > 1 or basis.of_source[0]:
+            continue
+        z, shared = basis.inputs[0], structure(term)
+        if isinstance(z, Tensor) and shared is not None:
+            found.setdefault((shared, z.shape, z.dtype, basis.jitter), []).append(c)
+    return [members for members in found.values() if len(members) > 1]
+
+
+def _together(
+    terms: Sequence[Any], bases: Sequence[InducingPoints], jitter: Optional[float], name: str
+) -> InducingFeatures:
+    """The features of summands that differ by numbers only, stacked."""
+    sets: list[Any] = [basis.variables()[0] for basis in bases]
+    values = Values(torch.stack([part.z for part in sets], -3))
+    kernel = stacked(terms, values.z)
+    return features_of(kernel, [values], bases[0].jitter if jitter is None else jitter, name)

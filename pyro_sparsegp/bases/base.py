@@ -68,8 +68,14 @@ class Features(ABC):
         return [self.anchor[..., a:b, a:b] for a, b in itertools.pairwise(edges)]
 
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
-        """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each."""
+        """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each: a function that is looked at once, to
+        fewer digits where that is quicker.
+        """
         return sum_blocks(self(x), w)
+
+    def mean(self, x: Tensor, coefficients: Gaussian) -> Tensor:
+        """Φm, as :meth:`function` has it."""
+        return self.function(x, coefficients.loc)
 
     @abstractmethod
     def components(self) -> list[Component]:

@@ -22,7 +22,7 @@ from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
 
-__all__ = ["InducingFeatures", "InducingPoints"]
+__all__ = ["InducingFeatures", "InducingPoints", "features_of"]
 
 Inducing = Union[int, Tensor, InducingVariables]
 
@@ -74,6 +74,11 @@ class InducingFeatures(CrossFeatures):
             # Φ Lᵀ = K_fu, solved from the right: forward and backward together make fewer transposed copies.
             found.append(torch.linalg.solve_triangular(row[-1].mT, right, upper=True, left=False))
         return found
+
+    def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
+        # K_fu(L⁻ᵀw) in the place of (K_fu L⁻ᵀ)w: no N x M solve, and digits lost to the condition of L.
+        weights = torch.linalg.solve_triangular(self.factor.mT, side_by_side(w)[..., None], upper=True)
+        return (self.covariance_with(x) @ weights)[..., 0]
 
     @property
     def anchor(self) -> Tensor:
@@ -220,32 +225,7 @@ class InducingPoints(Basis):
                 f"the kernel of site {name!r} has no source now, {kernel!r}, but had when the guide was initialised; "
                 "a kernel's structure must not change between calls."
             )
-        jitter = self.jitter if jitter is None else jitter
-        variables = self.variables()
-        made_of = functools.partial(hyperparameters, kernel)
-        # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
-        exact = widened(kernel, variables)
-        dtype = next((z.dtype for z in self.inputs if isinstance(z, Tensor)), None)
-        rows: list[list[Tensor]] = []
-        scale: Optional[Tensor] = None  # of the jitter: that of the first set for all
-        for b, part in enumerate(exact):
-            rest = checked(part.covariance(kernel), part, "covariance", part.size)
-            if scale is None:
-                scale = rest.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
-            row: list[Tensor] = []
-            for c, other in enumerate(exact[:b]):
-                right = between(kernel, part, other)
-                for left, above in zip(row, rows[c]):
-                    right = right - left @ above.mT
-                row.append(torch.linalg.solve_triangular(rows[c][c].mT, right, upper=True, left=False))
-                rest = rest - row[-1] @ row[-1].mT
-            what = "K_ZZ" if isinstance(part, Values) and not b else "K_uu" if not b else f"what set {b} adds to K_uu"
-            narrow = None if exact is variables or b + 1 < len(exact) else dtype  # other blocks follow from this one
-            row.append(cholesky(rest, jitter, f"{what} of site {name!r}", scale, made_of, narrow))
-            rows.append(row)
-        if exact is not variables:
-            rows = [[block.to(dtype) for block in row] for row in rows]
-        return InducingFeatures(kernel, variables, rows)
+        return features_of(kernel, self.variables(), self.jitter if jitter is None else jitter, name)
 
     def spec(self) -> dict[str, Any]:
         return {
@@ -273,6 +253,38 @@ class InducingPoints(Basis):
         # A state that says nothing of the jitter had that of its dtype.
         jitter = spec.get("jitter") or default_jitter(like.dtype)
         return cls(empty, trainable, columns, spec["width"], spec["of_source"], jitter)
+
+
+def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float], name: str) -> InducingFeatures:
+    """φ of inducing variables under a kernel.
+
+    :param jitter: relative, of K_uu; ``None`` is that of the dtype.
+    :param name: the site's, for errors.
+    """
+    made_of = functools.partial(hyperparameters, kernel)
+    # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
+    exact = widened(kernel, variables)
+    dtype = None if exact is variables else variables[0].z.dtype  # type: ignore[attr-defined]
+    rows: list[list[Tensor]] = []
+    scale: Optional[Tensor] = None  # of the jitter: that of the first set for all
+    for b, part in enumerate(exact):
+        rest = checked(part.covariance(kernel), part, "covariance", part.size)
+        if scale is None:
+            scale = rest.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+        row: list[Tensor] = []
+        for c, other in enumerate(exact[:b]):
+            right = between(kernel, part, other)
+            for left, above in zip(row, rows[c]):
+                right = right - left @ above.mT
+            row.append(torch.linalg.solve_triangular(rows[c][c].mT, right, upper=True, left=False))
+            rest = rest - row[-1] @ row[-1].mT
+        what = "K_ZZ" if isinstance(part, Values) and not b else "K_uu" if not b else f"what set {b} adds to K_uu"
+        narrow = None if b + 1 < len(exact) else dtype  # other blocks follow from this one
+        row.append(cholesky(rest, jitter, f"{what} of site {name!r}", scale, made_of, narrow))
+        rows.append(row)
+    if exact is not variables:
+        rows = [[block.to(dtype) for block in row] for row in rows]
+    return InducingFeatures(kernel, variables, rows)
 
 
 def _jitter(kernel: Any, x: Tensor, of_source: Sequence[bool], sets: Sequence[Any], lags: bool) -> float:

@@ -106,11 +106,7 @@ class Values:
     """
 
     def __init__(self, z: Tensor) -> None:
-        self.z = z
-
-    @property
-    def size(self) -> int:
-        return self.z.shape[-2]
+        self.z, self.size = z, z.shape[-2]
 
     def covariance(self, kernel: Any) -> Tensor:
         return kernel(self.z)
@@ -132,11 +128,7 @@ class SourceValues:
     """
 
     def __init__(self, z: Tensor) -> None:
-        self.z = z
-
-    @property
-    def size(self) -> int:
-        return self.z.shape[-2]
+        self.z, self.size = z, z.shape[-2]
 
     def covariance(self, kernel: Any) -> Tensor:
         return kernel.source(self.z)

@@ -168,6 +168,11 @@ class CoupledPrecision(AdditiveFamily):
         return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)
 
     @property
+    def couples(self) -> bool:
+        """Whether its q(w) couples all coefficients, so that those of several GP sites can have one."""
+        return True
+
+    @property
     def can_step(self) -> bool:
         """Whether there are natural steps for what it learns."""
         return True

@@ -13,7 +13,7 @@ from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
 from ..bases import Basis, InducingVariables
-from ..gaussians import Coefficients, Falling, NaturalGaussian, Rate
+from ..gaussians import Coefficients, DenseFactor, Falling, NaturalGaussian, Rate
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..process import GaussianProcess
@@ -92,7 +92,7 @@ class Family(ABC):
         return self._rebuild(spec, like, name)
 
 
-_NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "tolerance")  # they change no shape
+_NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "tolerance", "batches")  # they change no shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,6 +152,14 @@ class FreeFormFamily(BasisFamily):
     def is_natural(self) -> bool:
         """Whether q(w) learns by natural gradients."""
         return self.can_step if self.natural is None else self.natural
+
+    @property
+    def couples(self) -> bool:
+        """Whether its q(w) couples all coefficients, so that those of several GP sites can have one."""
+        kind = self.new_coefficients()
+        layout = getattr(kind, "layout", None)
+        whole = layout is not None and [factor for factor, _ in layout(2)] == [DenseFactor]
+        return whole and (self.is_natural or self.parameterised(kind) is kind)  # over w itself
 
     @abstractmethod
     def new_coefficients(self) -> NewCoefficients:

@@ -89,6 +89,11 @@ class OrthogonallyDecoupled(OrthogonalInducing):
             )
 
     @property
+    def couples(self) -> bool:
+        """Whether its q(w) couples all coefficients."""
+        return False
+
+    @property
     def can_step(self) -> bool:
         """Whether there are natural steps for what it learns."""
         return self.num_columns is None

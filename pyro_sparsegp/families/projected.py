@@ -30,11 +30,16 @@ class ComputationAware(SiteFamily):
         (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``; of a module, a
         copy trains, ``guide.gps.f.policy.policy``. Sparse and random actions belong to the rows of the first call.
     :param tolerance: of "cg": the residual, relative to the first, at which it stops.
+    :param batches: whether training steps bring mini-batches of rows, ``size=N``. The actions are then of the n rows of
+        the guide's first call, ``guide(x[rows], y[rows])``, and 0 elsewhere: q is the posterior given less, so that its
+        variance is still at least the exact posterior's, and the bound is that of all N rows. A step of B rows
+        evaluates n² + nB kernel entries, a posterior at one new input n.
     """
 
     num_actions: int = 64
     actions: Union[str, Callable] = "sparse"
     tolerance: float = field(default=1e-4, kw_only=True)
+    batches: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,15 +67,17 @@ class ComputationAware(SiteFamily):
                 "projections of data cannot tell from noise: put the noise into the likelihood, or turn the correction "
                 "off."
             )
-        policy = self._policy(x, process.batch_shape, None)
-        return ProjectedGP(policy, sites, process.batch_shape, self.declared(), self.at, self.rate, self.updates)
+        return self._module(self._policy(x, process.batch_shape, None), sites, process.batch_shape)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ProjectedGP:
         sites = KeptSites(like, spec["batch_shape"], spec["columns"])
         x = like.new_zeros(spec["rows"] or self.num_actions, spec["columns"])
         order = torch.zeros(len(x), dtype=torch.long, device=like.device)
-        policy = self._policy(x, spec["batch_shape"], order)
-        return ProjectedGP(policy, sites, spec["batch_shape"], self.declared(), self.at, self.rate, self.updates)
+        return self._module(self._policy(x, spec["batch_shape"], order), sites, spec["batch_shape"])
+
+    def _module(self, policy: Policy, sites: KeptSites, batch_shape: Sequence[int]) -> ProjectedGP:
+        how = self.at, self.rate, self.updates
+        return ProjectedGP(policy, sites, batch_shape, self.declared(), *how, batches=self.batches)
 
     def _policy(self, x: Tensor, batch_shape: Sequence[int], order: Optional[Tensor]) -> Policy:
         if self.actions == "sparse":

@@ -1,6 +1,7 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
+from .continued import Continued
 from .following import Drawn, DrawnGaussian, Following, Shifted
 from .natural import NaturalGaussian
 from .natural_low_rank import NaturalLowRank
@@ -18,6 +19,7 @@ from .product import (
     Product,
 )
 from .projected import ProjectedGaussian
+from .shared import Part, Share, Shared, Whole, block_diagonal
 from .shift import ShiftFactor
 from .steps import Falling, Rate
 from .unwhitened import Unwhitened
@@ -27,6 +29,7 @@ __all__ = [
     "BlockPlusLowRank",
     "CholeskyIdentity",
     "Coefficients",
+    "Continued",
     "DenseFactor",
     "Diagonal",
     "DiagonalFactor",
@@ -42,13 +45,18 @@ __all__ = [
     "LowRankGaussian",
     "NaturalGaussian",
     "NaturalLowRank",
+    "Part",
     "PrecisionFactor",
     "Product",
     "ProjectedGaussian",
     "Rate",
+    "Share",
+    "Shared",
     "ShiftFactor",
     "Shifted",
     "Unwhitened",
+    "Whole",
+    "block_diagonal",
     "from_natural",
     "optimal",
     "seen_from",

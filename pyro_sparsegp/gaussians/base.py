@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ class Gaussian(ABC):
 
     sizes: tuple[int, ...]
     batch_shape: torch.Size
+    key: Optional[int] = None  # of the last marginals given, where natural steps hear of them
+
+    @property
+    def share(self) -> Any:
+        """The :class:`~.shared.Share` that this is, or is made of, where several sites have one q; else ``None``."""
+        return None
 
     @property
     @abstractmethod
@@ -41,6 +47,16 @@ class Gaussian(ABC):
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ) together, which a Gaussian may have at a lower cost than one by one."""
         return self.mean(features), self.variance_change(features)
+
+    def cross_change(
+        self, features: Sequence[Tensor], others: Sequence[Tensor], keys: tuple[Optional[int], Optional[int]]
+    ) -> Tensor:
+        """diag(Φ(S − I)Ψᵀ), ``(..., N)``, of two matrices with as many rows.
+
+        :param keys: of the two matrices' marginals.
+        """
+        both = self.variance_change([phi + psi for phi, psi in zip(features, others)])
+        return (both - self.variance_change([phi - psi for phi, psi in zip(features, others)])) / 4
 
     @abstractmethod
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:

@@ -132,7 +132,13 @@ class Shifted(Gaussian):
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         mean, change = self.q.moments(features)
+        self.key = self.q.key
         return mean + sum_blocks(features, self.shift), change
+
+    def cross_change(
+        self, features: Sequence[Tensor], others: Sequence[Tensor], keys: tuple[Optional[int], Optional[int]]
+    ) -> Tensor:
+        return self.q.cross_change(features, others, keys)
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return self.q.covariance_change(features)

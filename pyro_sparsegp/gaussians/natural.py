@@ -185,6 +185,26 @@ class NaturalGaussian(StepsOnBackward):
         heard = Heard(_Base(*base, side_by_side(q.loc).detach()), self.unit)
         return _Listening(q.sizes, q.factors, q.groups).heard_by(self, heard)
 
+    @torch.no_grad()
+    def sums(self, anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        """G and r under L, ``(M, M)``; those of the prior, 0, where no step has been taken: a start is a guess."""
+        self.settle()
+        gram, pull = self._seen_from(None if anchor is None else self._seat(anchor))
+        return (gram, pull) if self.steps_taken else (torch.zeros_like(gram), torch.zeros_like(pull))
+
+    @torch.no_grad()
+    def put_sums(self, anchor: Optional[Tensor], gram: Tensor, pull: Tensor) -> None:
+        """Have q be that of G and r under L, of more rows than a batch: steps go on at a later one's rate."""
+        self.gram = (0.5 * (gram + gram.mT)).expand(self.gram.shape).clone()
+        self.pull = pull.expand(self.pull.shape).clone()
+        if anchor is not None:
+            self.seat = self._seat(anchor)
+        self.skip(max(KNOWN - self.steps_taken, 0))
+
+    def of(self, gram: Tensor, pull: Tensor) -> Product:
+        """q(w) of these G and r."""
+        return self._gaussian(gram, pull)
+
     def _gaussian(self, gram: Tensor, pull: Tensor) -> Product:
         if len(self.layout) == 1 and gram.dim() == 2 and pull.dim() == 1:
             return Product(self.sizes, [DenseFactor(*_MeanAndRoot.apply(gram, pull))], [self.layout[0][1]])
@@ -232,15 +252,16 @@ class NaturalGaussian(StepsOnBackward):
         gram, slope = torch.zeros_like(base.gram), torch.zeros_like(base.loc)
         cut: Optional[Tensor] = None
         for row in heard.rows.values():
-            phi = side_by_side(row["features"])
             if "by_mean" in row:
+                phi = side_by_side(row["features"])
                 slope = slope + (phi.mT @ row["by_mean"][..., None])[..., 0]
-            if "by_change" in row:
-                curvature = 2 * row["by_change"]
-                gram = gram + phi.mT @ (phi * curvature[..., None])
-                if (curvature < 0).any():
-                    more = phi.mT @ (phi * (-curvature).clamp(min=0)[..., None])
-                    cut = more if cut is None else cut + more
+        for row in heard.curved():
+            phi = side_by_side(row["features"])
+            curvature = 2 * row["by_change"]
+            gram = gram + phi.mT @ (phi * curvature[..., None])
+            if (curvature < 0).any():
+                more = phi.mT @ (phi * (-curvature).clamp(min=0)[..., None])
+                cut = more if cut is None else cut + more
         for centred, grad in heard.draws.values():
             # E ∇²f = E ∇f(w)(w − m)ᵀP (Stein's identity; Lin, Khan and Schmidt, 2019).
             whole = base.gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)

@@ -26,28 +26,28 @@ from torch import Tensor
 
 from ..numerics.linalg import cholesky, root_of_inverse, solve_lower
 from ..numerics.processes import joined
+from .groups import Groups, stacked, total
 from .precision import LowRankGaussian, leading_directions
 from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, softened
 
 __all__ = ["NaturalLowRank"]
 
 Blocks = list[Tensor]
+Columns = list[Tensor]  # of vectors, and other matrices, stacked by the blocks' sizes
+Seats = list[Optional[Tensor]]
 
 
 class _Listening(Listening, LowRankGaussian):
     pass
 
 
-Seats = list[Optional[Tensor]]
-
-
 @dataclass
 class _Base:
-    """Of a forward pass: m, D and B, and L + ηsI that these belong to; a block each."""
+    """Of a forward pass: m, D and B, stacked by the blocks' sizes, and L + ηsI of each block that these belong to."""
 
-    loc: Blocks
-    blocks: Blocks
-    low_rank: Blocks
+    loc: Columns
+    blocks: Columns
+    low_rank: Columns
     seats: Optional[Seats]
 
 
@@ -84,6 +84,7 @@ class NaturalLowRank(StepsOnBackward):
         self.softness = softness
         self.rank, self.base = max(self.sizes) if rank is None else rank, base
         self.sweeps, self.iterations = sweeps, iterations
+        self._groups = Groups(self.sizes)
         for i, num in enumerate(self.sizes):
             eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
             b = 0.1 * torch.randn(*batch_shape, num, self.rank, dtype=like.dtype, device=like.device)
@@ -95,7 +96,12 @@ class NaturalLowRank(StepsOnBackward):
             self.register_buffer(f"seat_{i}", like.new_zeros(0, 0))
 
     def _each(self, name: str) -> Blocks:
-        return [getattr(self, f"{name}_{i}") for i in range(len(self.sizes))]
+        # By the way round a Pyro module's attributes, which would take as long as the algebra of small blocks.
+        return [self._buffers[f"{name}_{i}"] for i in range(len(self.sizes))]  # type: ignore[misc]
+
+    def _keep(self, name: str, values: Sequence[Tensor]) -> None:
+        """Take values of the buffers' own dtype and shape."""
+        self._buffers.update((f"{name}_{i}", value) for i, value in enumerate(values))
 
     def _put_each(self, name: str, values: Sequence[Tensor]) -> None:
         for i, value in enumerate(values):
@@ -121,47 +127,63 @@ class NaturalLowRank(StepsOnBackward):
         return None if anchor is None else [None if part is None else softened(part, self.softness) for part in anchor]
 
     def _sit(self, seats: Optional[Seats]) -> None:
+        like = self.loc_0
         for i, seat in enumerate(seats or ()):
             if seat is not None:
-                setattr(self, f"seat_{i}", seat.detach().to(self.loc_0))
+                self._buffers[f"seat_{i}"] = seat.detach().to(like)
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Start at that mean, at the rate of the tenth step."""
         self._put_each("loc", loc.split(self.sizes, -1))
         self.skip(KNOWN)
 
-    def _seen_from(self, seats: Optional[Seats]) -> tuple[Optional[Blocks], Blocks, Blocks]:
-        """Pm, ``None`` if m is what it was, D and B of the same sites under another L."""
-        loc, blocks, low_rank = self._each("loc"), self._each("block"), self._each("low_rank")
-        turns = [
-            None if now is None or not before.numel() else solve_lower(before, now)
-            for before, now in zip(self._each("seat"), seats or ())
+    def _stacked(self, name: str) -> Columns:
+        return self._groups.stack(self._each(name))
+
+    def _turns(self, seats: Optional[Seats]) -> list[Optional[Tensor]]:
+        """L₀⁻¹L of the blocks of each size; ``None`` where none of them has another L."""
+        pairs = [
+            (before, now) if now is not None and before.numel() else None
+            for before, now in zip(self._each("seat"), seats or [None] * len(self.sizes))
         ]
+        found: list[Optional[Tensor]] = []
+        for group in self._groups.members:
+            if all(pairs[b] is None for b in group):
+                found.append(None)
+                continue
+            eye = torch.eye(self.sizes[group[0]], dtype=self.loc_0.dtype, device=self.loc_0.device)
+            of_group = [pairs[b] or (eye, eye) for b in group]
+            before, now = (stacked([pair[i] for pair in of_group]) for i in range(2))
+            found.append(solve_lower(before, now))
+        return found
+
+    def _seen_from(self, seats: Optional[Seats]) -> tuple[Optional[Columns], Columns, Columns]:
+        """Pm, ``None`` if m is what it was, D and B of the same sites under another L."""
+        blocks, low_rank = self._stacked("block"), self._stacked("low_rank")
+        turns = self._turns(seats)
         if all(turn is None for turn in turns):
             return None, blocks, low_rank
-        inner = torch.stack([b.mT @ m[..., None] for b, m in zip(low_rank, loc)]).sum(0)
-        pull = [d @ m[..., None] + b @ inner for d, b, m in zip(blocks, low_rank, loc)]
+        loc, gains = self._groups.columns(self._each("loc")), self._stacked("gain")
+        inner = total([b.mT @ m for b, m in zip(low_rank, loc)])[..., None, :, :]
+        pull = [d @ m + b @ inner for d, b, m in zip(blocks, low_rank, loc)]
         for i, turn in enumerate(turns):
             if turn is not None:
-                gain = getattr(self, f"gain_{i}")
                 pull[i], low_rank[i] = turn.mT @ pull[i], turn.mT @ low_rank[i]
                 if self.base:
-                    blocks[i] = blocks[i] + (turn.mT @ gain @ turn - gain)
-        return [part[..., 0] for part in pull], blocks, low_rank
+                    blocks[i] = blocks[i] + (turn.mT @ gains[i] @ turn - gains[i])
+        return pull, blocks, low_rank
 
-    def _gaussian(self, pull: Optional[Blocks], blocks: Blocks, low_rank: Blocks) -> LowRankGaussian:
+    def _gaussian(self, pull: Optional[Columns], blocks: Columns, low_rank: Columns) -> LowRankGaussian:
         if self.base:
-            eyes = [torch.eye(d.shape[-1], dtype=d.dtype, device=d.device) for d in blocks]
-            trils: Optional[Blocks] = [root_of_inverse(Lift.apply(d - eye, self.unit)) for d, eye in zip(blocks, eyes)]
+            trils: Optional[Columns] = [root_of_inverse(Lift.apply(d - _eye(d), self.unit)) for d in blocks]
             b = [tril.mT @ part for tril, part in zip(trils or (), low_rank)]
         else:
             trils, b = None, [Lift.apply(part, self.unit) for part in low_rank]
-        q = LowRankGaussian([Lift.apply(m, self.unit) for m in self._each("loc")], b, trils)
-        return (
-            q
-            if pull is None
-            else LowRankGaussian(q.covariance_times([Lift.apply(part, self.unit) for part in pull]), b, trils)
-        )
+        loc = [Lift.apply(m, self.unit) for m in self._groups.columns(self._each("loc"))]
+        q = LowRankGaussian.of_groups(self._groups, loc, b, trils)
+        if pull is None:
+            return q
+        return q.with_loc(q.covariance_times_columns([Lift.apply(part, self.unit) for part in pull]))
 
     def forward(self, anchor: Any = None) -> LowRankGaussian:
         self.settle()
@@ -170,70 +192,73 @@ class NaturalLowRank(StepsOnBackward):
         q = self._gaussian(pull, blocks, low_rank)
         if not torch.is_grad_enabled():
             return q
-        here = [[part.detach() for part in parts] for parts in (q.loc, blocks, low_rank)]
+        here = [[part.detach() for part in parts] for parts in (q.parts[0], blocks, low_rank)]
         base = _Base(here[0], here[1], here[2], seats)
-        return _Listening(q.loc, q.b, q.trils).heard_by(self, Heard(base, self.unit))
+        listening = _Listening.__new__(_Listening)
+        listening.__dict__.update(q.__dict__)
+        return listening.heard_by(self, Heard(base, self.unit))
 
-    def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
+    def step(self, heard: Heard, weight: Tensor, total_weight: Tensor, rate: float, again: bool) -> None:
         base: _Base = heard.base
         here = self._from(base.seats) if again else base
-        each, kept = rate / total, 1 - rate * weight / total
-        rows = [row for row in heard.rows.values() if "by_change" in row]
-        phis = [row["features"] for row in rows]
-        curvatures = [each[..., None] * (2 * row["by_change"]).clamp(min=0) for row in rows]
+        each, kept = rate / total_weight, 1 - rate * weight / total_weight
+        stack, columns = self._groups.stack, self._groups.columns
+        rows = heard.curved()
+        phis = [stack(row["features"]) for row in rows]
+        curvatures = [(each[..., None] * (2 * row["by_change"]).clamp(min=0))[..., None, :, None] for row in rows]
         if heard.draws:  # of their curvature nothing is known
             kept = torch.ones_like(kept)
+        each, kept, weight = (part[..., None, None, None] for part in (each, kept, weight))  # of all of a group
 
-        def times(v: Blocks) -> Blocks:
+        def times(v: Columns) -> Columns:
             """P̂v for columns v."""
-            inner = sum(b.mT @ x for b, x in zip(here.low_rank, v))
-            found = [
-                kept[..., None, None] * (d @ x + b @ inner) + (1 - kept)[..., None, None] * x
-                for d, b, x in zip(here.blocks, here.low_rank, v)
-            ]
+            inner = total([b.mT @ x for b, x in zip(here.low_rank, v)])[..., None, :, :]
+            found = [kept * (d @ x + b @ inner) + (1 - kept) * x for d, b, x in zip(here.blocks, here.low_rank, v)]
             data = [torch.zeros_like(x) for x in found]
             for phi, curvature in zip(phis, curvatures):
-                seen = curvature[..., None] * sum(p @ x for p, x in zip(phi, v))
+                seen = curvature * total([p @ x for p, x in zip(phi, v)])[..., None, :, :]
                 data = [x + p.mT @ seen for x, p in zip(data, phi)]
             return [x + more for x, more in zip(found, joined(*data))]
 
         blocks, low_rank = here.blocks, here.low_rank
-        aims = [_within(i, here, kept, phis, curvatures) for i in range(len(self.sizes))] if self.base else None
+        aims = _within(here, kept, phis, curvatures) if self.base else None
         for _ in range(self.sweeps):
             blocks, low_rank = _sweep(times, aims, blocks, low_rank)
         slopes = [torch.zeros_like(m) for m in base.loc]
         for row in heard.rows.values():
             if "by_mean" in row:
-                g = row["by_mean"][..., None]
-                slopes = [s + (p.mT @ g)[..., 0] for s, p in zip(slopes, row["features"])]
+                g = row["by_mean"][..., None, :, None]
+                slopes = [s + p.mT @ g for s, p in zip(slopes, stack(row["features"]))]
         inside = heard.weight_inside(self.batch_shape)
         for _, grad in heard.draws.values():
-            parts = grad.reshape(-1, *slopes[0].shape[:-1], grad.shape[-1]).sum(0).split(self.sizes, -1)
-            slopes = [s + part for s, part in zip(slopes, parts)]
+            parts = grad.reshape(-1, *self.batch_shape, grad.shape[-1]).sum(0).split(self.sizes, -1)
+            slopes = [s + part for s, part in zip(slopes, columns(parts))]
         if inside is not None:
-            slopes = [s - inside[..., None] * m for s, m in zip(slopes, base.loc)]
-        slopes = [weight[..., None] * m + s for m, s in zip(base.loc, joined(*slopes))]
-        right = [-each[..., None, None] * s[..., None] for s in slopes]
-        shift = _solve(times, right, _Inverse(blocks, low_rank), self.iterations)
-        whole = cautious(torch.cat([x[..., 0] for x in shift], -1), heard)
-        loc = [m + x for m, x in zip(here.loc, whole.split(self.sizes, -1))]
-        parts = [*loc, *blocks, *low_rank]
-        fine = torch.stack([part.isfinite().all() for part in parts]).all() & (each > 0).all()
-        for name, new, old in (
-            ("loc", loc, here.loc),
-            ("block", blocks, here.blocks),
-            ("low_rank", low_rank, here.low_rank),
-        ):
-            self._put_each(name, [torch.where(fine, a, b) for a, b in zip(new, old)])
+            slopes = [s - inside[..., None, None, None] * m for s, m in zip(slopes, base.loc)]
+        slopes = [weight * m + s for m, s in zip(base.loc, joined(*slopes))]
+        shift = _solve(times, [-each * s for s in slopes], _Inverse(blocks, low_rank), self.iterations)
+        whole = cautious(torch.cat(self._groups.vectors(shift), -1), heard)
+        loc = [m + x for m, x in zip(here.loc, columns(whole.split(self.sizes, -1)))]
+        fine = torch.stack([part.isfinite().all() for part in (*loc, *blocks, *low_rank)]).all() & (each > 0).all()
+        loc, blocks, low_rank = (
+            [torch.where(fine, a, b) for a, b in zip(new, old)]
+            for new, old in ((loc, here.loc), (blocks, here.blocks), (low_rank, here.low_rank))
+        )
+        self._keep("loc", self._groups.vectors(loc))
+        self._keep("block", self._groups.unstack(blocks))
+        self._keep("low_rank", self._groups.unstack(low_rank))
         if self.base:
-            eyes = [torch.eye(d.shape[-1], dtype=d.dtype, device=d.device) for d in blocks]
-            self._put_each("gain", [_positive(d - eye) for d, eye in zip(self._each("block"), eyes)])
+            self._keep("gain", self._groups.unstack([_positive(d - _eye(d)) for d in blocks]))
         self._sit(base.seats)
 
     def _from(self, seats: Optional[Seats]) -> _Base:
         """What there is, under another L."""
         pull, blocks, low_rank = self._seen_from(seats)
-        return _Base(self._gaussian(pull, blocks, low_rank).loc, blocks, low_rank, seats)
+        return _Base(list(self._gaussian(pull, blocks, low_rank).parts[0]), blocks, low_rank, seats)
+
+
+def _eye(like: Tensor) -> Tensor:
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
 def _positive(matrix: Tensor) -> Tensor:
@@ -242,44 +267,43 @@ def _positive(matrix: Tensor) -> Tensor:
     return (found.eigenvectors * found.eigenvalues.clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
 
 
-def _within(i: int, here: _Base, kept: Tensor, phis: Sequence[Blocks], curvatures: Sequence[Tensor]) -> Tensor:
-    """A block of P̂ on its diagonal."""
-    d, b = here.blocks[i], here.low_rank[i]
-    eye = torch.eye(d.shape[-1], dtype=d.dtype, device=d.device)
-    data = torch.zeros_like(d)
+def _within(here: _Base, kept: Tensor, phis: Sequence[Columns], curvatures: Sequence[Tensor]) -> Columns:
+    """The blocks of P̂ on its diagonal."""
+    data = [torch.zeros_like(d) for d in here.blocks]
     for phi, curvature in zip(phis, curvatures):
-        data = data + phi[i].mT @ (phi[i] * curvature[..., None])
-    return kept[..., None, None] * (d + b @ b.mT) + (1 - kept)[..., None, None] * eye + joined(data)[0]
+        data = [x + p.mT @ (p * curvature) for x, p in zip(data, phi)]
+    return [
+        kept * (d + b @ b.mT) + (1 - kept) * _eye(d) + x for d, b, x in zip(here.blocks, here.low_rank, joined(*data))
+    ]
 
 
 class _Inverse:
     """(blockdiag(D) + BBᵀ)⁻¹ = D⁻¹ − D⁻¹B(I + BᵀD⁻¹B)⁻¹BᵀD⁻¹."""
 
-    def __init__(self, blocks: Blocks, low_rank: Blocks) -> None:
+    def __init__(self, blocks: Columns, low_rank: Columns) -> None:
         self.roots = [cholesky(d, 0.0, "a block of a low-rank precision") for d in blocks]
         self.scaled = [torch.cholesky_solve(b, root) for b, root in zip(low_rank, self.roots)]  # D⁻¹B
-        rank = low_rank[0].shape[-1]
-        eye = torch.eye(rank, dtype=low_rank[0].dtype, device=low_rank[0].device)
-        self.inner = cholesky(eye + sum(b.mT @ c for b, c in zip(low_rank, self.scaled)), 0.0, "I + BᵀD⁻¹B")
+        gram = total([b.mT @ c for b, c in zip(low_rank, self.scaled)])
+        self.inner = cholesky(_eye(gram) + gram, 0.0, "I + BᵀD⁻¹B")
 
-    def __call__(self, v: Blocks) -> Blocks:
-        seen = torch.cholesky_solve(torch.as_tensor(sum(c.mT @ x for c, x in zip(self.scaled, v))), self.inner)
+    def __call__(self, v: Columns) -> Columns:
+        seen = torch.cholesky_solve(total([c.mT @ x for c, x in zip(self.scaled, v)]), self.inner)[..., None, :, :]
         return [torch.cholesky_solve(x, root) - c @ seen for x, root, c in zip(v, self.roots, self.scaled)]
 
 
 def _sweep(
-    times: Callable[[Blocks], Blocks], aims: Optional[Blocks], blocks: Blocks, low_rank: Blocks
-) -> tuple[Blocks, Blocks]:
+    times: Callable[[Columns], Columns], aims: Optional[Columns], blocks: Columns, low_rank: Columns
+) -> tuple[Columns, Columns]:
     """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
     D ← blockdiag(P̂ − BβP̂); then B ← BE^½, the expansion.
 
     :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
     """
     inverse = _Inverse(blocks, low_rank)
-    beta = [torch.cholesky_solve(c.mT, inverse.inner) for c in inverse.scaled]
+    beta = [torch.cholesky_solve(c.mT, inverse.inner[..., None, :, :]) for c in inverse.scaled]
     seen = times([part.mT for part in beta])  # P̂βᵀ
-    moment = torch.cholesky_inverse(inverse.inner) + sum(part @ p for part, p in zip(beta, seen))
-    root = cholesky(0.5 * (moment + moment.mT), 0.0, "the factors' second moment")
+    moment = torch.cholesky_inverse(inverse.inner) + total([part @ p for part, p in zip(beta, seen)])
+    root = cholesky(0.5 * (moment + moment.mT), 0.0, "the factors' second moment")[..., None, :, :]
     new = [torch.cholesky_solve(p.mT, root).mT for p in seen]
     if aims is not None:
         blocks = [aim - b @ p.mT for aim, b, p in zip(aims, new, seen)]
@@ -288,11 +312,11 @@ def _sweep(
     return blocks, new
 
 
-def _solve(times: Callable[[Blocks], Blocks], right: Blocks, inverse: _Inverse, iterations: int) -> Blocks:
+def _solve(times: Callable[[Columns], Columns], right: Columns, inverse: _Inverse, iterations: int) -> Columns:
     """P̂⁻¹ of one column by preconditioned conjugate gradients, without a look at how far it has come."""
 
-    def dot(a: Blocks, b: Blocks) -> Tensor:
-        return torch.stack([(x * y).sum((-2, -1)) for x, y in zip(a, b)]).sum(0)[..., None, None]
+    def dot(a: Columns, b: Columns) -> Tensor:
+        return total([(x * y).sum((-2, -1), keepdim=True) for x, y in zip(a, b)])[..., None, :, :]
 
     def over(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(b > 0, a / b, torch.zeros_like(a))

@@ -11,8 +11,9 @@ With L_aL_aᵀ = I + BᵀB and T = L_a⁻¹Bᵀ, S = L(I − TᵀT)Lᵀ and log|
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from pyro.nn import PyroParam
@@ -21,7 +22,11 @@ from torch.distributions import constraints
 
 from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, solve_lower
 from .base import Coefficients, Gaussian
+from .groups import Groups, total
 from .product import DenseFactor, Product
+
+if TYPE_CHECKING:
+    from typing import Self
 
 __all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions"]
 
@@ -35,101 +40,143 @@ class LowRankGaussian(Gaussian):
     """
 
     def __init__(self, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]) -> None:
-        self._loc, self.b, self.trils = list(loc), list(b), None if trils is None else list(trils)
-        self.sizes = tuple(block.shape[-1] for block in self._loc)
-        self.batch_shape = self._loc[0].shape[:-1]
-        rank = self.b[0].shape[-1]
-        gram = torch.eye(rank, dtype=self.b[0].dtype, device=self.b[0].device)
-        for block in self.b:
-            gram = gram + block.mT @ block
+        groups = Groups([block.shape[-1] for block in loc])
+        self._set(groups, groups.columns(loc), groups.stack(b), None if trils is None else groups.stack(trils))
+
+    @classmethod
+    def of_groups(
+        cls, groups: Groups, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]
+    ) -> Self:
+        """Of blocks that are stacked by their sizes, m as columns."""
+        new = cls.__new__(cls)
+        new._set(groups, loc, b, trils)
+        return new
+
+    def _set(
+        self, groups: Groups, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]
+    ) -> None:
+        self.groups, self.sizes, self.batch_shape = groups, groups.sizes, loc[0].shape[:-3]
+        self._loc, self._b, self._trils = loc, b, trils
+        gram = total([part.mT @ part for part in b])
         # I + BᵀB has eigenvalues of at least 1: no jitter.
-        self.inner = cholesky(gram, 0.0, "I + BᵀB of a low-rank precision")
-        self.t = [solve_lower(self.inner, block.mT) for block in self.b]  # (..., R, M_b)
+        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+        self.inner = cholesky(eye + gram, 0.0, "I + BᵀB of a low-rank precision")
+        self._t = [solve_lower(self.inner[..., None, :, :], part.mT) for part in b]  # (..., C, R, M_b)
+
+    def with_loc(self, loc: Sequence[Tensor]) -> Self:
+        """The same covariance round another mean, columns stacked by the blocks' sizes."""
+        new = copy.copy(self)
+        new._loc = loc
+        return new
+
+    @property
+    def parts(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Optional[Sequence[Tensor]]]:
+        """What :meth:`of_groups` makes it of."""
+        return self._loc, self._b, self._trils
 
     @property
     def loc(self) -> list[Tensor]:
-        return self._loc
+        return self.groups.vectors(self._loc)
 
-    def _scaled(self, features: Sequence[Tensor]) -> list[Tensor]:
-        return list(features) if self.trils is None else [phi @ tril for phi, tril in zip(features, self.trils)]
+    @property
+    def b(self) -> list[Tensor]:
+        """B, a block each."""
+        return self.groups.unstack(self._b)
+
+    @property
+    def trils(self) -> Optional[list[Tensor]]:
+        """L, a block each."""
+        return None if self._trils is None else self.groups.unstack(self._trils)
+
+    def _scaled(self, phi: Sequence[Tensor]) -> Sequence[Tensor]:
+        return phi if self._trils is None else [part @ tril for part, tril in zip(phi, self._trils)]
 
     def _coupled(self, scaled: Sequence[Tensor]) -> Tensor:
         # Sum over blocks before squaring: N·ΣM_b·R operations for all blocks together.
-        total = scaled[0] @ self.t[0].mT
-        for v, t in zip(scaled[1:], self.t[1:]):
-            total = total + v @ t.mT
-        return total
+        parts = [torch.einsum("...cnm,...crm->...nr", v, t) for v, t in zip(scaled, self._t)]
+        return sum(parts[1:], parts[0])
+
+    def mean(self, features: Sequence[Tensor]) -> Tensor:
+        return _mean(self.groups.stack(features), self._loc)
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        scaled = self._scaled(features)
+        return self._variance_change(self.groups.stack(features))
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        phi = self.groups.stack(features)
+        return _mean(phi, self._loc), self._variance_change(phi)
+
+    def _variance_change(self, phi: Sequence[Tensor]) -> Tensor:
+        scaled = self._scaled(phi)
         change = -row_squares(self._coupled(scaled))
-        if self.trils is not None:
-            for phi, v in zip(features, scaled):
-                change = change + row_squares(v) - row_squares(phi)
+        if self._trils is not None:
+            for part, v in zip(phi, scaled):
+                change = change + (row_squares(v) - row_squares(part)).sum(-2)
         return change
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
-        scaled = self._scaled(features)
+        phi = self.groups.stack(features)
+        scaled = self._scaled(phi)
         coupled = self._coupled(scaled)
         change = -coupled @ coupled.mT
-        if self.trils is not None:
-            for phi, v in zip(features, scaled):
-                change = change + v @ v.mT - phi @ phi.mT
+        if self._trils is not None:
+            for part, v in zip(phi, scaled):
+                v, part = (whole.transpose(-3, -2).flatten(-2) for whole in (v, part))  # (..., N, CM)
+                change = change + v @ v.mT - part @ part.mT
         return change
 
     def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
-        # L(I − TᵀT)Lᵀv
-        scaled = [row[..., 0, :, None] for row in self._scaled([block[..., None, :] for block in v])]
-        inner = self._coupled([row.mT for row in scaled]).mT
-        left = [row - t.mT @ inner for row, t in zip(scaled, self.t)]
-        return [row[..., 0] if self.trils is None else (self.trils[i] @ row)[..., 0] for i, row in enumerate(left)]
+        return self.groups.vectors(self.covariance_times_columns(self.groups.columns(v)))
+
+    def covariance_times_columns(self, v: Sequence[Tensor]) -> list[Tensor]:
+        """L(I − TᵀT)Lᵀv, of columns stacked by the blocks' sizes."""
+        trils = self._trils
+        scaled = v if trils is None else [tril.mT @ part for tril, part in zip(trils, v)]
+        inner = total([t @ part for t, part in zip(self._t, scaled)])[..., None, :, :]
+        left = [part - t.mT @ inner for part, t in zip(scaled, self._t)]
+        return left if trils is None else [tril @ part for tril, part in zip(trils, left)]
 
     def _log_det(self) -> Tensor:
         log_det = -2 * self.inner.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        for tril in self.trils or ():
-            log_det = log_det + 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        for tril in self._trils or ():
+            log_det = log_det + 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
         return log_det
 
     def kl(self) -> Tensor:
-        trace = self._loc[0].new_full((), float(sum(self.sizes))) if self.trils is None else 0.0
-        for i, t in enumerate(self.t):
+        trace = self._loc[0].new_full((), float(sum(self.sizes))) if self._trils is None else 0.0
+        for i, t in enumerate(self._t):
             # tr L_b(I − T_bᵀT_b)L_bᵀ
-            if self.trils is None:
-                trace = trace - t.square().sum((-2, -1))
+            if self._trils is None:
+                trace = trace - t.square().sum((-3, -2, -1))
             else:
-                tril = self.trils[i]
-                trace = trace + tril.square().sum((-2, -1)) - (t @ tril.mT).square().sum((-2, -1))
-        loc = torch.cat(self._loc, -1)
+                tril = self._trils[i]
+                trace = trace + tril.square().sum((-3, -2, -1)) - (t @ tril.mT).square().sum((-3, -2, -1))
+        loc = torch.cat([part.flatten(-3) for part in self._loc], -1)
         return gaussian_kl(loc, torch.as_tensor(trace), self._log_det())
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         # ε + Bη has covariance P = I + BBᵀ, so v = P⁻¹(ε + Bη) has covariance P⁻¹; P⁻¹ = I − TᵀT.
         like = self._loc[0]
-        rank = self.b[0].shape[-1]
-        eta = torch.randn(*shape, rank, 1, dtype=like.dtype, device=like.device)
+        eta = torch.randn(*shape, 1, self._b[0].shape[-1], 1, dtype=like.dtype, device=like.device)
         noise = [
-            torch.randn(*shape, size, 1, dtype=like.dtype, device=like.device) + b @ eta
-            for size, b in zip(self.sizes, self.b)
+            torch.randn(*shape, *b.shape[-3:-1], 1, dtype=like.dtype, device=like.device) + b @ eta for b in self._b
         ]
-        inner = self.t[0] @ noise[0]
-        for t, block in zip(self.t[1:], noise[1:]):
-            inner = inner + t @ block
+        inner = total([t @ block for t, block in zip(self._t, noise)])[..., None, :, :]
         draws = []
-        for i, (loc, t, block) in enumerate(zip(self._loc, self.t, noise)):
+        for i, (loc, t, block) in enumerate(zip(self._loc, self._t, noise)):
             v = block - t.mT @ inner
-            draws.append(loc + ((v if self.trils is None else self.trils[i] @ v)[..., 0]))
-        return draws
+            draws.append(loc + (v if self._trils is None else self._trils[i] @ v))
+        return self.groups.vectors(draws)
 
     def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
-        total = -self._log_det()
-        inner: Tensor = None  # type: ignore[assignment]
-        for i, (block, loc, b) in enumerate(zip(w, self._loc, self.b)):
-            v = (block - loc)[..., None]
-            if self.trils is not None:
-                v = solve_lower(self.trils[i].expand(*v.shape[:-2], -1, -1), v)
-            total = total + block.square().sum(-1) - v[..., 0].square().sum(-1)
-            inner = b.mT @ v if inner is None else inner + b.mT @ v
-        return 0.5 * (total - inner[..., 0].square().sum(-1))
+        log_ratio, inner = -self._log_det(), []
+        for i, (block, loc, b) in enumerate(zip(self.groups.columns(w), self._loc, self._b)):
+            v = block - loc
+            if self._trils is not None:
+                v = solve_lower(self._trils[i], v)
+            log_ratio = log_ratio + (block.square() - v.square()).sum((-3, -2, -1))
+            inner.append(b.mT @ v)
+        return 0.5 * (log_ratio - total(inner).square().sum((-2, -1)))
 
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
         chosen = sorted(blocks)
@@ -138,14 +185,13 @@ class LowRankGaussian(Gaussian):
         if not chosen:
             return Product([], [], [])
         # S_bb = L_b(I − T_bᵀT_b)L_bᵀ = L_b(I − TᵀT)L_bᵀ over the chosen blocks.
-        roots = self.trils or [
-            torch.eye(size, dtype=self._loc[0].dtype, device=self._loc[0].device) for size in self.sizes
-        ]
+        whole, t = self.loc, self.groups.unstack(self._t)
+        roots = self.trils or [torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) for m in whole]
         size = sum(self.sizes[b] for b in chosen)
-        loc = torch.cat([self._loc[b] for b in chosen], -1)
+        loc = torch.cat([whole[b] for b in chosen], -1)
         covariance = loc.new_zeros(*self.batch_shape, size, size)
         start = 0
-        low_rank = torch.cat([roots[b] @ self.t[b].mT for b in chosen], -2)
+        low_rank = torch.cat([roots[b] @ t[b].mT for b in chosen], -2)
         for b in chosen:
             stop = start + self.sizes[b]
             covariance[..., start:stop, start:stop] = roots[b] @ roots[b].mT
@@ -157,6 +203,11 @@ class LowRankGaussian(Gaussian):
     def covariance_matrix(self) -> Tensor:
         eyes = torch.eye(sum(self.sizes), dtype=self._loc[0].dtype, device=self._loc[0].device)
         return eyes + self.covariance_change(list(eyes.split(self.sizes, -1)))
+
+
+def _mean(phi: Sequence[Tensor], loc: Sequence[Tensor]) -> Tensor:
+    parts = [torch.einsum("...cnm,...cmk->...n", part, m) for part, m in zip(phi, loc)]
+    return sum(parts[1:], parts[0])
 
 
 def leading_directions(features: Sequence[Tensor], small: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:

@@ -36,12 +36,7 @@ class Factor(ABC):
     """One independent N(m, S) of a :class:`Product`, over M coefficients."""
 
     def __init__(self, loc: Tensor) -> None:
-        self.loc = loc
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """The leading dimensions of m."""
-        return self.loc.shape[:-1]
+        self.loc, self.batch_shape = loc, loc.shape[:-1]
 
     @abstractmethod
     def scaled(self, phi: Tensor) -> Tensor:
@@ -235,20 +230,25 @@ class Product(Gaussian):
     """
 
     def __init__(self, sizes: Sequence[int], factors: Sequence[Factor], groups: Sequence[Sequence[int]]) -> None:
-        self.sizes, self.factors, self.groups = tuple(sizes), list(factors), [tuple(group) for group in groups]
-        self.batch_shape = broadcast_shapes(*(factor.batch_shape for factor in self.factors))
+        self.sizes, self.factors, self.groups = tuple(sizes), list(factors), list(map(tuple, groups))
+        first, *others = self.factors or (None,)
+        self.batch_shape = torch.Size() if first is None else first.batch_shape
+        for factor in others:
+            self.batch_shape = broadcast_shapes(self.batch_shape, factor.batch_shape)
 
     @property
     def loc(self) -> list[Tensor]:
         return self._split([factor.loc for factor in self.factors])
 
     def _split(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if len(self.sizes) == 1:
+            return list(parts)
         return [
             block for part, group in zip(parts, self.groups) for block in part.split([self.sizes[b] for b in group], -1)
         ]
 
     def _join(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        return _joined(blocks, self.groups)
+        return list(blocks) if len(blocks) == 1 else _joined(blocks, self.groups)
 
     def mean(self, features: Sequence[Tensor]) -> Tensor:
         return _sum((phi @ f.loc[..., None])[..., 0] for f, phi in zip(self.factors, self._join(features)))
@@ -258,7 +258,8 @@ class Product(Gaussian):
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
-        return _sum(mean for mean, _ in parts), _sum(change for _, change in parts)
+        means, changes = zip(*parts) if parts else ((), ())
+        return _sum(means), _sum(changes)
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return _sum(f.covariance_change(phi) for f, phi in zip(self.factors, self._join(features)))
@@ -268,7 +269,7 @@ class Product(Gaussian):
         return self._split([factor.scale(factor.scaled(part[..., None, :])[..., 0, :]) for factor, part in parts])
 
     def kl(self) -> Tensor:
-        return _sum(factor.kl() for factor in self.factors)
+        return _sum([factor.kl() for factor in self.factors])
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         return self._split([factor.rsample(shape) for factor in self.factors])

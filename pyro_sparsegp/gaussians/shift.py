@@ -22,16 +22,12 @@ class ShiftFactor(IdentityFactor):
     """
 
     def __init__(self, square: Callable[[], Tensor], estimate: Callable[[], Tensor], batch_shape: torch.Size) -> None:
-        self.square, self.estimate, self._batch_shape = square, estimate, batch_shape
+        self.square, self.estimate, self.batch_shape = square, estimate, batch_shape
 
     @property
     def loc(self) -> Tensor:  # type: ignore[override]
         """√κ, ``(..., 1)``."""
         return self.square().sqrt()[..., None]
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self._batch_shape
 
     def kl(self) -> Tensor:
         return 0.5 * (self.estimate() if torch.is_grad_enabled() else self.square())

@@ -99,6 +99,8 @@ class KeptSites(AbstractModule):
         self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
         self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
         self.marginals: Optional[tuple[Tensor, Tensor]] = None  # of the posterior that these sites gave
+        # Where a look at the guide left them: the precisions of training that it started from, and both terms.
+        self.rest: Optional[tuple[Tensor, Tensor, Tensor]] = None
         # Of updates: a share of their rate, the last one's size in standard deviations, and how many were cut.
         self.pace, self.change, self.halved = 1.0, math.inf, 0
 
@@ -126,6 +128,19 @@ class KeptSites(AbstractModule):
     @memory.setter
     def memory(self, saved: tuple[Any, ...]) -> None:
         self.inputs, self.precision, self.linear, self.truncated, self.progress = saved
+
+    def settled(self, rows: torch.Size) -> Optional[Sites]:
+        """Where a look left the sites, if training has not moved them since.
+
+        :param rows: the shape of the sites wanted.
+        """
+        if self.rest is None or self.rest[0] is not self.precision or self.rest[1].shape != rows:
+            return None
+        return Sites(self.inputs, *self.rest[1:])
+
+    def settle(self, sites: Sites) -> None:
+        """Let the next look start where this one ended, at ``sites``."""
+        self.rest = self.precision, sites.precision.detach(), sites.linear.detach()
 
     def reorder(self, order: Tensor) -> None:
         """Follow the data into another order of their rows."""

@@ -76,6 +76,7 @@ class Heard:
     :param weights: c, the gradients of the objective by the divergence.
     :param inner: those whose divergence is in the draws' gradients already.
     :param rows: of each call of moments its features, and the gradients by_mean and by_change.
+    :param crosses: of pairs of them the keys, the features of both, and the gradient by their covariances.
     :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
     """
 
@@ -84,12 +85,40 @@ class Heard:
     weights: dict[int, Tensor] = field(default_factory=dict)
     inner: dict[int, Tensor] = field(default_factory=dict)
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    crosses: dict[int, dict[str, Any]] = field(default_factory=dict)
     draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
 
     def weight(self, batch_shape: torch.Size) -> Tensor:
         """c, of the batch's shape."""
         return _summed([*self.weights.values(), *self.inner.values()], batch_shape)
+
+    def curved(self) -> list[dict[str, Any]]:
+        """The rows with gradients by variances. Those of functions that have covariances too, φ₁, …, φ_K with the
+        gradients H, K × K, are turned to the axes of H, Σ_j e_jφ_j with the eigenvalues: a curvature that is positive
+        stays so.
+        """
+        alone = {key: row for key, row in self.rows.items() if "by_change" in row}
+        if not self.crosses:
+            return list(alone.values())
+        turned = []
+        for group in _connected([cross["keys"] for cross in self.crosses.values()]):
+            own = [cross for cross in self.crosses.values() if cross["keys"][0] in group]
+            features = {key: phi for cross in own for key, phi in zip(cross["keys"], cross["features"])}
+            keys = list(features)
+            size = own[0]["by_change"]
+            hessian = size.new_zeros(*size.shape, len(keys), len(keys))
+            for i, key in enumerate(keys):
+                if key in alone:
+                    hessian[..., i, i] = alone.pop(key)["by_change"]
+            for cross in own:
+                i, j = (keys.index(key) for key in cross["keys"])
+                hessian[..., i, j] = hessian[..., j, i] = 0.5 * cross["by_change"]
+            values, axes = torch.linalg.eigh(hessian.nan_to_num())
+            for k in range(len(keys)):
+                parts = [[axes[..., i, k, None] * phi for phi in features[key]] for i, key in enumerate(keys)]
+                turned.append({"features": [sum(blocks) for blocks in zip(*parts)], "by_change": values[..., k]})
+        return [*alone.values(), *turned]
 
     def weight_inside(self, batch_shape: torch.Size) -> Optional[Tensor]:
         """The part of c whose divergence is in the draws' gradients already."""
@@ -106,8 +135,18 @@ def _whole(heard: list[Heard]) -> list[Heard]:
             whole.insert(0, one)
         elif whole:
             whole[0].rows.update(one.rows)
+            whole[0].crosses.update(one.crosses)
             whole[0].draws.update(one.draws)
     return whole
+
+
+def _connected(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
+    """Keys that pairs connect, together."""
+    groups: list[set[int]] = []
+    for pair in pairs:
+        met = [group for group in groups if group & set(pair)]
+        groups = [group for group in groups if group not in met] + [set(pair).union(*met)]
+    return groups
 
 
 def _summed(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:
@@ -130,6 +169,7 @@ class StepsOnBackward(Coefficients):
     """
 
     steps: Tensor
+    most_by_draws: float = 1.0  # the largest rate where curvatures are those of single draws
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like)
@@ -176,7 +216,9 @@ class StepsOnBackward(Coefficients):
             return
         with torch.inference_mode(False), torch.no_grad():
             rate = self.next_rate()
-            weights = joined(*(heard.weight(self.batch_shape) for heard in passes))
+            for heard in passes:
+                rate = min(rate, self.most_by_draws) if heard.draws else rate
+            weights = joined(*[heard.weight(self.batch_shape) for heard in passes])
             total = sum(weights[1:], weights[0])
             for heard, weight in zip(passes, weights):
                 self.step(heard, weight, total, rate, len(passes) > 1)
@@ -228,8 +270,23 @@ class Listening(Gaussian):
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         mean, change = super().moments(features)
-        listen(self.module, self.heard, features, mean, change)
+        self.key = listen(self.module, self.heard, features, mean, change)
         return mean, change
+
+    def cross_change(
+        self, features: Sequence[Tensor], others: Sequence[Tensor], keys: tuple[Optional[int], Optional[int]]
+    ) -> Tensor:
+        value = super().cross_change(features, others, keys)
+        cross = {"keys": keys, "features": [[phi.detach() for phi in parts] for parts in (features, others)]}
+
+        def hear(grad: Optional[Tensor]) -> None:
+            if grad is not None:
+                self.heard.crosses[id(cross)] = cross | {"by_change": grad.detach()}
+                self.module.note(self.heard)
+
+        if value.requires_grad:
+            value.register_hook(hear)
+        return value
 
     def kl(self) -> Tensor:
         return super().kl() + weighed(self.module, self.heard, self.batch_shape)  # type: ignore[safe-super]
@@ -252,8 +309,8 @@ class Listening(Gaussian):
         return list(w.split(self.sizes, -1))
 
 
-def listen(module: StepsOnBackward, heard: Heard, features: Sequence[Tensor], mean: Tensor, change: Tensor) -> None:
-    """Note the gradients by Φm and diag(Φ(S − I)Φᵀ)."""
+def listen(module: StepsOnBackward, heard: Heard, features: Sequence[Tensor], mean: Tensor, change: Tensor) -> int:
+    """Note the gradients by Φm and diag(Φ(S − I)Φᵀ); their key among what is heard."""
     row: dict[str, Any] = {"features": [phi.detach() for phi in features]}
 
     def hear(name: str, grad: Optional[Tensor]) -> None:
@@ -266,6 +323,7 @@ def listen(module: StepsOnBackward, heard: Heard, features: Sequence[Tensor], me
     for name, value in (("by_mean", mean), ("by_change", change)):
         if value.requires_grad:
             value.register_hook(partial(hear, name))
+    return id(row)
 
 
 def weighed(module: StepsOnBackward, heard: Heard, shape: torch.Size, inner: bool = False) -> Tensor:
@@ -304,4 +362,6 @@ def cautious(shift: Tensor, heard: Heard) -> Tensor:
         moved = (phi @ shift[..., None])[..., 0].abs()
         by = phi.square().sum(-1).sqrt().clamp(min=torch.finfo(phi.dtype).tiny)
         most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))
+    if heard.draws:  # whose inputs are not known
+        most = torch.maximum(most, shift.abs().amax(-1, keepdim=True))
     return shift * (_FARTHEST / largest(most))

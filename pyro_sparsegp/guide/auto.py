@@ -11,7 +11,6 @@ from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
 
 from ..approximations.free import SparseGP
-from ..families import Family
 from ..modules import drop_stored
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -20,7 +19,9 @@ from ..program.data import TrainingData
 from ..program.handlers import observes
 from ..program.traces import all_sites, is_free, repeatable, whole_plates
 from ..warned import warn_once
+from .absorb import absorb
 from .first_call import check_parameters, explain_nan, initialise
+from .joint import Families
 from .runs import LARGEST_JOINT, Look, Priors, Run, Train
 from .state import Saved
 
@@ -49,7 +50,9 @@ class AutoSparseGP(Saved):
     restore everything into a freshly made guide.
 
     :param model: a Pyro model.
-    :param families: one family for all GP sites (each gets a copy), or a mapping from site names.
+    :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
+        ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and q(w) of the
+        coefficients of all of them is one Gaussian, of a family that couples them.
     :param init_loc_fn: how other latents start, from Pyro's ``pyro.infer.autoguide.initialization``.
     :param init_scale: their initial standard deviation, in unconstrained space.
     :param point_estimates: ``True``, or names of other latents, that are fitted as points (maximum a posteriori); by
@@ -70,7 +73,7 @@ class AutoSparseGP(Saved):
     def __init__(
         self,
         model: Callable,
-        families: Union[Family, Mapping[str, Family]],
+        families: Families,
         *,
         init_loc_fn: Callable = init_to_mean(fallback=init_to_feasible),
         init_scale: float = 0.1,
@@ -104,17 +107,20 @@ class AutoSparseGP(Saved):
         relation = self.relation(args, kwargs)
         fewer = nodes is None and relation is not None and relation.fewer
         self.require_refined(lambda: fewer or not observes(self.model, self.observed, self.like, args, kwargs))
-        same, inputs, order = self.is_training or not self.on_sites, True, None
+        is_training = self.is_training
+        same, inputs, order = is_training or not self.on_sites, True, None
         if relation is not None and self.is_about_rows:
             same, inputs, order = relation.same, relation.inputs, relation.order
-        keep = self.is_training and same
+        keep = is_training and same
+        # A batch of other rows: gradients pass through the sites of those that q is conditioned on.
+        batch = is_training and not same and not fewer and self.takes_batches
         if order is not None and keep:
             self.follow(order, args, kwargs)
         elif order is not None:  # to look at the guide is to leave its rows where they are
             inputs = False
         run = Train(
             nodes,
-            conditions=self.condition(args, kwargs, same and inputs, keep),
+            conditions=self.condition(args, kwargs, same and inputs, keep or batch),
             same=same and not self._new_rows,
             keep=keep,
             joint_up_to=torch.inf if not self.training else LARGEST_JOINT if fewer else 0,
@@ -126,7 +132,8 @@ class AutoSparseGP(Saved):
             draws = self.perform_explained(run, args, kwargs)
         require_sizes(self.trace)
         self._note_rows(run)
-        self.note_data(relation, same, args, kwargs)
+        if is_training:
+            self.note_data(relation, same, args, kwargs)
         return draws
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -152,6 +159,29 @@ class AutoSparseGP(Saved):
             # The graph is what shows where parameters come from; what the call draws later stays as it would be.
             with torch.enable_grad(), whole_plates(), repeatable(self.like):
                 check_parameters(self, args, kwargs)
+
+    def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
+        """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
+
+        Under natural steps q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) holds what all rows so far say in the sums (G₀, r₀),
+        and sites N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows are added: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). A likelihood
+        that is Gaussian in f gives them at once, so that rows absorbed in pieces make the posterior of all; for others
+        they are iterated, λ = −E[ℓ''], λ(z − m) = E[ℓ'], with (G₀, r₀) for the prior, and the old rows' sites stay as
+        they were. Hyperparameters, inducing inputs and other latents, held at their medians, stay too.
+
+        A step of training afterwards means what it did before: q goes towards the sum over the rows that it is given,
+        scaled to the plate's size. Rows that are to count must be among them, the old ones too; after absorbed rows
+        alone, absorb further ones. A guide that has taken no step starts at the prior.
+
+        :param args: the arguments of the model, with the new rows; plates have the new rows' number.
+        :param forget: the share of (G₀, r₀) dropped before, for functions that drift; 0.1 at each call gives the last
+            ten most of the weight.
+        :param kwargs: keyword arguments of the model.
+        :raises ValueError: naming the site and the remedy, where q is no such sum (families on sites, expectation
+            propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
+        """
+        self._ready(args, kwargs)
+        absorb(self, args, kwargs, forget)
 
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, other latents at their posterior median.
@@ -264,11 +294,14 @@ class AutoSparseGP(Saved):
 
     def _note_rows(self, run: Train) -> None:
         """After a run: take note of the rows of training, and of how many there are in all."""
-        modules = self._seen()
+        by_rows = [name for name, process in run.processes.items() if process.kernel.depends_on_rows]
+        if not by_rows:
+            return
         if not run.observing:
             self._warn_of_unseen(run)
-        for name in modules if run.observing and self.is_training else ():
-            if name in run.processes and run.processes[name].kernel.depends_on_rows:
+        modules = self._seen()
+        for name in by_rows if run.observing and self.is_training else ():
+            if name in modules:
                 modules[name].see(run.processes[name].x)
                 self._row_counts[name] = run.processes[name].x.shape[-2], 0
         for name, (rows, _) in self._row_counts.items():

@@ -20,7 +20,7 @@ from ..program.reader import Reader
 from ..program.traces import all_sites, as_process, is_free, repeatable
 from ..warned import warn_once
 from .gp_sites import GPSites
-from .reading import SiteReading, settle
+from .reading import SiteReading, settle, settle_again
 from .runs import Conditions, Draw
 
 __all__ = ["Conditioned"]
@@ -98,10 +98,10 @@ class Conditioned(GPSites):
         self.data = TrainingData(self.model, args, kwargs)
 
     def note_data(self, relation: Optional[Relation], same: bool, args: tuple, kwargs: dict[str, Any]) -> None:
-        """After a run: take note of the data it was given, and check that they are what the guide is about."""
+        """After a step of training: take note of its data, and check that they are what the guide is about."""
         assert self.structure is not None
         observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
-        if observed and self.is_training:
+        if observed:
             if not same:
                 self._refuse_other_data(observed[0])
             if self.data is None:
@@ -114,7 +114,7 @@ class Conditioned(GPSites):
 
     def _refuse_other_data(self, observed: str) -> None:
         """Raise if a step of training brings other data than the guide is about."""
-        for name, module in self.site_modules().items():
+        for name, module in () if self.takes_batches else self.site_modules().items():
             require_full_batch(name, module.family["name"], self.trace)
             raise ValueError(
                 f"GP site {name!r} has the family {module.family['name']}, whose posterior is that of all its training "
@@ -187,7 +187,7 @@ class Conditioned(GPSites):
     def condition(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> Conditions:
         """Draw the latents at the training data, and read under them the sites of families on sites.
 
-        :param same: whether the arguments are the training data; else these are taken.
+        :param same: whether the arguments are the training data; else those are taken.
         :param keep: whether this is a step of training: modules keep the sites, gradients pass through them.
         """
         if not self.on_sites or (not same and self.data is None):
@@ -205,7 +205,9 @@ class Conditioned(GPSites):
         trace = self.trace
         modules = {name: module for name, module in self.site_modules().items() if name in run.processes}
         for name, module in modules.items():
-            require_full_batch(name, module.family["name"], trace)
+            require_full_batch(name, module.family["name"], trace, module.takes_batches)
+            if keep and not same and isinstance(module.sites, KeptSites):
+                module.sites.marginals = None  # those of another step
         reader = Reader(self.model, args, kwargs, self.structure, trace)
         with torch.set_grad_enabled(keep):
             readings = self._read(reader, modules, run, keep)
@@ -232,8 +234,12 @@ class Conditioned(GPSites):
                 with torch.no_grad():
                     q = module(process, name)
                 marginals[name] = q.mean, q.variance
-        if readings:
-            settle(reader, readings, marginals, *self._patience(readings, keep))
+        most, tolerance = self._patience(readings, keep) if readings else (0, 0.0)
+        looking = not keep and self._computing_median and not all(reading.quadratic for reading in readings)
+        if readings and not (looking and settle_again(reader, readings, marginals, tolerance)):
+            settle(reader, readings, marginals, most, tolerance)
+            for reading in readings if looking else ():
+                reading.rest()
         for reading in readings:  # to look at a guide does not change how it trains
             if keep or reading.module.sites.empty or (reading.direct and self._computing_median):
                 reading.keep()

@@ -16,6 +16,7 @@ from ..approximations.free import SparseGP
 from ..gaussians import Drawn, DrawnGaussian
 from ..modules import at_path
 from ..program.facts import Structure
+from .joint import follow
 from .latents import MeanFieldLatents
 
 __all__ = ["CoupledLatents"]
@@ -123,8 +124,11 @@ class CoupledLatents(MeanFieldLatents):
                     *path, leaf = f"{kind}.{name}".split(".")
                     delattr(at_path(self, ".".join(path)), leaf)
         self.together = DrawnGaussian(start["locs"], start["scales"])
+        for i, group in enumerate(found.joint):
+            follow(at_path(self, f"joints.group_{i}"), {name: modules[name] for name in group}, start["locs"])
+        joint = {name for group in found.joint for name in group}
         for name, module in modules.items():
-            if isinstance(module, SparseGP):
+            if isinstance(module, SparseGP) and name not in joint:
                 module.follow(start["locs"], name)
 
     def _is_coupled(self, name: str) -> bool:

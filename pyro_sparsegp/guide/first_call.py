@@ -36,11 +36,13 @@ from ..program.traces import (
     repeatable,
     whole_plates,
 )
+from .joint import groups_of, require_alike, require_outer
 from .runs import Priors, Setup
 from .state import Saved
 
-__all__ = ["check_parameters", "explain_nan", "initialise"]
+__all__ = ["check_parameters", "explain_nan", "initialise", "require_separate_sites"]
 
+_FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
 
@@ -62,13 +64,17 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
         _require_sites(guide, trace, run.posteriors)
         found = guide.structure = _describe(guide, trace, run.posteriors)
         found.enumerated = list(guide.enumerated)
+        found.joint = groups_of(guide.families)
+        require_alike(found.joint, run.processes)
         _see_all_rows(guide, args, kwargs, trace)
         checks.require_left_out(guide.model, found.gps, guide.like, trace, args, kwargs)
         _explore(guide, found, args, kwargs, trace, run.posteriors)
+        require_outer(found)
         for name, posterior in run.posteriors.items():
             family = guide.family_of(name)
             if isinstance(family, FreeFormFamily) and family.start == "data" and name not in found.inner:
                 guide.modules_by_site()[name].inform(posterior.process, name)
+        guide.join(found, run.processes)
         found.coupled = guide.coupled_among(found)
         guide.couple(found, guide.modules_by_site())
         _warn_of_joint_draws(guide)
@@ -141,13 +147,10 @@ def _entering(guide: Saved, flat: _FlatInputsError, args: tuple, kwargs: dict[st
 
 def _require_sites(guide: Saved, trace: poutine.Trace, posteriors: Collection[str]) -> None:
     """Raise if a first run, in which the guide met these GP sites, is none that it can learn from."""
-    if isinstance(guide.families, Mapping):
-        for name in guide.families:
-            if name not in posteriors:
-                kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
-                raise ValueError(
-                    f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(posteriors)}"
-                )
+    for name in guide.by_name:
+        if name not in posteriors:
+            kind = "a site that is no Gaussian process" if name in trace.nodes else "no site of the model"
+            raise ValueError(f"a family is given for {name!r}, which is {kind}; the GP sites are {sorted(posteriors)}")
     observed = [(name, site) for name, site in all_sites(trace) if is_observation(site)]
     fixed = [name for name, site in observed if as_process(site["fn"])[0]]
     if not posteriors and fixed:
@@ -251,10 +254,14 @@ def _explore(
                     f"{density.numel()} values: look for infinite data, or data outside of the distribution's support."
                 )
     for name, module in modules.items():
-        _require_separate_sites(found, name, module.family["name"], flat)
+        require_separate_sites(found, name, f"the family {module.family['name']}, which", flat, _FREE)
 
 
-def _require_separate_sites(found: Structure, name: str, family: str, flat: list[str]) -> None:
+def require_separate_sites(found: Structure, name: str, reads: str, flat: list[str], remedy: str) -> None:
+    """Raise where a GP site's likelihood is none of single values.
+
+    :param reads: what reads Gaussian sites there, for the error.
+    """
     kind = found.dependence[name]
     if name in found.inner or kind == COUPLED:
         why = (
@@ -263,14 +270,12 @@ def _require_separate_sites(found: Structure, name: str, family: str, flat: list
             else "its likelihood does not factorise: one term of a density depends on values at several inputs"
         )
         raise ValueError(
-            f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood of each "
-            f"value, but {why}. Take a family with a free posterior, such as SVGP or OrthogonalInducing."
+            f"GP site {name!r} has {reads} reads Gaussian sites off the likelihood of each value, but {why}. {remedy}."
         )
     if flat and kind != NONE:
         raise ValueError(
-            f"GP site {name!r} has the family {family}, which reads Gaussian sites off the likelihood's "
-            f"derivatives; the distribution of site {flat[0]!r} is piecewise constant. Take a family with a "
-            "free posterior, such as SVGP or OrthogonalInducing, or Categorical(logits=...)."
+            f"GP site {name!r} has {reads} reads Gaussian sites off the likelihood's derivatives; the distribution of "
+            f"site {flat[0]!r} is piecewise constant. {remedy}, or Categorical(logits=...)."
         )
 
 

@@ -24,17 +24,20 @@ from ..approximations.expectation import ExpectationGP, require_refined
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, Family, SiteFamily
+from ..gaussians import Share
 from ..kernels.base import white_share
 from ..modules import at_path
-from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, GroupedSite, MarginalSite, Site
+from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
 from ..program.checks import unfit_parameter
 from ..program.dependence import COUPLED
 from ..program.enumeration import Enumeration
+from ..program.facts import Structure
 from ..program.handlers import is_blocked, stand_in
 from ..program.registration import Probe
 from ..program.traces import (
+    LEFT_OUT,
     all_sites,
     as_process,
     fill_masked,
@@ -45,8 +48,10 @@ from ..program.traces import (
     without_event,
 )
 from ..warned import Warned
+from . import runs
 from .coupled import CoupledLatents
-from .runs import Met, Run, Train
+from .joint import Families, by_name, require_families, shared
+from .runs import Met, Run
 
 __all__ = ["GPSites"]
 
@@ -57,7 +62,7 @@ class GPSites(CoupledLatents):
     def __init__(
         self,
         model: Callable,
-        families: Union[Family, Mapping[str, Family]],
+        families: Families,
         point_estimates: Union[bool, Collection[str], None],
         independent_draws: Collection[str],
         coupled: Union[bool, Collection[str]],
@@ -71,13 +76,7 @@ class GPSites(CoupledLatents):
                 "posterior is made of its prior, which depends on the sites hidden there. Give AutoSparseGP the whole "
                 f"model, and SVI this guide alone; {OTHER_LATENTS}."
             )
-        for family in families.values() if isinstance(families, Mapping) else [families]:
-            if not isinstance(family, Family):
-                hint = f"; make an instance, {family.__name__}(...)" if isinstance(family, type) else ""
-                raise ValueError(
-                    "AutoSparseGP's families must be a family, such as SVGP(64), or a mapping from GP site names to "
-                    f"families, got {family!r}{hint}"
-                )
+        require_families(families)
         if isinstance(independent_draws, str):
             raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
         if isinstance(coupled, str) or not isinstance(coupled, (bool, Collection)):
@@ -86,6 +85,12 @@ class GPSites(CoupledLatents):
         self.coupled = coupled if isinstance(coupled, bool) else tuple(coupled)
         self._parts = {}
         self.families = families
+        self.by_name = by_name(families)
+        given = self.declared_families()
+        # Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once.
+        self.on_sites = any(isinstance(family, SiteFamily) for family in given)
+        # Whether a GP site has a family of expectation propagation, which ExpectationPropagation trains.
+        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in given)
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws = tuple(independent_draws)
         self.warned: Warned = set()
@@ -98,26 +103,16 @@ class GPSites(CoupledLatents):
         """Those given."""
         return list(self.families.values()) if isinstance(self.families, Mapping) else [self.families]
 
-    @property
-    def on_sites(self) -> bool:
-        """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
-        return any(isinstance(family, SiteFamily) for family in self.declared_families())
-
-    @property
-    def by_expectation(self) -> bool:
-        """Whether a GP site has a family of expectation propagation, which :class:`ExpectationPropagation` trains."""
-        return any(isinstance(family, ExpectationFamily) for family in self.declared_families())
-
     def family_of(self, name: str) -> Family:
         """The family of a GP site."""
         if not isinstance(self.families, Mapping):
             return self.families
-        if name not in self.families:
+        if name not in self.by_name:
             raise ValueError(
-                f"no family is given for GP site {name!r}; AutoSparseGP's families has {sorted(self.families)}. Add "
+                f"no family is given for GP site {name!r}; AutoSparseGP's families has {sorted(self.by_name)}. Add "
                 f"{{{name!r}: SVGP(64)}}, or give one family for all GP sites."
             )
-        return self.families[name]
+        return self.by_name[name]
 
     def modules_by_site(self) -> dict[str, Any]:
         """The variational modules of GP sites."""
@@ -137,6 +132,30 @@ class GPSites(CoupledLatents):
         _warn_of_noise(name, process)
         deep_setattr(self, "gps." + name, module)
         return attrgetter(name)(self.gps)
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether steps may bring other rows than those that all GP sites on sites are conditioned on."""
+        modules = self.site_modules().values()
+        return bool(modules) and all(module.takes_batches for module in modules)
+
+    def join(self, found: Structure, priors: Optional[Mapping[str, GaussianProcess]] = None) -> None:
+        """Have groups of GP sites have one posterior, in the place of each one's own.
+
+        :param priors: of a first call, at which these posteriors start; ``None`` if a state is to be loaded.
+        """
+        for i, group in enumerate(found.joint):
+            whole = shared(self.by_name[group[0]], {name: at_path(self.gps, name) for name in group}, priors)
+            deep_setattr(self, f"joints.group_{i}", whole)
+
+    def _share(self, name: str) -> Optional[Share]:
+        """What this run has of the posterior of several sites, if this is one of them."""
+        for i, group in enumerate([] if self.structure is None else self.structure.joint):
+            if name in group:
+                if i not in self._run.wholes:
+                    self._run.wholes[i] = at_path(self, f"joints.group_{i}")(self.drawn())
+                return self._run.wholes[i].share(name)
+        return None
 
     def require_refined(self, predicting: Callable[[], bool] = lambda: True) -> None:
         """Raise if expectation propagation has not begun, and what a call is to give is a posterior."""
@@ -158,7 +177,8 @@ class GPSites(CoupledLatents):
     def perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Run the model once."""
         with self.on(run, run.at_medians or self._computing_median):
-            self._enumeration = Enumeration() if run.sums_out else None
+            sums_out = run.sums_out and (self.structure is None or self.structure.enumerated)
+            self._enumeration = Enumeration() if sums_out else None
             return super().__call__(*args, **kwargs)
 
     def perform_explained(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -173,7 +193,7 @@ class GPSites(CoupledLatents):
 
     def probe(self, args: tuple, kwargs: dict[str, Any]) -> Probe:
         """Run with the latents at their medians, and the same random numbers."""
-        run = Train()
+        run = runs.Probe()
         quiet = poutine.block(), pyro.validation_enabled(False)
         with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True):
             self._enumeration = Enumeration()
@@ -202,18 +222,18 @@ class GPSites(CoupledLatents):
             self._enumeration.meet(msg)
             if msg["type"] != "sample":
                 return
-        if is_left_out(msg["name"], self.trace.nodes):
+        if msg["name"].endswith(LEFT_OUT) and is_left_out(msg["name"], self.trace.nodes):
             settle_left_out(msg, self.trace.nodes, draw=self._run.draws_left_out)
         rows = {} if self.structure is None or self._run.draws_data else self.structure.rows
         if not msg["is_observed"] and msg["name"] in rows:
             msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True
         super()._pyro_sample(msg)
-        prior = None if msg["infer"] is None else msg["infer"].get("prior")
-        if prior is not None:
-            process, event_dim = as_process(prior)
-            if process is not None:  # in ELBOs the prior process is the base measure, of density 1
-                base = PriorProcess.of(process)
-                msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
+        if msg["name"] in self._run.processes and not msg["is_observed"]:
+            # In ELBOs the prior process is the base measure, of density 1.
+            process, event_dim = as_process(msg["infer"]["prior"])
+            assert process is not None
+            base = PriorProcess.of(process)
+            msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
 
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)
@@ -243,13 +263,15 @@ class GPSites(CoupledLatents):
             return Met(name, process, module, MarginalSite, False, 1)
         group, _ = found.groups.get(name, (1, ""))
         drawn = self.drawn() if isinstance(module, SparseGP) else None
-        return Met(name, process, module, self.kind_of_draws(name), name in found.inner, group, drawn)
+        company = found.company(name) if found.joint and found.meets_by_rows(name) else ()
+        inner = name in found.inner
+        return Met(name, process, module, self.kind_of_draws(name), inner, group, drawn, self._share(name), company)
 
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""
         assert self.structure is not None
         if name in self.independent_draws or self.structure.dependence.get(name) != COUPLED:
-            return MarginalSite
+            return MarginalSite if self.structure.meets_by_rows(name) else FunctionSite
         return GroupedSite if name in self.structure.groups else ExpectedSite
 
     def _find(self, name: str) -> Any:
@@ -302,29 +324,33 @@ class GPSites(CoupledLatents):
         :raises ValueError: in training, under an objective that is not linear in log densities, such as RenyiELBO, or
             if a density is piecewise constant in f, so that draws give it no gradient.
         """
-        if torch.is_grad_enabled() and self._run is self._idle:  # by an objective, not by a run of the guide's own
-            flat = piecewise_constant(self.trace)
-            if flat:
-                raise ValueError(
-                    f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
-                    "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate "
-                    "another objective use torch.no_grad()."
-                )
-        return self.traces()
+        if self._run is not self._idle:  # Pyro's end of a run, which takes the values only
+            return super().get_traces()
+        flat = piecewise_constant(self.trace) if torch.is_grad_enabled() else []
+        if flat:
+            raise ValueError(
+                f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
+                "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate "
+                "another objective use torch.no_grad()."
+            )
+        model_trace, guide_trace = self.traces()
+        answered = [name for name, site in all_sites(guide_trace) if isinstance(without_event(site["fn"])[0], Site)]
+        if self.training and answered:
+            _require_linear(answered[0])
+        return model_trace, guide_trace
 
     def traces(self) -> tuple[poutine.Trace, poutine.Trace]:
-        """As :meth:`get_traces`, for the guide's own runs."""
-        if self.by_expectation and self._run is self._idle and self.training and torch.is_grad_enabled():
+        """As :meth:`get_traces`, for objectives that know what these densities are."""
+        if self.by_expectation and self.training and torch.is_grad_enabled():
             raise ValueError(
                 "the guide has a family of expectation propagation, whose sites no gradient trains: take "
                 "ExpectationPropagation(model, guide, optim) in the place of SVI, or a family such as SVGP."
             )
         model_trace, guide_trace = super().get_traces()
-        for name, site in all_sites(guide_trace):
+        site: Any
+        for site in guide_trace.nodes.values():
             if isinstance(without_event(site["fn"])[0], Site):
                 site["fn"] = _paired(site["fn"])
-                if self.training:
-                    _require_linear(name)
         return model_trace, guide_trace
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional, Union
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
-from ..gaussians import Drawn
-from ..posterior.drawing import GroupedSite, NodeSite, Site
+from ..gaussians import Drawn, Share, Whole
+from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .reading import SiteReading
 
-__all__ = ["LARGEST_JOINT", "Conditions", "Draw", "Look", "Met", "Priors", "Run", "Setup", "Train"]
+__all__ = ["LARGEST_JOINT", "Conditions", "Draw", "Look", "Met", "Priors", "Probe", "Run", "Setup", "Train"]
 
 LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be told of
 
@@ -31,6 +31,8 @@ class Met:
     :param inner: its values enter another GP site.
     :param group: how many consecutive values a layer above couples.
     :param drawn: the latents that a free posterior follows.
+    :param share: of a posterior of several sites, what this run has of it.
+    :param company: the sites of that posterior that its values meet, row by row.
     """
 
     name: str
@@ -40,10 +42,16 @@ class Met:
     inner: bool
     group: int
     drawn: Optional[Drawn] = None
+    share: Optional[Share] = None
+    company: Sequence[str] = ()
 
     def free(self, kind: type[Site], new_rows: bool = False) -> Any:
         """The posterior, of a free family."""
         give = self.module.predict if new_rows else self.module
+        if self.share is not None:
+            posterior = give(self.process, self.name, kind, self.drawn, self.share)
+            _ = posterior.features  # that covariances with other sites ask for, too
+            return posterior
         if self.drawn is None:
             return give(self.process, self.name, kind)
         return give(self.process, self.name, kind, self.drawn)
@@ -81,6 +89,7 @@ class Run(ABC):
     def __init__(self) -> None:
         self.processes: dict[str, GaussianProcess] = {}
         self.posteriors: dict[str, SparsePosterior] = {}
+        self.wholes: dict[int, Whole] = {}  # posteriors of several sites
         self.drawn: Optional[Drawn] = None  # latents that are coupled
         self.held = False  # whether that was given
 
@@ -103,6 +112,13 @@ class Run(ABC):
     @abstractmethod
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
         """As :meth:`meet`."""
+
+    def beside(self, site: Met, posterior: Any) -> Any:
+        """A posterior by rows, beside those of its company that this run has met."""
+        if isinstance(posterior, RowSite) and site.company:
+            met = {name: q for name, q in self.posteriors.items() if name in site.company and name != site.name}
+            return posterior.next_to(met.values())
+        return posterior
 
     def is_of_new_rows(self, differ: bool, whole: bool) -> bool:
         """Whether latents of single rows come from the model.
@@ -134,7 +150,8 @@ class Setup(Run):
         if isinstance(site.module, SiteGP):  # of a family that is refused if a layer stands above
             line = process.x.sum(-1)
             spread = (line - line.mean()).abs().amax().clamp(min=torch.finfo(line.dtype).tiny)
-            return posterior.mean + posterior.stddev * (line - line.mean()) / spread
+            stddev = process.kernel.diag(process.x).sqrt()  # no site is read yet: this is the prior
+            return process.mean + stddev * (line - line.mean()) / spread
         # A smooth function for the layers above to place their inducing inputs on.
         w = posterior.coefficients.rsample(posterior.batch_shape)
         return process.mean + posterior.basis.function(process.x, w)
@@ -214,7 +231,7 @@ class Train(Run):
         name = site.name
         joint = median or site.process.event_shape[0] <= self.joint_up_to
         kind = NodeSite if name in self.nodes else Site if joint else site.draws
-        posterior = self.posteriors[name] = self._posterior(site, kind)
+        posterior = self.posteriors[name] = self.beside(site, self._posterior(site, kind))
         if isinstance(posterior, NodeSite):
             return posterior.at_node(self.nodes[name])
         return posterior.mean if median else _in_groups(posterior, site)
@@ -231,6 +248,14 @@ class Train(Run):
         if self.keep and reading is not None and not reading.direct:
             module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
         return posterior
+
+
+class Probe(Train):
+    """A run that is to show what sites depend on, latents at their medians: means alone, to fewer digits."""
+
+    def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
+        posterior = self.posteriors[site.name] = self._posterior(site, Site)
+        return site.process.mean + posterior.basis.mean(site.process.x, posterior.coefficients)
 
 
 class Look(Run):
@@ -265,7 +290,7 @@ class Look(Run):
             reading = self.conditions.of(name)
             posterior = module.predict(process, name, kind, None if reading is None else reading.sites)
         else:
-            posterior = site.free(kind, process.kernel.depends_on_rows)
+            posterior = self.beside(site, site.free(kind, process.kernel.depends_on_rows))
         self.posteriors[name] = posterior
         return posterior.mean if median else _in_groups(posterior, site)
 

@@ -17,6 +17,7 @@ from ..program.data import TrainingData
 from ..program.facts import Structure
 from ..program.registration import held_parameters
 from .conditioned import Conditioned
+from .joint import groups_of
 
 __all__ = ["Saved"]
 
@@ -82,6 +83,11 @@ class Saved(Conditioned):
         now = self.structure
         if now is not None:
             _require_alike(now, saved)
+        if sorted(saved.joint) != sorted(groups_of(self.families)):
+            raise ValueError(
+                f"the saved guide has one posterior for each of the groups of GP sites {saved.joint}, this guide "
+                f"declares {groups_of(self.families)}; make the guide with the saved families."
+            )
         fresh = now is None or now.gps != saved.gps or now.latents != saved.latents
         if fresh:
             self.forget()
@@ -91,9 +97,12 @@ class Saved(Conditioned):
                 like = tensors[f"locs.{name}_unconstrained"]
                 self._set_latent(name, like.new_zeros(latent["shape"]), latent["event_dim"])
             for name, spec in saved.gps.items():
-                like = next(t for key, t in tensors.items() if key.startswith(f"gps.{name}.") and t.is_floating_point())
+                places = f"gps.{name}.", "joints."
+                like = next(t for key, t in tensors.items() if key.startswith(places) and t.is_floating_point())
                 deep_setattr(self, "gps." + name, self.family_of(name).rebuild(spec, like, name))
                 self._like = like
+        if fresh:
+            self.join(saved)
         self.structure = saved
         if fresh and saved.coupled:
             like = tensors["together.loc"]
@@ -105,7 +114,7 @@ class Saved(Conditioned):
     def forget(self) -> None:
         """Be as a guide that was never called."""
         self.data = None
-        for name in ("gps", "locs", "scales", "together"):
+        for name in ("gps", "joints", "locs", "scales", "together"):
             if name in self._modules:
                 delattr(self, name)
         self.structure = None

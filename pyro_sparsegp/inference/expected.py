@@ -190,6 +190,8 @@ def find_expectations(
         owners: dict[str, set[str]] = {}
         for name in candidates:
             owning = _owning_sites(run, start, name)
+            if isinstance(owning, set) and any(len(found.company(gp)) > 1 for gp in owning):
+                owning = f"its GP sites {sorted(owning)} have one posterior, or have it with others that they meet"
             if isinstance(owning, set):
                 owners[name] = owning
                 continue

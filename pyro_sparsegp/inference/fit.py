@@ -156,10 +156,11 @@ def fit(
     place = None if device is None else torch.device(device)
     seed = int(torch.randint(2**62, ()))
     batches = as_batches(data, batch_size, size, place, seed)
-    if guide.on_sites and not batches.whole:
+    if guide.on_sites and not guide.takes_batches and not batches.whole:
         raise ValueError(
             f"{'batch_size' if batch_size is not None else 'data'}: the guide's family needs all rows in each step; "
-            "give all data in tensors and no batch_size, or take a family such as SVGP"
+            "give all data in tensors and no batch_size, or take a family such as SVGP; or ComputationAware(..., "
+            "batches=True), whose guide is first called on the rows that its actions act on, guide(x[rows], y[rows])"
         )
     if guide.on_sites and workers.num > 1:
         raise ValueError("group: the guide's family needs all rows in each process; take a family such as SVGP")

@@ -45,11 +45,11 @@ def quadrature_axes(structure: Structure) -> dict[str, tuple[int, ...]]:
 
     Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
     meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-    so is a group that would need more than two axes.
+    so is a group that would need more than two axes, and sites of one posterior that meet across rows.
     """
     width = {}
     for name, kind in structure.dependence.items():
-        if name in structure.inner or kind == COUPLED:
+        if name in structure.inner or kind == COUPLED or not structure.meets_by_rows(name):
             continue
         outputs = int(np.prod(structure.gps[name]["batch_shape"], dtype=int))
         width[name] = outputs if kind == DATAWISE else 1
@@ -58,6 +58,8 @@ def quadrature_axes(structure: Structure) -> dict[str, tuple[int, ...]]:
         if f in width and g in width:
             meets[f].add(g)
             meets[g].add(f)
+    for name in width:  # sites of one posterior are correlated even where a third stands between them
+        meets[name] |= (set(structure.company(name)) & set(width)) - {name}
     axes: dict[str, tuple[int, ...]] = {}
     for name in width:
         taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
@@ -76,9 +78,10 @@ class TraceQuadrature_ELBO(ELBO):
 
     ELBO = Σ E_q[log p(y | f, ·)] − Σ KL. The expectation of every downstream log density over a GP site's
     marginals N(m, v) is Gauss-Hermite quadrature at m + √v·t_k: two nodes are exact for a Gaussian likelihood.
-    Two GP sites that meet in one density use the product grid; beyond two, and for an inner layer of a deep
-    GP, values are drawn. The model runs once, under :func:`torch.func.vmap` over the nodes, so that it sees f
-    as ``(N,)``. Other latents are one draw a particle: the bound is deterministic if there are none.
+    Two GP sites that meet in one density use the product grid, turned to each row's covariance if they have one
+    posterior; beyond two, and for an inner layer of a deep GP, values are drawn. The model runs once, under
+    :func:`torch.func.vmap` over the nodes, so that it sees f as ``(N,)``. Other latents are one draw a particle: the
+    bound is deterministic if there are none.
 
     A distribution that brings its own expectation over normal parameters (a method ``expected_log_prob(value,
     variance)``, see :class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) is asked for that instead, however many
@@ -161,12 +164,12 @@ class TraceQuadrature_ELBO(ELBO):
         """
         if unwrapped in self._expectations:
             unwrapped.prepare(*args, **kwargs)
-            sites = [module.sites for module in unwrapped.site_modules().values()]
+            sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
             kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
             data, state = unwrapped.data, RandomState(unwrapped.like)
             with suppress(RuntimeError, ValueError):  # which may come of a factor that is none
                 with flags_kept() as flags:
-                    loss = self.differentiable_loss(model, guide, *args, **kwargs)
+                    loss = self._minus_bound(model, guide, args, kwargs)
                 failed = [flag.any().to(loss.dtype) for flag in flags]
                 read: list[float] = torch.stack([loss.detach(), *failed]).tolist()
                 if not any(read[1:]) and math.isfinite(read[0]):
@@ -250,6 +253,13 @@ class TraceQuadrature_ELBO(ELBO):
     def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Minus the bound as a scalar tensor."""
         unwrapped = poutine.unwrap(guide)
+        if isinstance(unwrapped, AutoSparseGP) and model == unwrapped.model:
+            unwrapped.prepare(*args, **kwargs)
+        return self._minus_bound(model, guide, args, kwargs)
+
+    def _minus_bound(self, model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """As :meth:`differentiable_loss`, of a guide that is prepared."""
+        unwrapped = poutine.unwrap(guide)
         if not isinstance(unwrapped, AutoSparseGP):
             raise ValueError(
                 f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a "
@@ -260,7 +270,6 @@ class TraceQuadrature_ELBO(ELBO):
                 "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap "
                 "the model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
             )
-        unwrapped.prepare(*args, **kwargs)
         bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / self.num_particles
 
@@ -278,7 +287,7 @@ class TraceQuadrature_ELBO(ELBO):
         drawn = [
             name
             for name, kind in structure.dependence.items()
-            if name not in axes and name not in structure.inner and kind != COUPLED
+            if name not in axes and name not in structure.inner and kind != COUPLED and structure.meets_by_rows(name)
         ]
         if drawn:
             warn_once(

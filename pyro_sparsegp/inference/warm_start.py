@@ -53,7 +53,7 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
     subset = _rows(batch, _ROWS)
     if not _fits(model, guide, subset, takes):
         return False
-    family: Any = guide.families[name] if isinstance(guide.families, Mapping) else guide.families
+    family: Any = guide.family_of(name)
     module = at_path(guide.gps, name)
     given = torch.cat([z.detach() for z in module.basis.inputs])
     few = len(given) > _POINTS  # of many inducing inputs, some are enough to find hyperparameters
@@ -128,7 +128,7 @@ def _site(guide: AutoSparseGP) -> Optional[str]:
     if structure is None or len(structure.gps) != 1 or structure.inner:
         return None
     (name,) = structure.gps
-    family = guide.families[name] if isinstance(guide.families, Mapping) else guide.families
+    family = guide.family_of(name)
     module = at_path(guide.gps, name)
     basis = getattr(module, "basis", None)
     if not isinstance(family, InducingFamily) or type(basis) is not InducingPoints or module.batch_shape:

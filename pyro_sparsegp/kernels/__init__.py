@@ -4,7 +4,9 @@ from .adapters import from_function, from_gpytorch, from_pyro
 from .algebra import Constant, Kernel, Product, Scaled, Select, Sum
 from .anova import Anova
 from .categorical import Categorical
+from .coregionalisation import Coregionalisation
 from .deep import DeepBasis
+from .derivative import Derivative
 from .features import FeatureKernel, Linear, Polynomial, RandomFourier, White
 from .patches import TICK, Convolutional, patch_grid, patches
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic, Stationary
@@ -16,7 +18,9 @@ __all__ = [
     "Categorical",
     "Constant",
     "Convolutional",
+    "Coregionalisation",
     "DeepBasis",
+    "Derivative",
     "FeatureKernel",
     "Kernel",
     "Linear",

@@ -428,17 +428,18 @@ class Select(Kernel):
     def parts(self) -> tuple[Kernel, ...]:
         return (self.kernel,)
 
-    def _slice(self, x: Tensor) -> Tensor:
+    def own_columns(self, x: Tensor) -> Tensor:
+        """The columns of inputs, ``(..., N, D)``, that k₀ reads."""
         dims = self._numbers(x.shape[-1])
         if dims == tuple(range(dims[0], dims[-1] + 1)):
             return x[..., dims[0] : dims[-1] + 1]
         return torch.stack([x[..., d] for d in dims], -1)  # an index list would be copied to the device
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.kernel(self._slice(x), None if z is None else self._slice(z))
+        return self.kernel(self.own_columns(x), None if z is None else self.own_columns(z))
 
     def diag(self, x: Tensor) -> Tensor:
-        return self.kernel.diag(self._slice(x))
+        return self.kernel.diag(self.own_columns(x))
 
     @property
     def name(self) -> Optional[str]:
@@ -456,33 +457,33 @@ class Select(Kernel):
         return tuple(sorted(self._dims if inner is None else (self._dims[i] for i in inner)))
 
     def features(self, x: Tensor) -> Optional[Tensor]:
-        return self.kernel.features(self._slice(x))
+        return self.kernel.features(self.own_columns(x))
 
     def explicit(self, x: Tensor) -> Optional[Explicit]:
-        return self.kernel.explicit(self._slice(x))
+        return self.kernel.explicit(self.own_columns(x))
 
     @property
     def depends_on_rows(self) -> bool:
         return self.kernel.depends_on_rows
 
     def relative_to(self, rows: Tensor) -> Select:
-        return Select(self.kernel.relative_to(self._slice(rows)), self._dims) if self.depends_on_rows else self
+        return Select(self.kernel.relative_to(self.own_columns(rows)), self._dims) if self.depends_on_rows else self
 
     @property
     def source(self) -> Optional[Any]:
         return self.kernel.source
 
     def source_inputs(self, x: Tensor) -> Tensor:
-        return self.kernel.source_inputs(self._slice(x))
+        return self.kernel.source_inputs(self.own_columns(x))
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
-        return self.kernel.from_source(self._slice(x), z)
+        return self.kernel.from_source(self.own_columns(x), z)
 
     def check_inputs(self, x: Tensor) -> None:
-        self.kernel.check_inputs(self._slice(x))
+        self.kernel.check_inputs(self.own_columns(x))
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
-        omega = self.kernel.frequencies(shape, self._slice(x))
+        omega = self.kernel.frequencies(shape, self.own_columns(x))
         if omega is None:
             return None
         full = omega.new_zeros(*omega.shape[:-1], x.shape[-1])
@@ -490,12 +491,12 @@ class Select(Kernel):
         return full
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        draw = self.kernel.prior_functions(num, num_features, self._slice(x))
+        draw = self.kernel.prior_functions(num, num_features, self.own_columns(x))
         if draw is None:
             return None
 
         def sliced(x: Tensor) -> Tensor:
-            return draw(self._slice(x))
+            return draw(self.own_columns(x))
 
         return SourceFunctions(sliced, draw.source) if isinstance(draw, SourceFunctions) else sliced
 

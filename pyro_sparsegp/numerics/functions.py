@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 
 __all__ = ["Function"]
 
 
 class Function(torch.autograd.Function):
     """:class:`torch.autograd.Function`, whose ``apply`` asks for the signature of ``forward`` at each call: here it is
-    found once.
+    found once. Its ``jvp`` may stand within another: torch turns forward mode off while it runs, and so drops what an
+    outer ``jvp`` would know of saved tensors.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+        if "jvp" in vars(cls):
+            cls.jvp = staticmethod(_nested(cls.jvp))  # type: ignore[method-assign, assignment]
+
+
+class _Primal:
+    """A context whose saved tensors have no tangents at the level of the ``jvp`` that is computed."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        saved = self._ctx.saved_tensors
+        return tuple(unpack_dual(part).primal if isinstance(part, Tensor) else part for part in saved)
+
+
+def _nested(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def within(ctx: Any, *tangents: Any) -> Any:
+        with _set_fwd_grad_enabled(True):
+            return method(_Primal(ctx), *tangents)
+
+    return within

@@ -12,4 +12,6 @@ __all__ = ["broadcast_shapes"]
 
 def broadcast_shapes(*shapes: Sequence[int]) -> torch.Size:
     """As :func:`torch.broadcast_shapes`, whose first call imports sympy, for most of a second."""
+    if shapes and shapes.count(shapes[0]) == len(shapes):
+        return torch.Size(shapes[0])
     return torch.Size(np.broadcast_shapes(*map(tuple, shapes)))

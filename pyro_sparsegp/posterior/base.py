@@ -71,35 +71,34 @@ class Marginals(TorchDistribution):
 
     @property
     def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        def compute() -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        found = self._cache.get("moments")
+        if found is None:
             known = self._cache.get("features")
-            return self.basis.marginals(self.process.kernel, self.process.x, self.coefficients, known)
-
-        return self._cached("moments", compute)
+            found = self.basis.marginals(self.process.kernel, self.process.x, self.coefficients, known)
+            self._cache["moments"] = found
+        return found
 
     @property
     def mean(self) -> Tensor:
         """μ + Φm, ``(..., N)``."""
-
-        def compute() -> Tensor:
-            mean = self.process.mean_at(self.process.x) + self._moments[0]
-            return mean.expand(self._batch_shape + self._event_shape)
-
-        return self._cached("mean", compute)
+        found = self._cache.get("mean")
+        if found is None:
+            found = self.process.mean_at(self.process.x) + self._moments[0]
+            found = self._cache["mean"] = found.expand(self._batch_shape + self._event_shape)
+        return found
 
     @property
     def variance(self) -> Tensor:
         """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
-
-        def compute() -> Tensor:
+        found = self._cache.get("variance")
+        if found is None:
             _, change, prior = self._moments
             if prior is None:
                 prior = self.process.kernel.diag(self.process.x)
             variance = prior + change
-            floor = variance_floor(prior).expand(variance.shape)
-            return variance.clamp(min=floor).expand(self._batch_shape + self._event_shape)
-
-        return self._cached("variance", compute)
+            variance = variance.clamp(min=variance_floor(prior).expand(variance.shape))
+            found = self._cache["variance"] = variance.expand(self._batch_shape + self._event_shape)
+        return found
 
     @property
     def stddev(self) -> Tensor:
@@ -111,6 +110,23 @@ class Marginals(TorchDistribution):
         """k(x, x) + Φ(S − I)Φᵀ, ``(..., N, N)``."""
         covariance = self.process.kernel(self.process.x) + self.coefficients.covariance_change(self.features)
         return covariance.expand(self._batch_shape + self._event_shape * 2)
+
+    def covariance_with(self, other: Marginals) -> Tensor:
+        """Cov(f(x), g(x')) with another site's posterior of the same run, ``(..., N, N')``: 0, unless both sites have
+        one posterior.
+        """
+        mine, its = self.coefficients.share, other.coefficients.share
+        shape = (*self._batch_shape, *self._event_shape, *other.event_shape)
+        if mine is None or its is None or mine.whole is not its.whole:
+            return self.mean.new_zeros(shape)
+        if mine.blocks == its.blocks:
+            raise ValueError(f"both posteriors are of site {self.name!r}; its covariance is covariance_matrix")
+        return mine.covariance(self.features, its, other.features).expand(shape)
+
+    def row_covariance(self, other: Marginals) -> Tensor:
+        """The diagonal of :meth:`covariance_with`, ``(..., N)``, for as many inputs."""
+        mine, its = self.coefficients.share, other.coefficients.share
+        return mine.row_covariance(self.features, its, other.features)
 
     @property
     def marginals(self) -> dist.Normal:
@@ -156,7 +172,10 @@ class Marginals(TorchDistribution):
     @property
     def kl(self) -> Tensor:
         """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
-        return self._cached("kl", lambda: self.coefficients.kl().expand(self._batch_shape))
+        found = self._cache.get("kl")
+        if found is None:
+            found = self._cache["kl"] = self.coefficients.kl().expand(self._batch_shape)
+        return found
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Marginals:
         """Independent copies with the given batch shape."""

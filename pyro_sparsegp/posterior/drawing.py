@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Optional
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, default_jitter
+from ..numerics.linalg import cholesky, default_jitter, variance_floor
 from .sparse_posterior import SparsePosterior
 
-__all__ = ["OTHER_LATENTS", "ExpectedSite", "GroupedSite", "MarginalSite", "NodeSite", "Site"]
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = [
+    "OTHER_LATENTS",
+    "ExpectedSite",
+    "FunctionSite",
+    "GroupedSite",
+    "MarginalSite",
+    "NodeSite",
+    "RowSite",
+    "Site",
+]
 
 OTHER_LATENTS = (
     "for other latents it has Pyro's mean-field normal, or what get_posterior(name, prior), overridden in a subclass, "
@@ -64,12 +77,72 @@ class ExpectedSite(Site):
         return self.kl.expand(value.shape[:-1])
 
 
-class MarginalSite(ExpectedSite):
-    """A site's posterior in training: independent draws of its marginals, log_prob = KL."""
+class RowSite(ExpectedSite):
+    """A site's posterior by rows: values mean + sd·t of standardised t. Sites of one posterior have the covariance of
+    each row's values, (f_n, g_n, …), whose Cholesky factor L makes them: mean_k + Σ_j L_kj t_j.
+
+    :param beside: the sites of its posterior that were met before, and that its values meet in densities.
+    :param noise: t.
+    """
+
+    beside: Sequence[RowSite] = ()
+    noise: Any = None
+
+    def next_to(self, others: Iterable[Any]) -> Self:
+        """This site, beside those of the others that are by rows."""
+        self.beside = [other for other in others if isinstance(other, RowSite)]
+        return self
+
+    @property
+    def roots(self) -> list[Tensor]:
+        """L_kj for the sites j beside it and for itself, ``(..., N)`` each."""
+
+        def compute() -> list[Tensor]:
+            if not self.beside:
+                return [self.stddev]
+            roots: list[Tensor] = []
+            for other in self.beside:
+                covariance = self.row_covariance(other)
+                for mine, its in zip(roots, other.roots):
+                    covariance = covariance - mine * its
+                roots.append(covariance / other.roots[-1])
+            left = self.variance
+            for root in roots:
+                left = left - root.square()
+            return [*roots, left.clamp(min=variance_floor(self.variance)).sqrt()]
+
+        return self._cached("roots", compute)
+
+    def value_of(self, noise: Any) -> Tensor:
+        """The values of its t, and of those of the sites beside it."""
+        self.noise = noise
+        value = self.mean
+        for root, site in zip(self.roots, [*self.beside, self]):
+            value = value + root * site.noise
+        return value
+
+
+class MarginalSite(RowSite):
+    """A site's posterior in training: draws of its marginals, row by row independent, log_prob = KL."""
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        """Independent draws of the marginals, ``(*sample_shape, ..., N)``."""
-        return self.marginals.rsample(torch.Size(sample_shape))
+        """Draws of the marginals, ``(*sample_shape, ..., N)``."""
+        shape = torch.Size(sample_shape)
+        if self.coefficients.share is None:
+            return self.marginals.rsample(shape)
+        return self.value_of(torch.randn_like(self.mean.expand(shape + self.mean.shape)))
+
+
+class FunctionSite(ExpectedSite):
+    """A site's posterior in training where its values meet those of other sites of its posterior across rows: draws
+    given coefficients, which all these sites share, and independent residuals.
+    """
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        """Values given a draw of the coefficients, ``(*sample_shape, ..., N)``, each with its own residual."""
+        w = self.coefficients.rsample(torch.Size(sample_shape) + self._batch_shape)
+        mean, variance = self.given_coefficients(w)
+        return mean + variance.clamp(min=variance_floor(self.variance)).sqrt() * torch.randn_like(mean)
 
 
 class GroupedSite(ExpectedSite):
@@ -118,21 +191,17 @@ def _each(matrix: Tensor, v: Tensor) -> Tensor:
     return product.reshape(*v.shape[:-1], matrix.shape[-2])
 
 
-class NodeSite(ExpectedSite):
-    """A site's posterior at quadrature nodes: ``rsample`` is mean + sd·node.
-
-    :param node: standardised, ``()`` or, for one node an output, ``(P,)``; ``None`` is the mean.
-    """
-
-    node: Optional[Tensor]
+class NodeSite(RowSite):
+    """A site's posterior at quadrature nodes: ``rsample`` is mean + sd·node, or with those of the sites beside it."""
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        """mean + sd·node, ``(..., N)``."""
-        if self.node is None:
-            return self.mean
-        return self.mean + self.stddev * (self.node[..., None] if self.node.dim() else self.node)
+        """The values at the node, ``(..., N)``."""
+        return self.mean if self.noise is None else self.value_of(self.noise)
 
     def at_node(self, node: Optional[Tensor]) -> NodeSite:
-        """This site at a node."""
-        self.node = node
+        """This site at a node.
+
+        :param node: standardised, ``()`` or, for one node an output, ``(P,)``; ``None`` is the mean.
+        """
+        self.noise = node[..., None] if node is not None and node.dim() else node
         return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Optional
 
 import pyro
@@ -24,7 +24,14 @@ from .traces import (
     repeatable,
 )
 
-__all__ = ["require_full_batch", "require_left_out", "require_sizes", "unfit_parameter", "why_without_density"]
+__all__ = [
+    "require_full_batch",
+    "require_left_out",
+    "require_sizes",
+    "require_whole",
+    "unfit_parameter",
+    "why_without_density",
+]
 
 
 def require_sizes(trace: poutine.Trace) -> None:
@@ -33,8 +40,8 @@ def require_sizes(trace: poutine.Trace) -> None:
     :raises ValueError: naming the site and the plate.
     """
     for name, site in all_sites(trace):
-        for frame in site["cond_indep_stack"] if is_observation(site) else ():
-            if frame.full_size is not None and frame.size > frame.full_size:
+        for frame in site["cond_indep_stack"] if site["type"] == "sample" else ():
+            if frame.full_size is not None and frame.size > frame.full_size and is_observation(site):
                 raise ValueError(
                     f"site {name!r} observes {frame.size} rows in pyro.plate({frame.name!r}, {frame.full_size}, "
                     f"subsample=...), whose size is {frame.full_size}: they would be weighed by "
@@ -42,23 +49,44 @@ def require_sizes(trace: poutine.Trace) -> None:
                 )
 
 
-def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
+def require_full_batch(name: str, family: str, trace: poutine.Trace, batches: bool = False) -> None:
     """Raise if a run's observed sites hold a mini-batch of the data, which families on sites don't take.
 
     :param name: of the GP site.
+    :param batches: whether it is the first call's rows alone that must be whole.
 
     :raises ValueError: naming the GP site, the plate and the families that take mini-batches.
     """
-    for site_name, site in trace.nodes.items():
+    for part in _parts(trace):
+        if batches:
+            raise ValueError(
+                f"GP site {name!r} has the family {family} with batches=True, whose actions act on the rows of the "
+                f"guide's first call; there {part}. Call the guide once with the rows that they are to act on, and the "
+                "plate of their number, guide(x[rows], y[rows])."
+            )
+        raise ValueError(
+            f"GP site {name!r} has the family {family}, which trains on all data at once; {part}. Give all rows, or "
+            "take a family that trains by mini-batches, such as SVGP or OrthogonalInducing."
+        )
+
+
+def require_whole(trace: poutine.Trace) -> None:
+    """Raise if a run's observed sites hold a mini-batch of a plate's rows, where each row is to count once.
+
+    :raises ValueError: naming the site and the plate.
+    """
+    for part in _parts(trace):
+        raise ValueError(f"absorb counts each row once, and {part}: give the plate the new rows' number, size=len(x).")
+
+
+def _parts(trace: poutine.Trace) -> Iterator[str]:
+    """Which observed sites hold a mini-batch, in words."""
+    for name, site in trace.nodes.items():
         if site["type"] != "sample" or not site["is_observed"] or site_is_subsample(site):
             continue
         for frame in site["cond_indep_stack"]:
             if frame.full_size is not None and frame.size < frame.full_size:
-                raise ValueError(
-                    f"GP site {name!r} has the family {family}, which trains on all data at once; site "
-                    f"{site_name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}. Give "
-                    "all rows, or take a family that trains by mini-batches, such as SVGP or OrthogonalInducing."
-                )
+                yield f"site {name!r} observes {frame.size} of the {frame.full_size} rows of plate {frame.name!r}"
 
 
 def unfit_parameter(model: Callable, run: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Optional[str]:

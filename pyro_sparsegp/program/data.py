@@ -57,7 +57,8 @@ class Relation:
     @property
     def others(self) -> bool:
         """Whether none of the tensors is one of training, as in another mini-batch."""
-        return len(self._moved) == len(self._new)
+        old = self._known.leaves
+        return not any(path in old and old[path].is_still(tensor) for path, tensor in self._new.items())
 
     @property
     def inputs(self) -> bool:

@@ -153,15 +153,15 @@ class Enumeration(Messenger):
         self.names, self._groups = [], {}
         return super().__enter__()
 
-    def _pyro_sample(self, msg: Any) -> None:
-        self.meet(msg)
-
     def meet(self, msg: Any) -> None:
         """At a sample site: give an enumerated one all its values, and sum them out of others' distributions.
 
         :raises ValueError: naming the sites, where they cannot be summed out.
         """
-        if site_is_subsample(msg) or (msg["infer"] or {}).get("_deterministic"):
+        infer = msg["infer"] or {}
+        if not self.names and infer.get("enumerate") != "parallel":
+            return
+        if site_is_subsample(msg) or infer.get("_deterministic"):
             return
         if not is_enumerated(msg):
             self._sum_out(msg)
@@ -184,6 +184,8 @@ class Enumeration(Messenger):
         self.names.append(name)
         # No other handler is to see it: it is no latent of this run.
         msg["value"], msg["done"], msg["type"] = values, True, "enumerated"
+
+    _pyro_sample = meet
 
     def _sum_out(self, msg: Any) -> None:
         fn = msg["fn"]

@@ -42,6 +42,8 @@ class Structure:
     :param columns: for each GP site, how many columns its inputs have.
     :param coupled: latents whose draws free posteriors follow.
     :param enumerated: discrete latents, which are summed out.
+    :param joint: groups of GP sites that have one posterior.
+    :param crossed: pairs of them that meet in terms of densities at different inputs or outputs.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -58,6 +60,30 @@ class Structure:
     columns: dict[str, int] = field(default_factory=dict)
     coupled: list[str] = field(default_factory=list)
     enumerated: list[str] = field(default_factory=list)
+    joint: list[list[str]] = field(default_factory=list)
+    crossed: list[list[str]] = field(default_factory=list)
+
+    def company(self, name: str) -> list[str]:
+        """A GP site and the sites of its posterior that its values meet in densities, in the order of the group."""
+        group = next((group for group in self.joint if name in group), [name])
+        found, reached = {name}, [name]
+        while reached:
+            site = reached.pop()
+            more = {other for pair in self.interactions if site in pair for other in pair if other in group} - found
+            found |= more
+            reached += more
+        return [other for other in group if other in found]
+
+    def meets_by_rows(self, name: str) -> bool:
+        """Whether the values of one row, of a GP site and of its company, are all that meets in a term."""
+        if not self.joint:
+            return True
+        company = self.company(name)
+        alone = len(company) == 1
+        return alone or not (
+            any(self.dependence[other] == COUPLED for other in company)
+            or any(f in company and g in company for f, g in self.crossed)
+        )
 
 
 Values = dict[str, Tensor]
@@ -105,6 +131,7 @@ def explore(
         corners = 0, moves.both[f, g], moves.whole[f], moves.whole[g]
         if not all(adds_up(*(part[corner] for corner in corners)) for part in both):
             found.interactions.append([f, g])
+    found.crossed = _crossed(found, moves, program)
     for name in slopes:
         quadratic, meeting = moves.quadratic(name, gradients[name])
         if quadratic:
@@ -238,6 +265,32 @@ class _Moves:
         if differ(opposite, -1.7 * there) or differ(together, there + other):
             return False, False
         return True, differ(there, own)
+
+
+def _crossed(found: Structure, moves: _Moves, program: _Program) -> list[list[str]]:
+    """Pairs of GP sites of one posterior that meet in terms of densities with values of different rows."""
+    pairs = [pair for pair in found.interactions if any(set(pair) <= set(group) for group in found.joint)]
+    alike = [pair for pair in pairs if moves.base[pair[0]].shape == moves.base[pair[1]].shape]
+    if not alike:
+        return pairs
+    generator = torch.Generator().manual_seed(0)
+    points: list[Values] = [moves.base]
+    for f, g in alike:
+        value = moves.base[f]
+        single = all(found.dependence[name] == ELEMENTWISE for name in (f, g))
+        shape = value.shape if single else (*[1] * (value.dim() - 1), value.shape[-1])
+        for _ in range(3):
+            mask = (torch.rand(tuple(shape), generator=generator) < 0.5).to(value.device)
+            one, other = {f: value + mask * moves.step[f]}, {g: moves.base[g] + ~mask * moves.step[g]}
+            points += [moves.base | one | other, moves.base | one, moves.base | other]
+    outputs, _ = program.at(points)
+    shown = [part for (kind, _), part in outputs.items() if kind == _DENSITY]
+    crossed = [pair for pair in pairs if pair not in alike]
+    for i, pair in enumerate(alike):
+        corners = [(9 * i + 3 * k + 1, 9 * i + 3 * k + 2, 9 * i + 3 * k + 3) for k in range(3)]
+        if not all(adds_up(part[0], *(part[c] for c in three)) for part in shown for three in corners):
+            crossed.append(pair)
+    return crossed
 
 
 def _find_groups(

@@ -38,7 +38,9 @@ def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: 
     :param args: the model's arguments, which may ask for gradients of their own.
     """
     known = [site["value"].unconstrained() for _, site in all_sites(trace) if site["type"] == "param"]
-    marginals = [part for q in run.posteriors.values() for part in (q.mean, q.variance, q.kl)]
+    marginals: list[Any] = [trace.nodes[name]["value"] for name in run.posteriors]
+    for q in run.posteriors.values():
+        marginals += [q.process.kernel.diag(q.process.x), q.kl]
     forgotten = unregistered([*run.densities.values(), *marginals], [*known, *tensors(args)])
     if not forgotten:
         return

@@ -19,6 +19,7 @@ from .bare import as_process, bare, fill_masked, without_event
 from .enumeration import Enumeration
 
 __all__ = [
+    "LEFT_OUT",
     "RandomState",
     "all_sites",
     "as_process",
@@ -40,6 +41,9 @@ __all__ = [
 ]
 
 
+LEFT_OUT = "_unobserved"  # how the names of sites end whose values obs_mask= leaves out
+
+
 def all_sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
     """A trace's sites of all types, with their names."""
     return list(trace.nodes.items())
@@ -57,8 +61,9 @@ def is_observation(site: Any) -> bool:
 
 def is_left_out(name: str, nodes: Mapping[str, Any]) -> bool:
     """Whether a site holds the values that ``obs_mask=`` leaves out: Pyro makes y_observed and y_unobserved of y."""
-    base = name.removesuffix("_unobserved")
-    twin = nodes.get(f"{base}_observed") if base != name else None
+    if not name.endswith(LEFT_OUT):
+        return False
+    twin = nodes.get(name.removesuffix(LEFT_OUT) + "_observed")
     return twin is not None and twin["is_observed"] and isinstance(twin["mask"], Tensor)
 
 
@@ -68,7 +73,7 @@ def settle_left_out(site: Any, nodes: Mapping[str, Any], draw: bool) -> None:
     :param draw: draw them from the model; or take any, the observed ones, where no density depends on them.
     """
     if site["value"] is None:
-        twin = site["name"].removesuffix("_unobserved") + "_observed"
+        twin = site["name"].removesuffix(LEFT_OUT) + "_observed"
         site["value"] = site["fn"]() if draw else nodes[twin]["value"]
     site["is_observed"], site["mask"] = True, False
     site["infer"] = {**(site["infer"] or {}), "_deterministic": True}
@@ -81,7 +86,7 @@ class _LeftOut(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         self.nodes[msg["name"]] = msg
-        if is_left_out(msg["name"], self.nodes):
+        if msg["name"].endswith(LEFT_OUT) and is_left_out(msg["name"], self.nodes):
             settle_left_out(msg, self.nodes, draw=False)
 
 
@@ -184,9 +189,14 @@ class RandomState:
 @contextmanager
 def repeatable(like: Tensor) -> Iterator[None]:
     """The same random numbers each time, and the global generator as it was."""
-    with torch.random.fork_rng([like.device] if like.is_cuda else []):
-        torch.manual_seed(0)
+    state = RandomState(like)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each kind of device, in 1 ms
+    if like.is_cuda:
+        torch.cuda.manual_seed(0)
+    try:
         yield
+    finally:
+        state.restore()
 
 
 @contextmanager

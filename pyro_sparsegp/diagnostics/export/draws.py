@@ -176,6 +176,11 @@ class GuideSource:
                 f"the posterior of site {projected[0]!r} knows its coefficients, the projected data, exactly; all that "
                 "is random are function values given those. Ask for joint draws of these, exact=True, in O(N³)."
             )
+        if marginal and guide.structure.joint:
+            raise ValueError(
+                f"GP sites {guide.structure.joint[0]} have one posterior, and this integrates over each site's "
+                "marginals by itself: take pointwise densities of draws, loo(to_datatree(model, guide, x, y))."
+            )
         self.joint, self.exact, self.marginal = bool(projected) and not marginal, exact, marginal
         self.corrected = False  # whether a variance correction changes q(w), as the last draw showed
         self.names = [*self.structure.rows, *self.structure.latents, *self.structure.gps]

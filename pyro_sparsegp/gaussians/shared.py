@@ -1,0 +1,193 @@
+"""One Gaussian over the coefficients of several GP sites, and what each site sees of it.
+
+With w = (w₁, …, w_K), a site's features are those of all coefficients, zero for the others', so that moments, draws and
+steps of the whole are the sites'. The divergence is the whole's, counted at the site that is met first in a run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..modules import AbstractModule
+from ..numerics.shapes import broadcast_shapes
+from .base import Coefficients, Gaussian
+from .following import Drawn, Following
+
+__all__ = ["Part", "Share", "Shared", "Whole", "block_diagonal"]
+
+
+class Whole:
+    """q(w) of one run, of which the sites' draws are parts.
+
+    :param q: over the coefficients of all sites.
+    :param blocks: of each site, the numbers of its blocks.
+    """
+
+    def __init__(self, q: Gaussian, blocks: Mapping[str, Sequence[int]]) -> None:
+        self.q, self.blocks = q, blocks
+        self._w: list[Tensor] = []
+        self._shape: Optional[torch.Size] = None
+        self._taken: set[int] = set()
+        self._counted = False
+
+    def share(self, name: str) -> Share:
+        """What a site sees; the first one that asks has the divergence."""
+        first, self._counted = not self._counted, True
+        return Share(self, self.blocks[name], first)
+
+    def draw(self, site: int, shape: torch.Size) -> list[Tensor]:
+        """A draw of all coefficients for a site: the last one, unless it has had that, or is another shape."""
+        if self._shape != shape or site in self._taken:
+            self._w, self._shape, self._taken = self.q.rsample(shape), shape, set()
+        self._taken.add(site)
+        return self._w
+
+
+class Share(Gaussian):
+    """q of one site's coefficients; draws go with those of the other sites.
+
+    :param whole: of all sites.
+    :param blocks: the site's.
+    :param counts: whether the divergence, and the density of a draw, of the whole are told here; else they are 0.
+    """
+
+    def __init__(self, whole: Whole, blocks: Sequence[int], counts: bool) -> None:
+        self.whole, self.blocks, self.counts = whole, tuple(blocks), counts
+        self.sizes = tuple(whole.q.sizes[b] for b in self.blocks)
+        self.batch_shape = whole.q.batch_shape
+        self.key: Optional[int] = None  # of its marginals, among what natural steps hear
+        self._drawn: Optional[list[Tensor]] = None
+
+    @property
+    def share(self) -> Share:
+        return self
+
+    @property
+    def loc(self) -> list[Tensor]:
+        return self._own(self.whole.q.loc)
+
+    def _own(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [parts[b] for b in self.blocks]
+
+    def padded(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """A part for each block of all sites, those of other sites 0."""
+        own = dict(zip(self.blocks, parts))
+        like = parts[0]
+        zeros = {b: like.new_zeros(*like.shape[:-1], n) for b, n in enumerate(self.whole.q.sizes) if b not in own}
+        return [own[b] if b in own else zeros[b] for b in range(len(self.whole.q.sizes))]
+
+    def variance_change(self, features: Sequence[Tensor]) -> Tensor:
+        return self.whole.q.variance_change(self.padded(features))
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        found = self.whole.q.moments(self.padded(features))
+        self.key = self.whole.q.key
+        return found
+
+    def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
+        return self.whole.q.covariance_change(self.padded(features))
+
+    def row_covariance(self, features: Sequence[Tensor], other: Share, others: Sequence[Tensor]) -> Tensor:
+        """diag(ΦS_abΨᵀ) with another site's coefficients, ``(..., N)``."""
+        keys = self.key, other.key
+        return self.whole.q.cross_change(self.padded(features), other.padded(others), keys)
+
+    def covariance(self, features: Sequence[Tensor], other: Share, others: Sequence[Tensor]) -> Tensor:
+        """ΦS_abΨᵀ with another site's coefficients, ``(..., N, N')``."""
+        rows = features[0].shape[-2]
+        stacked = block_diagonal([self._spread(features), other._spread(others)])
+        order = [*self.blocks, *other.blocks]
+        whole = self.whole.q.marginal(order) if len(order) < len(self.whole.q.sizes) else self.whole.q
+        stacked = [stacked[order.index(b)] for b in sorted(order)]
+        return whole.covariance_change(stacked)[..., :rows, rows:]
+
+    def _spread(self, features: Sequence[Tensor]) -> list[Tensor]:
+        batch = broadcast_shapes(self.batch_shape, *(phi.shape[:-2] for phi in features))
+        return [phi.expand(*batch, *phi.shape[-2:]) for phi in features]
+
+    def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
+        return self._own(self.whole.q.covariance_times(self.padded(v)))
+
+    def kl(self) -> Tensor:
+        return self.whole.q.kl() if self.counts else self.loc[0].new_zeros(self.batch_shape)
+
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        self._drawn = self.whole.draw(self.blocks[0], shape)
+        return self._own(self._drawn)
+
+    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
+        if not self.counts:
+            return w[0].new_zeros(w[0].shape[:-1])
+        if self._drawn is None:
+            raise ValueError("the density of several GP sites' coefficients is that of a draw of them all: draw first")
+        return self.whole.q.log_ratio(self._drawn)
+
+    def marginal(self, blocks: Sequence[int]) -> Gaussian:
+        return self.whole.q.marginal([self.blocks[b] for b in sorted(blocks)])
+
+    @property
+    def covariance_matrix(self) -> Tensor:
+        edges = list(itertools.accumulate(self.whole.q.sizes, initial=0))
+        rows = torch.cat([torch.arange(edges[b], edges[b + 1]) for b in self.blocks])
+        return self.whole.q.covariance_matrix[..., rows, :][..., rows]
+
+
+class Shared(AbstractModule):
+    """The coefficients of several sites, and what follows other latents.
+
+    :param coefficients: of all blocks, in the order of the sites.
+    :param blocks: of each site, the numbers of its blocks.
+    """
+
+    following: Optional[Following]
+
+    def __init__(self, coefficients: Coefficients, blocks: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self.coefficients, self.blocks = coefficients, dict(blocks)
+        self.following = None
+
+    def follow(self, sizes: Sequence[int], batch_shape: Sequence[int], centre: Tensor) -> None:
+        """Have the mean of all follow other latents, whose means start at ``centre``."""
+        self.following = Following(sizes, batch_shape, next(self.coefficients.parameters()), centre)
+
+    def forward(self, drawn: Optional[Drawn] = None) -> Whole:
+        """q(w) for a run.
+
+        :param drawn: the latents that it follows.
+        """
+        q: Gaussian = self.coefficients()
+        if drawn is not None and self.following is not None:
+            q = self.following(q, drawn)
+        return Whole(q, self.blocks)
+
+
+class Part(Coefficients):
+    """A site's coefficients where :class:`Shared` has those of several sites: its marginal, outside of a guide's runs.
+
+    :param shared: has them; it is registered elsewhere.
+    :param name: the site's.
+    """
+
+    def __init__(self, shared: Shared, name: str) -> None:
+        super(Coefficients, self).__init__()
+        self._shared, self.name = (shared,), name
+
+    def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:
+        whole: Whole = self._shared[0]()
+        return whole.q.marginal(whole.blocks[self.name])
+
+
+def block_diagonal(sites: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Features of several sites, blocks ``(..., N_s, M_b)`` each, as rows of all coefficients, ``(..., ΣN_s, M_b)``."""
+    rows = [features[0].shape[-2] for features in sites]
+    stacked = []
+    for i, features in enumerate(sites):
+        for phi in features:
+            above, below = sum(rows[:i]), sum(rows[i + 1 :])
+            stacked.append(torch.nn.functional.pad(phi, (0, 0, above, below)))
+    return stacked

@@ -1,0 +1,124 @@
+"""Rows that arrive after training: their sites are added to a guide's posteriors, without the rows seen before."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from ..approximations.absorbing import Absorbing
+from ..approximations.expectation import ExpectationGP
+from ..approximations.on_sites import SiteGP
+from ..gaussians import NaturalGaussian
+from ..program.checks import require_whole
+from ..program.facts import Structure, explore
+from ..program.reader import Reader
+from ..program.traces import (
+    all_sites,
+    held_trace,
+    is_free,
+    is_observation,
+    piecewise_constant,
+    repeatable,
+    whole_plates,
+)
+from .first_call import require_separate_sites
+from .reading import SiteReading, settle
+from .runs import Priors
+from .state import Saved
+
+__all__ = ["absorb"]
+
+_MOST = 200  # updates of sites
+
+
+def absorb(guide: Saved, args: tuple, kwargs: dict[str, Any], forget: float) -> None:
+    """As :meth:`AutoSparseGP.absorb`, of a guide that has been called."""
+    if not (isinstance(forget, (int, float)) and 0 <= forget <= 1):
+        raise ValueError(f"absorb's forget is a share of what was learned, in [0, 1], got {forget!r}")
+    assert guide.structure is not None
+    _require_sums(guide)
+    run = Priors()
+    with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like), poutine.block(), whole_plates():
+        guide.perform(run, args, kwargs)
+        trace = guide.trace
+        if not any(is_observation(site) for _, site in all_sites(trace)):
+            raise ValueError("absorb is given no observations: call it as the model with the new data, absorb(x, y).")
+        require_whole(trace)
+        found = _facts(guide, run, args, kwargs, trace)
+        modules = {
+            name: Absorbing(guide.modules_by_site()[name], process, name, forget)
+            for name, process in run.processes.items()
+        }
+        readings = [
+            SiteReading.of(name, run.processes[name], module, name in found.quadratic, name in found.meeting)
+            for name, module in modules.items()
+        ]
+        marginals = {reading.name: reading.marginal() for reading in readings}
+        reader = Reader(guide.model, args, kwargs, found, trace)
+        tolerance = 1e-7 if guide.like.dtype == torch.float64 else 1e-3
+        settle(reader, readings, marginals, _MOST, tolerance)
+        for reading in readings:
+            if not (reading.sites.precision.isfinite().all() and reading.sites.linear.isfinite().all()):
+                raise ValueError(
+                    f"GP site {reading.name!r}: what the new rows say of it is not finite; nothing of them was "
+                    "absorbed. Look for NaN or infinite values, or data outside of the likelihood's support."
+                )
+        for reading in readings:
+            modules[reading.name].finish(reading.sites)
+            if not reading.direct and not reading.change <= 1e-2:
+                warnings.warn(
+                    f"the sites of GP site {reading.name!r} did not settle: another update would move a marginal by "
+                    f"{reading.change:.2g} standard deviations. Absorb fewer rows at a time.",
+                    stacklevel=4,
+                )
+
+
+def _require_sums(guide: Saved) -> None:
+    """Raise where what the guide learned is no sum over rows."""
+    assert guide.structure is not None
+    for what, names in (("a value for each row", guide.local_latents), ("a joint q", guide.structure.coupled)):
+        if names:
+            raise ValueError(
+                f"absorb adds rows to the posteriors of GP sites, all else held; latent site {names[0]!r} has {what}. "
+                "Train on old and new rows together."
+            )
+    for group in guide.structure.joint:
+        raise ValueError(f"absorb: GP sites {group} have one posterior; train on old and new rows together.")
+    for name, module in guide.modules_by_site().items():
+        family, take = module.family["name"], "SVGP or OrthogonalInducing"
+        if isinstance(module, SiteGP):
+            why = (
+                "whose posterior follows from all its data, which it keeps: give it old and new rows together, "
+                "guide.forget_data() and then guide(x, y)"
+            )
+        elif isinstance(module, ExpectationGP):
+            why = "which keeps a site for each row: go on with ExpectationPropagation on old and new rows together"
+        elif not isinstance(module.coefficients, NaturalGaussian):
+            natural = module.family.get("natural")
+            why = "whose q(w) is " + ("no plain sum over rows" if natural else "learned as parameters, natural=False")
+            why += ": train on old and new rows together"
+            take = "CoupledCovariance or MeanFieldAdditive" if natural else "the same with natural=True"
+        else:
+            continue
+        raise ValueError(f"absorb: GP site {name!r} has the family {family}, {why}; or take {take}.")
+
+
+def _facts(guide: Saved, run: Priors, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> Structure:
+    """How the densities of the new rows depend on GP sites' values."""
+    assert guide.structure is not None
+    found = Structure(gps=guide.structure.gps, enumerated=guide.structure.enumerated)
+    values = {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
+
+    def held(moved: dict[str, Tensor]) -> poutine.Trace:
+        return held_trace(guide.model, values | moved, args, kwargs)
+
+    flat = piecewise_constant(trace)
+    explore(found, held, run.processes, [] if flat else list(run.processes))
+    remedy = "Train on old and new rows together"
+    for name in run.processes:
+        require_separate_sites(found, name, "rows to absorb, of which absorb", flat, remedy)
+    return found

@@ -1,0 +1,148 @@
+"""GP sites that have one posterior: what may be asked for, and the coefficients that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional, Union
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from ..families import Family, FreeFormFamily, SiteFamily
+from ..gaussians import Part, Shared, block_diagonal
+from ..gaussians.steps import StepsOnBackward
+from ..process import GaussianProcess
+from ..program.facts import Structure
+
+__all__ = [
+    "Families",
+    "by_name",
+    "follow",
+    "groups_of",
+    "require_alike",
+    "require_families",
+    "require_outer",
+    "shared",
+]
+
+Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
+
+
+def groups_of(families: Families) -> list[list[str]]:
+    """The groups of sites that have one posterior."""
+    return [list(key) for key in families if isinstance(key, tuple)] if isinstance(families, Mapping) else []
+
+
+def by_name(families: Families) -> dict[str, Family]:
+    """The family of each site that is named."""
+    if not isinstance(families, Mapping):
+        return {}
+    return {name: family for key, family in families.items() for name in ([key] if isinstance(key, str) else key)}
+
+
+def require_families(families: Any) -> None:
+    """Raise if that is no family, nor a mapping from names, or groups of names, to families."""
+    for family in families.values() if isinstance(families, Mapping) else [families]:
+        if not isinstance(family, Family):
+            hint = f"; make an instance, {family.__name__}(...)" if isinstance(family, type) else ""
+            raise ValueError(
+                "AutoSparseGP's families must be a family, such as SVGP(64), or a mapping from GP site names to "
+                f"families, got {family!r}{hint}"
+            )
+    if not isinstance(families, Mapping):
+        return
+    names: list[str] = []
+    for key in families:
+        if not isinstance(key, str) and not (isinstance(key, tuple) and all(isinstance(name, str) for name in key)):
+            raise ValueError(
+                "AutoSparseGP's families must have names of GP sites for keys, or tuples of names, whose sites have "
+                f"one posterior, got {key!r}"
+            )
+        names += [key] if isinstance(key, str) else key
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(
+            f"AutoSparseGP's families name GP site {twice[0]!r} twice; give each site one family, or one place in a "
+            "group of sites that have one posterior."
+        )
+    for key, family in families.items():
+        if isinstance(key, tuple):
+            _require_shareable(key, family, families.values())
+
+
+def _require_shareable(group: tuple[str, ...], family: Family, others: Any) -> None:
+    kind = type(family).__name__
+    if len(group) < 2:
+        raise ValueError(
+            f"AutoSparseGP's families have the group {group!r}; a posterior of several sites takes two names or more."
+        )
+    if not (isinstance(family, FreeFormFamily) and family.couples):
+        raise ValueError(
+            f"the family of GP sites {list(group)} is {kind}, whose posterior does not couple the coefficients of "
+            "different sites. For one posterior of several sites take CoupledPrecision, CoupledCovariance, SVGP or "
+            "WeightSpace, whitened; or give each site a family of its own."
+        )
+    on_sites = [type(other).__name__ for other in others if isinstance(other, SiteFamily)]
+    if on_sites:
+        raise ValueError(
+            f"GP sites {list(group)} have one posterior, and another site has the family {on_sites[0]}, which reads "
+            "the likelihood as if all sites were independent: take a free family there, such as SVGP."
+        )
+
+
+def require_alike(groups: Sequence[Sequence[str]], priors: Mapping[str, GaussianProcess]) -> None:
+    """Raise if sites of one posterior have different outputs, in a first run."""
+    for group in groups:
+        shapes = {name: tuple(priors[name].batch_shape) for name in group}
+        if len(set(shapes.values())) > 1:
+            raise ValueError(
+                f"GP sites {group} have one posterior, and outputs of the shapes {shapes}: give them as many outputs, "
+                "GaussianProcess(...).expand([P]).to_event(1), or a family each."
+            )
+
+
+def require_outer(found: Structure) -> None:
+    """Raise if a site of a posterior of several is an inner layer of a deep GP."""
+    for group in found.joint:
+        inner = [name for name in group if name in found.inner]
+        if inner:
+            raise ValueError(
+                f"GP site {inner[0]!r} has one posterior with {[name for name in group if name != inner[0]]}, and its "
+                "values enter another GP site: layers of a deep GP take a family each."
+            )
+
+
+def shared(family: Any, modules: Mapping[str, Any], priors: Optional[Mapping[str, GaussianProcess]]) -> Shared:
+    """The coefficients of several sites' modules in a family's form, of which each module then has its part.
+
+    :param priors: of a first call, at which they start: each site's as if it had data of its own.
+    """
+    first = next(iter(modules.values()))
+    made = family.chosen_coefficients()(_sizes(modules), first.batch_shape, next(first.coefficients.parameters()))
+    if isinstance(made, StepsOnBackward):
+        made.most_by_draws = 0.1  # a draw's curvature, between many coefficients, is mostly noise
+    if priors is not None and family.start == "data":
+        with torch.no_grad(), poutine.block():
+            shown = []
+            for name, module in modules.items():
+                prior = priors[name]
+                shown.append(module.shown(prior, module.basis(prior.kernel, prior.jitter, name)))
+            made.start(None, block_diagonal(shown))
+    blocks: dict[str, list[int]] = {}
+    for name, module in modules.items():
+        start = sum(map(len, blocks.values()))
+        blocks[name] = list(range(start, start + len(module.basis.sizes)))
+    whole = Shared(made, blocks)
+    for name, module in modules.items():
+        module.join(Part(whole, name))
+    return whole
+
+
+def follow(whole: Shared, modules: Mapping[str, Any], centre: Tensor) -> None:
+    """Have several sites' coefficients follow other latents, as one."""
+    whole.follow(_sizes(modules), next(iter(modules.values())).batch_shape, centre)
+
+
+def _sizes(modules: Mapping[str, Any]) -> list[int]:
+    return [size for module in modules.values() for size in module.basis.sizes]

@@ -1,0 +1,1 @@
+"""Other libraries' interfaces, each with an extra of its own: ``pyro_sparsegp.interop.botorch``."""

@@ -1,0 +1,86 @@
+"""How outputs go together, as a kernel of their numbers."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..numerics.shapes import broadcast_shapes
+from .base import describe
+from .features import FeatureKernel
+
+__all__ = ["Coregionalisation"]
+
+
+class Coregionalisation(FeatureKernel):
+    """k(p, p') = (AAᵀ + diag(s²))_pp' for a column of output numbers 0, …, P − 1: low rank plus diagonal.
+
+    Times a kernel of the inputs it is the intrinsic model of coregionalisation, f_p = Σ_q A_pq g_q + s_p h_p with
+    independent functions g_q, h_p of that kernel; a sum of such products, a kernel each, is the linear model (Journel
+    and Huijbregts, 1978; Bonilla, Chai and Williams, 2008). A datum is a row, its output's number in a column:
+
+    >>> mixing = torch.tensor([[1.0], [0.5], [-0.5]])
+    >>> kernel = Coregionalisation(mixing)[1]
+    >>> kernel(torch.tensor([[0.3, 0.0], [0.7, 2.0]]))
+    tensor([[ 1.0000, -0.5000],
+            [-0.5000,  0.2500]])
+
+    Outputs are then observed at inputs of their own, and what is missing is no row. Its features are A's columns and
+    the indicators, so that sparse families are exact in it alone.
+
+    :param mixing: A, ``(..., P, Q)``: a parameter, or sampled, from a start that is not 0.
+    :param own: s, ``(..., P)``, standard deviations of what each output has by itself; none by default.
+    :raises ValueError: naming the argument, if the shapes do not fit.
+    """
+
+    def __init__(self, mixing: Tensor, own: Optional[Tensor] = None) -> None:
+        if not isinstance(mixing, Tensor) or mixing.dim() < 2 or not mixing.numel():
+            shape = tuple(mixing.shape) if isinstance(mixing, Tensor) else type(mixing).__name__
+            raise ValueError(f"Coregionalisation's mixing must be a matrix, outputs by functions, (P, Q); got {shape}")
+        if own is not None and (not isinstance(own, Tensor) or own.shape[-1:] != mixing.shape[-2:-1]):
+            shape = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
+            raise ValueError(
+                f"Coregionalisation's own must be a standard deviation for each of {mixing.shape[-2]} outputs; got "
+                f"{shape}"
+            )
+        self.mixing, self.own = mixing, own
+
+    @property
+    def num_outputs(self) -> int:
+        """P."""
+        return self.mixing.shape[-2]
+
+    def features(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != 1:
+            raise ValueError(
+                f"Coregionalisation reads one column, the output's number; the inputs have {x.shape[-1]}: select one, "
+                "Coregionalisation(A)[1]"
+            )
+        rows = (x == torch.arange(self.num_outputs, dtype=x.dtype, device=x.device)).to(x.dtype)
+        shared = rows @ self.mixing.to(x)
+        if self.own is None:
+            return shared
+        alone = rows * self.own.to(x)[..., None, :]
+        shape = broadcast_shapes(shared.shape[:-1], alone.shape[:-1])
+        return torch.cat([shared.expand(*shape, -1), alone.expand(*shape, -1)], -1)
+
+    def check_inputs(self, x: Tensor) -> None:
+        codes = x.detach()
+        unknown = (codes != codes.round()) | (codes < 0) | (codes >= self.num_outputs)
+        if unknown.any():
+            some = sorted({float(code) for code in codes[unknown].flatten()[:1000]})[:5]
+            raise ValueError(
+                f"{self!r} is for outputs 0 to {self.num_outputs - 1}, the training inputs have {some} in its column; "
+                "renumber them, or give mixing more rows."
+            )
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        shape = self.mixing.shape[:-2]
+        return shape if self.own is None else broadcast_shapes(shape, self.own.shape[:-1])
+
+    def _repr_arguments(self) -> str:
+        own = "" if self.own is None else f", own={describe(self.own)}"
+        return describe(self.mixing) + own

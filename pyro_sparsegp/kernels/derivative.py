@@ -1,0 +1,149 @@
+"""Functions and their partial derivatives as one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vmap
+
+from .algebra import Kernel
+from .base import CovarianceFunction
+from .draws import PriorFunctions
+
+__all__ = ["Derivative"]
+
+
+class Derivative(Kernel):
+    """f and its partial derivatives at inputs (x, j): f(x) for j = 0, ∂f/∂x_j(x) for j = 1, …, D.
+
+    A derivative of a Gaussian process is one together with it (Solak et al., 2003): with ∂₀ the identity,
+
+        cov((x, i), (z, j)) = ∂_{x_i} ∂_{z_j} k(x, z),
+
+    by two passes of forward mode through k for all rows at once, exact and for any kernel: some four times k's cost.
+    The last column of the inputs is j; :meth:`at` makes them. Any family takes it, with inducing variables of either
+    kind: observed slopes are rows like others, with noise of their own.
+
+    Functions must be differentiable: those of ``Matern12`` are not, those of ``Matern32`` are once. A mean function is
+    that of the same inputs: :meth:`of` makes it of one of x. Independent noise, of ``White``, is that of values alone.
+
+    :param kernel: k, of D columns.
+    :raises ValueError: if k is no kernel, or its diagonal depends on the other rows.
+    """
+
+    any_dtype = True
+
+    def __init__(self, kernel: Any) -> None:
+        if not isinstance(kernel, CovarianceFunction):
+            raise ValueError(f"Derivative's kernel must be a kernel of pyro_sparsegp.kernels, got {kernel!r}")
+        if kernel.depends_on_rows:
+            raise ValueError(
+                f"Derivative of {kernel!r}: a variance correction has no derivative; variance_correction=False leaves "
+                "it out."
+            )
+        self.kernel = kernel
+
+    @staticmethod
+    def at(x: Tensor, j: Union[int, Tensor] = 0) -> Tensor:
+        """Inputs (x, j), ``(..., N, D + 1)``.
+
+        :param x: ``(..., N, D)``.
+        :param j: 0 for values, else the column, from 1, by which derivatives are taken: for all rows or for each.
+        :raises ValueError: if a number is none from 0 to D.
+        """
+        if isinstance(j, int) and not 0 <= j <= x.shape[-1]:
+            raise ValueError(f"Derivative.at's j must be 0 (values) or a column, 1 to {x.shape[-1]}, got {j}")
+        codes = torch.as_tensor(j, dtype=x.dtype, device=x.device).expand(x.shape[:-1])
+        return torch.cat([x, codes[..., None]], -1)
+
+    @staticmethod
+    def of(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """A function of x, ``(..., N, D)`` to ``(..., N)``, and its derivatives, as a function of (x, j)."""
+
+        def both(inputs: Tensor) -> Tensor:
+            x, along, slopes = _split(inputs)
+            value, change = jvp(function, (x,), (along,))
+            return torch.where(slopes, change, value)
+
+        return both
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        other = x if z is None else z
+        found = self._cross(x, other)
+        if z is None:  # a diagonal term of k's is the values'
+            x, _, slopes = _split(x)
+            values = ~(slopes[..., :, None] | slopes[..., None, :])
+            found = torch.where(values, self.kernel(x), 0.5 * (found + found.mT))
+        return found
+
+    def _cross(self, x: Tensor, z: Tensor) -> Tensor:
+        left, along_left, slopes_left = _split(x)
+        right, along_right, slopes_right = _split(z)
+
+        def by_right(left: Tensor) -> tuple[Tensor, Tensor]:
+            return jvp(lambda right: self.kernel(left, right), (right,), (along_right,))
+
+        (k, k_right), (k_left, k_both) = jvp(by_right, (left,), (along_left,))
+        columns = slopes_right[..., None, :]
+        return torch.where(
+            slopes_left[..., :, None], torch.where(columns, k_both, k_left), torch.where(columns, k_right, k)
+        )
+
+    def diag(self, x: Tensor) -> Tensor:
+        inner, _, slopes = _split(x)
+
+        def one(row: Tensor) -> Tensor:
+            return self._cross(row[None], row[None])[..., 0, 0]
+
+        rows = x.reshape(-1, x.shape[-1])
+        found = vmap(one, out_dims=-1)(rows)
+        found = found.reshape(*found.shape[:-1], *x.shape[:-1])
+        return torch.where(slopes, found, self.kernel.diag(inner))
+
+    def features(self, x: Tensor) -> Optional[Tensor]:
+        inner, along, slopes = _split(x)
+        if self.kernel.features(inner) is None:
+            return None
+        value, change = jvp(lambda x: _as_tensor(self.kernel.features(x)), (inner,), (along,))
+        return torch.where(slopes[..., None], change, value)
+
+    def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
+        functions = self.kernel.prior_functions(num, num_features, x[..., :-1])
+        return None if functions is None else self.of(functions)
+
+    def check_inputs(self, x: Tensor) -> None:
+        codes, columns = x[..., -1], x.shape[-1] - 1
+        wrong = (codes != codes.round()) | (codes < 0) | (codes > columns)
+        if columns < 1 or bool(wrong.any()):
+            some = sorted({float(code) for code in codes[wrong][:1000]})[:5]
+            raise ValueError(
+                f"{self!r}: the last column of its inputs is j, 0 for a value or 1 to {columns} for a derivative by "
+                f"that column; got {some or 'no other column'}. Make inputs by Derivative.at(x, j)."
+            )
+        self.kernel.check_inputs(x[..., :-1])
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        return (self.kernel,)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.kernel.batch_shape
+
+    def _repr_arguments(self) -> str:
+        return repr(self.kernel)
+
+
+def _as_tensor(found: Optional[Tensor]) -> Tensor:
+    assert found is not None
+    return found
+
+
+def _split(inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x, the directions of derivatives (0 of values), and which rows are derivatives."""
+    x, code = inputs[..., :-1], inputs[..., -1].detach()
+    columns = torch.arange(1, x.shape[-1] + 1, dtype=code.dtype, device=code.device)
+    return x, (code[..., None] == columns).to(x.dtype), code != 0

@@ -1,0 +1,46 @@
+"""Outputs that are mixtures of functions, as values: no kernel knows of it."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+__all__ = ["mix_outputs"]
+
+
+def mix_outputs(
+    mixing: Tensor, shared: Tensor, own: Optional[Tensor] = None, output: Optional[Tensor] = None
+) -> Tensor:
+    """f_p(x_n) = Σ_q A_pq g_q(x_n) + h_p(x_n): a linear model of coregionalisation of functions' values.
+
+    Of all outputs at all inputs, ``(P, N)``; or of one output a row, ``(N,)``, where outputs are observed at inputs of
+    their own or in part. A is any tensor, sampled or a parameter, g and h are values of GP sites under any kernels.
+
+    >>> mix_outputs(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.1, 0.2, 0.3]]), output=torch.tensor([0, 1, 1]))
+    tensor([0.1000, 0.4000, 0.6000])
+
+    :param mixing: A, ``(P, Q)``.
+    :param shared: g at the inputs, ``(Q, N)``.
+    :param own: h at the inputs, ``(P, N)``: what each output has by itself.
+    :param output: of each row the number of its output, ``(N,)`` whole numbers.
+    :raises ValueError: naming the argument, if the shapes do not fit.
+    """
+    if mixing.dim() != 2 or shared.dim() < 2 or shared.shape[-2] != mixing.shape[-1]:
+        raise ValueError(
+            f"mix_outputs takes mixing (P, Q) and shared (Q, N), got {tuple(mixing.shape)} and {tuple(shared.shape)}"
+        )
+    rows, num = mixing.shape[0], shared.shape[-1]
+    if own is not None and own.shape[-2:] != (rows, num):
+        raise ValueError(f"mix_outputs' own must be of shape ({rows}, {num}), got {tuple(own.shape)}")
+    if output is None:
+        mixed = mixing @ shared
+        return mixed if own is None else mixed + own
+    if output.shape != (num,) or output.is_floating_point():
+        raise ValueError(
+            f"mix_outputs' output must be {num} whole numbers, one a row, got {output.dtype} of shape "
+            f"{tuple(output.shape)}"
+        )
+    chosen = (mixing[output].mT * shared).sum(-2)
+    return chosen if own is None else chosen + own[..., output, torch.arange(num, device=own.device)]

@@ -1,0 +1,92 @@
+"""A step of additive families by the number of terms, in one run.
+
+python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--rounds 15] [--out table.md]
+
+A sum of RBF kernels on a column each, 16 points a term, a Gaussian likelihood and mini-batches of 500 rows, float32,
+one thread. Medians of CPU time over interleaved rounds.
+"""
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch.distributions import constraints
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, Family, MeanFieldAdditive
+
+ROWS, BATCH = 5000, 500
+
+
+def families() -> dict[str, Family]:
+    """What is compared."""
+    return {
+        "CoupledPrecision": CoupledPrecision(16),
+        "CoupledPrecision, Adam": CoupledPrecision(16, natural=False),
+        "CoupledCovariance": CoupledCovariance(16),
+        "CoupledCovariance, Adam": CoupledCovariance(16, natural=False),
+        "MeanFieldAdditive": MeanFieldAdditive(16),
+    }
+
+
+def measure(terms: int, rounds: int) -> dict[str, float]:
+    """The time of a step of each, in ms."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    x = torch.rand(BATCH, terms)
+    y = torch.sin(6 * x).sum(-1) + 0.1 * torch.randn(BATCH)
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> None:
+        lengths = pyro.param("lengths", torch.full((terms,), 0.3), constraint=constraints.positive)
+        noise = pyro.param("noise", torch.tensor(0.1), constraint=constraints.positive)
+        kernel = sum(kernels.RBF(lengths[c])[c] for c in range(terms))
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        with pyro.plate("data", ROWS, subsample=x):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    steps = {}
+    for name, family in families().items():
+        guide = AutoSparseGP(model, family)
+        steps[name] = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.005}), TraceQuadrature_ELBO()).step
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 3):
+        for name, step in steps.items():
+            start = time.process_time()
+            step(x, y)
+            if turn >= 3:
+                times[name].append((time.process_time() - start) * 1e3)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--terms", type=int, nargs="*", default=[4, 8, 16, 32])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    lines = [
+        "# A step of additive families",
+        "",
+        f"Made by `python tests/benchmarks/additive_time.py --rounds {options.rounds}`: one thread, torch "
+        f"{torch.__version__}, float32, 16 points a term, {BATCH} rows; ms of CPU time, medians.",
+        "",
+        "| terms | " + " | ".join(f"{name} (ms)" for name in families()) + " |",
+        "|" + "---|" * (len(families()) + 1),
+    ]
+    print("\n".join(lines), flush=True)
+    for terms in options.terms:
+        found = measure(terms, options.rounds)
+        lines.append(f"| {terms} | " + " | ".join(f"{value:.1f}" for value in found.values()) + " |")
+        print(lines[-1], flush=True)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,439 @@
+"""GP sites that have one posterior, against dense joint Gaussians."""
+
+import copy
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
+from pyro_sparsegp.diagnostics.export.draws import GuideSource
+from pyro_sparsegp.distributions import RobustMax
+from pyro_sparsegp.gaussians import FullCholesky, Whole
+from pyro_sparsegp.inference.quadrature import quadrature_axes
+
+N, NOISE = 14, 0.3
+KF, KG = kernels.RBF(0.4), 0.7 * kernels.Matern32(0.6)
+EXACT = {"inducing": N, "trainable": False}  # Z = X
+AT_ONCE = EXACT | {"rate": 1.0}
+
+
+def slowly(step):
+    """A rate for steps by draws, whose noise is averaged over ever more of them."""
+    return 0.2 / (1 + step / 10)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(N, 2, generator=generator)
+    return x, torch.sin(6 * x[:, 0]) + x[:, 1] + 0.2 * torch.randn(N, generator=generator)
+
+
+def _model(meet=lambda f, g: f + g, outputs=None):
+    def model(x, y=None, size=None):
+        f, g = GaussianProcess(KF, x[:, :1]), GaussianProcess(KG, x[:, 1:])
+        if outputs:
+            f, g = (process.expand([outputs]).to_event(1) for process in (f, g))
+        f, g = pyro.sample("f", f), pyro.sample("g", g)
+        with pyro.plate("data", size or len(x), subsample=x):
+            value = meet(f, g)
+            likelihood = dist.Normal(value.mT, NOISE).to_event(1) if outputs else dist.Normal(value, NOISE)
+            return pyro.sample("y", likelihood, obs=y)
+
+    return model
+
+
+def _exact(to_data):
+    """The joint posterior of (f, g) and the evidence, of y = to_data (f, g) + noise."""
+    x, y = _data()
+    prior = torch.block_diag(KF(x[:, :1]), KG(x[:, 1:]))
+    marginal = to_data @ prior @ to_data.T + NOISE**2 * torch.eye(N)
+    gain = torch.linalg.solve(marginal, to_data @ prior).T
+    evidence = dist.MultivariateNormal(torch.zeros(N), marginal).log_prob(y)
+    return gain @ y, prior - gain @ to_data @ prior, evidence.item()
+
+
+EYE = torch.eye(N, dtype=torch.float64)
+SUM = torch.cat([EYE, EYE], 1)
+
+
+def _trained(model, family, *data, steps=3, loss=None, lr=0.05, names=("f", "g"), **kwargs):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, {names: family}, **kwargs)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": lr}), loss or TraceQuadrature_ELBO(2))
+    for _ in range(steps):
+        svi.step(*data)
+    return guide
+
+
+def _bound(guide, *data, nodes=2):
+    return -TraceQuadrature_ELBO(nodes).loss(guide.model, guide, *data)
+
+
+SHAREABLE = {
+    "SVGP": (families.SVGP(**AT_ONCE), 2, 1e-5),
+    "CoupledCovariance": (families.CoupledCovariance(**AT_ONCE), 2, 1e-5),
+    "CoupledPrecision": (families.CoupledPrecision(**AT_ONCE, rank=N), 30, 1e-4),
+    "gradients": (families.SVGP(**EXACT, natural=False), 120, 0.2),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sign"), [("SVGP", 1.0), ("CoupledCovariance", -1.0), ("CoupledPrecision", -1.0), ("gradients", 1.0)]
+)
+def test_two_functions_that_are_added_have_the_dense_posterior(kind, sign):
+    family, steps, short = SHAREABLE[kind]
+    mean, covariance, evidence = _exact(torch.cat([EYE, sign * EYE], 1))
+    data = _data()
+    guide = _trained(_model(lambda f, g: f + sign * g), family, *data, steps=steps)
+    assert _bound(guide, *data) == pytest.approx(evidence, abs=short)
+    q = guide.posterior(data[0])
+    near = {"rtol": 0.0, "atol": 0.1 if kind == "gradients" else 1e-3}
+    torch.testing.assert_close(torch.cat([q["f"].mean, q["g"].mean]), mean, **near)
+    torch.testing.assert_close(q["g"].covariance_matrix, covariance[N:, N:], **near)
+    torch.testing.assert_close(q["f"].covariance_with(q["g"]), covariance[:N, N:], **near)
+    torch.testing.assert_close(q["g"].covariance_with(q["f"]), covariance[N:, :N], **near)
+    # What is known is the sum: the parts are anti-correlated, and each alone is far less certain.
+    assert sign * covariance[:N, N:].diagonal().mean() < -0.1
+
+
+def test_draws_are_joint_and_weigh_the_evidence():
+    mean, covariance, evidence = _exact(SUM)
+    x, y = _data()
+    guide = _trained(_model(), families.SVGP(**AT_ONCE), x, y)
+    pyro.set_rng_seed(1)
+    draws = predict(guide.model, guide, x, num_samples=500)
+    both = torch.cat([draws["f"], draws["g"]], -1)
+    torch.testing.assert_close(both.mean(0), mean, rtol=0.0, atol=0.12)
+    torch.testing.assert_close(both.T.cov(), covariance, rtol=0.0, atol=0.15)
+    q = guide.posterior(x)
+    f, g = q["f"].rsample((2000,)), q["g"].rsample((2000,))
+    assert (f + g).var(0).mean() < 0.5 * f.var(0).mean()
+    assert not torch.equal(f, q["f"].rsample((2000,)))
+    paths = q["f"].paths(500)(x[:, :1]) + q["g"].paths(500)(x[:, 1:])
+    torch.testing.assert_close(paths.std(0), (SUM @ covariance @ SUM.T).diagonal().sqrt(), rtol=0.0, atol=0.06)
+    guide.eval()
+    for _ in range(3):  # the divergence, and the density of a draw, are told once
+        guide(x, y)
+        model_trace, guide_trace = guide.get_traces()
+        assert (model_trace.log_prob_sum() - guide_trace.log_prob_sum()).item() == pytest.approx(evidence, abs=0.01)
+
+
+@pytest.mark.parametrize("rank", [None, 6])
+def test_draws_of_rows_train_it_too(rank):
+    data = _data()
+    plain = families.SVGP(**EXACT, rate=slowly)
+    family = plain if rank is None else families.CoupledPrecision(**EXACT, rate=slowly, rank=rank)
+    guide = _trained(_model(), family, *data, steps=150, loss=Trace_ELBO())
+    # A low rank cuts what noise makes of curvatures below 0; independent posteriors are 3 nats short.
+    assert _bound(guide, *data) == pytest.approx(_exact(SUM)[2], abs=0.15 if rank is None else 2.0)
+
+
+def _groups(f, g):
+    return f + g[torch.arange(N) // 2]
+
+
+def _group_model(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
+    g = pyro.sample("g", GaussianProcess(KG, x[: N // 2, 1:]))
+    with pyro.plate("data", N):
+        return pyro.sample("y", dist.Normal(_groups(f, g), NOISE), obs=y)
+
+
+@pytest.mark.parametrize("model", [_model(lambda f, g: f + g.flip(0)), _group_model], ids=["flipped", "groups"])
+def test_sites_that_meet_across_rows_are_drawn_together(model):
+    x, y = _data()
+    pyro.set_rng_seed(0)
+    guide = _trained(model, families.SVGP(7, trainable=False, rate=slowly), x, y, steps=100)
+    assert guide.structure.crossed == [["f", "g"]]
+    assert not quadrature_axes(guide.structure)
+    losses = torch.tensor([_bound(guide, x, y) for _ in range(60)])
+    guide.eval()
+    with torch.no_grad():
+        joint = torch.tensor([-Trace_ELBO().loss(model, guide, x, y) for _ in range(60)])
+    error = (losses.var() / 60 + joint.var() / 60).sqrt()
+    assert abs(losses.mean() - joint.mean()) < 4 * error
+    apart = AutoSparseGP(model, families.SVGP(7, trainable=False))
+    assert losses.mean() > _best(apart, model, x, y, steps=60) + 0.3
+
+
+def _best(guide, model, *data, steps=150, nodes=2):
+    pyro.set_rng_seed(0)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(nodes))
+    return -sum([svi.step(*data) for _ in range(steps)][-20:]) / 20
+
+
+def test_three_sites_are_drawn_row_by_row():
+    x, y = _data()
+    names = ("f", "g", "h")
+
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
+        g = pyro.sample("g", GaussianProcess(KG, x[:, 1:]))
+        h = pyro.sample("h", GaussianProcess(kernels.RBF(1.0), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f + g - h, NOISE), obs=y)
+
+    with pytest.warns(UserWarning, match="more than 2 function values"):
+        guide = _trained(model, families.SVGP(**EXACT), x, y, steps=5, names=names)
+    draws = guide(x, y)
+    _, guide_trace = guide.get_traces()
+    sites = [guide_trace.nodes[name]["fn"] for name in names]
+    for site, name in zip(sites, names):
+        value = site.mean + sum(root * other.noise for root, other in zip(site.roots, sites))
+        torch.testing.assert_close(draws[name], value)
+        for other in sites:
+            product = sum(a * b for a, b in zip(site.roots, other.roots))
+            covariance = site.covariance_matrix if site is other else site.covariance_with(other)
+            torch.testing.assert_close(product, covariance.diagonal())
+    assert sites[0].covariance_with(sites[2]).abs().max() > 0.01
+
+
+def heteroscedastic(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
+    g = pyro.sample("g", GaussianProcess(kernels.RBF(0.5), x[:, 1:], mean=x.new_full((), -1.0)))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+
+def product(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KF, x[:, :1], mean=x.new_full((), 1.0)))
+    g = pyro.sample("g", GaussianProcess(KG, x[:, 1:], mean=x.new_full((), 1.0)))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f * g, 0.1), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("model", "gain"),
+    [pytest.param(heteroscedastic, 0.01, marks=pytest.mark.slow), (product, 2.0)],  # the product sees the same faults
+)
+def test_other_likelihoods_against_importance_sampling(model, gain):
+    # One posterior is nearer to the exact one than independent ones, much so for a product, whose factors trade off.
+    x, y = _data()
+    y = (y + 1) if model is product else y
+    guide = _trained(model, families.SVGP(**EXACT), x, y, steps=40, loss=TraceQuadrature_ELBO(8))
+    bound = _bound(guide, x, y, nodes=20)
+    independent = _best(AutoSparseGP(model, families.SVGP(**EXACT)), model, x, y, steps=30, nodes=8)
+    assert bound > independent + gain
+    guide.eval()
+    pyro.set_rng_seed(3)
+    weights, sums = [], []
+    with torch.no_grad():
+        for _ in range(300):
+            draw = guide(x, y)
+            model_trace, guide_trace = guide.get_traces()
+            weights.append(model_trace.log_prob_sum() - guide_trace.log_prob_sum())
+            sums.append(draw["f"] * draw["g"])
+    weights = torch.stack(weights)
+    # The nodes of a row have the covariance of its values: quadrature is what joint draws are on average.
+    assert abs(weights.mean() - bound) < 4 * weights.std() / 300**0.5
+    evidence = weights.logsumexp(0) - torch.tensor(300.0).log()
+    assert bound < evidence
+    if model is product:
+        share = (weights - weights.logsumexp(0)).exp()
+        known = (share[:, None] * torch.stack(sums)).sum(0)
+        q = guide.posterior(x)
+        mean = q["f"].mean * q["g"].mean + q["f"].covariance_with(q["g"]).diagonal()
+        torch.testing.assert_close(mean, known, rtol=0.0, atol=0.15)
+
+
+def hierarchical(x, y=None):
+    """Hyperparameters of either function, g's drawn after f."""
+    length = pyro.sample("length", dist.LogNormal(-1.0, 0.3))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x[:, :1]))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 0.3))
+    g = pyro.sample("g", GaussianProcess(scale * kernels.Matern32(0.6), x[:, 1:]))
+    noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.3))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f + g, noise), obs=y)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    torch.set_default_dtype(torch.float64)
+    return _trained(hierarchical, families.CoupledPrecision(8, rank=6), *_data(), steps=60, lr=0.05)
+
+
+def test_hyperparameters_between_the_sites(trained):
+    x, y = _data()
+    joint = sum(_bound(trained, x, y) for _ in range(20)) / 20
+    alone = AutoSparseGP(hierarchical, {"f": families.SVGP(8), "g": families.SVGP(8)})
+    assert joint > _best(alone, hierarchical, x, y, steps=60) + 0.5
+    new = torch.rand(5, 2, generator=torch.Generator().manual_seed(1))
+    draws = predict(hierarchical, trained, new, num_samples=200)
+    assert (draws["f"] + draws["g"]).var(0).mean() < 0.8 * (draws["f"].var(0) + draws["g"].var(0)).mean()
+    rows = predict(hierarchical, trained, new, num_samples=200, joint=False)
+    ratio = (rows["f"] + rows["g"]).std(0) / (draws["f"] + draws["g"]).std(0)
+    torch.testing.assert_close(ratio, torch.ones(5), rtol=0.0, atol=0.3)
+    q = trained.posterior(new)["g"]  # for one site alone
+    assert q.mean.shape == (5,)
+    assert q.covariance_matrix.diagonal().allclose(q.variance)
+    assert q.components[0].variance.shape == (5,)
+
+
+def test_states_and_copies(trained):
+    x, y = _data()
+    fresh = AutoSparseGP(hierarchical, {("f", "g"): families.CoupledPrecision(8, rank=6)})
+    fresh.load_state_dict(trained.state_dict())
+    for other in (fresh, copy.deepcopy(trained), pickle.loads(pickle.dumps(trained))):
+        mine, its = (guide.posterior(x) for guide in (trained, other))
+        for name in ("f", "g"):
+            torch.testing.assert_close(mine[name].mean, its[name].mean)
+        torch.testing.assert_close(mine["f"].covariance_with(mine["g"]), its["f"].covariance_with(its["g"]))
+        before = its["g"].mean.clone()
+        svi = SVI(other.model, other, pyro.optim.Adam({"lr": 0.1}), TraceQuadrature_ELBO(2))
+        for _ in range(2):
+            svi.step(x, y)
+        assert not torch.equal(other.posterior(x)["g"].mean, before)
+    apart = AutoSparseGP(hierarchical, families.CoupledPrecision(8, rank=6))
+    with pytest.raises(ValueError, match=r"\[\['f', 'g'\]\]"):
+        apart.load_state_dict(trained.state_dict())
+
+
+def test_a_level_beside_them():
+    x, y = _data()
+
+    def model(x, y=None):
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
+        g = pyro.sample("g", GaussianProcess(KG, x[:, 1:]))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(c + f + g, NOISE), obs=y)
+
+    prior = 4.0 + KF(x[:, :1]) + KG(x[:, 1:]) + NOISE**2 * torch.eye(N)
+    evidence = dist.MultivariateNormal(torch.zeros(N), prior).log_prob(y).item()
+    guide = _trained(model, families.SVGP(**EXACT), x, y, steps=220, lr=0.02, coupled=True)
+    bound = sum(_bound(guide, x, y) for _ in range(10)) / 10
+    assert bound == pytest.approx(evidence, abs=0.4)  # of independent ones 1.8 less
+
+
+def test_several_outputs():
+    x, y = _data()
+    data = x, torch.stack([y, -y, y.flip(0)], -1)
+    guide = _trained(_model(outputs=3), families.SVGP(**AT_ONCE), *data)
+    prior = KF(x[:, :1]) + KG(x[:, 1:]) + NOISE**2 * torch.eye(N)
+    evidence = dist.MultivariateNormal(torch.zeros(N), prior).log_prob(data[1].T).sum().item()
+    assert _bound(guide, *data) == pytest.approx(evidence, abs=1e-4)
+    assert guide.posterior(x)["f"].covariance_with(guide.posterior(x)["g"]).shape == (3, N, N)
+
+
+def test_mini_batches():
+    x, y = _data()
+    model = _model()
+    guide = AutoSparseGP(model, {("f", "g"): families.SVGP(**EXACT)})
+    guide(x, y)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
+    for step in range(100):
+        rows = torch.randperm(N, generator=torch.Generator().manual_seed(step))[:7]
+        svi.step(x[rows], y[rows], size=N)
+    assert _bound(guide, x, y) == pytest.approx(_exact(SUM)[2], abs=0.5)
+
+
+def test_compiled_steps_are_the_same():
+    data = _data()
+    losses = []
+    for compiled in (False, True):
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(_model(), {("f", "g"): families.SVGP(6)})
+        svi = SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2, compile=compiled))
+        losses.append([svi.step(*data) for _ in range(6)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+
+
+def test_draws_of_a_run_are_shared_and_new_for_who_has_had_them():
+    pyro.set_rng_seed(0)
+    whole = Whole(FullCholesky((2, 3), (), torch.zeros(()))(), {"f": [0], "g": [1]})
+    f, g = whole.share("f"), whole.share("g")
+    (first,), (second,) = f.rsample(torch.Size()), g.rsample(torch.Size())
+    torch.testing.assert_close(f.log_ratio([first]), whole.q.log_ratio([first, second]))
+    assert g.log_ratio([second]) == 0.0
+    assert not torch.equal(first, f.rsample(torch.Size())[0])
+    assert g.rsample(torch.Size([4]))[0].shape == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({("f", "f"): families.SVGP(4)}, "name GP site 'f' twice"),
+        ({("f", "g"): families.SVGP(4), "g": families.SVGP(4)}, "name GP site 'g' twice"),
+        ({("f",): families.SVGP(4)}, "two names or more"),
+        ({("f", 3): families.SVGP(4)}, "must have names"),
+        ({("f", "g"): families.MeanFieldAdditive(4)}, "does not couple.*CoupledPrecision"),
+        ({("f", "g"): families.OrthogonalInducing(4, 4)}, "does not couple"),
+        ({("f", "g"): families.OrthogonallyDecoupled(4, 4, num_columns=2)}, "does not couple"),
+        ({("f", "g"): families.SVGP(4, natural=False, whiten=False)}, "whitened"),
+        ({("f", "g"): families.SGPR(4)}, "does not couple"),
+        ({("f", "g"): families.SVGP(4), "h": families.SGPR(4)}, "SGPR"),
+    ],
+)
+def test_families_that_can_not_be_shared(given, match):
+    with pytest.raises(ValueError, match=match):
+        AutoSparseGP(_model(), given)
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "match"),
+    [
+        (("f", "k"), _model(), r"no family is given for GP site 'g'.*\['f', 'k'\]"),
+        (("f", "g", "k"), _model(), "'k', which is no site"),
+        (("f", "g", "y"), _model(), "'y', which is a site that is no Gaussian process"),
+        (("f", "g"), "shapes", r"'f': \(2,\), 'g': \(\).*as many outputs"),
+        (("f", "g"), "deep", "'f' has one posterior with.*layers of a deep GP"),
+    ],
+)
+def test_sites_that_can_not_have_one_posterior(names, model, match):
+    def shapes(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KF, x).expand([2]).to_event(1))
+        g = pyro.sample("g", GaussianProcess(KG, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f.sum(0) + g, NOISE), obs=y)
+
+    def deep(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KF, x))
+        g = pyro.sample("g", GaussianProcess(KG, f[:, None]))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(g, NOISE), obs=y)
+
+    model = {"shapes": shapes, "deep": deep}.get(model, model) if isinstance(model, str) else model
+    guide = AutoSparseGP(model, {names: families.SVGP(4)})
+    with pytest.raises(ValueError, match=match):
+        guide(*_data())
+
+
+def test_what_takes_sites_to_be_independent_refuses_them():
+    x, y = _data()
+
+    def classes(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
+        g = pyro.sample("g", GaussianProcess(KG, x[:, 1:]))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", RobustMax(torch.stack([f, g], -1)), obs=y)
+
+    guide = AutoSparseGP(classes, {("f", "g"): families.SVGP(4)})
+    with pytest.raises(ValueError, match=r"'f', 'g'.* have one posterior"):
+        TraceQuadrature_ELBO().loss(classes, guide, x, (y > 0.5).long())
+    guide = _trained(_model(), families.SVGP(6), x, y)
+    with pytest.raises(ValueError, match=r"'f', 'g'.* have one posterior.*to_datatree"):
+        GuideSource(guide, (x, y), {}, False, 8192, marginal=True)
+
+
+def test_pointwise_densities_are_of_joint_draws():
+    x, y = _data()
+    guide = _trained(_model(), families.SVGP(**AT_ONCE), x, y)
+    source = GuideSource(guide, (x, y), {}, False, 8192)
+    _, _, evidence = _exact(SUM)
+    pyro.set_rng_seed(0)
+    for _ in range(3):
+        draw = source.draw()
+        assert (source.log_joint(draw, source.densities(draw)) - draw.log_q).item() == pytest.approx(evidence, abs=0.05)

@@ -1,0 +1,153 @@
+"""Several outputs that share functions, observed where they are, against dense models of coregionalisation."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, mix_outputs
+from pyro_sparsegp.families import SGPR, SVGP, AdditiveSGPR, CoupledPrecision
+
+NOISE = 0.2
+LONG, SHORT = kernels.RBF(0.5), kernels.Matern32(0.3)
+
+
+@pytest.fixture(autouse=True)
+def _double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+MIXING = torch.tensor([[1.0, 0.2], [0.6, -0.8], [-0.7, 0.5]], dtype=torch.float64)
+OWN = torch.tensor([0.3, 0.0, 0.5], dtype=torch.float64)
+
+
+def _data():
+    """Outputs at inputs of their own: rows (x, p) and their values."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.cat(
+        [
+            torch.stack([torch.rand(n, generator=generator), torch.full((n,), float(p))], -1)
+            for p, n in enumerate((8, 5, 6))
+        ]
+    )
+    y = MIXING[rows[:, 1].long(), 0] * torch.sin(6 * rows[:, 0]) + 0.3 * rows[:, 0]
+    return rows, y + NOISE * torch.randn(len(y), generator=generator)
+
+
+def _dense(rows, others=None, own=True, same=False):
+    """cov f of the linear model: a term a function, LONG and SHORT, and each output's own, LONG."""
+    others = rows if others is None else others
+    (x, p), (z, q) = ((r[:, :1], r[:, 1].long()) for r in (rows, others))
+    shared = LONG(x, z) if same else SHORT(x, z)
+    k = torch.outer(MIXING[p, 0], MIXING[q, 0]) * LONG(x, z) + torch.outer(MIXING[p, 1], MIXING[q, 1]) * shared
+    return k + (p[:, None] == q) * torch.outer(OWN[p], OWN[q]) * LONG(x, z) if own else k
+
+
+def _linear(mixing, own=None):
+    return (
+        kernels.Coregionalisation(mixing[:, :1], own)[1] * LONG[0]
+        + kernels.Coregionalisation(mixing[:, 1:])[1] * SHORT[0]
+    )
+
+
+def _evidence(k, y):
+    return dist.MultivariateNormal(torch.zeros(len(y)), k + NOISE**2 * torch.eye(len(y))).log_prob(y).item()
+
+
+def _model(kernel):
+    def model(rows, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, rows))
+        with pyro.plate("data", len(rows)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("case", ["intrinsic", "linear"])
+def test_the_kernel_is_the_dense_model(case):
+    rows, y = _data()
+    same = case == "intrinsic"
+    kernel = kernels.Coregionalisation(MIXING, OWN)[1] * LONG[0] if same else _linear(MIXING, OWN)
+    k = _dense(rows, same=same)
+    torch.testing.assert_close(kernel(rows), k)
+    torch.testing.assert_close(kernel.diag(rows), k.diagonal())
+    model = _model(kernel)
+    for family in (SGPR(len(y), trainable=False), *(() if same else (AdditiveSGPR(len(y), trainable=False),))):
+        guide = AutoSparseGP(model, family)
+        guide(rows, y)
+        bound = -TraceQuadrature_ELBO(2).loss(model, guide, rows, y)
+        assert bound == pytest.approx(_evidence(k, y), abs=2e-3)
+        # An output where it was not observed is known by what the others say of it.
+        new = torch.stack([torch.linspace(0, 1, 5), torch.full((5,), 1.0)], -1)
+        gain = _dense(new, rows, same=same) @ torch.linalg.inv(k + NOISE**2 * torch.eye(len(y)))
+        q = guide.posterior(new)["f"]
+        torch.testing.assert_close(q.mean, gain @ y, rtol=0.0, atol=2e-3)
+        variance = (_dense(new, same=same) - gain @ _dense(rows, new, same=same)).diagonal()
+        torch.testing.assert_close(q.variance, variance, rtol=0.0, atol=2e-3)
+
+
+def test_values_are_the_dense_model_with_one_posterior():
+    rows, y = _data()
+
+    def model(rows, y=None):
+        x, output = rows[:, :1], rows[:, 1].long()
+        g = [pyro.sample(name, GaussianProcess(k, x)) for name, k in (("slow", LONG), ("fast", SHORT))]
+        with pyro.plate("data", len(rows)):
+            return pyro.sample("y", dist.Normal(mix_outputs(MIXING, torch.stack(g), output=output), NOISE), obs=y)
+
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, {("slow", "fast"): SVGP(len(y), rate=1.0, trainable=False)})
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
+    losses = [svi.step(rows, y) for _ in range(3)]
+    assert -losses[-1] == pytest.approx(_evidence(_dense(rows, own=False), y), abs=2e-3)
+
+
+def test_mixing_is_learned():
+    rows, y = _data()
+
+    def model(rows, y=None):
+        mixing = pyro.param("mixing", lambda: torch.ones(3, 1))
+        own = pyro.sample("own", dist.HalfNormal(torch.ones(3)).to_event(1))
+        f = pyro.sample("f", GaussianProcess(kernels.Coregionalisation(mixing, own)[1] * LONG[0], rows))
+        with pyro.plate("data", len(rows)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, CoupledPrecision(12), point_estimates=True)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
+    losses = [svi.step(rows, y) for _ in range(60)]
+    assert losses[-1] < losses[5]
+    mixing = pyro.param("mixing").detach()[:, 0]
+    assert mixing[0] * mixing[2] < 0 < mixing[0] * mixing[1]
+
+
+def test_mix_outputs():
+    g, h = torch.randn(2, 4), torch.randn(3, 4)
+    torch.testing.assert_close(mix_outputs(MIXING, g, h), MIXING @ g + h)
+    output = torch.tensor([2, 0, 0, 1])
+    torch.testing.assert_close(mix_outputs(MIXING, g, h, output), (MIXING @ g + h)[output, torch.arange(4)])
+    torch.testing.assert_close(mix_outputs(MIXING, g, output=output), (MIXING @ g)[output, torch.arange(4)])
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: mix_outputs(MIXING, torch.zeros(3, 4)), r"mixing \(P, Q\).*\(3, 2\) and \(3, 4\)"),
+        (lambda: mix_outputs(MIXING, torch.zeros(2, 4), torch.zeros(2, 4)), r"own must be of shape \(3, 4\)"),
+        (lambda: mix_outputs(MIXING, torch.zeros(2, 4), output=torch.zeros(4)), "output must be 4 whole numbers"),
+        (lambda: kernels.Coregionalisation(torch.zeros(3)), "mixing must be a matrix"),
+        (lambda: kernels.Coregionalisation(MIXING, torch.zeros(2)), "each of 3 outputs"),
+        (lambda: kernels.Coregionalisation(MIXING)(torch.zeros(4, 2)), "select one"),
+        (
+            lambda: kernels.Coregionalisation(MIXING)[1].check_inputs(torch.full((2, 2), 3.0)),
+            r"outputs 0 to 2.*\[3.0\]",
+        ),
+    ],
+)
+def test_errors(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
