@@ -1,6 +1,6 @@
 """One process of distributed runs; see test_distributed.py.
 
-python -m tests.group_worker RANK WORLD FILE JOBS: a share of the data for each job, and its end result to FILE.RANK.JOB.
+python -m tests.group_worker RANK WORLD FILE JOBS: a share of the data for each job, and its result to FILE.RANK.JOB.
 """
 
 import sys

@@ -120,7 +120,7 @@ def test_classes_above_a_layer():
     y = (3 * x[:, 0]).long()
     model = deep(likelihood="classes")
     guide = AutoSparseGP(model, OrthogonalInducing(10, 8))
-    train(model, guide, x, y, steps=70, lr=0.1, loss=TraceQuadrature_ELBO(2))
+    train(model, guide, x, y, steps=40, lr=0.1, loss=TraceQuadrature_ELBO(2))
     q = guide.posterior(x)["f2"]
     probs = RobustMax(q.mean.mT, 1e-2).expected_probs(q.variance.mT)
     assert (probs.argmax(-1) == y).double().mean() > 0.9

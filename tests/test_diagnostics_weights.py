@@ -130,8 +130,8 @@ def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     source = as_source(model, guide, (x, y), {}, exact=True)
     draw = source.draw()
     h, root = draw.moments["f"][0], draw.posteriors["f"].residual_tril
-    f = h + (root @ torch.randn(6, 200_000)).mT
-    brute = torch.logsumexp(likelihood(f).log_prob(y).sum(-1), 0) - np.log(200_000)
+    f = h + (root @ torch.randn(6, 400_000)).mT
+    brute = torch.logsumexp(likelihood(f).log_prob(y).sum(-1), 0) - np.log(400_000)
     values = torch.stack([log_marginal(source.reader, {}, draw.posteriors, draw.moments) for _ in range(100)])
     assert values.std() < 0.6
     assert abs(torch.logsumexp(values, 0) - np.log(100) - brute) < 0.05
@@ -164,7 +164,7 @@ def test_weights_mend_hyperparameters():
     with torch.no_grad():  # off centre, but wide enough
         guide.locs.length_unconstrained.fill_(-2.05)
         guide.scales.length_unconstrained.fill_(1.2)
-    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=200, exact=True, seed=1)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=400, exact=True, seed=1)
     found = diagnostics.psis(tree, target="exact")
     assert found.khat < 0.7
     new = diagnostics.resample(tree, found, seed=0)
@@ -182,7 +182,7 @@ def test_weights_mend_hyperparameters():
     assert abs(draws.std() / sd - 1) < 0.25
     before = np.log(tree.posterior["length"].values)
     assert abs(before.std() - sd) > 3 * abs(draws.std() - sd)
-    assert new.posterior.sizes["draw"] == 200
+    assert new.posterior.sizes["draw"] == 400
     assert "sample_stats" not in new.children
     np.testing.assert_allclose(new.observed_data["y"], y)
 
@@ -248,7 +248,7 @@ def test_loo_is_the_exact_processes():
     """With inducing points at all distinct places, LOO is the exact GP's, point by point."""
     x, y = smooth_data(60)
     guide = on_a_grid(16, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=600)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=2000)
     found = diagnostics.loo(tree)
     np.testing.assert_allclose(found.elpd_i.values, exact_loo(x, y), atol=0.5)
     assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.0
@@ -388,13 +388,13 @@ def test_scores_of_a_gaussian_likelihood_are_closed_form():
 def test_scores_of_mixtures_agree_with_draws(monkeypatch):
     from pyro_sparsegp.diagnostics.trust import scorers, scores
 
-    x, y = data(num=30)
-    guide = AutoSparseGP(regression, SVGP(6), init_scale=0.3)
+    x, y = data(num=50)
+    guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
     train(regression, guide, x, y, steps=20, lr=0.05)
-    new, seen = data(num=15, seed=4)
-    closed = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=120)
+    new, seen = data(num=30, seed=4)
+    closed = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=200)
     monkeypatch.setattr(scores, "scorer_for", lambda source, draw, site, _: scorers.Draws(source, seen, site))
-    drawn = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=300)
+    drawn = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=600)
     assert (closed.method, drawn.method) == ("gaussian", "draws")
     for name, tolerance in (("crps", 0.05), ("pit", 0.1), ("log_score", 0.15)):
         np.testing.assert_allclose(closed.pointwise[name], drawn.pointwise[name], atol=tolerance)
@@ -424,7 +424,7 @@ OTHERS = {"SparseEP": SparseEP(12), "WeightSpace": WeightSpace(), "ExactWeightSp
 
 
 # One family of each kind of posterior; the others are slow.
-OF_A_KIND = {"SVGP", "DecoupledColumns", "CoupledPrecision", "SGPR", "ComputationAwareCG", "SparseEP"}
+OF_A_KIND = {"SVGP", "CoupledPrecision", "SGPR", "ComputationAwareCG", "SparseEP"}
 
 
 @pytest.mark.parametrize(
@@ -476,16 +476,16 @@ def test_a_confident_guide_is_found_out():
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SGPR(12))
     train(regression, guide, x, y, steps=60, lr=0.1)
-    good = diagnostics.psis(regression, guide, x, y, num_samples=100, target="fitc", seed=0)
+    good = diagnostics.psis(regression, guide, x, y, num_samples=50, target="fitc", seed=0)
     with torch.no_grad():
         for name in ("noise", "scale", "length"):
             getattr(guide.scales, f"{name}_unconstrained").sub_(np.log(10))
         guide.locs.noise_unconstrained.sub_(1.0)
-    bad = diagnostics.psis(regression, guide, x, y, num_samples=100, target="fitc", seed=0)
+    bad = diagnostics.psis(regression, guide, x, y, num_samples=50, target="fitc", seed=0)
     assert bad.khat > 0.7
     assert bad.khat > good.khat
     new, seen = data(num=200, seed=9)
-    assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=20).coverage(0.95) < 0.85
+    assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=10).coverage(0.95) < 0.85
 
 
 @pytest.mark.slow  # the test above sees a posterior that is too narrow

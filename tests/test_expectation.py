@@ -145,16 +145,15 @@ class TestProbit:
             return -converge(ep, x, y)
 
         for p, gradient_of_p in found.items():
-            for place in ([0], [p.numel() - 1]):
-                epsilon = 1e-4
-                with torch.no_grad():
-                    p.view(-1)[place] += epsilon
-                    above = log_z()
-                    p.view(-1)[place] -= 2 * epsilon
-                    below = log_z()
-                    p.view(-1)[place] += epsilon
-                expected = (above - below) / (2 * epsilon)
-                assert abs(gradient_of_p.view(-1)[place].item() + expected) < 1e-5 * max(1, abs(expected))
+            epsilon, way = 1e-4, torch.randn(p.shape)
+            with torch.no_grad():
+                p.add_(way, alpha=epsilon)
+                above = log_z()
+                p.sub_(way, alpha=2 * epsilon)
+                below = log_z()
+                p.add_(way, alpha=epsilon)
+            expected = (above - below) / (2 * epsilon)
+            assert abs((gradient_of_p * way).sum().item() + expected) < 1e-5 * max(1, abs(expected))
 
     def test_the_exact_gradient_is_that_of_log_z_with_sites_held(self):
         x, y = classes(25)
@@ -750,7 +749,7 @@ class TestModels:
         guide, ep = start(model, x, family=SparseEP(x, trainable=False), damping=1.0)
         for rate in (0.1, 0.02, 0.004):
             ep.optim = pyro.optim.Adam({"lr": rate})
-            for _ in range(60):
+            for _ in range(40):
                 loss = ep.step(y)
         grid = torch.linspace(0.1, 1.0, 901)
         joint = [
@@ -976,7 +975,7 @@ class TestRobustness:
                 pyro.sample("y", dist.Cauchy(f, 0.1), obs=y)
 
         guide, ep = start(model, x, family=SparseEP(torch.linspace(-3, 3, 10)[:, None]), damping=0.1)
-        for _ in range(150):
+        for _ in range(60):
             assert math.isfinite(ep.sweep(y))
         assert guide.posterior(y)["f"].mean.abs().max() < 3
 
@@ -1014,8 +1013,7 @@ class TestRobustness:
             ep.step(x, bad)
         assert ep.evaluate_loss(x, y) < loss
 
-    @pytest.mark.parametrize("scale", [1.0, 1000.0])
-    @pytest.mark.parametrize("size", [20, 5])
+    @pytest.mark.parametrize(("size", "scale"), [(20, 1.0), (5, 1000.0)])
     def test_exponential_links_under_wide_priors(self, scale, size):
         x = torch.linspace(0, 4, 20)[:, None]
         f = torch.sin(2 * x[:, 0])
@@ -1058,7 +1056,7 @@ class TestRobustness:
         guide = AutoSparseGP(model, SparseEP(Z))
         guide(x, y, mask)
         ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.02}))
-        for _ in range(20):
+        for _ in range(12):
             for rows in torch.arange(20).split(5):
                 ep.sweep(x[rows], y[rows], mask[rows], size=20, indices=rows)
         assert ep.evaluate_loss(x, y, mask) == pytest.approx(loss, abs=1e-4)

@@ -329,10 +329,10 @@ def test_mini_batches_average_to_the_optimum():
 def test_drawn_sites_average_to_the_optimum(elbo, mode):
     x, y = data(num=40)
     model = gaussian(KERNEL, 0.5)
-    guide, svi = svi_of(model, SVGP(x[:4], natural=True, trainable=False, rate=Falling(0.005, 0.1)), elbo())
+    guide, svi = svi_of(model, SVGP(x[:4], natural=True, trainable=False, rate=Falling(0.01, 0.1)), elbo())
     guide(x, y)
     guide.train(mode == "train")
-    for _ in range(700):
+    for _ in range(350):
         svi.step(x, y)
     best = AutoSparseGP(model, SGPR(x[:4], trainable=False))
     best(x, y)
@@ -576,7 +576,7 @@ def test_negative_curvature_of_heavy_tails():
     _, svi = svi_of(model, SVGP(x[:10], natural=True, trainable=False, rate=0.2))
     svi.loss = TraceQuadrature_ELBO(20).loss
     svi.loss_and_grads = TraceQuadrature_ELBO(20).loss_and_grads
-    for _ in range(150):
+    for _ in range(60):
         loss = svi.step(x, y)
     assert loss == pytest.approx(best_loss(model, SVGP(x[:10], natural=False, trainable=False), x, y), abs=1e-3)
 

@@ -310,11 +310,11 @@ def one_layer(x, y=None, size=None, kernel=None):
 @pytest.mark.parametrize(("family", "dtype"), in_one_dtype_each())
 def test_families(family, dtype):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
-    x, y = bars(30, dtype=dtype)
-    guide = AutoSparseGP(one_layer, family)
     by_steps = FreeFormFamily | FreeSites | AdditiveFreeSites  # the others have only hyperparameters to learn
-    steps, lr = (40, 0.07) if isinstance(family, by_steps) else (15, 0.05)
-    losses = train(one_layer, guide, x, y, steps=steps, lr=lr)
+    num, steps = (40, 40) if isinstance(family, by_steps) else (30, 15)
+    x, y = bars(num, dtype=dtype)
+    guide = AutoSparseGP(one_layer, family)
+    losses = train(one_layer, guide, x, y, steps=steps, lr=0.05)
     assert torch.tensor(losses).isfinite().all()
     assert sum(losses[-5:]) < sum(losses[:5])
     assert all(p.dtype == dtype for p in guide.parameters())
