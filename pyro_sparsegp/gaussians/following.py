@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Optional
+from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class DrawnGaussian(StepsOnBackward):
 
     loc: Tensor
     root: Tensor
+    most_by_draws: ClassVar[float] = 1.0  # its steps are bounded by themselves
 
     def __init__(self, loc: Tensor, scale: Tensor, rate: Rate = _rising) -> None:
         super().__init__((len(loc),), (), loc, rate)

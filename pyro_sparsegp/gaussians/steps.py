@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
 
 import torch
 from pyro.nn import PyroParam
@@ -169,7 +169,7 @@ class StepsOnBackward(Coefficients):
     """
 
     steps: Tensor
-    most_by_draws: float = 1.0  # the largest rate where curvatures are those of single draws
+    most_by_draws: ClassVar[float] = 0.1  # the largest rate where curvatures are those of single draws
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..families import Family, FreeFormFamily, SiteFamily
 from ..gaussians import Part, Shared, block_diagonal
-from ..gaussians.steps import StepsOnBackward
 from ..process import GaussianProcess
 from ..program.facts import Structure
 
@@ -120,8 +119,6 @@ def shared(family: Any, modules: Mapping[str, Any], priors: Optional[Mapping[str
     """
     first = next(iter(modules.values()))
     made = family.chosen_coefficients()(_sizes(modules), first.batch_shape, next(first.coefficients.parameters()))
-    if isinstance(made, StepsOnBackward):
-        made.most_by_draws = 0.1  # a draw's curvature, between many coefficients, is mostly noise
     if priors is not None and family.start == "data":
         with torch.no_grad(), poutine.block():
             shown = []
