@@ -110,6 +110,12 @@ def gather(app: object) -> None:
     shutil.copy(ROOT / "CONTRIBUTING.md", HERE / "contributing.md")
 
 
+def relocate(app: object, name: str, source: list[str]) -> None:
+    """Links that lead out of docs/ in the repository lead to what was brought here."""
+    source[0] = re.sub(r"\]\(\.\./((?:\.\./)+)(?:tests/)?(tutorials|benchmarks)/", r"](\1\2/", source[0])
+
+
 def setup(app: object) -> None:
     """Register with Sphinx."""
     app.connect("builder-inited", gather)
+    app.connect("source-read", relocate)

@@ -69,6 +69,16 @@ def test_readme_is_short_and_its_links_lead_somewhere():
     assert [link for link in inside if "://" not in link and not (ROOT / link).exists()] == []
 
 
+def test_links_between_pages_lead_somewhere_in_the_repository():
+    """And on the site, where conf.py's relocate turns those that leave docs/."""
+    made = {"changelog.md", "contributing.md", "benchmarks", "tutorials"}  # brought into docs/ by a build
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.relative_to(ROOT / "docs").parts[0] not in made]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text())]
+    dead = [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]
+    assert len(pages) > 40
+    assert dead == []
+
+
 def test_notebooks_open_with_a_question_and_close_with_what_to_try_next():
     for notebook in sorted((ROOT / "tutorials").glob("*.ipynb")):
         cells = json.loads(notebook.read_text())["cells"]

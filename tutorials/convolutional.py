@@ -160,7 +160,7 @@ figure.savefig(options.out / "convolutional.png", dpi=110)
 # The first layer's natural steps are short, `rate=0.02`: each is by one draw of its own values, through an upper layer
 # that still moves. These models have not settled after so few steps: whether one of the two ends at 95 % or at 86 %
 # depends on rate and steps (at the default rates and 100 steps it was the other one). `natural=False` trains both
-# layers by Adam, more evenly, and reaches 92 % in 130 steps. Two layers are not ahead of one here.
+# layers by Adam; one such run reached 92 % in 130 steps. Two layers are not ahead of one here.
 
 
 # %%

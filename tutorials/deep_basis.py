@@ -141,9 +141,9 @@ figure.savefig(options.out / "deep_basis.png", dpi=110)
 # of its own. The first call is on all rows: predictions are corrected relative to the training inputs seen there, under
 # the network as it is at the time.
 #
-# `natural=False` lets the optimiser train q(w) beside the network. Natural steps, the default, make q precise before
-# the network is any good, from batches that are few rows of many, and the network then learns to fit q's noise: this
-# cell with `WeightSpace()` ends at a validation NLL of -0.48, far from the noise's own, -0.88.
+# `natural=False` lets the optimiser train q(w) beside the network. Under natural steps, the
+# default, the network came less far here: this cell with `WeightSpace()` ends at a validation NLL of -0.48, the noise's
+# own is -0.88.
 
 # %%
 pyro.set_rng_seed(0)
@@ -234,8 +234,8 @@ print(f"exact posterior, same network: test NLL {nll(exact, *test):.4f}")
 #
 # A kernel with other features is a class of one method. A network *under* a kernel, deep kernel learning, needs nothing
 # new at all: give the process the network's outputs as inputs, and the inducing points live there. The network takes
-# small steps: q(u) follows by natural steps of its own, and where the inputs run ahead of it (at a rate of 0.02 here)
-# training ends in a network that is constant.
+# small steps, since q(u) follows by natural steps of its own: at a rate of 0.02 training ended in a network that is
+# constant.
 
 
 # %%

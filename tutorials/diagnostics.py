@@ -158,7 +158,7 @@ show(forest, "forest")
 # %% [markdown]
 # The function, under variational inference, expectation propagation and NUTS, at three of the new inputs.
 # Hyperparameters of expectation propagation are points where log Z is large, and its function differs from that of
-# NUTS, which averages over them. Neither its k-hat nor its leave-one-out below can tell: both take points for given.
+# NUTS, which averages over them. Neither k-hat nor leave-one-out below can tell that: both take points for given.
 
 # %%
 overlaid = arviz_plots.plot_dist(
@@ -180,8 +180,8 @@ for name, tree in compared.items():
 # depends on what p is. Towards the bound's own target, "vfe", it judges the family and the optimiser; towards "exact"
 # it sees too few inducing points as well. Expectation propagation has a target of its own, "fitc". The guides of SVI
 # have a mean-field posterior of hyperparameters, which costs them; SVGP's q(w) moreover does not follow them. Points
-# are not judged at all: the k-hat of EP is that of q(w). EP was stopped before it came to rest, and its k-hat says so:
-# 1.55; after 100 steps more it was 0.40.
+# are not judged at all: the k-hat of EP is that of q(w). After these 300 steps that
+# is 1.55; in another run, of 400, it was 0.40.
 
 # %%
 for name in guides:
