@@ -248,10 +248,11 @@ def test_loo_is_the_exact_processes():
     """With inducing points at all distinct places, LOO is the exact GP's, point by point."""
     x, y = smooth_data(60)
     guide = on_a_grid(16, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=2000)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=600)
     found = diagnostics.loo(tree)
-    np.testing.assert_allclose(found.elpd_i.values, exact_loo(x, y), atol=0.5)
-    assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.0
+    # As many standard errors as 0.5 and 1.0 were of 2,000 draws.
+    np.testing.assert_allclose(found.elpd_i.values, exact_loo(x, y), atol=0.9)
+    assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.8
     with pytest.raises(ValueError, match="depend on each other"):
         diagnostics.loo(tree, target="exact")
 

@@ -272,7 +272,7 @@ def test_a_deep_basis_has_seen_all_rows():
     assert guide.gps.f.num_seen == 9000
 
 
-@pytest.mark.parametrize("rows", [200_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rows", [50_000, pytest.param(10_000_000, marks=pytest.mark.slow)])
 def test_an_epoch_over_rows_on_disk_stays_under_two_gibibytes(rows):
     command = [sys.executable, fit_memory.__file__, "--rows", str(rows), "--limit", "2"]
     if rows < 1_000_000:

@@ -301,6 +301,7 @@ def test_states_and_copies(trained):
         apart.load_state_dict(trained.state_dict())
 
 
+@pytest.mark.slow  # test_coupled.py sees what follows latents, the tests above what is joint
 def test_a_level_beside_them():
     x, y = _data()
 
