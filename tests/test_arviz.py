@@ -118,6 +118,26 @@ def test_a_kernel_keeps_what_it_knows_and_draws_as_pyro_does(kernel):
     plots.plot_energy(tree)
 
 
+def test_the_energy_is_that_of_the_state_that_was_drawn(monkeypatch):
+    states = []
+    build = pyro.infer.NUTS._build_basetree
+
+    def watched(self, *args):
+        tree = build(self, *args)
+        states.append((float(tree.z_proposal_pe), float(self._kinetic_energy(tree.r_left_unscaled))))
+        return tree
+
+    monkeypatch.setattr(pyro.infer.NUTS, "_build_basetree", watched)
+    mcmc, x, y = sampled(diagnostics.NUTS, num=8, max_tree_depth=3)
+    tree = diagnostics.to_datatree(model, mcmc, x, y)
+    energies, levels = torch.from_numpy(tree.sample_stats["energy"].values[0]), potential(mcmc, x, y)
+    moved = [s for s in range(1, len(levels)) if levels[s] != levels[s - 1]]
+    assert len(moved) > 3
+    for s in moved:
+        kinetic = [found for level, found in states if abs(level - levels[s]) < 1e-8]
+        assert min(abs(energies[s] - levels[s] - found) for found in kinetic) < 1e-8
+
+
 @pytest.mark.slow  # processes of their own; that the records travel is seen with one chain
 def test_chains_in_their_own_processes_keep_theirs():
     mcmc, x, y = sampled(diagnostics.NUTS, num=10, warmup=10, chains=2, max_tree_depth=3)

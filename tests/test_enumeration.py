@@ -122,6 +122,25 @@ def test_sites_that_share_values():
     assert_same(shared, shared_written_out, SVGP(8), x, y, (y > 0).to(y))
 
 
+def test_values_that_first_meet_in_the_data():
+    def apart(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            a = pyro.sample("a", dist.Bernoulli(0.3), infer=PARALLEL)
+            b = pyro.sample("b", dist.Categorical(torch.tensor([0.5, 0.3, 0.2])), infer=PARALLEL)
+            pyro.sample("y", dist.Normal(f + b, 0.5 + a), obs=y)
+
+    def written_out(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            weights = (torch.tensor([0.7, 0.3])[:, None] * torch.tensor([0.5, 0.3, 0.2])).flatten()
+            loc, scale = f[:, None] + torch.arange(3.0).repeat(2), torch.tensor([0.5, 1.5]).repeat_interleave(3)
+            parts = dist.Normal(loc, scale)
+            pyro.sample("y", dist.MixtureSameFamily(dist.Categorical(weights.expand(len(x), 6)), parts), obs=y)
+
+    assert_same(apart, written_out, SVGP(8), *data())
+
+
 def test_mini_batches():
     x, y = data()
     guide, other = (AutoSparseGP(model, SVGP(8)) for model in (outliers, outliers_written_out))
