@@ -107,10 +107,11 @@ for title, model, top, families in [
 
 # %% [markdown]
 # All is trained by Adam here, `natural=False`. Natural steps of the upper layer are right for the inputs that the inner
-# layer drew, which are others at the next step: two layers' bound then swings by some 80 nats at `rate=0.02` of
-# the inner layer, and with `rate=0.03` it did not get ahead in as many steps. For one layer Adam's end is no optimum: a smooth
-# kernel makes its loss rise and fall by tens of nats, so that what stands there depends on the step at which it stops.
-# The most that twenty inducing points can give it is 17.0 nats, which `SGPR(20)` reaches in 200 steps; two layers are
+# layer drew, which are others at the next step: two layers' bound then swings by some 80 nats at `rate=0.02` of the
+# inner layer, and with `rate=0.03` it did not get ahead in as many steps. For one layer Adam's end is no optimum: a
+# smooth kernel makes its loss rise and fall by tens of nats, so that what stands there depends on the step at which it
+# stops. The most that twenty inducing points can give it is 17.0 nats, which `SGPR(20)` reaches in 200 steps; two
+# layers are
 # ahead of that, too.
 #
 # The inner layer bends the axis: it moves the two sides of the step apart, so that a longer length scale will do above.
