@@ -112,6 +112,15 @@ def test_sigterm_ends_the_process_after_its_checkpoint(tmp_path):
     assert checkpoint.read(tmp_path / "fit.pt", torch.zeros(()))["progress"]["step"] == 1
 
 
+def test_a_fit_that_ends_leaves_what_it_reached(tmp_path):
+    file = tmp_path / "fit.pt"
+    result, expected = fit_worker.run("cold", checkpoint=file)
+    assert checkpoint.read(file, torch.zeros(()))["progress"]["step"] == result.steps
+    again, found = fit_worker.run("cold", checkpoint=file, resume=True)  # nothing is left to do
+    assert again.steps == result.steps
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path):
     file = tmp_path / "fit.pt"
     checkpoint.write({"version": 1, "step": 3}, file)

@@ -215,7 +215,7 @@ def fit(
         return len(now.scores) - 1 - int(np.argmax(now.scores)) >= patience
 
     reason = ""
-    began, written = time.monotonic() - now.seconds, time.monotonic()
+    began, written, kept = time.monotonic() - now.seconds, time.monotonic(), now.step
     bar = tqdm(total=total, initial=now.step, disable=not progress, unit="step", desc="fit")
     if recipe is not None:
         recipe.at(now.step, total)
@@ -246,8 +246,10 @@ def fit(
             now.seconds = time.monotonic() - began
             if reason or time.monotonic() - written >= checkpoint_every:
                 keep()
-                written = time.monotonic()
+                written, kept = time.monotonic(), now.step
         now.seconds = time.monotonic() - began
+        if now.step > kept:
+            keep()
         if interrupts.signal == signal.SIGTERM:
             raise SystemExit(128 + signal.SIGTERM)
     if held_out is not None and not interrupts.signal and (not now.scored or now.scored[-1] != now.step):
