@@ -194,3 +194,13 @@ def test_bad_arguments():
     x = Derivative.at(torch.rand(8, 2), torch.full((8,), 2.5))
     with pytest.raises(ValueError, match=r"GP site 'f': Derivative.*1 to 2 for a derivative.*got \[2.5\]"):
         AutoSparseGP(model_of(kernels.RBF(0.5)), SVGP(4))(x, torch.zeros(8))
+
+
+def test_derivatives_and_outputs_that_do_not_exist_are_no_certainties():
+    with pytest.raises(ValueError, match="Matern12's functions have no derivative"):
+        Derivative(2.0 * kernels.RBF(0.3) + kernels.Matern12(0.5)[0])
+    x = torch.tensor([[0.1, 0.0], [0.2, 1.0], [0.3, 2.0], [0.4, 0.5]])
+    found = Derivative(kernels.RBF(0.4)).diag(x)
+    assert found.isnan().tolist() == [False, False, True, True]
+    outputs = kernels.Coregionalisation(torch.ones(2, 1))
+    assert outputs.diag(torch.tensor([[0.0], [1.0], [2.0], [0.5]])).isnan().tolist() == [False, False, True, True]

@@ -1,5 +1,7 @@
 """Discrete latents beside a GP site, summed out: against the same model with the mixture written out."""
 
+import pickle
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -322,3 +324,10 @@ def test_what_cannot_be_summed_out():
     refused("site 'z' is to be enumerated, but Poisson cannot list its values", infinite)
     refused("site 'y' is scaled by 2 and the discrete site 'z'", scaled)
     refused("site 'z' is discrete and not observed.*infer={'enumerate': 'parallel'}", plain)
+
+
+def test_a_guide_is_pickled_after_a_step():
+    x, y = data()
+    _, _, guide = bound(outliers, SVGP(8), x, y)
+    again = pickle.loads(pickle.dumps(guide))
+    torch.testing.assert_close(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)

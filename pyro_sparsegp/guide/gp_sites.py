@@ -179,7 +179,11 @@ class GPSites(CoupledLatents):
         with self.on(run, run.at_medians or self._computing_median):
             sums_out = run.sums_out and (self.structure is None or self.structure.enumerated)
             self._enumeration = Enumeration() if sums_out else None
-            return super().__call__(*args, **kwargs)
+            try:
+                return super().__call__(*args, **kwargs)
+            finally:
+                if self._enumeration is not None:
+                    self._enumeration.forget()
 
     def perform_explained(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """As :meth:`perform`; an error of the model's own that function values caused says so."""

@@ -59,6 +59,8 @@ class Coregionalisation(FeatureKernel):
                 "Coregionalisation(A)[1]"
             )
         rows = (x == torch.arange(self.num_outputs, dtype=x.dtype, device=x.device)).to(x.dtype)
+        # Zeros would make an output that does not exist a certainty. (A guide's first call names the number.)
+        rows = torch.where(rows.any(-1, keepdim=True), rows, torch.nan)
         shared = rows @ self.mixing.to(x)
         if self.own is None:
             return shared

@@ -12,6 +12,7 @@ from torch.func import vmap
 from .algebra import Kernel
 from .base import CovarianceFunction
 from .draws import PriorFunctions
+from .stationary import Matern12
 
 __all__ = ["Derivative"]
 
@@ -43,6 +44,10 @@ class Derivative(Kernel):
             raise ValueError(
                 f"Derivative of {kernel!r}: a variance correction has no derivative; variance_correction=False leaves "
                 "it out."
+            )
+        if _is_rough(kernel):
+            raise ValueError(
+                f"Derivative of {kernel!r}: Matern12's functions have no derivative; take Matern32 or a smoother one."
             )
         self.kernel = kernel
 
@@ -147,8 +152,15 @@ def _as_tensor(found: Optional[Tensor]) -> Tensor:
     return found
 
 
+def _is_rough(kernel: Any) -> bool:
+    return isinstance(kernel, Matern12) or any(map(_is_rough, kernel.parts))
+
+
 def _split(inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x, the directions of derivatives (0 of values), and which rows are derivatives."""
     x, code = inputs[..., :-1], inputs[..., -1].detach()
     columns = torch.arange(1, x.shape[-1] + 1, dtype=code.dtype, device=code.device)
-    return x, (code[..., None] == columns).to(x.dtype), code != 0
+    along = (code[..., None] == columns).to(x.dtype)
+    # Zeros would make a derivative that does not exist a certainty. (A guide's first call names the number.)
+    known = along.any(-1, keepdim=True) | (code == 0)[..., None]
+    return x, torch.where(known, along, torch.nan), code != 0

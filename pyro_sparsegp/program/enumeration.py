@@ -187,6 +187,10 @@ class Enumeration(Messenger):
 
     _pyro_sample = meet
 
+    def forget(self) -> None:
+        """Forget all but the names: what the run's sites were."""
+        self._groups = {}
+
     def _sum_out(self, msg: Any) -> None:
         fn = msg["fn"]
         if not self.names or not any(self._dims(fn)):
