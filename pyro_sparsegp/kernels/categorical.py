@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
-from .base import Scalar, as_tensor, batch_of, describe, positive
+from .base import Scalar, as_tensor, batch_of, describe, positive, unknown_codes
 
 __all__ = ["Categorical"]
 
@@ -48,10 +48,8 @@ class Categorical(Kernel):
         return as_tensor(self.variance, x).sqrt()[..., None, None] * (x == levels)
 
     def check_inputs(self, x: Tensor) -> None:
-        codes = x.detach()
-        unknown = (codes != codes.round()) | (codes < 0) | (codes >= self.num_levels)
-        if unknown.any():
-            some = sorted({float(code) for code in codes[unknown].flatten()[:1000]})[:5]
+        some = unknown_codes(x.detach(), self.num_levels)
+        if some:
             raise ValueError(
                 f"{self!r} is for codes 0 to {self.num_levels - 1}, the training inputs have {some} in its column; "
                 "recode them, or give more levels."

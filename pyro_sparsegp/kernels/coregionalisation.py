@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
-from .base import describe
+from .base import describe, unknown_codes
 from .features import FeatureKernel
 
 __all__ = ["Coregionalisation"]
@@ -69,10 +69,8 @@ class Coregionalisation(FeatureKernel):
         return torch.cat([shared.expand(*shape, -1), alone.expand(*shape, -1)], -1)
 
     def check_inputs(self, x: Tensor) -> None:
-        codes = x.detach()
-        unknown = (codes != codes.round()) | (codes < 0) | (codes >= self.num_outputs)
-        if unknown.any():
-            some = sorted({float(code) for code in codes[unknown].flatten()[:1000]})[:5]
+        some = unknown_codes(x.detach(), self.num_outputs)
+        if some:
             raise ValueError(
                 f"{self!r} is for outputs 0 to {self.num_outputs - 1}, the training inputs have {some} in its column; "
                 "renumber them, or give mixing more rows."

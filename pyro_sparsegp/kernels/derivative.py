@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from .algebra import Kernel
-from .base import CovarianceFunction
+from .base import CovarianceFunction, unknown_codes
 from .draws import PriorFunctions
 from .stationary import Matern12
 
@@ -120,10 +120,9 @@ class Derivative(Kernel):
         return None if functions is None else self.of(functions)
 
     def check_inputs(self, x: Tensor) -> None:
-        codes, columns = x[..., -1], x.shape[-1] - 1
-        wrong = (codes != codes.round()) | (codes < 0) | (codes > columns)
-        if columns < 1 or bool(wrong.any()):
-            some = sorted({float(code) for code in codes[wrong][:1000]})[:5]
+        columns = x.shape[-1] - 1
+        some = unknown_codes(x[..., -1].detach(), columns + 1)
+        if columns < 1 or some:
             raise ValueError(
                 f"{self!r}: the last column of its inputs is j, 0 for a value or 1 to {columns} for a derivative by "
                 f"that column; got {some or 'no other column'}. Make inputs by Derivative.at(x, j)."
