@@ -245,7 +245,7 @@ class AutoSparseGP(Saved):
         before, self._nodes = self._nodes, nodes
         try:
             wrapped(*args, **kwargs)
-            values = {name: site["value"] for name, site in all_sites(self.trace) if is_free(site)}
+            values = {name: site["value"] for name, site in self.trace.nodes.items() if is_free(site)}
             return (*self.traces(), values)
         finally:
             self._nodes = before

@@ -163,13 +163,14 @@ class TraceQuadrature_ELBO(ELBO):
         looked at, as it is in a first call.
         """
         if unwrapped in self._expectations:
+            _guide_of(model, guide)
             unwrapped.prepare(*args, **kwargs)
             sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
             kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
             data, state = unwrapped.data, RandomState(unwrapped.like)
             with suppress(RuntimeError, ValueError):  # which may come of a factor that is none
                 with flags_kept() as flags:
-                    loss = self._minus_bound(model, guide, args, kwargs)
+                    loss = self._minus_bound(unwrapped, guide, args, kwargs)
                 failed = [flag.any().to(loss.dtype) for flag in flags]
                 read: list[float] = torch.stack([loss.detach(), *failed]).tolist()
                 if not any(read[1:]) and math.isfinite(read[0]):
@@ -252,24 +253,12 @@ class TraceQuadrature_ELBO(ELBO):
 
     def differentiable_loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Minus the bound as a scalar tensor."""
-        unwrapped = poutine.unwrap(guide)
-        if isinstance(unwrapped, AutoSparseGP) and model == unwrapped.model:
-            unwrapped.prepare(*args, **kwargs)
-        return self._minus_bound(model, guide, args, kwargs)
+        unwrapped = _guide_of(model, guide)
+        unwrapped.prepare(*args, **kwargs)
+        return self._minus_bound(unwrapped, guide, args, kwargs)
 
-    def _minus_bound(self, model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    def _minus_bound(self, unwrapped: AutoSparseGP, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
-        unwrapped = poutine.unwrap(guide)
-        if not isinstance(unwrapped, AutoSparseGP):
-            raise ValueError(
-                f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a "
-                f"model's sites; {OTHER_LATENTS}."
-            )
-        if model != unwrapped.model:
-            raise ValueError(
-                "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap "
-                "the model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
-            )
         bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / self.num_particles
 
@@ -428,6 +417,25 @@ class _Module(ELBOModule):
                 "optimiser asks TraceQuadrature_ELBO()(model, guide) for them."
             )
         return super().named_parameters(*args, **kwargs)
+
+
+def _guide_of(model: Callable, guide: Any) -> AutoSparseGP:
+    """The guide without handlers.
+
+    :raises ValueError: if it is none of GP sites, or of another model.
+    """
+    unwrapped = poutine.unwrap(guide)
+    if not isinstance(unwrapped, AutoSparseGP):
+        raise ValueError(
+            f"TraceQuadrature_ELBO needs an AutoSparseGP guide, got {type(unwrapped).__name__}. It guides all of a "
+            f"model's sites; {OTHER_LATENTS}."
+        )
+    if model != unwrapped.model:
+        raise ValueError(
+            "TraceQuadrature_ELBO runs the guide's own model; it was given another, or one under a handler. Wrap "
+            "the model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
+        )
+    return unwrapped
 
 
 def _mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
