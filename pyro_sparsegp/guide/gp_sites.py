@@ -48,10 +48,9 @@ from ..program.traces import (
     without_event,
 )
 from ..warned import Warned
-from . import runs
 from .coupled import CoupledLatents
 from .joint import Families, by_name, require_families, shared
-from .runs import Met, Run
+from .runs import Met, ProbeRun, Run
 
 __all__ = ["GPSites"]
 
@@ -197,7 +196,7 @@ class GPSites(CoupledLatents):
 
     def probe(self, args: tuple, kwargs: dict[str, Any]) -> Probe:
         """Run with the latents at their medians, and the same random numbers."""
-        run = runs.Probe()
+        run = ProbeRun()
         quiet = poutine.block(), pyro.validation_enabled(False)
         with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True):
             self._enumeration = Enumeration()

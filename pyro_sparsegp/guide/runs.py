@@ -17,7 +17,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .reading import SiteReading
 
-__all__ = ["LARGEST_JOINT", "Conditions", "Draw", "Look", "Met", "Priors", "Probe", "Run", "Setup", "Train"]
+__all__ = ["LARGEST_JOINT", "Conditions", "Draw", "Look", "Met", "Priors", "ProbeRun", "Run", "Setup", "Train"]
 
 LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be told of
 
@@ -250,7 +250,7 @@ class Train(Run):
         return posterior
 
 
-class Probe(Train):
+class ProbeRun(Train):
     """A run that is to show what sites depend on, latents at their medians: means alone, to fewer digits."""
 
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
