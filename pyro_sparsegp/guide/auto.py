@@ -245,7 +245,8 @@ class AutoSparseGP(Saved):
         before, self._nodes = self._nodes, nodes
         try:
             wrapped(*args, **kwargs)
-            values = {name: site["value"] for name, site in self.trace.nodes.items() if is_free(site)}
+            sites: Any = self.trace.nodes
+            values = {name: site["value"] for name, site in sites.items() if is_free(site)}
             return (*self.traces(), values)
         finally:
             self._nodes = before
