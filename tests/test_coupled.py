@@ -15,13 +15,6 @@ from pyro_sparsegp.gaussians import Drawn, DrawnGaussian, Following, LowRankGaus
 N, GROUPS, NOISE = 24, 3, 0.4
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def _data():
     generator = torch.Generator().manual_seed(0)
     x = torch.linspace(0, 1, N)[:, None]

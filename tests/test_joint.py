@@ -26,13 +26,6 @@ def slowly(step):
     return 0.2 / (1 + step / 10)
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def _data():
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(N, 2, generator=generator)
