@@ -399,11 +399,7 @@ def _total(
 
 def _see_all(guide: AutoSparseGP, batches: Batches, feed: _Feed) -> None:
     """Show a kernel whose diagonal is relative to the training inputs all of them."""
-    if (
-        isinstance(batches, TensorBatches)
-        and batches.num > _FIRST
-        and any(getattr(module, "num_seen", 0) for module in guide.gps.modules())
-    ):
+    if isinstance(batches, TensorBatches) and batches.num > _FIRST and guide.corrected_modules():
         args, kwargs = feed.call(batches.everything())
         with poutine.block():
             guide(*args, **kwargs)
