@@ -283,7 +283,8 @@ class GPSites(CoupledLatents):
         """How a site is drawn in training."""
         assert self.structure is not None
         if name in self.independent_draws or self.structure.dependence.get(name) != COUPLED:
-            return MarginalSite if self.structure.meets_by_rows(name) else FunctionSite
+            across = self.structure.joint and not self.structure.meets_by_rows(name)
+            return FunctionSite if across else MarginalSite
         return GroupedSite if name in self.structure.groups else ExpectedSite
 
     def _find(self, name: str) -> Any:
