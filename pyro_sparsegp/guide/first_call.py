@@ -36,7 +36,7 @@ from ..program.traces import (
 )
 from .correction import show_all_rows
 from .joint import groups_of, require_alike, require_outer
-from .runs import Setup
+from .runs import NumbersRun, Setup
 from .state import Saved
 
 __all__ = ["check_parameters", "explain_nan", "initialise", "require_separate_sites"]
@@ -303,7 +303,7 @@ def _check_known(guide: Saved) -> None:
 def explain_nan(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> str:
     """Which sites' log densities are NaN or infinite at these arguments, for an error."""
     with torch.no_grad():
-        run = guide.probe(args, kwargs)
+        run = guide.probe(args, kwargs, NumbersRun)
     where = []
     kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("NaN", torch.isnan), ("infinite", torch.isinf))
     for kind, test in kinds:

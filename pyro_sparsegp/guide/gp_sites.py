@@ -202,9 +202,9 @@ class GPSites(CoupledLatents):
                 raise
             raise ValueError(why) from error
 
-    def probe(self, args: tuple, kwargs: dict[str, Any]) -> Probe:
+    def probe(self, args: tuple, kwargs: dict[str, Any], kind: type[ProbeRun] = ProbeRun) -> Probe:
         """Run with the latents at their medians, and the same random numbers."""
-        run = ProbeRun()
+        run = kind()
         quiet = poutine.block(), pyro.validation_enabled(False)
         with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True):
             self._enumeration = Enumeration()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +23,21 @@ from ..process import GaussianProcess
 from ..program.traces import without_event
 from .reading import SiteReading
 
-__all__ = ["LARGEST_JOINT", "Conditions", "Draw", "Look", "Met", "Priors", "ProbeRun", "Run", "Setup", "Train"]
+__all__ = [
+    "LARGEST_JOINT",
+    "Conditions",
+    "Draw",
+    "Look",
+    "Met",
+    "NumbersRun",
+    "Priors",
+    "ProbeRun",
+    "Run",
+    "Setup",
+    "Train",
+]
 
+_WAVES = 16  # of a function that stands for a prior's draw at many rows
 LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be told of
 
 
@@ -186,9 +200,7 @@ class Setup(Run):
             spread = (line - line.mean()).abs().amax().clamp(min=torch.finfo(line.dtype).tiny)
             stddev = process.kernel.diag(process.x).sqrt()  # no site is read yet: this is the prior
             return process.mean + stddev * (line - line.mean()) / spread
-        # A smooth function for the layers above to place their inducing inputs on.
-        w = posterior.coefficients.rsample(posterior.batch_shape)
-        return process.mean + posterior.basis.function(process.x, w)
+        return process.mean + _smooth(posterior)
 
 
 class Priors(Run):
@@ -288,9 +300,33 @@ class Train(Run):
 class ProbeRun(Train):
     """A run that is to show what sites depend on, latents at their medians: means alone, to fewer digits."""
 
+    most: float = 4096  # rows at which they are computed, about; others have the mean of one before them
+
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
-        posterior = self.posteriors[site.name] = self._posterior(site, Site)
-        return site.process.mean + posterior.basis.mean(site.process.x, posterior.coefficients)
+        process = site.process
+        posterior = self.posteriors[site.name] = self.posterior_of(site)
+        num = process.x.shape[-2]
+        step = max(math.ceil(num / self.most), 1)
+        mean = posterior.basis.mean(process.x[..., ::step, :], posterior.coefficients)
+        if step > 1:
+            mean = mean[..., torch.arange(num, device=mean.device) // step]
+        return process.mean + mean
+
+    def posterior_of(self, site: Met) -> Any:
+        """A posterior that depends on all that the site's depends on, but for the data."""
+        if isinstance(site.module, SiteGP):
+            return site.module.unread(site.process, site.name, Site)
+        return self._posterior(site, Site)
+
+
+class NumbersRun(ProbeRun):
+    """A run that is to show the numbers of all rows, latents at their medians: means alone, to fewer digits."""
+
+    most = math.inf
+
+    def posterior_of(self, site: Met) -> Any:
+        """The posterior."""
+        return self._posterior(site, Site)
 
 
 class Look(Run):
@@ -330,6 +366,17 @@ class Look(Run):
 
 def _in_groups(posterior: Any, site: Met) -> Any:
     return posterior.in_groups_of(site.group) if isinstance(posterior, GroupedSite) else posterior
+
+
+def _smooth(posterior: SparsePosterior) -> Tensor:
+    """A function like those of a prior, for the layers above to place their inducing inputs on."""
+    process, shape = posterior.process, posterior.batch_shape
+    kernel, x = process.kernel, process.x
+    if x.shape[-2] > ProbeRun.most and x.dim() == 2 and not kernel.batch_shape:
+        waves = kernel.prior_functions(shape.numel(), _WAVES, x[:1])
+        if waves is not None:
+            return waves(x).reshape(*shape, -1)
+    return posterior.basis.function(x, posterior.coefficients.rsample(shape))
 
 
 def _is_function_or_point(fn: Any) -> bool:
