@@ -17,9 +17,28 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .reading import SiteReading
 
-__all__ = ["LARGEST_JOINT", "Conditions", "Draw", "Look", "Met", "Priors", "ProbeRun", "Run", "Setup", "Train"]
+__all__ = [
+    "LARGEST_JOINT",
+    "BySite",
+    "Conditions",
+    "Draw",
+    "Look",
+    "Met",
+    "Priors",
+    "ProbeRun",
+    "Run",
+    "Setup",
+    "Train",
+]
 
 LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be told of
+
+
+class BySite(dict[str, SparsePosterior]):
+    """Posteriors by GP site, which say what there is where another is asked for."""
+
+    def __missing__(self, name: str) -> SparsePosterior:
+        raise KeyError(f"{name!r} is no GP site of the model: the posteriors are those of {sorted(self)}")
 
 
 @dataclass(frozen=True)

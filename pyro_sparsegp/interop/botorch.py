@@ -80,8 +80,12 @@ class Model(BoTorchModel):
     @property
     def num_outputs(self) -> int:
         """How many outputs there are, P."""
+        return self._all if self._outputs is None else len(self._outputs)
+
+    @property
+    def _all(self) -> int:
         modules = self.guide.modules_by_site()
-        return len(self._of(range(sum(modules[name].batch_shape.numel() for name in self.sites))))
+        return sum(modules[name].batch_shape.numel() for name in self.sites)
 
     def subset_output(self, idcs: list[int]) -> Model:
         """The model of some of the outputs."""
@@ -90,7 +94,11 @@ class Model(BoTorchModel):
         return new
 
     def _of(self, chosen: Sequence[int]) -> list[int]:
-        return list(chosen) if self._outputs is None else [self._outputs[i] for i in chosen if i < len(self._outputs)]
+        outputs = list(range(self._all)) if self._outputs is None else self._outputs
+        unknown = [i for i in chosen if not -len(outputs) <= i < len(outputs)]
+        if unknown:
+            raise ValueError(f"Model has {len(outputs)} outputs, numbers 0 to {len(outputs) - 1}; asked for {unknown}")
+        return [outputs[i] for i in chosen]
 
     def posterior(
         self,
@@ -109,7 +117,7 @@ class Model(BoTorchModel):
             as Normal(f, noise).
         :param posterior_transform: BoTorch's, applied last.
         :returns: a ``GPyTorchPosterior`` over ``(..., q, P)``.
-        :raises ValueError: if noise is wanted of a likelihood whose mean is not f.
+        :raises ValueError: if noise is wanted of a likelihood whose mean is not f, or an output that there is not.
         """
         if X.dim() < 2:
             raise ValueError(f"Model.posterior's X is (..., q, D), got a tensor of shape {tuple(X.shape)}")
