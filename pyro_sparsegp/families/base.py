@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Optional, Self, Union
 
 from torch import Tensor
 
@@ -15,13 +15,10 @@ from ..approximations.optimal import OptimalGP
 from ..approximations.weight_space import WeightSpaceGP, has_features
 from ..bases import Basis, InducingVariables
 from ..gaussians import Coefficients, DenseFactor, Falling, NaturalGaussian, Rate
+from ..gaussians.documented import with_inherited_arguments
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..process import GaussianProcess
-from .documented import with_inherited_arguments
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = [
     "BasisFamily",
@@ -180,7 +177,7 @@ class FreeFormFamily(BasisFamily):
         saved = self.learning(spec["family"].get("natural", False))
         return super(FreeFormFamily, saved).rebuild(spec, like, name)
 
-    def learning(self, natural: bool) -> "Self":
+    def learning(self, natural: bool) -> Self:
         """This family, whose q(w) learns by natural gradients, or as parameters."""
         other = copy.copy(self)  # not dataclasses.replace, which asks a subclass's __init__ for the fields
         for name, value in (("natural", natural), ("rate", self.rate if natural else None)):

@@ -54,15 +54,18 @@ class _Base:
 class NaturalLowRank(StepsOnBackward):
     """q(w) = N(m, (blockdiag(D) + BBᵀ)⁻¹) by natural steps, each projected on that form.
 
+    (The form: Adam, Durrande and John, 2018; the projection is factor analysis, Rubin and Thayer, 1982.)
+
     Draws give the mean their gradients and leave the precision alone.
 
     :param rank: the number of columns of B; ``None`` is the size of the largest block, 0 makes independent blocks,
         whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
     :param base: whether D is free; else it is I.
-    :param rate: as in :class:`StepsOnBackward`.
+    :param rate: ρ of the step P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) before it is projected, in (0, 1] or a function of the number
+        of steps taken; by default max(0.1, 1/(1 + t)).
     :param sweeps: of expectation maximisation a step.
     :param iterations: of conjugate gradients a step.
-    :param softness: η; as in :class:`~.natural.NaturalGaussian`.
+    :param softness: η, as of :class:`NaturalGaussian`.
     """
 
     anchored: ClassVar[bool] = True

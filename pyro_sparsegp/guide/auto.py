@@ -20,9 +20,9 @@ from ..program.traces import all_sites, is_free, repeatable, whole_plates
 from ..warned import warn_once
 from .absorb import absorb
 from .correction import note_rows, warn_of_unseen
-from .first_call import check_parameters, explain_nan, initialise
+from .first_call import ObservesNothingError, check_parameters, explain_nan, initialise
 from .joint import Families
-from .runs import LARGEST_JOINT, Look, Priors, Train
+from .runs import LARGEST_JOINT, BySite, Look, Priors, Train
 from .state import Saved
 
 __all__ = ["AutoSparseGP"]
@@ -189,11 +189,12 @@ class AutoSparseGP(Saved):
         An inner layer of a deep GP is at its posterior mean. Subsampling is off.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
+        :raises KeyError: where what is returned is asked for a site that is none of the GP sites.
         """
         self._ready(args, kwargs)
         run = Look(self.conditions_now(median=True), draws_data=False)
         self._look(run, True, args, kwargs)
-        return run.posteriors
+        return BySite(run.posteriors)
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""
@@ -214,7 +215,13 @@ class AutoSparseGP(Saved):
             yield self._look(Look(conditions, joint, self._warn_of_size), False, args, kwargs)
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._wake(args, kwargs)
+        try:
+            self._wake(args, kwargs)
+        except ObservesNothingError as error:
+            raise ValueError(
+                "this guide has seen no data, so that it has no posterior to look at or to predict with: train it "
+                "first, svi.step(x, y) or fit(model, guide, (x, y), steps=500), or load a saved state."
+            ) from error
         self.require_refined()
         self._check_loaded(args, kwargs)
 

@@ -22,7 +22,7 @@ from ..process import GaussianProcess
 from ..program import checks
 from ..program.dependence import COUPLED, NONE
 from ..program.facts import Structure, explore
-from ..program.handlers import AtMeans
+from ..program.handlers import AtMeans, observes
 from ..program.registration import require_registered
 from ..program.traces import (
     all_sites,
@@ -39,7 +39,7 @@ from .joint import groups_of, require_alike, require_outer
 from .runs import NumbersRun, Setup
 from .state import Saved
 
-__all__ = ["check_parameters", "explain_nan", "initialise", "require_separate_sites"]
+__all__ = ["ObservesNothingError", "check_parameters", "explain_nan", "initialise", "require_separate_sites"]
 
 _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates
@@ -57,7 +57,12 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
         )
     guide._like = first_tensor((args, kwargs))
     try:
-        run = _set_up(guide, args, kwargs)
+        try:
+            run = _set_up(guide, args, kwargs)
+        except ValueError as error:  # of a few new inputs, say, among which inducing inputs can't be chosen
+            if _observes_nothing(guide, args, kwargs):
+                raise ObservesNothingError from error
+            raise
         trace = guide.trace
         checks.require_sizes(trace)
         _require_sites(guide, trace, run.posteriors)
@@ -88,6 +93,23 @@ class _FlatInputsError(Exception):
     def __init__(self, name: str, columns: Tensor) -> None:
         super().__init__(name)
         self.name, self.columns = name, columns
+
+
+class ObservesNothingError(ValueError):
+    """A first call came without data."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
+            "the first SVI step, with the data, model(x, y)."
+        )
+
+
+def _observes_nothing(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> bool:
+    try:
+        return not observes(guide.model, None, guide.like, args, kwargs)
+    except Exception:  # the model's own error will be shown
+        return False
 
 
 def _set_up(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> Setup:
@@ -164,10 +186,7 @@ def _require_sites(guide: Saved, trace: poutine.Trace, posteriors: Collection[st
     if unknown:
         raise ValueError(f"independent_draws names {unknown}; the GP sites are {sorted(posteriors)}")
     if not observed:
-        raise ValueError(
-            "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
-            "the first SVI step, with the data, model(x, y)."
-        )
+        raise ObservesNothingError
     if not isinstance(guide.point_estimates, bool):
         unknown = [name for name in guide.point_estimates if name not in trace.nodes]
         if unknown:
@@ -184,6 +203,7 @@ def _require_densities(trace: poutine.Trace, posteriors: Collection[str]) -> Non
             except ValueError as error:
                 why = checks.why_without_density(site, error)
                 raise ValueError(f"site {name!r} has no density at its value: {why}") from error
+            checks.require_own_rows(name, site)
             check_site_shape(site, _NO_LIMIT)
 
 

@@ -25,6 +25,7 @@ from .reading import SiteReading
 
 __all__ = [
     "LARGEST_JOINT",
+    "BySite",
     "Conditions",
     "Draw",
     "Look",
@@ -39,6 +40,13 @@ __all__ = [
 
 _WAVES = 16  # of a function that stands for a prior's draw at many rows
 LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be told of
+
+
+class BySite(dict[str, SparsePosterior]):
+    """Posteriors by GP site, which say what there is where another is asked for."""
+
+    def __missing__(self, name: str) -> SparsePosterior:
+        raise KeyError(f"{name!r} is no GP site of the model: the posteriors are those of {sorted(self)}")
 
 
 @dataclass(frozen=True)
