@@ -540,8 +540,8 @@ MUTANTS = [
     Mutant(
         "noise-is-shared",
         "Model.posterior",
-        "covariance = covariance + noise.diag_embed()",
-        "covariance = covariance + noise[..., None]",
+        "covariance = covariance + noises[place].diag_embed()",
+        "covariance = covariance + noises[place][..., None]",
         ("test_botorch.py::test_noise_and_its_absence",),
     ),
     Mutant(
