@@ -18,7 +18,7 @@
 #
 # The data are the yearly volume of the Nile, 1871 to 1970, which ships with statsmodels. Every other year is held out.
 #
-# On the command line: `python tutorials/diagnostics.py [--steps 300] [--draws 300] [--out DIR]`.
+# On the command line: `python tutorials/diagnostics.py [--steps 200] [--draws 200] [--out DIR]`.
 
 # %%
 import warnings
@@ -50,10 +50,10 @@ from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 options = command_line.options(
     "Diagnostics of sparse Gaussian processes.",
     device=False,
-    steps=(300, "training steps of each guide, at most", 20),
-    draws=(300, "posterior draws of each guide", 30),
+    steps=(200, "training steps of each guide, at most", 20),
+    draws=(200, "posterior draws of each guide", 30),
     nuts=(100, "draws of NUTS, and as many to warm up", 100),
-    simulations=(24, "of the calibration", 2),
+    simulations=(16, "of the calibration", 2),
 )
 torch.set_default_dtype(torch.float64)
 warnings.filterwarnings("ignore", message="Estimated shape parameter")  # the tables below say it
