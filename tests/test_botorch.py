@@ -1,6 +1,8 @@
 """A guide as BoTorch's model: batches, gradients, noise, and regrets beside SingleTaskGP's."""
 
+import copy
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -15,12 +17,14 @@ from .models import data, gaussian, heteroscedastic, one_function
 
 pytest.importorskip("botorch")
 
-from botorch.acquisition import LogExpectedImprovement, qLogNoisyExpectedImprovement
+from botorch.acquisition import LogExpectedImprovement, qKnowledgeGradient, qLogNoisyExpectedImprovement
 from botorch.acquisition.objective import ScalarizedPosteriorTransform
 from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP
 from botorch.optim import optimize_acqf
+from botorch.sampling import SobolQMCNormalSampler
 from botorch.test_functions import Branin, Hartmann
+from gpytorch.kernels import MaternKernel, ScaleKernel
 from gpytorch.mlls import ExactMarginalLogLikelihood
 
 from pyro_sparsegp.interop.botorch import Model
@@ -150,6 +154,10 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match="never called"):
         Model(model, AutoSparseGP(model, SVGP(4)))
     guide = trained(model, SVGP(4), x, y, steps=1)
+    with pytest.raises(ValueError, match=r"guide must be an AutoSparseGP, got .*The order is Model\(model, guide\)"):
+        Model(guide, model)
+    with pytest.raises(ValueError, match=r"model is 'heteroscedastic', and its guide was made of .*guide.model, guide"):
+        Model(heteroscedastic, guide)
     with pytest.raises(ValueError, match=r"'g' is none of the guide's GP sites, \['f'\]"):
         Model(model, guide, site="g")
     with pytest.raises(ValueError, match=r"X is \(..., q, D\), got a tensor of shape \(2,\)"):
@@ -166,6 +174,120 @@ def test_arguments_that_the_model_takes():
     guide({"x": x}, 2, y)
     found = Model(model, guide, arguments=lambda x: ({"x": x}, 2))
     torch.testing.assert_close(found.posterior(x[:3]).mean[:, 0], guide.posterior({"x": x[:3]}, 2)["f"].mean)
+
+
+def shared_program(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x, mean=0.2))
+    with pyro.plate("rows", len(x)):
+        return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+
+def test_copies_are_models_of_their_own():
+    x, y = data()
+    found = Model(shared_program, trained(shared_program, SGPR(12), x, y))
+    wanted = found.posterior(x[:4])
+    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        torch.testing.assert_close(other.posterior(x[:4]).mean, wanted.mean)
+        torch.testing.assert_close(other.posterior(x[:4]).variance, wanted.variance)
+        assert other.guide is not found.guide
+    given = found.condition_on_observations(x[:1], y[:1, None])
+    other = pickle.loads(pickle.dumps(given))
+    torch.testing.assert_close(other.posterior(x[:4]).mean, given.posterior(x[:4]).mean)
+
+
+def single_task(kernel, x, y, mean, noise):
+    """BoTorch's exact model with hyperparameters of ours, of an isotropic Matern52."""
+    model = SingleTaskGP(x, y[:, None], outcome_transform=None)
+    model.covar_module = ScaleKernel(MaternKernel(2.5))
+    model.covar_module.outputscale, model.covar_module.base_kernel.lengthscale = 1.0, kernel
+    model.mean_module.constant.data.fill_(mean)
+    model.likelihood.noise = noise**2
+    return model.eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # of data that are not standardised
+def test_fantasies_are_those_of_an_exact_model():
+    """Conditioned on measurements once and again, beside SingleTaskGP; and on what all rows give at once."""
+    x, y = data()
+    exact = gaussian(kernels.Matern52(0.5), noise=0.2, mean=0.3)
+    found = Model(exact, trained(exact, SGPR(x, trainable=False), x, y))
+    theirs = single_task(0.5, x, y, 0.3, 0.2)
+    at = torch.rand(4, 3, 2)
+    torch.testing.assert_close(found.posterior(at).mean, theirs.posterior(at).mean, atol=1e-5, rtol=0)
+    places, sampler = torch.rand(4, 2, 2), SobolQMCNormalSampler(torch.Size([5]), seed=0)
+    ours, wanted = (model.fantasize(places, sampler) for model in (found, theirs))
+    assert ours.batch_shape == (5, 4)
+    again = (places + 0.1).expand(5, 4, 2, 2)
+    for one, other in ((ours, wanted), (ours.fantasize(again, sampler), wanted.fantasize(again, sampler))):
+        a, b = one.posterior(at), other.posterior(at)
+        torch.testing.assert_close(a.mean, b.mean, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            a.distribution.covariance_matrix, b.distribution.covariance_matrix, atol=1e-5, rtol=0
+        )
+    more = torch.cat([x, places[0]]), torch.cat([y, torch.tensor([0.3, -0.4])])
+    given = found.condition_on_observations(places[0], more[1][-2:, None])
+    whole = Model(exact, trained(exact, SGPR(more[0], trainable=False), *more))
+    torch.testing.assert_close(given.posterior(at).mean, whole.posterior(at).mean, atol=1e-5, rtol=0)
+    torch.testing.assert_close(given.posterior(at).variance, whole.posterior(at).variance, atol=1e-6, rtol=0)
+    assert (found.posterior(at).mean - given.posterior(at).mean).abs().max() > 0.01  # the guide is as it was
+    noisy = given.posterior(at, observation_noise=True).variance - given.posterior(at).variance
+    torch.testing.assert_close(noisy, torch.full_like(noisy, 0.04))
+
+
+@pytest.mark.parametrize("name", ["SVGP", "computation-aware"])
+def test_fantasies_are_the_conditioned_joint_posterior(name):
+    x, y = data()
+    model = gaussian(KERNEL, noise=0.2)
+    guide = trained(model, FAMILIES[name], x, y)
+    places, at, values = torch.rand(2, 2), torch.rand(5, 2), torch.tensor([[0.7], [-0.1]])
+    q = guide.posterior(torch.cat([places, at]))["f"]
+    C, missed = q.covariance_matrix, values[:, 0] - q.mean[:2]
+    gain = torch.linalg.solve(C[:2, :2] + 0.04 * torch.eye(2), C[:2, 2:]).mT
+    found = Model(model, guide).condition_on_observations(places, values).posterior(at)
+    torch.testing.assert_close(found.mean[:, 0], q.mean[2:] + gain @ missed, atol=1e-6, rtol=0)
+    covariance = C[2:, 2:] - gain @ C[:2, 2:]
+    torch.testing.assert_close(found.distribution.covariance_matrix, covariance, atol=1e-6, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # of data that are not standardised
+def test_knowledge_gradients_are_an_exact_models():
+    x, y = data(num=20)
+    exact = gaussian(kernels.Matern52(0.5), noise=0.2, mean=0.3)
+    found = Model(exact, trained(exact, SGPR(x, trainable=False), x, y))
+    sampler = SobolQMCNormalSampler(torch.Size([4]), seed=0)
+    values, slopes = [], []
+    at = torch.rand(3, 6, 2, requires_grad=True)  # q = 2 and four fantasies
+    for model in (found, single_task(0.5, x, y, 0.3, 0.2)):
+        value = qKnowledgeGradient(model, num_fantasies=4, sampler=sampler)(at)
+        values.append(value)
+        slopes.append(torch.autograd.grad(value.sum(), at)[0])
+    torch.testing.assert_close(values[0], values[1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(slopes[0], slopes[1], atol=1e-3, rtol=0)
+
+
+def test_fantasies_of_several_outputs_and_other_likelihoods():
+    x, y = data()
+    guide = trained(outputs, SVGP(8), x, torch.stack([y, -y]))
+    model = Model(outputs, guide)
+    places, at = torch.rand(2, 2), torch.rand(3, 2)
+    values = torch.tensor([[0.7, 0.1], [-0.1, 0.4]])
+    both = model.condition_on_observations(places, values)
+    assert both.num_outputs == 2
+    second = model.subset_output([1]).condition_on_observations(places, values[:, 1:])
+    torch.testing.assert_close(both.posterior(at).mean[:, 1:], second.posterior(at).mean)
+    torch.testing.assert_close(both.subset_output([1]).posterior(at).mean, second.posterior(at).mean)
+    counts = one_function(KERNEL, lambda f: dist.Poisson(f.exp()))
+    guide = trained(counts, SVGP(12), x, torch.poisson((1 + y).exp()))
+    sampler = SobolQMCNormalSampler(torch.Size([3]), seed=0)
+    with pytest.raises(ValueError, match=r"no observed site has a distribution of mean 'f'.*guide, noise=variance"):
+        Model(counts, guide).fantasize(places, sampler)
+    found = Model(counts, guide, noise=0.3).fantasize(places, sampler).posterior(at)
+    given = Model(counts, guide).fantasize(places, sampler, observation_noise=torch.tensor(0.3)).posterior(at)
+    torch.testing.assert_close(found.mean, given.mean)
+    assert found.mean.shape == (3, 3, 1)
+    assert (found.variance < Model(counts, guide).posterior(at).variance).all()
+    with pytest.raises(ValueError, match=r"Y is \(..., 2, 2\) for X of shape \(2, 2\), got a tensor of shape \(2, 1\)"):
+        model.condition_on_observations(places, values[:, :1])
 
 
 def test_it_explores_where_computation_was_short():

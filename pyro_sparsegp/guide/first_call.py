@@ -14,7 +14,6 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..approximations.free import SparseGP
 from ..families import FreeFormFamily
 from ..modules import at_path
 from ..posterior.drawing import ExpectedSite
@@ -34,10 +33,10 @@ from ..program.traces import (
     is_observation,
     piecewise_constant,
     repeatable,
-    whole_plates,
 )
+from .correction import show_all_rows
 from .joint import groups_of, require_alike, require_outer
-from .runs import Priors, Setup
+from .runs import NumbersRun, Setup
 from .state import Saved
 
 __all__ = ["ObservesNothingError", "check_parameters", "explain_nan", "initialise", "require_separate_sites"]
@@ -71,7 +70,7 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
         found.enumerated = list(guide.enumerated)
         found.joint = groups_of(guide.families)
         require_alike(found.joint, run.processes)
-        _see_all_rows(guide, args, kwargs, trace)
+        show_all_rows(guide, args, kwargs, trace)
         checks.require_left_out(guide.model, found.gps, guide.like, trace, args, kwargs)
         _explore(guide, found, args, kwargs, trace, run.posteriors)
         require_outer(found)
@@ -232,21 +231,6 @@ def _describe(guide: Saved, trace: poutine.Trace, posteriors: Mapping[str, Spars
     return found
 
 
-def _see_all_rows(guide: Saved, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> None:
-    """Show modules whose kernel depends on them the rows that plates with a ``subsample_size`` left out."""
-    sites: Any = trace.nodes
-    frames = [frame for site in sites.values() if is_observation(site) for frame in site["cond_indep_stack"]]
-    left_out = any(frame.full_size is not None and frame.size < frame.full_size for frame in frames)
-    seen = {name: module for name, module in guide.modules_by_site().items() if isinstance(module, SparseGP)}
-    if left_out and any(module.num_seen for module in seen.values()):
-        run = Priors()
-        with torch.no_grad(), poutine.block(), whole_plates():
-            guide.perform(run, args, kwargs)
-        for name, module in seen.items():
-            module.see(run.processes[name].x)
-        guide.trace = trace
-
-
 def _explore(
     guide: Saved,
     found: Structure,
@@ -339,7 +323,7 @@ def _check_known(guide: Saved) -> None:
 def explain_nan(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> str:
     """Which sites' log densities are NaN or infinite at these arguments, for an error."""
     with torch.no_grad():
-        run = guide.probe(args, kwargs)
+        run = guide.probe(args, kwargs, NumbersRun)
     where = []
     kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("NaN", torch.isnan), ("infinite", torch.isinf))
     for kind, test in kinds:

@@ -26,6 +26,7 @@ from .traces import (
 )
 
 __all__ = [
+    "holds_part",
     "require_full_batch",
     "require_left_out",
     "require_own_rows",
@@ -79,6 +80,11 @@ def require_whole(trace: poutine.Trace) -> None:
     """
     for part in _parts(trace):
         raise ValueError(f"absorb counts each row once, and {part}: give the plate the new rows' number, size=len(x).")
+
+
+def holds_part(trace: poutine.Trace) -> bool:
+    """Whether an observed site holds a mini-batch of a plate's rows."""
+    return any(True for _ in _parts(trace))
 
 
 def _parts(trace: poutine.Trace) -> Iterator[str]:
