@@ -314,9 +314,7 @@ class _Products:
             each = [part.mT for part in self.groups.cut(phi.mT)]
             data = [x + p.mT @ (p * curvature[..., None, :, :]) for x, p in zip(data, each)]
         kept, low = self._kept[..., None], self.groups.cut(self._low_rank)
-        return [
-            kept * (d + b @ b.mT) + (1 - kept) * _eye(d) + x for d, b, x in zip(self._blocks, low, joined(*data))
-        ]
+        return [kept * (d + b @ b.mT) + (1 - kept) * _eye(d) + x for d, b, x in zip(self._blocks, low, joined(*data))]
 
     def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
         """P̂⁻¹ of one column by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come."""
