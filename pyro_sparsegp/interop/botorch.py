@@ -154,7 +154,7 @@ class Model(BoTorchModel, FantasizeMixin):
         return found if posterior_transform is None else posterior_transform(found)
 
     def _joint(self, X: Tensor, noisy: bool) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Means ``(P, ..., q)``, covariances ``(P, ..., q, q)`` and, if asked for, noise's variances ``(P, ..., q)``."""
+        """Means ``(P, ..., q)``, covariances ``(P, ..., q, q)`` and, if asked for, variances of noise ``(P, ..., q)``."""
         batch, q = X.shape[:-2], X.shape[-2]
         arguments = self.arguments(X.reshape(-1, X.shape[-1]))
         posteriors = self.guide.posterior(*arguments)
@@ -217,9 +217,7 @@ class Model(BoTorchModel, FantasizeMixin):
         """
         return _Given(self, X, Y, noise)
 
-    def fantasize(
-        self, X: Tensor, sampler: Any, observation_noise: Optional[Tensor] = None, **kwargs: Any
-    ) -> Model:
+    def fantasize(self, X: Tensor, sampler: Any, observation_noise: Optional[Tensor] = None, **kwargs: Any) -> Model:
         """The models given measurements at X that are drawn from the posterior.
 
         :param X: ``(..., n, D)``.
@@ -274,9 +272,7 @@ class _Given(Model):
 
     def subset_output(self, idcs: list[int]) -> Model:
         """The model of some of the outputs."""
-        return _Given(
-            self.before.subset_output(idcs), self.places, self.values[..., idcs], self.variances[..., idcs]
-        )
+        return _Given(self.before.subset_output(idcs), self.places, self.values[..., idcs], self.variances[..., idcs])
 
     def _joint(self, X: Tensor, noisy: bool) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         batch = broadcast_shapes(X.shape[:-2], self.batch_shape)
