@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
+from ..approximations.weight_space import elsewhere
 from ..gaussians.sites import KeptSites, Sites
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -23,9 +25,19 @@ from .gp_sites import GPSites
 from .reading import SiteReading, settle, settle_again
 from .runs import Conditions, Draw
 
-__all__ = ["Conditioned"]
+__all__ = ["Conditioned", "Predicting"]
 
 _SETTLED = 100  # updates of sites outside of training, at most
+
+
+@dataclass
+class Predicting:
+    """Calls at the same inputs, of a guide that does not learn between them.
+
+    :param conditions: those of the last call.
+    """
+
+    conditions: Optional[Conditions] = None
 
 
 class Conditioned(GPSites):
@@ -35,7 +47,7 @@ class Conditioned(GPSites):
         super().__init__(*args, **kwargs)
         self.data: Optional[TrainingData] = None
         self._forgotten = False  # the training data, for others
-        self._new_rows = False
+        self._predicting: Optional[Predicting] = None
 
     @property
     def is_training(self) -> bool:
@@ -53,13 +65,16 @@ class Conditioned(GPSites):
         return () if self.structure is None else self.structure.rows
 
     @contextmanager
-    def predicting(self) -> Iterator[None]:
-        """Take the inputs of calls for new ones, though there be observations at them."""
-        before, self._new_rows = self._new_rows, True
+    def predicting(self, kept: Predicting) -> Iterator[None]:
+        """Take the inputs of calls for new ones, though there be observations at them.
+
+        :param kept: what is the same in all of these calls.
+        """
+        before, self._predicting = self._predicting, kept
         try:
             yield
         finally:
-            self._new_rows = before
+            self._predicting = before
 
     # The training data.
 
@@ -105,7 +120,7 @@ class Conditioned(GPSites):
     def note_data(self, relation: Optional[Relation], same: bool, args: tuple, kwargs: dict[str, Any]) -> None:
         """After a step of training: take note of its data, and check that they are what the guide is about."""
         assert self.structure is not None
-        observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
+        observed = [name for name in self.rows_here() if self.trace.nodes[name]["is_observed"]]
         if observed:
             if not same:
                 self._refuse_other_data(observed[0])
@@ -160,7 +175,8 @@ class Conditioned(GPSites):
         asked = ("rows", name) not in self.warned and not self.by_expectation  # which refuses them itself
         return asked and relation is not None and relation.others and not relation.same
 
-    def _rows_here(self) -> list[str]:
+    def rows_here(self) -> list[str]:
+        """The sites that held data at the first call, and that the last run met."""
         assert self.structure is not None
         return [name for name in self.structure.rows if name in self.trace.nodes]
 
@@ -190,6 +206,15 @@ class Conditioned(GPSites):
         ):
             assert self.structure is not None
             return self.condition(self.data.args, self.data.kwargs, known and not self.structure.inner, False)
+
+    def conditions_of_call(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> Conditions:
+        """As :meth:`condition`; while predicting, those of the call before unless latents are drawn anew."""
+        kept = self._predicting
+        if kept is None:
+            return self.condition(args, kwargs, same, keep)
+        if kept.conditions is None or self.has_random_latents:
+            kept.conditions = self.condition(args, kwargs, same, keep)
+        return kept.conditions
 
     def condition(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> Conditions:
         """Draw the latents at the training data, and read under them the sites of families on sites.
@@ -279,9 +304,8 @@ class Conditioned(GPSites):
             raise ValueError(f"site {name!r} is no GP site")
         module = self._find(name)
         self._check(name, process, module)
-        if isinstance(module, SiteGP):
-            return (module.predict if new_rows else module)(process, name, SparsePosterior, sites)
-        return (module.predict if new_rows and process.kernel.depends_on_rows else module)(process, name)
+        give = elsewhere(module) if new_rows else module
+        return give(process, name, SparsePosterior, sites) if isinstance(module, SiteGP) else give(process, name)
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:

@@ -99,8 +99,12 @@ class Model(BoTorchModel, FantasizeMixin):
     @property
     def num_outputs(self) -> int:
         """How many outputs there are, P."""
+        return self._all if self._outputs is None else len(self._outputs)
+
+    @property
+    def _all(self) -> int:
         modules = self.guide.modules_by_site()
-        return len(self._of(range(sum(modules[name].batch_shape.numel() for name in self.sites))))
+        return sum(modules[name].batch_shape.numel() for name in self.sites)
 
     def subset_output(self, idcs: list[int]) -> Model:
         """The model of some of the outputs."""
@@ -112,7 +116,11 @@ class Model(BoTorchModel, FantasizeMixin):
         return new
 
     def _of(self, chosen: Sequence[int]) -> list[int]:
-        return list(chosen) if self._outputs is None else [self._outputs[i] for i in chosen if i < len(self._outputs)]
+        outputs = list(range(self._all)) if self._outputs is None else self._outputs
+        unknown = [i for i in chosen if not -len(outputs) <= i < len(outputs)]
+        if unknown:
+            raise ValueError(f"Model has {len(outputs)} outputs, numbers 0 to {len(outputs) - 1}; asked for {unknown}")
+        return [outputs[i] for i in chosen]
 
     def posterior(
         self,
@@ -131,12 +139,16 @@ class Model(BoTorchModel, FantasizeMixin):
             as Normal(f, noise).
         :param posterior_transform: BoTorch's, applied last.
         :returns: a ``GPyTorchPosterior`` over ``(..., q, P)``.
-        :raises ValueError: if noise is wanted of a likelihood whose mean is not f, and the model was given none.
+        :raises ValueError: if noise is wanted of a likelihood whose mean is not f, and the model was given none; or for
+            an output that there is not.
         """
         self._require_rows(X, "posterior's X")
         X = self.transform_inputs(X)
         means, covariances, noises = self._joint(X, observation_noise is True)
-        chosen = list(range(len(means))) if output_indices is None else list(output_indices)
+        chosen = list(range(len(means)))
+        if output_indices is not None:
+            self._of(output_indices)
+            chosen = list(output_indices)
         if isinstance(observation_noise, Tensor):
             shape = (*means.shape[1:], len(chosen))
             noises = observation_noise.expand(shape).movedim(-1, 0)
@@ -154,11 +166,11 @@ class Model(BoTorchModel, FantasizeMixin):
         return found if posterior_transform is None else posterior_transform(found)
 
     def _joint(self, X: Tensor, noisy: bool) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Means ``(P, ..., q)``, covariances ``(P, ..., q, q)``; if asked for, variances of noise ``(P, ..., q)``."""
+        """Means ``(P, ..., q)``, covariances ``(P, ..., q, q)`` and, if wanted, noise's variances ``(P, ..., q)``."""
         batch, q = X.shape[:-2], X.shape[-2]
         arguments = self.arguments(X.reshape(-1, X.shape[-1]))
         posteriors = self.guide.posterior(*arguments)
-        chosen = self._of(range(sum(posteriors[name].batch_shape.numel() for name in self.sites)))
+        chosen = self._of(range(self.num_outputs))
         means = torch.cat([_by_output(posteriors[name].mean) for name in self.sites])[chosen]
         blocks = torch.cat([_by_output(_blocks(posteriors[name], q), 3) for name in self.sites])[chosen]
         noises = None
