@@ -6,6 +6,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 __all__ = ["mix_outputs"]
 
@@ -25,7 +26,8 @@ def mix_outputs(
     :param shared: g at the inputs, ``(Q, N)``.
     :param own: h at the inputs, ``(P, N)``: what each output has by itself.
     :param output: of each row the number of its output, ``(N,)`` whole numbers.
-    :raises ValueError: naming the argument, if the shapes do not fit.
+    :raises ValueError: naming the argument, if the shapes do not fit, or if there is no output of a number. (On a GPU,
+        where to look would have each step wait, the values of such a row are NaN.)
     """
     if mixing.dim() != 2 or shared.dim() < 2 or shared.shape[-2] != mixing.shape[-1]:
         raise ValueError(
@@ -42,5 +44,11 @@ def mix_outputs(
             f"mix_outputs' output must be {num} whole numbers, one a row, got {output.dtype} of shape "
             f"{tuple(output.shape)}"
         )
+    known = (output >= 0) & (output < rows)
+    if not output.is_cuda and _get_current_dispatch_mode() is None and not known.all():
+        some = sorted(set(output[~known][:1000].tolist()))[:5]
+        raise ValueError(f"mix_outputs' output has the numbers {some}; mixing has rows for outputs 0 to {rows - 1}.")
+    output = output.clamp(0, rows - 1)
     chosen = (mixing[output].mT * shared).sum(-2)
-    return chosen if own is None else chosen + own[..., output, torch.arange(num, device=own.device)]
+    mixed = chosen if own is None else chosen + own[..., output, torch.arange(num, device=own.device)]
+    return torch.where(known, mixed, torch.nan)
