@@ -6,7 +6,6 @@ from typing import Optional
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 __all__ = ["mix_outputs"]
 
@@ -25,10 +24,12 @@ def mix_outputs(
     :param mixing: A, ``(P, Q)``.
     :param shared: g at the inputs, ``(Q, N)``.
     :param own: h at the inputs, ``(P, N)``: what each output has by itself.
-    :param output: of each row the number of its output, ``(N,)`` whole numbers.
-    :raises ValueError: naming the argument, if the shapes do not fit, or if there is no output of a number. (On a GPU,
-        where to look would have each step wait, the values of such a row are NaN.)
+    :param output: of each row the number of its output, ``(N,)`` whole numbers from 0 to P − 1.
+    :raises ValueError: naming the argument, if the shapes do not fit.
     """
+    for name, given in (("mixing", mixing), ("shared", shared), ("own", own), ("output", output)):
+        if not isinstance(given, Tensor) and (given is not None or name in ("mixing", "shared")):
+            raise ValueError(f"mix_outputs' {name} must be a tensor, got {type(given).__name__}")
     if mixing.dim() != 2 or shared.dim() < 2 or shared.shape[-2] != mixing.shape[-1]:
         raise ValueError(
             f"mix_outputs takes mixing (P, Q) and shared (Q, N), got {tuple(mixing.shape)} and {tuple(shared.shape)}"
@@ -44,11 +45,9 @@ def mix_outputs(
             f"mix_outputs' output must be {num} whole numbers, one a row, got {output.dtype} of shape "
             f"{tuple(output.shape)}"
         )
-    known = (output >= 0) & (output < rows)
-    if not output.is_cuda and _get_current_dispatch_mode() is None and not known.all():
-        some = sorted(set(output[~known][:1000].tolist()))[:5]
-        raise ValueError(f"mix_outputs' output has the numbers {some}; mixing has rows for outputs 0 to {rows - 1}.")
-    output = output.clamp(0, rows - 1)
-    chosen = (mixing[output].mT * shared).sum(-2)
-    mixed = chosen if own is None else chosen + own[..., output, torch.arange(num, device=own.device)]
-    return torch.where(known, mixed, torch.nan)
+    output = torch.where(output < 0, rows, output)  # which would count from the end
+    try:
+        chosen = (mixing[output].mT * shared).sum(-2)
+    except IndexError as error:
+        raise ValueError(f"mix_outputs' output must be numbers from 0 to {rows - 1}, rows of mixing: {error}") from None
+    return chosen if own is None else chosen + own[..., output, torch.arange(num, device=own.device)]

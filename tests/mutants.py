@@ -438,21 +438,21 @@ MUTANTS = [
     # Expectation propagation.
     Mutant(
         "cavity-not-removed",
-        "_cavity",
+        "cavity_of",
         "shift = precision * (centre - linear * spread) / left - linear",
         "shift = 0.0 * (precision * centre / left - linear)",
         ("test_expectation.py::TestProbit::test_sites_and_log_z_are_the_closed_forms",),
     ),
     Mutant(
         "cavity-normaliser-sign",
-        "_cavity",
+        "cavity_of",
         "log_ratio=0.5 * (quadratic / left - left.log()),",
         "log_ratio=0.5 * (quadratic / left + left.log()),",
         ("test_expectation.py::TestProbit::test_sites_and_log_z_are_the_closed_forms",),
     ),
     Mutant(
         "power-forgotten",
-        "ExpectationPropagation._propose",
+        "Refinement.propose",
         "precision = beta / left / self.power",
         "precision = beta / left",
         ("test_expectation.py::TestGaussianLikelihood::test_power_ep_is_the_closed_form",),
@@ -466,7 +466,7 @@ MUTANTS = [
     ),
     Mutant(
         "prior-of-moving-inputs",
-        "_prior_of",
+        "prior_of",
         "value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * squares",
         "value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) + 0.5 * squares",
         ("test_expectation.py::TestMiniBatches::test_gradients_of_mini_batches_average_to_that_of_all_data",),
@@ -568,15 +568,15 @@ MUTANTS = [
     Mutant(
         "noise-is-shared",
         "Model.posterior",
-        "covariance = covariance + noise.diag_embed()",
-        "covariance = covariance + noise[..., None]",
+        "covariance = covariance + noises[place].diag_embed()",
+        "covariance = covariance + noises[place][..., None]",
         ("test_botorch.py::test_noise_and_its_absence",),
     ),
     Mutant(
         "batches-hold-kernels",
         "AutoSparseGP.__call__",
-        "conditions=self.condition(args, kwargs, same and inputs, keep or batch),",
-        "conditions=self.condition(args, kwargs, same and inputs, keep),",
+        "conditions=self.conditions_of_call(args, kwargs, same and inputs, keep or batch),",
+        "conditions=self.conditions_of_call(args, kwargs, same and inputs, keep),",
         ("test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient",),
     ),
     Mutant(
