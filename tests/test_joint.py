@@ -129,9 +129,9 @@ def test_draws_of_rows_train_it_too(rank):
     data = _data()
     plain = families.SVGP(**EXACT, rate=slowly)
     family = plain if rank is None else families.CoupledPrecision(**EXACT, rate=slowly, rank=rank)
-    guide = _trained(_model(), family, *data, steps=150 if rank is None else 60, loss=Trace_ELBO())
+    guide = _trained(_model(), family, *data, steps=100 if rank is None else 50, loss=Trace_ELBO())
     # A low rank cuts what noise makes of curvatures below 0; independent posteriors are 3 nats short.
-    assert _bound(guide, *data) == pytest.approx(_exact(SUM)[2], abs=0.15 if rank is None else 2.0)
+    assert _bound(guide, *data) == pytest.approx(_exact(SUM)[2], abs=0.3 if rank is None else 2.0)
 
 
 def _groups(f, g):
@@ -146,7 +146,7 @@ def _group_model(x, y=None):
 
 
 @pytest.mark.parametrize(
-    ("model", "steps"), [(_model(lambda f, g: f + g.flip(0)), 5), (_group_model, 70)], ids=["flipped", "groups"]
+    ("model", "steps"), [(_model(lambda f, g: f + g.flip(0)), 5), (_group_model, 50)], ids=["flipped", "groups"]
 )
 def test_sites_that_meet_across_rows_are_drawn_together(model, steps):
     x, y = _data()
@@ -162,7 +162,7 @@ def test_sites_that_meet_across_rows_are_drawn_together(model, steps):
     assert abs(losses.mean() - joint.mean()) < 4 * error
     if steps > 5:
         apart = AutoSparseGP(model, families.SVGP(7, trainable=False))
-        assert losses.mean() > _best(apart, model, x, y, steps=40) + 0.3
+        assert losses.mean() > _best(apart, model, x, y, steps=30) + 0.3
 
 
 def _best(guide, model, *data, steps=150, nodes=2):
@@ -219,23 +219,23 @@ def test_other_likelihoods_against_importance_sampling(model, gain):
     # One posterior is nearer to the exact one than independent ones, much so for a product, whose factors trade off.
     x, y = _data()
     y = (y + 1) if model is product else y
-    guide = _trained(model, families.SVGP(**EXACT), x, y, steps=30, loss=TraceQuadrature_ELBO(8))
+    guide = _trained(model, families.SVGP(**EXACT), x, y, steps=25, loss=TraceQuadrature_ELBO(6))
     bound = _bound(guide, x, y, nodes=20)
-    independent = _best(AutoSparseGP(model, families.SVGP(**EXACT)), model, x, y, steps=30, nodes=8)
+    independent = _best(AutoSparseGP(model, families.SVGP(**EXACT)), model, x, y, steps=25, nodes=6)
     assert bound > independent + gain
     guide.eval()
     pyro.set_rng_seed(3)
     weights, sums = [], []
     with torch.no_grad():
-        for _ in range(200):
+        for _ in range(150):
             draw = guide(x, y)
             model_trace, guide_trace = guide.get_traces()
             weights.append(model_trace.log_prob_sum() - guide_trace.log_prob_sum())
             sums.append(draw["f"] * draw["g"])
     weights = torch.stack(weights)
     # The nodes of a row have the covariance of its values: quadrature is what joint draws are on average.
-    assert abs(weights.mean() - bound) < 4 * weights.std() / 200**0.5
-    evidence = weights.logsumexp(0) - torch.tensor(200.0).log()
+    assert abs(weights.mean() - bound) < 4 * weights.std() / 150**0.5
+    evidence = weights.logsumexp(0) - torch.tensor(150.0).log()
     assert bound < evidence
     if model is product:
         share = (weights - weights.logsumexp(0)).exp()
@@ -259,20 +259,20 @@ def hierarchical(x, y=None):
 @pytest.fixture(scope="module")
 def trained():
     torch.set_default_dtype(torch.float64)
-    return _trained(hierarchical, families.CoupledPrecision(8, rank=6), *_data(), steps=60, lr=0.05)
+    return _trained(hierarchical, families.CoupledPrecision(8, rank=6), *_data(), steps=40, lr=0.08)
 
 
 def test_hyperparameters_between_the_sites(trained):
     x, y = _data()
     joint = sum(_bound(trained, x, y) for _ in range(10)) / 10
     alone = AutoSparseGP(hierarchical, {"f": families.SVGP(8), "g": families.SVGP(8)})
-    assert joint > _best(alone, hierarchical, x, y, steps=40) + 0.5
+    assert joint > _best(alone, hierarchical, x, y, steps=30) + 0.5
     new = torch.rand(5, 2, generator=torch.Generator().manual_seed(1))
-    draws = predict(hierarchical, trained, new, num_samples=80)
+    draws = predict(hierarchical, trained, new, num_samples=50)
     assert (draws["f"] + draws["g"]).var(0).mean() < 0.8 * (draws["f"].var(0) + draws["g"].var(0)).mean()
-    rows = predict(hierarchical, trained, new, num_samples=80, joint=False)
+    rows = predict(hierarchical, trained, new, num_samples=50, joint=False)
     ratio = (rows["f"] + rows["g"]).std(0) / (draws["f"] + draws["g"]).std(0)
-    torch.testing.assert_close(ratio, torch.ones(5), rtol=0.0, atol=0.4)
+    torch.testing.assert_close(ratio, torch.ones(5), rtol=0.0, atol=0.5)
     q = trained.posterior(new)["g"]  # for one site alone
     assert q.mean.shape == (5,)
     assert q.covariance_matrix.diagonal().allclose(q.variance)
@@ -332,10 +332,10 @@ def test_mini_batches():
     guide = AutoSparseGP(model, {("f", "g"): families.SVGP(**EXACT)})
     guide(x, y)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for step in range(70):
+    for step in range(50):
         rows = torch.randperm(N, generator=torch.Generator().manual_seed(step))[:7]
         svi.step(x[rows], y[rows], size=N)
-    assert _bound(guide, x, y) == pytest.approx(_exact(SUM)[2], abs=0.7)
+    assert _bound(guide, x, y) == pytest.approx(_exact(SUM)[2], abs=1.0)
 
 
 def test_compiled_steps_are_the_same():

@@ -163,6 +163,7 @@ def _require_part(guide: Saved) -> None:
                 f"{module.family['name']}, whose q(w) is brought to a form that is no sum: take CoupledCovariance or "
                 "SVGP, or absorb without memory=."
             )
+        module.coefficients.settle()
         if guide.memory is not None and guide.memory.steps[name] != module.coefficients.steps_taken:
             raise ValueError(
                 f"steps of training have moved the posterior of GP site {name!r} since rows were absorbed, so that the "
