@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant(
         "no-jitter",
         "cholesky",
-        "factor, info = torch.linalg.cholesky_ex(matrix + level * unit if level > 0 else matrix)",
-        "factor, info = torch.linalg.cholesky_ex(matrix)",
+        "factor, info = torch.linalg.cholesky_ex(matrix + level * (unit * scale[..., None, None]))",
+        "factor, info = torch.linalg.cholesky_ex(matrix + 0.0 * unit)",
         ("test_linalg.py::test_cholesky_adds_a_jitter_relative_to_the_diagonal",),
     ),
     Mutant(
@@ -366,8 +366,8 @@ MUTANTS = [
     Mutant(
         "draws-at-the-median",
         "AutoSparseGP.draws",
-        "conditions = self.conditions_now(median=False)",
-        "conditions = self.conditions_now(median=True)",
+        "conditions = self.conditions_now(False, known)",
+        "conditions = self.conditions_now(True, known)",
         ("test_conditioned.py::test_every_way_to_ask_conditions_on_the_draw",),
     ),
     # Objectives.
@@ -540,8 +540,8 @@ MUTANTS = [
     Mutant(
         "noise-is-shared",
         "Model.posterior",
-        "covariance = covariance + noise.diag_embed()",
-        "covariance = covariance + noise[..., None]",
+        "covariance = covariance + noises[place].diag_embed()",
+        "covariance = covariance + noises[place][..., None]",
         ("test_botorch.py::test_noise_and_its_absence",),
     ),
     Mutant(

@@ -17,17 +17,16 @@ from .models import data, gaussian, heteroscedastic, one_function
 
 pytest.importorskip("botorch")
 
-from botorch.acquisition import LogExpectedImprovement, qKnowledgeGradient, qLogNoisyExpectedImprovement
+from botorch.acquisition import LogExpectedImprovement, qKnowledgeGradient
 from botorch.acquisition.objective import ScalarizedPosteriorTransform
-from botorch.fit import fit_gpytorch_mll
 from botorch.models import SingleTaskGP
 from botorch.optim import optimize_acqf
 from botorch.sampling import SobolQMCNormalSampler
-from botorch.test_functions import Branin, Hartmann
 from gpytorch.kernels import MaternKernel, ScaleKernel
-from gpytorch.mlls import ExactMarginalLogLikelihood
 
 from pyro_sparsegp.interop.botorch import Model
+
+from .benchmarks.bayesian_optimisation import TASKS, ours, regret, theirs
 
 KERNEL = kernels.Matern52(0.5)
 FAMILIES = {
@@ -195,11 +194,11 @@ def test_copies_are_models_of_their_own():
     torch.testing.assert_close(other.posterior(x[:4]).mean, given.posterior(x[:4]).mean)
 
 
-def single_task(kernel, x, y, mean, noise):
+def single_task(length, x, y, mean, noise):
     """BoTorch's exact model with hyperparameters of ours, of an isotropic Matern52."""
     model = SingleTaskGP(x, y[:, None], outcome_transform=None)
     model.covar_module = ScaleKernel(MaternKernel(2.5))
-    model.covar_module.outputscale, model.covar_module.base_kernel.lengthscale = 1.0, kernel
+    model.covar_module.outputscale, model.covar_module.base_kernel.lengthscale = 1.0, length
     model.mean_module.constant.data.fill_(mean)
     model.likelihood.noise = noise**2
     return model.eval()
@@ -211,14 +210,14 @@ def test_fantasies_are_those_of_an_exact_model():
     x, y = data()
     exact = gaussian(kernels.Matern52(0.5), noise=0.2, mean=0.3)
     found = Model(exact, trained(exact, SGPR(x, trainable=False), x, y))
-    theirs = single_task(0.5, x, y, 0.3, 0.2)
+    exactly = single_task(0.5, x, y, 0.3, 0.2)
     at = torch.rand(4, 3, 2)
-    torch.testing.assert_close(found.posterior(at).mean, theirs.posterior(at).mean, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.posterior(at).mean, exactly.posterior(at).mean, atol=1e-5, rtol=0)
     places, sampler = torch.rand(4, 2, 2), SobolQMCNormalSampler(torch.Size([5]), seed=0)
-    ours, wanted = (model.fantasize(places, sampler) for model in (found, theirs))
-    assert ours.batch_shape == (5, 4)
+    mine, wanted = (model.fantasize(places, sampler) for model in (found, exactly))
+    assert mine.batch_shape == (5, 4)
     again = (places + 0.1).expand(5, 4, 2, 2)
-    for one, other in ((ours, wanted), (ours.fantasize(again, sampler), wanted.fantasize(again, sampler))):
+    for one, other in ((mine, wanted), (mine.fantasize(again, sampler), wanted.fantasize(again, sampler))):
         a, b = one.posterior(at), other.posterior(at)
         torch.testing.assert_close(a.mean, b.mean, atol=1e-4, rtol=0)
         torch.testing.assert_close(
@@ -306,54 +305,6 @@ def test_it_explores_where_computation_was_short():
     assert right > 0.5
 
 
-def program(x, y=None):
-    length = pyro.sample("length", dist.LogNormal(x.new_full(x.shape[-1:], -0.5), 0.7).to_event(1))
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    noise = pyro.sample("noise", dist.LogNormal(-3.0, 1.0))
-    centre = pyro.sample("centre", dist.Normal(0.0, 1.0))
-    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern52(length), x, mean=centre))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, noise), obs=y)
-
-
-def ours(x, y, steps=60):
-    guide = AutoSparseGP(program, SGPR(x, trainable=False), point_estimates=True)
-    svi = SVI(program, guide, pyro.optim.Adam({"lr": 0.1}), TraceQuadrature_ELBO(2))
-    for _ in range(steps):
-        svi.step(x, y)
-    return Model(program, guide)
-
-
-def theirs(x, y):
-    model = SingleTaskGP(x, y[:, None])
-    fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
-    return model
-
-
-def regret(fit, function, start, rounds, seed, q=1):
-    """After rounds of q noisy measurements; the values are standardised as BoTorch's own models do."""
-    torch.manual_seed(seed)
-    dim, bounds = function.dim, torch.stack([torch.zeros(function.dim), torch.ones(function.dim)])
-    low, high = function.bounds.to(torch.get_default_dtype())
-
-    def clean(x):
-        return -function(low + (high - low) * x, noise=False)
-
-    x = torch.rand(start, dim)
-    y = clean(x) + 0.05 * torch.randn(start)
-    for _ in range(rounds):
-        scaled = (y - y.mean()) / y.std()
-        model = fit(x, scaled)
-        if q == 1:
-            best = model.posterior(x).mean.max().detach()
-            acquisition = LogExpectedImprovement(model, best_f=best)
-        else:
-            acquisition = qLogNoisyExpectedImprovement(model, x, prune_baseline=False, cache_root=False)
-        new, _ = optimize_acqf(acquisition, bounds, q=q, num_restarts=4, raw_samples=64, options={"maxiter": 30})
-        x, y = torch.cat([x, new]), torch.cat([y, clean(new) + 0.05 * torch.randn(q)])
-    return -function.optimal_value - clean(x).max().item()
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_a_peak_is_found():
     """Of three, in five measurements after the first four; hyperparameters are given."""
@@ -377,15 +328,8 @@ def test_a_peak_is_found():
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow  # test_a_peak_is_found sees a broken posterior
-@pytest.mark.parametrize(
-    ("function", "start", "rounds", "q"), [(Branin, 6, 14, 1), (Branin, 6, 5, 3), (Hartmann, 12, 28, 1)]
-)
-def test_regrets_are_single_task_gps(function, start, rounds, q):
-    function = function(dim=6) if function is Hartmann else function()
-    found = {
-        fit.__name__: torch.tensor([regret(fit, function, start, rounds, seed, q) for seed in range(3)])
-        for fit in (ours, theirs)
-    }
-    print(type(function).__name__, q, found)  # with -s
-    spread = 0.05 if isinstance(function, Hartmann) else 0.02
-    assert math.log(found["ours"].mean() + spread) < math.log(found["theirs"].mean() + spread) + math.log(2)
+@pytest.mark.parametrize("task", TASKS)
+def test_regrets_are_single_task_gps(task):
+    found = {fit: torch.tensor([regret(fit, task, seed) for seed in range(3)]) for fit in (ours, theirs)}
+    spread = 0.05 if "Hartmann" in task else 0.02
+    assert math.log(found[ours].mean() + spread) < math.log(found[theirs].mean() + spread) + math.log(2)

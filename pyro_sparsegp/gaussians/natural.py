@@ -256,10 +256,10 @@ class NaturalGaussian(StepsOnBackward):
         cut: Optional[Tensor] = None
         for row in heard.rows.values():
             if "by_mean" in row:
-                phi = side_by_side(row["features"])
+                phi = heard.whole(row)
                 slope = slope + (phi.mT @ row["by_mean"][..., None])[..., 0]
         for row in heard.curved():
-            phi = side_by_side(row["features"])
+            phi = heard.whole(row)
             curvature = 2 * row["by_change"]
             gram = gram + phi.mT @ (phi * curvature[..., None])
             if (curvature < 0).any():

@@ -90,6 +90,13 @@ class Heard:
     draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
 
+    def whole(self, row: dict[str, Any], order: Optional[Sequence[int]] = None) -> Tensor:
+        """A row's Φ, all blocks side by side, in their own or another order: made once."""
+        if "whole" not in row:
+            features = row["features"]
+            row["whole"] = side_by_side(features if order is None else [features[b] for b in order])
+        return row["whole"]
+
     def weight(self, batch_shape: torch.Size) -> Tensor:
         """c, of the batch's shape."""
         return _summed([*self.weights.values(), *self.inner.values()], batch_shape)
@@ -353,13 +360,15 @@ def softened(anchor: Tensor, softness: float) -> Tensor:
     return anchor + (softness * scale)[..., None, None] * eye
 
 
-def cautious(shift: Tensor, heard: Heard) -> Tensor:
+def cautious(shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None) -> Tensor:
     """A step of m, ``(..., M)``, shortened where it would move function values by more than three of the prior's
     deviations.
+
+    :param order: of the blocks, where it is not their own.
     """
     most = torch.full_like(shift[..., :1], _FARTHEST)
     for row in heard.rows.values():
-        phi = side_by_side(row["features"])
+        phi = heard.whole(row, order)
         moved = (phi @ shift[..., None])[..., 0].abs()
         by = phi.square().sum(-1).sqrt().clamp(min=torch.finfo(phi.dtype).tiny)
         most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))

@@ -110,6 +110,8 @@ class AutoSparseGP(Saved):
         same, inputs, order = is_training or not self.on_sites, True, None
         if relation is not None and self.is_about_rows:
             same, inputs, order = relation.same, relation.inputs, relation.order
+        if order is not None and self.takes_batches:  # a batch of them: what q is conditioned on stays as it is
+            same, inputs, order = False, False, None
         keep = is_training and same
         # A batch of other rows: gradients pass through the sites of those that q is conditioned on.
         batch = is_training and not same and not fewer and self.takes_batches
@@ -186,13 +188,15 @@ class AutoSparseGP(Saved):
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, other latents at their posterior median.
 
-        An inner layer of a deep GP is at its posterior mean. Subsampling is off.
+        An inner layer of a deep GP is at its posterior mean. Subsampling is off. Latents of single rows are those
+        learned if the arguments are all those of training, observations included, else draws from the model.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         :raises KeyError: where what is returned is asked for a site that is none of the GP sites.
         """
         self._ready(args, kwargs)
-        run = Look(self.conditions_now(median=True), draws_data=False)
+        known = self.are_known_rows(args, kwargs)
+        run = Look(self.conditions_now(median=True), draws_data=False, rows_known=known)
         self._look(run, True, args, kwargs)
         return BySite(run.posteriors)
 
@@ -202,17 +206,17 @@ class AutoSparseGP(Saved):
 
     def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> Iterator[dict[str, Tensor]]:
         """Draws of every site at new inputs, for prediction: subsampling is off, latents under the data plate come
-        from the model.
+        from the model, or are those learned if the arguments are all those of training, observations included.
 
         :param num: how many.
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
         self._ready(args, kwargs)
-        conditions = None
+        conditions, known = None, self.are_known_rows(args, kwargs)
         for _ in range(num):
             if conditions is None or self.has_random_latents:
-                conditions = self.conditions_now(median=False)
-            yield self._look(Look(conditions, joint, self._warn_of_size), False, args, kwargs)
+                conditions = self.conditions_now(False, known)
+            yield self._look(Look(conditions, joint, self._warn_of_size, rows_known=known), False, args, kwargs)
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
         try:

@@ -15,7 +15,7 @@ from ..approximations.weight_space import elsewhere
 from ..gaussians.sites import KeptSites, Sites
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.checks import require_full_batch
+from ..program.checks import holds_part, require_full_batch
 from ..program.data import Relation, TrainingData
 from ..program.handlers import Held, unrecorded
 from ..program.reader import Reader
@@ -81,6 +81,11 @@ class Conditioned(GPSites):
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
         """What a call's data are to those of training; ``None`` if a state without them was loaded."""
         return None if self.data is None else self.data.relation(self.model, args, kwargs)
+
+    def are_known_rows(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call brings all the data of training, row by row, where latents have a value for each row."""
+        relation = self.relation(args, kwargs) if self.local_latents and self._predicting is None else None
+        return relation is not None and relation.same and relation.order is None
 
     def forget_data(self) -> None:
         """Forget the training data: the next call with observations brings those that families on sites are about.
@@ -177,9 +182,10 @@ class Conditioned(GPSites):
 
     # Families on sites.
 
-    def conditions_now(self, median: bool) -> Conditions:
+    def conditions_now(self, median: bool, known: bool = False) -> Conditions:
         """What prediction is conditioned on: read at the training data, for one draw of the latents or their medians.
 
+        :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
         :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
         """
         if not self.on_sites:
@@ -198,7 +204,8 @@ class Conditioned(GPSites):
             self.on(self._run, median),
             repeatable(self.like) if median else nullcontext(),
         ):
-            return self.condition(self.data.args, self.data.kwargs, False, False)
+            assert self.structure is not None
+            return self.condition(self.data.args, self.data.kwargs, known and not self.structure.inner, False)
 
     def conditions_of_call(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> Conditions:
         """As :meth:`condition`; while predicting, those of the call before unless latents are drawn anew."""
@@ -217,8 +224,6 @@ class Conditioned(GPSites):
         """
         if not self.on_sites or (not same and self.data is None):
             return Conditions()
-        if same and keep:
-            self._remember(args, kwargs)
         if not same:
             assert self.data is not None
             args, kwargs = self.data.args, self.data.kwargs
@@ -228,6 +233,10 @@ class Conditioned(GPSites):
         with unrecorded(), torch.set_grad_enabled(keep):
             self.perform(run, args, kwargs)
         trace = self.trace
+        if same and self.takes_batches and self.data is not None and holds_part(trace):
+            return self.condition(args, kwargs, False, keep)  # the rows it knows, as a batch of more
+        if same and keep:
+            self._remember(args, kwargs)
         modules = {name: module for name, module in self.site_modules().items() if name in run.processes}
         for name, module in modules.items():
             require_full_batch(name, module.family["name"], trace, module.takes_batches)

@@ -338,9 +338,10 @@ class NumbersRun(ProbeRun):
 
 
 class Look(Run):
-    """Posteriors at new inputs, for prediction: latents of single rows come from the model.
+    """Posteriors at inputs, for prediction: latents of single rows come from the model, unless they are of these rows.
 
     :param conditions: of families on sites.
+    :param rows_known: whether the rows are those of training, with their observations.
     :param joint: function values are drawn jointly; or, where the model allows it, independently.
     :param warn: told of large joint draws, by the site's name and their number.
     :param draws_data: whether data at the new inputs are asked for.
@@ -354,9 +355,10 @@ class Look(Run):
         joint: bool = True,
         warn: Callable[[str, int], None] = lambda name, num: None,
         draws_data: bool = True,
+        rows_known: bool = False,
     ) -> None:
         super().__init__()
-        self.draws_data = draws_data
+        self.draws_data, self.rows_known = draws_data, rows_known
         self.conditions, self.joint, self.warn = conditions, joint, warn
         self.given(conditions)
 
@@ -369,7 +371,7 @@ class Look(Run):
         return posterior.mean if median else _in_groups(posterior, site)
 
     def is_of_new_rows(self, differ: bool, whole: bool) -> bool:
-        return True
+        return differ or not self.rows_known
 
 
 def _in_groups(posterior: Any, site: Met) -> Any:

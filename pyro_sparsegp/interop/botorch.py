@@ -166,7 +166,7 @@ class Model(BoTorchModel, FantasizeMixin):
         return found if posterior_transform is None else posterior_transform(found)
 
     def _joint(self, X: Tensor, noisy: bool) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        """Means ``(P, ..., q)``, covariances ``(P, ..., q, q)`` and, if asked for, noise's variances ``(P, ..., q)``."""
+        """Means ``(P, ..., q)``, covariances ``(P, ..., q, q)`` and, if wanted, noise's variances ``(P, ..., q)``."""
         batch, q = X.shape[:-2], X.shape[-2]
         arguments = self.arguments(X.reshape(-1, X.shape[-1]))
         posteriors = self.guide.posterior(*arguments)

@@ -10,7 +10,7 @@ from ..export import backend
 from ..export.arguments import require_tree
 
 if TYPE_CHECKING:
-    import arviz_plots
+    import arviz_plots.plot_collection
     import matplotlib.figure
     import xarray
 else:
@@ -30,7 +30,7 @@ def plot_ribbon(
     probs: Sequence[float] = (0.5, 0.95),
     columns: Optional[Sequence[int]] = None,
     **kwargs: Any,
-) -> Union[arviz_plots.PlotCollection, matplotlib.figure.Figure]:
+) -> Union[arviz_plots.plot_collection.PlotCollection, matplotlib.figure.Figure]:
     """The posterior of a function, or of predicted data, at the inputs of ``predict=``.
 
     With one input it is the mean and central intervals, ``arviz_plots.plot_lm`` on the group ``predictions``; with two
