@@ -195,6 +195,10 @@ class NaturalGaussian(StepsOnBackward):
         gram, pull = self._seen_from(None if anchor is None else self._seat(anchor))
         return (gram, pull) if self.steps_taken else (torch.zeros_like(gram), torch.zeros_like(pull))
 
+    def seen_from(self, sums: tuple[Tensor, Tensor, Tensor], anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        """Parts of (G, r) that belong to another L, which comes with them, as they are under L."""
+        return seen_from(*sums, None if anchor is None else self._seat(anchor))
+
     @torch.no_grad()
     def put_sums(self, anchor: Optional[Tensor], gram: Tensor, pull: Tensor) -> None:
         """Have q be that of G and r under L, of more rows than a batch: steps go on at a later one's rate."""

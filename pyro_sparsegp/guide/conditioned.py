@@ -84,7 +84,7 @@ class Conditioned(GPSites):
 
     def are_known_rows(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a call brings all the data of training, row by row, where latents have a value for each row."""
-        relation = self.relation(args, kwargs) if self.local_latents and not self._new_rows else None
+        relation = self.relation(args, kwargs) if self.local_latents and self._predicting is None else None
         return relation is not None and relation.same and relation.order is None
 
     def forget_data(self) -> None:

@@ -68,7 +68,8 @@ class MeanFieldLatents(AutoNormalMessenger):
         if name not in self.trace.nodes:
             known = [site for site, node in all_sites(self.trace) if node["type"] == "sample"]
             raise ValueError(f"upstream_value({name!r}): no site of that name comes before; those that do are {known}")
-        return self.trace.nodes[name]["value"]
+        value: Any = self.trace.nodes[name]["value"]
+        return value
 
     @property
     def local_latents(self) -> list[str]:

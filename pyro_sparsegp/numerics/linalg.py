@@ -137,6 +137,7 @@ def cholesky(
         if scale is None and (level > 0 or dtype is not None):
             scale = _mean_of_diagonal(matrix)
         if dtype is not None:
+            assert scale is not None
             factor, info = _Factor.apply(matrix, level * scale, dtype)
         elif level > 0:
             assert scale is not None
