@@ -275,6 +275,7 @@ def test_fantasies_of_several_outputs_and_other_likelihoods():
     second = model.subset_output([1]).condition_on_observations(places, values[:, 1:])
     torch.testing.assert_close(both.posterior(at).mean[:, 1:], second.posterior(at).mean)
     torch.testing.assert_close(both.subset_output([1]).posterior(at).mean, second.posterior(at).mean)
+    torch.testing.assert_close(both.posterior(at, output_indices=[1]).mean, second.posterior(at).mean)
     counts = one_function(KERNEL, lambda f: dist.Poisson(f.exp()))
     guide = trained(counts, SVGP(12), x, torch.poisson((1 + y).exp()))
     sampler = SobolQMCNormalSampler(torch.Size([3]), seed=0)

@@ -263,7 +263,7 @@ class _Given(Model):
             found = before._joint(X, True)[2]
             assert found is not None
             noise = found.movedim(0, -1)
-        self.before = before
+        self.before, self._outputs = before, list(range(outputs))
         self.places, self.values = X, Y.expand(broadcast_shapes(Y.shape, (*X.shape[:-1], outputs)))
         self.variances = torch.as_tensor(noise, dtype=Y.dtype, device=Y.device).expand(self.values.shape)
 

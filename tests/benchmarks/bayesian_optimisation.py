@@ -1,6 +1,6 @@
 """Noisy test functions of Bayesian optimisation: a guide as BoTorch's model beside BoTorch's own.
 
-    python tests/benchmarks/bayesian_optimisation.py [--tasks "Branin" ...] [--seeds 3]
+    python tests/benchmarks/bayesian_optimisation.py [--tasks "Branin" ...] [--models "here" ...] [--seeds 3]
 
 Regret, best value seen without noise over the optimum, after so many measurements of noise 0.05: those first are at
 random, the others by LogEI, or by qLogNEI in joint batches of three. Values are standardised before each fit. "Here" is
@@ -72,6 +72,9 @@ def at_random(x: Tensor, y: Tensor) -> None:
     """No model."""
 
 
+MODELS: dict[str, Callable[[Tensor, Tensor], Any]] = {"here": ours, "SingleTaskGP": theirs, "at random": at_random}
+
+
 def regret(fit: Callable[[Tensor, Tensor], Any], task: str, seed: int) -> float:
     """After all measurements of a task."""
     function, start, rounds, q = TASKS[task]
@@ -106,6 +109,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_default_dtype(torch.float64)
@@ -117,8 +121,8 @@ def main() -> None:
     print("|" + (len(seeds) + 5) * "---|")
     for task in options.tasks:
         _, start, rounds, q = TASKS[task]
-        for label, fit in (("here", ours), ("SingleTaskGP", theirs), ("at random", at_random)):
-            begin = time.process_time()
+        for label in options.models:
+            fit, begin = MODELS[label], time.process_time()
             found = [regret(fit, task, seed) for seed in seeds]
             cells = [f"{one:.3f}" for one in (*found, statistics.median(found))]
             seconds = f"{time.process_time() - begin:.0f}"
