@@ -17,7 +17,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import Relation, TrainingData
-from ..program.handlers import Held, unrecorded
+from ..program.handlers import Held, unrecorded, unweighted
 from ..program.reader import Reader
 from ..program.traces import all_sites, as_process, is_free, repeatable
 from ..warned import warn_once
@@ -230,7 +230,7 @@ class Conditioned(GPSites):
         assert self.structure is not None
         inner = self.structure.inner
         run = Draw(same)
-        with unrecorded(), torch.set_grad_enabled(keep):
+        with unrecorded() if keep else unweighted(whole=same), torch.set_grad_enabled(keep):
             self.perform(run, args, kwargs)
         trace = self.trace
         if same and self.takes_batches and self.data is not None and holds_part(trace):

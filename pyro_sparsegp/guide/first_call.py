@@ -95,14 +95,17 @@ class _FlatInputsError(Exception):
         self.name, self.columns = name, columns
 
 
+_NOTHING = (
+    "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take the first "
+    "SVI step, with the data, model(x, y)."
+)
+
+
 class ObservesNothingError(ValueError):
     """A first call came without data."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
-            "the first SVI step, with the data, model(x, y)."
-        )
+    def __init__(self, *args: Any) -> None:  # Pyro's handlers make errors anew, with words of their own added
+        super().__init__(*args or (_NOTHING,))
 
 
 def _observes_nothing(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> bool:
