@@ -158,6 +158,11 @@ class Anova(Kernel):
             base = base.kernel
         self.base, self.low, self.high, self.num_nodes = base, low, high, num_nodes
 
+    @property
+    def in_closed_form(self) -> bool:
+        """Whether its integrals are."""
+        return type(self.base) in _PROFILES
+
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         _require_one(x)
         profile = _PROFILES.get(type(self.base))
