@@ -213,7 +213,7 @@ class NaturalLowRank(StepsOnBackward):
             eyes = [torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device) for phi in features]
             blocks = [e + p.mT @ p - u @ u.mT for e, p, u in zip(eyes, features, found)]
             self._put_each("block", blocks)
-            self._put_each("gain", [_positive(block - e) for block, e in zip(blocks, eyes)])
+            self._put_each("gain", [_positive(0.5 * (d + d.mT) - e) for d, e in zip(blocks, eyes)])
         self._sit(self._seats(anchor))
 
     def _seats(self, anchor: Any) -> Optional[Seats]:
@@ -339,7 +339,7 @@ class NaturalLowRank(StepsOnBackward):
         shift = cautious(shift[..., 0], heard, order)[..., None]
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
-        fine = torch.stack([part.isfinite().all() for part in (*loc, *blocks, *low)]).all() & (each > 0).all()
+        fine = torch.stack([part.sum() for part in (*loc, *blocks, *low)]).isfinite().all() & (each > 0).all()
         loc, blocks, low = (
             [torch.where(fine, a, b) for a, b in zip(new, old)]
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
@@ -363,7 +363,7 @@ def _eye(like: Tensor) -> Tensor:
 
 def _positive(matrix: Tensor) -> Tensor:
     """The part of a symmetric matrix with positive eigenvalues."""
-    found = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+    found = torch.linalg.eigh(matrix)
     return (found.eigenvectors * found.eigenvalues.clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
 
 
@@ -435,10 +435,8 @@ class _Formed:
             own.add_(d)
         whole = whole.mul_(kept)
         whole.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
-        data = torch.zeros_like(whole)
-        for phi, curvature in rows:
-            data = data + phi.mT @ (phi * curvature)
-        self.matrix = whole + joined(data)[0]
+        parts = [phi.mT @ (phi * curvature) for phi, curvature in rows] or [torch.zeros_like(whole)]
+        self.matrix = whole + joined(sum(parts[1:], parts[0]))[0]
 
     def _diagonal(self, whole: Tensor) -> Columns:
         """Views of a matrix' blocks on the diagonal."""

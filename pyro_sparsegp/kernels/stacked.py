@@ -62,7 +62,7 @@ def stacked(kernels: Sequence[Any], like: Tensor, columns: Optional[Sequence[Seq
         return Product(*(stacked(alike, like, columns) for alike in zip(*(kernel.factors for kernel in kernels))))
     if isinstance(first, Anova):
         bounds = (_same_or_stack([getattr(kernel, name) for kernel in kernels], like) for name in ("low", "high"))
-        whole = Anova(stacked([kernel.base for kernel in kernels], like), *bounds)
+        whole = _Anovas(stacked([kernel.base for kernel in kernels], like), *bounds)
         if first.variance is not None:
             whole.variance = _stack([kernel.variance for kernel in kernels], 0, like)
         return whole
@@ -93,6 +93,24 @@ def _stack(values: Sequence[Scalar], own: int, like: Tensor) -> Tensor:
     return torch.stack([tensor.expand(shape) for tensor in tensors], -1 - own)
 
 
+class _Anovas(Anova):
+    """Of one run, in which what the kernel and its diagonal take of the same inputs is found once."""
+
+    any_dtype = True
+
+    def __init__(self, base: Kernel, low: Scalar, high: Scalar) -> None:
+        super().__init__(base, low, high)
+        self._last: Optional[tuple[Tensor, Any]] = None
+
+    def _deficits(self, profile: Any, x: Tensor) -> Any:
+        if self._last is None or self._last[0] is not x:
+            found = super()._deficits(profile, x)
+            if self._last is not None and self._last[0].shape[-2] > x.shape[-2]:
+                return found  # the larger one is asked for again
+            self._last = x, found
+        return self._last[1]
+
+
 class _Selections(Kernel):
     """k_c(x[dims_c], x'[dims_c]) for each c.
 
@@ -105,6 +123,7 @@ class _Selections(Kernel):
         self, kernels: Sequence[Select], kernel: Kernel, columns: Optional[Sequence[Sequence[int]]] = None
     ) -> None:
         self.selections, self.kernel, self.places = tuple(kernels), kernel, None
+        self._last: Optional[tuple[Tensor, Tensor]] = None
         if columns is not None:
             self.places = [tuple(own.index(d) for d in one.dims) for one, own in zip(kernels, columns)]
 
@@ -117,6 +136,13 @@ class _Selections(Kernel):
         return self.kernel.batch_shape
 
     def _own(self, x: Tensor) -> Tensor:
+        if x.dim() > 2:
+            return self._own_of(x)
+        if self._last is None or self._last[0] is not x:  # kernel and diagonal are of the same inputs, one by one
+            self._last = x, self._own_of(x)
+        return self._last[1]
+
+    def _own_of(self, x: Tensor) -> Tensor:
         if x.dim() == 2:
             dims = [kernel.dims for kernel in self.selections]
             first = dims[0][0]

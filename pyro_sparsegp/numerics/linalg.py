@@ -135,7 +135,8 @@ def cholesky(
     level = first
     for attempt in range(_ESCALATIONS + 1):
         if scale is None and (level > 0 or dtype is not None):
-            scale = _mean_of_diagonal(matrix)
+            diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
+            scale = diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
         if dtype is not None:
             factor, info = _Factor.apply(matrix, level * scale, dtype)
         elif level > 0:
@@ -166,11 +167,6 @@ def cholesky(
         f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite. "
         f"{_why(matrix)} Relative jitters from {first:.0e} to {level / 10:.0e} were tried."
     )
-
-
-def _mean_of_diagonal(matrix: Tensor) -> Tensor:
-    diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
-    return diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
 
 
 def _why(matrix: Tensor) -> str:
