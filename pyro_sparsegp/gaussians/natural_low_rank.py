@@ -28,7 +28,10 @@ from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, root_of_inverse, solve_lower
 from ..numerics.processes import joined
 from .groups import Groups, stacked, total
+from .nearest import assembled, nearest
+from .optimal import from_natural
 from .precision import LowRankGaussian, leading_directions
+from .product import Product
 from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, softened
 
 __all__ = ["NaturalLowRank"]
@@ -143,15 +146,18 @@ class _Base:
 class NaturalLowRank(StepsOnBackward):
     """q(w) = N(m, (blockdiag(D) + BBᵀ)⁻¹) by natural steps, each projected on that form.
 
+    (The form: Adam, Durrande and John, 2018; the projection is factor analysis, Rubin and Thayer, 1982.)
+
     Draws give the mean their gradients and leave the precision alone.
 
     :param rank: the number of columns of B; ``None`` is the size of the largest block, 0 makes independent blocks,
         whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
     :param base: whether D is free; else it is I.
-    :param rate: as in :class:`StepsOnBackward`.
+    :param rate: ρ of the step P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) before it is projected, in (0, 1] or a function of the number
+        of steps taken; by default max(0.1, 1/(1 + t)).
     :param sweeps: of expectation maximisation a step.
     :param iterations: of conjugate gradients a step.
-    :param softness: η; as in :class:`~.natural.NaturalGaussian`.
+    :param softness: η, as of :class:`NaturalGaussian`.
     """
 
     anchored: ClassVar[bool] = True
@@ -304,6 +310,37 @@ class NaturalLowRank(StepsOnBackward):
         listening = _Listening.__new__(_Listening)
         listening.__dict__.update(q.__dict__)
         return listening.heard_by(self, Heard(base, self.unit))
+
+    @torch.no_grad()
+    def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
+        """P − I and Pm under L, ``(..., M, M)``; those of the prior, 0, where no step has been taken."""
+        self.settle()
+        pull, blocks, low_rank = self._seen_from(self._seats(anchor))
+        whole = assembled(self._groups.unstack(blocks), self._groups.unstack(low_rank))
+        if pull is None:
+            r = whole @ torch.cat(self._each("loc"), -1)[..., None]
+        else:
+            r = torch.cat(self._groups.unstack(pull), -2)
+        known = float(self.steps_taken > 0)
+        return known * (whole - _eye(whole)), known * r[..., 0]
+
+    @torch.no_grad()
+    def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
+        """Have q be the nearest to that of G and r under L, with their mean: steps go on at a later one's rate."""
+        whole = (0.5 * (gram + gram.mT) + _eye(gram)).expand(*self.batch_shape, *gram.shape[-2:])
+        loc = torch.cholesky_solve(pull.expand(whole.shape[:-1])[..., None], cholesky(whole, 0.0, "I + G"))[..., 0]
+        blocks, low_rank = nearest(whole, self.sizes, self.rank, self.base)
+        self._put_each("loc", loc.split(self.sizes, -1))
+        self._put_each("block", blocks)
+        self._put_each("low_rank", low_rank)
+        if self.base:
+            self._put_each("gain", [_positive(d - _eye(d)) for d in blocks])
+        self._sit(self._seats(anchor))
+        self.skip(max(KNOWN - self.steps_taken, 0))
+
+    def of(self, gram: Tensor, pull: Tensor) -> Product:
+        """q(w) of these G and r, before it is brought to its form."""
+        return from_natural(gram, pull, self.sizes)
 
     def step(self, heard: Heard, weight: Tensor, total_weight: Tensor, rate: float, again: bool) -> None:
         base: _Base = heard.base

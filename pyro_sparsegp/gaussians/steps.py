@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Optional, Self, Union
 
 import torch
 from pyro.nn import PyroParam
@@ -22,9 +22,6 @@ from ..numerics.functions import Function
 from ..numerics.linalg import side_by_side
 from ..numerics.processes import due, joined, largest
 from .base import Coefficients, Gaussian
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["KNOWN", "Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious", "softened"]
 
@@ -36,7 +33,11 @@ Rate = Union[float, Callable[[int], float]]
 
 @dataclass(frozen=True)
 class Falling:
-    """The rate of step t = 0, 1, …: ρ = max(least, most/(1 + t)), an average over all steps, then the last 1/least."""
+    """The rate of step t = 0, 1, …: ρ = max(least, most/(1 + t)), an average over all steps, then the last 1/least.
+
+    :param least: the floor, in (0, 1].
+    :param most: of the first step, in (0, 1].
+    """
 
     least: float = 0.1
     most: float = 1.0

@@ -138,6 +138,7 @@ def cholesky(
             diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
             scale = diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
         if dtype is not None:
+            assert scale is not None
             factor, info = _Factor.apply(matrix, level * scale, dtype)
         elif level > 0:
             assert scale is not None
