@@ -18,10 +18,15 @@ def run(job, rank=0, world=1, group=None):
     return KINDS[kind].run(KINDS[kind].share(rank, world, mode), mode, group, start=0.3 * rank)
 
 
-if __name__ == "__main__":
-    rank, world, file, jobs = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    torch.set_num_threads(1)
+def work(rank, world, file, jobs):
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    for job in jobs.split(","):
-        torch.save(run(job, rank, world, torch.distributed.group.WORLD), f"{file}.{rank}.{job}")
-    torch.distributed.destroy_process_group()
+    try:
+        for job in jobs:
+            torch.save(run(job, rank, world, torch.distributed.group.WORLD), f"{file}.{rank}.{job}")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    work(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4].split(","))

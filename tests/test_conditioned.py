@@ -81,9 +81,9 @@ FAMILIES = {
 }
 PLACES = ["before", "after", "mean", "kernel", "noise"]
 
-# One family at all places, each place under two of them; the rest of the product is slow.
+# Each place under one family or two, what is conditioned on before and after f under both; the rest is slow.
 AT = {
-    "SGPR": PLACES,
+    "SGPR": ["before", "after", "kernel"],
     "collapsed": ["before"],
     "projected": ["after", "noise"],
     "sparse": ["mean"],
@@ -109,11 +109,11 @@ def test_every_way_to_ask_conditions_on_the_draw(name, place):
         return (draws["f"] - means) / variances.sqrt()
 
     pyro.set_rng_seed(0)
-    draws = predict(model, guide, new, num_samples=40, joint=False)
-    assert abs(draws["c"].std() - 0.7) < 0.2
+    draws = predict(model, guide, new, num_samples=30, joint=False)
+    assert abs(draws["c"].std() - 0.7) < 0.25
     assert_standard(standardised(draws))
     # guide(...), in training and in eval mode.
-    each = [guide(new) for _ in range(20)]
+    each = [guide(new) for _ in range(15)]
     assert_standard(standardised({key: torch.stack([one[key] for one in each]) for key in ("c", "f")}), 0.15)
     # At the medians.
     q = guide.posterior(new)["f"]
@@ -174,16 +174,16 @@ def test_an_intercept_leaves_the_predictor_its_width():
     x, y = data()
     model = program("before")
     guide = AutoSparseGP(model, SGPR(x, trainable=False))
-    train(model, guide, x, y, steps=60, lr=0.1, loss=TraceQuadrature_ELBO(2))
+    train(model, guide, x, y, steps=40, lr=0.1, loss=TraceQuadrature_ELBO(2))
     both = kernels.Matern32(0.5) + kernels.Constant(4.0)
     gain = both(x) @ torch.linalg.inv(both(x) + NOISE**2 * torch.eye(30))
     exact = (both.diag(x) - (gain * both(x)).sum(-1)).sqrt()
-    draws = predict(model, guide, x, num_samples=250, joint=False)
+    draws = predict(model, guide, x, num_samples=150, joint=False)
     found = (draws["f"] + draws["c"][:, None]).std(0)
-    assert ((found / exact - 1).abs() < 0.2).all()
-    assert abs((found / exact).mean() - 1) < 0.05
+    assert ((found / exact - 1).abs() < 0.25).all()
+    assert abs((found / exact).mean() - 1) < 0.1
     evidence = dist.MultivariateNormal(torch.zeros(30), both(x) + NOISE**2 * torch.eye(30)).log_prob(y)
-    loss, error = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=40)
+    loss, error = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=20)
     assert abs(loss + evidence) < 0.1 + 3 * error
 
 
@@ -192,7 +192,7 @@ def dense_bernoulli(x, y, new, c):
     nodes, weights = (torch.as_tensor(part) for part in _hermite(20))
     k, eye = KERNEL(x), torch.eye(len(x))
     precision, linear = torch.zeros(len(x)), torch.zeros(len(x))
-    for _ in range(80):
+    for _ in range(40):
         covariance = torch.linalg.solve(eye + k * precision, k)
         mean, variance = covariance @ linear, covariance.diagonal()
         f = mean[:, None] + variance.sqrt()[:, None] * nodes
@@ -216,7 +216,10 @@ def _hermite(num):
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [("SGPR", "before"), pytest.param("collapsed", "after", marks=pytest.mark.slow), ("projected", "before")],
+    [
+        ("SGPR", "before"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("collapsed", "after"), ("projected", "before"))),
+    ],
 )
 def test_classes_condition_on_the_draw(name, place):
     x, y = data(20, binary=True)
@@ -246,7 +249,7 @@ def test_free_sites_are_those_of_training_whatever_the_draw():
         assert losses[0] == pytest.approx(losses[1], abs=1e-9)
     new = torch.linspace(0.0, 3.0, 5)[:, None]
     q = guide.posterior(new)["f"]
-    draws = predict(model, guide, new, num_samples=100, joint=False)
+    draws = predict(model, guide, new, num_samples=50, joint=False)
     assert_standard((draws["f"] - q.mean) / q.stddev)
 
 
@@ -254,7 +257,7 @@ def test_trees_condition_on_the_draw():
     x, y = data(20)
     model, new = program("before"), torch.linspace(0.2, 4.0, 7)[:, None]
     guide = started(model, SGPR(x, trainable=False), x, y)
-    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=60, predict=new, seed=0)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=40, predict=new, seed=0, log_likelihood=False)
     draws = {
         "c": torch.as_tensor(tree["posterior"]["c"].values[0]),
         "f": torch.as_tensor(tree["predictions"]["f"].values[0]),
@@ -279,10 +282,10 @@ def test_group_effects_with_counts():
 
     guide = AutoSparseGP(model, SGPR(x, trainable=False))
     elbo = TraceQuadrature_ELBO(20)
-    train(model, guide, x, groups, y, steps=12, lr=0.2, loss=elbo)
-    trained = torch.tensor(train(model, guide, x, groups, y, steps=12, lr=0.0, loss=elbo))
-    evaluated = torch.tensor([elbo.loss(model, guide, x, groups, y) for _ in range(12)])
-    assert (evaluated - trained).mean().abs() < 4 * (evaluated.std() + trained.std()) / math.sqrt(12) + 0.2
+    train(model, guide, x, groups, y, steps=8, lr=0.2, loss=elbo)
+    trained = torch.tensor(train(model, guide, x, groups, y, steps=8, lr=0.0, loss=elbo))
+    evaluated = torch.tensor([elbo.loss(model, guide, x, groups, y) for _ in range(8)])
+    assert (evaluated - trained).mean().abs() < 4 * (evaluated.std() + trained.std()) / math.sqrt(8) + 0.2
 
 
 def test_the_state_holds_the_data_and_says_when_it_cannot():

@@ -106,12 +106,12 @@ def test_predictions_are_joint(trained):
     guide = trained()
     _, covariance, _ = _exact(x, group, y)
     pyro.set_rng_seed(1)
-    draws = predict(guide.model, guide, x, group, num_samples=500, joint=False)
-    level = draws["f"] + draws["c"][..., None] + draws["g"].reshape(500, GROUPS)[:, group]
+    draws = predict(guide.model, guide, x, group, num_samples=200, joint=False)
+    level = draws["f"] + draws["c"][..., None] + draws["g"].reshape(200, GROUPS)[:, group]
     to_level = torch.cat([_levels(group), torch.eye(N)], 1)
     sd = (to_level @ covariance @ to_level.T).diagonal().sqrt()
-    torch.testing.assert_close(level.std(0), sd, rtol=4 / 1000**0.5, atol=0.0)
-    torch.testing.assert_close(draws["c"].std(), covariance[0, 0].sqrt(), rtol=4 / 1000**0.5, atol=0.0)
+    torch.testing.assert_close(level.std(0), sd, rtol=4 / 400**0.5, atol=0.0)
+    torch.testing.assert_close(draws["c"].std(), covariance[0, 0].sqrt(), rtol=4 / 400**0.5, atol=0.0)
 
 
 def test_a_value_held_by_a_handler_is_conditioned_on(trained):
@@ -126,7 +126,7 @@ def test_a_value_held_by_a_handler_is_conditioned_on(trained):
         other(*data)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # test_one_step_is_the_natural_gradient sees what a batch weighs; the evidence, the steps
 def test_mini_batches_arrive():
     data = _data()
 
@@ -153,8 +153,8 @@ def _sum():
 @pytest.mark.parametrize(
     ("family", "kernel"),
     [
-        (families.OrthogonalInducing(8, 6, natural=True), _kernel),
-        # What its low rank does with a shift is held against dense algebra below.
+        # What a shift does to several blocks, and to a low rank, is held against dense algebra below.
+        pytest.param(families.OrthogonalInducing(8, 6, natural=True), _kernel, marks=pytest.mark.slow),
         pytest.param(families.CoupledPrecision(10, rank=8, natural=True), _sum, marks=pytest.mark.slow),
         pytest.param(families.SVGP(14, natural=False), _kernel, marks=pytest.mark.slow),
         (families.SGPR(14), _kernel),
@@ -164,7 +164,7 @@ def _sum():
 def test_every_family_gains(family, kernel):
     data = _data()
     *_, log_evidence = _exact(*data, kernel)
-    steps = {"OrthogonalInducing": 200, "SVGP": 900}.get(type(family).__name__, 300)
+    steps = {"OrthogonalInducing": 200, "SGPR": 150, "SVGP": 900}.get(type(family).__name__, 300)
     guide = _train(_model(kernel=kernel), family, data, steps=steps)
     loss = sum(TraceQuadrature_ELBO().loss(guide.model, guide, *data) for _ in range(10)) / 10
     assert -loss == pytest.approx(log_evidence.item(), abs=1.0)
@@ -173,9 +173,9 @@ def test_every_family_gains(family, kernel):
 
 def test_drawn_objectives_move_it():
     data = _data()
-    guide = _train(_model(), families.SVGP(10, natural=True), data, steps=60, loss=Trace_ELBO(), point_estimates=("g",))
+    guide = _train(_model(), families.SVGP(10, natural=True), data, steps=30, loss=Trace_ELBO(), point_estimates=("g",))
     guide.together.settle()
-    assert guide.together.steps == 60
+    assert guide.together.steps == 30
     assert guide.structure.coupled == ["c"]
     assert guide.gps.f.following.slope.isfinite().all()
 
@@ -269,7 +269,8 @@ def test_one_step_is_the_natural_gradient():
     torch.testing.assert_close(q.loc, target.mean)
 
 
-@pytest.mark.parametrize("unit", [pytest.param(1.0, marks=pytest.mark.slow), 0.01])  # the same faults
+@pytest.mark.slow  # that a step's length is bounded, in units of q, is seen in the test above
+@pytest.mark.parametrize("unit", [1.0, 0.01])
 def test_strong_data_and_any_unit(unit):
     # Far from the optimum the gradients are hundreds of q's deviations long.
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ JOBS = [*(f"ep-{mode}" for mode in EP), *(f"svi-{mode}" for mode in SVI)]
 
 
 def work(world, jobs, file):
-    """Run the processes to their ends."""
+    """Run the processes to their ends; the first of them is this one."""
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.group_worker", str(rank), str(world), str(file), ",".join(jobs)],
@@ -26,9 +26,14 @@ def work(world, jobs, file):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(world)
+        for rank in range(1, world)
     ]
-    outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+    try:
+        group_worker.work(0, world, file, jobs)
+        outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
     assert all(worker.returncode == 0 for worker in workers), outputs
     return file
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI
+from pyro.infer.autoguide.initialization import init_to_value
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, families, kernels
 
@@ -22,18 +23,19 @@ def heteroscedastic(x, y=None):
 
 
 def product(x, y=None):
-    f = pyro.sample("f", GaussianProcess(KF, x[:, :1], mean=x.new_full((), 1.0)))
-    g = pyro.sample("g", GaussianProcess(KG, x[:, 1:], mean=x.new_full((), 1.0)))
+    f = pyro.sample("f", GaussianProcess(KF, x[:, :1], mean=x.new_full((), 1.5)))
+    g = pyro.sample("g", GaussianProcess(KG, x[:, 1:], mean=x.new_full((), 1.5)))
     with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f * g, 0.1), obs=y)
+        return pyro.sample("y", dist.Normal(f * g, 0.4), obs=y)
 
 
 def _nuts(model, x, y):
     """Draws of f and g, ``(S, N)`` each."""
     pyro.set_rng_seed(0)
     white = poutine.reparam(model, config=Whitening())
-    kernel = NUTS(white, max_tree_depth=6, target_accept_prob=0.9)
-    mcmc = MCMC(kernel, num_samples=SAMPLES, warmup_steps=150, disable_progbar=True)
+    start = init_to_value(values={f"{name}_whitened": torch.zeros(N) for name in ("f", "g")})  # not at (-f, -g)
+    kernel = NUTS(white, max_tree_depth=6, target_accept_prob=0.9, init_strategy=start)
+    mcmc = MCMC(kernel, num_samples=SAMPLES, warmup_steps=200, disable_progbar=True)
     mcmc.run(x, y)
     noise = {name: value.reshape(SAMPLES, N) for name, value in mcmc.get_samples().items()}
     found = {}
@@ -51,13 +53,16 @@ def _error(draws):
 
 
 @pytest.mark.slow  # test_joint.py sees the same faults by importance sampling
-@pytest.mark.parametrize(("model", "wider"), [(heteroscedastic, 0.05), (product, 0.1)])
-def test_one_posterior_is_that_of_nuts(model, wider):
+@pytest.mark.parametrize(("model", "width", "apart"), [(heteroscedastic, 0.8, 0.05), (product, 0.45, 0.15)])
+def test_one_posterior_is_that_of_nuts(model, width, apart):
     """Means, widths and the correlation of a row's two values, which independent posteriors do not have and pay for in
-    widths: of a product, whose factors trade off, visibly.
+    widths: of a product, whose factors trade off along a hyperbola, visibly.
+
+    :param width: least sd, in NUTS': 0.87 and 0.54 were seen; of independent posteriors 0.79 and 0.30.
+    :param apart: by how much independent posteriors' are less.
     """
     x, y = _data()
-    y = y + 1 if model is product else y
+    y = y + 1.5 if model is product else y
     draws = _nuts(model, x, y)
     sd = {name: values.std(0) for name, values in draws.items()}
     away = {name: values - values.mean(0) for name, values in draws.items()}
@@ -74,11 +79,9 @@ def test_one_posterior_is_that_of_nuts(model, wider):
         widths[kind] = torch.cat([q[name].stddev / sd[name] for name in ("f", "g")]).mean().item()
     q = found["one"]
     mine = q["f"].covariance_with(q["g"]).diagonal() / (q["f"].stddev * q["g"].stddev)
-    print(model.__name__, widths, (mine - correlation).abs().max().item(), correlation.abs().mean().item())
     for name in ("f", "g"):
         off = (q[name].mean - draws[name].mean(0)).abs()
-        print((off / sd[name]).max().item(), (_error(draws[name]) / sd[name]).max().item())
         assert (off < 0.25 * sd[name] + 4 * _error(draws[name])).all()
     assert (mine - correlation).abs().max() < 0.3
-    assert 0.8 < widths["one"] < 1.1
-    assert widths["one"] > widths["each"] + wider
+    assert width < widths["one"] < 1.1
+    assert widths["one"] > widths["each"] + apart
