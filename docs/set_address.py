@@ -1,6 +1,7 @@
 """Say where the repository lives, once that is known: ``python docs/set_address.py https://github.com/OWNER/NAME``.
 
-Writes ``[project.urls]``, makes README's links absolute, as package indexes need them, and completes CITATION.cff.
+Writes ``[project.urls]``, makes README's links absolute, as package indexes need them, gives it the badges of the
+workflows in ``.github``, and completes CITATION.cff.
 """
 
 import re
@@ -15,6 +16,14 @@ def absolute(readme: str, address: str) -> str:
     raw = address.replace("https://github.com/", "https://raw.githubusercontent.com/") + "/main/"
     readme = re.sub(r"(!\[[^\]]*\]\()(?!https?:|#)", rf"\g<1>{raw}", readme)
     return re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{address}/blob/main/", readme)
+
+
+def with_badges(readme: str, address: str) -> str:
+    """README with a badge of each workflow, below its title."""
+    names = {"CI": "ci.yml", "Documentation": "pages.yml"}
+    runs = {name: f"{address}/actions/workflows/{file}" for name, file in names.items()}
+    badges = "\n".join(f"[![{name}]({run}/badge.svg)]({run})" for name, run in runs.items())
+    return re.sub(r"\A(# .*\n)", rf"\g<1>\n{badges}\n", readme)
 
 
 def with_urls(project: str, address: str) -> str:
@@ -37,6 +46,7 @@ def with_repository(citation: str, address: str) -> str:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", sys.argv[1]):
         raise SystemExit(__doc__)
-    for name, change in (("pyproject.toml", with_urls), ("README.md", absolute), ("CITATION.cff", with_repository)):
+    changes = {"pyproject.toml": [with_urls], "README.md": [absolute, with_badges], "CITATION.cff": [with_repository]}
+    for name, change in [(name, change) for name, found in changes.items() for change in found]:
         path = ROOT / name
         path.write_text(change(path.read_text(), sys.argv[1]))

@@ -12,6 +12,7 @@ from .outputs import mix_outputs
 from .posterior.sparse_posterior import SparsePosterior
 from .predict import predict
 from .process import GaussianProcess
+from .program.classes import class_probabilities
 from .whitening import Whitening, WhitenReparam
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "WhitenReparam",
     "Whitening",
     "__version__",
+    "class_probabilities",
     "diagnostics",
     "families",
     "fit",

@@ -24,9 +24,12 @@ def mix_outputs(
     :param mixing: A, ``(P, Q)``.
     :param shared: g at the inputs, ``(Q, N)``.
     :param own: h at the inputs, ``(P, N)``: what each output has by itself.
-    :param output: of each row the number of its output, ``(N,)`` whole numbers.
+    :param output: of each row the number of its output, ``(N,)`` whole numbers from 0 to P − 1.
     :raises ValueError: naming the argument, if the shapes do not fit.
     """
+    for name, given in (("mixing", mixing), ("shared", shared), ("own", own), ("output", output)):
+        if not isinstance(given, Tensor) and (given is not None or name in ("mixing", "shared")):
+            raise ValueError(f"mix_outputs' {name} must be a tensor, got {type(given).__name__}")
     if mixing.dim() != 2 or shared.dim() < 2 or shared.shape[-2] != mixing.shape[-1]:
         raise ValueError(
             f"mix_outputs takes mixing (P, Q) and shared (Q, N), got {tuple(mixing.shape)} and {tuple(shared.shape)}"
@@ -42,5 +45,9 @@ def mix_outputs(
             f"mix_outputs' output must be {num} whole numbers, one a row, got {output.dtype} of shape "
             f"{tuple(output.shape)}"
         )
-    chosen = (mixing[output].mT * shared).sum(-2)
+    output = torch.where(output < 0, rows, output)  # which would count from the end
+    try:
+        chosen = (mixing[output].mT * shared).sum(-2)
+    except IndexError as error:
+        raise ValueError(f"mix_outputs' output must be numbers from 0 to {rows - 1}, rows of mixing: {error}") from None
     return chosen if own is None else chosen + own[..., output, torch.arange(num, device=own.device)]

@@ -2,8 +2,10 @@
 
     python tests/fuzz.py START COUNT [--verbose]
 
-Configuration i depends on i alone. One line is printed for each that is not clean, and counts at the end;
-``python tests/fuzz.py I 1 --verbose`` tells of one configuration, with full tracebacks.
+Configuration i depends on i alone; from 1,000 on they hold what came later, too: posteriors of several sites, rows that
+are absorbed, indicators that are summed out, actions on some rows of more, and outputs by rows. One line is printed for
+each that is not clean, and counts at the end; ``python tests/fuzz.py I 1 --verbose`` tells of one configuration, with
+full tracebacks.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from pyro_sparsegp import (  # noqa: E402
 from pyro_sparsegp.program.registration import held_parameters  # noqa: E402
 
 NUM_LEVELS = 3  # of the column of codes, and of the groups
+LATER = 1000  # the first configuration that may hold what came later: those before stay as they were
 
 
 # Kernels.
@@ -194,7 +197,8 @@ class Recipe:
         if self.name == "ExactWeightSpace":
             return True
         if self.name == "ComputationAware":
-            return self.options["num_actions"] == -1 and self.options["actions"] != "cg"
+            whole = self.options["num_actions"] == -1 and not self.options.get("batches")
+            return whole and self.options["actions"] != "cg"
         fixed = self.points == [Points(-1, True)] and not self.options["trainable"]
         return fixed and self.name in ("SGPR", "ConditionalSGPR", "AdditiveSGPR")
 
@@ -212,7 +216,9 @@ def draw_points(r: random.Random, distinct: int) -> Points:
     return Points(r.randint(1, max(1, min(distinct, 12))), r.random() < 0.4)
 
 
-def draw_family(r: random.Random, num: int, distinct: int, columns: int) -> Recipe:
+def draw_family(
+    r: random.Random, num: int, distinct: int, columns: int, among: Optional[tuple[str, ...]] = None
+) -> Recipe:
     """A family for some rows, fewer of them distinct."""
 
     def free() -> dict[str, Any]:
@@ -269,7 +275,7 @@ def draw_family(r: random.Random, num: int, distinct: int, columns: int) -> Reci
         "ExactWeightSpace": sites,
         "SparseEP": placed,
     }
-    name = r.choice([*draws, "SVGP", "SGPR", "ComputationAware"])
+    name = r.choice(among or [*draws, "SVGP", "SGPR", "ComputationAware"])
     return Recipe(name, draws[name]())
 
 
@@ -288,8 +294,20 @@ LIKELIHOODS: dict[str, Callable[[Tensor, Any, Tensor], Any]] = {  # of η, a sca
     "summed": lambda eta, scale, g: dist.Normal(eta.sum(-2), scale),
     "heteroscedastic": lambda eta, scale, g: dist.Normal(eta, scale * (g / 2).exp()),
 }
+NEW_LIKELIHOODS: dict[str, Callable[[Tensor, Any, Tensor], Any]] = {  # from LATER on
+    "added": lambda eta, scale, g: dist.Normal(eta + g, scale),
+    "product": lambda eta, scale, g: dist.Normal(eta * g, scale),
+    "outliers": lambda eta, scale, g: dist.Normal(eta, scale * (1 + 9 * g)),  # g is the indicator
+    "outliers written out": lambda eta, scale, g: dist.MixtureSameFamily(
+        dist.Categorical(eta.new_tensor([1 - OUTLIERS, OUTLIERS]).expand(*eta.shape, 2)),
+        dist.Normal(eta[..., None], torch.stack(torch.broadcast_tensors(*[eta * 0 + scale * s for s in (1, 10)]), -1)),
+    ),
+}
+DENSITIES = LIKELIHOODS | NEW_LIKELIHOODS
+OUTLIERS = 0.1  # their share
+TWO = ("heteroscedastic", "added", "product")  # GP sites
 GAUSSIAN = ("normal", "outputs", "summed")
-LOCATED = (*GAUSSIAN, "student", "heteroscedastic")  # η is in the units of y
+LOCATED = (*GAUSSIAN, "student", "heteroscedastic", *NEW_LIKELIHOODS)  # η is in the units of y
 SEVERAL = ("categorical", "outputs", "summed")
 
 
@@ -328,9 +346,78 @@ class Configuration:
     again: str  # how it is trained a second time
     propagation: dict[str, Any] = field(default_factory=dict)
     coupled: bool = False  # other latents with each other and with the coefficients
+    joint: bool = False  # both GP sites have one posterior
+    absorbs: bool = False  # further rows
+    support: int = 0  # rows that actions act on, of more
 
     @classmethod
     def draw(cls, index: int) -> Configuration:
+        """The configuration of a number."""
+        found = cls._draw(index)
+        return found if index < LATER else found._later(random.Random(-index))
+
+    def _later(self, r: random.Random) -> Configuration:
+        """With something of what came later."""
+        new: dict[str, Any] = {}
+        kind = r.choice(("joint", "joint", "absorbs", "outliers", "support", "outputs"))
+        columns, codes, likelihood = self.columns, self.codes, self.likelihood
+        num = max(self.num, 4)
+        among: Optional[tuple[str, ...]] = None
+        if kind == "joint":
+            among = ("SVGP", "CoupledPrecision", "CoupledPrecision", "CoupledCovariance", "WeightSpace")
+            likelihood = r.choice(TWO)
+            new |= {"joint": True, "absorbs": r.random() < 0.2}
+        elif kind == "absorbs":
+            among = ("SVGP", "OrthogonalInducing", "CoupledCovariance", "MeanFieldAdditive", "WeightSpace", "SGPR")
+            likelihood = r.choice(("normal", "normal", likelihood))
+            new["absorbs"] = True
+        elif kind == "outliers":
+            likelihood = "outliers"
+        elif kind == "support":
+            among = ("ComputationAware",)
+            new |= {"support": r.randint(2, num - 1), "batch": num // 2, "first": "guide"}
+        if kind == "outputs" or r.random() < 0.2:
+            columns, codes = max(columns, 2), True
+        distinct = 1 if self.constant_column and columns - codes == 1 else (num + 1) // (1 + self.duplicates)
+        family = draw_family(r, num, distinct, columns, among) if among else self.family
+        if columns != self.columns or num != self.num:
+            family = draw_family(r, num, distinct, columns, among or (self.family.name,))
+        if kind == "joint":  # a count for each site: their kernels have other terms
+            options = {
+                k: Points(max(v.num, 1), False) if isinstance(v, Points) else v for k, v in family.options.items()
+            }
+            family = Recipe(family.name, options)
+        if kind == "support":
+            options = family.options | {"batches": True}
+            options["num_actions"] = min(options["num_actions"], new["support"])
+            family = Recipe(family.name, options)
+        finite, unit = "WeightSpace" in family.name, self.is_plain or kind in ("joint", "outliers")
+        kernel = draw_kernel(r, columns, codes and kind != "outputs", finite, family.is_additive, unit)
+        if codes and (kind == "outputs" or r.random() < 0.5):
+            by_output = Term(
+                "Select", (columns - 1,), (Term("Coregionalisation", (r.randrange(100), r.choice((1, 2)))),)
+            )
+            terms = kernel.parts if kernel.kind == "Sum" else (kernel,)
+            terms = tuple(Term("Product", (), (term, by_output)) for term in terms)
+            kernel = Term("Sum", (), terms) if len(terms) > 1 else terms[0]
+        if likelihood != self.likelihood:
+            plain = {"x": 1.0, "length": 1.0, "variance": 1.0, "y": 1.0}
+            new |= {"scales": plain, "num_outputs": 0, "missing": "mask" if self.missing and r.random() < 0.5 else ""}
+        if kind == "joint" and num > 4 and r.random() < 0.2:
+            new["batch"] = num // 2
+        return dataclasses.replace(
+            self,
+            num=num,
+            columns=columns,
+            codes=codes,
+            family=family,
+            kernel=kernel,
+            likelihood=likelihood,
+            **new,
+        )
+
+    @classmethod
+    def _draw(cls, index: int) -> Configuration:
         r = random.Random(index)
         num = r.choice((r.randint(1, 3), *(r.randint(4, 12) for _ in range(2)), r.randint(4, 20), r.randint(10, 60)))
         columns = r.choice((1, 1, 2, 2, 3, 4))
@@ -422,7 +509,11 @@ class Configuration:
             if self.num_outputs:
                 eta = torch.stack([eta * (1 + p / 2) * (-1) ** p for p in range(self.num_outputs)])
             eta = eta * (self.scales["y"] if self.likelihood in LOCATED else 1.0)
-            y = LIKELIHOODS[self.likelihood](eta, 0.2 * self.scales["y"], torch.zeros(())).sample().double()
+            other = torch.full((), float(self.likelihood == "product"))
+            if "outliers" in self.likelihood:
+                other = (torch.rand(len(x)) < OUTLIERS).double()
+            name = self.likelihood.removesuffix(" written out")
+            y = DENSITIES[name](eta, 0.2 * self.scales["y"], other).sample().double()
             if self.missing:
                 y[torch.rand(len(y)) < 0.3] = math.nan
                 y[0] = 1.0
@@ -458,7 +549,7 @@ class Configuration:
 
     @property
     def sites(self) -> tuple[str, ...]:
-        return ("f", "g") if self.likelihood == "heteroscedastic" else ("f",)
+        return ("f", "g") if self.likelihood in TWO else ("f",)
 
     @property
     def is_plain(self) -> bool:
@@ -483,6 +574,9 @@ class Configuration:
             f"latents={','.join(self.latents)}" if self.latents else "",
             "points" if self.points and self.latents else "",
             "coupled" if self.coupled and self.latents and not self.points else "",
+            "one posterior of f and g" if self.joint else "",
+            "absorbs" if self.absorbs else "",
+            f"actions on {self.support} rows" if self.support else "",
             self.missing,
             "offset" if self.offset else "",
             f"mean={self.mean}" if self.mean != "zero" else "",
@@ -559,9 +653,7 @@ class Model:
         f = pyro.sample("f", self.process(x, h))
         g = x.new_zeros(())
         if "g" in c.sites:
-            unit = c.scales["x"]
-            kernel = kernels.Linear(1.0 / unit**2) if "WeightSpace" in c.family.name else kernels.RBF(unit)
-            g = pyro.sample("g", GaussianProcess(kernel, x))
+            g = pyro.sample("g", GaussianProcess(self.other_kernel, x))
         if "groups after" in c.latents:
             h["groups_after"] = self._groups("groups_after", x)
         if "noise" in c.latents:
@@ -571,7 +663,10 @@ class Model:
         with weighted, pyro.plate("data", size or len(x), subsample=x):
             if "local" in c.latents:
                 eta = eta + pyro.sample("local", dist.Normal(x.new_zeros(()), c.scales["y"]))
-            likelihood = LIKELIHOODS[c.likelihood](eta, h.get("noise", c.noise), g)
+            if c.likelihood == "outliers":
+                indicator = dist.Bernoulli(x.new_full((), OUTLIERS))
+                g = pyro.sample("outlier", indicator, infer={"enumerate": "parallel"})
+            likelihood = DENSITIES[c.likelihood](eta, h.get("noise", c.noise), g)
             if y is None or not c.missing:
                 return pyro.sample("y", likelihood, obs=y)
             seen = y.isfinite()
@@ -584,6 +679,12 @@ class Model:
     def _groups(self, name: str, x: Tensor) -> Tensor:
         with pyro.plate(f"{name}_plate", NUM_LEVELS):
             return pyro.sample(name, dist.Normal(x.new_zeros(()), self.c.scales["y"]))
+
+    @property
+    def other_kernel(self) -> Any:
+        """Of g."""
+        unit = self.c.scales["x"]
+        return kernels.Linear(1.0 / unit**2) if "WeightSpace" in self.c.family.name else kernels.RBF(unit)
 
     def shift(self, x: Tensor, h: dict[str, Tensor]) -> Tensor:
         """η − f."""
@@ -646,6 +747,11 @@ class Model:
                 return kernels.Polynomial(*numbers)
             case "Categorical":
                 return kernels.Categorical(NUM_LEVELS)
+            case "Coregionalisation":
+                seed, rank = numbers
+                generator = torch.Generator().manual_seed(seed)
+                mixing = torch.randn(NUM_LEVELS, rank, generator=generator, dtype=torch.float64)
+                return kernels.Coregionalisation(mixing.to(like), like.new_full((NUM_LEVELS,), 0.3))
             case "Foreign":
                 return Foreign()
             case "FromPyro":
@@ -723,12 +829,14 @@ def build_family(c: Configuration, model: Model) -> Any:
         if isinstance(value, Points):
             options[name] = value.num if not value.given else c.inducing(value.num)
     if options.get("num_actions") == -1:
-        options["num_actions"] = len(x)
+        options["num_actions"] = c.support or len(x)
     if c.family.is_additive and isinstance(options["inducing"], Tensor):
         z = options["inducing"]
         of_terms = (term.columns for term in model.kernel(x, {}).terms)
         options["inducing"] = [z if read is None else z[:, list(read)].unique(dim=0) for read in of_terms]
     family = c.family.kind(**options)
+    if c.joint:
+        return {("f", "g"): family}
     if "g" in c.sites and isinstance(options.get("inducing"), list):
         return {"f": family, "g": c.family.kind(**{**options, "inducing": z})}
     return family
@@ -760,7 +868,7 @@ def fit(c: Configuration, order: Optional[Tensor] = None, shuffled: bool = False
     else:
         trainer = SVI(program, guide, optim, OBJECTIVES[c.objective]())
     if c.batch or c.first == "guide":
-        guide(x, y)
+        guide(x[: c.support or len(x)], y[: c.support or len(x)])
     elif c.first == "no_grad":
         with torch.no_grad():
             guide(x, y)
@@ -774,6 +882,8 @@ def fit(c: Configuration, order: Optional[Tensor] = None, shuffled: bool = False
         if c.batch or (shuffled and fitted.losses):
             randoms.shuffle(rows)
         rows = torch.tensor(rows[: c.batch or len(rows)])
+        if c.support and randoms.random() < 0.2:
+            rows = torch.arange(c.support)
         more: dict[str, Any] = {"size": len(x)} if c.batch else {}
         if c.batch and c.family.name == "SparseEP":
             more["indices"] = rows
@@ -958,7 +1068,7 @@ def other_dtype(fitted: Fit) -> None:
 def bound(fitted: Fit) -> None:
     """Under a Gaussian likelihood the bound is at most the log evidence."""
     c = fitted.c
-    if c.likelihood not in GAUSSIAN or not c.is_deterministic or c.family.name == "SparseEP":
+    if c.likelihood not in (*GAUSSIAN, "added") or not c.is_deterministic or c.family.name == "SparseEP":
         return
     with torch.no_grad():
         value = -TraceQuadrature_ELBO(4).loss(fitted.program, fitted.guide, fitted.x, fitted.y)
@@ -982,6 +1092,8 @@ def log_evidence(fitted: Fit) -> tuple[float, float]:
         K, mean = (K.sum(-3) if K.dim() > 2 else c.num_outputs * K), mean.sum(-2)
     if c.likelihood == "outputs":
         y = y.mT
+    if c.likelihood == "added":
+        K = K + model.other_kernel(x).double()
     num = int(seen.sum())
     K = K[..., seen, :][..., seen] + c.noise**2 / c.weight * torch.eye(num, dtype=torch.float64)
     evidence = dist.MultivariateNormal(mean[..., seen], K).log_prob(y[..., seen]).sum()
@@ -1208,6 +1320,63 @@ def evaluation(fitted: Fit) -> None:
     training = float(objective.differentiable_loss(fitted.program, fitted.guide, fitted.x, fitted.y))
     if not abs(plain - training) <= tolerance(c, 1e-6, 1e-2) * max(abs(training), c.num):
         raise FaultError(f"a loss of {plain:.6g} without gradients, {training:.6g} with them")
+
+
+@check
+def summed_out(fitted: Fit) -> None:
+    """Indicators that are enumerated make the posterior of the mixture that they are; draws are 0 and 1."""
+    c = fitted.c
+    if c.likelihood != "outliers":
+        return
+    with torch.no_grad():
+        drawn = predict(fitted.program, fitted.guide, fitted.x_new, num_samples=3)["outlier"]
+    if drawn.shape != (3, c.num_new) or not ((drawn == 0) | (drawn == 1)).all():
+        raise FaultError(f"draws of the indicator have shape {tuple(drawn.shape)} and values {drawn.unique().tolist()}")
+    if c.is_deterministic and not c.batch and (c.objective == "quadrature" or not c.steps):
+        with apart():
+            wanted = fit(dataclasses.replace(c, likelihood="outliers written out"))
+        require_same(fitted.posteriors, wanted.posteriors, tolerance(c, 1e-3, 0.3), "written out")
+
+
+@check
+def one_posterior(fitted: Fit) -> None:
+    """The joint covariance of f and g has no negative eigenvalues."""
+    if not fitted.c.joint:
+        return
+    with torch.no_grad():
+        f, g = (fitted.posteriors[name] for name in ("f", "g"))
+        cross = f.covariance_with(g)
+        whole = torch.cat(
+            [torch.cat([f.covariance_matrix, cross], -1), torch.cat([cross.mT, g.covariance_matrix], -1)], -2
+        ).double()
+    units = whole.diagonal().clamp(min=1e-12).sqrt()
+    least = torch.linalg.eigvalsh(whole / units / units[:, None]).min()
+    if not least >= -tolerance(fitted.c, 1e-5, 1e-1) * len(units):
+        raise FaultError(f"the covariance of f and g has an eigenvalue of {least:.2g}, their variances being 1")
+
+
+@check
+def absorbing(fitted: Fit) -> None:
+    """Rows absorbed at once are rows absorbed in pieces, where the likelihood is Gaussian; they widen nothing there."""
+    c, num = fitted.c, min(fitted.c.num, 6)
+    if not c.absorbs:
+        return
+    x, y = c._inputs(num, 4).to(c.dtype), fitted.y[:num]
+    at_once, in_pieces = (copy.deepcopy(fitted.guide) for _ in range(2))
+    at_once.absorb(x, y)
+    for rows in torch.arange(num).chunk(2):
+        in_pieces.absorb(x[rows], y[rows])
+    with torch.no_grad():
+        one, other = (guide.posterior(fitted.x_new) for guide in (at_once, in_pieces))
+    for name, q in one.items():
+        require_finite(f"the mean of {name}, rows absorbed", q.mean)
+        require_finite(f"the variance of {name}, rows absorbed", q.variance)
+    if c.likelihood in ("normal", "outputs"):
+        require_same(one, other, tolerance(c, 1e-6, 1e-2), "in pieces")
+        for name, q in one.items():
+            prior = q.process.variance
+            if not (q.variance <= fitted.posteriors[name].variance + tolerance(c, 1e-6, 1e-2) * prior).all():
+                raise FaultError(f"rows absorbed widen {name}")
 
 
 def follows_rows(c: Configuration) -> bool:

@@ -20,6 +20,7 @@ from pyro_sparsegp.families import (
     SparseEP,
     WeightSpace,
 )
+from pyro_sparsegp.guide.kept_rows import some_of
 
 from .models import data, gaussian, heteroscedastic, one_function, regression
 
@@ -77,6 +78,49 @@ def test_independent_blocks_are_those_of_one_step():
         pieces.absorb(x[piece], y[piece])
     svi_of(model, whole).step(x, y)
     same_posterior(pieces, whole, x)
+
+
+@pytest.mark.parametrize("base", ["block", "identity"])
+def test_a_full_rank_is_the_posterior_of_all_rows(base):
+    x, y = data()
+    z = [x[:12, :1], x[:12, 1:], None]
+    family = CoupledPrecision(z, rank=25, base=base, trainable=False)
+    pieces, best = (AutoSparseGP(gaussian(ADDITIVE), f) for f in (family, AdditiveSGPR(z, trainable=False)))
+    for piece in PIECES:
+        pieces.absorb(x[piece], y[piece])
+    best(x, y)
+    same_posterior(pieces, best, x)
+
+
+def test_a_lower_rank_is_brought_to_its_form():
+    """P keeps the blocks of P̂ on its diagonal, the mean is P̂'s, and no other P is nearer: P̂ has the best B given D."""
+    x, y = data()
+    z = [x[:12, :1], x[:12, 1:], None]
+    guide, full = (
+        AutoSparseGP(gaussian(ADDITIVE), f(z, trainable=False, **more))
+        for f, more in ((CoupledPrecision, {"rank": 4}), (CoupledCovariance, {}))
+    )
+    for one in (guide, full):
+        one.absorb(x, y)
+    aim = torch.linalg.inv(full.posterior(x)["f"].coefficients.covariance_matrix)
+    q = guide.posterior(x)["f"]
+    found = torch.linalg.inv(q.coefficients.covariance_matrix)
+    torch.testing.assert_close(q.mean, full.posterior(x)["f"].mean)
+
+    def away(p):
+        return 0.5 * (torch.trace(torch.linalg.solve(p, aim)) - len(p) + torch.logdet(p) - torch.logdet(aim))
+
+    blocks = torch.block_diag(torch.ones(12, 12), torch.ones(12, 12), torch.ones(1, 1))
+    assert away(found) < 0.5 * away(aim * blocks)  # of independent blocks
+    torch.testing.assert_close(found * blocks, aim * blocks, rtol=0.02, atol=0.02 * aim.abs().max().item())
+    generator = torch.Generator().manual_seed(0)
+    d = found * 0
+    coefficients = guide.gps.f.coefficients
+    b = torch.cat([coefficients._buffers[f"low_rank_{i}"] for i in range(3)], 0)
+    d = found - b @ b.T
+    for _ in range(20):
+        move = 0.01 * torch.randn(b.shape, generator=generator) * b.abs().mean()
+        assert away(d + (b + move) @ (b + move).T) > away(found) - 1e-9
 
 
 def test_rows_are_added_to_what_mini_batches_taught():
@@ -241,7 +285,7 @@ def deep(x, y=None):
     [
         (gaussian(KERNEL), SGPR(8), r"'f' has the family SGPR, .*forget_data\(\) and then guide\(x, y\); or take SVGP"),
         (gaussian(KERNEL), SVGP(8, natural=False), "natural=False: train on old and new rows .* natural=True"),
-        (gaussian(ADDITIVE), CoupledPrecision(4), "CoupledPrecision, .*or take CoupledCovariance"),
+        (gaussian(ADDITIVE), CoupledPrecision(4, natural=False), "natural=False: train on old .* natural=True"),
         (local, SVGP(8), "'e' has a value for each row. Train on old and new rows"),
         (totals, SVGP(8), "'f' has rows to absorb, .* does not factorise.* Train on old and new rows together"),
         (deep, SVGP(8), "'g' has rows to absorb, .* enter another GP site"),
@@ -283,3 +327,107 @@ def test_bad_arguments_leave_the_guide_as_it_is():
     with pytest.raises(ValueError):
         guide.absorb(x, torch.full_like(y, torch.inf))
     assert torch.equal(guide.posterior(x)["f"].mean, before)
+
+
+def drifting(num, where, generator):
+    """Rows from one place after another."""
+    x = where + 0.25 * torch.rand(num, 1, generator=generator)
+    return x, torch.sin(12 * x[:, 0] ** 2) + 0.1 * torch.randn(num, generator=generator)
+
+
+def learned(x, y=None, size=None):
+    length = pyro.sample("length", dist.LogNormal(-1.0, 1.0))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern52(length), x))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def _held_out(guide, x, y):
+    q, noise = guide.posterior(x)["f"], guide.median(x)["noise"]
+    return dist.Normal(q.mean, (q.variance + noise**2).sqrt()).log_prob(y).mean().item()
+
+
+def test_rows_that_are_kept_hold_what_moving_hyperparameters_would_lose():
+    """Rows come from one place after another, and hyperparameters learn on the way."""
+    generator = torch.Generator().manual_seed(0)
+    pieces = [drifting(40, 0.25 * i, generator) for i in range(8)]
+    tests = [drifting(40, 0.25 * i, generator) for i in range(8)]
+    x_test, y_test = (torch.cat(part) for part in zip(*tests))
+    z = torch.linspace(0, 2.1, 30)[:, None]
+
+    def streamed(memory):
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(learned, SVGP(z, trainable=False), point_estimates=True)
+        svi = svi_of(learned, guide)
+        for i, (x, y) in enumerate(pieces):
+            if memory:
+                guide.absorb(x, y, memory=memory)
+                guide.relearn(lambda x, y: svi.step(x, y, size=guide.memory.seen), 15)
+                continue
+            for _ in range(15):
+                svi.step(x, y, size=40 * (i + 1))
+            guide.absorb(x, y)
+        return _held_out(guide, x_test, y_test)
+
+    found = {memory: streamed(memory) for memory in (0, 40)}
+    fixed = AutoSparseGP(learned, SVGP(z, trainable=False), point_estimates=True)
+    for x, y in pieces:
+        fixed.absorb(x, y)
+    found["fixed"] = _held_out(fixed, x_test, y_test)
+    assert found[40] > max(found[0], found["fixed"]) + 0.5
+
+
+def test_rows_that_are_kept():
+    x, y = data()
+    model = gaussian(KERNEL)
+    family = SVGP(x[:12], trainable=False)
+    kept, plain = (AutoSparseGP(model, family) for _ in range(2))
+    for piece in PIECES:
+        kept.absorb(x[piece], y[piece], memory=10)
+        plain.absorb(x[piece], y[piece])
+    same_posterior(kept, plain, x)  # hyperparameters have not moved
+    assert (kept.memory.num, kept.memory.seen) == (10, 60)
+    rows = [(x == one).all(-1).nonzero().item() for one in kept.memory.args[0]]
+    assert len(set(rows)) == 10
+    assert torch.equal(y[rows], kept.memory.args[1])
+    assert kept.relearn(lambda x, y: len(x), 2) == [10, 10]
+    same_posterior(kept, plain, x)
+    other = AutoSparseGP(model, family)
+    other.load_state_dict(kept.state_dict())
+    for guide in (kept, other):
+        guide.absorb(x[:5] + 0.1, y[:5])
+    same_posterior(kept, other, x, atol=0)
+    assert other.memory.num == 10
+    with pytest.warns(UserWarning, match="observes 5 values in this step"):
+        svi_of(model, kept).step(x[:5], y[:5])
+    with pytest.raises(ValueError, match=r"steps of training have moved .* guide.relearn\(svi.step, 20\)"):
+        kept.absorb(x, y)
+    kept.absorb(x[:5], y[:5], memory=0)
+    assert kept.memory is None
+    with pytest.raises(ValueError, match="relearn takes steps on rows that absorb has kept"):
+        kept.relearn(len, 1)
+    with pytest.raises(ValueError, match="forget= or memory=, not both"):
+        kept.absorb(x, y, memory=5, forget=0.1)
+    with pytest.raises(ValueError, match=r"first dimension they are; one has the shape \(3, 60\) for 60 rows"):
+        _several_outputs().absorb(x, torch.stack([y, y, y]), memory=5)
+    with pytest.raises(ValueError, match=r"'f' has the family CoupledPrecision, .* take CoupledCovariance"):
+        AutoSparseGP(gaussian(ADDITIVE), CoupledPrecision(4)).absorb(x, y, memory=5)
+
+
+def _several_outputs():
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([3]).to_event(1))
+        with pyro.plate("outputs", 3, dim=-2), pyro.plate("data", len(x), dim=-1):
+            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+
+    return AutoSparseGP(model, SVGP(12))
+
+
+def test_kept_rows_are_a_sample_of_all():
+    """As many of the old rows as their number among all asks for, whatever the number seen."""
+    shares = torch.tensor([float((some_of(20, seen, 100, 20) < 20).sum()) for seen in range(2000, 2400)])
+    assert abs(shares.mean() - 20 * 2200 / 2300) < 0.2
+    assert some_of(0, 0, 5, 10).sort().values.tolist() == [0, 1, 2, 3, 4]
+    assert len(set(some_of(10, 10, 5, 15).tolist())) == 15

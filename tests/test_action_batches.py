@@ -149,3 +149,26 @@ def test_a_loaded_guide_takes_batches_on():
     elbo = TraceQuadrature_ELBO(2)
     assert elbo.loss(model, other, x, y) == elbo.loss(model, guide, x, y)
     SVI(model, other, pyro.optim.Adam({"lr": 0.05}), elbo).step(x[:30], y[:30], size=ROWS)
+
+
+@pytest.mark.parametrize("order", ["as they were", "in another order"])
+@pytest.mark.parametrize("likelihood", [None, lambda f: dist.Bernoulli(logits=3 * f)], ids=["normal", "classes"])
+def test_a_batch_of_exactly_the_first_rows_is_a_batch(order, likelihood):
+    """What q is conditioned on stays as it is; the loss is that of so many rows, scaled up."""
+    model, guide, svi, x, y = batched(likelihood=likelihood)
+    rows = torch.arange(SUPPORT) if order == "as they were" else torch.arange(SUPPORT).flip(0)
+    num = 2 if likelihood is None else 20
+    bound = TraceQuadrature_ELBO(num).loss(model, guide, x[rows], y[rows], size=ROWS)
+    kl = guide.posterior(x)["f"].kl
+    # As two batches of halves, which are other rows.
+    halves = [TraceQuadrature_ELBO(num).loss(model, guide, x[half], y[half], size=ROWS) for half in rows.chunk(2)]
+    limit = 1e-6 if likelihood is None else 0.05  # what settles again, or is on its way
+    assert abs(bound - sum(halves) / 2) < limit
+    assert abs(bound - kl) > 10
+    actions = guide.gps.f.policy.order.clone()
+    loss = svi.step(x[rows], y[rows], size=ROWS)
+    assert abs(loss - bound) < 20 * limit
+    svi.step(x[rows][:30], y[rows][:30], size=ROWS)  # and go on
+    assert torch.equal(guide.gps.f.policy.order, actions)
+    assert torch.equal(guide.gps.f.sites.inputs, x[:SUPPORT])
+    assert guide.data.kwargs == {}

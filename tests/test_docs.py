@@ -1,5 +1,6 @@
 """README's program and the how-to pages' programs run as they stand."""
 
+import inspect
 import json
 import re
 import runpy
@@ -11,6 +12,8 @@ from pathlib import Path
 import pyro
 import pytest
 import torch
+
+from pyro_sparsegp import families
 
 ROOT = Path(__file__).parent.parent
 
@@ -87,15 +90,37 @@ def test_notebooks_open_with_a_question_and_close_with_what_to_try_next():
         assert any("assert" in "".join(cell["source"]) for cell in cells), notebook.name
 
 
+def test_each_family_has_a_page_that_says_when():
+    pages = [page for page in (ROOT / "docs" / "explanation" / "families").glob("*.md") if page.stem != "index"]
+    text = "\n".join(page.read_text() for page in pages)
+    recipes = [name for name in families.__all__ if not inspect.isabstract(getattr(families, name))]
+    assert [name for name in recipes if name != "SparseGP" and f"families.{name}`" not in text] == []
+    for page in pages:
+        found = page.read_text()
+        assert all(f"**{word}" in found for word in ("Cost.", "Take it", "Leave it", "Paper.")), page.name
+        assert "$$" in found or "=" in found, page.name  # an equation
+
+
+def test_each_tutorial_and_benchmark_is_listed():
+    index = (ROOT / "docs" / "tutorials" / "index.md").read_text()
+    names = {path.stem for path in (ROOT / "tutorials").glob("*.ipynb")}
+    assert set(re.findall(r"^:link: (\w+)$", index, re.M)) == names
+    told = (ROOT / "docs" / "explanation" / "benchmarks.md").read_text()
+    tables = [path.name for path in (ROOT / "tests" / "benchmarks").glob("*.md")]
+    assert [name for name in tables if f"benchmarks/{name})" not in told] == []
+
+
 def test_an_address_completes_what_names_it():
     """docs/set_address.py, for the day that the repository has one."""
     scope = runpy.run_path(str(ROOT / "docs" / "set_address.py"))
-    address = "https://github.com/someone/somewhere"
-    readme = scope["absolute"]((ROOT / "README.md").read_text(), address)
+    address = "https://github.com/some-organisation/pyro_sparsegp"
+    readme = scope["with_badges"](scope["absolute"]((ROOT / "README.md").read_text(), address), address)
     links = re.findall(r"\]\(([^)]+)", readme)
     assert all(link.startswith("https://") for link in links)
     assert f"{address}/blob/main/CONTRIBUTING.md" in links
     assert len(readme.encode()) <= 6 * 1024
+    badges = re.findall(r"badge.svg\)\]\(.*/actions/workflows/(.*)\)", readme)
+    assert {path.name for path in (ROOT / ".github" / "workflows").glob("*.yml")} == {*badges}
     project = (ROOT / "pyproject.toml").read_text()
     if "[project.urls]" not in project:
         assert tomllib.loads(scope["with_urls"](project, address))["project"]["urls"]["Homepage"] == address

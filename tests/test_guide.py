@@ -782,3 +782,41 @@ def test_from_pyro_kernels_train_inside_a_model():
     assert losses[-1] < losses[0]
     assert set(guide.structure.latents) == {"kernel.lengthscale"}
     assert model.kernel.variance != 1.0
+
+
+@pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=["SVGP", "SGPR"])
+def test_draws_of_predictions_share_one_posterior(family, monkeypatch):
+    x, y = data(num=20)
+    guide = AutoSparseGP(regression, family, point_estimates=True)
+    train(regression, guide, x, y, steps=3)
+    new, made = torch.rand(7, x.shape[-1]), []
+    whole = SparsePosterior.residual_tril.fget
+    monkeypatch.setattr(
+        SparsePosterior, "residual_tril", property(lambda q: made.append("residual" in q._cache) or whole(q))
+    )
+    values = predict(regression, guide, new, num_samples=400)["f"]
+    assert len(made) == 400
+    assert made.count(False) == 1
+    q = guide.posterior(new)["f"]
+    assert ((values.mean(0) - q.mean).abs() < 5 * q.stddev / 20).all()
+    spread = torch.cov(values.T) - q.covariance_matrix
+    assert spread.abs().max() < 0.35 * q.variance.max()
+
+
+def test_posteriors_whose_prior_follows_what_is_drawn_are_not_shared():
+    # The level of each new row is drawn from the model, though levels of the rows of training are points.
+    def levels(x, y=None):
+        rows = pyro.plate("data", len(x))
+        with rows:
+            level = pyro.sample("level", dist.Normal(0.0, 10.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x, mean=level))
+        with rows:
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x, y = data(num=20)
+    guide = AutoSparseGP(levels, SVGP(5), point_estimates=True)
+    train(levels, guide, x, y, steps=3)
+    new = torch.rand(4, x.shape[-1])
+    draws = predict(levels, guide, new, num_samples=200)
+    assert draws["level"].std(0).min() > 5
+    torch.testing.assert_close(draws["f"], draws["level"], rtol=0, atol=8.0)

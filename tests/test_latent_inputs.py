@@ -6,8 +6,9 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide.initialization import init_to_value
+from sklearn.datasets import load_digits
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP
 
 
@@ -123,6 +124,48 @@ def test_places_of_rows_in_mini_batches():
     assert ranks.corrcoef()[0, 1] > 0.95
 
 
+def test_digits_are_told_apart_by_their_places():
+    """A GPLVM of ten lines, mini-batches of rows, inducing inputs among the places and moving with them."""
+    digits = load_digits(n_class=3)
+    label = torch.as_tensor(digits.target[:120])
+    Y = torch.as_tensor(digits.data[:120]) / 16
+    Y = Y[:, Y.std(0) > 0.25]
+    Y = Y - Y.mean(0)
+    N, D = Y.shape
+
+    def model(Y):
+        rows = pyro.plate("rows", N, subsample_size=60)
+        with rows:
+            x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        f = pyro.sample("f", GaussianProcess(0.1 * kernels.RBF(1.0), x).expand([D]).to_event(1))
+        with rows as i:
+            pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=Y[i])
+
+    def inducing(guide):
+        return next(z for z in guide.gps.f.basis.parameters() if z.shape == (16, 2)).detach().clone()
+
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, SVGP(16))
+    guide(Y)
+    start, before = guide.locs.x.detach().clone(), inducing(guide)
+    assert torch.cdist(before, guide.locs.x.detach()).min(-1).values.max() < 1
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
+    for _ in range(100):
+        svi.step(Y)
+    places = guide.locs.x.detach()
+
+    def told_apart(places):
+        nearest = torch.cdist(places, places).fill_diagonal_(torch.inf).argmin(-1)
+        return (label[nearest] == label).double().mean()
+
+    assert told_apart(start) < 0.5
+    assert told_apart(places) > 0.85
+    assert (inducing(guide) - before).norm(dim=-1).mean() > 0.1
+    f = guide.posterior(Y)["f"]
+    torch.testing.assert_close(f.process.x, places)
+    assert (f.mean.mT - Y).square().mean() < 0.7 * Y.square().mean()
+
+
 def test_places_from_a_network():
     _, y = data(60)
     encoder = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
@@ -158,3 +201,48 @@ def test_places_from_a_network():
         mean = guide.posterior(y.mT[:5])["f"].mean
     assert mean.shape == (3, 5)
     assert (mean - y[:, :5]).square().mean().sqrt() < 0.6
+
+
+def one_plate(y):
+    """Places and data in one plate: what data there are says which places."""
+    rows = pyro.plate("rows", y.shape[-1])
+    with rows:
+        x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), x).expand([3]).to_event(1))
+    with rows:
+        pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y.mT)
+
+
+@pytest.mark.parametrize("family", [SVGP(10), SGPR(10)], ids=["SVGP", "SGPR"])
+def test_the_training_data_are_at_the_places_learned(family):
+    """Theirs alone: of other rows, though as many, nothing is known, and places are draws from the prior."""
+    _, y = data()
+    pyro.set_rng_seed(0)
+    start = init_to_value(values={"x": torch.stack([y[0], y[2]], -1)})
+    guide = AutoSparseGP(one_plate, family, init_loc_fn=start)
+    svi = SVI(one_plate, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
+    for _ in range(20):
+        svi.step(y)
+    places, width = guide.locs.x.detach(), guide.scales.x.detach()
+    f = guide.posterior(y)["f"]
+    torch.testing.assert_close(f.process.x, places)
+    assert (f.mean - y).square().mean().sqrt() < 0.5 * y.std()
+    drawn = predict(one_plate, guide, y.clone(), num_samples=60)
+    z = (drawn["x"] - places) / width
+    assert abs(z.mean()) < 6 / z.numel() ** 0.5
+    assert abs(z.square().mean() - 1) < 8 * (2 / z.numel()) ** 0.5
+    assert (drawn["f"].mean(0) - y).square().mean().sqrt() < 0.5 * y.std()  # f at the draw's own places
+    other = predict(one_plate, guide, y.flip(-1), num_samples=60)["x"]
+    assert abs(other.square().mean() - 1) < 8 * (2 / other.numel()) ** 0.5
+    assert abs((other - places).square().mean() - 1 - places.square().mean()) < 0.2
+
+
+def test_a_site_that_is_not_upstream_is_named():
+    class Encoded(AutoSparseGP):
+        def get_posterior(self, name, prior):
+            if name == "x":
+                self.upstream_value("cod")
+            return super().get_posterior(name, prior)
+
+    with pytest.raises(ValueError, match=r"upstream_value\('cod'\): no site of that name comes before.*\['rows'"):
+        Encoded(gplvm, SVGP(4))(data()[1])

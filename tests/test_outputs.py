@@ -105,6 +105,29 @@ def test_values_are_the_dense_model_with_one_posterior():
     assert -losses[-1] == pytest.approx(_evidence(_dense(rows, own=False), y), abs=2e-3)
 
 
+def test_missing_entries_of_rows_that_have_all_outputs():
+    """Entries that are masked are as if they were not there: the dense model of those that are."""
+    x = torch.linspace(0, 1, 7)[:, None]
+    generator = torch.Generator().manual_seed(1)
+    y = (MIXING[:, :1] * torch.sin(6 * x[:, 0])).mT + NOISE * torch.randn(7, 3, generator=generator)
+    seen = torch.rand(7, 3, generator=generator) < 0.7
+    kernel = LONG
+
+    def model(x, y=None):
+        g = pyro.sample("g", GaussianProcess(kernel, x).expand([1]).to_event(1))
+        with pyro.plate("data", len(x)):
+            f = mix_outputs(MIXING[:, :1], g).mT
+            return pyro.sample("y", dist.Normal(f, NOISE).mask(seen).to_event(1), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(len(x), rate=1.0, trainable=False))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
+    for _ in range(3):
+        loss = svi.step(x, torch.where(seen, y, torch.nan))
+    row, output = seen.nonzero().mT
+    k = torch.outer(MIXING[output, 0], MIXING[output, 0]) * LONG(x[row])
+    assert -loss == pytest.approx(_evidence(k, y[row, output]), abs=1e-3)
+
+
 def test_mixing_is_learned():
     rows, y = _data()
 
@@ -139,6 +162,10 @@ def test_mix_outputs():
         (lambda: mix_outputs(MIXING, torch.zeros(3, 4)), r"mixing \(P, Q\).*\(3, 2\) and \(3, 4\)"),
         (lambda: mix_outputs(MIXING, torch.zeros(2, 4), torch.zeros(2, 4)), r"own must be of shape \(3, 4\)"),
         (lambda: mix_outputs(MIXING, torch.zeros(2, 4), output=torch.zeros(4)), "output must be 4 whole numbers"),
+        (lambda: mix_outputs(MIXING, torch.zeros(2, 2), output=[0, 1]), "output must be a tensor, got list"),
+        (lambda: mix_outputs(MIXING, torch.zeros(2, 2), output=torch.tensor([0, 3])), "from 0 to 2"),
+        (lambda: mix_outputs(MIXING, torch.zeros(2, 2), output=torch.tensor([0, -1])), "from 0 to 2"),
+        (lambda: mix_outputs([[1.0]], torch.zeros(1, 2)), "mixing must be a tensor, got list"),
         (lambda: kernels.Coregionalisation(torch.zeros(3)), "mixing must be a matrix"),
         (lambda: kernels.Coregionalisation(MIXING, torch.zeros(2)), "each of 3 outputs"),
         (lambda: kernels.Coregionalisation(MIXING)(torch.zeros(4, 2)), "select one"),

@@ -708,7 +708,7 @@ def test_messages_for_data_that_do_not_fit():
     with pytest.raises(ValueError, match=r"call guide\.double\(\)"):
         guide.posterior(x)
     counts = with_likelihood(LIKELIHOODS["poisson"])
-    with pytest.raises(ValueError, match="site 'y' is discrete and not observed"):
+    with pytest.raises(ValueError, match="has seen no data"):
         AutoSparseGP(counts, SGPR(5)).posterior(x)
     with pytest.raises(ValueError, match="vectorize_particles"):
         pyro.infer.Trace_ELBO(num_particles=2, vectorize_particles=True).loss(

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.distributions import RobustMax
-from pyro_sparsegp.families import SVGP, OrthogonalInducing
+from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
 
 options = command_line.options("Deep GPs as plain programs.", steps=(800, "training steps of each guide"))
 torch.set_default_dtype(torch.float64)
@@ -77,17 +77,19 @@ def deep(x, y=None):
         return pyro.sample("y", dist.Normal(f2, parameter("noise", 0.3)), obs=y)
 
 
-def fit(model, families, *data):
+def fit(model, families, *data, steps=options.steps):
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
     guide = AutoSparseGP(model, families)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
-    losses = [svi.step(*data) for _ in tqdm(range(options.steps), mininterval=1.0, disable=command_line.IN_NOTEBOOK)]
+    losses = [svi.step(*data) for _ in tqdm(range(steps), mininterval=1.0, disable=command_line.IN_NOTEBOOK)]
     return guide, -sum(losses[-50:]) / len(losses[-50:])
 
 
 truth = torch.sign(grid[:, 0] - 0.5)
 inside = (grid[:, 0] > 0) & (grid[:, 0] < 1)
+_, best = fit(single, SGPR(20), x, y, steps=options.steps // 4)
+print(f"one layer, optimal q: bound {best:.1f}")
 fits = {}
 for title, model, top, families in [
     ("one layer", single, "f", SVGP(20, natural=False)),
@@ -107,12 +109,10 @@ for title, model, top, families in [
 
 # %% [markdown]
 # All is trained by Adam here, `natural=False`. Natural steps of the upper layer are right for the inputs that the inner
-# layer drew, which are others at the next step: two layers' bound then swings by some 80 nats at `rate=0.02` of the
-# inner layer, and with `rate=0.03` it did not get ahead in as many steps. For one layer Adam's end is no optimum: a
-# smooth kernel makes its loss rise and fall by tens of nats, so that what stands there depends on the step at which it
-# stops. The most that twenty inducing points can give it is 17.0 nats, which `SGPR(20)` reaches in 200 steps; two
-# layers are
-# ahead of that, too.
+# layer drew, which are others at the next step: two layers' bound then swings. For one layer Adam's end is no optimum:
+# a smooth kernel makes its loss rise and fall, so that what stands there depends on the step at which it stops. The
+# most that twenty inducing points can give it is what `SGPR(20)` finds in a quarter of the steps; two layers are ahead
+# of that, too.
 #
 # The inner layer bends the axis: it moves the two sides of the step apart, so that a longer length scale will do above.
 # Its picture is on the right, beside the line x it would be without data.
@@ -194,7 +194,7 @@ for title, found in scores.items():
 # %%
 if options.full:
     one, two = fits["one layer"], fits["two layers"]
-    assert two[2] > one[2] + 20  # the step: a better bound,
+    assert two[2] > max(one[2], best) + 20  # the step: a better bound than one layer's, even at its optimum,
     assert two[3] < one[3]  # and a smaller error
     assert bent[sides[1]] - bent[sides[0]] > 0.2  # and the step's sides, 0.1 apart, are moved apart
 

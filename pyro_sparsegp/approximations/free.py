@@ -14,7 +14,6 @@ from ..gaussians import Coefficients, Drawn, Following, Gaussian, Part, Share
 from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from .memory import Held, Memory, contents
 
 __all__ = ["SparseGP"]
 
@@ -34,7 +33,6 @@ class SparseGP(AbstractModule):
     """
 
     following: Optional[Following]  # of other latents
-    rows: Optional[Tensor]  # inputs of training, where the kernel's diagonal depends on them
 
     def __init__(
         self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int], family: dict[str, Any]
@@ -42,9 +40,7 @@ class SparseGP(AbstractModule):
         super().__init__()
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
-        self.register_buffer("rows", None)
         self.following = None
-        self._memory = Memory()
 
     def forward(
         self,
@@ -93,8 +89,6 @@ class SparseGP(AbstractModule):
         if self.coefficients.placed:
             with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
                 self.coefficients.start(self.basis.forward(process.kernel, process.jitter, name).anchor, None)
-        if process.kernel.depends_on_rows:
-            self.see(process.x)
 
     def inform(self, process: GaussianProcess, name: str) -> None:
         """Start the covariance of q(w) at what noise as large as the process would leave of it at these inputs."""
@@ -111,42 +105,6 @@ class SparseGP(AbstractModule):
         # In float64: the gram matrices of millions of rows have the condition of their number.
         return [(root * phi).double() for phi in features(x)]
 
-    def predict(
-        self,
-        process: GaussianProcess,
-        name: str,
-        kind: type[SparsePosterior] = SparsePosterior,
-        drawn: Optional[Drawn] = None,
-        share: Optional[Share] = None,
-    ) -> SparsePosterior:
-        """The posterior at new inputs, where the kernel's diagonal is that in the company of the training inputs."""
-        rows = self.rows
-        if rows is not None and process.kernel.depends_on_rows:
-            key = contents([process.kernel, Held(rows)])
-            kernel = self._memory.recall(key, lambda: process.kernel.relative_to(rows))
-            process = process.with_kernel(kernel)
-        return self(process, name, kind, drawn, share)
-
-    @property
-    def num_seen(self) -> int:
-        """How many inputs of training it knows."""
-        return 0 if self.rows is None else self.rows.shape[-2]
-
-    def see(self, x: Tensor) -> None:
-        """Take note of inputs of training, for a kernel whose diagonal depends on them: most rows count, then last."""
-        if self.rows is None or x.shape[-2] >= self.rows.shape[-2]:
-            x.data_ptr()  # raises under torch.func.vmap, whose tensors can't be kept: the run is then made outside
-            self.rows = x.detach()
-
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
         return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        rows = state_dict.get(prefix + "rows")
-        self.rows = None if rows is None else torch.empty_like(rows, device=_device(self))
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _device(module: AbstractModule) -> torch.device:
-    return next(module.parameters()).device

@@ -59,27 +59,9 @@ class SiteGP(AbstractModule):
             return self.unread(process, name, kind)
         return self.given(process, name, kind, self.sites() if sites is None else sites, exact)
 
-    def predict(
-        self,
-        process: GaussianProcess,
-        name: str,
-        kind: type[SparsePosterior] = SparsePosterior,
-        sites: Optional[Sites] = None,
-    ) -> SparsePosterior:
-        """The posterior at new inputs, where the kernel's diagonal is that in the company of the sites' inputs."""
-        if sites is None and self.sites.empty:
-            return self(process, name, kind)
-        sites = self.sites() if sites is None else sites
-        return self(process.relative_to(sites.inputs), name, kind, sites)
-
     def reorder(self, order: Tensor) -> None:
         """Follow the data into another order: row n is what row ``order[n]`` was."""
         self.sites.reorder(order)
-
-    @property
-    def num_seen(self) -> int:
-        """How many inputs of training it knows."""
-        return self.sites.inputs.shape[-2]
 
     @property
     def forgets(self) -> bool:
@@ -90,9 +72,6 @@ class SiteGP(AbstractModule):
         """Forget what was read off the training data."""
         if isinstance(self.sites, KeptSites):
             self.sites.forget()
-
-    def see(self, x: Tensor) -> None:
-        """Nothing: the sites know the inputs of training."""
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         """The prior, before any sites are read."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..bases.actions import DenseActions
-from ..bases.policies import BlockPolicy, Policy, RandomPolicy, UserPolicy
+from ..bases.policies import BlockPolicy, Policy, RandomPolicy
 from ..bases.projection import ProjectedFeatures, project
 from ..gaussians import ProjectedGaussian
 from ..gaussians.sites import Sites
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from .memory import contents, equal
 from .on_sites import SiteGP, same_rows, shapes_of_rows
 
 __all__ = ["ProjectedGP"]
@@ -30,28 +28,12 @@ class ProjectedGP(SiteGP):
     def __init__(self, policy: Policy, *args: Any, batches: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.policy, self.takes_batches = policy, batches
-        self._remembered: Optional[tuple[list[Any], tuple[ProjectedFeatures, Tensor]]] = None
 
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
     ) -> SparsePosterior:
-        if torch.is_grad_enabled():
-            self._remembered = None
-            features, products = project(process.kernel, self.policy(process.kernel, sites, name), name)
-        else:
-            features, products = self._projected_before(process.kernel, sites, name)
+        features, products = project(process.kernel, self.policy(process.kernel, sites, name), name)
         return self._posterior(process, name, kind, sites, features, products)
-
-    def _projected_before(self, kernel: Any, sites: Sites, name: str) -> tuple[ProjectedFeatures, Tensor]:
-        """The projection, which visits all pairs of rows, of the last call if nothing has changed since."""
-        state = [sites.inputs, sites.precision, sites.linear, *self.policy.parameters(), *self.policy.buffers()]
-        key = contents(kernel)
-        if key is None or isinstance(self.policy, UserPolicy):
-            return project(kernel, self.policy(kernel, sites, name), name)
-        key = [*key, *(part.detach().clone() for part in state)]
-        if self._remembered is None or not equal(self._remembered[0], key):
-            self._remembered = key, project(kernel, self.policy(kernel, sites, name), name)
-        return self._remembered[1]
 
     @property
     def forgets(self) -> bool:
@@ -60,9 +42,6 @@ class ProjectedGP(SiteGP):
     def reorder(self, order: Tensor) -> None:
         super().reorder(order)
         self.policy.reorder(order)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_remembered": None}
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         none = process.x.new_zeros((*process.batch_shape, 1))

@@ -11,7 +11,7 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, Self
 
 from torch import Tensor
 
@@ -20,9 +20,6 @@ from ..kernels.draws import of_each
 from ..modules import AbstractModule
 from ..numerics.chunks import in_blocks
 from ..numerics.linalg import sum_blocks
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["Basis", "CrossFeatures", "Features"]
 

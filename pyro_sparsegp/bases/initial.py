@@ -146,7 +146,7 @@ def choose_inputs(
     wanted = [0 if isinstance(given, Tensor) else int(given) for given in sets]
     chosen = rows[:0]
     if sum(wanted):
-        distinct = _num_distinct(rows if columns is None else rows[:, list(columns)], sum(wanted))
+        distinct = _num_distinct(rows if columns is None else _those(rows, columns), sum(wanted))
         if columns is not None:
             wanted = [min(num, distinct) for num in wanted]
         if sum(wanted) > distinct:
@@ -167,7 +167,11 @@ def choose_inputs(
     found = [given.to(rows) if isinstance(given, Tensor) else next(free) for given in sets]
     if columns is None:
         return found
-    return [z[:, list(columns)] if z.shape[-1] == rows.shape[-1] != len(columns) else z for z in found]
+    return [_those(z, columns) if z.shape[-1] == rows.shape[-1] != len(columns) else z for z in found]
+
+
+def _those(x: Tensor, columns: Sequence[int]) -> Tensor:
+    return torch.stack([x[:, column] for column in columns], -1)  # an index would be copied to the device
 
 
 def _num_distinct(rows: Tensor, enough: int) -> int:

@@ -5,22 +5,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Optional, Self, Union
 
 from torch import Tensor
 
 from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
+from ..approximations.weight_space import WeightSpaceGP, has_features
 from ..bases import Basis, InducingVariables
 from ..gaussians import Coefficients, DenseFactor, Falling, NaturalGaussian, Rate
+from ..gaussians.documented import with_inherited_arguments
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..process import GaussianProcess
-from .documented import with_inherited_arguments
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = [
     "BasisFamily",
@@ -179,7 +177,7 @@ class FreeFormFamily(BasisFamily):
         saved = self.learning(spec["family"].get("natural", False))
         return super(FreeFormFamily, saved).rebuild(spec, like, name)
 
-    def learning(self, natural: bool) -> "Self":
+    def learning(self, natural: bool) -> Self:
         """This family, whose q(w) learns by natural gradients, or as parameters."""
         other = copy.copy(self)  # not dataclasses.replace, which asks a subclass's __init__ for the fields
         for name, value in (("natural", natural), ("rate", self.rate if natural else None)):
@@ -197,6 +195,8 @@ class FreeFormFamily(BasisFamily):
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
         module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+        if not isinstance(module, WeightSpaceGP):
+            require_own_diagonal(process.kernel, name)
         module.start(process, name)
         return module
 
@@ -206,7 +206,8 @@ class FreeFormFamily(BasisFamily):
     def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
         require_basis(basis, name)
         coefficients = self.chosen_coefficients()(basis.sizes, batch_shape, like)
-        return SparseGP(basis, coefficients, batch_shape, self.declared())
+        kind = WeightSpaceGP if has_features(basis) else SparseGP
+        return kind(basis, coefficients, batch_shape, self.declared())
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,6 +251,7 @@ class OptimalFamily(SiteFamily, BasisFamily):
     """A basis with the posterior of its coefficients that is optimal for the sites."""
 
     blockwise: ClassVar[bool] = False  # independent blocks of coefficients
+    module: ClassVar[type[OptimalGP]] = OptimalGP
 
     def build(self, process: GaussianProcess, name: str) -> OptimalGP:
         require_matrix(process, name)
@@ -271,7 +273,7 @@ class OptimalFamily(SiteFamily, BasisFamily):
         self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
     ) -> OptimalGP:
         require_basis(basis, name)
-        return OptimalGP(basis, self.blockwise, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+        return self.module(basis, self.blockwise, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
 
 
 @dataclass(frozen=True, eq=False)

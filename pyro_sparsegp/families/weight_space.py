@@ -1,10 +1,11 @@
 """Families on the kernel's own finite features (Zhu, Yuchi and Xie, 2025)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from ..approximations.weight_space import ExactWeightSpaceGP
 from ..bases import Basis, ExplicitFeatures
 from ..gaussians import FullCholesky
 from ..process import GaussianProcess
@@ -57,3 +58,5 @@ class ExactWeightSpace(OnFeatures, OptimalFamily):
     predictions are those of eq. 12, from sites of variance 1/λₙ + c(xₙ): for a likelihood that is Gaussian in f those
     of ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is training's.
     """
+
+    module: ClassVar = ExactWeightSpaceGP

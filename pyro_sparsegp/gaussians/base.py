@@ -15,12 +15,17 @@ from torch import Tensor
 
 from ..modules import AbstractModule
 from ..numerics.linalg import sum_blocks
+from .documented import Documented
 
 __all__ = ["Coefficients", "Gaussian"]
 
 
 class Gaussian(ABC):
-    """q(w) = N(m, S), held against N(0, I). Φ is a list of blocks ``(..., N, M_b)``."""
+    """q(w) = N(m, S) over coefficients w in blocks w_b, held against the prior N(0, I).
+
+    Features Φ at N inputs are a list of blocks, ``(..., N, M_b)``; f = Φw + r with the residual r as in the prior. The
+    dimensions ``...`` are a batch of independent copies.
+    """
 
     sizes: tuple[int, ...]
     batch_shape: torch.Size
@@ -92,11 +97,11 @@ class Gaussian(ABC):
         """S, ``(..., M, M)``, formed: for inspection and tests, no family calls it in training."""
 
 
-class Coefficients(AbstractModule):
+class Coefficients(Documented, AbstractModule):
     """A module that owns the parameters of a :class:`Gaussian` and builds it when called.
 
-    :param sizes: the sizes of the blocks of w.
-    :param batch_shape: independent copies, one for each output.
+    :param sizes: the sizes M_b of the blocks of w; there are M = ΣM_b coefficients.
+    :param batch_shape: independent copies, one for each output; ``()`` is one.
     :param like: a tensor of the dtype and device wanted.
     """
 

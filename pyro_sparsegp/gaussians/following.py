@@ -66,7 +66,8 @@ class DrawnGaussian(StepsOnBackward):
 
     :param loc: a at the start, ``(D,)``.
     :param scale: the standard deviations at the start, ``(D,)``.
-    :param rate: ρ, as in :class:`StepsOnBackward`.
+    :param rate: ρ in (0, 1], or a function of the number of steps taken; by default it rises to 0.25 in 20 steps, so
+        that the coefficients that follow learn first.
     """
 
     loc: Tensor
@@ -113,7 +114,7 @@ class DrawnGaussian(StepsOnBackward):
 
 
 class Shifted(Gaussian):
-    """N(m + δ, S).
+    """N(m + δ, S): a Gaussian moved by δ, whose divergence is KL[N(m, S) ‖ N(0, I)] + mᵀδ + ½δᵀδ.
 
     :param q: N(m, S).
     :param shift: δ, a block ``(..., M_b)`` each.
@@ -173,10 +174,10 @@ class Shifted(Gaussian):
 
 
 class Following(StepsOnBackward):
-    """B of q(w | z) = N(m + B(z − a), S), by natural steps.
+    """B, ``(..., M, D)``, of q(w | z) = N(m + B(z − a), S), by natural steps.
 
     :param centre: a at the start, ``(D,)``.
-    :param rate: as in :class:`StepsOnBackward`.
+    :param rate: as of :class:`DrawnGaussian`.
     """
 
     slope: Tensor

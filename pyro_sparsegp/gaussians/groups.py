@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ class Groups:
         for block, size in enumerate(self.sizes):
             members.setdefault(size, []).append(block)
         self.members = [tuple(group) for group in members.values()]
+        self.order = tuple(block for group in self.members for block in group)
 
     def stack(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """Matrices of each block, ``(..., M, K)`` or ``(..., N, M)``, as one for each group, ``(..., C, ·, ·)``."""
@@ -36,21 +36,34 @@ class Groups:
 
     def unstack(self, groups: Sequence[Tensor]) -> list[Tensor]:
         """The matrices of each block, in their order."""
-        found: list[Optional[Tensor]] = [None] * len(self.sizes)
-        for group, whole in zip(self.members, groups):
-            for block, part in zip(group, whole.unbind(-3)):
-                found[block] = part
-        return [part for part in found if part is not None]
+        return self._in_order([whole.unbind(-3) for whole in groups])
+
+    def _in_order(self, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        found = {block: part for group, parts in zip(self.members, groups) for block, part in zip(group, parts)}
+        return [found[block] for block in range(len(self.sizes))]
 
     def vectors(self, groups: Sequence[Tensor]) -> list[Tensor]:
         """The vectors of each block, of columns."""
-        return [part[..., 0] for part in self.unstack(groups)]
+        return self._in_order([whole[..., 0].unbind(-2) for whole in groups])
+
+    def over(self, groups: Sequence[Tensor]) -> Tensor:
+        """Stacked matrices one above the other, in the order of the groups, ``(..., ΣM, K)``."""
+        flat = [whole.flatten(-3, -2) for whole in groups]
+        return flat[0] if len(flat) == 1 else torch.cat(flat, -2)
+
+    def cut(self, whole: Tensor) -> list[Tensor]:
+        """What :meth:`over` was made of."""
+        shapes = [(len(group), self.sizes[group[0]]) for group in self.members]
+        parts = whole.split([num * size for num, size in shapes], -2)
+        return [part.unflatten(-2, shape) for part, shape in zip(parts, shapes)]
 
 
 def stacked(blocks: Sequence[Tensor]) -> Tensor:
     """Matrices, ``(..., M, K)``, as one, ``(..., C, M, K)``; leading dimensions broadcast."""
     if len(blocks) == 1:
         return blocks[0].unsqueeze(-3)
+    if all(block.shape == blocks[0].shape for block in blocks):
+        return torch.stack(list(blocks), -3)
     batch = broadcast_shapes(*[block.shape[:-2] for block in blocks])
     return torch.stack([block.expand(*batch, *block.shape[-2:]) for block in blocks], -3)
 

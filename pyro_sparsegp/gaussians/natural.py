@@ -87,6 +87,8 @@ class _Base:
 class NaturalGaussian(StepsOnBackward):
     """q(w) ∝ N(w; 0, I) exp(rᵀw − ½wᵀGw), or its best approximation by independent blocks, by natural steps.
 
+    (Khan and Lin, 2017; Salimbeni, Eleftheriadis and Hensman, 2018; Adam, Chang, Khan and Solin, 2021.)
+
     G, ``(..., M, M)``, and r, ``(..., M)``, are sums over the data (sites), and buffers: no optimiser sees them, and
     gradients of hyperparameters pass through q. When these move, sites keep their meaning about (L + ηsI)w, with s the
     root mean variance of u = Lw: about u where it is well conditioned, about w where it is not.
@@ -98,7 +100,8 @@ class NaturalGaussian(StepsOnBackward):
 
     :param kind: the free posterior with the same layout of factors. These share the whole of G: their means are solved
         for together (a step with each one's own mean diverges where they are coupled).
-    :param rate: as in :class:`StepsOnBackward`.
+    :param rate: ρ of the step (G, r) ← (1 − ρ)(G, r) + ρ(Ĝ, r̂), with (Ĝ, r̂) what the batch alone would have them
+        be, in (0, 1] or a function of the number of steps taken; by default max(0.1, 1/(1 + t)).
     :param softness: η; 0 is u alone.
     """
 
@@ -192,6 +195,10 @@ class NaturalGaussian(StepsOnBackward):
         gram, pull = self._seen_from(None if anchor is None else self._seat(anchor))
         return (gram, pull) if self.steps_taken else (torch.zeros_like(gram), torch.zeros_like(pull))
 
+    def seen_from(self, sums: tuple[Tensor, Tensor, Tensor], anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        """Parts of (G, r) that belong to another L, which comes with them, as they are under L."""
+        return seen_from(*sums, None if anchor is None else self._seat(anchor))
+
     @torch.no_grad()
     def put_sums(self, anchor: Optional[Tensor], gram: Tensor, pull: Tensor) -> None:
         """Have q be that of G and r under L, of more rows than a batch: steps go on at a later one's rate."""
@@ -253,10 +260,10 @@ class NaturalGaussian(StepsOnBackward):
         cut: Optional[Tensor] = None
         for row in heard.rows.values():
             if "by_mean" in row:
-                phi = side_by_side(row["features"])
+                phi = heard.whole(row)
                 slope = slope + (phi.mT @ row["by_mean"][..., None])[..., 0]
         for row in heard.curved():
-            phi = side_by_side(row["features"])
+            phi = heard.whole(row)
             curvature = 2 * row["by_change"]
             gram = gram + phi.mT @ (phi * curvature[..., None])
             if (curvature < 0).any():

@@ -17,9 +17,9 @@ so that what is left stays positive definite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from torch import Tensor
@@ -27,10 +27,15 @@ from torch import Tensor
 from ..numerics.linalg import cholesky, root_of_inverse, solve_lower
 from ..numerics.processes import joined
 from .groups import Groups, stacked, total
+from .nearest import assembled, nearest
+from .optimal import from_natural
 from .precision import LowRankGaussian, leading_directions
+from .product import Product
 from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, softened
 
 __all__ = ["NaturalLowRank"]
+
+_FEW = 512  # coefficients up to which P̂ is formed
 
 Blocks = list[Tensor]
 Columns = list[Tensor]  # of vectors, and other matrices, stacked by the blocks' sizes
@@ -54,15 +59,18 @@ class _Base:
 class NaturalLowRank(StepsOnBackward):
     """q(w) = N(m, (blockdiag(D) + BBᵀ)⁻¹) by natural steps, each projected on that form.
 
+    (The form: Adam, Durrande and John, 2018; the projection is factor analysis, Rubin and Thayer, 1982.)
+
     Draws give the mean their gradients and leave the precision alone.
 
     :param rank: the number of columns of B; ``None`` is the size of the largest block, 0 makes independent blocks,
         whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
     :param base: whether D is free; else it is I.
-    :param rate: as in :class:`StepsOnBackward`.
+    :param rate: ρ of the step P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) before it is projected, in (0, 1] or a function of the number
+        of steps taken; by default max(0.1, 1/(1 + t)).
     :param sweeps: of expectation maximisation a step.
     :param iterations: of conjugate gradients a step.
-    :param softness: η; as in :class:`~.natural.NaturalGaussian`.
+    :param softness: η, as of :class:`NaturalGaussian`.
     """
 
     anchored: ClassVar[bool] = True
@@ -85,6 +93,7 @@ class NaturalLowRank(StepsOnBackward):
         self.rank, self.base = max(self.sizes) if rank is None else rank, base
         self.sweeps, self.iterations = sweeps, iterations
         self._groups = Groups(self.sizes)
+        self._last: dict[str, tuple[Blocks, Columns]] = {}  # buffers, and the stacks that they are parts of
         for i, num in enumerate(self.sizes):
             eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
             b = 0.1 * torch.randn(*batch_shape, num, self.rank, dtype=like.dtype, device=like.device)
@@ -99,9 +108,21 @@ class NaturalLowRank(StepsOnBackward):
         # By the way round a Pyro module's attributes, which would take as long as the algebra of small blocks.
         return [self._buffers[f"{name}_{i}"] for i in range(len(self.sizes))]  # type: ignore[misc]
 
-    def _keep(self, name: str, values: Sequence[Tensor]) -> None:
-        """Take values of the buffers' own dtype and shape."""
-        self._buffers.update((f"{name}_{i}", value) for i, value in enumerate(values))
+    def _keep(self, name: str, values: Columns) -> None:
+        """Take stacked values of the buffers' own dtype and shapes; they are there again until a buffer is another."""
+        blocks = self._groups.vectors(values) if name == "loc" else self._groups.unstack(values)
+        self._buffers.update((f"{name}_{i}", block) for i, block in enumerate(blocks))
+        self._last[name] = blocks, values
+
+    def _stacked(self, name: str) -> Columns:
+        blocks = self._each(name)
+        known, values = self._last.get(name, ((), ()))
+        if len(known) == len(blocks) and all(a is b for a, b in zip(known, blocks)):
+            return list(values)
+        return self._groups.columns(blocks) if name == "loc" else self._groups.stack(blocks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_last": {}}
 
     def _put_each(self, name: str, values: Sequence[Tensor]) -> None:
         for i, value in enumerate(values):
@@ -123,38 +144,44 @@ class NaturalLowRank(StepsOnBackward):
         self._sit(self._seats(anchor))
 
     def _seats(self, anchor: Any) -> Optional[Seats]:
-        """L + ηsI of each block, where w itself has no meaning."""
-        return None if anchor is None else [None if part is None else softened(part, self.softness) for part in anchor]
+        """L + ηsI, stacked by the blocks' sizes; ``None`` where w itself has a meaning."""
+        if anchor is None:
+            return None
+        found: Seats = []
+        for group in self._groups.members:
+            parts = [anchor[b] for b in group]
+            if all(part is not None for part in parts):
+                found.append(softened(stacked(parts), self.softness))
+            else:
+                found.append(self._filled([None if part is None else softened(part, self.softness) for part in parts]))
+        return found
+
+    def _filled(self, parts: Sequence[Optional[Tensor]]) -> Optional[Tensor]:
+        """Matrices of equal size as one, I in the place of those that are not there; ``None`` where none is."""
+        like = next((part for part in parts if part is not None and part.numel()), None)
+        if like is None:
+            return None
+        eye = _eye(like)
+        return stacked([eye if part is None or not part.numel() else part for part in parts])
 
     def _sit(self, seats: Optional[Seats]) -> None:
-        like = self.loc_0
-        for i, seat in enumerate(seats or ()):
+        for group, seat in zip(self._groups.members, seats or ()):
             if seat is not None:
-                self._buffers[f"seat_{i}"] = seat.detach().to(like)
+                parts = seat.detach().to(self.loc_0).unbind(-3)
+                self._buffers.update((f"seat_{b}", part) for b, part in zip(group, parts))
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Start at that mean, at the rate of the tenth step."""
         self._put_each("loc", loc.split(self.sizes, -1))
         self.skip(KNOWN)
 
-    def _stacked(self, name: str) -> Columns:
-        return self._groups.stack(self._each(name))
-
     def _turns(self, seats: Optional[Seats]) -> list[Optional[Tensor]]:
         """L₀⁻¹L of the blocks of each size; ``None`` where none of them has another L."""
-        pairs = [
-            (before, now) if now is not None and before.numel() else None
-            for before, now in zip(self._each("seat"), seats or [None] * len(self.sizes))
-        ]
+        before = self._each("seat")
         found: list[Optional[Tensor]] = []
-        for group in self._groups.members:
-            if all(pairs[b] is None for b in group):
-                found.append(None)
-                continue
-            eye = torch.eye(self.sizes[group[0]], dtype=self.loc_0.dtype, device=self.loc_0.device)
-            of_group = [pairs[b] or (eye, eye) for b in group]
-            before, now = (stacked([pair[i] for pair in of_group]) for i in range(2))
-            found.append(solve_lower(before, now))
+        for group, now in zip(self._groups.members, seats or [None] * len(self._groups.members)):
+            then = None if now is None else self._filled([before[b] for b in group])
+            found.append(None if now is None or then is None else solve_lower(then, now))
         return found
 
     def _seen_from(self, seats: Optional[Seats]) -> tuple[Optional[Columns], Columns, Columns]:
@@ -163,7 +190,7 @@ class NaturalLowRank(StepsOnBackward):
         turns = self._turns(seats)
         if all(turn is None for turn in turns):
             return None, blocks, low_rank
-        loc, gains = self._groups.columns(self._each("loc")), self._stacked("gain")
+        loc, gains = self._stacked("loc"), self._stacked("gain")
         inner = total([b.mT @ m for b, m in zip(low_rank, loc)])[..., None, :, :]
         pull = [d @ m + b @ inner for d, b, m in zip(blocks, low_rank, loc)]
         for i, turn in enumerate(turns):
@@ -179,7 +206,7 @@ class NaturalLowRank(StepsOnBackward):
             b = [tril.mT @ part for tril, part in zip(trils or (), low_rank)]
         else:
             trils, b = None, [Lift.apply(part, self.unit) for part in low_rank]
-        loc = [Lift.apply(m, self.unit) for m in self._groups.columns(self._each("loc"))]
+        loc = [Lift.apply(m, self.unit) for m in self._stacked("loc")]
         q = LowRankGaussian.of_groups(self._groups, loc, b, trils)
         if pull is None:
             return q
@@ -198,57 +225,81 @@ class NaturalLowRank(StepsOnBackward):
         listening.__dict__.update(q.__dict__)
         return listening.heard_by(self, Heard(base, self.unit))
 
+    @torch.no_grad()
+    def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
+        """P − I and Pm under L, ``(..., M, M)``; those of the prior, 0, where no step has been taken."""
+        self.settle()
+        pull, blocks, low_rank = self._seen_from(self._seats(anchor))
+        whole = assembled(self._groups.unstack(blocks), self._groups.unstack(low_rank))
+        if pull is None:
+            r = whole @ torch.cat(self._each("loc"), -1)[..., None]
+        else:
+            r = torch.cat(self._groups.unstack(pull), -2)
+        known = float(self.steps_taken > 0)
+        return known * (whole - _eye(whole)), known * r[..., 0]
+
+    @torch.no_grad()
+    def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
+        """Have q be the nearest to that of G and r under L, with their mean: steps go on at a later one's rate."""
+        whole = (0.5 * (gram + gram.mT) + _eye(gram)).expand(*self.batch_shape, *gram.shape[-2:])
+        loc = torch.cholesky_solve(pull.expand(whole.shape[:-1])[..., None], cholesky(whole, 0.0, "I + G"))[..., 0]
+        blocks, low_rank = nearest(whole, self.sizes, self.rank, self.base)
+        self._put_each("loc", loc.split(self.sizes, -1))
+        self._put_each("block", blocks)
+        self._put_each("low_rank", low_rank)
+        if self.base:
+            self._put_each("gain", [_positive(d - _eye(d)) for d in blocks])
+        self._sit(self._seats(anchor))
+        self.skip(max(KNOWN - self.steps_taken, 0))
+
+    def of(self, gram: Tensor, pull: Tensor) -> Product:
+        """q(w) of these G and r, before it is brought to its form."""
+        return from_natural(gram, pull, self.sizes)
+
     def step(self, heard: Heard, weight: Tensor, total_weight: Tensor, rate: float, again: bool) -> None:
         base: _Base = heard.base
         here = self._from(base.seats) if again else base
+        groups, order = self._groups, self._groups.order
         each, kept = rate / total_weight, 1 - rate * weight / total_weight
-        stack, columns = self._groups.stack, self._groups.columns
-        rows = heard.curved()
-        phis = [stack(row["features"]) for row in rows]
-        curvatures = [(each[..., None] * (2 * row["by_change"]).clamp(min=0))[..., None, :, None] for row in rows]
+        rows = [
+            (heard.whole(row, order), (each[..., None] * (2 * row["by_change"]).clamp(min=0))[..., None])
+            for row in heard.curved()
+        ]
         if heard.draws:  # of their curvature nothing is known
             kept = torch.ones_like(kept)
-        each, kept, weight = (part[..., None, None, None] for part in (each, kept, weight))  # of all of a group
-
-        def times(v: Columns) -> Columns:
-            """P̂v for columns v."""
-            inner = total([b.mT @ x for b, x in zip(here.low_rank, v)])[..., None, :, :]
-            found = [kept * (d @ x + b @ inner) + (1 - kept) * x for d, b, x in zip(here.blocks, here.low_rank, v)]
-            data = [torch.zeros_like(x) for x in found]
-            for phi, curvature in zip(phis, curvatures):
-                seen = curvature * total([p @ x for p, x in zip(phi, v)])[..., None, :, :]
-                data = [x + p.mT @ seen for x, p in zip(data, phi)]
-            return [x + more for x, more in zip(found, joined(*data))]
-
-        blocks, low_rank = here.blocks, here.low_rank
-        aims = _within(here, kept, phis, curvatures) if self.base else None
+        each, kept, weight = (part[..., None, None] for part in (each, kept, weight))
+        kind = _Formed if sum(self.sizes) <= _FEW else _Products
+        target = kind(groups, here.blocks, groups.over(here.low_rank), kept, rows)
+        blocks, low_rank = here.blocks, groups.over(here.low_rank)
+        aims = target.blocks() if self.base else None
         for _ in range(self.sweeps):
-            blocks, low_rank = _sweep(times, aims, blocks, low_rank)
-        slopes = [torch.zeros_like(m) for m in base.loc]
+            blocks, low_rank = _sweep(groups, target, aims, blocks, low_rank)
+        before = groups.over(base.loc)
+        slope = torch.zeros_like(before)
         for row in heard.rows.values():
             if "by_mean" in row:
-                g = row["by_mean"][..., None, :, None]
-                slopes = [s + p.mT @ g for s, p in zip(slopes, stack(row["features"]))]
+                slope = slope + heard.whole(row, order).mT @ row["by_mean"][..., None]
         inside = heard.weight_inside(self.batch_shape)
         for _, grad in heard.draws.values():
             parts = grad.reshape(-1, *self.batch_shape, grad.shape[-1]).sum(0).split(self.sizes, -1)
-            slopes = [s + part for s, part in zip(slopes, columns(parts))]
+            slope = slope + torch.cat([parts[b] for b in order], -1)[..., None]
         if inside is not None:
-            slopes = [s - inside[..., None, None, None] * m for s, m in zip(slopes, base.loc)]
-        slopes = [weight * m + s for m, s in zip(base.loc, joined(*slopes))]
-        shift = _solve(times, [-each * s for s in slopes], _Inverse(blocks, low_rank), self.iterations)
-        whole = cautious(torch.cat(self._groups.vectors(shift), -1), heard)
-        loc = [m + x for m, x in zip(here.loc, columns(whole.split(self.sizes, -1)))]
-        fine = torch.stack([part.isfinite().all() for part in (*loc, *blocks, *low_rank)]).all() & (each > 0).all()
-        loc, blocks, low_rank = (
+            slope = slope - inside[..., None, None] * before
+        (slope,) = joined(slope)
+        shift = target.solve(-each * (weight * before + slope), blocks, low_rank, self.iterations)
+        shift = cautious(shift[..., 0], heard, order)[..., None]
+        loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
+        low = groups.cut(low_rank)
+        fine = torch.stack([part.isfinite().all() for part in (*loc, *blocks, *low)]).all() & (each > 0).all()
+        loc, blocks, low = (
             [torch.where(fine, a, b) for a, b in zip(new, old)]
-            for new, old in ((loc, here.loc), (blocks, here.blocks), (low_rank, here.low_rank))
+            for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
         )
-        self._keep("loc", self._groups.vectors(loc))
-        self._keep("block", self._groups.unstack(blocks))
-        self._keep("low_rank", self._groups.unstack(low_rank))
+        self._keep("loc", loc)
+        self._keep("block", blocks)
+        self._keep("low_rank", low)
         if self.base:
-            self._keep("gain", self._groups.unstack([_positive(d - _eye(d)) for d in blocks]))
+            self._keep("gain", [_positive(d - _eye(d)) for d in blocks])
         self._sit(base.seats)
 
     def _from(self, seats: Optional[Seats]) -> _Base:
@@ -267,69 +318,133 @@ def _positive(matrix: Tensor) -> Tensor:
     return (found.eigenvectors * found.eigenvalues.clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
 
 
-def _within(here: _Base, kept: Tensor, phis: Sequence[Columns], curvatures: Sequence[Tensor]) -> Columns:
-    """The blocks of P̂ on its diagonal."""
-    data = [torch.zeros_like(d) for d in here.blocks]
-    for phi, curvature in zip(phis, curvatures):
-        data = [x + p.mT @ (p * curvature) for x, p in zip(data, phi)]
-    return [
-        kept * (d + b @ b.mT) + (1 - kept) * _eye(d) + x for d, b, x in zip(here.blocks, here.low_rank, joined(*data))
-    ]
+class _Products:
+    """P̂ by its products with few columns: it is never formed.
+
+    :param blocks: D of P.
+    :param low_rank: B of P.
+    :param kept: 1 − ρ.
+    :param rows: of each batch of rows Φ, and ρ·2h as a column.
+    """
+
+    def __init__(
+        self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        self.groups, self._blocks, self._low_rank, self._kept, self._rows = groups, blocks, low_rank, kept, rows
+
+    def times(self, v: Tensor) -> Tensor:
+        """P̂v for columns v."""
+        own = self.groups.over([d @ x for d, x in zip(self._blocks, self.groups.cut(v))])
+        found = self._kept * (own + self._low_rank @ (self._low_rank.mT @ v)) + (1 - self._kept) * v
+        data = torch.zeros_like(found)
+        for phi, curvature in self._rows:
+            data = data + phi.mT @ (curvature * (phi @ v))
+        return found + joined(data)[0]
+
+    def blocks(self) -> Columns:
+        """The blocks of P̂ on its diagonal."""
+        data = [torch.zeros_like(d) for d in self._blocks]
+        for phi, curvature in self._rows:
+            each = [part.mT for part in self.groups.cut(phi.mT)]
+            data = [x + p.mT @ (p * curvature[..., None, :, :]) for x, p in zip(data, each)]
+        kept, low = self._kept[..., None], self.groups.cut(self._low_rank)
+        return [kept * (d + b @ b.mT) + (1 - kept) * _eye(d) + x for d, b, x in zip(self._blocks, low, joined(*data))]
+
+    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
+        """P̂⁻¹ of one column by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come."""
+        inverse = _Inverse(self.groups, blocks, low_rank)
+
+        def dot(a: Tensor, b: Tensor) -> Tensor:
+            return (a * b).sum((-2, -1), keepdim=True)
+
+        def over(a: Tensor, b: Tensor) -> Tensor:
+            return torch.where(b > 0, a / b, torch.zeros_like(a))
+
+        x = torch.zeros_like(right)
+        z = inverse(right)
+        direction, rz = z, dot(right, z)
+        for _ in range(iterations):
+            moved = self.times(direction)
+            a = over(rz, dot(direction, moved))
+            x = x + a * direction
+            right = right - a * moved
+            z = inverse(right)
+            new = dot(right, z)
+            direction, rz = z + over(new, rz) * direction, new
+        return x
+
+
+class _Formed:
+    """P̂ as one matrix, which is quicker where it is small; as :class:`_Products`."""
+
+    def __init__(
+        self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        self.groups = groups
+        whole = low_rank @ low_rank.mT
+        for own, d in zip(self._diagonal(whole), blocks):
+            own.add_(d)
+        whole = whole.mul_(kept)
+        whole.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
+        data = torch.zeros_like(whole)
+        for phi, curvature in rows:
+            data = data + phi.mT @ (phi * curvature)
+        self.matrix = whole + joined(data)[0]
+
+    def _diagonal(self, whole: Tensor) -> Columns:
+        """Views of a matrix' blocks on the diagonal."""
+        found, start = [], 0
+        for group in self.groups.members:
+            num, size = len(group), self.groups.sizes[group[0]]
+            stop = start + num * size
+            own = whole[..., start:stop, start:stop].unflatten(-1, (num, size)).unflatten(-3, (num, size))
+            found.append(own.diagonal(dim1=-4, dim2=-2).movedim(-1, -3))
+            start = stop
+        return found
+
+    def times(self, v: Tensor) -> Tensor:
+        return self.matrix @ v
+
+    def blocks(self) -> Columns:
+        return self._diagonal(self.matrix)
+
+    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
+        return torch.cholesky_solve(right, cholesky(self.matrix, 0.0, "a precision of coefficients"))
 
 
 class _Inverse:
     """(blockdiag(D) + BBᵀ)⁻¹ = D⁻¹ − D⁻¹B(I + BᵀD⁻¹B)⁻¹BᵀD⁻¹."""
 
-    def __init__(self, blocks: Columns, low_rank: Columns) -> None:
+    def __init__(self, groups: Groups, blocks: Columns, low_rank: Tensor) -> None:
+        self.groups = groups
         self.roots = [cholesky(d, 0.0, "a block of a low-rank precision") for d in blocks]
-        self.scaled = [torch.cholesky_solve(b, root) for b, root in zip(low_rank, self.roots)]  # D⁻¹B
-        gram = total([b.mT @ c for b, c in zip(low_rank, self.scaled)])
-        self.inner = cholesky(_eye(gram) + gram, 0.0, "I + BᵀD⁻¹B")
+        self.scaled = self._over_blocks(low_rank)  # D⁻¹B
+        gram = low_rank.mT @ self.scaled
+        gram.diagonal(dim1=-2, dim2=-1).add_(1)
+        self.inner = cholesky(gram, 0.0, "I + BᵀD⁻¹B")
 
-    def __call__(self, v: Columns) -> Columns:
-        seen = torch.cholesky_solve(total([c.mT @ x for c, x in zip(self.scaled, v)]), self.inner)[..., None, :, :]
-        return [torch.cholesky_solve(x, root) - c @ seen for x, root, c in zip(v, self.roots, self.scaled)]
+    def _over_blocks(self, v: Tensor) -> Tensor:
+        return self.groups.over([torch.cholesky_solve(x, root) for x, root in zip(self.groups.cut(v), self.roots)])
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return self._over_blocks(v) - self.scaled @ torch.cholesky_solve(self.scaled.mT @ v, self.inner)
 
 
 def _sweep(
-    times: Callable[[Columns], Columns], aims: Optional[Columns], blocks: Columns, low_rank: Columns
-) -> tuple[Columns, Columns]:
+    groups: Groups, target: Union[_Products, _Formed], aims: Optional[Columns], blocks: Columns, low_rank: Tensor
+) -> tuple[Columns, Tensor]:
     """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
     D ← blockdiag(P̂ − BβP̂); then B ← BE^½, the expansion.
 
     :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
     """
-    inverse = _Inverse(blocks, low_rank)
-    beta = [torch.cholesky_solve(c.mT, inverse.inner[..., None, :, :]) for c in inverse.scaled]
-    seen = times([part.mT for part in beta])  # P̂βᵀ
-    moment = torch.cholesky_inverse(inverse.inner) + total([part @ p for part, p in zip(beta, seen)])
-    root = cholesky(0.5 * (moment + moment.mT), 0.0, "the factors' second moment")[..., None, :, :]
-    new = [torch.cholesky_solve(p.mT, root).mT for p in seen]
-    if aims is not None:
-        blocks = [aim - b @ p.mT for aim, b, p in zip(aims, new, seen)]
-        blocks = [0.5 * (d + d.mT) for d in blocks]
-        new = [b @ root for b in new]
-    return blocks, new
-
-
-def _solve(times: Callable[[Columns], Columns], right: Columns, inverse: _Inverse, iterations: int) -> Columns:
-    """P̂⁻¹ of one column by preconditioned conjugate gradients, without a look at how far it has come."""
-
-    def dot(a: Columns, b: Columns) -> Tensor:
-        return total([(x * y).sum((-2, -1), keepdim=True) for x, y in zip(a, b)])[..., None, :, :]
-
-    def over(a: Tensor, b: Tensor) -> Tensor:
-        return torch.where(b > 0, a / b, torch.zeros_like(a))
-
-    x = [torch.zeros_like(part) for part in right]
-    z = inverse(right)
-    direction, rz = z, dot(right, z)
-    for _ in range(iterations):
-        moved = times(direction)
-        a = over(rz, dot(direction, moved))
-        x = [u + a * v for u, v in zip(x, direction)]
-        right = [u - a * v for u, v in zip(right, moved)]
-        z = inverse(right)
-        new = dot(right, z)
-        direction, rz = [u + over(new, rz) * v for u, v in zip(z, direction)], new
-    return x
+    inverse = _Inverse(groups, blocks, low_rank)
+    beta = torch.cholesky_solve(inverse.scaled.mT, inverse.inner)
+    seen = target.times(beta.mT)  # P̂βᵀ
+    moment = torch.cholesky_inverse(inverse.inner) + beta @ seen
+    root = cholesky(0.5 * (moment + moment.mT), 0.0, "the factors' second moment")
+    new = torch.cholesky_solve(seen.mT, root).mT
+    if aims is None:
+        return blocks, new
+    blocks = [aim - b @ p.mT for aim, b, p in zip(aims, groups.cut(new), groups.cut(seen))]
+    return [0.5 * (d + d.mT) for d in blocks], new @ root

@@ -17,7 +17,8 @@ __all__ = ["PrecisionFactor", "from_natural", "optimal", "seen_from", "weighted_
 
 
 class PrecisionFactor(DenseFactor):
-    """S = (LLᵀ)⁻¹, with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a triangular solve.
+    """N(m, S) by its precision, S = (LLᵀ)⁻¹, with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a
+    triangular solve.
 
     :param factor: L, ``(..., M, M)``.
     """
@@ -63,7 +64,11 @@ class _WeightedGram(Function):
 
 
 def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
-    """ΦᵀΛΦ, ``(..., M, M)``, for Φ ``(..., N, M)`` and the diagonal of Λ ``(..., N)``."""
+    """ΦᵀΛΦ, ``(..., M, M)``.
+
+    :param phi: Φ, ``(..., N, M)``.
+    :param weights: the diagonal of Λ, ``(..., N)``.
+    """
     if phi.dim() == 2 and weights.dim() == 1:
         return _WeightedGram.apply(phi, weights)
     return phi.mT @ (phi * weights[..., None])
@@ -105,6 +110,7 @@ def from_natural(
     :param pull: r = Φᵀλ(z − μ), ``(..., M)``.
     :param sizes: the sizes of the blocks of w.
     :param groups: as in :func:`optimal`.
+    :param name: the site, for errors.
     """
     whole = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     what = f"I + ΦᵀΛΦ of site {name!r}"
@@ -123,10 +129,12 @@ def from_natural(
 
 
 def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    """Sums of sites, G, ``(..., M, M)``, and r, ``(..., M)``, that keep their meaning about u = Lw under another L.
+    """Sums of sites (G, r) that keep their meaning about u = Lw under another L: (TᵀGT, Tᵀr) with T = L₀⁻¹L.
 
-    :param before: the L that they belong to; empty if they are about w.
-    :param now: the L wanted; ``None`` if they are about w.
+    :param gram: G, ``(..., M, M)``.
+    :param pull: r, ``(..., M)``.
+    :param before: L₀, ``(..., M, M)``, that they belong to; empty if they are about w.
+    :param now: L, of that shape; ``None`` if they are about w.
     """
     if now is None or not before.numel():
         return gram, pull

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Optional
+from typing import Optional, Self
 
 import torch
 from pyro.nn import PyroParam
@@ -25,14 +25,11 @@ from .base import Coefficients, Gaussian
 from .groups import Groups, total
 from .product import DenseFactor, Product
 
-if TYPE_CHECKING:
-    from typing import Self
-
 __all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions"]
 
 
 class LowRankGaussian(Gaussian):
-    """S = L(I + BBᵀ)⁻¹Lᵀ over blocks.
+    """N(m, S) with S = L(I + BBᵀ)⁻¹Lᵀ, L = blockdiag(L_b): storage and cost are linear in the number of blocks.
 
     :param loc: m, a block ``(..., M_b)`` each.
     :param b: B, a block ``(..., M_b, R)`` each.
@@ -239,7 +236,7 @@ def leading_directions(features: Sequence[Tensor], small: Sequence[Tensor]) -> t
 class _LowRank(Coefficients):
     """Parameters of a :class:`LowRankGaussian`.
 
-    :param rank: R; ``None`` is the size of the largest block, as in the paper.
+    :param rank: R, the number of columns of B; ``None`` is the size of the largest block, as in the paper.
     """
 
     base: bool
@@ -284,12 +281,18 @@ class _LowRank(Coefficients):
 
 
 class BlockPlusLowRank(_LowRank):
-    """S⁻¹ = blockdiag + low rank; contains :class:`~.product.BlockCholesky`."""
+    """N(m, S) with S⁻¹ = blockdiag((L_bL_bᵀ)⁻¹) + L⁻ᵀBBᵀL⁻¹, block plus low rank; contains :class:`BlockCholesky`.
+
+    L_b, lower triangular ``(..., M_b, M_b)``, and B, ``(..., M_b, R)`` a block, are free.
+    """
 
     base = True
 
 
 class IdentityPlusLowRank(_LowRank):
-    """S⁻¹ = I + BBᵀ, whitened (Adam et al., 2018, eq. 7). At a rank of M it does not contain the mean field."""
+    """N(m, S) with S⁻¹ = I + BBᵀ, whitened (Adam, Durrande and John, 2018, eq. 7).
+
+    B, ``(..., M_b, R)`` a block, is free. At a rank of one block's size it does not contain the mean field.
+    """
 
     base = False

@@ -17,6 +17,7 @@ from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, side_by_side
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients, Gaussian
+from .documented import Documented
 
 __all__ = [
     "BlockCholesky",
@@ -32,8 +33,11 @@ __all__ = [
 ]
 
 
-class Factor(ABC):
-    """One independent N(m, S) of a :class:`Product`, over M coefficients."""
+class Factor(Documented, ABC):
+    """One independent N(m, S) of a :class:`Product`, over M coefficients.
+
+    :param loc: m, ``(..., M)``.
+    """
 
     def __init__(self, loc: Tensor) -> None:
         self.loc, self.batch_shape = loc, loc.shape[:-1]
@@ -138,7 +142,7 @@ class _DenseMoments(Function):
 
 
 class DenseFactor(Factor):
-    """S = LLᵀ.
+    """N(m, S) with a full covariance, S = LLᵀ.
 
     :param tril: L, ``(..., M, M)``.
     """
@@ -167,7 +171,7 @@ class DenseFactor(Factor):
 
 
 class DiagonalFactor(Factor):
-    """S = diag(s²).
+    """N(m, S) of independent coefficients, S = diag(s²).
 
     :param scale_diag: s, ``(..., M)``.
     """
@@ -196,7 +200,7 @@ class DiagonalFactor(Factor):
 
 
 class IdentityFactor(Factor):
-    """S = I: only the mean is free, and the variance stays the prior's."""
+    """N(m, I): only the mean is free, and the variance stays the prior's."""
 
     def scaled(self, phi: Tensor) -> Tensor:
         return phi
@@ -222,9 +226,9 @@ class IdentityFactor(Factor):
 
 
 class Product(Gaussian):
-    """Independent factors, each over consecutive blocks.
+    """q(w) = Π_g N(w_g; m_g, S_g), independent factors, each over consecutive blocks.
 
-    :param sizes: sizes of the blocks.
+    :param sizes: the sizes M_b of the blocks of w.
     :param factors: the factors, in order.
     :param groups: the blocks that each factor covers; together, in order, all of them.
     """
@@ -373,7 +377,7 @@ class _Factored(Coefficients):
 
 
 class FullCholesky(_Factored):
-    """One full covariance over all blocks, S = LLᵀ."""
+    """N(m, S) with one full covariance over all blocks, S = LLᵀ: M + M(M + 1)/2 numbers (Hensman et al., 2013)."""
 
     @staticmethod
     def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
@@ -381,7 +385,7 @@ class FullCholesky(_Factored):
 
 
 class BlockCholesky(_Factored):
-    """A full covariance within each block, none between blocks: S = blockdiag(L_bL_bᵀ)."""
+    """N(m, S) with a full covariance within each block, none between blocks: S = blockdiag(L_bL_bᵀ)."""
 
     @staticmethod
     def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
@@ -389,7 +393,7 @@ class BlockCholesky(_Factored):
 
 
 class Diagonal(_Factored):
-    """Independent coefficients, S = diag(s²)."""
+    """N(m, S) of independent coefficients, S = diag(s²)."""
 
     @staticmethod
     def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
@@ -397,7 +401,7 @@ class Diagonal(_Factored):
 
 
 class Identity(_Factored):
-    """The prior's covariance, S = I; only the mean is free."""
+    """N(m, I): the prior's covariance, only the mean is free."""
 
     @staticmethod
     def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:
@@ -405,7 +409,10 @@ class Identity(_Factored):
 
 
 class CholeskyIdentity(_Factored):
-    """A full covariance of the first block, the prior's for the others."""
+    """N(m, S) with a full covariance of the first block and the prior's for the others: S = blockdiag(LLᵀ, I, …).
+
+    As in orthogonally decoupled bases (Salimbeni, Cheng, Boots and Deisenroth, 2018).
+    """
 
     @staticmethod
     def layout(num_blocks: int) -> list[tuple[type[Factor], tuple[int, ...]]]:

@@ -183,7 +183,10 @@ class Part(Coefficients):
 
 
 def block_diagonal(sites: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Features of several sites, blocks ``(..., N_s, M_b)`` each, as rows of all coefficients, ``(..., ΣN_s, M_b)``."""
+    """Features of several sites as rows of all coefficients, a block ``(..., ΣN_s, M_b)`` each, 0 at other sites' rows.
+
+    :param sites: of each site s its features, a block ``(..., N_s, M_b)`` each.
+    """
     rows = [features[0].shape[-2] for features in sites]
     stacked = []
     for i, features in enumerate(sites):

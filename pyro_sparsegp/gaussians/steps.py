@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Optional, Self, Union
 
 import torch
 from pyro.nn import PyroParam
@@ -22,9 +22,6 @@ from ..numerics.functions import Function
 from ..numerics.linalg import side_by_side
 from ..numerics.processes import due, joined, largest
 from .base import Coefficients, Gaussian
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["KNOWN", "Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious", "softened"]
 
@@ -36,7 +33,11 @@ Rate = Union[float, Callable[[int], float]]
 
 @dataclass(frozen=True)
 class Falling:
-    """The rate of step t = 0, 1, …: ρ = max(least, most/(1 + t)), an average over all steps, then the last 1/least."""
+    """The rate of step t = 0, 1, …: ρ = max(least, most/(1 + t)), an average over all steps, then the last 1/least.
+
+    :param least: the floor, in (0, 1].
+    :param most: of the first step, in (0, 1].
+    """
 
     least: float = 0.1
     most: float = 1.0
@@ -88,6 +89,13 @@ class Heard:
     crosses: dict[int, dict[str, Any]] = field(default_factory=dict)
     draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
+
+    def whole(self, row: dict[str, Any], order: Optional[Sequence[int]] = None) -> Tensor:
+        """A row's Φ, all blocks side by side, in their own or another order: made once."""
+        if "whole" not in row:
+            features = row["features"]
+            row["whole"] = side_by_side(features if order is None else [features[b] for b in order])
+        return row["whole"]
 
     def weight(self, batch_shape: torch.Size) -> Tensor:
         """c, of the batch's shape."""
@@ -352,13 +360,15 @@ def softened(anchor: Tensor, softness: float) -> Tensor:
     return anchor + (softness * scale)[..., None, None] * eye
 
 
-def cautious(shift: Tensor, heard: Heard) -> Tensor:
+def cautious(shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None) -> Tensor:
     """A step of m, ``(..., M)``, shortened where it would move function values by more than three of the prior's
     deviations.
+
+    :param order: of the blocks, where it is not their own.
     """
     most = torch.full_like(shift[..., :1], _FARTHEST)
     for row in heard.rows.values():
-        phi = side_by_side(row["features"])
+        phi = heard.whole(row, order)
         moved = (phi @ shift[..., None])[..., 0].abs()
         by = phi.square().sum(-1).sqrt().clamp(min=torch.finfo(phi.dtype).tiny)
         most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))

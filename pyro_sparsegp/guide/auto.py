@@ -10,7 +10,6 @@ from pyro import poutine
 from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
 
-from ..approximations.free import SparseGP
 from ..modules import drop_stored
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -19,10 +18,11 @@ from ..program.data import TrainingData
 from ..program.handlers import observes
 from ..program.traces import all_sites, is_free, repeatable, whole_plates
 from ..warned import warn_once
-from .absorb import absorb
-from .first_call import check_parameters, explain_nan, initialise
+from .absorb import absorb, relearn
+from .correction import note_rows, warn_of_unseen
+from .first_call import ObservesNothingError, check_parameters, explain_nan, initialise
 from .joint import Families
-from .runs import LARGEST_JOINT, Look, Priors, Run, Train
+from .runs import LARGEST_JOINT, BySite, Look, Priors, Train
 from .state import Saved
 
 __all__ = ["AutoSparseGP"]
@@ -93,7 +93,6 @@ class AutoSparseGP(Saved):
             amortized_plates=amortized_plates,
         )
         self._nodes: Optional[Mapping[str, Optional[Tensor]]] = None  # of the quadrature that calls
-        self._row_counts: dict[str, tuple[int, int]] = {}  # of a GP's rows in a mini-batch, and in all the data
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw every site, running the model once.
@@ -111,6 +110,8 @@ class AutoSparseGP(Saved):
         same, inputs, order = is_training or not self.on_sites, True, None
         if relation is not None and self.is_about_rows:
             same, inputs, order = relation.same, relation.inputs, relation.order
+        if order is not None and self.takes_batches:  # a batch of them: what q is conditioned on stays as it is
+            same, inputs, order = False, False, None
         keep = is_training and same
         # A batch of other rows: gradients pass through the sites of those that q is conditioned on.
         batch = is_training and not same and not fewer and self.takes_batches
@@ -120,8 +121,8 @@ class AutoSparseGP(Saved):
             inputs = False
         run = Train(
             nodes,
-            conditions=self.condition(args, kwargs, same and inputs, keep or batch),
-            same=same and not self._new_rows,
+            conditions=self.conditions_of_call(args, kwargs, same and inputs, keep or batch),
+            same=same and self._predicting is None,
             keep=keep,
             joint_up_to=torch.inf if not self.training else LARGEST_JOINT if fewer else 0,
             rows_known=inputs,
@@ -131,7 +132,8 @@ class AutoSparseGP(Saved):
         with self.held(run.conditions):
             draws = self.perform_explained(run, args, kwargs)
         require_sizes(self.trace)
-        self._note_rows(run)
+        if any(process.kernel.depends_on_rows for process in run.processes.values()):
+            note_rows(self, run)
         if is_training:
             self.note_data(relation, same, args, kwargs)
         return draws
@@ -160,7 +162,7 @@ class AutoSparseGP(Saved):
             with torch.enable_grad(), whole_plates(), repeatable(self.like):
                 check_parameters(self, args, kwargs)
 
-    def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
+    def absorb(self, *args: Any, forget: float = 0.0, memory: Optional[int] = None, **kwargs: Any) -> None:
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
 
         Under natural steps q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) holds what all rows so far say in the sums (G₀, r₀),
@@ -176,24 +178,45 @@ class AutoSparseGP(Saved):
         :param args: the arguments of the model, with the new rows; plates have the new rows' number.
         :param forget: the share of (G₀, r₀) dropped before, for functions that drift; 0.1 at each call gives the last
             ten most of the weight.
+        :param memory: how many rows to keep, in ``guide.memory``: each row absorbed so far is among them with the same
+            probability. Later calls and :meth:`relearn` absorb them anew, under the hyperparameters as they are then
+            (after Chang et al., 2023). By default as many as before, at first none; 0 drops them.
         :param kwargs: keyword arguments of the model.
         :raises ValueError: naming the site and the remedy, where q is no such sum (families on sites, expectation
             propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
         """
         self._ready(args, kwargs)
-        absorb(self, args, kwargs, forget)
+        absorb(self, args, kwargs, forget, memory)
+
+    def relearn(self, step: Callable[..., Any], num_steps: int) -> list[Any]:
+        """Learn hyperparameters on the rows that :meth:`absorb` has kept, the sums that make q held, and absorb these
+        rows anew under the new hyperparameters, in the place of what they were (after Chang et al., 2023).
+
+        Sums of rows that were not kept stay what they say about u = Lw, the values at the inducing inputs.
+
+        :param step: one step of an optimiser on the kept rows, called as the model is: ``svi.step`` for a model whose
+            plate has their number; ``lambda x, y: svi.step(x, y, size=guide.memory.seen)``, as in mini-batches, has
+            them stand for all rows seen.
+        :param num_steps: how many.
+        :returns: what each step returned.
+        :raises ValueError: if no rows were kept, or if steps of training have moved q since.
+        """
+        return relearn(self, step, num_steps)
 
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, other latents at their posterior median.
 
-        An inner layer of a deep GP is at its posterior mean. Subsampling is off.
+        An inner layer of a deep GP is at its posterior mean. Subsampling is off. Latents of single rows are those
+        learned if the arguments are all those of training, observations included, else draws from the model.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
+        :raises KeyError: where what is returned is asked for a site that is none of the GP sites.
         """
         self._ready(args, kwargs)
-        run = Look(self.conditions_now(median=True), draws_data=False)
+        known = self.are_known_rows(args, kwargs)
+        run = Look(self.conditions_now(median=True), draws_data=False, rows_known=known)
         self._look(run, True, args, kwargs)
-        return run.posteriors
+        return BySite(run.posteriors)
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""
@@ -201,27 +224,33 @@ class AutoSparseGP(Saved):
 
     def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> Iterator[dict[str, Tensor]]:
         """Draws of every site at new inputs, for prediction: subsampling is off, latents under the data plate come
-        from the model.
+        from the model, or are those learned if the arguments are all those of training, observations included.
 
         :param num: how many.
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
         self._ready(args, kwargs)
-        conditions = None
+        conditions, known = None, self.are_known_rows(args, kwargs)
         for _ in range(num):
             if conditions is None or self.has_random_latents:
-                conditions = self.conditions_now(median=False)
-            yield self._look(Look(conditions, joint, self._warn_of_size), False, args, kwargs)
+                conditions = self.conditions_now(False, known)
+            yield self._look(Look(conditions, joint, self._warn_of_size, rows_known=known), False, args, kwargs)
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._wake(args, kwargs)
+        try:
+            self._wake(args, kwargs)
+        except ObservesNothingError as error:
+            raise ValueError(
+                "this guide has seen no data, so that it has no posterior to look at or to predict with: train it "
+                "first, svi.step(x, y) or fit(model, guide, (x, y), steps=500), or load a saved state."
+            ) from error
         self.require_refined()
         self._check_loaded(args, kwargs)
 
     def _look(self, run: Look, median: bool, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         with self.on(run, median), poutine.block(), whole_plates(), self.held(run.conditions):
             draws = self.perform(run, args, kwargs)
-        self._warn_of_unseen(run)
+        warn_of_unseen(self, run)
         return draws
 
     def _warn_of_size(self, name: str, num: int) -> None:
@@ -275,52 +304,15 @@ class AutoSparseGP(Saved):
         """Which sites' log densities are NaN or infinite at these arguments, for an error."""
         return explain_nan(self, args, kwargs)
 
-    # Kernels whose diagonal depends on the rows of training.
+    # What a call is.
 
     def _observing(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a call's rows are those of training, asked only where a kernel's diagonal depends on them."""
-        if self._new_rows or not self._seen():
-            return not self._new_rows
+        """Whether a call's rows are those of training, asked only where kernels' diagonals depend on them."""
+        if self._predicting is not None or not self.corrected_modules():
+            return self._predicting is None
         return observes(self.model, self.observed, self.like, args, kwargs)
 
     def _has_data(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a call observes anything, asked only where discrete latents are summed out of its densities."""
         assert self.structure is not None
         return not self.structure.enumerated or observes(self.model, self.observed, self.like, args, kwargs)
-
-    def _seen(self) -> dict[str, Any]:
-        """The modules with a free posterior that have taken note of the inputs of training."""
-        modules = self.modules_by_site()
-        return {name: module for name, module in modules.items() if isinstance(module, SparseGP) and module.num_seen}
-
-    def _note_rows(self, run: Train) -> None:
-        """After a run: take note of the rows of training, and of how many there are in all."""
-        by_rows = [name for name, process in run.processes.items() if process.kernel.depends_on_rows]
-        if not by_rows:
-            return
-        if not run.observing:
-            self._warn_of_unseen(run)
-        modules = self._seen()
-        for name in by_rows if run.observing and self.is_training else ():
-            if name in modules:
-                modules[name].see(run.processes[name].x)
-                self._row_counts[name] = run.processes[name].x.shape[-2], 0
-        for name, (rows, _) in self._row_counts.items():
-            for site_name in self._rows_here():
-                for frame in self.trace.nodes[site_name]["cond_indep_stack"]:
-                    if frame.size == rows and frame.full_size is not None:
-                        self._row_counts[name] = rows, int(frame.full_size)
-
-    def _warn_of_unseen(self, run: Run) -> None:
-        for name, module in self._seen().items():
-            _, num = self._row_counts.get(name, (0, 0))
-            if module.num_seen < num and name in run.processes:
-                warn_once(
-                    self.warned,
-                    "rows unseen",
-                    name,
-                    f"the kernel of GP site {name!r} has a variance correction relative to the training inputs; the "
-                    f"guide has seen at most {module.num_seen} of {num} of them in one call. Call it once with all of "
-                    "them, guide(x, y), before or after training.",
-                    stacklevel=5,
-                )

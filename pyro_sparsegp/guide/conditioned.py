@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
+from ..approximations.weight_space import elsewhere
 from ..gaussians.sites import KeptSites, Sites
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.checks import require_full_batch
+from ..program.checks import holds_part, require_full_batch
 from ..program.data import Relation, TrainingData
 from ..program.handlers import Held, unrecorded
 from ..program.reader import Reader
@@ -23,9 +25,19 @@ from .gp_sites import GPSites
 from .reading import SiteReading, settle, settle_again
 from .runs import Conditions, Draw
 
-__all__ = ["Conditioned"]
+__all__ = ["Conditioned", "Predicting"]
 
 _SETTLED = 100  # updates of sites outside of training, at most
+
+
+@dataclass
+class Predicting:
+    """Calls at the same inputs, of a guide that does not learn between them.
+
+    :param conditions: those of the last call.
+    """
+
+    conditions: Optional[Conditions] = None
 
 
 class Conditioned(GPSites):
@@ -35,7 +47,7 @@ class Conditioned(GPSites):
         super().__init__(*args, **kwargs)
         self.data: Optional[TrainingData] = None
         self._forgotten = False  # the training data, for others
-        self._new_rows = False
+        self._predicting: Optional[Predicting] = None
 
     @property
     def is_training(self) -> bool:
@@ -53,19 +65,27 @@ class Conditioned(GPSites):
         return () if self.structure is None else self.structure.rows
 
     @contextmanager
-    def predicting(self) -> Iterator[None]:
-        """Take the inputs of calls for new ones, though there be observations at them."""
-        before, self._new_rows = self._new_rows, True
+    def predicting(self, kept: Predicting) -> Iterator[None]:
+        """Take the inputs of calls for new ones, though there be observations at them.
+
+        :param kept: what is the same in all of these calls.
+        """
+        before, self._predicting = self._predicting, kept
         try:
             yield
         finally:
-            self._new_rows = before
+            self._predicting = before
 
     # The training data.
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
         """What a call's data are to those of training; ``None`` if a state without them was loaded."""
         return None if self.data is None else self.data.relation(self.model, args, kwargs)
+
+    def are_known_rows(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call brings all the data of training, row by row, where latents have a value for each row."""
+        relation = self.relation(args, kwargs) if self.local_latents and self._predicting is None else None
+        return relation is not None and relation.same and relation.order is None
 
     def forget_data(self) -> None:
         """Forget the training data: the next call with observations brings those that families on sites are about.
@@ -100,7 +120,7 @@ class Conditioned(GPSites):
     def note_data(self, relation: Optional[Relation], same: bool, args: tuple, kwargs: dict[str, Any]) -> None:
         """After a step of training: take note of its data, and check that they are what the guide is about."""
         assert self.structure is not None
-        observed = [name for name in self._rows_here() if self.trace.nodes[name]["is_observed"]]
+        observed = [name for name in self.rows_here() if self.trace.nodes[name]["is_observed"]]
         if observed:
             if not same:
                 self._refuse_other_data(observed[0])
@@ -155,15 +175,17 @@ class Conditioned(GPSites):
         asked = ("rows", name) not in self.warned and not self.by_expectation  # which refuses them itself
         return asked and relation is not None and relation.others and not relation.same
 
-    def _rows_here(self) -> list[str]:
+    def rows_here(self) -> list[str]:
+        """The sites that held data at the first call, and that the last run met."""
         assert self.structure is not None
         return [name for name in self.structure.rows if name in self.trace.nodes]
 
     # Families on sites.
 
-    def conditions_now(self, median: bool) -> Conditions:
+    def conditions_now(self, median: bool, known: bool = False) -> Conditions:
         """What prediction is conditioned on: read at the training data, for one draw of the latents or their medians.
 
+        :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
         :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
         """
         if not self.on_sites:
@@ -182,7 +204,17 @@ class Conditioned(GPSites):
             self.on(self._run, median),
             repeatable(self.like) if median else nullcontext(),
         ):
-            return self.condition(self.data.args, self.data.kwargs, False, False)
+            assert self.structure is not None
+            return self.condition(self.data.args, self.data.kwargs, known and not self.structure.inner, False)
+
+    def conditions_of_call(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> Conditions:
+        """As :meth:`condition`; while predicting, those of the call before unless latents are drawn anew."""
+        kept = self._predicting
+        if kept is None:
+            return self.condition(args, kwargs, same, keep)
+        if kept.conditions is None or self.has_random_latents:
+            kept.conditions = self.condition(args, kwargs, same, keep)
+        return kept.conditions
 
     def condition(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> Conditions:
         """Draw the latents at the training data, and read under them the sites of families on sites.
@@ -192,8 +224,6 @@ class Conditioned(GPSites):
         """
         if not self.on_sites or (not same and self.data is None):
             return Conditions()
-        if same and keep:
-            self._remember(args, kwargs)
         if not same:
             assert self.data is not None
             args, kwargs = self.data.args, self.data.kwargs
@@ -203,6 +233,10 @@ class Conditioned(GPSites):
         with unrecorded(), torch.set_grad_enabled(keep):
             self.perform(run, args, kwargs)
         trace = self.trace
+        if same and self.takes_batches and self.data is not None and holds_part(trace):
+            return self.condition(args, kwargs, False, keep)  # the rows it knows, as a batch of more
+        if same and keep:
+            self._remember(args, kwargs)
         modules = {name: module for name, module in self.site_modules().items() if name in run.processes}
         for name, module in modules.items():
             require_full_batch(name, module.family["name"], trace, module.takes_batches)
@@ -270,9 +304,8 @@ class Conditioned(GPSites):
             raise ValueError(f"site {name!r} is no GP site")
         module = self._find(name)
         self._check(name, process, module)
-        if isinstance(module, SiteGP):
-            return (module.predict if new_rows else module)(process, name, SparsePosterior, sites)
-        return (module.predict if new_rows and process.kernel.depends_on_rows else module)(process, name)
+        give = elsewhere(module) if new_rows else module
+        return give(process, name, SparsePosterior, sites) if isinstance(module, SiteGP) else give(process, name)
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:

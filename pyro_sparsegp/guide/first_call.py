@@ -14,7 +14,6 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..approximations.free import SparseGP
 from ..families import FreeFormFamily
 from ..modules import at_path
 from ..posterior.drawing import ExpectedSite
@@ -23,7 +22,7 @@ from ..process import GaussianProcess
 from ..program import checks
 from ..program.dependence import COUPLED, NONE
 from ..program.facts import Structure, explore
-from ..program.handlers import AtMeans
+from ..program.handlers import AtMeans, observes
 from ..program.registration import require_registered
 from ..program.traces import (
     all_sites,
@@ -34,13 +33,13 @@ from ..program.traces import (
     is_observation,
     piecewise_constant,
     repeatable,
-    whole_plates,
 )
+from .correction import show_all_rows
 from .joint import groups_of, require_alike, require_outer
-from .runs import Priors, Setup
+from .runs import NumbersRun, Setup
 from .state import Saved
 
-__all__ = ["check_parameters", "explain_nan", "initialise", "require_separate_sites"]
+__all__ = ["ObservesNothingError", "check_parameters", "explain_nan", "initialise", "require_separate_sites"]
 
 _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates
@@ -58,7 +57,12 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
         )
     guide._like = first_tensor((args, kwargs))
     try:
-        run = _set_up(guide, args, kwargs)
+        try:
+            run = _set_up(guide, args, kwargs)
+        except ValueError as error:  # of a few new inputs, say, among which inducing inputs can't be chosen
+            if _observes_nothing(guide, args, kwargs):
+                raise ObservesNothingError from error
+            raise
         trace = guide.trace
         checks.require_sizes(trace)
         _require_sites(guide, trace, run.posteriors)
@@ -66,7 +70,7 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
         found.enumerated = list(guide.enumerated)
         found.joint = groups_of(guide.families)
         require_alike(found.joint, run.processes)
-        _see_all_rows(guide, args, kwargs, trace)
+        show_all_rows(guide, args, kwargs, trace)
         checks.require_left_out(guide.model, found.gps, guide.like, trace, args, kwargs)
         _explore(guide, found, args, kwargs, trace, run.posteriors)
         require_outer(found)
@@ -89,6 +93,23 @@ class _FlatInputsError(Exception):
     def __init__(self, name: str, columns: Tensor) -> None:
         super().__init__(name)
         self.name, self.columns = name, columns
+
+
+class ObservesNothingError(ValueError):
+    """A first call came without data."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
+            "the first SVI step, with the data, model(x, y)."
+        )
+
+
+def _observes_nothing(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> bool:
+    try:
+        return not observes(guide.model, None, guide.like, args, kwargs)
+    except Exception:  # the model's own error will be shown
+        return False
 
 
 def _set_up(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> Setup:
@@ -165,10 +186,7 @@ def _require_sites(guide: Saved, trace: poutine.Trace, posteriors: Collection[st
     if unknown:
         raise ValueError(f"independent_draws names {unknown}; the GP sites are {sorted(posteriors)}")
     if not observed:
-        raise ValueError(
-            "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
-            "the first SVI step, with the data, model(x, y)."
-        )
+        raise ObservesNothingError
     if not isinstance(guide.point_estimates, bool):
         unknown = [name for name in guide.point_estimates if name not in trace.nodes]
         if unknown:
@@ -185,6 +203,7 @@ def _require_densities(trace: poutine.Trace, posteriors: Collection[str]) -> Non
             except ValueError as error:
                 why = checks.why_without_density(site, error)
                 raise ValueError(f"site {name!r} has no density at its value: {why}") from error
+            checks.require_own_rows(name, site)
             check_site_shape(site, _NO_LIMIT)
 
 
@@ -210,21 +229,6 @@ def _describe(guide: Saved, trace: poutine.Trace, posteriors: Mapping[str, Spars
             found.rows[name] = int(site["value"].numel())
             found.data_plates.extend(plate for plate in plates if plate not in found.data_plates)
     return found
-
-
-def _see_all_rows(guide: Saved, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> None:
-    """Show modules whose kernel depends on them the rows that plates with a ``subsample_size`` left out."""
-    sites: Any = trace.nodes
-    frames = [frame for site in sites.values() if is_observation(site) for frame in site["cond_indep_stack"]]
-    left_out = any(frame.full_size is not None and frame.size < frame.full_size for frame in frames)
-    seen = {name: module for name, module in guide.modules_by_site().items() if isinstance(module, SparseGP)}
-    if left_out and any(module.num_seen for module in seen.values()):
-        run = Priors()
-        with torch.no_grad(), poutine.block(), whole_plates():
-            guide.perform(run, args, kwargs)
-        for name, module in seen.items():
-            module.see(run.processes[name].x)
-        guide.trace = trace
 
 
 def _explore(
@@ -319,7 +323,7 @@ def _check_known(guide: Saved) -> None:
 def explain_nan(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> str:
     """Which sites' log densities are NaN or infinite at these arguments, for an error."""
     with torch.no_grad():
-        run = guide.probe(args, kwargs)
+        run = guide.probe(args, kwargs, NumbersRun)
     where = []
     kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("NaN", torch.isnan), ("infinite", torch.isinf))
     for kind, test in kinds:

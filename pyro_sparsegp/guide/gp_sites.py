@@ -23,6 +23,7 @@ from torch import Tensor
 from ..approximations.expectation import ExpectationGP, require_refined
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
+from ..approximations.weight_space import WeightSpaceGP
 from ..families import ExpectationFamily, Family, SiteFamily
 from ..gaussians import Share
 from ..kernels.base import white_share
@@ -121,6 +122,13 @@ class GPSites(CoupledLatents):
         """Those of families on sites."""
         return {name: module for name, module in self.modules_by_site().items() if isinstance(module, SiteGP)}
 
+    def corrected_modules(self) -> dict[str, WeightSpaceGP]:
+        """Those of kernels whose diagonal depends on the rows of training, some of which they have seen."""
+        modules = self.modules_by_site()
+        return {
+            name: module for name, module in modules.items() if isinstance(module, WeightSpaceGP) and module.num_seen
+        }
+
     def build(self, name: str, process: GaussianProcess) -> Any:
         """Make the module of a GP site."""
         try:
@@ -194,9 +202,9 @@ class GPSites(CoupledLatents):
                 raise
             raise ValueError(why) from error
 
-    def probe(self, args: tuple, kwargs: dict[str, Any]) -> Probe:
+    def probe(self, args: tuple, kwargs: dict[str, Any], kind: type[ProbeRun] = ProbeRun) -> Probe:
         """Run with the latents at their medians, and the same random numbers."""
-        run = ProbeRun()
+        run = kind()
         quiet = poutine.block(), pyro.validation_enabled(False)
         with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True):
             self._enumeration = Enumeration()
@@ -268,13 +276,15 @@ class GPSites(CoupledLatents):
         drawn = self.drawn() if isinstance(module, SparseGP) else None
         company = found.company(name) if found.joint and found.meets_by_rows(name) else ()
         inner = name in found.inner
-        return Met(name, process, module, self.kind_of_draws(name), inner, group, drawn, self._share(name), company)
+        draws, share = self.kind_of_draws(name), self._share(name)
+        return Met(name, process, module, draws, inner, group, drawn, share, company, self.trace)
 
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""
         assert self.structure is not None
         if name in self.independent_draws or self.structure.dependence.get(name) != COUPLED:
-            return MarginalSite if self.structure.meets_by_rows(name) else FunctionSite
+            across = self.structure.joint and not self.structure.meets_by_rows(name)
+            return FunctionSite if across else MarginalSite
         return GroupedSite if name in self.structure.groups else ExpectedSite
 
     def _find(self, name: str) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..program.facts import Structure
+from ..program.traces import all_sites
 from .runs import Run, Train
 
 __all__ = ["MeanFieldLatents"]
@@ -58,6 +59,17 @@ class MeanFieldLatents(AutoNormalMessenger):
         if self._computing_median or self._is_point(name):
             return self._get_posterior_median(name, prior)
         return super().get_posterior(name, prior)
+
+    def upstream_value(self, name: str) -> Tensor:
+        """The value of a site before, for use in :meth:`get_posterior`.
+
+        :raises ValueError: if there is none of that name, with those that there are.
+        """
+        if name not in self.trace.nodes:
+            known = [site for site, node in all_sites(self.trace) if node["type"] == "sample"]
+            raise ValueError(f"upstream_value({name!r}): no site of that name comes before; those that do are {known}")
+        value: Any = self.trace.nodes[name]["value"]
+        return value
 
     @property
     def local_latents(self) -> list[str]:

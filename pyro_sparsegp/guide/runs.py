@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional, Union
 
+import pyro.distributions as dist
 import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..approximations.on_sites import SiteGP
+from ..approximations.on_sites import SiteGP, same_rows
+from ..approximations.weight_space import elsewhere
 from ..gaussians import Drawn, Share, Whole
 from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
+from ..program.traces import without_event
 from .reading import SiteReading
 
-__all__ = ["LARGEST_JOINT", "Conditions", "Draw", "Look", "Met", "Priors", "ProbeRun", "Run", "Setup", "Train"]
+__all__ = [
+    "LARGEST_JOINT",
+    "BySite",
+    "Conditions",
+    "Draw",
+    "Look",
+    "Met",
+    "NumbersRun",
+    "Priors",
+    "ProbeRun",
+    "Run",
+    "Setup",
+    "Train",
+]
 
+_WAVES = 16  # of a function that stands for a prior's draw at many rows
 LARGEST_JOINT = 5000  # function values whose joint draw is slow enough to be told of
+
+
+class BySite(dict[str, SparsePosterior]):
+    """Posteriors by GP site, which say what there is where another is asked for."""
+
+    def __missing__(self, name: str) -> SparsePosterior:
+        raise KeyError(f"{name!r} is no GP site of the model: the posteriors are those of {sorted(self)}")
 
 
 @dataclass(frozen=True)
@@ -33,6 +60,7 @@ class Met:
     :param drawn: the latents that a free posterior follows.
     :param share: of a posterior of several sites, what this run has of it.
     :param company: the sites of that posterior that its values meet, row by row.
+    :param before: what the run has met so far.
     """
 
     name: str
@@ -44,10 +72,21 @@ class Met:
     drawn: Optional[Drawn] = None
     share: Optional[Share] = None
     company: Sequence[str] = ()
+    before: poutine.Trace = field(default_factory=poutine.Trace)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its prior is the same in all runs under these conditions: it can depend on nothing that was drawn."""
+        sites: Any = self.before.nodes
+        return self.share is None and all(
+            site["is_observed"] or site_is_subsample(site) or _is_function_or_point(site["fn"])
+            for site in sites.values()
+            if site["type"] == "sample"
+        )
 
     def free(self, kind: type[Site], new_rows: bool = False) -> Any:
         """The posterior, of a free family."""
-        give = self.module.predict if new_rows else self.module
+        give = elsewhere(self.module) if new_rows else self.module
         if self.share is not None:
             posterior = give(self.process, self.name, kind, self.drawn, self.share)
             _ = posterior.features  # that covariances with other sites ask for, too
@@ -65,16 +104,33 @@ class Conditions:
     :param draws: of these GP sites, the posteriors they were drawn from.
     :param readings: of the sites of such families.
     :param drawn: the latents that are coupled.
+    :param posteriors: at the inputs of a run before, of the GP sites that no draw changes.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     draws: dict[str, SparsePosterior] = field(default_factory=dict)
     readings: list[SiteReading] = field(default_factory=list)
     drawn: Optional[Drawn] = None
+    posteriors: dict[str, Any] = field(default_factory=dict)
 
     def of(self, name: str) -> Optional[SiteReading]:
         """The reading of one GP site."""
         return next((reading for reading in self.readings if reading.name == name), None)
+
+    def elsewhere(self, site: Met, kind: type[Site]) -> Any:
+        """A site's posterior at other inputs than those of training, made once for all runs that share it."""
+        known = self.posteriors.get(site.name)
+        if type(known) is kind and same_rows(known.process.x, site.process.x):
+            return known
+        if isinstance(site.module, SiteGP):
+            reading = self.of(site.name)
+            sites = None if reading is None else reading.sites
+            posterior = elsewhere(site.module)(site.process, site.name, kind, sites)
+        else:
+            posterior = site.free(kind, new_rows=True)
+        if not torch.is_grad_enabled() and site.is_fixed:
+            self.posteriors[site.name] = posterior
+        return posterior
 
 
 class Run(ABC):
@@ -152,9 +208,7 @@ class Setup(Run):
             spread = (line - line.mean()).abs().amax().clamp(min=torch.finfo(line.dtype).tiny)
             stddev = process.kernel.diag(process.x).sqrt()  # no site is read yet: this is the prior
             return process.mean + stddev * (line - line.mean()) / spread
-        # A smooth function for the layers above to place their inducing inputs on.
-        w = posterior.coefficients.rsample(posterior.batch_shape)
-        return process.mean + posterior.basis.function(process.x, w)
+        return process.mean + _smooth(posterior)
 
 
 class Priors(Run):
@@ -238,12 +292,13 @@ class Train(Run):
 
     def _posterior(self, site: Met, kind: type[Site]) -> Any:
         process, name, module = site.process, site.name, site.module
-        if not isinstance(module, SiteGP):
-            return site.free(kind, process.kernel.depends_on_rows and not self.observing)
+        is_free = not isinstance(module, SiteGP)
+        if not self.same and not (is_free and self.observing):
+            return self.conditions.elsewhere(site, kind)
+        if is_free:
+            return site.free(kind, not self.observing)
         reading = self.conditions.of(name)
         sites = None if reading is None else reading.sites
-        if not self.same:
-            return module.predict(process, name, kind, sites)
         posterior = module(process, name, kind, sites, reading is not None and reading.alone)
         if self.keep and reading is not None and not reading.direct:
             module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
@@ -253,15 +308,40 @@ class Train(Run):
 class ProbeRun(Train):
     """A run that is to show what sites depend on, latents at their medians: means alone, to fewer digits."""
 
+    most: float = 4096  # rows at which they are computed, about; others have the mean of one before them
+
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
-        posterior = self.posteriors[site.name] = self._posterior(site, Site)
-        return site.process.mean + posterior.basis.mean(site.process.x, posterior.coefficients)
+        process = site.process
+        posterior = self.posteriors[site.name] = self.posterior_of(site)
+        num = process.x.shape[-2]
+        step = max(math.ceil(num / self.most), 1)
+        mean = posterior.basis.mean(process.x[..., ::step, :], posterior.coefficients)
+        if step > 1:
+            mean = mean[..., torch.arange(num, device=mean.device) // step]
+        return process.mean + mean
+
+    def posterior_of(self, site: Met) -> Any:
+        """A posterior that depends on all that the site's depends on, but for the data."""
+        if isinstance(site.module, SiteGP):
+            return site.module.unread(site.process, site.name, Site)
+        return self._posterior(site, Site)
+
+
+class NumbersRun(ProbeRun):
+    """A run that is to show the numbers of all rows, latents at their medians: means alone, to fewer digits."""
+
+    most = math.inf
+
+    def posterior_of(self, site: Met) -> Any:
+        """The posterior."""
+        return self._posterior(site, Site)
 
 
 class Look(Run):
-    """Posteriors at new inputs, for prediction: latents of single rows come from the model.
+    """Posteriors at inputs, for prediction: latents of single rows come from the model, unless they are of these rows.
 
     :param conditions: of families on sites.
+    :param rows_known: whether the rows are those of training, with their observations.
     :param joint: function values are drawn jointly; or, where the model allows it, independently.
     :param warn: told of large joint draws, by the site's name and their number.
     :param draws_data: whether data at the new inputs are asked for.
@@ -275,28 +355,39 @@ class Look(Run):
         joint: bool = True,
         warn: Callable[[str, int], None] = lambda name, num: None,
         draws_data: bool = True,
+        rows_known: bool = False,
     ) -> None:
         super().__init__()
-        self.draws_data = draws_data
+        self.draws_data, self.rows_known = draws_data, rows_known
         self.conditions, self.joint, self.warn = conditions, joint, warn
         self.given(conditions)
 
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
-        process, name, module = site.process, site.name, site.module
         kind = Site if median or self.joint else site.draws
-        if not median and self.joint and process.event_shape[0] > LARGEST_JOINT:
-            self.warn(name, process.event_shape[0])
-        if isinstance(module, SiteGP):
-            reading = self.conditions.of(name)
-            posterior = module.predict(process, name, kind, None if reading is None else reading.sites)
-        else:
-            posterior = self.beside(site, site.free(kind, process.kernel.depends_on_rows))
-        self.posteriors[name] = posterior
+        num = site.process.event_shape[0]
+        if not median and self.joint and num > LARGEST_JOINT:
+            self.warn(site.name, num)
+        posterior = self.posteriors[site.name] = self.beside(site, self.conditions.elsewhere(site, kind))
         return posterior.mean if median else _in_groups(posterior, site)
 
     def is_of_new_rows(self, differ: bool, whole: bool) -> bool:
-        return True
+        return differ or not self.rows_known
 
 
 def _in_groups(posterior: Any, site: Met) -> Any:
     return posterior.in_groups_of(site.group) if isinstance(posterior, GroupedSite) else posterior
+
+
+def _smooth(posterior: SparsePosterior) -> Tensor:
+    """A function like those of a prior, for the layers above to place their inducing inputs on."""
+    process, shape = posterior.process, posterior.batch_shape
+    kernel, x = process.kernel, process.x
+    if x.shape[-2] > ProbeRun.most and x.dim() == 2 and not kernel.batch_shape:
+        waves = kernel.prior_functions(shape.numel(), _WAVES, x[:1])
+        if waves is not None:
+            return waves(x).reshape(*shape, -1)
+    return posterior.basis.function(x, posterior.coefficients.rsample(shape))
+
+
+def _is_function_or_point(fn: Any) -> bool:
+    return isinstance(without_event(fn)[0], (SparsePosterior, dist.Delta))

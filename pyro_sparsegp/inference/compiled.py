@@ -313,7 +313,7 @@ def _require_plain_step(guide: Any, bare: AutoSparseGP, given: Sequence[Tensor])
         raise CannotTraceError("the guide is wrapped in a handler")
     if bare.on_sites:
         raise CannotTraceError("a family on sites updates them in Python")
-    if any(getattr(module, "num_seen", 0) for module in bare.modules_by_site().values()):
+    if bare.corrected_modules():
         raise CannotTraceError("the kernel's diagonal depends on the rows that the guide has seen")
     if any(tensor.requires_grad for tensor in given):
         raise CannotTraceError("an argument asks for a gradient")

@@ -229,13 +229,7 @@ def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[
     assert found is not None
     nodes: Any = guide.trace.nodes
     kinds = {name: kind for name, kind in found.dependence.items() if kind != dependences.NONE}
-    if (
-        found.inner
-        or found.interactions
-        or found.enumerated
-        or guide.on_sites
-        or set(kinds.values()) != {dependences.ELEMENTWISE}
-    ):
+    if found.inner or found.interactions or found.enumerated or set(kinds.values()) != {dependences.ELEMENTWISE}:
         return None
     values: dict[str, str] = {}
     for name in found.downstream:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import numbers
 import os
-import signal
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,25 +13,22 @@ import numpy as np
 import torch
 from pyro import poutine
 from pyro.infer import ELBO, SVI
-from pyro.optim import PyroLRScheduler, PyroOptim
+from pyro.optim import PyroOptim
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..guide import AutoSparseGP
 from . import checkpoint as files
-from .batches import Batch, Batches, TensorBatches, as_arguments, as_batches
-from .distributed import SharedOptim, Workers, agree, joined, sharing
+from .batches import Batches, as_batches
+from .distributed import SharedOptim, Workers
 from .expectation import ExpectationPropagation
+from .feeding import FIRST
+from .fitting import Fitting, HeldOut
 from .held_out import log_score
 from .history import Iterates
-from .interrupts import Interrupts
 from .quadrature import TraceQuadrature_ELBO
 from .recipe import FallingAdam
-from .warm_start import warm
 
 __all__ = ["FitResult", "fit"]
-
-_FIRST = 8192  # rows of the guide's first call, where batches have fewer
 
 Data = Union[Tensor, np.ndarray, tuple, Mapping[str, Any], Iterable]
 
@@ -68,17 +62,6 @@ class FitResult:
     def best_score(self) -> Optional[float]:
         """The largest held-out score."""
         return float(self.scores.max()) if len(self.scores) else None
-
-
-@dataclass
-class _Progress:
-    """Where a fit is."""
-
-    step: int = 0
-    seconds: float = 0.0
-    scored: list[int] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    best: Optional[dict[str, Any]] = None
 
 
 def fit(
@@ -154,8 +137,32 @@ def fit(
     workers = Workers(group)
     method = _method(model, guide, optim, loss, method, group)
     place = None if device is None else torch.device(device)
-    seed = int(torch.randint(2**62, ()))
-    batches = as_batches(data, batch_size, size, place, seed)
+    batches = as_batches(data, batch_size, size, place, seed=int(torch.randint(2**62, ())))
+    _require_rows(guide, batches, batch_size, workers)
+    first = batches.some(FIRST)
+    total = _total(steps, epochs, batches, batch_size or first.num)
+    path = None if checkpoint is None else Path(checkpoint)
+    scored = None if held_out is None else HeldOut(held_out, score, score_every, patience)
+    fitting = Fitting(model, guide, method, batches, first, total, workers, scored, stopping, path, history)
+    if resume and path is not None and path.exists():
+        fitting.resume(files.read(path, guide.like))
+    else:
+        fitting.begin(warm_start, batch_size)
+    reason = fitting.run(checkpoint_every, progress)
+    now = fitting.now
+    return FitResult(
+        now.step,
+        reason,
+        fitting.iterates.losses,
+        np.array(now.scored, dtype=int),
+        np.array(now.scores),
+        now.seconds,
+        now.best or files.parameters_state(guide, model),
+        fitting.iterates,
+    )
+
+
+def _require_rows(guide: AutoSparseGP, batches: Batches, batch_size: Optional[int], workers: Workers) -> None:
     if guide.on_sites and not guide.takes_batches and not batches.whole:
         raise ValueError(
             f"{'batch_size' if batch_size is not None else 'data'}: the guide's family needs all rows in each step; "
@@ -164,152 +171,6 @@ def fit(
         )
     if guide.on_sites and workers.num > 1:
         raise ValueError("group: the guide's family needs all rows in each process; take a family such as SVGP")
-    feed = _Feed(model, batches, method, workers)
-    now, iterates = _Progress(), Iterates(guide, history)
-    fresh = guide.structure is None
-    first = batches.some(_FIRST)
-    total = _total(steps, epochs, batches, first, batch_size)
-    recipe = _recipe(method)
-    path = None if checkpoint is None else Path(checkpoint)
-    saved = files.read(path, guide.like) if resume and path is not None and path.exists() else None
-    if saved is not None:
-        files.prepare(saved, guide, *feed.call(first))
-        now = _Progress(**saved["progress"])
-        iterates.set_state(saved["iterates"])
-        _set_rule(stopping, saved["stopping"])
-        batches.set_state(saved["batches"])
-        files.restore(saved, guide, model, method)
-    else:
-        with poutine.block(), torch.no_grad():
-            guide.prepare(*feed.call(first)[0], **feed.call(first)[1])
-        if not batches.whole:
-            _see_all(guide, batches, feed)
-            few = batches.some(batch_size or 1)
-            _require_scaled(guide, feed.call(few), few, feed.size)
-        if warm_start and fresh and isinstance(method, SVI):
-            warm(model, guide, first, feed.takes, feed.size)
-        if workers.num > 1:
-            _require_shared(guide)
-            agree(guide, group)
-
-    def keep() -> None:
-        if path is None:
-            return
-        state = files.snapshot(guide, model, method)
-        state |= {
-            "progress": vars(now),
-            "iterates": iterates.get_state(),
-            "stopping": _rule_state(stopping),
-            "batches": batches.get_state(),
-        }
-        files.write(state, path)
-
-    def at_score() -> bool:
-        """Score the held-out data; whether patience has come to its end."""
-        args, kwargs = as_arguments(held_out, "held_out")
-        value = float(score(model, guide, *args, **kwargs))
-        if not now.scores or value > max(now.scores):
-            now.best = files.parameters_state(guide, model)
-        now.scored.append(now.step)
-        now.scores.append(value)
-        return len(now.scores) - 1 - int(np.argmax(now.scores)) >= patience
-
-    reason = ""
-    began, written, kept = time.monotonic() - now.seconds, time.monotonic(), now.step
-    bar = tqdm(total=total, initial=now.step, disable=not progress, unit="step", desc="fit")
-    if recipe is not None:
-        recipe.at(now.step, total)
-    with Interrupts() as interrupts, bar:
-        while not reason:
-            if now.step >= total:
-                reason = f"all {total} steps were taken"
-                break
-            batch = batches.next()
-            if batch is None:
-                reason = f"the data came to their end after {now.step} steps"
-                break
-            value = feed.step(batch)
-            now.step += 1
-            iterates.record(value)
-            if recipe is not None:
-                recipe.at(now.step, total)
-            bar.update()
-            bar.set_postfix_str(f"{iterates.objective} {iterates.recent():.5g}", refresh=False)
-            if held_out is not None and now.step % score_every == 0 and at_score():
-                reason = f"the held-out score has not risen for {patience} scores"
-            if stopping is not None and stopping(iterates):
-                reason = getattr(stopping, "reason", None) or "the stopping rule says so"
-            if interrupts.signal is not None:
-                reason = f"interrupted by {signal.Signals(interrupts.signal).name}"
-            if workers.num > 1:  # all of them, or none
-                reason = _common(workers, guide, reason)
-            now.seconds = time.monotonic() - began
-            if reason or time.monotonic() - written >= checkpoint_every:
-                keep()
-                written, kept = time.monotonic(), now.step
-        now.seconds = time.monotonic() - began
-        if now.step > kept:
-            keep()
-        if interrupts.signal == signal.SIGTERM:
-            raise SystemExit(128 + signal.SIGTERM)
-    if held_out is not None and not interrupts.signal and (not now.scored or now.scored[-1] != now.step):
-        at_score()
-    if now.best is not None:
-        files.load_parameters(now.best, guide, model)
-    return FitResult(
-        now.step,
-        reason,
-        iterates.losses,
-        np.array(now.scored, dtype=int),
-        np.array(now.scores),
-        now.seconds,
-        now.best or files.parameters_state(guide, model),
-        iterates,
-    )
-
-
-class _Feed:
-    """How a batch becomes a step: what the model is given with it, and the processes that share it."""
-
-    def __init__(self, model: Callable, batches: Batches, method: Any, workers: Workers) -> None:
-        self.method, self.workers = method, workers
-        self.takes = _parameters(model)
-        self.whole = batches.whole and workers.num == 1
-        self.size: Optional[int] = batches.size
-        if workers.num > 1 and isinstance(batches, TensorBatches):
-            (total,) = workers.sum(torch.tensor(float(batches.num), dtype=torch.float64))
-            self.size = int(total)
-        needs = "size" in self.takes and not (self.whole and self.takes["size"].default is not inspect.Parameter.empty)
-        if needs and self.size is None:
-            raise ValueError("size: the model takes the number of all rows, and data does not say it; give size=N")
-        self._extra: dict[str, Any] = {"size": self.size} if needs else {}
-
-    def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
-        """The model's arguments."""
-        more = dict(self._extra)
-        if "indices" in self.takes and batch.indices is not None:
-            more["indices"] = batch.indices
-        return batch.args, {**more, **batch.kwargs}
-
-    def step(self, batch: Batch) -> float:
-        """One step of the method; the loss of all processes' batch."""
-        args, kwargs = self.call(batch)
-        if isinstance(self.method, ExpectationPropagation):
-            if batch.indices is not None:
-                kwargs["indices"] = batch.indices
-            return self.method.step(*args, **kwargs)
-        with sharing(self.workers.group if self.workers.num > 1 else None, batch.weight):
-            value = self.method.step(*args, **kwargs)
-            if isinstance(self.method.optim, PyroLRScheduler):
-                self.method.optim.step()
-            if self.workers.num > 1:
-                value = float(joined(torch.tensor(value, dtype=torch.float64))[0])
-        return value
-
-
-def _parameters(model: Callable) -> Mapping[str, inspect.Parameter]:
-    call = model.forward if isinstance(model, torch.nn.Module) else model
-    return inspect.signature(call).parameters
 
 
 def _method(
@@ -344,11 +205,6 @@ def _method(
             raise ValueError("loss: the guide's family is trained by expectation propagation, which has its own")
         return ExpectationPropagation(model, guide, optim, group=group)
     return SVI(model, guide, optim if group is None else SharedOptim(optim), loss or TraceQuadrature_ELBO())
-
-
-def _recipe(method: Any) -> Optional[FallingAdam]:
-    optim = getattr(method.optim, "optim", method.optim)
-    return optim if isinstance(optim, FallingAdam) else None
 
 
 def _require_arguments(
@@ -386,72 +242,10 @@ def _require_arguments(
         raise ValueError(f"checkpoint {os.fspath(checkpoint)!r} is in a folder that does not exist")
 
 
-def _total(
-    steps: Optional[int], epochs: Optional[int], batches: Batches, first: Batch, batch_size: Optional[int]
-) -> int:
+def _total(steps: Optional[int], epochs: Optional[int], batches: Batches, rows: int) -> int:
     if epochs is None:
         return 2000 if steps is None else steps
-    each = batches.num_batches(batch_size or first.num)
+    each = batches.num_batches(rows)
     if each is None:
         raise ValueError("epochs: data does not say how many batches it has; give size=N, or steps")
     return epochs * each
-
-
-def _see_all(guide: AutoSparseGP, batches: Batches, feed: _Feed) -> None:
-    """Show a kernel whose diagonal is relative to the training inputs all of them."""
-    if (
-        isinstance(batches, TensorBatches)
-        and batches.num > _FIRST
-        and any(getattr(module, "num_seen", 0) for module in guide.gps.modules())
-    ):
-        args, kwargs = feed.call(batches.everything())
-        with poutine.block():
-            guide(*args, **kwargs)
-
-
-def _require_scaled(guide: AutoSparseGP, call: tuple, batch: Batch, size: Optional[int]) -> None:
-    """Raise if a batch's observations are not scaled up to all rows."""
-    if size is None or batch.num >= size:
-        return
-    random = files.random_state()
-    with torch.no_grad(), poutine.block():
-        guide(*call[0], **call[1])
-    files.set_random_state(random)
-    assert guide.structure is not None
-    for name in guide.structure.rows:
-        site: Any = guide.trace.nodes.get(name)
-        if site is None or not site["is_observed"]:
-            continue
-        full = [frame.full_size for frame in site["cond_indep_stack"] if frame.size == batch.num]
-        if full and size not in full:
-            raise ValueError(
-                f"data has {size} rows, and a batch's {batch.num} at site {name!r} are in a plate of {full[0]}: give "
-                "the plate the number of all rows, def model(x, y=None, size=None) with "
-                "pyro.plate('data', size or len(x), subsample=x), to which fit gives it as size"
-            )
-
-
-def _require_shared(guide: AutoSparseGP) -> None:
-    """Raise for latents that are one process's rows' own."""
-    assert guide.structure is not None
-    local = [name for name, latent in guide.structure.latents.items() if set(latent["plates"])]
-    if local:
-        raise ValueError(
-            f"group: latent site {local[0]!r} stands in a plate: processes share parameters, which would mix its values"
-        )
-
-
-def _common(workers: Workers, guide: AutoSparseGP, reason: str) -> str:
-    """A reason to stop that any process has, for all."""
-    flag = workers.largest(guide.like.new_tensor(float(bool(reason))))
-    return reason or ("another process stopped" if float(flag) else "")
-
-
-def _rule_state(rule: Any) -> dict[str, Any]:
-    plain = (bool, int, float, str, tuple, type(None))
-    return {key: value for key, value in getattr(rule, "__dict__", {}).items() if isinstance(value, plain)}
-
-
-def _set_rule(rule: Any, state: dict[str, Any]) -> None:
-    if hasattr(rule, "__dict__"):
-        vars(rule).update(state)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, Optional, Union
@@ -15,62 +14,24 @@ import numpy as np
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from pyro.infer import ELBO
 from pyro.infer.elbo import ELBOModule
 from pyro.infer.util import torch_item
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import kl_divergence
 
 from ..gaussians.sites import KeptSites
 from ..guide import AutoSparseGP
 from ..numerics.linalg import flags_kept
-from ..posterior.drawing import OTHER_LATENTS, NodeSite
-from ..program.dependence import COUPLED, DATAWISE
-from ..program.facts import Structure
-from ..program.traces import RandomState, held_trace
+from ..posterior.drawing import OTHER_LATENTS
+from ..program.traces import RandomState
 from ..warned import warn_once
 from .compiled import BACKENDS, CompiledSteps
-from .expected import Expectations, find_expectations, joint_or_marginal_draw, posterior_at
+from .expected import Expectations, find_expectations
+from .grid import Grid, log_density_minus_kl, mapped, one_by_one, quadrature_axes
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
 
-_MAX_AXES = 2
 _RISE = 100  # of a loss, over its lowest or what it has come down by, that is told of
-
-
-def quadrature_axes(structure: Structure) -> dict[str, tuple[int, ...]]:
-    """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
-
-    Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
-    meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-    so is a group that would need more than two axes, and sites of one posterior that meet across rows.
-    """
-    width = {}
-    for name, kind in structure.dependence.items():
-        if name in structure.inner or kind == COUPLED or not structure.meets_by_rows(name):
-            continue
-        outputs = int(np.prod(structure.gps[name]["batch_shape"], dtype=int))
-        width[name] = outputs if kind == DATAWISE else 1
-    meets: dict[str, set[str]] = {name: set() for name in width}
-    for f, g in structure.interactions:
-        if f in width and g in width:
-            meets[f].add(g)
-            meets[g].add(f)
-    for name in width:  # sites of one posterior are correlated even where a third stands between them
-        meets[name] |= (set(structure.company(name)) & set(width)) - {name}
-    axes: dict[str, tuple[int, ...]] = {}
-    for name in width:
-        taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
-        free = (axis for axis in itertools.count() if axis not in taken)
-        axes[name] = tuple(itertools.islice(free, width[name]))
-    too_many = {name for name, used in axes.items() if max(used) >= _MAX_AXES}
-    while True:  # a group is drawn as a whole
-        spread = {other for name in too_many for other in meets[name]} - too_many
-        if not spread:
-            return {name: used for name, used in axes.items() if name not in too_many}
-        too_many |= spread
 
 
 class TraceQuadrature_ELBO(ELBO):
@@ -271,92 +232,37 @@ class TraceQuadrature_ELBO(ELBO):
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
             self._expectations[guide] = find_expectations(guide, args, kwargs, warn)
         expected = self._expectations[guide]
-        structure = guide.structure if expected is None else expected.rest
-        axes = quadrature_axes(structure)
-        drawn = [
-            name
-            for name, kind in structure.dependence.items()
-            if name not in axes and name not in structure.inner and kind != COUPLED and structure.meets_by_rows(name)
-        ]
-        if drawn:
-            warn_once(
-                guide.warned,
-                "integrated by draws",
-                ", ".join(drawn),
-                f"GP sites {', '.join(drawn)} meet in densities of more than {_MAX_AXES} function values: these are "
-                "integrated by Monte Carlo, one draw a particle, not by quadrature.",
-                stacklevel=5,
-            )
-        num_axes = 1 + max((axis for used in axes.values() for axis in used), default=-1)
-
-        def at(node: tuple[Tensor, ...]) -> dict[str, Tensor]:
-            return {
-                name: node[used[0]] if len(used) == 1 else torch.stack([node[axis] for axis in used])
-                for name, used in axes.items()
-            }
-
-        def once(*node: Tensor) -> Tensor:
-            return _log_density_minus_kl(*guide.at_nodes(at(node), wrapped, args, kwargs)[:2])
-
-        def run() -> tuple[poutine.Trace, poutine.Trace, dict[str, Tensor]]:
-            zeros = at((guide.like.new_zeros(()),) * num_axes)
-            if expected is not None:
-                zeros |= {name: guide.like.new_zeros(()) for name in expected.gps if name not in axes}
-            return guide.at_nodes(zeros, wrapped, args, kwargs)
-
-        def held_at(
-            model_trace: poutine.Trace, guide_trace: poutine.Trace, values: dict[str, Tensor]
-        ) -> Callable[..., Tensor]:
-            done: Collection[str] = () if expected is None else expected.sites
-            for name in () if expected is None else expected.gps:
-                if name in structure.dependence and name not in axes:
-                    coupled = structure.dependence[name] == COUPLED
-                    values = values | {name: joint_or_marginal_draw(posterior_at(guide_trace, name), coupled)}
-
-            def held(*node: Tensor) -> Tensor:
-                moved = {}
-                for name, z in at(node).items():
-                    site: NodeSite = posterior_at(guide_trace, name)
-                    moved[name] = site.at_node(z).rsample()
-                trace = held_trace(guide.model, values | moved, args, kwargs, model_trace)
-                return _log_density_minus_kl(trace, guide_trace, done)
-
-            return held
-
-        def twice() -> Callable[..., Tensor]:
-            # The guide runs as it is; only the model's second run, with all values held, sees the nodes.
-            return held_at(*run())
-
         if expected is not None and expected.values is not None:
             with pyro.validation_enabled(False):
                 at_means: dict[str, Optional[Tensor]] = dict.fromkeys(expected.gps)
                 model_trace, guide_trace, values = guide.at_nodes(at_means, wrapped, args, kwargs)
                 if expected.hold(model_trace):
                     total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
-                    return total + _log_density_minus_kl(model_trace, guide_trace, expected.sites)
-            self._expectations[guide] = None
-            return self._bound(guide, wrapped, args, kwargs)
-        if expected is not None:
-            model_trace, guide_trace, values = run()
-            total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
-            if not structure.dependence:  # nothing else depends on function values
-                return total + _log_density_minus_kl(model_trace, guide_trace, expected.sites)
-            held = held_at(model_trace, guide_trace, values)
-            return total + self._integrated(guide, once, lambda: held, num_axes, outside=True)
-        return self._integrated(guide, once, twice, num_axes)
+                    return total + log_density_minus_kl(model_trace, guide_trace, expected.sites)
+            self._expectations[guide] = expected = None
+        structure = guide.structure if expected is None else expected.rest
+        grid = Grid(guide, wrapped, (args, kwargs), structure, expected)
+        grid.warn_of_draws()
+        if expected is None:
+            return self._integrated(grid, grid.twice)
+        model_trace, guide_trace, values = grid.run()
+        total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
+        if not structure.dependence:  # nothing else depends on function values
+            return total + log_density_minus_kl(model_trace, guide_trace, expected.sites)
+        held = grid.held(model_trace, guide_trace, values)
+        return total + self._integrated(grid, lambda: held, outside=True)
 
-    def _integrated(
-        self, guide: AutoSparseGP, once: Callable, twice: Callable, num_axes: int, outside: bool = False
-    ) -> Tensor:
+    def _integrated(self, grid: Grid, twice: Callable, outside: bool = False) -> Tensor:
         """The bound's terms summed over the product grid.
 
-        :param outside: whether the guide has run, so that only the held model is left.
+        :param twice: makes the terms at a node, of the model held as it was in a run.
+        :param outside: whether that run has been made.
         """
-        if not num_axes:
-            return twice()() if outside else once()
-        nodes, weights = self._rule(guide)
-        values = self._at_all_nodes(guide, once, twice, nodes, num_axes, outside)
-        for _ in range(num_axes):
+        if not grid.num_axes:
+            return twice()() if outside else grid.once()
+        nodes, weights = self._rule(grid.guide)
+        values = self._at_all_nodes(grid, twice, nodes, outside)
+        for _ in range(grid.num_axes):
             values = values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
         return values
 
@@ -367,18 +273,17 @@ class TraceQuadrature_ELBO(ELBO):
             self._placed[key] = self._nodes.to(like), self._weights.to(like)
         return self._placed[key]
 
-    def _at_all_nodes(
-        self, guide: AutoSparseGP, once: Callable, twice: Callable, nodes: Tensor, num_axes: int, outside: bool
-    ) -> Tensor:
+    def _at_all_nodes(self, grid: Grid, twice: Callable, nodes: Tensor, outside: bool) -> Tensor:
         """The bound's terms on the product grid, ``(K,) * num_axes``.
 
         torch.func.vmap refuses some programs: those with an old-style autograd function or ``.item()`` on their way
         to f run once unmapped and once mapped; those that do so after f run once for each node.
         """
+        guide, num_axes = grid.guide, grid.num_axes
         ways = [
-            lambda: _mapped(once, nodes, num_axes),
-            lambda: _mapped(twice(), nodes, num_axes),
-            lambda: _one_by_one(twice(), nodes, num_axes),
+            lambda: mapped(grid.once, nodes, num_axes),
+            lambda: mapped(twice(), nodes, num_axes),
+            lambda: one_by_one(twice(), nodes, num_axes),
         ]
         # Families on sites read the model while the guide runs: that run stays outside of vmap.
         first = self._ways.get(guide, 1 if guide.on_sites or outside else 0)
@@ -436,57 +341,3 @@ def _guide_of(model: Callable, guide: Any) -> AutoSparseGP:
             "the model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
         )
     return unwrapped
-
-
-def _mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
-    for axis in range(num_axes):
-        in_dims = tuple(0 if i == num_axes - 1 - axis else None for i in range(num_axes))
-        total = torch.func.vmap(total, in_dims=in_dims, randomness="same")
-    with pyro.validation_enabled(False):
-        return total(*[nodes] * num_axes)
-
-
-def _one_by_one(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
-    values = [total(*node) for node in itertools.product(nodes, repeat=num_axes)]
-    return torch.stack(values).reshape([len(nodes)] * num_axes)
-
-
-def _log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace, skip: Collection[str] = ()) -> Tensor:
-    """The bound's terms at the traces' values, summed: log densities of what is observed, minus divergences."""
-    total: Any = 0.0
-    site: Any
-    for name, site in model_trace.nodes.items():
-        if site["type"] != "sample" or name in skip or site["mask"] is False:
-            continue
-        if name not in guide_trace.nodes:
-            if site_is_subsample(site):
-                continue
-            total = total + weighted_sum(site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"]), site)
-            continue
-        total = total - divergence(guide_trace.nodes[name], site)
-    for name, site in guide_trace.nodes.items():  # auxiliary sites of an overridden get_posterior
-        if site["type"] == "sample" and name not in model_trace.nodes:
-            total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)
-    return total
-
-
-def divergence(guide_site: Any, model_site: Any) -> Tensor:
-    """KL of a latent site's posterior from its prior, or an estimate of it from the draw, with its scale and mask."""
-    q, p = guide_site["fn"], model_site["fn"]
-    if q is p:  # drawn from the model
-        return torch.zeros(())
-    if not q.has_rsample:
-        raise ValueError(
-            f"site {guide_site['name']!r} has a posterior without reparameterised draws, {q}; TraceQuadrature_ELBO has "
-            "no gradient for it. Use a reparameterised posterior, or enumerate and sum the site out in the model."
-        )
-    try:
-        value = kl_divergence(q, p)
-    except NotImplementedError:
-        value = q.log_prob(guide_site["value"]) - p.log_prob(guide_site["value"])
-    return weighted_sum(value, guide_site)
-
-
-def weighted_sum(value: Tensor, site: Any) -> Tensor:
-    """The sum of a site's terms, with its scale and mask."""
-    return scale_and_mask(value, site["scale"], site["mask"]).sum()

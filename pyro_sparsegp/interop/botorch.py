@@ -11,9 +11,12 @@ from pyro import poutine
 from torch import Tensor
 
 from ..guide import AutoSparseGP
+from ..numerics.linalg import cholesky, solve_lower
+from ..numerics.shapes import broadcast_shapes
 from ..posterior.sparse_posterior import SparsePosterior
 
 try:
+    from botorch.models.model import FantasizeMixin
     from botorch.models.model import Model as BoTorchModel
     from botorch.posteriors.gpytorch import GPyTorchPosterior
     from gpytorch.distributions import MultitaskMultivariateNormal, MultivariateNormal
@@ -26,7 +29,11 @@ __all__ = ["Model"]
 _ROWS = 256  # whose covariance is formed at once
 
 
-class Model(BoTorchModel):
+def _inputs_alone(x: Tensor) -> tuple[Any, ...]:
+    return (x,)
+
+
+class Model(BoTorchModel, FantasizeMixin):
     """A trained guide as a BoTorch model, for acquisition functions and their optimisers.
 
     Its posterior is that of the GP site's values, of any family under any likelihood, other latents at their medians,
@@ -35,14 +42,17 @@ class Model(BoTorchModel):
     one after the other, which are independent of each other.
 
     The model refers to the guide: train it on, or :meth:`~AutoSparseGP.absorb` a measurement, and the posterior
-    follows. Knowledge gradients, which condition on fantasies, are not supported.
+    follows. What if a measurement came out so: :meth:`fantasize` and :meth:`condition_on_observations`, which knowledge
+    gradients ask for, give the model after it and leave the guide as it is.
 
-    :param model: the Pyro model.
+    :param model: the Pyro model that the guide was made of.
     :param guide: trained, or called once, on the data so far.
     :param site: the GP site's name, or several.
     :param arguments: from inputs ``(N, D)`` to the arguments that the model takes; by default they are its first and
         only one, ``model(x)``.
-    :raises ValueError: if the guide was never called, or a site is none of its GP sites.
+    :param noise: the variance of a measurement of f, where the likelihood does not say: one whose mean is not f. It
+        broadcasts to ``(..., q, P)``.
+    :raises ValueError: if the guide is none, is another model's or was never called, or a site is none of its GP sites.
     """
 
     def __init__(
@@ -50,9 +60,18 @@ class Model(BoTorchModel):
         model: Callable,
         guide: AutoSparseGP,
         site: Union[str, Sequence[str]] = "f",
-        arguments: Callable[[Tensor], tuple[Any, ...]] = lambda x: (x,),
+        arguments: Callable[[Tensor], tuple[Any, ...]] = _inputs_alone,
+        noise: Union[float, Tensor, None] = None,
     ) -> None:
         super().__init__()
+        if not isinstance(guide, AutoSparseGP):
+            turned = " The order is Model(model, guide)." if isinstance(model, AutoSparseGP) else ""
+            raise ValueError(f"Model's guide must be an AutoSparseGP, got {_name_of(guide)}.{turned}")
+        if model != guide.model:
+            raise ValueError(
+                f"Model's model is {_name_of(model)}, and its guide was made of {_name_of(guide.model)}, of which the "
+                "posterior is. Give the guide's own: Model(guide.model, guide)."
+            )
         if guide.structure is None:
             raise ValueError("Model's guide was never called: train it on the data first, or call guide(x, y)")
         self.sites = (site,) if isinstance(site, str) else tuple(site)
@@ -64,7 +83,7 @@ class Model(BoTorchModel):
             if len(set(group) & set(self.sites)) > 1:
                 raise ValueError(f"Model's sites {group} have one posterior, and outputs are taken to be independent")
         self._parts = model, guide  # in a tuple: BoTorch's train() and eval() are not the guide's
-        self.arguments = arguments
+        self.arguments, self.noise = arguments, noise
         self._outputs: Optional[list[int]] = None
 
     @property
@@ -74,23 +93,34 @@ class Model(BoTorchModel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        """None: one model."""
+        """None: one model. Of fantasies, theirs."""
         return torch.Size()
 
     @property
     def num_outputs(self) -> int:
         """How many outputs there are, P."""
+        return self._all if self._outputs is None else len(self._outputs)
+
+    @property
+    def _all(self) -> int:
         modules = self.guide.modules_by_site()
-        return len(self._of(range(sum(modules[name].batch_shape.numel() for name in self.sites))))
+        return sum(modules[name].batch_shape.numel() for name in self.sites)
 
     def subset_output(self, idcs: list[int]) -> Model:
         """The model of some of the outputs."""
-        new = Model(*self._parts, self.sites, self.arguments)
+        noise = self.noise
+        if isinstance(noise, Tensor) and noise.dim() and noise.shape[-1] > 1:
+            noise = noise[..., idcs]
+        new = Model(*self._parts, self.sites, self.arguments, noise)
         new._outputs = self._of(idcs)
         return new
 
     def _of(self, chosen: Sequence[int]) -> list[int]:
-        return list(chosen) if self._outputs is None else [self._outputs[i] for i in chosen if i < len(self._outputs)]
+        outputs = list(range(self._all)) if self._outputs is None else self._outputs
+        unknown = [i for i in chosen if not -len(outputs) <= i < len(outputs)]
+        if unknown:
+            raise ValueError(f"Model has {len(outputs)} outputs, numbers 0 to {len(outputs) - 1}; asked for {unknown}")
+        return [outputs[i] for i in chosen]
 
     def posterior(
         self,
@@ -109,33 +139,48 @@ class Model(BoTorchModel):
             as Normal(f, noise).
         :param posterior_transform: BoTorch's, applied last.
         :returns: a ``GPyTorchPosterior`` over ``(..., q, P)``.
-        :raises ValueError: if noise is wanted of a likelihood whose mean is not f.
+        :raises ValueError: if noise is wanted of a likelihood whose mean is not f, and the model was given none; or for
+            an output that there is not.
         """
-        if X.dim() < 2:
-            raise ValueError(f"Model.posterior's X is (..., q, D), got a tensor of shape {tuple(X.shape)}")
+        self._require_rows(X, "posterior's X")
         X = self.transform_inputs(X)
-        batch, q = X.shape[:-2], X.shape[-2]
-        arguments = self.arguments(X.reshape(-1, X.shape[-1]))
-        posteriors = self.guide.posterior(*arguments)
-        chosen = self._of(range(self.num_outputs) if output_indices is None else output_indices)
-        noises: list[Optional[Tensor]] = [None] * len(chosen)
+        means, covariances, noises = self._joint(X, observation_noise is True)
+        chosen = list(range(len(means)))
+        if output_indices is not None:
+            self._of(output_indices)
+            chosen = list(output_indices)
         if isinstance(observation_noise, Tensor):
-            noises = list(observation_noise.expand(*batch, q, len(chosen)).unbind(-1))
-        elif observation_noise:
-            variances = torch.cat([self._noise(name, posteriors, arguments) for name in self.sites])
-            noises = [variances[i].reshape(*batch, q) for i in chosen]
-        means = torch.cat([_by_output(posteriors[name].mean) for name in self.sites])
-        blocks = torch.cat([_by_output(_blocks(posteriors[name], q), 3) for name in self.sites])
+            shape = (*means.shape[1:], len(chosen))
+            noises = observation_noise.expand(shape).movedim(-1, 0)
+        elif noises is not None:
+            noises = noises[chosen]
         normals = []
-        for i, noise in zip(chosen, noises):
-            covariance = blocks[i].reshape(*batch, q, q)
-            if noise is not None:
-                covariance = covariance + noise.diag_embed()
+        for place, i in enumerate(chosen):
+            covariance = covariances[i]
+            if noises is not None:
+                covariance = covariance + noises[place].diag_embed()
             # An operator, which is factorised when it is drawn from, with jitter: places may coincide.
-            normals.append(MultivariateNormal(means[i].reshape(*batch, q), to_linear_operator(covariance)))
+            normals.append(MultivariateNormal(means[i], to_linear_operator(covariance)))
         whole = normals[0] if len(normals) == 1 else MultitaskMultivariateNormal.from_independent_mvns(normals)
         found = GPyTorchPosterior(whole)
         return found if posterior_transform is None else posterior_transform(found)
+
+    def _joint(self, X: Tensor, noisy: bool) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        """Means ``(P, ..., q)``, covariances ``(P, ..., q, q)`` and, if wanted, noise's variances ``(P, ..., q)``."""
+        batch, q = X.shape[:-2], X.shape[-2]
+        arguments = self.arguments(X.reshape(-1, X.shape[-1]))
+        posteriors = self.guide.posterior(*arguments)
+        chosen = self._of(range(self.num_outputs))
+        means = torch.cat([_by_output(posteriors[name].mean) for name in self.sites])[chosen]
+        blocks = torch.cat([_by_output(_blocks(posteriors[name], q), 3) for name in self.sites])[chosen]
+        noises = None
+        if noisy and self.noise is not None:
+            given = torch.as_tensor(self.noise, dtype=X.dtype, device=X.device)
+            noises = given.expand(*batch, q, len(chosen)).movedim(-1, 0)
+        elif noisy:
+            noises = torch.cat([self._noise(name, posteriors, arguments) for name in self.sites])[chosen]
+            noises = noises.reshape(-1, *batch, q)
+        return means.reshape(-1, *batch, q), blocks.reshape(-1, *batch, q, q), noises
 
     def _noise(self, name: str, posteriors: dict[str, SparsePosterior], arguments: tuple[Any, ...]) -> Tensor:
         """The variance of an observation of each value, ``(P, N)``."""
@@ -158,10 +203,106 @@ class Model(BoTorchModel):
             if centre.shape == mean.shape and torch.allclose(centre, mean):
                 return _by_output(fn.variance.expand(mean.shape))
         raise ValueError(
-            f"Model.posterior's observation_noise=True: no observed site has a distribution of mean {name!r}, such as "
-            f"Normal({name}, noise). Leave it out and let an objective of function values say what they are worth, or "
-            "give the variances as a tensor."
+            f"the variance of a measurement is asked for, and no observed site has a distribution of mean {name!r}, "
+            f"such as Normal({name}, noise). Say what one is worth as a measurement of {name!r}, "
+            "Model(model, guide, noise=variance), or give variances to posterior(X, observation_noise=...) or "
+            "condition_on_observations(X, Y, noise=...)."
         )
+
+    # Fantasies.
+
+    def condition_on_observations(
+        self, X: Tensor, Y: Tensor, noise: Union[float, Tensor, None] = None, **kwargs: Any
+    ) -> Model:
+        """The model given further measurements, those at hand kept: q as a Gaussian process, conditioned on them.
+
+        With m and C the posterior's mean and covariance, C(x, X)(C(X, X) + Σ)⁻¹ is the gain, of y − m(X) in the mean
+        and of C(X, x') in the covariance: exact given q for Gaussian noise, whatever the family, also where its
+        inducing inputs are too few to learn from another row. Hyperparameters and the guide stay as they are; to have
+        it learn from a measurement, absorb it or train on.
+
+        :param X: ``(..., n, D)``.
+        :param Y: measurements of f, ``(..., n, P)`` with as many or more batches.
+        :param noise: their variances, which broadcast to Y; by default the likelihood's.
+        :returns: a model of as many batches as Y.
+        :raises ValueError: if the shapes do not fit, or the likelihood's noise is asked for and it has none.
+        """
+        return _Given(self, X, Y, noise)
+
+    def fantasize(self, X: Tensor, sampler: Any, observation_noise: Optional[Tensor] = None, **kwargs: Any) -> Model:
+        """The models given measurements at X that are drawn from the posterior.
+
+        :param X: ``(..., n, D)``.
+        :param sampler: BoTorch's, of as many measurements as models are wanted.
+        :param observation_noise: variances, which broadcast to ``(..., n, P)``; by default the likelihood's.
+        :returns: a model of batch shape ``(draws, ...)``.
+        """
+        noisy: Any = True if observation_noise is None else torch.as_tensor(observation_noise)
+        drawn = sampler(self.posterior(X, observation_noise=noisy))
+        return self.condition_on_observations(X, drawn, noise=observation_noise)
+
+    def _require_rows(self, X: Any, what: str) -> None:
+        if not isinstance(X, Tensor) or X.dim() < 2:
+            got = f"a tensor of shape {tuple(X.shape)}" if isinstance(X, Tensor) else type(X).__name__
+            raise ValueError(f"Model.{what} is (..., q, D), got {got}")
+
+
+class _Given(Model):
+    """A model given measurements that its guide knows nothing of."""
+
+    def __init__(self, before: Model, X: Tensor, Y: Tensor, noise: Union[float, Tensor, None]) -> None:
+        BoTorchModel.__init__(self)
+        self._require_rows(X, "condition_on_observations' X")
+        outputs = before.num_outputs
+        if Y.dim() < 2 or Y.shape[-2:] != (X.shape[-2], outputs):
+            raise ValueError(
+                f"Model.condition_on_observations' Y is (..., {X.shape[-2]}, {outputs}) for X of shape "
+                f"{tuple(X.shape)}, got a tensor of shape {tuple(Y.shape)}"
+            )
+        if noise is None:
+            found = before._joint(X, True)[2]
+            assert found is not None
+            noise = found.movedim(0, -1)
+        self.before, self._outputs = before, list(range(outputs))
+        self.places, self.values = X, Y.expand(broadcast_shapes(Y.shape, (*X.shape[:-1], outputs)))
+        self.variances = torch.as_tensor(noise, dtype=Y.dtype, device=Y.device).expand(self.values.shape)
+
+    @property
+    def guide(self) -> AutoSparseGP:
+        """The guide, which knows nothing of the measurements."""
+        return self.before.guide
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """That of the measurements."""
+        return self.values.shape[:-2]
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs there are, P."""
+        return self.before.num_outputs
+
+    def subset_output(self, idcs: list[int]) -> Model:
+        """The model of some of the outputs."""
+        return _Given(self.before.subset_output(idcs), self.places, self.values[..., idcs], self.variances[..., idcs])
+
+    def _joint(self, X: Tensor, noisy: bool) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        batch = broadcast_shapes(X.shape[:-2], self.batch_shape)
+        num = self.places.shape[-2]
+        # Places of each batch, those measured first.
+        places = [x.expand(*batch, *x.shape[-2:]) for x in (self.places, X)]
+        mean, covariance, noises = self.before._joint(torch.cat(places, -2), noisy)
+        known = covariance[..., :num, :num] + self.variances.movedim(-1, 0).diag_embed()
+        factor = cholesky(known, 1e-8, "the covariance of measurements that Model is conditioned on")
+        cross = solve_lower(factor, covariance[..., :num, num:])
+        missed = self.values.movedim(-1, 0) - mean[..., :num]
+        change = (cross.mT @ solve_lower(factor, missed[..., None]))[..., 0]
+        reduced = covariance[..., num:, num:] - cross.mT @ cross
+        return mean[..., num:] + change, reduced, None if noises is None else noises[..., num:]
+
+
+def _name_of(thing: Any) -> str:
+    return repr(getattr(thing, "__qualname__", type(thing).__name__))
 
 
 def _by_output(values: Tensor, dims: int = 1) -> Tensor:

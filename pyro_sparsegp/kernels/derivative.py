@@ -57,8 +57,12 @@ class Derivative(Kernel):
 
         :param x: ``(..., N, D)``.
         :param j: 0 for values, else the column, from 1, by which derivatives are taken: for all rows or for each.
-        :raises ValueError: if a number is none from 0 to D.
+        :raises ValueError: if x is no matrix, or a number is none from 0 to D.
         """
+        if x.dim() < 2:
+            raise ValueError(
+                f"Derivative.at's x is (..., N, D), got shape {tuple(x.shape)}: one column of N rows is x[:, None]"
+            )
         if isinstance(j, int) and not 0 <= j <= x.shape[-1]:
             raise ValueError(f"Derivative.at's j must be 0 (values) or a column, 1 to {x.shape[-1]}, got {j}")
         codes = torch.as_tensor(j, dtype=x.dtype, device=x.device).expand(x.shape[:-1])

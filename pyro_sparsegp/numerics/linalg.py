@@ -132,17 +132,19 @@ def cholesky(
         HMC recognises a step to reject.
     """
     first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    if scale is None:
-        scale = diagonal.detach().abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
-    if dtype is None:
-        unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device) * scale[..., None, None]
     level = first
     for attempt in range(_ESCALATIONS + 1):
-        if dtype is None:
-            factor, info = torch.linalg.cholesky_ex(matrix + level * unit if level > 0 else matrix)
-        else:
+        if scale is None and (level > 0 or dtype is not None):
+            scale = _mean_of_diagonal(matrix)
+        if dtype is not None:
+            assert scale is not None
             factor, info = _Factor.apply(matrix, level * scale, dtype)
+        elif level > 0:
+            assert scale is not None
+            unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+            factor, info = torch.linalg.cholesky_ex(matrix + level * (unit * scale[..., None, None]))
+        else:
+            factor, info = torch.linalg.cholesky_ex(matrix)
         flags = _FLAGS.get()
         if flags is not None:
             info.data_ptr()  # raises under torch.func.vmap, as a look at it would: mapped ones can't be kept
@@ -163,13 +165,18 @@ def cholesky(
         level = 10 * level if level > 0 else default_jitter(matrix.dtype)
     raise torch.linalg.LinAlgError(  # type: ignore[attr-defined]
         f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite. "
-        f"{_why(matrix, diagonal)} Relative jitters from {first:.0e} to {level / 10:.0e} were tried."
+        f"{_why(matrix)} Relative jitters from {first:.0e} to {level / 10:.0e} were tried."
     )
 
 
-def _why(matrix: Tensor, diagonal: Tensor) -> str:
+def _mean_of_diagonal(matrix: Tensor) -> Tensor:
+    diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
+    return diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
+
+
+def _why(matrix: Tensor) -> str:
     """Why there is no Cholesky factor of a finite matrix, and what to do."""
-    if not (diagonal > 0).any():
+    if not (matrix.diagonal(dim1=-2, dim2=-1) > 0).any():
         return (
             "No entry of its diagonal is above 0: the kernel is 0 at these inputs, where nothing is left to factorise. "
             "Look at the kernel, its variances and these inputs."

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional, Self
 
 import torch
 from torch import Tensor
 
 from ..numerics.linalg import cholesky, default_jitter, variance_floor
 from .sparse_posterior import SparsePosterior
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = [
     "OTHER_LATENTS",

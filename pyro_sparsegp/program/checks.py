@@ -12,6 +12,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..numerics.shapes import broadcast_shapes
 from .traces import (
     all_sites,
     as_process,
@@ -25,8 +26,10 @@ from .traces import (
 )
 
 __all__ = [
+    "holds_part",
     "require_full_batch",
     "require_left_out",
+    "require_own_rows",
     "require_sizes",
     "require_whole",
     "unfit_parameter",
@@ -77,6 +80,11 @@ def require_whole(trace: poutine.Trace) -> None:
     """
     for part in _parts(trace):
         raise ValueError(f"absorb counts each row once, and {part}: give the plate the new rows' number, size=len(x).")
+
+
+def holds_part(trace: poutine.Trace) -> bool:
+    """Whether an observed site holds a mini-batch of a plate's rows."""
+    return any(True for _ in _parts(trace))
 
 
 def _parts(trace: poutine.Trace) -> Iterator[str]:
@@ -167,6 +175,28 @@ def require_left_out(
                 "pyro.sample(name, fn) in a plate of their own, and the others as data; where values are only missing, "
                 "poutine.mask(mask=obs_mask) around the site leaves them out."
             )
+
+
+def require_own_rows(name: str, site: Any) -> None:
+    """Raise if data and distribution are of different shapes, and meet in more values than either has.
+
+    :raises ValueError: naming the site, both shapes and what to write.
+    """
+    value, shape = site["value"], torch.Size(site["fn"].shape())
+    together = broadcast_shapes(value.shape, shape)
+    if not site["is_observed"] or together.numel() <= max(value.numel(), shape.numel()):
+        return
+    column = value.dim() > 1 and value.shape[-1] == 1
+    remedy = (
+        "Give a value for each row, y[:, 0] in the place of y; or for P outputs in P columns let the distribution have "
+        "them too, .to_event(1)."
+        if column
+        else "Give the data, or the distribution's parameters, the shape of the other."
+    )
+    raise ValueError(
+        f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}: each "
+        f"value would meet every row, {tuple(together)} in all. {remedy}"
+    )
 
 
 def why_without_density(site: Any, error: ValueError) -> str:

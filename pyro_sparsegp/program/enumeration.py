@@ -6,34 +6,50 @@ sites before: after y₁, ..., yᵢ₋₁ that depend on z,
 
 p(yᵢ | y₁, ..., yᵢ₋₁) = Σ_z p(z) p(y₁ | z) ... p(yᵢ | z) / Σ_z p(z) p(y₁ | z) ... p(yᵢ₋₁ | z),
 
-for each element of the plates they share: the product over i is the sum over z of the joint density.
+for each element of z's plates: the product over i is the sum over z of the joint density. Where yᵢ stands in further
+plates, or its rows pick their z by a number, p(yᵢ | z) is the product over the rows that share a z, and the density of
+these rows is one number. Each of them is given an equal share of its logarithm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Optional
 
 import torch
-from pyro.distributions import TorchDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..numerics.shapes import broadcast_shapes
 from .bare import as_process, fill_masked
+from .chosen import Values
+from .contraction import PLATES, Factor, IntractableError, Plates, contract, left_over
+from .summed_out import SummedOut
 
-__all__ = ["Enumeration", "SummedOut", "is_enumerated"]
-
-_PLATES = 4  # dimensions from the right that are left to plates
+__all__ = ["Enumeration", "is_enumerated"]
 
 
 def is_enumerated(site: Any) -> bool:
     """Whether a site is a discrete latent that is to be summed out."""
     infer = site["infer"] or {}
     return infer.get("enumerate") == "parallel" and not site["is_observed"] and site["value"] is None
+
+
+@dataclass
+class _Latent:
+    """A discrete site that is summed out.
+
+    :param plates: those it stands in.
+    :param read: the numbers by which rows pick among its elements.
+    """
+
+    name: str
+    plates: Plates
+    num: int
+    read: list[Tensor]
 
 
 @dataclass
@@ -45,100 +61,10 @@ class _Group:
     :param met: whether one is of a site that depends on them.
     """
 
-    names: list[str]
     dims: set[int]
-    frames: tuple[Any, ...]
     scale: Any
-    terms: list[Callable[[], Tensor]] = field(default_factory=list)
+    terms: list[Factor] = field(default_factory=list)
     met: bool = False
-
-
-class SummedOut(TorchDistribution):
-    """What is left of a distribution when discrete variables upstream are summed out, given the sites before.
-
-    :param fn: with their dimensions in front of the plates'.
-    :param before: log p(z) p(y₁ | z) ... p(yᵢ₋₁ | z), with these dimensions.
-    :param normalised: whether it sums to 1.
-    :param depth: the number of plates' dimensions.
-    """
-
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, fn: Any, before: Callable[[], Tensor], normalised: bool, depth: int) -> None:
-        self.fn, self.before, self.normalised, self.depth = fn, before, normalised, depth
-        batch_shape = fn.batch_shape[len(fn.batch_shape) - depth :]
-        super().__init__(torch.Size(batch_shape), fn.event_shape, validate_args=False)
-
-    @property
-    def support(self) -> Any:
-        """That of the distribution given z."""
-        return self.fn.support
-
-    @property
-    def has_rsample(self) -> bool:
-        """No draw of a mixture passes a gradient on."""
-        return False
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """log p(y | what came before)."""
-        before = self.before()
-        total = _summed(before + self.fn.log_prob(value))
-        total = total if self.normalised else total - _summed(before)
-        return total.reshape(total.shape[_PLATES - self.depth :])
-
-    def _weights(self) -> Tensor:
-        """p(z | what came before), all values of z in front."""
-        before = self.before()
-        before = before.expand(broadcast_shapes(before.shape, self.fn.batch_shape))
-        return _values_in_front(before).softmax(0)
-
-    def _parts(self, of: Callable[[Any], Tensor], weights: Tensor) -> Tensor:
-        """A property of the distribution for each value of z, all in front."""
-        shape = broadcast_shapes(self.before().shape, self.fn.batch_shape)
-        return of(self.fn.expand(shape)).reshape(*weights.shape, *self.event_shape)
-
-    def _mean(self, of: Callable[[Any], Tensor]) -> Tensor:
-        weights = self._weights()
-        shaped = weights.reshape(*weights.shape, *[1] * len(self.event_shape))
-        return (shaped * self._parts(of, weights)).sum(0).reshape(self.shape())
-
-    @property
-    def mean(self) -> Tensor:
-        """Σ_z p(z) E[y | z]."""
-        return self._mean(lambda fn: fn.mean)
-
-    @property
-    def variance(self) -> Tensor:
-        """Σ_z p(z) E[y² | z] − (Σ_z p(z) E[y | z])²."""
-        return self._mean(lambda fn: fn.variance + fn.mean.square()) - self.mean.square()
-
-    @torch.no_grad()
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        """A draw of y, z drawn with it."""
-        if tuple(sample_shape):
-            draws = [self.sample() for _ in range(torch.Size(sample_shape).numel())]
-            return torch.stack(draws).reshape(*sample_shape, *self.shape())
-        weights = self._weights()
-        values = self._parts(lambda fn: fn.sample(), weights)
-        chosen = torch.distributions.Categorical(weights.movedim(0, -1)).sample()
-        index = chosen.reshape(1, *chosen.shape, *[1] * len(self.event_shape)).expand(1, *values.shape[1:])
-        return values.gather(0, index)[0].reshape(self.shape())
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
-        """Only to the shape that it has."""
-        if torch.Size(batch_shape) != self.batch_shape:
-            raise NotImplementedError("a distribution with discrete variables summed out has the shape of its plates")
-        return self
-
-
-def _values_in_front(log_density: Tensor) -> Tensor:
-    """With all values of discrete variables along one dimension, in front of the plates'."""
-    padded = log_density.reshape(*[1] * max(0, _PLATES + 1 - log_density.dim()), *log_density.shape)
-    return padded.flatten(0, padded.dim() - _PLATES - 1)
-
-
-def _summed(log_density: Tensor) -> Tensor:
-    return _values_in_front(log_density).logsumexp(0)
 
 
 class Enumeration(Messenger):
@@ -147,10 +73,11 @@ class Enumeration(Messenger):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self._groups: dict[int, _Group] = {}  # by dimension
+        self._latents: dict[int, _Latent] = {}  # by dimension
+        self._groups: dict[int, _Group] = {}
 
     def __enter__(self) -> Any:
-        self.names, self._groups = [], {}
+        self.names, self._latents, self._groups = [], {}, {}
         return super().__enter__()
 
     def meet(self, msg: Any) -> None:
@@ -173,74 +100,202 @@ class Enumeration(Messenger):
                 f"site {name!r} is to be enumerated, but {type(fn).__name__} cannot list its values: take Bernoulli, "
                 "Categorical or another distribution of finitely many values."
             )
-        dim = _PLATES + 1 + len(self.names)
+        dim = PLATES + 1 + len(self.names)
         values = fn.enumerate_support(expand=False)
         values = values.reshape(len(values), *[1] * (dim - 1), *fn.event_shape)
-        group = self._joined(msg)
-        group.names.append(name)
+        latent = _Latent(name, _plates(msg), len(values), [])
+        self._latents[dim] = latent
+        dims = self._dims(msg)
+        group = self._joined(msg, dims)
         group.dims.add(dim)
-        group.terms.append(_log_density(msg, values))
-        self._groups |= dict.fromkeys(group.dims, group)
+        self._groups[dim] = group
+        self._add(msg, [*dims, dim], group, _log_density(msg, values))
         self.names.append(name)
         # No other handler is to see it: it is no latent of this run.
+        frames = [frame for frame in latent.plates.values() if frame.vectorized]
+        if len(frames) == 1 and not fn.event_shape:
+            shape = list(values.shape)
+            shape[frames[0].dim] = frames[0].size
+            values = Values.of(values.expand(shape), name, frames[0].dim, latent.read)
         msg["value"], msg["done"], msg["type"] = values, True, "enumerated"
 
     _pyro_sample = meet
 
     def forget(self) -> None:
         """Forget all but the names: what the run's sites were."""
-        self._groups = {}
+        self._latents, self._groups = {}, {}
+
+    def probabilities(self) -> dict[str, Tensor]:
+        """p(z | all that the run holds) of each site z, ``(..., K)``, K values last.
+
+        That is how the log of the sum moves with log p(z).
+        """
+        found = {}
+        for group in {id(group): group for group in self._groups.values()}.values():
+            with torch.no_grad():
+                terms = [_held(term) for term in group.terms]
+            like = terms[0].evaluate()
+            moves = {}
+            for dim in sorted(group.dims):
+                latent = self._latents[dim]
+                shape = [latent.num, *[1] * (dim - 1)]
+                for frame in latent.plates.values():
+                    if frame.vectorized:
+                        shape[frame.dim] = frame.size
+                moves[dim] = like.new_zeros(shape).requires_grad_()
+                terms.append(Factor(frozenset([dim]), latent.plates, {}, partial(_itself, moves[dim])))
+            latents = [self._latents[dim] for dim in sorted(group.dims)]
+            terms = [replace(term, belongs=_belongs(latents, term.plates)) for term in terms]
+            with torch.enable_grad():
+                total = torch.stack(
+                    [factor.evaluate().sum() for factor in contract(terms, self._plates_of(group))]
+                ).sum()
+                shares = torch.autograd.grad(total, list(moves.values()))
+            for dim, share in zip(moves, shares):
+                depth = max((-frame.dim for frame in self._latents[dim].plates.values() if frame.vectorized), default=0)
+                share = share.reshape(len(share), *share.shape[-PLATES:]).movedim(0, -1)
+                found[self._latents[dim].name] = share[(0,) * (PLATES - depth)]
+        return {name: found[name] for name in self.names if name in found}
 
     def _sum_out(self, msg: Any) -> None:
         fn = msg["fn"]
-        if not self.names or not any(self._dims(fn)):
+        dims = self._dims(msg) if self.names else []
+        if not dims:
             return
         if as_process(fn)[0] is not None:
             raise ValueError(
-                f"GP site {msg['name']!r} depends on the discrete site {self._names(fn)}, which is enumerated: each of "
-                "its values would have a process of its own. Write these as GP sites, or outputs of one, and choose "
-                "among their values downstream."
+                f"GP site {msg['name']!r} depends on the discrete site {self._latents[dims[0]].name!r}, which is "
+                "enumerated: each of its values would have a process of its own. Write these as GP sites, or outputs "
+                "of one, and choose among their values downstream."
             )
         _require_plates(msg)
-        group = self._joined(msg)
-        before, normalised = tuple(group.terms), not group.met
-        group.terms.append(_log_density(msg))
+        group = self._joined(msg, dims)
+        normalised = not group.met
+        self._add(msg, dims, group, _log_density(msg))
         group.met = True
-        depth = max((-frame.dim for frame in msg["cond_indep_stack"] if frame.vectorized), default=0)
-        msg["fn"] = SummedOut(fn, lambda: sum((term() for term in before[1:]), before[0]()), normalised, depth)
+        *before, own = group.terms
+        msg["fn"] = SummedOut(fn, own, msg["mask"], before, self._plates_of(group), normalised)
 
-    def _dims(self, fn: Any) -> list[int]:
-        """The enumerated dimensions that a distribution has."""
-        shape = fn.batch_shape
-        return [dim for dim in self._groups if dim <= len(shape) and shape[-dim] > 1]
-
-    def _names(self, fn: Any) -> str:
-        return ", ".join(repr(name) for dim in self._dims(fn)[:1] for name in self._groups[dim].names)
-
-    def _joined(self, msg: Any) -> _Group:
-        """The group of all discrete sites that a site depends on."""
-        frames = tuple((frame.name, frame.counter) for frame in msg["cond_indep_stack"])
-        joined = _Group([], set(), frames, msg["scale"])
-        for group in {id(group): group for dim in self._dims(msg["fn"]) for group in [self._groups[dim]]}.values():
-            if set(group.frames) != set(frames):
-                here, there = ([name for name, _ in one] for one in (frames, group.frames))
+    def _dims(self, msg: Any) -> list[int]:
+        """The enumerated dimensions that a site's distribution has."""
+        found = []
+        shape = msg["fn"].batch_shape
+        for dim in range(PLATES + 1, len(shape) + 1):
+            if shape[-dim] == 1:
+                continue
+            latent = self._latents.get(dim)
+            if latent is None or shape[-dim] != latent.num:
+                names = ", ".join(repr(one.name) for one in self._latents.values())
                 raise ValueError(
-                    f"site {msg['name']!r} stands in plates {here} and depends on the discrete site "
-                    f"{group.names[0]!r}, which stands in {there} and is enumerated: sums are taken for each row by "
-                    "itself. Put both into the same plates, or sum the site out in the model."
+                    f"site {msg['name']!r} has a distribution of shape {tuple(shape)} where the discrete site {names} "
+                    "is enumerated: its values stand along a dimension of their own, left of all plates'. Write "
+                    "table[z, rows], torch.where(z == 1, ...), and z[group], with the numbers on z itself, where rows "
+                    "pick an element of its plate."
                 )
+            found.append(dim)
+        return found
+
+    def _add(self, msg: Any, dims: Sequence[int], group: _Group, evaluate: Callable[[], Tensor]) -> None:
+        """Add a site's log density to its group's.
+
+        :raises ValueError: naming the sites, where sums have no order.
+        """
+        plates = _plates(msg)
+        for dim in dims:
+            self._require_element(msg["name"], plates, self._latents[dim])
+        latents = [self._latents[dim] for dim in sorted(group.dims)]
+        terms = [*group.terms, Factor(frozenset(dims), plates, {}, evaluate)]
+        group.terms = [replace(term, belongs=_belongs(latents, term.plates)) for term in terms]
+        try:
+            shared = left_over(contract(group.terms, self._plates_of(group)))
+            if all(key in term.plates or key in term.belongs for term in group.terms for key in shared):
+                return
+        except IntractableError:
+            pass
+        raise ValueError(
+            f"at site {msg['name']!r} the discrete sites {[latent.name for latent in latents]} meet, whose plates are "
+            "not within one another: the sum over them has no order in which it can be taken. Put one of them into "
+            "the plates of the other, or write it as a latent with a posterior of its own."
+        )
+
+    def _require_element(self, name: str, plates: Plates, latent: _Latent) -> None:
+        """Raise if it is not known on which element of a latent's plates a site's rows depend."""
+        here, there = ([key for key, _ in one] for one in (plates, latent.plates))
+        depends = f"site {name!r} stands in plates {here} and depends on the discrete site {latent.name!r}"
+        within = all(key in plates for key in latent.plates)
+        if within and any(_within(latent, index) for index in latent.read):
+            raise ValueError(
+                f"{depends}, of whose elements rows of the same plate pick others by a number: each row can depend on "
+                "its own alone where the site is enumerated. Sum it out in the model."
+            )
+        if within or (len(latent.read) == 1 and _row_numbers(latent, plates) is not None):
+            return
+        several = ", of which each row picks more than one element" if len(latent.read) > 1 else ""
+        raise ValueError(
+            f"{depends}{several}, which stands in {there} and is enumerated: a sum is taken for each of its elements. "
+            f"Put site {name!r} into these plates too, or give each row one number of its element, "
+            f"{latent.name}[group], before anything else is done with it; or sum it out in the model."
+        )
+
+    def _plates_of(self, group: _Group) -> dict[int, frozenset[Any]]:
+        return {dim: frozenset(self._latents[dim].plates) for dim in group.dims}
+
+    def _joined(self, msg: Any, dims: Sequence[int]) -> _Group:
+        """The group of all discrete sites that a site depends on."""
+        joined = _Group(set(), msg["scale"])
+        for group in {id(self._groups[dim]): self._groups[dim] for dim in dims}.values():
             numbers = isinstance(group.scale, (int, float)) and isinstance(msg["scale"], (int, float))
             if numbers and group.scale != msg["scale"]:
                 raise ValueError(
-                    f"site {msg['name']!r} is scaled by {msg['scale']:g} and the discrete site {group.names[0]!r}, on "
-                    f"which it depends, by {group.scale:g}: put both under the same poutine.scale."
+                    f"site {msg['name']!r} is scaled by {msg['scale']:g} and the discrete site "
+                    f"{self._latents[min(group.dims)].name!r}, on which it depends, by {group.scale:g}: put both under "
+                    "the same poutine.scale. All rows that share an element of its plate are to be there at once: in "
+                    "mini-batches take some of the elements, with all of their rows."
                 )
-            joined.names += group.names
             joined.dims |= group.dims
             joined.terms += group.terms
             joined.met |= group.met
         self._groups |= dict.fromkeys(joined.dims, joined)
         return joined
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+def _held(term: Factor) -> Factor:
+    """A factor at the number that it has now."""
+    return replace(term, evaluate=partial(_itself, term.evaluate()))
+
+
+def _plates(msg: Any) -> Plates:
+    return {(frame.name, frame.counter): frame for frame in msg["cond_indep_stack"]}
+
+
+def _row_numbers(latent: _Latent, plates: Plates) -> Optional[tuple[Any, Tensor]]:
+    """Which of the plates has rows that belong to elements of a latent's plate, and their numbers."""
+    for index in latent.read:
+        for key, frame in plates.items():
+            if key not in latent.plates and frame.vectorized and frame.size == len(index):
+                return key, index
+    return None
+
+
+def _belongs(latents: Sequence[_Latent], plates: Plates) -> dict[Any, tuple[Any, Tensor, Any]]:
+    """Of latents' plates that are none of these: whose rows belong to their elements, and by which numbers."""
+    found: dict[Any, tuple[Any, Tensor, Any]] = {}
+    for latent in latents:
+        for key, frame in latent.plates.items():
+            numbers = None if key in plates or key in found else _row_numbers(latent, plates)
+            if numbers is not None:
+                found[key] = (*numbers, frame)
+    return found
+
+
+def _within(latent: _Latent, index: Tensor) -> bool:
+    """Whether numbers are those of other elements for a plate's own rows."""
+    sizes = [frame.size for frame in latent.plates.values() if frame.vectorized]
+    return sizes == [len(index)] and not torch.equal(index, torch.arange(len(index), device=index.device))
 
 
 def _log_density(msg: Any, value: Any = None) -> Callable[[], Tensor]:
@@ -259,8 +314,8 @@ def _log_density(msg: Any, value: Any = None) -> Callable[[], Tensor]:
 
 def _require_plates(msg: Any) -> None:
     for frame in msg["cond_indep_stack"]:
-        if frame.vectorized and -frame.dim > _PLATES:
+        if frame.vectorized and -frame.dim > PLATES:
             raise ValueError(
                 f"site {msg['name']!r} stands in plate {frame.name!r} at dim {frame.dim}; with enumerated sites plates "
-                f"have dims of -{_PLATES} to -1."
+                f"have dims of -{PLATES} to -1."
             )

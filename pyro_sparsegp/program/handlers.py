@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 
 import pyro
 import torch
@@ -76,8 +76,13 @@ def stand_in(fn: Any) -> Tensor:
     return value.detach().expand(fn.shape())
 
 
-def observes(model: Callable, rows: Collection[str], like: Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a run of the model with these arguments observes data: it is run ahead, its GP sites at their means."""
+def observes(
+    model: Callable, rows: Optional[Collection[str]], like: Tensor, args: tuple, kwargs: dict[str, Any]
+) -> bool:
+    """Whether a run of the model with these arguments observes data: it is run ahead, its GP sites at their means.
+
+    :param rows: the sites that may hold them; ``None`` is all.
+    """
     with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), AtMeans():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-    return any(name in rows and is_observation(site) for name, site in trace.nodes.items())
+    return any((rows is None or name in rows) and is_observation(site) for name, site in trace.nodes.items())

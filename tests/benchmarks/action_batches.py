@@ -1,13 +1,15 @@
 """Computation-aware GPs beyond 1e5 rows: mini-batches of rows, actions on some of them.
 
 python tests/benchmarks/action_batches.py [--rows 10000 1000000] [--support 1000 4000] [--actions 256] [--batch 2000]
-    [--steps 60] [--data FILE.npz] [--whole 10000]
+    [--steps 60] [--data FILE.npz] [--whole 10000] [--same-time] [--no-svgp]
 
 Simulated rows are of a function of two columns, a sum of 500 random waves of a Matern-3/2 process of length 0.2, with
-noise of sd 0.3; a file has X and y, standardised here. A tenth of the rows, 20,000 at most, is held out. For each
-number of rows: ComputationAware with actions on so many rows, in mini-batches (n² + nB kernel entries a step, whatever
-N is), and SVGP with as many inducing points in the same batches; up to --whole rows also ComputationAware on all rows
-at once (N² entries). Seconds are of training steps; predictions are timed apart.
+noise of sd 0.3; a file has X and y, standardised here: --rows are so many of it at random, or, if it has fewer, all
+and midpoints of rows that follow each other in it, as on a grid. A tenth of the rows, 20,000 at most, is held out. For
+each number of rows: ComputationAware with actions on so many rows, in mini-batches (n² + nB kernel entries a step,
+whatever N is), and SVGP with as many inducing points in the same batches, for as many steps and, with --same-time, for
+as many seconds as the last of these; up to --whole rows also ComputationAware on all rows at once (N² entries).
+Seconds are of training steps; predictions are timed apart.
 """
 
 import argparse
@@ -49,13 +51,21 @@ def simulated(rows: int) -> tuple[Tensor, Tensor]:
     return x, f + 0.3 * torch.randn(rows, generator=generator)
 
 
-def read(path: str) -> tuple[Tensor, Tensor]:
-    """A file's inputs and targets, standardised."""
+def read(path: str, rows: int) -> tuple[Tensor, Tensor]:
+    """So many of a file's inputs and targets, standardised."""
     with np.load(path, allow_pickle=False) as file:
         x, y = (torch.as_tensor(file[key].astype(np.float64)) for key in ("X", "y"))
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    x, y = x[order], y.reshape(-1)[order]
-    return ((x - x.mean(0)) / x.std(0)).float(), ((y - y.mean()) / y.std()).float()
+    y, generator = y.reshape(-1), torch.Generator().manual_seed(0)
+    x, y = (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
+    order = torch.randperm(len(x), generator=generator)
+    if rows > len(x):
+        apart = (x[1:] - x[:-1]).norm(dim=-1)
+        beside = (apart < 1.5 * apart.median()).nonzero()[:, 0]
+        left = beside[torch.randperm(len(beside), generator=generator)[: rows - len(x)]]
+        x, y = (torch.cat([part, (part[left] + part[left + 1]) / 2]) for part in (x, y))
+        order = torch.randperm(len(x), generator=generator)
+    order = order[:rows]
+    return x[order].float(), y[order].float()
 
 
 def exact_variance(x: Tensor, x_new: Tensor) -> Tensor:
@@ -67,10 +77,21 @@ def exact_variance(x: Tensor, x_new: Tensor) -> Tensor:
     return kernel.diag(x_new) - torch.linalg.solve_triangular(root, kernel(x, x_new), upper=False).square().sum(0)
 
 
-def run(kind: str, family: Any, first: int, batch: int, steps: int, x: Tensor, y: Tensor, exact: bool) -> None:
-    """Train, predict and print a row of the table.
+def run(
+    kind: str,
+    family: Any,
+    first: int,
+    batch: int,
+    steps: int,
+    x: Tensor,
+    y: Tensor,
+    exact: bool,
+    until: Optional[float] = None,
+) -> float:
+    """Train, predict and print a row of the table; seconds of training.
 
     :param exact: whether the variance is set against the exact posterior's.
+    :param until: seconds to train for, in the place of steps.
     """
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
@@ -79,14 +100,15 @@ def run(kind: str, family: Any, first: int, batch: int, steps: int, x: Tensor, y
     guide = AutoSparseGP(model, family)
     guide(x[:first], y[:first])
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO(2))
-    start = time.perf_counter()
-    for _ in range(steps):
+    start, taken = time.perf_counter(), 0
+    while taken < steps if until is None else time.perf_counter() - start < until:
+        taken += 1
         if batch:
             rows = torch.randint(len(x), (batch,))
             svi.step(x[rows], y[rows], size=len(x))
         else:
             svi.step(x, y)
-    seconds = (time.perf_counter() - start) / steps
+    trained = time.perf_counter() - start
     start = time.perf_counter()
     with torch.no_grad():
         noise = pyro.param("noise")
@@ -102,7 +124,7 @@ def run(kind: str, family: Any, first: int, batch: int, steps: int, x: Tensor, y
         within = ((y_new - mean).abs() < 1.645 * predictive.stddev).float().mean()
     predicting = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    cells = f"{len(x):,}", kind, f"{seconds:.2f}", f"{seconds * steps:.0f}", f"{predicting:.1f}"
+    cells = f"{len(x):,}", kind, str(taken), f"{trained / taken:.2f}", f"{trained:.0f}", f"{predicting:.1f}"
     scores = (
         f"{float(error):.4f}",
         f"{float(score):.4f}",
@@ -114,6 +136,7 @@ def run(kind: str, family: Any, first: int, batch: int, steps: int, x: Tensor, y
         least = float((variance[:1000].double() / exact_variance(x, x_new[:1000])).min())
     over = "" if least is None else f"{least:.3f}"
     print("| " + " | ".join((*cells, *scores, over, f"{peak:.2f}")) + " |", flush=True)
+    return trained
 
 
 def main() -> None:
@@ -127,25 +150,24 @@ def main() -> None:
     parser.add_argument("--whole", type=int, default=10_000)
     parser.add_argument("--data", default=None)
     parser.add_argument("--no-svgp", action="store_true")
+    parser.add_argument("--same-time", action="store_true")
     options = parser.parse_args()
+    print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
     print(
-        f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {options.steps} steps\n"
-    )
-    print(
-        "| rows | family | seconds a step | in all | predicting | RMSE | NLL | % in 90 % | mean sd of f | "
+        "| rows | family | steps | seconds a step | in all | predicting | RMSE | NLL | % in 90 % | mean sd of f | "
         "least variance over exact | peak GiB |"
     )
-    print("|" + 11 * "---|")
-    data = read(options.data) if options.data else None
-    for rows in [len(data[0])] if data else options.rows:
-        x, y = data or simulated(rows)
-        exact = rows <= options.whole
+    print("|" + 12 * "---|")
+    for rows in options.rows:
+        x, y = read(options.data, rows) if options.data else simulated(rows)
+        exact, longest = rows <= options.whole, 0.0
         for support in options.support:
             family = ComputationAware(options.actions, batches=True)
             kind = f"ComputationAware({options.actions}), on {support:,} rows"
-            run(kind, family, support, options.batch, options.steps, x, y, exact)
-        if not options.no_svgp:
-            run(f"SVGP({options.actions})", SVGP(options.actions), 4_000, options.batch, options.steps, x, y, exact)
+            longest = run(kind, family, support, options.batch, options.steps, x, y, exact)
+        for until in [] if options.no_svgp else [None, longest] if options.same_time else [None]:
+            kind, family = f"SVGP({options.actions})", SVGP(options.actions)
+            run(kind, family, 4_000, options.batch, options.steps, x, y, exact, until)
         if exact:
             kind = f"ComputationAware({options.actions}), all rows"
             run(kind, ComputationAware(options.actions), rows, 0, options.steps, x, y, exact)

@@ -89,10 +89,15 @@ def ours(model: Callable, families, steps: int, rows: Tensor, y: Tensor) -> Call
 
 
 class LMC(gpytorch.models.ApproximateGP):
-    """GPyTorch's linear model of coregionalisation."""
+    """GPyTorch's linear model of coregionalisation.
 
-    def __init__(self, inducing: Tensor) -> None:
-        variational = gpytorch.variational.CholeskyVariationalDistribution(len(inducing), torch.Size([Q]))
+    :param natural: q in natural parameters, for natural steps; or by its Cholesky factor, for Adam.
+    """
+
+    def __init__(self, inducing: Tensor, natural: bool) -> None:
+        kinds = gpytorch.variational
+        kind = kinds.NaturalVariationalDistribution if natural else kinds.CholeskyVariationalDistribution
+        variational = kind(len(inducing), torch.Size([Q]))
         base = gpytorch.variational.VariationalStrategy(self, inducing.expand(Q, -1, -1).clone(), variational)
         super().__init__(gpytorch.variational.LMCVariationalStrategy(base, num_tasks=P, num_latents=Q, latent_dim=-1))
         self.mean_module = gpytorch.means.ZeroMean(batch_shape=torch.Size([Q]))
@@ -103,18 +108,27 @@ class LMC(gpytorch.models.ApproximateGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
-def theirs(steps: int, rows: Tensor, y: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """GPyTorch's, with as many inducing points for each function, Adam at the same rate."""
-    model = LMC(torch.linspace(0, 1, M)[:, None])
+def theirs(
+    steps: int, rows: Tensor, y: Tensor, natural: bool, rate: float = 0.03
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """GPyTorch's, with as many inducing points for each function: Adam, beside natural steps of q or not."""
+    mixing = torch.randn(P, Q)  # first, as in ours
+    model = LMC(torch.linspace(0, 1, M)[:, None], natural)
+    model.variational_strategy.lmc_coefficients.data = mixing.mT.clone()
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
     likelihood.noise = 0.3**2
     loss = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(y))
-    optim = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.03)
+    others = [*(model.hyperparameters() if natural else model.parameters()), *likelihood.parameters()]
+    optims: list = [torch.optim.Adam(others, lr=rate)]
+    if natural:
+        optims.append(gpytorch.optim.NGD(model.variational_parameters(), num_data=len(y), lr=0.1))
     for _ in range(steps):
-        optim.zero_grad()
+        for optim in optims:
+            optim.zero_grad()
         value = -loss(model(rows[:, :1], task_indices=rows[:, 1].long()), y)
         value.backward()
-        optim.step()
+        for optim in optims:
+            optim.step()
     model.eval()
 
     @torch.no_grad()
@@ -122,6 +136,11 @@ def theirs(steps: int, rows: Tensor, y: Tensor) -> Callable[[Tensor], tuple[Tens
         q = model(new[:, :1], task_indices=new[:, 1].long())
         return q.mean, q.variance + likelihood.noise
 
+    predicted.told = {  # type: ignore[attr-defined]
+        "lengths": [round(v, 3) for v in model.covar_module.lengthscale.flatten().tolist()],
+        "noise": round(likelihood.noise.sqrt().item(), 3),
+        "loss a row": round(value.item(), 3),
+    }
     return predicted
 
 
@@ -130,6 +149,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="ways with this in their names")
+    parser.add_argument("--verbose", action="store_true", help="each run as it ends")
     options = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     ways: dict[str, Callable] = {
@@ -137,7 +157,10 @@ def main() -> None:
         "`Coregionalisation`, `SVGP(40)`": lambda *data: ours(by_kernel, SVGP(2 * M), *data),
         '`mix_outputs`, `{("g0", "g1"): SVGP(20)}`': lambda *data: ours(by_values, {("g0", "g1"): SVGP(M)}, *data),
         "`mix_outputs`, `SVGP(20)` each": lambda *data: ours(by_values, SVGP(M), *data),
-        "GPyTorch's `LMCVariationalStrategy`, 20 each": theirs,
+        "`mix_outputs`, `SVGP(20, natural=False)` each": lambda *data: ours(by_values, SVGP(M, natural=False), *data),
+        "GPyTorch's LMC, 20 each, Adam": lambda *data: theirs(*data, natural=False),
+        "GPyTorch's LMC, 20 each, Adam at 0.1": lambda *data: theirs(*data, natural=False, rate=0.1),
+        "GPyTorch's LMC, 20 each, NGD and Adam": lambda *data: theirs(*data, natural=True),
     }
     ways = {name: way for name, way in ways.items() if options.only in name}
     found: dict[str, list[list[float]]] = {name: [] for name in ways}
@@ -157,6 +180,8 @@ def main() -> None:
                 density = dist.Normal(mean, variance.sqrt()).log_prob(value).mean()
                 numbers += [density.item(), (mean - value).square().mean().sqrt().item()]
             found[name].append([*numbers, spent])
+            if options.verbose:
+                print(seed, name, [round(n, 3) for n in found[name][-1]], getattr(predicted, "told", ""), flush=True)
     print("| way | log density, RMSE | in the gap | CPU seconds |\n|---|---|---|---|")
     for name, runs in found.items():
         a, b, c, d, e = torch.tensor(runs).mean(0).tolist()

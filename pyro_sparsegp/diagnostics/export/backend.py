@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FEWEST", "arviz_plots", "arviz_stats", "pyplot", "rhat", "smooth", "xarray"]
+__all__ = ["FEWEST", "Later", "arviz_plots", "arviz_stats", "pyplot", "rhat", "smooth", "xarray"]
 
 _REMEDY = 'pip install "pyro-sparsegp[diagnostics]"'
 
@@ -24,6 +24,24 @@ def _load(module: str, purpose: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(f"{purpose} needs {module} ({error}): {_REMEDY}") from error
+
+
+class Later:
+    """A module that type hints name: it is imported when they are resolved, as by ``typing.get_type_hints``.
+
+    :param name: the module's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):  # which inspection asks any object for
+            raise AttributeError(attribute)
+        module = _load(self._name, "a type hint of pyro_sparsegp.diagnostics")
+        if not hasattr(module, attribute):
+            return _load(f"{self._name}.{attribute}", "a type hint of pyro_sparsegp.diagnostics")
+        return getattr(module, attribute)
 
 
 def xarray() -> Any:

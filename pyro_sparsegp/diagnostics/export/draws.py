@@ -18,9 +18,10 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ...approximations.optimal import OptimalGP
+from ...approximations.weight_space import ExactWeightSpaceGP
 from ...gaussians import ProjectedGaussian
 from ...guide import AutoSparseGP
+from ...guide.conditioned import Predicting
 from ...numerics.linalg import solve_lower
 from ...posterior.sparse_posterior import SparsePosterior
 from ...process import GaussianProcess
@@ -165,6 +166,7 @@ class GuideSource:
         if guide.structure is None:
             raise ValueError("the guide has not been initialised: train it, or call it once with the data, guide(x, y)")
         self.guide, self.args, self.kwargs = guide, args, kwargs
+        self._kept = Predicting()
         self.chunk_size = chunk_size
         self.structure = guide.structure
         self.data = [name for name, num in self.structure.rows.items() if num]
@@ -199,7 +201,8 @@ class GuideSource:
         guide.eval()
         try:
             # As predictions are made: rows may be held-out ones, and a kernel's variance correction acts on q(w), too.
-            with guide.predicting(), pyro.validation_enabled(False), whole_plates(), poutine.block(), messenger:
+            quiet = pyro.validation_enabled(False), poutine.block()
+            with guide.predicting(self._kept), quiet[0], whole_plates(), quiet[1], messenger:
                 guide(*self.args, **self.kwargs)
             model_trace, guide_trace = guide.get_traces()
             full_trace = guide.trace
@@ -252,9 +255,7 @@ class GuideSource:
 
     def _corrects(self, name: str, prior: Any) -> bool:
         module = attrgetter(name)(self.guide.gps)
-        return (
-            isinstance(module, OptimalGP) and module.in_weight_space and without_event(prior)[0].kernel.depends_on_rows
-        )
+        return isinstance(module, ExactWeightSpaceGP) and without_event(prior)[0].kernel.depends_on_rows
 
     def densities(self, draw: Draw) -> PointwiseDensities:
         """The draw's pointwise densities, function values integrated given the rest."""

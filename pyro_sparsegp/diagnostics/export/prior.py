@@ -18,7 +18,9 @@ from .labels import Labels, constant_data
 from .writer import Writer, name_of
 
 if TYPE_CHECKING:
-    from xarray import DataTree
+    import xarray
+else:
+    xarray = backend.Later("xarray")
 
 __all__ = ["draw_prior", "prior_predictive"]
 
@@ -35,7 +37,7 @@ def prior_predictive(
     seed: Optional[int] = None,
     name: Optional[str] = None,
     **kwargs: Any,
-) -> DataTree:
+) -> xarray.DataTree:
     """Draws from the prior, as an ``xarray.DataTree`` with ``prior``, ``prior_predictive``, ``observed_data`` and
     ``constant_data``.
 

@@ -18,7 +18,9 @@ from .sources import Source, as_source, target_of
 from .writer import Writer, name_of
 
 if TYPE_CHECKING:
-    from xarray import DataTree
+    import xarray
+else:
+    xarray = backend.Later("xarray")
 
 __all__ = ["to_datatree"]
 
@@ -44,7 +46,7 @@ def to_datatree(
     name: Optional[str] = None,
     sample_dims: Sequence[str] = ("chain", "draw"),
     **kwargs: Any,
-) -> DataTree:
+) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
 
     Groups: ``posterior`` (hyperparameters; of each GP site f the coefficients ``f_w`` of its basis, N(0, I) a priori),

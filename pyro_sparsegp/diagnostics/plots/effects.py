@@ -11,10 +11,13 @@ from torch import Tensor
 from ...kernels import Categorical, Constant, White
 from ...kernels.algebra import Product, Scaled, Select
 from ...posterior.sparse_posterior import SparsePosterior
+from ..export import backend
 from ..export.arguments import require_posterior
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    import matplotlib.figure
+else:
+    matplotlib = backend.Later("matplotlib")
 
 __all__ = ["plot_effects"]
 
@@ -32,7 +35,7 @@ def plot_effects(
     rug: bool = True,
     transform: Optional[Callable[[Tensor], Tensor]] = None,
     num_columns: int = 3,
-) -> Figure:
+) -> matplotlib.figure.Figure:
     """The effects of a kernel's terms, as users of generalised additive models know them.
 
     A term of one column is a curve of its mean with a band of central marginal intervals; of a factor's codes

@@ -10,15 +10,19 @@ from ..export import backend
 from ..export.arguments import require_tree
 
 if TYPE_CHECKING:
-    from arviz_plots.plot_collection import PlotCollection
-    from matplotlib.figure import Figure
-    from xarray import DataTree
+    import arviz_plots.plot_collection
+    import matplotlib.figure
+    import xarray
+else:
+    arviz_plots = backend.Later("arviz_plots")
+    matplotlib = backend.Later("matplotlib")
+    xarray = backend.Later("xarray")
 
 __all__ = ["plot_ribbon"]
 
 
 def plot_ribbon(
-    tree: DataTree,
+    tree: xarray.DataTree,
     y: Optional[str] = None,
     x: Optional[str] = None,
     *,
@@ -26,7 +30,7 @@ def plot_ribbon(
     probs: Sequence[float] = (0.5, 0.95),
     columns: Optional[Sequence[int]] = None,
     **kwargs: Any,
-) -> Union[PlotCollection, Figure]:
+) -> Union[arviz_plots.plot_collection.PlotCollection, matplotlib.figure.Figure]:
     """The posterior of a function, or of predicted data, at the inputs of ``predict=``.
 
     With one input it is the mean and central intervals, ``arviz_plots.plot_lm`` on the group ``predictions``; with two

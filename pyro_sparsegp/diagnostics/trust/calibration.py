@@ -25,7 +25,9 @@ from ..export.draws import sites_of
 from ..export.labels import Labels, attributes
 
 if TYPE_CHECKING:
-    from xarray import DataTree
+    import xarray
+else:
+    xarray = backend.Later("xarray")
 
 __all__ = ["sbc"]
 
@@ -45,7 +47,7 @@ def sbc(
     progress: bool = True,
     seed: int = 0,
     **kwargs: Any,
-) -> DataTree:
+) -> xarray.DataTree:
     """Simulation-based calibration of a (model, guide) pair (Talts et al., 2018; Modrák et al., 2023).
 
     Each simulation draws hyperparameters, functions and data from the prior, fits, and ranks the true values among

@@ -19,20 +19,24 @@ from ..export.sources import as_source, observed_site, target_of
 from .weights import LIMIT, _tree, log_weights_of
 
 if TYPE_CHECKING:
-    from arviz_stats.utils import ELPDData
-    from pandas import DataFrame
-    from xarray import DataTree
+    import arviz_stats.utils
+    import pandas
+    import xarray
+else:
+    arviz_stats = backend.Later("arviz_stats")
+    pandas = backend.Later("pandas")
+    xarray = backend.Later("xarray")
 
 __all__ = ["compare", "loo", "loo_large"]
 
 
 def loo(
-    tree_or_model: Union[DataTree, Callable],
+    tree_or_model: Union[xarray.DataTree, Callable],
     *args: Any,
     target: Optional[str] = None,
     var_name: Optional[str] = None,
     **kwargs: Any,
-) -> ELPDData:
+) -> arviz_stats.utils.ELPDData:
     """PSIS-LOO of a posterior, with the weights of its draws towards the target: an ``arviz_stats.ELPDData``.
 
     ``loo(tree)`` of a tree made by :func:`to_datatree`, or ``loo(model, guide, *args, num_samples=...)``. The weight
@@ -85,7 +89,11 @@ def loo(
     return _flagged(found, used, khat)
 
 
-def compare(results: Mapping[str, Union[DataTree, ELPDData]], target: Optional[str] = None, **kwargs: Any) -> DataFrame:
+def compare(
+    results: Mapping[str, Union[xarray.DataTree, arviz_stats.utils.ELPDData]],
+    target: Optional[str] = None,
+    **kwargs: Any,
+) -> pandas.DataFrame:
     """``arviz_stats.compare`` of trees, or of what :func:`loo` and :func:`loo_large` returned, by name.
 
     :param results: names to trees or results.
@@ -116,7 +124,7 @@ def loo_large(
     chunk_size: int = 8192,
     seed: int = 0,
     **kwargs: Any,
-) -> ELPDData:
+) -> arviz_stats.utils.ELPDData:
     """PSIS-LOO for large N: all log predictive densities by streaming, importance sampling for a random subset.
 
     The difference estimator, Σₙ πₙ + N/m Σ_{n in subset} (elpdₙ − πₙ) with πₙ = log mean over draws of p(yₙ | draw)

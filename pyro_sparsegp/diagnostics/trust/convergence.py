@@ -16,7 +16,9 @@ from ..export.arguments import kind_of, require_tree
 from ..export.labels import attributes
 
 if TYPE_CHECKING:
-    from xarray import DataTree
+    import xarray
+else:
+    xarray = backend.Later("xarray")
 
 __all__ = ["History", "StoppingRule", "add_history"]
 
@@ -52,7 +54,7 @@ class History(Iterates):
             )
         super().__init__(guide, parameters, largest, objective)
 
-    def to_datatree(self, name: Optional[str] = None) -> DataTree:
+    def to_datatree(self, name: Optional[str] = None) -> xarray.DataTree:
         """The group ``vi_history`` as an ``xarray.DataTree``."""
         return backend.xarray().DataTree.from_dict({"vi_history": _group([self], None)}, name=name)
 
@@ -60,7 +62,9 @@ class History(Iterates):
 Runs = Union[Iterates, FitResult]
 
 
-def add_history(tree: DataTree, histories: Union[Runs, Sequence[Runs]], window: Optional[int] = None) -> DataTree:
+def add_history(
+    tree: xarray.DataTree, histories: Union[Runs, Sequence[Runs]], window: Optional[int] = None
+) -> xarray.DataTree:
     """A tree with a group ``vi_history``: a chain for each run, in the order of the tree's chains.
 
     :param tree: of :func:`to_datatree`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 import torch
@@ -16,6 +16,13 @@ from ..export.draws import seeded
 from ..export.labels import Labels, attributes
 from ..export.sources import as_source, observed_site
 from .scorers import Scorer, scorer_for
+
+if TYPE_CHECKING:
+    import pandas
+    import xarray
+else:
+    pandas = backend.Later("pandas")
+    xarray = backend.Later("xarray")
 
 __all__ = ["PredictiveScores", "predictive_scores"]
 
@@ -36,17 +43,17 @@ class PredictiveScores:
     :param probs: the probabilities of the central intervals, or sets of classes.
     """
 
-    tree: Any
+    tree: xarray.DataTree
     method: str
     probs: tuple[float, ...]
 
     @property
-    def pointwise(self) -> Any:
+    def pointwise(self) -> xarray.Dataset:
         """The scores as an ``xarray.Dataset``."""
         return self.tree["predictive_scores"].to_dataset()
 
     @property
-    def _levels(self) -> Any:
+    def _levels(self) -> Optional[np.ndarray]:
         """The probability of the smallest interval, or set of classes, that holds each observation."""
         if "set_level" in self.pointwise:
             return self.pointwise["set_level"].values.ravel()
@@ -56,18 +63,20 @@ class PredictiveScores:
 
     def coverage(self, prob: float) -> float:
         """The share of observations within their central interval, or set of classes, of that probability."""
-        if self._levels is None:
+        levels = self._levels
+        if levels is None:
             raise ValueError(f"there are no intervals of these observations, only {list(self.pointwise.data_vars)}")
-        return float((self._levels <= prob).mean())
+        return float((levels <= prob).mean())
 
     @property
-    def summary(self) -> Any:
+    def summary(self) -> pandas.DataFrame:
         """Means over observations with their standard errors, a ``pandas.DataFrame``."""
         import pandas as pd
 
         columns = {name: self.pointwise[name].values.ravel() for name in _SCORES if name in self.pointwise}
-        if self._levels is not None:
-            columns |= {f"coverage_{100 * prob:g}%": (self._levels <= prob).astype(float) for prob in self.probs}
+        levels = self._levels
+        if levels is not None:
+            columns |= {f"coverage_{100 * prob:g}%": (levels <= prob).astype(float) for prob in self.probs}
         rows = {name: (values.mean(), values.std() / math.sqrt(values.size)) for name, values in columns.items()}
         return pd.DataFrame.from_dict(rows, orient="index", columns=["mean", "se"])
 

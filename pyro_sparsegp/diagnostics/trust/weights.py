@@ -13,7 +13,9 @@ from ..export.arguments import guide_of, is_tree, kind_of, require_tree
 from ..export.tree import to_datatree
 
 if TYPE_CHECKING:
-    from xarray import DataArray, DataTree
+    import xarray
+else:
+    xarray = backend.Later("xarray")
 
 __all__ = ["PSIS", "TARGETS", "log_weights_of", "psis", "resample"]
 
@@ -32,8 +34,8 @@ class PSIS:
     :param good_k: min(1 − 1/log₁₀ S, 0.7), up to which the weights may be relied on.
     """
 
-    log_weights: DataArray
-    pareto_k: DataArray
+    log_weights: xarray.DataArray
+    pareto_k: xarray.DataArray
     target: str
     good_k: float
 
@@ -70,7 +72,9 @@ class PSIS:
         )
 
 
-def psis(tree_or_model: Union[DataTree, Callable], *args: Any, target: Optional[str] = None, **kwargs: Any) -> PSIS:
+def psis(
+    tree_or_model: Union[xarray.DataTree, Callable], *args: Any, target: Optional[str] = None, **kwargs: Any
+) -> PSIS:
     """Pareto-smoothed importance weights of a posterior's draws, and their k-hat.
 
     ``psis(tree, target=...)`` of a tree made by :func:`to_datatree`, or ``psis(model, guide, *args, target=...,
@@ -114,11 +118,11 @@ def psis(tree_or_model: Union[DataTree, Callable], *args: Any, target: Optional[
 
 
 def resample(
-    tree: DataTree,
+    tree: xarray.DataTree,
     weights: Union[PSIS, str, None] = None,
     num_samples: Optional[int] = None,
     seed: Optional[int] = None,
-) -> DataTree:
+) -> xarray.DataTree:
     """A tree of draws drawn anew by their importance weights: closer to the target than the posterior is.
 
     Stratified, without replacement of strata, so that a draw of weight w appears ⌊Sw⌋ or ⌈Sw⌉ times. All chains become
@@ -154,7 +158,7 @@ def resample(
     return xr.DataTree.from_dict(datasets, name=tree.name)
 
 
-def log_weights_of(tree: DataTree, target: str) -> DataArray:
+def log_weights_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
     """log p − log q of a tree's draws towards a target, ``xarray.DataArray`` ``(chain, draw)``.
 
     :raises ValueError: where the tree does not have it.
@@ -193,7 +197,7 @@ def _require_finite(name: str, target: str, values: np.ndarray) -> None:
     )
 
 
-def _tree(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]) -> DataTree:
+def _tree(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]) -> xarray.DataTree:
     if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
         if args or kwargs:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")

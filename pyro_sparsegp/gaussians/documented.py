@@ -1,19 +1,30 @@
-"""What a family's docstring says of arguments that it inherits."""
+"""What a class's docstring says of arguments that it inherits."""
 
 import re
-from inspect import cleandoc
+from collections.abc import Container
+from inspect import cleandoc, signature
 from textwrap import indent
-from typing import Optional
+from typing import Any, Optional
 
-__all__ = ["with_inherited_arguments"]
+__all__ = ["Documented", "with_inherited_arguments"]
 
 _FIELD = re.compile(r"^:(\w+) ?(\w*)[^:]*:.*(?:\n[ ]+.*)*", re.M)
 
 
-def with_inherited_arguments(cls: type) -> Optional[str]:
+class Documented:
+    """A class whose subclasses' docstrings tell of the arguments of theirs that its own docstring tells of."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__doc__ = with_inherited_arguments(cls, signature(cls.__init__).parameters)
+
+
+def with_inherited_arguments(cls: type, taken: Optional[Container[str]] = None) -> Optional[str]:
     """The docstring of a class, with its bases' words for those of their arguments that it has none for.
 
     A family says only what is its own; ``help(SVGP)`` and the reference tell of ``init`` and ``start``, too.
+
+    :param taken: the arguments that the class takes; ``None`` is all that its bases tell of.
     """
     if cls.__doc__ is None:  # as under python -OO
         return None
@@ -22,7 +33,7 @@ def with_inherited_arguments(cls: type) -> Optional[str]:
     more = []
     for base in cls.__mro__[1:]:
         for found in _FIELD.finditer(cleandoc(base.__dict__.get("__doc__") or "")):
-            if found[1] == "param" and found[2] not in known:
+            if found[1] == "param" and found[2] not in known and (taken is None or found[2] in taken):
                 known.add(found[2])
                 more.append(found[0].rstrip())
     if not more:

@@ -1,0 +1,108 @@
+"""Cavities of expectation propagation, and the normalisers of its Gaussians."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..numerics.linalg import solve_lower
+
+__all__ = ["Cavity", "cavity_of", "is_valid", "log_normaliser_of", "parabola", "prior_of"]
+
+_WIDEST = 4.0  # a cavity's variance, over the prior's
+
+
+@dataclass
+class Cavity:
+    """Marginals of φᵀw under the cavities, (..., B), and what they are made of.
+
+    :param log_ratio: G(cavity) − G(q).
+    :param valid: whether the cavity has a positive variance.
+    :param loc: the cavities' means of w, (..., B, M).
+    :param cov: the cavities' covariances of w and φᵀw, (..., B, M).
+    """
+
+    mean: Tensor
+    variance: Tensor
+    log_ratio: Tensor
+    valid: Tensor
+    loc: Tensor
+    cov: Tensor
+    marginal: tuple[Tensor, Tensor]  # q's mean and variance
+
+
+def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: Tensor, factor: Tensor) -> Cavity:
+    """Marginals of φᵀw under q(w) without one site each, exp(−½ν(φ̂ᵀw)² + bφ̂ᵀw) with rows φ̂.
+
+    With S = P⁻¹ and e = 1 − νφ̂ᵀSφ̂, V⁻ = S + νSφ̂φ̂ᵀS/e, μ⁻ = V⁻(Pm − bφ̂) and G(cavity) − G(q) =
+    ½(−log e + (ν(φ̂ᵀm)² − 2bφ̂ᵀm + b²φ̂ᵀSφ̂)/e).
+
+    :param precision: ν, ``(..., N)``; under a power α, αν.
+    :param linear: b, ``(..., N)``, likewise.
+    :param loc: m, ``(..., M)``.
+    :param factor: the lower Cholesky factor of P.
+    """
+    solved = torch.cholesky_solve(rows.mT, factor).mT  # Sφ̂
+    spread, centre = (solved * rows).sum(-1), (rows @ loc[..., None])[..., 0]
+    left = 1 - precision * spread
+    valid = is_valid(left, spread, rows)
+    left = torch.where(valid, left, 1.0)
+    if phi is rows:
+        across, cov, spread_here, centre_here = spread, solved, spread, centre
+    else:
+        cov = torch.cholesky_solve(phi.mT, factor).mT
+        across, spread_here, centre_here = (solved * phi).sum(-1), (cov * phi).sum(-1), (phi @ loc[..., None])[..., 0]
+    shift = precision * (centre - linear * spread) / left - linear
+    quadratic = precision * centre.square() - 2 * linear * centre + linear.square() * spread
+    return Cavity(
+        mean=centre_here + shift * across,
+        variance=spread_here + precision * across.square() / left,
+        log_ratio=0.5 * (quadratic / left - left.log()),
+        valid=valid,
+        loc=loc[..., None, :] + shift[..., None] * solved,
+        cov=cov + (precision * across / left)[..., None] * solved,
+        marginal=(centre_here, spread_here),
+    )
+
+
+def is_valid(left: Tensor, spread: Tensor, rows: Tensor) -> Tensor:
+    """Whether cavities, of variance φ̂ᵀSφ̂/e, have one that is positive and not far above the prior's.
+
+    It exceeds the prior's only by negative sites of other data; without bounds it goes to infinity.
+
+    :param left: e, ``(..., N)``.
+    :param spread: φ̂ᵀSφ̂, ``(..., N)``.
+    """
+    rounding = 1000 * torch.finfo(left.dtype).eps
+    return (left > rounding) & (spread <= _WIDEST * rows.square().sum(-1) * left)
+
+
+def parabola(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slope and minus the curvature of log p(yₙ | f) by five nodes, and where a parabola goes through them all.
+
+    :param centre: where the slope is taken, ``(..., N)``.
+    :param step: between the nodes, ``(..., N)``.
+    """
+    steps = torch.arange(-2.0, 3.0, dtype=centre.dtype, device=centre.device).reshape(-1, *[1] * centre.dim())
+    values = log_density(centre + step * steps)
+    bends = 2 * values[1:-1] - values[:-2] - values[2:]
+    rounding = 100 * torch.finfo(values.dtype).eps * values.abs().amax(0)
+    bend, spread = bends[1], bends.amax(0) - bends.amin(0)
+    gaussian = (bend > 0) & (spread <= 1e-6 * bend + rounding) & (rounding < 1e-3 * bend)
+    return (values[3] - values[1]) / (2 * step), bend / step.square(), gaussian
+
+
+def prior_of(turn: Tensor, loc: Tensor, factor: Tensor) -> Tensor:
+    """0, with the gradient by T of E_q log p(u), where w = T w₀ has the prior N(0, I) and q(w₀) is held."""
+    inverse = solve_lower(factor, torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device))
+    squares = (turn @ loc[..., None]).square().sum((-2, -1)) + (turn @ inverse.mT).square().sum((-2, -1))
+    value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * squares
+    return value - value.detach()
+
+
+def log_normaliser_of(factor: Tensor, loc: Tensor, pull: Tensor) -> Tensor:
+    """G(q) − G(p) = ½(mᵀPm − log|P|), of the batch's shape."""
+    return 0.5 * (loc * pull).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -1,0 +1,229 @@
+"""The loop of a fit: where it is, when it stops, and what it takes to go on."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy as np
+import torch
+from pyro import poutine
+from pyro.infer import SVI
+from tqdm.auto import tqdm
+
+from ..guide import AutoSparseGP
+from . import checkpoint as files
+from .batches import Batch, Batches, as_arguments
+from .distributed import Workers, agree
+from .expectation import ExpectationPropagation
+from .feeding import Feed, require_scaled, show_all_rows
+from .history import Iterates
+from .interrupts import Interrupts
+from .recipe import FallingAdam
+from .warm_start import warm
+
+__all__ = ["Fitting", "HeldOut", "Progress"]
+
+
+@dataclass
+class Progress:
+    """Where a fit is."""
+
+    step: int = 0
+    seconds: float = 0.0
+    scored: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    best: Optional[dict[str, Any]] = None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Data to score as training goes on.
+
+    :param data: the model's arguments.
+    :param score: ``score(model, guide, *data)``.
+    :param every: steps from one score to the next.
+    :param patience: scores without a new best, after which training stops.
+    """
+
+    data: Any
+    score: Callable[..., float]
+    every: int
+    patience: int
+
+
+class Fitting:
+    """A fit: one step after the other until there is a reason to stop.
+
+    :param method: takes a step.
+    :param batches: of the data.
+    :param first: rows for the guide's first call.
+    :param total: how many steps.
+    :param held_out: data to score, if any.
+    :param stopping: whether the iterates say to stop.
+    :param path: of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: Callable,
+        guide: AutoSparseGP,
+        method: Union[SVI, ExpectationPropagation],
+        batches: Batches,
+        first: Batch,
+        total: int,
+        workers: Workers,
+        held_out: Optional[HeldOut],
+        stopping: Optional[Callable[[Iterates], bool]],
+        path: Optional[Path],
+        history: Any,
+    ) -> None:
+        self.model, self.guide, self.method, self.batches, self.total = model, guide, method, batches, total
+        self.workers, self.held_out, self.stopping, self.path = workers, held_out, stopping, path
+        self.first = first
+        self.feed = Feed(model, batches, method, workers)
+        self.now, self.iterates = Progress(), Iterates(guide, history)
+        optim = getattr(method.optim, "optim", method.optim)
+        self.recipe = optim if isinstance(optim, FallingAdam) else None
+
+    def begin(self, warm_start: bool, batch_size: Optional[int]) -> None:
+        """A guide's first call on the first rows, and its warm start."""
+        guide, first, fresh = self.guide, self.first, self.guide.structure is None
+        args, kwargs = self.feed.call(first)
+        with poutine.block(), torch.no_grad():
+            guide.prepare(*args, **kwargs)
+        if not self.batches.whole:
+            show_all_rows(guide, self.batches, self.feed)
+            few = self.batches.some(batch_size or 1)
+            require_scaled(guide, self.feed.call(few), few, self.feed.size)
+        if warm_start and fresh and isinstance(self.method, SVI):
+            warm(self.model, guide, first, self.feed.takes, self.feed.size)
+        if self.workers.num > 1:
+            _require_shared(guide)
+            agree(guide, self.workers.group)
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        args, kwargs = self.feed.call(self.first)
+        files.prepare(saved, self.guide, args, kwargs)
+        self.now = Progress(**saved["progress"])
+        self.iterates.set_state(saved["iterates"])
+        _set_rule(self.stopping, saved["stopping"])
+        self.batches.set_state(saved["batches"])
+        files.restore(saved, self.guide, self.model, self.method)
+
+    def keep(self) -> None:
+        """Write the checkpoint."""
+        if self.path is None:
+            return
+        state = files.snapshot(self.guide, self.model, self.method)
+        state |= {
+            "progress": vars(self.now),
+            "iterates": self.iterates.get_state(),
+            "stopping": _rule_state(self.stopping),
+            "batches": self.batches.get_state(),
+        }
+        files.write(state, self.path)
+
+    def run(self, checkpoint_every: float, progress: bool) -> str:
+        """Take the steps.
+
+        :returns: why it stopped.
+        """
+        now, reason = self.now, ""
+        began, written, kept = time.monotonic() - now.seconds, time.monotonic(), now.step
+        bar = tqdm(total=self.total, initial=now.step, disable=not progress, unit="step", desc="fit")
+        self._set_rate()
+        with Interrupts() as interrupts, bar:
+            while not reason:
+                reason = self._step(bar)
+                taken = not reason
+                if taken:
+                    reason = self._why_stop(interrupts)
+                now.seconds = time.monotonic() - began
+                if taken and (reason or time.monotonic() - written >= checkpoint_every):
+                    self.keep()
+                    written, kept = time.monotonic(), now.step
+            if now.step > kept:
+                self.keep()
+            if interrupts.signal == signal.SIGTERM:
+                raise SystemExit(128 + signal.SIGTERM)
+        if self.held_out is not None and not interrupts.signal and (not now.scored or now.scored[-1] != now.step):
+            self._score(self.held_out)
+        if now.best is not None:
+            files.load_parameters(now.best, self.guide, self.model)
+        return reason
+
+    def _step(self, bar: Any) -> str:
+        """Take a step; or why there is none."""
+        now = self.now
+        if now.step >= self.total:
+            return f"all {self.total} steps were taken"
+        batch = self.batches.next()
+        if batch is None:
+            return f"the data came to their end after {now.step} steps"
+        value = self.feed.step(batch)
+        now.step += 1
+        self.iterates.record(value)
+        self._set_rate()
+        bar.update()
+        bar.set_postfix_str(f"{self.iterates.objective} {self.iterates.recent():.5g}", refresh=False)
+        return ""
+
+    def _set_rate(self) -> None:
+        if self.recipe is not None:
+            self.recipe.at(self.now.step, self.total)
+
+    def _why_stop(self, interrupts: Interrupts) -> str:
+        """Why the step that was taken is the last, if it is."""
+        reason, held_out = "", self.held_out
+        if held_out is not None and self.now.step % held_out.every == 0 and self._score(held_out):
+            reason = f"the held-out score has not risen for {held_out.patience} scores"
+        if self.stopping is not None and self.stopping(self.iterates):
+            reason = getattr(self.stopping, "reason", None) or "the stopping rule says so"
+        if interrupts.signal is not None:
+            reason = f"interrupted by {signal.Signals(interrupts.signal).name}"
+        if self.workers.num > 1:  # all of them, or none
+            reason = _common(self.workers, self.guide, reason)
+        return reason
+
+    def _score(self, held_out: HeldOut) -> bool:
+        """Score the held-out data; whether patience has come to its end."""
+        now = self.now
+        args, kwargs = as_arguments(held_out.data, "held_out")
+        value = float(held_out.score(self.model, self.guide, *args, **kwargs))
+        if not now.scores or value > max(now.scores):
+            now.best = files.parameters_state(self.guide, self.model)
+        now.scored.append(now.step)
+        now.scores.append(value)
+        return len(now.scores) - 1 - int(np.argmax(now.scores)) >= held_out.patience
+
+
+def _require_shared(guide: AutoSparseGP) -> None:
+    """Raise for latents that are one process's rows' own."""
+    assert guide.structure is not None
+    local = [name for name, latent in guide.structure.latents.items() if set(latent["plates"])]
+    if local:
+        raise ValueError(
+            f"group: latent site {local[0]!r} stands in a plate: processes share parameters, which would mix its values"
+        )
+
+
+def _common(workers: Workers, guide: AutoSparseGP, reason: str) -> str:
+    """A reason to stop that any process has, for all."""
+    flag = workers.largest(guide.like.new_tensor(float(bool(reason))))
+    return reason or ("another process stopped" if float(flag) else "")
+
+
+def _rule_state(rule: Any) -> dict[str, Any]:
+    plain = (bool, int, float, str, tuple, type(None))
+    return {key: value for key, value in getattr(rule, "__dict__", {}).items() if isinstance(value, plain)}
+
+
+def _set_rule(rule: Any, state: dict[str, Any]) -> None:
+    if hasattr(rule, "__dict__"):
+        vars(rule).update(state)

@@ -1,0 +1,200 @@
+"""A bound's terms, of a run's traces, and with GP sites at the nodes of a product grid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+from typing import Any, Optional
+
+import numpy as np
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import kl_divergence
+
+from ..guide import AutoSparseGP
+from ..posterior.drawing import NodeSite
+from ..program.dependence import COUPLED, DATAWISE
+from ..program.facts import Structure
+from ..program.traces import held_trace
+from ..warned import warn_once
+from .expected import Expectations, joint_or_marginal_draw, posterior_at
+
+__all__ = ["Grid", "divergence", "log_density_minus_kl", "mapped", "one_by_one", "quadrature_axes", "weighted_sum"]
+
+_MAX_AXES = 2
+
+Ran = tuple[poutine.Trace, poutine.Trace, dict[str, Tensor]]  # the model's trace, the guide's, all sites' values
+
+
+def quadrature_axes(structure: Structure) -> dict[str, tuple[int, ...]]:
+    """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
+
+    Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
+    meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
+    so is a group that would need more than two axes, and sites of one posterior that meet across rows.
+    """
+    width = {}
+    for name, kind in structure.dependence.items():
+        if name in structure.inner or kind == COUPLED or (structure.joint and not structure.meets_by_rows(name)):
+            continue
+        outputs = int(np.prod(structure.gps[name]["batch_shape"], dtype=int))
+        width[name] = outputs if kind == DATAWISE else 1
+    meets: dict[str, set[str]] = {name: set() for name in width}
+    for f, g in structure.interactions:
+        if f in width and g in width:
+            meets[f].add(g)
+            meets[g].add(f)
+    for name in (
+        width if structure.joint else ()
+    ):  # sites of one posterior are correlated even where a third stands between them
+        meets[name] |= (set(structure.company(name)) & set(width)) - {name}
+    axes: dict[str, tuple[int, ...]] = {}
+    for name in width:
+        taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
+        free = (axis for axis in itertools.count() if axis not in taken)
+        axes[name] = tuple(itertools.islice(free, width[name]))
+    too_many = {name for name, used in axes.items() if max(used) >= _MAX_AXES}
+    while True:  # a group is drawn as a whole
+        spread = {other for name in too_many for other in meets[name]} - too_many
+        if not spread:
+            return {name: used for name, used in axes.items() if name not in too_many}
+        too_many |= spread
+
+
+class Grid:
+    """One evaluation of a bound on a product grid.
+
+    :param wrapped: the guide, or what handlers made of it.
+    :param structure: what is known of the sites that are integrated.
+    :param expected: the sites whose expectation is known.
+    """
+
+    def __init__(
+        self,
+        guide: AutoSparseGP,
+        wrapped: Callable,
+        call: tuple[tuple, dict[str, Any]],
+        structure: Structure,
+        expected: Optional[Expectations],
+    ) -> None:
+        self.guide, self.wrapped, self.call, self.structure, self.expected = guide, wrapped, call, structure, expected
+        self.axes = quadrature_axes(structure)
+        self.num_axes = 1 + max((axis for used in self.axes.values() for axis in used), default=-1)
+
+    def warn_of_draws(self) -> None:
+        """Warn of sites that meet in so many that draws take the place of nodes."""
+        found = self.structure
+        left = [name for name in found.dependence if name not in self.axes and name not in found.inner]
+        drawn = [name for name in left if found.dependence[name] != COUPLED and found.meets_by_rows(name)]
+        if drawn:
+            warn_once(
+                self.guide.warned,
+                "integrated by draws",
+                ", ".join(drawn),
+                f"GP sites {', '.join(drawn)} meet in densities of more than {_MAX_AXES} function values: these are "
+                "integrated by Monte Carlo, one draw a particle, not by quadrature.",
+                stacklevel=6,
+            )
+
+    def run(self, *node: Tensor) -> Ran:
+        """The model's and the guide's run with GP sites at a node, by default at 0."""
+        zero = self.guide.like.new_zeros(())
+        places = self._at(node or (zero,) * self.num_axes)
+        if self.expected is not None:
+            places |= {name: zero for name in self.expected.gps if name not in self.axes}
+        return self.guide.at_nodes(places, self.wrapped, *self.call)
+
+    def once(self, *node: Tensor) -> Tensor:
+        """The bound's terms of one run at a node."""
+        return log_density_minus_kl(*self.run(*node)[:2])
+
+    def twice(self) -> Callable[..., Tensor]:
+        """As :meth:`once`, of a run as it is and of the model's second: this one, all values held, sees the nodes."""
+        return self.held(*self.run())
+
+    def held(
+        self, model_trace: poutine.Trace, guide_trace: poutine.Trace, values: dict[str, Tensor]
+    ) -> Callable[..., Tensor]:
+        """The bound's terms at a node, of the model with all other values as in a run."""
+        done: Collection[str] = () if self.expected is None else self.expected.sites
+        for name in () if self.expected is None else self.expected.gps:
+            if name in self.structure.dependence and name not in self.axes:
+                coupled = self.structure.dependence[name] == COUPLED
+                values = values | {name: joint_or_marginal_draw(posterior_at(guide_trace, name), coupled)}
+
+        def at(*node: Tensor) -> Tensor:
+            moved = {}
+            for name, z in self._at(node).items():
+                site: NodeSite = posterior_at(guide_trace, name)
+                moved[name] = site.at_node(z).rsample()
+            args, kwargs = self.call
+            trace = held_trace(self.guide.model, values | moved, args, kwargs, model_trace)
+            return log_density_minus_kl(trace, guide_trace, done)
+
+        return at
+
+    def _at(self, node: tuple[Tensor, ...]) -> dict[str, Any]:
+        return {
+            name: node[used[0]] if len(used) == 1 else torch.stack([node[axis] for axis in used])
+            for name, used in self.axes.items()
+        }
+
+
+def mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
+    """A function's values at all nodes of a product grid, in one call."""
+    for axis in range(num_axes):
+        in_dims = tuple(0 if i == num_axes - 1 - axis else None for i in range(num_axes))
+        total = torch.func.vmap(total, in_dims=in_dims, randomness="same")
+    with pyro.validation_enabled(False):
+        return total(*[nodes] * num_axes)
+
+
+def one_by_one(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:
+    """As :func:`mapped`, in a call for each node."""
+    values = [total(*node) for node in itertools.product(nodes, repeat=num_axes)]
+    return torch.stack(values).reshape([len(nodes)] * num_axes)
+
+
+def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace, skip: Collection[str] = ()) -> Tensor:
+    """The bound's terms at the traces' values, summed: log densities of what is observed, minus divergences."""
+    total: Any = 0.0
+    site: Any
+    for name, site in model_trace.nodes.items():
+        if site["type"] != "sample" or name in skip or site["mask"] is False:
+            continue
+        if name not in guide_trace.nodes:
+            if site_is_subsample(site):
+                continue
+            total = total + weighted_sum(site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"]), site)
+            continue
+        total = total - divergence(guide_trace.nodes[name], site)
+    for name, site in guide_trace.nodes.items():  # auxiliary sites of an overridden get_posterior
+        if site["type"] == "sample" and name not in model_trace.nodes:
+            total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)
+    return total
+
+
+def divergence(guide_site: Any, model_site: Any) -> Tensor:
+    """KL of a latent site's posterior from its prior, or an estimate of it from the draw, with its scale and mask."""
+    q, p = guide_site["fn"], model_site["fn"]
+    if q is p:  # drawn from the model
+        return torch.zeros(())
+    if not q.has_rsample:
+        raise ValueError(
+            f"site {guide_site['name']!r} has a posterior without reparameterised draws, {q}; TraceQuadrature_ELBO has "
+            "no gradient for it. Use a reparameterised posterior, or enumerate and sum the site out in the model."
+        )
+    try:
+        value = kl_divergence(q, p)
+    except NotImplementedError:
+        value = q.log_prob(guide_site["value"]) - p.log_prob(guide_site["value"])
+    return weighted_sum(value, guide_site)
+
+
+def weighted_sum(value: Tensor, site: Any) -> Tensor:
+    """The sum of a site's terms, with its scale and mask."""
+    return scale_and_mask(value, site["scale"], site["mask"]).sum()

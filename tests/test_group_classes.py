@@ -1,0 +1,340 @@
+"""Discrete latents of groups of rows, summed out: against the same models with the sums written out."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO, infer_discrete
+
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    class_probabilities,
+    kernels,
+    predict,
+)
+from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, SparseEP
+from pyro_sparsegp.program.traces import held_trace, log_densities
+
+PARALLEL = {"enumerate": "parallel"}
+KERNEL = kernels.RBF(0.5)
+G, ROWS = 4, 5
+SHARES = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+SLOPES = torch.tensor([1.0, -1.0, 0.3], dtype=torch.float64)
+GROUP = torch.tensor([0, 3, 1, 1, 0, 2, 3, 3, 0, 1, 1, 3, 0, 0, 3, 1, 0, 3, 3, 1])  # group 2 has one row
+
+pytestmark = pytest.mark.filterwarnings("ignore:The model couples values")
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(G * ROWS, 1, generator=generator)
+    return x, torch.sin(5 * x[:, 0]) + 0.3 * torch.randn(G * ROWS, generator=generator)
+
+
+def nested(x, y=None, groups=G):
+    """A class for each of as many groups of rows, in plates within each other."""
+    share = pyro.sample("share", dist.Dirichlet(2 * SHARES))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("groups", groups, subsample_size=len(x) // ROWS, dim=-2):
+        z = pyro.sample("z", dist.Categorical(share), infer=PARALLEL)
+        with pyro.plate("rows", ROWS, dim=-1):
+            mean = SLOPES[z] * f.reshape(-1, ROWS)
+            return pyro.sample("y", dist.Normal(mean, 0.3), obs=None if y is None else y.reshape(-1, ROWS))
+
+
+def indexed(x, group, y=None):
+    """The same for groups of any size, a number for each row."""
+    share = pyro.sample("share", dist.Dirichlet(2 * SHARES))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("groups", G):
+        z = pyro.sample("z", dist.Categorical(share), infer=PARALLEL)
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(SLOPES[z[group]] * f, 0.3), obs=y)
+
+
+def by_hand(x, group, y=None):
+    share = pyro.sample("share", dist.Dirichlet(2 * SHARES))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+    rows = dist.Normal(SLOPES[:, None] * f, 0.3).log_prob(y)
+    sums = torch.zeros(3, G).index_add(1, group, rows) + share.log()[:, None]
+    pyro.factor("sum", sums.logsumexp(0).sum() - dist.Normal(0.0, 1.0).log_prob(y).sum())
+
+
+def everything(x, group, y=None, c=None):
+    """A class of all, a class of each group and an indicator of each row; two data of a row and one of a group."""
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    whole = pyro.sample("whole", dist.Bernoulli(0.3), infer=PARALLEL)
+    with pyro.plate("groups", G):
+        a = pyro.sample("a", dist.Bernoulli(0.2 + 0.5 * whole), infer=PARALLEL)
+        pyro.sample("size", dist.Normal(a + whole, 1.0), obs=torch.arange(float(G)))
+    with pyro.plate("data", len(x)):
+        b = pyro.sample("b", dist.Bernoulli(0.2), infer=PARALLEL)
+        pyro.sample("y", dist.Normal((1 + a[group]) * f, 0.3 + b), obs=y)
+        return pyro.sample("c", dist.Bernoulli(logits=f - b), obs=c)
+
+
+def everything_by_hand(x, group, y=None, c=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(0.0, 1.0), obs=y)
+    log = torch.tensor([[0.8, 0.2], [0.3, 0.7]]).log()
+    total = []
+    for whole in range(2):
+        classes = []
+        for a in range(2):
+            rows = []
+            for b in range(2):
+                row = dist.Normal((1 + a) * f, 0.3 + b).log_prob(y) + dist.Bernoulli(logits=f - b).log_prob(c)
+                rows.append(row + torch.tensor(0.2 if b else 0.8).log())
+            sums = torch.zeros(G).index_add(0, group, torch.stack(rows).logsumexp(0))
+            classes.append(sums + log[whole, a] + dist.Normal(a + whole, 1.0).log_prob(torch.arange(float(G))))
+        total.append(torch.stack(classes).logsumexp(0).sum() + torch.tensor(0.3 if whole else 0.7).log())
+    pyro.factor("sum", torch.stack(total).logsumexp(0) - dist.Normal(0.0, 1.0).log_prob(y).sum())
+
+
+def bound(model, family, *args, objective=None):
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, family)
+    guide(*args)
+    pyro.set_rng_seed(1)
+    loss = (objective or TraceQuadrature_ELBO(8)).loss_and_grads(model, guide, *args)
+    return loss, {name: p.grad for name, p in guide.named_parameters()}, guide
+
+
+def assert_same(one, other):
+    assert abs(one[0] - other[0]) < 1e-8 * max(1, abs(other[0]))
+    for name, gradient in one[1].items():
+        torch.testing.assert_close(gradient, other[1][name], atol=1e-7, rtol=1e-7)
+
+
+@pytest.mark.parametrize("family", [SVGP(8), SVGP(8, natural=False), CoupledPrecision(8)], ids=repr)
+def test_groups_whose_rows_have_a_number(family):
+    x, y = data()
+    assert_same(bound(indexed, family, x, GROUP, y), bound(by_hand, family, x, GROUP, y))
+
+
+def test_plates_within_each_other():
+    x, y = data()
+    group = torch.arange(G).repeat_interleave(ROWS)
+    assert_same(bound(nested, SVGP(8), x, y), bound(by_hand, SVGP(8), x, group, y))
+
+
+def test_three_levels():
+    x, y = data()
+    args = x, GROUP, y, (y > 0).to(y)
+    assert_same(bound(everything, SVGP(8), *args), bound(everything_by_hand, SVGP(8), *args))
+
+
+def test_rows_that_are_left_out():
+    """Rows that share a class have equal parts of what is one number; masked ones have none."""
+    x, y = data()
+    seen = torch.rand(len(y), generator=torch.Generator().manual_seed(1)) < 0.7
+    seen[GROUP == 2] = False  # a group without rows
+
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("groups", G):
+            z = pyro.sample("z", dist.Categorical(SHARES), infer=PARALLEL)
+        with pyro.plate("data", len(x)), poutine.mask(mask=seen):
+            pyro.sample("y", dist.Normal(SLOPES[z[..., GROUP]] * f, 0.3), obs=y)
+
+    f = torch.sin(3 * x[:, 0])
+    rows = log_densities(held_trace(model, {"f": f}, (x, torch.where(seen, y, torch.nan)), {}), ["f"])["y"]
+    assert (rows[~seen] == 0).all()
+    sums, _ = of_groups(f, y, seen)
+    counts = torch.zeros(G).index_add(0, GROUP, seen.double())
+    torch.testing.assert_close(rows[seen], (sums.logsumexp(0) / counts)[GROUP[seen]])
+
+
+def of_groups(f, y, seen=1.0):
+    """log p(z, y) of each value and group, (3, G), and p(z | y), (G, 3)."""
+    rows = dist.Normal(SLOPES[:, None] * f, 0.3).log_prob(y) * seen
+    sums = torch.zeros(3, G).index_add(1, GROUP, rows) + SHARES.log()[:, None]
+    return sums, sums.softmax(0).mT
+
+
+def test_mini_batches_of_groups():
+    x, y = data()
+
+    def subsampled(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        num = len(x) // ROWS
+        with pyro.plate("groups", G, subsample=torch.arange(num), dim=-2):
+            z = pyro.sample("z", dist.Categorical(SHARES), infer=PARALLEL)
+            with pyro.plate("rows", ROWS, dim=-1):
+                data = None if y is None else y.reshape(-1, ROWS)
+                pyro.sample("y", dist.Normal(SLOPES[z] * f.reshape(-1, ROWS), 0.3), obs=data)
+
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(subsampled, SVGP(8))
+    guide(x, y)
+    elbo = TraceQuadrature_ELBO(2)
+    some = slice(0, 2 * ROWS)
+    with torch.no_grad():
+        pyro.set_rng_seed(1)
+        loss = elbo.loss(subsampled, guide, x[some], y[some])
+        pyro.set_rng_seed(1)
+        f = guide(x[some], y[some])["f"]
+        kl = guide.posterior(x)["f"].kl
+    rows = dist.Normal(SLOPES[:, None] * f, 0.3).log_prob(y[some]).reshape(3, 2, ROWS).sum(-1)
+    assert abs(loss - (kl - 2 * (rows + SHARES.log()[:, None]).logsumexp(0).sum())) < 1e-8
+
+
+def test_what_is_known_of_classes():
+    """Given a draw of all else exactly; new groups' are drawn from the model; Pyro's infer_discrete takes plates."""
+    x, y = data()
+    y = SLOPES[torch.tensor([1, 0, 2, 1])][GROUP] * torch.sin(5 * x[:, 0])
+    share = {"share": SHARES}
+    f = torch.sin(5 * x[:, 0])
+    found = class_probabilities(indexed, {"f": f} | share, x, GROUP, y)
+    _, expected = of_groups(f, y)
+    torch.testing.assert_close(found["z"], expected)
+    assert found["z"].argmax(-1).tolist()[:2] == [1, 0]
+    with pytest.raises(ValueError, match="latent site 'f' has no value"):
+        class_probabilities(indexed, share, x, GROUP, y)
+
+    args = x, GROUP, y, (y > 0).to(y)
+    found = class_probabilities(everything, {"f": f}, *args)
+    assert {name: p.shape for name, p in found.items()} == {"whole": (2,), "a": (G, 2), "b": (G * ROWS, 2)}
+    for p in found.values():
+        torch.testing.assert_close(p.sum(-1), torch.ones(p.shape[:-1]))
+    given = [
+        class_probabilities(pyro.condition(everything, {"whole": torch.tensor(value)}), {"f": f}, *args)
+        for value in (0.0, 1.0)
+    ]
+    for name in ("a", "b"):  # averaged over the level above
+        mixed = found["whole"][0] * given[0][name] + found["whole"][1] * given[1][name]
+        torch.testing.assert_close(found[name], mixed)
+
+    guide = AutoSparseGP(indexed, SVGP(8))
+    svi = SVI(indexed, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
+    for _ in range(3):
+        svi.step(x, GROUP, y)
+    draws = predict(indexed, guide, x[:6], GROUP[:6], num_samples=100)
+    assert draws["z"].shape == (100, G)
+    assert draws["y"].shape == (100, 6)
+    away = draws["y"] - SLOPES[draws["z"]][:, GROUP[:6]] * draws["f"]
+    assert abs(away.std() - 0.3) < 0.04
+    guide.eval()
+    assert class_probabilities(indexed, guide(x, GROUP, y), x, GROUP, y)["z"].shape == (G, 3)
+
+    held = pyro.condition(nested, {"f": f} | share)
+    group = torch.arange(G).repeat_interleave(ROWS)
+    z = torch.stack([_inferred(held, x, y) for _ in range(100)])[..., 0]
+    share_of_0 = class_probabilities(indexed, {"f": f} | share, x, group, y)["z"][:, 0]
+    assert ((z == 0).double().mean(0) - share_of_0).abs().max() < 0.2
+
+
+def _inferred(model, x, y):
+    return poutine.trace(infer_discrete(model, first_available_dim=-3)).get_trace(x, y).nodes["z"]["value"]
+
+
+def test_pointwise_densities_add_up_by_group():
+    source = pytest.importorskip("pyro_sparsegp.diagnostics.export.draws").GuideSource
+    x, y = data()
+    _, _, guide = bound(indexed, SVGP(8), x, GROUP, y)
+    source = source(guide, (x, GROUP, y), {}, False, 8192)
+    draw = source.draw()
+    rows = source.densities(draw).integrated["y"]
+    sums = dist.Normal(SLOPES[:, None] * draw.functions["f"], 0.3).log_prob(y)
+    sums = torch.zeros(3, G).index_add(1, GROUP, sums) + draw.values["share"].log()[:, None]
+    torch.testing.assert_close(torch.zeros(G).index_add(0, GROUP, rows), sums.logsumexp(0))
+
+
+def refused(match, body, family=None):
+    x, y = data()
+
+    def program(x, y):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        body(x, y, f)
+
+    with pytest.raises(ValueError, match=match):
+        AutoSparseGP(program, family or SVGP(4))(x, y)
+
+
+def _z(name="groups", num=G):
+    with pyro.plate(name, num):
+        return pyro.sample("z" if name == "groups" else name, dist.Categorical(SHARES), infer=PARALLEL)
+
+
+def _y(x, y, mean):
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, 0.3), obs=y)
+
+
+def test_what_cannot_be_summed_out():
+    def two_elements(x, y, f):
+        z = _z()
+        _y(x, y, f * z[GROUP] + z[GROUP.flip(0)])
+
+    def crossed(x, y, f):
+        z, other = _z(), _z("others", 3)
+        _y(x, y, f * z[GROUP] + other[GROUP % 3])
+
+    def late(x, y, f):
+        _y(x, y, f * SLOPES[_z(num=len(x))])
+
+    def picked_late(x, y, f):
+        _y(x, y, f * SLOPES[_z()][..., GROUP])
+
+    def number(x, y, f):
+        _y(x, y, f * _z()[1])
+
+    def other_rows(x, y, f):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Categorical(SHARES), infer=PARALLEL)
+            pyro.sample("y", dist.Normal(f + z[torch.arange(len(x)).roll(1)], 0.3), obs=y)
+
+    def batch(x, y, f):
+        z = _z()
+        with pyro.plate("data", 5 * len(x), subsample=x):
+            pyro.sample("y", dist.Normal(f * z[GROUP], 0.3), obs=y)
+
+    refused(r"'y' .* 'z', of which each row picks more than one element, which stands in \['groups'\]", two_elements)
+    refused(r"at site 'y' the discrete sites \['z', 'others'\] meet, whose plates are not within one another", crossed)
+    refused(r"'y' stands in plates \['data'\] and depends on the discrete site 'z', .*z\[group\], before", late)
+    refused(r"'y' stands in plates \['data'\] and depends on the discrete site 'z', .*z\[group\], before", picked_late)
+    refused(r"'z' is enumerated, and indexed by 1: give each row", number)
+    refused("rows of the same plate pick others by a number", other_rows)
+    refused(r"'y' is scaled by 5 and the discrete site 'z'.* take some of the elements, with all of their", batch)
+    refused("'f' has the family SGPR, .* does not factorise", lambda x, y, f: _y(x, y, f * _z()[GROUP]), SGPR(4))
+
+
+def test_expectation_propagation_refuses_them():
+    x, y = data()
+    fixed = pyro.condition(indexed, {"share": SHARES})
+    guide = AutoSparseGP(fixed, SparseEP(4))
+    ep = ExpectationPropagation(fixed, guide, pyro.optim.Adam({"lr": 0.01}))
+    with pytest.raises(
+        ValueError, match=r"GP site 'f' .* one term of a density depends on several of its values. Take SVI"
+    ):
+        ep.step(x, GROUP, y)
+
+
+def test_values_keep_their_numbers_through_functions_of_their_own():
+    x, y = data()
+
+    def program(x, group, y):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        second = torch.where(_z() == 1, 0.1, 2.0)
+        _y(x, y, f * second[group])
+
+    f = torch.sin(3 * x[:, 0])
+    rows = log_densities(held_trace(program, {"f": f}, (x, GROUP, y), {}), ["f"])["y"]
+    sums = dist.Normal(torch.tensor([2.0, 0.1, 2.0])[:, None] * f, 0.3).log_prob(y)
+    sums = torch.zeros(3, G).index_add(1, GROUP, sums) + SHARES.log()[:, None]
+    torch.testing.assert_close(rows.sum(), sums.logsumexp(0).sum())
+
+
+def test_draws_are_not_integrated():
+    x, y = data()
+    assert_same(
+        bound(indexed, SVGP(8), x, GROUP, y, objective=Trace_ELBO()),
+        bound(by_hand, SVGP(8), x, GROUP, y, objective=Trace_ELBO()),
+    )

@@ -1,0 +1,88 @@
+"""What a new user is told: each message names what came, and what to write instead."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels, predict
+from pyro_sparsegp.families import SGPR, SVGP, SparseEP
+
+
+def model(x, y=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+
+def data(num=20):
+    x = torch.linspace(-1, 1, num)[:, None]
+    return x, torch.sin(4 * x[:, 0])
+
+
+def test_a_posterior_asked_for_a_site_that_is_none():
+    x, y = data()
+    guide = AutoSparseGP(model, SVGP(5))
+    guide(x, y)
+    posteriors = guide.posterior(x)
+    assert isinstance(posteriors, dict)
+    assert list(posteriors) == ["f"]
+    with pytest.raises(KeyError, match=r"'g' is no GP site of the model: the posteriors are those of \['f'\]"):
+        posteriors["g"]
+    assert posteriors.get("g") is None
+
+
+@pytest.mark.parametrize("family", [SVGP(5), SGPR(5), SparseEP(5)], ids=lambda f: type(f).__name__)
+def test_data_in_a_column(family):
+    """(N, 1) under (N,) would be (N, N) values, of which the plate has N."""
+    x, y = data()
+    match = r"site 'y' observes data of shape \(20, 1\) .* of shape \(20,\): .*\(20, 20\) in all.*y\[:, 0\]"
+    with pytest.raises(ValueError, match=match):
+        AutoSparseGP(model, family)(x, y[:, None])
+    if isinstance(family, SVGP):
+        with pytest.raises(ValueError, match=match):
+            SVI(model, AutoSparseGP(model, family), pyro.optim.Adam({}), TraceQuadrature_ELBO()).step(x, y[:, None])
+        with pytest.raises(ValueError, match=match):
+            fit(model, AutoSparseGP(model, family), (x, y[:, None]), steps=1)
+
+
+def test_data_in_a_row():
+    x, y = data()
+
+    def columns(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        pyro.sample("y", dist.Normal(f[:, None], 0.1), obs=y)
+
+    with pytest.raises(ValueError, match=r"of shape \(20,\) under a distribution of shape \(20, 1\).*the shape of the"):
+        AutoSparseGP(columns, SVGP(5))(x, y)
+
+
+def test_one_level_for_all_rows_is_no_fault():
+    x, y = data()
+
+    def constant(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+            pyro.sample("z", dist.Normal(0.0, 1.0), obs=torch.zeros(()))
+
+    AutoSparseGP(constant, SVGP(5))(x, y)
+
+
+@pytest.mark.parametrize("num", [3, 20])
+def test_a_guide_that_saw_no_data(num):
+    """Also at so few inputs that no inducing points can be chosen among them."""
+    x, y = data()
+    match = r"this guide has seen no data.*train it first, svi\.step\(x, y\)"
+    with pytest.raises(ValueError, match=match):
+        AutoSparseGP(model, SVGP(5)).posterior(x[:num])
+    guide = AutoSparseGP(model, SVGP(5))
+    with pytest.raises(ValueError, match=match):
+        predict(model, guide, x[:num])
+    with pytest.raises(ValueError, match="first call observes nothing"):
+        guide(x[:num])
+    guide(x, y)  # and it goes on
+    assert predict(model, guide, x[:num], num_samples=2)["f"].shape == (2, num)
+    with pytest.raises(ValueError, match="3 distinct inputs"):  # with data, the number of inputs is the fault
+        AutoSparseGP(model, SVGP(5))(x[:3], y[:3])
