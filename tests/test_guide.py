@@ -856,3 +856,24 @@ def test_handlers_around_a_prediction_are_not_those_of_the_training_data(family,
     draws = draws.reshape(50, -1)
     assert ((draws.mean(0) - q.mean).abs() < 5 * q.stddev / 50**0.5).all()
     assert ((draws.var(0) / q.variance).log().abs() < 1.2).all()
+
+
+@pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=["SVGP", "SGPR"])
+def test_numbers_that_are_none_are_named_with_their_row(family):
+    x, y = data(num=20)
+    guide = AutoSparseGP(regression, family)
+    train(regression, guide, x, y, steps=2)
+    svi = SVI(regression, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    bad = x.clone()
+    bad[7, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"site 'f'.*\(1 of 20 rows, the first at 7\)"), pyro.validation_enabled(False):
+        svi.step(bad, y)
+    q = guide.posterior(x)["f"]
+    for other in (x[None], x[:, :1], x.float(), x.tolist()):
+        with pytest.raises(ValueError, match="the posterior of site 'f' is asked at inputs"):
+            q.at(other)
+    for num in (0, 2.5, True):
+        with pytest.raises(ValueError, match="whole number of at least 1"):
+            predict(regression, guide, x, num_samples=num)
+        with pytest.raises(ValueError, match="whole number of at least 1"):
+            next(guide.draws(num, x))
