@@ -100,9 +100,10 @@ def require_finite(trace: poutine.Trace, observed: str) -> None:
         if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
             held = "observes" if process is None else "has inputs with"
             bad = ~value.isfinite() if process is None else ~value.isfinite().all(-1)
+            where = which(bad, "values" if process is None else "rows")
             raise ValueError(
-                f"site {name!r} {held} NaN or infinite numbers ({which(bad, 'values' if process is None else 'rows')}): "
-                "drop these rows, impute them, or mask the observations, poutine.mask(mask=~y.isnan())."
+                f"site {name!r} {held} NaN or infinite numbers ({where}): drop these rows, impute them, or mask the "
+                "observations, poutine.mask(mask=~y.isnan())."
             )
 
 
