@@ -282,11 +282,10 @@ class NaturalLowRank(StepsOnBackward):
     def _gaussian(self, pull: Optional[Columns], blocks: Columns, low_rank: Columns) -> LowRankGaussian:
         if self.base and pull is not None:
             over, unit = self._groups.over, self.unit
-            m, b, inner, t, *factors = _MeanAndParts.apply(
-                self._groups, Lift.apply(over(low_rank), unit), over(pull), *blocks
-            )
-            loc, b, t = (self._groups.cut(part) for part in (m, b, t.mT))
-            return LowRankGaussian.of_parts(self._groups, loc, b, factors, inner, [part.mT for part in t])
+            lifted = Lift.apply(over(low_rank), unit)
+            m, own, inner, t, *roots = _MeanAndParts.apply(self._groups, lifted, over(pull), *blocks)
+            loc, own, t = (self._groups.cut(part) for part in (m, own, t.mT))
+            return LowRankGaussian.of_parts(self._groups, loc, own, roots, inner, [part.mT for part in t])
         if self.base:
             trils: Optional[Columns] = [root_of_inverse(Lift.apply(d - _eye(d), self.unit)) for d in blocks]
             b = [tril.mT @ part for tril, part in zip(trils or (), low_rank)]

@@ -74,7 +74,7 @@ class LowRankGaussian(Gaussian):
         """As :meth:`of_groups`, where L_a and T are known."""
         new = cls.__new__(cls)
         new.groups, new.sizes, new.batch_shape = groups, groups.sizes, loc[0].shape[:-3]
-        new._loc, new._b, new._trils, new.inner, new._t = list(loc), list(b), list(trils), inner, list(t)
+        new._loc, new._b, new._trils, new.inner, new._t = loc, b, trils, inner, list(t)
         return new
 
     def with_loc(self, loc: Sequence[Tensor]) -> Self:

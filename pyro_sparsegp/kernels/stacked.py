@@ -153,8 +153,8 @@ class _Selections(Kernel):
             each = x.unbind(-3)
             return torch.stack([kernel.own_columns(one) for kernel, one in zip(self.selections, each)], -3)
         if any(place != self.places[0] for place in self.places):
-            pairs = zip(self.places, x.unbind(-3))
-            return torch.stack([torch.stack([one[..., d] for d in place], -1) for place, one in pairs], -3)
+            both = zip(self.places, x.unbind(-3))
+            return torch.stack([torch.stack([one[..., d] for d in place], -1) for place, one in both], -3)
         if self.places[0] == tuple(range(x.shape[-1])):
             return x
         return torch.stack([x[..., d] for d in self.places[0]], -1)
