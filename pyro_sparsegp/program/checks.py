@@ -27,6 +27,7 @@ from .traces import (
 
 __all__ = [
     "holds_part",
+    "require_each_row",
     "require_finite",
     "require_full_batch",
     "require_left_out",
@@ -39,11 +40,14 @@ __all__ = [
 
 
 def require_sizes(trace: poutine.Trace) -> None:
-    """Raise if a plate holds more of a run's data than it has: it would scale them down.
+    """Raise if a plate holds more of a run's data than it has: it would scale them down; or if data are a column.
 
     :raises ValueError: naming the site and the plate.
     """
     for name, site in all_sites(trace):
+        fn = site["fn"]
+        if site["is_observed"] and site["value"].dim() > len(fn.batch_shape) + len(fn.event_shape):
+            require_own_rows(name, site)
         for frame in site["cond_indep_stack"] if site["type"] == "sample" else ():
             if frame.full_size is not None and frame.size > frame.full_size and is_observation(site):
                 raise ValueError(
@@ -222,6 +226,20 @@ def require_own_rows(name: str, site: Any) -> None:
         f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}: each "
         f"value would meet every row, {tuple(together)} in all. {remedy}"
     )
+
+
+def require_each_row(trace: poutine.Trace) -> None:
+    """Raise if a site's data are not one value for each of its distribution's.
+
+    :raises ValueError: naming the site and both shapes.
+    """
+    for name, site in all_sites(trace):
+        if is_observation(site) and site["value"].shape != torch.Size(site["fn"].shape()):
+            require_own_rows(name, site)
+            raise ValueError(
+                f"site {name!r} observes data of shape {tuple(site['value'].shape)} under a distribution of shape "
+                f"{tuple(site['fn'].shape())}: give one value for each row."
+            )
 
 
 def why_without_density(site: Any, error: ValueError) -> str:
