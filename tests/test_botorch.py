@@ -249,18 +249,20 @@ def test_fantasies_are_the_conditioned_joint_posterior(name):
 
 
 @pytest.mark.filterwarnings("ignore")  # of data that are not standardised
-def test_knowledge_gradients_are_an_exact_models():
+def test_acquisition_functions_are_an_exact_models():
     x, y = data(num=20)
     exact = gaussian(kernels.Matern52(0.5), noise=0.2, mean=0.3)
     found = Model(exact, trained(exact, SGPR(x, trainable=False), x, y))
     sampler = SobolQMCNormalSampler(torch.Size([4]), seed=0)
-    values, slopes = [], []
+    values, slopes, expected = [], [], []
     at = torch.rand(3, 6, 2, requires_grad=True)  # q = 2 and four fantasies
     for model in (found, single_task(0.5, x, y, 0.3, 0.2)):
         value = qKnowledgeGradient(model, num_fantasies=4, sampler=sampler)(at)
         values.append(value)
+        expected.append(LogExpectedImprovement(model, best_f=1.0)(at[:, :1]))
         slopes.append(torch.autograd.grad(value.sum(), at)[0])
     torch.testing.assert_close(values[0], values[1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(expected[0], expected[1], atol=1e-4, rtol=0)
     torch.testing.assert_close(slopes[0], slopes[1], atol=1e-3, rtol=0)
 
 
