@@ -7,6 +7,14 @@ import pytest
 collect_ignore = [] if find_spec("botorch") else ["pyro_sparsegp/interop/botorch.py"]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests go to one worker, so that what its fixtures make is made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
 @pytest.fixture(autouse=True)
 def names(request):
     if request.node.__class__.__name__ == "DoctestItem":

@@ -197,7 +197,7 @@ def test_two_functions_that_meet_settle_together():
     guide.absorb(x, y)
     elbo = TraceQuadrature_ELBO(10)
     svi = SVI(model, stepped, pyro.optim.Adam({"lr": 0.0}), elbo)
-    for _ in range(60):
+    for _ in range(40):
         svi.step(x, y)
     assert abs(elbo.loss(model, guide, x, y) - elbo.loss(model, stepped, x, y)) < 0.01
 

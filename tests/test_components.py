@@ -241,7 +241,7 @@ def test_sobol_indices_of_known_lines():
     f = a * (x[:, 0] - 1) + b * (x[:, 1] - 0.5) + c * (x[:, 0] - 1) * (x[:, 1] - 0.5) + 7.0
 
     model = one_function(100.0 * kernel, lambda f: dist.Normal(f, 1e-3))
-    guide, _ = maximise(model, CoupledCovariance(5), x, f, iterations=300)
+    guide, _ = maximise(model, CoupledCovariance(5), x, f, iterations=150)
     posterior = guide.posterior(x)["f"]
     found = posterior.components.sobol_indices(200)
     total = a**2 / 3 + b**2 / 12 + c**2 / 36
@@ -281,6 +281,6 @@ def test_paths_of_anova_terms():
     guide = AutoSparseGP(gaussian(kernel), CoupledPrecision(12))
     guide(x, torch.sin(6 * x[:, 0]))
     q = guide.posterior(x)["f"]
-    grid = torch.linspace(0, 1, 2001)[:, None].expand(2001, 2)
-    draws = q.components["x0"].paths(50)(grid)
+    grid = torch.linspace(0, 1, 1001)[:, None].expand(1001, 2)
+    draws = q.components["x0"].paths(10)(grid)
     assert (0.5 * (draws[:, 1:] + draws[:, :-1]).mean(-1)).abs().max() < 1e-3

@@ -97,8 +97,7 @@ def test_events_at_cells_are_poisson_counts():
     assert abs(by_counts + constant - by_events) < 1e-4
 
 
-@pytest.mark.parametrize("dim", [1, 2])
-@pytest.mark.parametrize("family", [SVGP(25), SGPR(25)], ids=["SVGP", "SGPR"])
+@pytest.mark.parametrize(("family", "dim"), [(SVGP(25), 2), (SGPR(25), 1)], ids=["SVGP", "SGPR"])
 def test_the_intensity_is_recovered(family, dim):
     def rate(x):
         return 300 * (1.2 + torch.sin(5 * x[:, 0]))
@@ -107,7 +106,7 @@ def test_the_intensity_is_recovered(family, dim):
     grid, areas = cells(60 if dim == 1 else 9, dim)
     model = cox(lambda: kernels.RBF(0.3), level=math.log(len(events)))
     guide = AutoSparseGP(model, family)
-    train(model, guide, grid, areas, events, steps=70, lr=0.1)
+    train(model, guide, grid, areas, events, steps=45, lr=0.15)
     with torch.no_grad():
         q = guide.posterior(grid, areas)["f"]
         found = (q.mean + q.variance / 2).exp()

@@ -95,11 +95,11 @@ SHUFFLED = {
 MODELS = {"gaussian": MODEL, "bernoulli": bernoulli, "poisson": poisson}
 
 
-# Each family under two likelihoods; the rest is slow.
+# Each family under one likelihood, each likelihood under some; the rest is slow.
 @pytest.mark.parametrize(
     ("name", "model"),
     [
-        pytest.param(n, m, id=f"{n}-{label}", marks=[pytest.mark.slow] if (i + j) % 3 == 2 else [])
+        pytest.param(n, m, id=f"{n}-{label}", marks=[pytest.mark.slow] if (i + j) % 3 else [])
         for i, n in enumerate(SHUFFLED)
         for j, (label, m) in enumerate(MODELS.items())
     ],
@@ -136,17 +136,17 @@ def with_local(x, y=None):
 def test_latents_of_single_rows_are_new_at_new_rows(family):
     x, y = data(num=15)
     guide = AutoSparseGP(with_local, family)
-    train(with_local, guide, x, y, steps=20, lr=0.2)
+    train(with_local, guide, x, y, steps=12, lr=0.3)
     new = torch.rand(15, 2)
-    there = Predictive(with_local, guide=guide, num_samples=50)(new)["e"].std(0).mean()
-    here = torch.stack([guide(x)["e"] for _ in range(30)]).std(0).mean()
-    called = torch.stack([guide(new)["e"] for _ in range(50)]).std(0).mean()
-    assert abs(there - 2) < 0.2
-    assert abs(called - 2) < 0.2
+    there = Predictive(with_local, guide=guide, num_samples=30)(new)["e"].std(0).mean()
+    here = torch.stack([guide(x)["e"] for _ in range(15)]).std(0).mean()
+    called = torch.stack([guide(new)["e"] for _ in range(30)]).std(0).mean()
+    assert abs(there - 2) < 0.3
+    assert abs(called - 2) < 0.3
     assert here < 1
     loaded = AutoSparseGP(with_local, family)
     loaded.load_state_dict(guide.state_dict())
-    assert abs(torch.stack([loaded(new)["e"] for _ in range(50)]).std(0).mean() - 2) < 0.2
+    assert abs(torch.stack([loaded(new)["e"] for _ in range(30)]).std(0).mean() - 2) < 0.3
     with pytest.raises(ValueError, match=r"'e' has a value for each row|other rows"):
         train(with_local, guide, x.flip(0), y.flip(0), steps=1)
 
@@ -180,9 +180,9 @@ def test_prediction_draws_jointly():
     guide(x, y)
     close = torch.tensor([[0.0, 0.0], [1e-3, 0.0]])
     for draws in (
-        torch.stack([guide(close)["f"] for _ in range(100)]),
-        Predictive(guide.model, guide=guide, num_samples=100)(close)["f"].reshape(100, 2),
-        predict(guide.model, guide, close, num_samples=100)["f"],
+        torch.stack([guide(close)["f"] for _ in range(40)]),
+        Predictive(guide.model, guide=guide, num_samples=40)(close)["f"].reshape(40, 2),
+        predict(guide.model, guide, close, num_samples=40)["f"],
     ):
         assert draws.T.corrcoef()[0, 1] > 0.95
 

@@ -132,11 +132,11 @@ def test_posterior_of_the_tighter_bound_is_the_dense_one(line):
     assert torch.allclose(q.mean, star @ gain @ y, atol=1e-6)
     assert torch.allclose(q.covariance_matrix, covariance, atol=1e-6)
     assert torch.allclose(q.variance, covariance.diagonal(), atol=1e-6)
-    drawn = q.rsample((20000,))
+    drawn = q.rsample((8000,))
     assert torch.allclose(torch.cov(drawn.T), covariance, atol=0.05)
-    functions = q.paths(800)(new)
-    assert torch.allclose(functions.var(0), covariance.diagonal(), rtol=5 * (2 / 800) ** 0.5)
-    assert ((functions.mean(0) - q.mean).abs() < 5 * q.stddev / 800**0.5).all()
+    functions = q.paths(400)(new)
+    assert torch.allclose(functions.var(0), covariance.diagonal(), rtol=5 * (2 / 400) ** 0.5)
+    assert ((functions.mean(0) - q.mean).abs() < 5 * q.stddev / 400**0.5).all()
     # The expectation of log dq/dp over draws is the divergence.
     check_divergence(q)
 
@@ -276,9 +276,9 @@ def test_decoupled_mean_and_divergence_from_coefficients(line, whiten):
     mean, variance = q.moments(chunk_size=7)
     assert torch.allclose(mean, q.mean)
     assert torch.allclose(variance, q.variance)
-    drawn = q.rsample((4000,))
+    drawn = q.rsample((3000,))
     assert torch.allclose(drawn.mean(0), q.mean, atol=0.1)
-    assert ((q.paths(500)(x).mean(0) - q.mean).abs() < 5 * q.stddev / 500**0.5).all()
+    assert ((q.paths(200)(x).mean(0) - q.mean).abs() < 5 * q.stddev / 200**0.5).all()
     check_divergence(q)
     assert torch.allclose(sum(part.mean for part in q.components), q.mean, atol=1e-9)
 
@@ -287,7 +287,7 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
     x, y = line
     exact, sampled = decoupled(line, 5), decoupled(line, 2)
     gradients = []
-    for guide, repeats in ((exact, 1), (sampled, 250)):
+    for guide, repeats in ((exact, 1), (sampled, 150)):
         losses, total = [], 0
         for _ in range(repeats):
             loss = EXACT.differentiable_loss(MODEL, guide, x, y)
@@ -296,9 +296,9 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
             total = total + gradient / repeats
         gradients.append((torch.tensor(losses), total))
     (value, gradient), (values, mean) = gradients
-    assert float(values.mean()) == pytest.approx(float(value), abs=4 * float(values.std()) / 250**0.5)
+    assert float(values.mean()) == pytest.approx(float(value), abs=4 * float(values.std()) / 150**0.5)
     assert values.std() > 1e-3
-    assert torch.allclose(mean, gradient, atol=0.15 * float(gradient.abs().max()))
+    assert torch.allclose(mean, gradient, atol=0.2 * float(gradient.abs().max()))
 
 
 def test_decoupled_step_never_forms_or_factorises_a_square_matrix_of_the_second_set(line, monkeypatch):

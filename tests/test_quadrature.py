@@ -42,7 +42,9 @@ def fitted(model, *args, family=None, steps=10):
 
 
 @pytest.mark.parametrize(
-    "model", [*(pytest.param(m, marks=pytest.mark.slow) for m in (regression, bernoulli, poisson)), heteroscedastic]
+    # Of the slow ones the quadrature is held against a fine grid below, the closed form in test_theorems.py.
+    "model",
+    [*(pytest.param(m, marks=pytest.mark.slow) for m in (regression, bernoulli, poisson)), heteroscedastic],
 )
 def test_three_elbos_agree(model):
     x, y = data(model, 20)
@@ -68,22 +70,26 @@ def test_three_elbos_agree_in_gradient():
 
     exact = gradient(TraceQuadrature_ELBO(), 1)
     for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
-        torch.testing.assert_close(gradient(loss, 200), exact, atol=0.2 * exact.abs().max().item(), rtol=0.1)
+        torch.testing.assert_close(gradient(loss, 120), exact, atol=0.2 * exact.abs().max().item(), rtol=0.1)
 
 
 def gaussian_logits(kernel):
     return one_function(kernel, lambda f: dist.Bernoulli(logits=f))
 
 
-def test_quadrature_against_a_fine_grid():
-    x, y = data(bernoulli, 20)
-    model = gaussian_logits(RBF)
+@pytest.mark.parametrize(
+    ("like", "likelihood"),
+    [(bernoulli, lambda f: dist.Bernoulli(logits=f)), (poisson, lambda f: dist.Poisson(f.exp()))],
+)
+def test_quadrature_against_a_fine_grid(like, likelihood):
+    x, y = data(like, 20)
+    model = one_function(RBF, likelihood)
     guide = fitted(model, x, y)
     q = guide.posterior(x)["f"]
     t = torch.linspace(-9, 9, 4001)[:, None]
     f = q.mean + q.stddev * t
     weights = torch.exp(-0.5 * t**2) * (t[1] - t[0]) / (2 * torch.pi) ** 0.5
-    exact = (weights * dist.Bernoulli(logits=f).log_prob(y)).sum() - q.kl
+    exact = (weights * likelihood(f).log_prob(y)).sum() - q.kl
     assert abs(-TraceQuadrature_ELBO(30).loss(model, guide, x, y) - exact) < 1e-8
 
 
@@ -162,8 +168,8 @@ def test_deep_gp_draws_the_inner_layer():
     guide = fitted(model, x, y)
     assert guide.structure.inner == ["inner"]
     assert quadrature_axes(guide.structure) == {"f": (0,)}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=40)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=40)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=25)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=25)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
     assert integrated[1] < drawn[1]
     assert guide(x[:4])["y"].shape == (4,)
@@ -181,7 +187,7 @@ def test_vector_valued_softmax_and_separate_outputs():
 
     guide = fitted(softmax, x, label)
     assert quadrature_axes(guide.structure) == {"f": (0, 1)}
-    sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=60)
+    sampled = estimate(Trace_ELBO(), softmax, guide, x, label, num=40)
     assert abs(TraceQuadrature_ELBO(15).loss(softmax, guide, x, label) - sampled[0]) < 5 * sampled[1]
 
     def separate(x, y=None):
@@ -212,7 +218,7 @@ def test_coupled_likelihood_is_drawn_jointly():
     fit = dist.Normal(a @ q.mean, 0.7).log_prob(y).sum()
     exact = fit - (a @ q.covariance_matrix @ a.mT).trace() / (2 * 0.7**2) - q.kl
     for loss in (TraceQuadrature_ELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
-        mean, error = estimate(loss, model, guide, x, y, num=70)
+        mean, error = estimate(loss, model, guide, x, y, num=40)
         assert abs(-mean - exact) < 5 * error
 
 
@@ -230,8 +236,8 @@ def test_groups_other_plates_and_local_latents():
 
     guide = fitted(model, x, y[group])
     assert guide.structure.dependence == {"f": "elementwise"}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=40)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=40)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=25)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=25)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
 
 
@@ -326,10 +332,10 @@ def test_deterministic_without_other_latents_and_keeps_no_graph():
 def test_other_latents_are_one_draw_a_particle():
     x, y = data(num=20)
     guide = fitted(regression, x, y)
-    many = estimate(TraceQuadrature_ELBO(2, num_particles=10), regression, guide, x, y, num=20)
-    one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=60)
+    many = estimate(TraceQuadrature_ELBO(2, num_particles=6), regression, guide, x, y, num=15)
+    one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=40)
     assert abs(many[0] - one[0]) < 5 * (many[1] ** 2 + one[1] ** 2) ** 0.5
-    assert many[1] * 20**0.5 < 0.5 * one[1] * 60**0.5
+    assert many[1] * 15**0.5 < 0.7 * one[1] * 40**0.5
 
 
 def test_nan_observations_raise_and_spare_the_parameters():

@@ -171,9 +171,8 @@ class TestBound:
         losses = [TraceQuadrature_ELBO().loss(model, guide, x, y) for _ in range(2)]
         assert losses[0] == losses[1]
         torch.testing.assert_close(-torch.tensor(losses[0]), by_hand(guide, x, y))
-        drawn = [Trace_ELBO, lambda: TraceQuadrature_ELBO(num_nodes=3)]
         with torch.no_grad():
-            mean, error = estimate(drawn[0](), model, guide, x, y, num=150)
+            mean, error = estimate(Trace_ELBO(), model, guide, x, y, num=80)
         assert abs(mean - losses[0]) < 5 * error
         assert TraceQuadrature_ELBO(3).loss(model, guide, x, y) == pytest.approx(losses[0])
 
@@ -283,8 +282,8 @@ class TestBound:
                 return pyro.sample("y", RobustMax(f.mT, epsilon), obs=y)
 
         guide = AutoSparseGP(model, SVGP(12))
-        losses = train(model, guide, x, y, steps=100, lr=0.1, loss=TraceQuadrature_ELBO())
-        assert sum(losses[-20:]) < sum(losses[:20])
+        losses = train(model, guide, x, y, steps=50, lr=0.2, loss=TraceQuadrature_ELBO())
+        assert sum(losses[-10:]) < sum(losses[:10])
         assert 0.05 < predict(model, guide, x, joint=False)["epsilon"].mean() < 0.4
 
     def test_float32(self):
@@ -321,7 +320,7 @@ class TestBound:
         other = AutoSparseGP(meet, SVGP(8))
         other(x, y)
         with pytest.warns(UserWarning, match="more than 2 function values"):
-            mean, error = estimate(TraceQuadrature_ELBO(), meet, other, x, y, num=120)
+            mean, error = estimate(TraceQuadrature_ELBO(), meet, other, x, y, num=60)
         q = other.posterior(x, y)
         f, g = q["f"], q["g"]
         exact = RobustMax(f.mean.mT, 0.01).expected_log_prob(y, f.variance.mT).sum() - f.kl.sum() - g.kl
@@ -333,7 +332,7 @@ class TestBound:
         x, y = classes(150, 4)
         model = multiclass(4, 1e-3, 2.0 * kernels.RBF(0.3))
         guide = AutoSparseGP(model, OrthogonalInducing(15, 15))
-        train(model, guide, x, y, steps=40, lr=0.05, loss=TraceQuadrature_ELBO())
+        train(model, guide, x, y, steps=30, lr=0.05, loss=TraceQuadrature_ELBO())
         x_new, y_new = classes(200, 4, seed=2)
         q = guide.posterior(x_new)["f"]
         probs = RobustMax(q.mean.mT, 1e-3).expected_probs(q.variance.mT)
