@@ -336,3 +336,35 @@ def test_regrets_are_single_task_gps(task):
     found = {fit: torch.tensor([regret(fit, task, seed) for seed in range(3)]) for fit in (ours, theirs)}
     spread = 0.05 if "Hartmann" in task else 0.02
     assert math.log(found[ours].mean() + spread) < math.log(found[theirs].mean() + spread) + math.log(2)
+
+
+def test_noise_of_outputs_in_columns_and_of_mixtures():
+    x = torch.rand(20, 1)
+
+    def several(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x).expand([2]))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f.mT, torch.tensor([0.1, 0.3])).to_event(1), obs=y)
+
+    guide = AutoSparseGP(several, SVGP(5))
+    guide(x, torch.stack([torch.sin(6 * x[:, 0]), x[:, 0]], -1))
+    model = Model(several, guide)
+    here = x[:3]
+    more = model.posterior(here, observation_noise=True).variance - model.posterior(here).variance
+    torch.testing.assert_close(more, torch.tensor([0.01, 0.09]).expand(3, 2), atol=1e-6, rtol=0)
+    for noise in (-1.0, float("nan"), "a"):
+        with pytest.raises(ValueError, match="Model's noise is a variance"):
+            Model(several, guide, noise=noise)
+    with pytest.raises(ValueError, match="Model's site is a name"):
+        Model(several, guide, [])
+
+    def outliers(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.1), infer={"enumerate": "parallel"})
+            return pyro.sample("y", dist.Normal(f, 0.1 + 3.0 * z), obs=y)
+
+    guide = AutoSparseGP(outliers, SVGP(5))
+    guide(x, torch.sin(6 * x[:, 0]))
+    with pytest.raises(ValueError, match="noise=variance"):
+        Model(outliers, guide).posterior(here, observation_noise=True)

@@ -18,7 +18,7 @@ def test_quick_sweep():
     require_sound(QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the test above draws each family once
 def test_sweep():
     require_sound(range(500))
 
