@@ -178,3 +178,17 @@ def test_mix_outputs():
 def test_errors(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+def test_inducing_inputs_between_outputs_are_refused():
+    x = torch.cat([torch.rand(20, 1), torch.arange(20.0)[:, None] % 2], -1)
+
+    def model(x, y=None):
+        kernel = kernels.RBF(0.3)[0] * kernels.Coregionalisation(torch.tensor([[1.0], [0.5]]))[1]
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    with pytest.raises(ValueError, match=r"init='kmeans' places inducing inputs of site 'f' between rows.*greedy"):
+        AutoSparseGP(model, SVGP(1, init="kmeans"))(x, x[:, 0])
+    AutoSparseGP(model, SVGP(4))(x, x[:, 0])

@@ -163,11 +163,24 @@ def choose_inputs(
                 f"init returned inducing inputs of shape {tuple(chosen.shape)} for site {name!r}, expected "
                 f"{(sum(wanted), rows.shape[-1])}"
             )
+        if init != "greedy":  # which takes rows
+            _require_inputs(kernel, chosen, init, name)
     free = iter(chosen.split([num for num in wanted if num]) if sum(wanted) else [])
     found = [given.to(rows) if isinstance(given, Tensor) else next(free) for given in sets]
     if columns is None:
         return found
     return [_those(z, columns) if z.shape[-1] == rows.shape[-1] != len(columns) else z for z in found]
+
+
+def _require_inputs(kernel: Any, chosen: Tensor, init: Union[str, Initialiser], name: str) -> None:
+    """Raise if places between rows are no inputs of the kernel's, such as between codes of outputs."""
+    try:
+        kernel.check_inputs(chosen)
+    except ValueError as error:
+        raise ValueError(
+            f"init={init!r} places inducing inputs of site {name!r} between rows, where the kernel has no values: "
+            f'{error} Take init="greedy", which takes rows, or give the inputs.'
+        ) from None
 
 
 def _those(x: Tensor, columns: Sequence[int]) -> Tensor:
