@@ -502,13 +502,6 @@ MUTANTS = [
         ("test_group_classes.py::test_plates_within_each_other",),
     ),
     Mutant(
-        "enumeration-order",
-        "_can_be_reduced",
-        "return not any(latents[dim] & gone for dim in factor.latents - own)",
-        "return True",
-        ("test_group_classes.py::test_three_levels",),
-    ),
-    Mutant(
         "kept-rows-twice",
         "Absorbing.__init__",
         "gram, pull = gram - gone[0], pull - gone[1]",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 from torch import Tensor
 
-from ..gaussians import Continued, NaturalGaussian, NaturalLowRank, weighted_gram
+from ..gaussians import Continued, weighted_gram
 from ..gaussians.sites import KeptSites, Sites
 from ..numerics.linalg import side_by_side
 from ..posterior.sparse_posterior import SparsePosterior
@@ -53,9 +53,8 @@ class Absorbing(SiteGP):
         return self.features.anchors if self._coefficients.by_block else self.features.anchor
 
     @property
-    def _coefficients(self) -> Union[NaturalGaussian, NaturalLowRank]:
-        found: Any = self._free[0].coefficients
-        return found
+    def _coefficients(self) -> Any:  # a NaturalGaussian, or a NaturalLowRank, of which no part is asked for
+        return self._free[0].coefficients
 
     def _of(self, sites: Sites, rows: Any = slice(None)) -> tuple[Tensor, Tensor]:
         """ΦᵀΛΦ and Φᵀλ(z − μ) of some rows."""
