@@ -530,4 +530,7 @@ def _sweep(
     if aims is None:
         return blocks, new
     blocks = [aim - b @ p.mT for aim, b, p in zip(aims, groups.cut(new), groups.cut(seen))]
-    return [0.5 * (d + d.mT) for d in blocks], new @ root
+    # Where B has nearly all of a block, what is left of it is rounding, of either sign.
+    rounding = 10 * torch.finfo(new.dtype).eps
+    floors = [(rounding * aim.diagonal(dim1=-2, dim2=-1)).diag_embed() for aim in aims]
+    return [0.5 * (d + d.mT) + floor for d, floor in zip(blocks, floors)], new @ root
