@@ -65,6 +65,9 @@ def single(x, y=None):
 #   model, and `mean=lambda x: axes @ x.mT`;
 # * the outer layer sees the inputs too (a skip connection), so that no layer can lose them;
 # * the inner layer starts with a small variance. The outer layer's inputs then start where the data are.
+#
+# The bound has local optima all the same, one of them with an inner layer that stays at the identity: here the best of
+# three starts is taken.
 
 
 # %%
@@ -77,13 +80,25 @@ def deep(x, y=None):
         return pyro.sample("y", dist.Normal(f2, parameter("noise", 0.3)), obs=y)
 
 
-def fit(model, families, *data, steps=options.steps):
+def fit(model, families, *data, steps=options.steps, seed=1):
     pyro.clear_param_store()
-    pyro.set_rng_seed(1)
+    pyro.set_rng_seed(seed)
     guide = AutoSparseGP(model, families)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+    optim = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.1 ** (1 / steps)})  # the rate falls tenfold
+    svi = SVI(model, guide, optim, TraceQuadrature_ELBO(2))
     losses = [svi.step(*data) for _ in tqdm(range(steps), mininterval=1.0, disable=command_line.IN_NOTEBOOK)]
     return guide, -sum(losses[-50:]) / len(losses[-50:])
+
+
+def best_of(starts, model, families, *data):
+    """The fit with the best bound, its parameters in Pyro's store."""
+    found = []
+    for seed in range(1, starts + 1):
+        found.append((*fit(model, families, *data, seed=seed), pyro.get_param_store().get_state()))
+        print(f"start {seed}: bound {found[-1][1]:.1f}")
+    guide, bound, state = max(found, key=lambda one: one[1])
+    pyro.get_param_store().set_state(state)
+    return guide, bound
 
 
 truth = torch.sign(grid[:, 0] - 0.5)
@@ -100,7 +115,7 @@ for title, model, top, families in [
         {"f1": OrthogonalInducing(8, 8, natural=False), "f2": OrthogonalInducing(10, 10, natural=False)},
     ),
 ]:
-    guide, bound = fit(model, families, x, y)
+    guide, bound = best_of(3 if top == "f2" else 1, model, families, x, y)
     draws = predict(model, guide, grid, num_samples=200, joint=False)
     mean, spread = draws[top].mean(0), draws[top].std(0)
     error = (mean - truth)[inside].square().mean().sqrt()
@@ -110,9 +125,8 @@ for title, model, top, families in [
 # %% [markdown]
 # All is trained by Adam here, `natural=False`. Natural steps of the upper layer are right for the inputs that the inner
 # layer drew, which are others at the next step: two layers' bound then swings. For one layer Adam's end is no optimum:
-# a smooth kernel makes its loss rise and fall, so that what stands there depends on the step at which it stops. The
-# most that twenty inducing points can give it is what `SGPR(20)` finds in a quarter of the steps; two layers are ahead
-# of that, too.
+# the most that twenty inducing points can give it is what `SGPR(20)` finds in a quarter of the steps. Two layers are
+# ahead of that, too, in one of three starts: in the others the upper layer looks at x alone.
 #
 # The inner layer bends the axis: it moves the two sides of the step apart, so that a longer length scale will do above.
 # Its picture is on the right, beside the line x it would be without data.
@@ -174,7 +188,8 @@ for split in range(3):
     y_fit, y_test = label[fit_rows].to(options.device), label[test_rows].to(options.device)
     components = torch.linalg.svd(z[fit_rows], full_matrices=False).Vh[:2]
     for title, model in [("one layer", growers()), ("two layers", growers(components))]:
-        guide, bound = fit(model, OrthogonalInducing(15, 15, natural=False), z[fit_rows], y_fit)
+        families = OrthogonalInducing(15, 15, natural=False)
+        guide, bound = fit(model, families, z[fit_rows], y_fit, steps=options.steps // 4)
         draws = predict(model, guide, z[test_rows], num_samples=500, joint=False)
         probs = RobustMax(draws["f"].mT, 1e-2).probs.mean(0)
         log_density = probs.gather(-1, y_test[:, None]).log().mean()
@@ -185,8 +200,8 @@ for title, found in scores.items():
         print(f"{title:11} {name:20} {mean:8.3f} ({sd:.3f})")
 
 # %% [markdown]
-# The bound prefers two layers by two nats; on the wines held out the two models are alike within their spread. A set
-# this small and regular asks for little more than one layer, unlike the step.
+# On the wines held out the two models are alike within their spread, whatever their bounds. A set this small and
+# regular asks for little more than one layer, unlike the step.
 
 # %% [markdown]
 # ## What was claimed
@@ -197,6 +212,8 @@ if options.full:
     assert two[2] > max(one[2], best) + 20  # the step: a better bound than one layer's, even at its optimum,
     assert two[3] < one[3]  # and a smaller error
     assert bent[sides[1]] - bent[sides[0]] > 0.2  # and the step's sides, 0.1 apart, are moved apart
+    accuracy = {title: torch.tensor(found)[:, 1].mean() for title, found in scores.items()}
+    assert abs(accuracy["one layer"] - accuracy["two layers"]) < 0.05  # the wines: alike
 
 # %% [markdown]
 # ## What to try next
