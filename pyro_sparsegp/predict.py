@@ -53,21 +53,23 @@ def predict(
     :returns: by site, ``(S, ...)``; function values are ``(S, N)``.
     :raises ValueError: where ``result`` is none of these, or lacks the training data.
     """
+    if num_samples is not None and (
+        isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1
+    ):
+        raise ValueError(f"num_samples must be a whole number of at least 1, got {num_samples!r}")
     if isinstance(result, AutoSparseGP):
         draws = list(_from_guide(model, result, 100 if num_samples is None else num_samples, joint, args, kwargs))
     else:
         samples, (old_args, old_kwargs) = _samples_and_data(result, data)
         model = bare_model(model)
         available = len(next(iter(samples.values())))
-        if num_samples is not None and not 0 < num_samples <= available:
+        if num_samples is not None and num_samples > available:
             raise ValueError(f"num_samples is {num_samples}, the MCMC result has {available} draws")
         draws = []
         for s in range(available)[: num_samples or available]:
             one = {name: value[s] for name, value in samples.items()}
             known = _Known(model, one, old_args, old_kwargs)
             draws.append(known.draw(args, kwargs))
-    if not draws:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
     return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
 
 

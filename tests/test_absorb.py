@@ -431,3 +431,16 @@ def test_kept_rows_are_a_sample_of_all():
     assert abs(shares.mean() - 20 * 2200 / 2300) < 0.2
     assert some_of(0, 0, 5, 10).sort().values.tolist() == [0, 1, 2, 3, 4]
     assert len(set(some_of(10, 10, 5, 15).tolist())) == 15
+
+
+def test_a_column_of_data_is_refused_at_any_call():
+    x, y = data(num=20)
+    guide = AutoSparseGP(regression, SVGP(5))
+    svi = svi_of(regression, guide)
+    svi.step(x, y)
+    with pytest.raises(ValueError, match=r"site 'y' observes data of shape \(20, 1\)"):
+        svi.step(x, y[:, None])
+    guide.absorb(x, y)
+    for bad in (y[:, None], torch.tensor(1.0), y[:1]):
+        with pytest.raises(ValueError, match="site 'y' observes data of shape"):
+            guide.absorb(x, bad)

@@ -315,16 +315,28 @@ def test_terms_keep_their_order_and_codes_their_range():
         components.sobol_indices()
 
 
+def smooth_and_periodic(scales):
+    smooth = [scales[i % 2] * kernels.RBF(0.2 + 0.1 * i)[i] for i in range(3)]
+    return sum(smooth[:2]) + kernels.Periodic(1.0, 0.4)[3] + smooth[2] + kernels.Matern32(0.5)[3]
+
+
+def effects(scales):
+    """One stack of main effects, and one of interactions whose columns stand in another order."""
+    main = [kernels.Anova(kernels.RBF(scales[i % 2]), 0, 1 + 0.5 * i)[i] for i in range(3)]
+    first, second = (0.5 * kernels.Anova(scales[i] * kernels.Matern32(0.6), 0, 1)[i] for i in range(2))
+    last = kernels.Anova(scales[1] * kernels.Matern32(0.8), 0, 1)[3]
+    return kernels.Constant(0.3) + sum(main) + first * second + 0.7 * last * second
+
+
 @pytest.mark.parametrize("family", [CoupledPrecision(5, rank=3), CoupledCovariance(5, natural=False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_terms_of_one_structure_are_evaluated_together(monkeypatch, family, dtype):
+@pytest.mark.parametrize(("sum_of", "stacks"), [(smooth_and_periodic, 1), (effects, 2)])
+def test_terms_of_one_structure_are_evaluated_together(monkeypatch, family, dtype, sum_of, stacks):
     x, y = torch.rand(30, 4, dtype=dtype), torch.randn(30, dtype=dtype)
 
     def model(x, y=None):
         pair = pyro.param("pair", torch.tensor([0.3, 0.6], dtype=dtype))
-        smooth = [pair[i % 2] * kernels.RBF(0.2 + 0.1 * i)[i] for i in range(3)]
-        rest = [kernels.Periodic(1.0, 0.4)[3], kernels.Matern32(0.5)[3]]
-        f = pyro.sample("f", GaussianProcess(sum(smooth[:2]) + rest[0] + smooth[2] + rest[1], x))
+        f = pyro.sample("f", GaussianProcess(sum_of(pair), x))
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
@@ -337,7 +349,7 @@ def test_terms_of_one_structure_are_evaluated_together(monkeypatch, family, dtyp
         guide = AutoSparseGP(model, family)
         losses = [TraceQuadrature_ELBO().loss_and_grads(model, guide, x, y) for _ in range(3)]
         q = guide.posterior(x[:6])["f"]
-        assert len(q.basis.together) == together
+        assert len(q.basis.together) == (stacks if together else 0)
         parameters = [pyro.param("pair"), *(p for _, p in sorted(guide.named_parameters()))]
         found.append((losses, q.mean, q.variance, q.components[1].mean))
         found[-1] += tuple(p.grad for p in parameters if p.grad is not None)

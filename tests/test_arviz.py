@@ -57,7 +57,7 @@ def data(num=8):
     return x, torch.sin(4 * x) + 0.2 * torch.randn(num)
 
 
-def sampled(kernel, num=20, warmup=6, chains=1, **kwargs):
+def sampled(kernel, num=12, warmup=6, chains=1, **kwargs):
     x, y = data()
     white = poutine.reparam(model, config=Whitening())
     mcmc = MCMC(
@@ -88,7 +88,7 @@ def potential(mcmc, x, y):
 
 @pytest.mark.parametrize("kernel", ["NUTS", "HMC"])
 def test_a_kernel_keeps_what_it_knows_and_draws_as_pyro_does(kernel):
-    options = {"max_tree_depth": 3} if kernel == "NUTS" else {"num_steps": 5, "step_size": 0.1}
+    options = {"max_tree_depth": 3} if kernel == "NUTS" else {"num_steps": 4, "step_size": 0.1}
     pyro.set_rng_seed(3)
     mcmc, x, y = sampled(getattr(diagnostics, kernel), **options)
     pyro.set_rng_seed(3)
@@ -100,7 +100,7 @@ def test_a_kernel_keeps_what_it_knows_and_draws_as_pyro_does(kernel):
     # The energy is the potential of the draw plus the kinetic energy of its momentum, ½χ² with 10 degrees of freedom.
     kinetic = found["energy"] - potential(mcmc, x, y)
     assert (kinetic > 0).all()
-    assert abs(kinetic.mean() - 5) < 4 * (5 / 20) ** 0.5
+    assert abs(kinetic.mean() - 5) < 4 * (5 / 12) ** 0.5
     assert (found["acceptance_rate"] >= 0).all()
     assert (found["acceptance_rate"] <= 1).all()
     running = mcmc.diagnostics()["acceptance rate"]["chain 0"]
@@ -153,11 +153,14 @@ def fitted(program, family=None, steps=60, **options):
     svi = SVI(program, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(8))
     for _ in range(steps):
         svi.step(x, y)
-    return diagnostics.to_datatree(program, guide, x, y, num_samples=100, seed=0, prior=100, **options), guide, x, y
+    options = {"num_samples": 100, "seed": 0, "prior": 100} | options
+    return diagnostics.to_datatree(program, guide, x, y, **options), guide, x, y
 
 
 def test_prior_groups_in_the_same_tree():
-    tree, guide, x, y = fitted(model, steps=2, predict=data(4)[0], dims={"f_w": ["basis"]}, include_f=True)
+    tree, guide, x, y = fitted(
+        model, steps=2, num_samples=3, predict=data(4)[0], dims={"f_w": ["basis"]}, include_f=True
+    )
     assert tree.prior["noise"].dims == ("chain", "draw")
     assert tree.prior["f"].dims == tree.prior_predictive["y"].dims == ("chain", "draw", "row")
     assert tree.prior_predictive["y"].shape == (1, 100, 20)
@@ -169,9 +172,8 @@ def test_prior_groups_in_the_same_tree():
 
 
 def test_one_dimension_for_all_draws():
-    x, y = data(20)
-    _, guide, x, y = fitted(model, steps=5)
-    options = {"num_samples": 40, "seed": 0, "prior": 5}
+    _, guide, x, y = fitted(model, steps=5, num_samples=1)
+    options = {"num_samples": 25, "seed": 0, "prior": 5}
     flat = diagnostics.to_datatree(model, [guide, guide], x, y, sample_dims=("sample",), **options)
     tree = diagnostics.to_datatree(model, [guide, guide], x, y, **options)
     for group in ("posterior", "posterior_predictive", "log_likelihood", "sample_stats", "prior"):
@@ -190,7 +192,7 @@ def test_one_dimension_for_all_draws():
 
 
 def test_counts_and_classes_are_whole_numbers():
-    tree, *_ = fitted(counts, steps=2, predict=data(4)[0])
+    tree, *_ = fitted(counts, steps=2, num_samples=30, prior=5, predict=data(4)[0])
     for group in ("observed_data", "posterior_predictive", "prior_predictive", "predictions"):
         assert tree[group]["y"].dtype == np.dtype("int64"), group
     assert tree.posterior["level"].dtype == np.dtype("float32")

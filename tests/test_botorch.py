@@ -249,18 +249,20 @@ def test_fantasies_are_the_conditioned_joint_posterior(name):
 
 
 @pytest.mark.filterwarnings("ignore")  # of data that are not standardised
-def test_knowledge_gradients_are_an_exact_models():
+def test_acquisition_functions_are_an_exact_models():
     x, y = data(num=20)
     exact = gaussian(kernels.Matern52(0.5), noise=0.2, mean=0.3)
     found = Model(exact, trained(exact, SGPR(x, trainable=False), x, y))
     sampler = SobolQMCNormalSampler(torch.Size([4]), seed=0)
-    values, slopes = [], []
+    values, slopes, expected = [], [], []
     at = torch.rand(3, 6, 2, requires_grad=True)  # q = 2 and four fantasies
     for model in (found, single_task(0.5, x, y, 0.3, 0.2)):
         value = qKnowledgeGradient(model, num_fantasies=4, sampler=sampler)(at)
         values.append(value)
+        expected.append(LogExpectedImprovement(model, best_f=1.0)(at[:, :1]))
         slopes.append(torch.autograd.grad(value.sum(), at)[0])
     torch.testing.assert_close(values[0], values[1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(expected[0], expected[1], atol=1e-4, rtol=0)
     torch.testing.assert_close(slopes[0], slopes[1], atol=1e-3, rtol=0)
 
 
@@ -334,3 +336,35 @@ def test_regrets_are_single_task_gps(task):
     found = {fit: torch.tensor([regret(fit, task, seed) for seed in range(3)]) for fit in (ours, theirs)}
     spread = 0.05 if "Hartmann" in task else 0.02
     assert math.log(found[ours].mean() + spread) < math.log(found[theirs].mean() + spread) + math.log(2)
+
+
+def test_noise_of_outputs_in_columns_and_of_mixtures():
+    x = torch.rand(20, 1)
+
+    def several(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x).expand([2]))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f.mT, torch.tensor([0.1, 0.3])).to_event(1), obs=y)
+
+    guide = AutoSparseGP(several, SVGP(5))
+    guide(x, torch.stack([torch.sin(6 * x[:, 0]), x[:, 0]], -1))
+    model = Model(several, guide)
+    here = x[:3]
+    more = model.posterior(here, observation_noise=True).variance - model.posterior(here).variance
+    torch.testing.assert_close(more, torch.tensor([0.01, 0.09]).expand(3, 2), atol=1e-6, rtol=0)
+    for noise in (-1.0, float("nan"), "a"):
+        with pytest.raises(ValueError, match="Model's noise is a variance"):
+            Model(several, guide, noise=noise)
+    with pytest.raises(ValueError, match="Model's site is a name"):
+        Model(several, guide, [])
+
+    def outliers(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.1), infer={"enumerate": "parallel"})
+            return pyro.sample("y", dist.Normal(f, 0.1 + 3.0 * z), obs=y)
+
+    guide = AutoSparseGP(outliers, SVGP(5))
+    guide(x, torch.sin(6 * x[:, 0]))
+    with pytest.raises(ValueError, match="noise=variance"):
+        Model(outliers, guide).posterior(here, observation_noise=True)

@@ -483,3 +483,36 @@ def test_the_divergence_of_projections_that_say_nothing_is_0():
     target, noise = torch.tensor([1e8, -3e7], dtype=torch.float64), torch.tensor([3e-1, 7.0], dtype=torch.float64)
     q = ProjectedGaussian(target, noise.sqrt().diag(), noise, torch.zeros(2, 2, dtype=torch.float64))
     assert abs(float(q.kl())) < 1e-12
+
+
+class Lazy(torch.nn.Module):
+    """Takes its size, and a buffer that was none, from the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("matrix", torch.zeros(0))
+        self.register_buffer("mark", None)
+
+    def forward(self, kernel, sites):
+        if not self.matrix.numel():
+            self.matrix, self.mark = torch.randn(len(sites.inputs), 4).to(sites.inputs), torch.ones(3)
+        return self.matrix
+
+
+def test_buffers_that_get_their_size_from_the_data_are_loaded():
+    x, y = data(num=20)
+    guide = fitted(x, y, ComputationAware(4, Lazy()))
+    other = AutoSparseGP(guide.model, ComputationAware(4, Lazy()))
+    other.load_state_dict(guide.state_dict())
+    torch.testing.assert_close(other.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
+    assert other.gps.f.policy.policy.mark.shape == (3,)
+
+
+def test_an_action_of_zeros_is_named():
+    x, y = data(num=20)
+
+    def policy(kernel, sites):
+        return torch.eye(20)[:, :4] * torch.tensor([1.0, 1.0, 0.0, 1.0])
+
+    with pytest.raises(ValueError, match="column 2 of the actions of site 'f' is 0 at all rows"):
+        fitted(x, y, ComputationAware(4, policy))

@@ -187,17 +187,17 @@ def test_prior_predictive_and_nuts():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
-    draws = Predictive(model, num_samples=400)(x)["f"]
+    draws = Predictive(model, num_samples=250)(x)["f"]
     level = squares(network, x).max().item()
     assert math.isclose(
-        (draws[:, 0, :] if draws.dim() == 3 else draws).var().item(), level * math.exp(0.125), rel_tol=0.3
+        (draws[:, 0, :] if draws.dim() == 3 else draws).var().item(), level * math.exp(0.125), rel_tol=0.35
     )
     whitened = pyro.poutine.reparam(model, config=Whitening())
-    mcmc = MCMC(NUTS(whitened, jit_compile=False), num_samples=20, warmup_steps=20, disable_progbar=True)
+    mcmc = MCMC(NUTS(whitened, max_tree_depth=4), num_samples=6, warmup_steps=6, disable_progbar=True)
     mcmc.run(x, y)
     new = torch.rand(3, 2)
     values = predict(model, mcmc, new)["f"]
-    assert values.shape == (20, 3)
+    assert values.shape == (6, 3)
     assert values.isfinite().all()
 
 
@@ -283,7 +283,7 @@ def test_features_collapse_to_rank_one_without_correction_and_not_with_it():
     x = torch.arange(30.0)[:, None]
     y = torch.sin(x[:, 0] / 4) + 0.5 + 0.1 * torch.randn(30)
     start = torch.randn(30, 6)
-    maximise(_table(False, x, y, start), ExactWeightSpace(), x, y, iterations=2000)
+    maximise(_table(False, x, y, start), ExactWeightSpace(), x, y, iterations=600)
     u, s, _ = torch.linalg.svd(pyro.param("table").detach())
     assert s[0] ** 2 / s.square().sum() > 1 - 1e-9
     assert abs(u[:, 0] @ y) / y.norm() > 1 - 1e-9
@@ -325,7 +325,7 @@ def test_features_of_even_norm_have_no_penalty_and_train_sooner():
         network = wrap(mlp(1, outputs=32, width=32))
         model = deep(network)
         guide = AutoSparseGP(model, ExactWeightSpace())
-        train(model, guide, x, y, steps=120, lr=3e-3)
+        train(model, guide, x, y, steps=60, lr=6e-3)
         bounds.append(elbo(model, guide, x, y))
     assert bounds[1] > bounds[0] + 20
     assert correction(network, x).abs().max() < 1e-12
@@ -369,10 +369,10 @@ def test_objectives_agree(family):
     x, y = data(num=20)
     model = deep(mlp())
     guide = AutoSparseGP(model, family)
-    train(model, guide, x, y, steps=20)
+    train(model, guide, x, y, steps=8)
     bound = TraceQuadrature_ELBO(2).loss(model, guide, x, y)
     for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
-        mean, error = estimate(loss, model, guide, x, y)
+        mean, error = estimate(loss, model, guide, x, y, num=30)
         assert abs(mean - bound) < 5 * error + 1e-6
 
 
@@ -480,12 +480,12 @@ def test_mini_batches_and_the_level_of_all_rows():
     assert expected > 1.2 * elsewhere(network, q, x[[one]])
     torch.testing.assert_close(guide.posterior(x[[one]])["f"].variance.item(), expected)
     for draw in (
-        lambda: torch.stack([guide(x[[one]])["f"] for _ in range(150)]),
-        lambda: Predictive(model, guide=guide, num_samples=150)(x[[one]])["f"],
-        lambda: torch.stack([guide.draw(x[[one]])["f"] for _ in range(150)]),
+        lambda: torch.stack([guide(x[[one]])["f"] for _ in range(100)]),
+        lambda: Predictive(model, guide=guide, num_samples=100)(x[[one]])["f"],
+        lambda: torch.stack([guide.draw(x[[one]])["f"] for _ in range(100)]),
     ):
         with torch.no_grad():
-            assert math.isclose(draw().var().item(), expected, rel_tol=0.35)  # three standard errors
+            assert math.isclose(draw().var().item(), expected, rel_tol=0.43)  # three standard errors
     # A step's own level is that of the batch.
     torch.testing.assert_close(
         elbo(model, guide, x[:10], y[:10], size=80), dense_bound(network, guide, x[:10], y[:10], 80), rtol=1e-9, atol=0
@@ -618,7 +618,7 @@ def test_other_likelihoods_train(name):
         network = mlp()
         model = deep(network, likelihood=likelihood)
         guide = AutoSparseGP(model, family)
-        losses = train(model, guide, x, y, steps=20)
+        losses = train(model, guide, x, y, steps=10)
         assert losses[-1] < losses[0]
         q = guide.posterior(torch.rand(5, 2))["f"]
         assert (q.variance > 0).all()
@@ -697,7 +697,7 @@ def test_contract(family, kernel, dtype, device):
 
     guide = AutoSparseGP(model, family)
     before = [p.detach().clone() for p in network.parameters()]
-    losses = train(model, guide, x, y, steps=25)
+    losses = train(model, guide, x, y, steps=16)
     assert torch.tensor(losses).isfinite().all()
     assert sum(losses[-8:]) < sum(losses[:8])
     moved = [not torch.equal(p, old) for p, old in zip(network.parameters(), before)]
@@ -965,7 +965,7 @@ def test_one_row_and_missing_data(family):
     assert guide.posterior(x)["f"].mean.isfinite().all()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # test_streamed_level_comes_from_the_pass_that_is_made_anyway counts the rows a pass holds
 def test_a_million_rows_train_in_little_memory():
     pytest.importorskip("resource")
     script = Path(__file__).parent / "benchmarks" / "weight_space.py"

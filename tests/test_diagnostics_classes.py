@@ -32,7 +32,7 @@ ordered_model = one_function(
 )
 
 
-def fitted_classes(model, num=120, steps=50):
+def fitted_classes(model, num=120, steps=25):
     x = torch.rand(num, 1)
     f = GaussianProcess(4 * kernels.RBF(0.3), x).sample((3,))
     likelihood = (
@@ -47,7 +47,7 @@ def fitted_classes(model, num=120, steps=50):
     return guide, x[size:], y[size:]
 
 
-def dense_probabilities(model, guide, x, num=20_000):
+def dense_probabilities(model, guide, x, num=8_000):
     """Of each class, (N, K), by draws from the marginals of f."""
     q = guide.posterior(x)["f"]
     f = (q.mean + q.variance.sqrt() * torch.randn(num, *q.mean.shape)).detach()
@@ -91,12 +91,12 @@ def test_scores_of_classes(model):
 def test_coverage_of_classes(model):
     """Sets and intervals of 90 and 95 % hold their share of new observations drawn from the prior."""
     shares = []
-    for seed in range(3):
+    for seed in range(2):
         pyro.set_rng_seed(seed)
-        guide, x, y = fitted_classes(model, num=900)
+        guide, x, y = fitted_classes(model, num=900, steps=50)
         found = diagnostics.predictive_scores(model, guide, x, y, num_samples=1)
         shares.append([found.coverage(prob) for prob in (0.9, 0.95)])
-    assert np.abs(np.mean(shares, 0) - [0.9, 0.95]).max() < 0.02, shares
+    assert np.abs(np.mean(shares, 0) - [0.9, 0.95]).max() < 0.03, shares
 
 
 def test_scores_of_classes_without_scores():

@@ -41,7 +41,7 @@ def test_expectation_propagation_is_judged_by_its_own_target():
     ep = ExpectationPropagation(gaussian, guide, pyro.optim.Adam({"lr": 0.0}), damping=1.0)
     for _ in range(5):
         ep.sweep(x, y)
-    tree = diagnostics.to_datatree(gaussian, ep, x, y, num_samples=200, seed=0)
+    tree = diagnostics.to_datatree(gaussian, ep, x, y, num_samples=100, seed=0, dtype="float64")
     stats = tree["sample_stats"]
     assert tree.sample_stats.attrs["target"] == "fitc"
     assert float((stats["log_q"] - stats["lp_fitc"]).std()) < 1e-6  # q is the target, for a Gaussian likelihood
@@ -116,9 +116,9 @@ def test_leave_one_out_by_streaming_takes_the_guides_own_target():
         ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}), damping=0.7)
         for _ in range(20):
             ep.sweep(x, seen)
-        found = diagnostics.loo_large(model, ep, x, seen, observations=40, num_samples=100)
+        found = diagnostics.loo_large(model, ep, x, seen, observations=40, num_samples=50)
         assert found.target == "fitc"
-        tree = diagnostics.to_datatree(model, ep, x, seen, num_samples=100, seed=0)
+        tree = diagnostics.to_datatree(model, ep, x, seen, num_samples=50, seed=0, posterior_predictive=False)
         assert diagnostics.psis(tree).target == "fitc"
         weights = tree.sample_stats["lp_fitc"] - tree.sample_stats["log_q"]
         assert float(weights.std()) < tolerance
@@ -247,10 +247,10 @@ def test_factors_are_no_data():
     guide = AutoSparseGP(cox, SVGP(5))
     guide(nodes, widths, events)
     args = (nodes, widths, events)
-    tree = diagnostics.to_datatree(cox, guide, *args, num_samples=40, predict=(nodes, widths), seed=0, dtype="float64")
+    tree = diagnostics.to_datatree(cox, guide, *args, num_samples=25, predict=(nodes, widths), seed=0, dtype="float64")
     assert not {"observed_data", "posterior_predictive", "log_likelihood"} & set(tree.children)
     assert list(tree.predictions.data_vars) == ["f"]
-    draws = diagnostics.to_datatree(cox, guide, *args, num_samples=40, seed=0, exact=True, include_f=True)
+    draws = diagnostics.to_datatree(cox, guide, *args, num_samples=5, seed=0, exact=True, include_f=True)
     assert np.isfinite(draws.sample_stats["lp"]).all()
     assert np.isfinite(diagnostics.psis(tree).khat)
     for calls in (
@@ -272,7 +272,12 @@ def test_factors_are_no_data():
     tree = diagnostics.to_datatree(cox, both, nodes, widths, counts=counts, num_samples=5)
     for group in ("observed_data", "posterior_predictive", "log_likelihood"):
         assert list(tree[group].data_vars) == ["counts"]
-    assert len(diagnostics.predictive_scores(cox, both, nodes, widths, counts=counts).pointwise["log_score"]) == 10
+    assert (
+        len(
+            diagnostics.predictive_scores(cox, both, nodes, widths, counts=counts, num_samples=3).pointwise["log_score"]
+        )
+        == 10
+    )
 
 
 def test_ribbons_without_observations():

@@ -57,18 +57,21 @@ def exact_loo(x, y, kernel=KERNEL, noise=NOISE):
 pytestmark = pytest.mark.filterwarnings("ignore:Estimated shape parameter")
 
 
+# test_loo_is_the_exact_processes holds the integrated densities, test_resample_follows_the_weights_and_refuses_bad_ones
+# that few points have a large k-hat and many a small one.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_the_table_of_integrated_and_sampled_densities():
-    """SGPR with M = 8 and 15 points for 200 rows: with the residual integrated, the elpd is near the exact GP's
+    """SGPR with M = 8, 10, 15 points for 200 rows: with the residual integrated, the elpd is near the exact GP's
     where it is hopeless at sampled f, and k-hat towards the exact model falls with M.
     """
     x, y = smooth_data()
     exact = float(exact_loo(x, y).sum())
     integrated, sampled, khats, naive_khats = [], [], [], []
-    for num in (8, 15):
+    for num in (8, 10, 15):
         guide = on_a_grid(num, x, y)
         tree = diagnostics.to_datatree(
-            guide.model, guide, x, y, num_samples=80, exact=True, include_f=True, posterior_predictive=False, seed=0
+            guide.model, guide, x, y, num_samples=120, exact=True, include_f=True, posterior_predictive=False, seed=0
         )
         integrated.append(diagnostics.loo(tree, target="none").elpd)
         terms = dist.Normal(torch.as_tensor(tree.posterior["f"].values[0]).double(), NOISE).log_prob(y)
@@ -82,11 +85,14 @@ def test_the_table_of_integrated_and_sampled_densities():
         log_weights = (naive - tree.sample_stats["log_q"]).values[0]
         naive_khats.append(backend.smooth(log_weights)[1])
         assert diagnostics.psis(tree).khat == -np.inf  # q is the optimum: the variational target sees nothing
-    assert abs(integrated[-1] - exact) < 2, (exact, integrated)
-    assert integrated[0] > sampled[0] + 400
+    assert all(abs(elpd - exact) < 6 for elpd in integrated[1:]), (exact, integrated)
+    assert abs(integrated[-1] - exact) < 2
     assert sampled[0] < exact - 500
-    assert khats[0] > 0.7 > khats[-1], khats
-    assert naive_khats[0] > max(naive_khats[1], khats[0]), naive_khats
+    assert sampled[1] < exact - 40
+    assert khats == sorted(khats, reverse=True), khats
+    assert khats[0] > 0.7 > khats[-1]
+    assert naive_khats == sorted(naive_khats, reverse=True), naive_khats
+    assert all(a > b for a, b in zip(naive_khats[:2], khats[:2]))
 
 
 def test_the_exact_target_is_the_marginal_likelihood():
@@ -448,7 +454,7 @@ OTHERS = {"SparseEP": SparseEP(12), "WeightSpace": WeightSpace(), "ExactWeightSp
 
 
 # One family of each kind of posterior; the others are slow.
-OF_A_KIND = {"SVGP", "CoupledPrecision", "SGPR", "ComputationAwareCG", "SparseEP"}
+OF_A_KIND = {"SVGP", "CoupledPrecision", "ComputationAwareCG", "SparseEP"}
 
 
 @pytest.mark.parametrize(

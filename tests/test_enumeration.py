@@ -15,6 +15,7 @@ from pyro_sparsegp import (
     GaussianProcess,
     TraceQuadrature_ELBO,
     Whitening,
+    class_probabilities,
     kernels,
     predict,
 )
@@ -324,3 +325,33 @@ def test_a_guide_is_pickled_after_a_step():
     _, _, guide = bound(outliers, SVGP(8), x, y)
     again = pickle.loads(pickle.dumps(guide))
     torch.testing.assert_close(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
+
+
+@pytest.mark.parametrize("where", ["mean", "kernel"])
+def test_a_process_that_depends_on_a_discrete_latent_of_no_plate_is_refused(where):
+    x, y = data(8)
+
+    def program(x, y):
+        z = pyro.sample("z", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
+        mean = 3.0 * z if where == "mean" else None
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3 + z if where == "kernel" else 0.3), x, mean=mean))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    with pytest.raises(ValueError, match="GP site 'f' depends on the discrete site 'z'"):
+        AutoSparseGP(program, SVGP(4))(x, y)
+
+
+def test_probabilities_are_of_one_draw():
+    x, y = data(8)
+
+    def program(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
+            pyro.sample("y", dist.Normal(f, 0.1 + z), obs=y)
+
+    with pytest.raises(ValueError, match=r"site 'f' has shape \(3, 8\), its distribution \(8,\)"):
+        class_probabilities(program, {"f": torch.zeros(3, 8)}, x, y)
+    with pytest.raises(ValueError, match="tensors by name"):
+        class_probabilities(program, {"f": dist.Normal(0.0, 1.0)}, x, y)

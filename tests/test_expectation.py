@@ -23,7 +23,6 @@ from pyro_sparsegp.numerics.tilted import tilted
 
 from .models import bernoulli, data, gaussian, heteroscedastic, maximise, one_function, poisson, regression
 
-MODELS = {m.__name__: m for m in (regression, bernoulli, poisson)}
 Z = torch.linspace(0, 4, 8, dtype=torch.float64)[:, None]
 
 
@@ -52,6 +51,8 @@ def start(model, *args, family=None, **kwargs):
 
 
 def converge(ep, *args, **kwargs):
+    """The fixed point, which no damping moves."""
+    ep.damping = max(ep.damping, 0.8)
     for _ in range(4000):
         loss = ep.sweep(*args, **kwargs)
         if ep.status["f"]["change"] < 1e-11:
@@ -124,8 +125,7 @@ class TestProbit:
         torch.testing.assert_close(guide.gps.f.linear, mu, atol=1e-8, rtol=1e-8)
         assert abs(loss + log_z) < 1e-8
 
-    @pytest.mark.parametrize("gradient", ["matched", "exact"])
-    def test_gradients_are_finite_differences_at_convergence(self, gradient):
+    def test_gradients_are_finite_differences_at_convergence(self):
         x, y = classes(25)
 
         def model(x, y=None):
@@ -136,10 +136,13 @@ class TestProbit:
             with pyro.plate("data", len(x)):
                 pyro.sample("y", Probit(f / noise), obs=y)
 
-        _, ep = start(model, x, damping=1.0, gradient=gradient)
+        _, ep = start(model, x, damping=1.0)
         converge(ep, x, y)
         found = gradients(ep, x, y)
         assert len(found) == 4
+        ep.gradient = "exact"
+        for p, other in gradients(ep, x, y).items():
+            torch.testing.assert_close(other, found[p], atol=1e-6, rtol=1e-6)
 
         def log_z():
             return -converge(ep, x, y)
@@ -195,7 +198,7 @@ class TestProbit:
         assert ((p.mean - mean).abs() < 0.5 * (q.mean - mean).abs()).all()
         assert ((p.variance - variance).abs() < 0.5 * (q.variance - variance).abs()).all()
 
-    @pytest.mark.slow
+    @pytest.mark.slow  # the test above has the truth of three data by a product rule
     def test_closer_to_nuts_than_variational_inference(self):
         from pyro.infer import MCMC, NUTS
 
@@ -404,7 +407,7 @@ class TestMiniBatches:
             guide, ep = start(probit, x, damping=0.99)
         else:
             guide, ep = start(subsampled, x, damping=0.99)
-        for _ in range(100):
+        for _ in range(100 if given else 50):
             moves = []
             for rows in torch.arange(60).split(15):
                 if given:
@@ -440,7 +443,8 @@ class TestMiniBatches:
         for p, gradient in whole.items():
             torch.testing.assert_close(sum(part[p] for part in found) / 4, gradient, atol=1e-6, rtol=1e-6)
 
-    @pytest.mark.parametrize("num", [400, pytest.param(1000, marks=pytest.mark.slow)])
+    @pytest.mark.slow  # test_training_with_moving_hyperparameters sees cavities that go wrong
+    @pytest.mark.parametrize("num", [400, 1000])
     def test_amplitude_does_not_run_away_from_sites_seldom_visited(self, num):
         x, y = classes(num)
         _, ep = start(probit, x, damping=0.99)
@@ -451,8 +455,8 @@ class TestMiniBatches:
         scale = pyro.param("scale").item()
         pyro.clear_param_store()
         _, whole = start(probit, x)
-        whole.optim = pyro.optim.Adam({"lr": 0.05})
-        for _ in range(3 * num // 10):
+        whole.optim = pyro.optim.Adam({"lr": 0.1})
+        for _ in range(40):
             whole.step(x, y)
         assert scale < 3 * pyro.param("scale").item()
 
@@ -493,7 +497,8 @@ class TestMiniBatches:
         loss = ep.evaluate_loss(x, y)
         pyro.clear_param_store()
         _, whole = start(probit, x)
-        losses = [whole.step(x, y) for _ in range(300)]
+        whole.optim = pyro.optim.Adam({"lr": 0.06})
+        losses = [whole.step(x, y) for _ in range(100)]
         assert abs(loss - losses[-1]) < 1
 
     def test_errors(self):
@@ -516,8 +521,10 @@ class TestMiniBatches:
             exact.step(x[:10], y[:10], size=60, indices=rows)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [(regression, torch.float64), (regression, torch.float32), (bernoulli, torch.float64), (poisson, torch.float32)],
+)
 def test_contract(model, dtype, device):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     x, y = data(model, dtype=dtype, device=device)
@@ -534,7 +541,7 @@ def test_contract(model, dtype, device):
         return keep
 
     hooks = [p.register_hook(watch(name)) for name, p in guide.named_parameters()]
-    losses = [ep.step(x, y) for _ in range(25)]
+    losses = [ep.step(x, y) for _ in range(15)]
     assert torch.tensor(losses).isfinite().all()
     assert sum(losses[-5:]) < sum(losses[:5])
     assert all(total > 0 for total in seen.values()), seen
@@ -655,7 +662,7 @@ class TestModels:
         ys = torch.stack([y, y], -1)
         assert converge(two, ys) == pytest.approx(2 * converge(one, y), abs=1e-8)
         part, batches = start(outputs, x, damping=1.0)
-        for _ in range(40):
+        for _ in range(5):  # a Gaussian's sites are exact at once
             for rows in torch.arange(20).split(5):
                 batches.sweep(ys, rows)
         torch.testing.assert_close(part.gps.f.precision, guide.gps.f.precision)
@@ -749,15 +756,14 @@ class TestModels:
         guide, ep = start(model, x, family=SparseEP(x, trainable=False), damping=1.0)
         for rate in (0.1, 0.02, 0.004):
             ep.optim = pyro.optim.Adam({"lr": rate})
-            for _ in range(40):
+            for _ in range(30):
                 loss = ep.step(y)
         grid = torch.linspace(0.1, 1.0, 901)
-        joint = [
-            dist.MultivariateNormal(torch.zeros(30), kernels.RBF(0.8)(x) + s**2 * torch.eye(30)).log_prob(y)
-            + dist.LogNormal(0.0, 0.5).log_prob(s)
-            for s in grid
-        ]
-        best = torch.stack(joint).argmax()
+        covariances = kernels.RBF(0.8)(x) + grid[:, None, None] ** 2 * torch.eye(30)
+        joint = dist.MultivariateNormal(torch.zeros(30), covariances).log_prob(y) + dist.LogNormal(0.0, 0.5).log_prob(
+            grid
+        )
+        best = joint.argmax()
         assert abs(guide.median(y)["noise"] - grid[best]) < 2e-3
         assert abs(loss + joint[best]) < 1e-3
 
@@ -1009,7 +1015,9 @@ class TestRobustness:
         with pytest.raises(ValueError, match=r"log density of site 'y' is not finite at 1 of 20 values.*support"):
             ep.step(x, bad)
         loss = ep.step(x, y)  # nothing is left of it
-        with pytest.raises(ValueError, match=r"log density of site 'y' \(1 of 20 values\) is (NaN|infinite)"):
+        with pytest.raises(
+            ValueError, match=r"log density of site 'y' \(1 of 20 values, the first at \d+\) is (NaN|infinite)"
+        ):
             ep.step(x, bad)
         assert ep.evaluate_loss(x, y) < loss
 
@@ -1101,7 +1109,7 @@ LIKELIHOODS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])  # another draw
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_minus_log_z_does_not_run_away(name, seed):
     """Drawn at random: sizes of mini-batches, masks, offsets, amplitudes; the default damping."""

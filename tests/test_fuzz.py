@@ -2,7 +2,7 @@
 
 import pytest
 
-from .fuzz import CLEAN, ERROR, EXPLOSION, RAW, SILENT, Configuration, judge, run
+from .fuzz import CLEAN, ERROR, EXPLOSION, LATER, RAW, SILENT, Configuration, judge, run
 
 # Every family once but those of one class, most likelihoods, kernels and latents, and none that is slow.
 QUICK = (0, 1, 8, 13, 18, 19, 21, 24, 28, 32, 51, 54, 94, 103, 136, 171, 191)
@@ -18,9 +18,15 @@ def test_quick_sweep():
     require_sound(QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the test above draws each family once
 def test_sweep():
     require_sound(range(500))
+
+
+@pytest.mark.slow
+def test_later_sweep():
+    """Posteriors of several sites, absorbed rows, indicators, actions on some rows, outputs by rows."""
+    require_sound(range(LATER, LATER + 150))
 
 
 def test_a_configuration_depends_on_its_index_alone():

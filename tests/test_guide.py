@@ -12,12 +12,21 @@ import pyro.contrib.gp as gp
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import init_to_value
 from pyro.nn import PyroModule
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, MeanFieldAdditive, OrthogonalInducing, WeightSpace
+from pyro_sparsegp.families import (
+    SGPR,
+    SVGP,
+    ComputationAware,
+    FreeSites,
+    MeanFieldAdditive,
+    OrthogonalInducing,
+    WeightSpace,
+)
 from pyro_sparsegp.posterior.sparse_posterior import SparsePosterior
 
 from .models import data, gaussian, heteroscedastic, regression, train
@@ -820,3 +829,51 @@ def test_posteriors_whose_prior_follows_what_is_drawn_are_not_shared():
     draws = predict(levels, guide, new, num_samples=200)
     assert draws["level"].std(0).min() > 5
     torch.testing.assert_close(draws["f"], draws["level"], rtol=0, atol=8.0)
+
+
+FOLLOWING = [SGPR(5), ComputationAware(4), FreeSites(5)]
+
+
+@pytest.mark.parametrize("family", FOLLOWING, ids=["SGPR", "sparse", "FreeSites"])
+@pytest.mark.parametrize("which", ["new rows", "rows of training", "scaled"])
+def test_handlers_around_a_prediction_are_not_those_of_the_training_data(family, which):
+    # Pyro's prediction runs the guide under a mask that leaves all densities out.
+    x, y = data(num=30)
+    guide = AutoSparseGP(regression, family, point_estimates=True)
+    train(regression, guide, x, y, steps=4)
+    arguments = (x, y) if which == "rows of training" else (torch.rand(6, x.shape[-1]),)
+    q = guide.posterior(*arguments)["f"]
+    with torch.no_grad():
+        if which == "scaled":
+            guide.eval()
+            draws = torch.stack([poutine.scale(guide, 0.01)(*arguments)["f"] for _ in range(50)])
+        else:
+            draws = Predictive(regression, guide=guide, num_samples=50, return_sites=("f",))(*arguments)["f"]
+        with poutine.mask(mask=False):
+            again = guide.posterior(*arguments)["f"]
+    torch.testing.assert_close(again.mean, q.mean)
+    torch.testing.assert_close(again.variance, q.variance)
+    draws = draws.reshape(50, -1)
+    assert ((draws.mean(0) - q.mean).abs() < 5 * q.stddev / 50**0.5).all()
+    assert ((draws.var(0) / q.variance).log().abs() < 1.2).all()
+
+
+@pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=["SVGP", "SGPR"])
+def test_numbers_that_are_none_are_named_with_their_row(family):
+    x, y = data(num=20)
+    guide = AutoSparseGP(regression, family)
+    train(regression, guide, x, y, steps=2)
+    svi = SVI(regression, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    bad = x.clone()
+    bad[7, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"site 'f'.*\(1 of 20 rows, the first at 7\)"), pyro.validation_enabled(False):
+        svi.step(bad, y)
+    q = guide.posterior(x)["f"]
+    for other in (x[None], x[:, :1], x.float(), x.tolist()):
+        with pytest.raises(ValueError, match="the posterior of site 'f' is asked at inputs"):
+            q.at(other)
+    for num in (0, 2.5, True):
+        with pytest.raises(ValueError, match="whole number of at least 1"):
+            predict(regression, guide, x, num_samples=num)
+        with pytest.raises(ValueError, match="whole number of at least 1"):
+            next(guide.draws(num, x))

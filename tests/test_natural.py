@@ -190,7 +190,7 @@ def test_sites_that_meet_in_one_density():
         return {"f": kind(x[:10], trainable=False, rate=0.5), "g": kind(x[:5, :1], trainable=False, rate=0.5)}
 
     _, svi = svi_of(model, AutoSparseGP(model, families(SVGP)))
-    losses = [svi.step(x, y) for _ in range(50)]
+    losses = [svi.step(x, y) for _ in range(40)]
     best = AutoSparseGP(model, families(SGPR))
     best(x, y)
     assert -1e-6 < losses[-1] - TraceQuadrature_ELBO(2).loss(model, best, x, y) < 4
@@ -286,6 +286,7 @@ def best_loss(model, family, x, y, num_nodes=20):
     return -maximise(model, family, x, y, num_nodes=num_nodes)[1]
 
 
+@pytest.mark.slow  # test_negative_curvature_of_heavy_tails has a bound that is reached in few steps
 def test_a_bernoulli_bound_is_reached_in_a_tenth_of_adams_steps():
     x, _ = data(bernoulli, 200)
     y = (torch.sin(6 * x[:, 0]) + x[:, 1] > 0.5).double()
@@ -558,7 +559,7 @@ def test_counts_far_from_where_q_starts():
     x, _ = data()
     y = torch.poisson((7 + x[:, 0]).exp())
     _, svi = svi_of(poisson, SVGP(8, natural=True), TraceQuadrature_ELBO(8))
-    losses = [svi.step(x, y) for _ in range(60)]
+    losses = [svi.step(x, y) for _ in range(40)]
     assert max(losses[1:]) < 1.01 * losses[0]
     assert losses[-1] < losses[0] / 100
 
@@ -594,9 +595,9 @@ def test_layers_of_a_deep_gp():
     for natural in (False, True):
         pyro.set_rng_seed(0)
         guide, svi = svi_of(model, SVGP(8, natural=natural))
-        losses[natural] = [svi.step(x, y) for _ in range(40)]
+        losses[natural] = [svi.step(x, y) for _ in range(25)]
     assert sum(losses[True][-10:]) < sum(losses[False][-10:])
-    assert coefficients(guide, "h").steps == coefficients(guide).steps == 40
+    assert coefficients(guide, "h").steps == coefficients(guide).steps == 25
 
 
 def test_q_held_about_well_conditioned_directions_of_u():
@@ -708,7 +709,7 @@ def test_sweeps_reach_the_best_precision_of_the_form(base):
     b = [part.detach().clone().requires_grad_() for part in q.b]
     trils = None if q.trils is None else [part.detach().clone().requires_grad_() for part in q.trils]
     leaves = [*b, *(trils or [])]
-    optimiser = torch.optim.LBFGS(leaves, max_iter=300, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
+    optimiser = torch.optim.LBFGS(leaves, max_iter=100, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 
     def of(b, trils):
         lower = None if trils is None else [part.tril() for part in trils]

@@ -63,19 +63,19 @@ def test_predictions_from_draws_are_the_conditional_process():
     sample = {"scale": torch.tensor(1.2), "length": torch.tensor([0.4, 0.6]), "noise": torch.tensor(0.2)}
     kernel = 1.2 * kernels.Matern32(sample["length"])
     f = GaussianProcess(kernel, x).sample()
-    many = {name: value.expand(1000, *value.shape) for name, value in (sample | {"f": f}).items()}
+    many = {name: value.expand(300, *value.shape) for name, value in (sample | {"f": f}).items()}
     draws = predict(model, many, new, data=(x, y))
     exact = GaussianProcess(kernel, new).given(x, f)
-    assert draws["f"].shape == draws["y"].shape == (1000, 5)
+    assert draws["f"].shape == draws["y"].shape == (300, 5)
     white = torch.linalg.solve_triangular(exact.scale_tril, (draws["f"] - exact.mean).mT, upper=False)
-    torch.testing.assert_close(white.mean(-1), torch.zeros(5), atol=4 / 1000**0.5, rtol=0)
-    torch.testing.assert_close(white.cov(), torch.eye(5), atol=4 * (2 / 1000) ** 0.5, rtol=0)
-    assert abs((draws["y"] - draws["f"]).std() - 0.2) < 0.01
+    torch.testing.assert_close(white.mean(-1), torch.zeros(5), atol=4 / 300**0.5, rtol=0)
+    torch.testing.assert_close(white.cov(), torch.eye(5), atol=4 * (2 / 300) ** 0.5, rtol=0)
+    assert abs((draws["y"] - draws["f"]).std() - 0.2) < 0.015
     # at the training inputs, the same f comes back
     again = predict(model, many, x, data=(x, y), num_samples=3)
     torch.testing.assert_close(again["f"], f.expand(3, 12), atol=2e-3, rtol=0)
     white = {k: v for k, v in many.items() if k != "f"}
-    white["f_whitened"] = torch.linalg.solve(GaussianProcess(kernel, x).scale_tril, f).expand(1000, 12)
+    white["f_whitened"] = torch.linalg.solve(GaussianProcess(kernel, x).scale_tril, f).expand(300, 12)
     known = _Known(model, {k: v[0] for k, v in white.items()}, (x, y), {})
     torch.testing.assert_close(known.known["f"][1], f)
 
@@ -106,7 +106,7 @@ def test_predict_under_another_likelihood():
     assert predict(other, guide, x, num_samples=2)["positive"].shape == (2, 12)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # test_diagnostics_together.py has the three ways side by side on one model, quickly
 def test_svi_overlaps_nuts():
     """The SVI posterior of the hyperparameters overlaps NUTS', on 40 rows."""
     x, y = data(num=40)

@@ -6,12 +6,14 @@ John, 2018, section 3.2).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
+from ..gaussians.base import Gaussian
 from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
 from ..numerics.shapes import broadcast_shapes
@@ -26,22 +28,54 @@ class AdditiveFeatures(Features):
     """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c.
 
     :param kernel: Σ_c k_c.
-    :param parts: of each summand, its features under k_c.
+    :param sizes: the sizes of all blocks.
+    :param alone: of summands, their features under k_c.
     :param together: of summands that differ by numbers only, which they are, and the features of all of them at once.
+    :param part: makes such a summand's own features, of c and its L.
     """
 
     def __init__(
-        self, kernel: Any, parts: Sequence[Features], together: Sequence[tuple[Sequence[int], Features]] = ()
+        self,
+        kernel: Any,
+        sizes: tuple[int, ...],
+        alone: dict[int, Features],
+        together: Sequence[tuple[Sequence[int], InducingFeatures]] = (),
+        part: Optional[Callable[[int, Tensor], Features]] = None,
     ) -> None:
-        super().__init__(kernel, tuple(size for part in parts for size in part.sizes))
-        self.parts, self.together = list(parts), list(together)
+        super().__init__(kernel, sizes)
+        self.alone, self.together, self._part = alone, list(together), part
+
+    @functools.cached_property
+    def parts(self) -> list[Features]:
+        """Each summand's features."""
+        found = dict(self.alone)
+        for members, features in self.together:
+            assert self._part is not None
+            found.update((c, self._part(c, factor)) for c, factor in zip(members, features.factor.unbind(-3)))
+        return [found[c] for c in range(len(found))]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
+        if x.dim() != 2:
+            return [block for part in self.parts for block in part(x)]
         found: dict[int, list[Tensor]] = {}
-        for members, features in self.together if x.dim() == 2 else ():
+        for members, features in self.together:
             (phi,) = features(x)
             found.update((c, [part]) for c, part in zip(members, phi.unbind(-3)))
-        return [block for c, part in enumerate(self.parts) for block in (found[c] if c in found else part(x))]
+        found.update((c, part(x)) for c, part in self.alone.items())
+        return [block for c in range(len(found)) for block in found[c]]
+
+    def marginals(
+        self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
+    ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        mean, change = coefficients.moments(self(x) if known is None else known)
+        return mean, change, self._diagonal(x) if kernel is self.kernel and x.dim() == 2 else None
+
+    def _diagonal(self, x: Tensor) -> Optional[Tensor]:
+        """k(x, x), ``(..., N)``; ``None`` where no summands are taken together."""
+        if not self.together:
+            return None
+        parts = [features.kernel.diag(x).sum(-2) for _, features in self.together]
+        return functools.reduce(torch.add, [*parts, *(part.kernel.diag(x) for part in self.alone.values())])
 
     @property
     def anchor(self) -> Optional[Tensor]:
@@ -61,7 +95,10 @@ class AdditiveFeatures(Features):
 
     @property
     def anchors(self) -> list[Optional[Tensor]]:
-        return [anchor for part in self.parts for anchor in part.anchors]
+        found: dict[int, Sequence[Optional[Tensor]]] = {c: part.anchors for c, part in self.alone.items()}
+        for members, features in self.together:
+            found.update((c, [factor]) for c, factor in zip(members, features.factor.unbind(-3)))
+        return [anchor for c in range(len(found)) for anchor in found[c]]
 
     def components(self) -> list[Component]:
         found: list[Component] = []
@@ -117,17 +154,20 @@ class Additive(Basis):
                 "guide was initialised or saved; their order and names must not change."
             )
         bases = self.parts
-        parts: dict[int, Features] = {}
         together = []
+        alone = dict(enumerate(terms))
         for members in _alike(bases, terms):
             features = _together([terms[c] for c in members], [bases[c] for c in members], jitter, name)
             together.append((members, features))
-            for c, z, factor in zip(members, features.z.unbind(-3), features.factor.unbind(-3)):
-                parts[c] = InducingFeatures(terms[c], [Values(z)], [[factor]])
-        for c, (part, term) in enumerate(zip(bases, terms)):
-            if c not in parts:
-                parts[c] = part(term, jitter, f"{name}, term {c}")
-        return AdditiveFeatures(kernel, [parts[c] for c in range(len(terms))], together)
+            for c in members:
+                del alone[c]
+
+        def part(c: int, factor: Tensor) -> Features:
+            return InducingFeatures(terms[c], bases[c].variables(), [[factor]])
+
+        found = {c: bases[c](term, jitter, f"{name}, term {c}") for c, term in alone.items()}
+        sizes = tuple(size for basis in bases for size in basis.sizes)
+        return AdditiveFeatures(kernel, sizes, found, together, part)
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "additive", "names": list(self.names), "parts": [part.spec() for part in self.parts]}
@@ -141,7 +181,8 @@ def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[list[int]]:
             continue
         z, shared = basis.inputs[0], structure(term)
         if isinstance(z, Tensor) and shared is not None:
-            found.setdefault((shared, z.shape, z.dtype, basis.jitter), []).append(c)
+            cut = basis.columns is not None and z.shape[-1] == len(basis.columns)
+            found.setdefault((shared, z.shape, z.dtype, basis.jitter, cut), []).append(c)
     return [members for members in found.values() if len(members) > 1]
 
 
@@ -149,7 +190,8 @@ def _together(
     terms: Sequence[Any], bases: Sequence[InducingPoints], jitter: Optional[float], name: str
 ) -> InducingFeatures:
     """The features of summands that differ by numbers only, stacked."""
-    sets: list[Any] = [basis.variables()[0] for basis in bases]
-    values = Values(torch.stack([part.z for part in sets], -3))
-    kernel = stacked(terms, values.z)
+    inputs = [basis.inputs[0] for basis in bases]
+    values = Values(torch.stack(inputs, -3))
+    cut = bases[0].columns is not None and inputs[0].shape[-1] == len(bases[0].columns)
+    kernel = stacked(terms, values.z, [basis.columns for basis in bases] if cut else None)  # type: ignore[misc]
     return features_of(kernel, [values], bases[0].jitter if jitter is None else jitter, name)

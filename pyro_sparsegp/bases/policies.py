@@ -181,6 +181,16 @@ class UserPolicy(Policy):
         else:
             self.__dict__["policy"] = policy
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Buffers may have got their sizes from the data, at the first call.
+        for path, module in self.named_modules():
+            place = f"{prefix}{path}." if path else prefix
+            for name, buffer in module._buffers.items():
+                saved = state_dict.get(place + name)
+                if saved is not None and (buffer is None or buffer.shape != saved.shape):
+                    module._buffers[name] = torch.empty_like(saved, device=saved.device)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
         matrix = self.policy(kernel, sites)
         rows = sites.inputs.shape[-2]
@@ -189,6 +199,12 @@ class UserPolicy(Policy):
             raise ValueError(f"the actions of site {name!r} must be a tensor ({rows}, {self.num}), got {got}")
         if not matrix.isfinite().all():
             raise ValueError(f"the actions of site {name!r} contain NaN or infinite values")
+        empty = (matrix == 0).all(-2).flatten(0, -2).any(0) if matrix.dim() > 2 else (matrix == 0).all(-2)
+        if empty.any():
+            raise ValueError(
+                f"column {int(empty.nonzero()[0, 0])} of the actions of site {name!r} is 0 at all rows: it acts on "
+                "nothing, and has no gradient. Give fewer actions, or columns that are not 0."
+            )
         return DenseActions(sites, _orthonormal(matrix, sites.precision))
 
 

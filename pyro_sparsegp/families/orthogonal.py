@@ -66,7 +66,9 @@ class OrthogonallyDecoupled(OrthogonalInducing):
 
     :param num_columns: by default the second set is whitened by a Cholesky factor, in O(M₂³). With a number, its mean
         is c(x, O)a for free coefficients a instead, and the divergence ½aᵀC_OO a is estimated from that many random
-        columns of K_OO a step: linear in M₂, which may then be many thousands. For one second set.
+        columns of K_OO a step: linear in M₂, which may then be many thousands. For one second set. It takes
+        gradients: the natural gradient by a is C_OO⁻¹ times the gradient (C_OO is its Fisher information), and C_OO is
+        what is never factorised here.
     """
 
     num_columns: Optional[int] = field(default=None, kw_only=True)

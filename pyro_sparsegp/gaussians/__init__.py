@@ -21,6 +21,7 @@ from .product import (
 from .projected import ProjectedGaussian
 from .shared import Part, Share, Shared, Whole, block_diagonal
 from .shift import ShiftFactor
+from .sites import Sites
 from .steps import Falling, Rate
 from .unwhitened import Unwhitened
 
@@ -54,6 +55,7 @@ __all__ = [
     "Shared",
     "ShiftFactor",
     "Shifted",
+    "Sites",
     "Unwhitened",
     "Whole",
     "block_diagonal",

@@ -263,7 +263,7 @@ class NaturalGaussian(StepsOnBackward):
                 phi = heard.whole(row)
                 slope = slope + (phi.mT @ row["by_mean"][..., None])[..., 0]
         for row in heard.curved():
-            phi = heard.whole(row)
+            phi = row["whole"] if "whole" in row else heard.whole(row)
             curvature = 2 * row["by_change"]
             gram = gram + phi.mT @ (phi * curvature[..., None])
             if (curvature < 0).any():

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Optional, Union
 import torch
 from torch import Tensor
 
+from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, root_of_inverse, solve_lower
 from ..numerics.processes import joined
 from .groups import Groups, stacked, total
@@ -44,6 +45,92 @@ Seats = list[Optional[Tensor]]
 
 class _Listening(Listening, LowRankGaussian):
     pass
+
+
+class _MeanAndParts(Function):
+    """(B, r, D) ↦ m = P⁻¹r for P = blockdiag(D) + BBᵀ, and the parts of S = R(I − TᵀT)Rᵀ: RᵀB, A, T, and R.
+
+    R_bR_bᵀ = D_b⁻¹, AAᵀ = I + BᵀRRᵀB and T = A⁻¹BᵀR, with lower triangular R_b and A. On the way back, with tril½ the
+    lower triangle with its diagonal halved, symm X = X + Xᵀ and u = Sm̄,
+
+        b̄ = [A⁻ᵀ(T̄ + symm(tril½(AᵀĀ − T̄Tᵀ))T)]ᵀ + the gradient by RᵀB itself,   r̄ = u,
+        B̄ = Rb̄ − u(Bᵀm)ᵀ − m(Bᵀu)ᵀ,   D̄ = −½R symm(tril½(Rᵀ(R̄ + Bb̄ᵀ)))Rᵀ − ½ symm(umᵀ),
+
+    blocks on the diagonal. Autograd would go back through two factorisations.
+    """
+
+    @staticmethod
+    def forward(groups: Groups, low_rank: Tensor, pull: Tensor, *blocks: Tensor) -> tuple[Tensor, ...]:
+        roots = [root_of_inverse(d, plus_one=False) for d in blocks]
+        b = _each(groups, [root.mT for root in roots], low_rank)
+        gram = b.mT @ b
+        gram.diagonal(dim1=-2, dim2=-1).add_(1)
+        inner = cholesky(gram, 0.0, "I + BᵀD⁻¹B")
+        t = solve_lower(inner, b.mT)
+        return _times_covariance(groups, roots, t, pull), b, inner, t, *roots
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.groups, low_rank, *_ = inputs
+        m, _, inner, t, *roots = output
+        ctx.save_for_backward(low_rank, m, inner, t, *roots)
+        ctx.save_for_forward(low_rank, m, inner, t, *roots)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_m: Tensor, by_b: Tensor, by_inner: Tensor, by_t: Tensor, *by_roots: Tensor) -> Any:
+        groups = ctx.groups
+        low_rank, m, inner, t, *roots = ctx.saved_tensors
+        u = _times_covariance(groups, roots, t, by_m)
+        half = _half(inner.mT @ by_inner - by_t @ t.mT)
+        by_b = by_b + torch.linalg.solve_triangular(inner.mT, by_t + (half + half.mT) @ t, upper=True).mT
+        by_low_rank = _each(groups, roots, by_b) - u @ (m.mT @ low_rank) - m @ (u.mT @ low_rank)
+        by_blocks = []
+        cuts = (groups.cut(part) for part in (low_rank, by_b, u, m))
+        for root, by_root, own, by_own, left, right in zip(roots, by_roots, *cuts):
+            half = _half(root.mT @ (by_root + own @ by_own.mT))
+            both = root @ (half + half.mT) @ root.mT
+            outer = left @ right.mT
+            by_blocks.append(-0.5 * (both + outer + outer.mT))
+        return None, by_low_rank, u, *by_blocks
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, dlow: Optional[Tensor], dpull: Optional[Tensor], *dblocks: Optional[Tensor]) -> Any:
+        groups = ctx.groups
+        low_rank, m, inner, t, *roots = ctx.saved_tensors
+        dlow = torch.zeros_like(low_rank) if dlow is None else dlow
+        dpull = torch.zeros_like(m) if dpull is None else dpull
+        dd = [torch.zeros_like(root) if d is None else d for d, root in zip(dblocks, roots)]
+        droots = [-root @ _half(root.mT @ d @ root) for root, d in zip(roots, dd)]
+        b = _each(groups, [root.mT for root in roots], low_rank)
+        db = _each(groups, [d.mT for d in droots], low_rank) + _each(groups, [root.mT for root in roots], dlow)
+        right = solve_lower(inner, (db.mT @ b + b.mT @ db).mT)
+        dinner = inner @ _half(solve_lower(inner, right.mT))
+        dt = solve_lower(inner, db.mT - dinner @ t)
+        moved = _each(groups, dd, m) + dlow @ (low_rank.mT @ m) + low_rank @ (dlow.mT @ m)
+        return _times_covariance(groups, roots, t, dpull - moved), db, dinner, dt, *droots
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
+
+
+def _each(groups: Groups, matrices: Columns, v: Tensor) -> Tensor:
+    """blockdiag of stacked matrices, times columns."""
+    return groups.over([matrix @ part for matrix, part in zip(matrices, groups.cut(v))])
+
+
+def _times_covariance(groups: Groups, roots: Columns, t: Tensor, v: Tensor) -> Tensor:
+    """R(I − TᵀT)Rᵀv."""
+    scaled = _each(groups, [root.mT for root in roots], v)
+    return _each(groups, roots, scaled - t.mT @ (t @ scaled))
+
+
+def _half(matrix: Tensor) -> Tensor:
+    """The lower triangle, its diagonal halved."""
+    lower = matrix.tril()
+    lower.diagonal(dim1=-2, dim2=-1).mul_(0.5)
+    return lower
 
 
 @dataclass
@@ -93,7 +180,6 @@ class NaturalLowRank(StepsOnBackward):
         self.rank, self.base = max(self.sizes) if rank is None else rank, base
         self.sweeps, self.iterations = sweeps, iterations
         self._groups = Groups(self.sizes)
-        self._last: dict[str, tuple[Blocks, Columns]] = {}  # buffers, and the stacks that they are parts of
         for i, num in enumerate(self.sizes):
             eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
             b = 0.1 * torch.randn(*batch_shape, num, self.rank, dtype=like.dtype, device=like.device)
@@ -109,20 +195,13 @@ class NaturalLowRank(StepsOnBackward):
         return [self._buffers[f"{name}_{i}"] for i in range(len(self.sizes))]  # type: ignore[misc]
 
     def _keep(self, name: str, values: Columns) -> None:
-        """Take stacked values of the buffers' own dtype and shapes; they are there again until a buffer is another."""
+        """Take stacked values of the buffers' own dtype and shapes."""
         blocks = self._groups.vectors(values) if name == "loc" else self._groups.unstack(values)
         self._buffers.update((f"{name}_{i}", block) for i, block in enumerate(blocks))
-        self._last[name] = blocks, values
 
     def _stacked(self, name: str) -> Columns:
         blocks = self._each(name)
-        known, values = self._last.get(name, ((), ()))
-        if len(known) == len(blocks) and all(a is b for a, b in zip(known, blocks)):
-            return list(values)
         return self._groups.columns(blocks) if name == "loc" else self._groups.stack(blocks)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_last": {}}
 
     def _put_each(self, name: str, values: Sequence[Tensor]) -> None:
         for i, value in enumerate(values):
@@ -140,7 +219,7 @@ class NaturalLowRank(StepsOnBackward):
             eyes = [torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device) for phi in features]
             blocks = [e + p.mT @ p - u @ u.mT for e, p, u in zip(eyes, features, found)]
             self._put_each("block", blocks)
-            self._put_each("gain", [_positive(block - e) for block, e in zip(blocks, eyes)])
+            self._put_each("gain", [_positive(0.5 * (d + d.mT) - e) for d, e in zip(blocks, eyes)])
         self._sit(self._seats(anchor))
 
     def _seats(self, anchor: Any) -> Optional[Seats]:
@@ -201,6 +280,12 @@ class NaturalLowRank(StepsOnBackward):
         return pull, blocks, low_rank
 
     def _gaussian(self, pull: Optional[Columns], blocks: Columns, low_rank: Columns) -> LowRankGaussian:
+        if self.base and pull is not None:
+            over, unit = self._groups.over, self.unit
+            lifted = Lift.apply(over(low_rank), unit)
+            m, own, inner, t, *roots = _MeanAndParts.apply(self._groups, lifted, over(pull), *blocks)
+            loc, own, t = (self._groups.cut(part) for part in (m, own, t.mT))
+            return LowRankGaussian.of_parts(self._groups, loc, own, roots, inner, [part.mT for part in t])
         if self.base:
             trils: Optional[Columns] = [root_of_inverse(Lift.apply(d - _eye(d), self.unit)) for d in blocks]
             b = [tril.mT @ part for tril, part in zip(trils or (), low_rank)]
@@ -290,7 +375,7 @@ class NaturalLowRank(StepsOnBackward):
         shift = cautious(shift[..., 0], heard, order)[..., None]
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
-        fine = torch.stack([part.isfinite().all() for part in (*loc, *blocks, *low)]).all() & (each > 0).all()
+        fine = torch.stack([part.sum() for part in (*loc, *blocks, *low)]).isfinite().all() & (each > 0).all()
         loc, blocks, low = (
             [torch.where(fine, a, b) for a, b in zip(new, old)]
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
@@ -314,7 +399,7 @@ def _eye(like: Tensor) -> Tensor:
 
 def _positive(matrix: Tensor) -> Tensor:
     """The part of a symmetric matrix with positive eigenvalues."""
-    found = torch.linalg.eigh(0.5 * (matrix + matrix.mT))
+    found = torch.linalg.eigh(matrix)
     return (found.eigenvectors * found.eigenvalues.clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
 
 
@@ -386,10 +471,8 @@ class _Formed:
             own.add_(d)
         whole = whole.mul_(kept)
         whole.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
-        data = torch.zeros_like(whole)
-        for phi, curvature in rows:
-            data = data + phi.mT @ (phi * curvature)
-        self.matrix = whole + joined(data)[0]
+        parts = [phi.mT @ (phi * curvature) for phi, curvature in rows] or [torch.zeros_like(whole)]
+        self.matrix = whole + joined(sum(parts[1:], parts[0]))[0]
 
     def _diagonal(self, whole: Tensor) -> Columns:
         """Views of a matrix' blocks on the diagonal."""

@@ -139,4 +139,38 @@ def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor])
     if now is None or not before.numel():
         return gram, pull
     turn = solve_lower(before, now)  # w there is this times w here
-    return turn.mT @ gram @ turn, (turn.mT @ pull[..., None])[..., 0]
+    return _Turned.apply(gram, turn)[0], (turn.mT @ pull[..., None])[..., 0]
+
+
+class _Turned(Function):
+    """TᵀGT of a symmetric G. The way back by T is one product with GT, T̄ = GT(Ē + Ēᵀ); autograd's own are three."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gram: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
+        half = gram @ turn
+        return turn.mT @ half, half
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs, output[1])
+        ctx.save_for_forward(*inputs, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def jvp(ctx: Any, dgram: Optional[Tensor], dturn: Optional[Tensor]) -> tuple[Tensor, None]:
+        _, turn, half = ctx.saved_tensors
+        total = torch.zeros_like(half)
+        if dturn is not None:
+            left = dturn.mT @ half
+            total = total + left + left.mT
+        return total if dgram is None else total + turn.mT @ dgram @ turn, None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Optional[Tensor], Optional[Tensor]]:
+        gram, turn, half = ctx.saved_tensors
+        half = gram @ turn if torch.is_grad_enabled() else half  # to be differentiated again
+        by_gram = (turn @ grad @ turn.mT).sum_to_size(gram.shape) if ctx.needs_input_grad[0] else None
+        by_turn = (half @ (grad + grad.mT)).sum_to_size(turn.shape) if ctx.needs_input_grad[1] else None
+        return by_gram, by_turn

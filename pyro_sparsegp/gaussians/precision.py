@@ -12,6 +12,7 @@ With L_aL_aᵀ = I + BᵀB and T = L_a⁻¹Bᵀ, S = L(I − TᵀT)Lᵀ and log|
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Optional, Self
 
@@ -20,7 +21,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, solve_lower
+from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, side_by_side, solve_lower
 from .base import Coefficients, Gaussian
 from .groups import Groups, total
 from .product import DenseFactor, Product
@@ -60,6 +61,22 @@ class LowRankGaussian(Gaussian):
         self.inner = cholesky(eye + gram, 0.0, "I + BᵀB of a low-rank precision")
         self._t = [solve_lower(self.inner[..., None, :, :], part.mT) for part in b]  # (..., C, R, M_b)
 
+    @classmethod
+    def of_parts(
+        cls,
+        groups: Groups,
+        loc: Sequence[Tensor],
+        b: Sequence[Tensor],
+        trils: Sequence[Tensor],
+        inner: Tensor,
+        t: Sequence[Tensor],
+    ) -> Self:
+        """As :meth:`of_groups`, where L_a and T are known."""
+        new = cls.__new__(cls)
+        new.groups, new.sizes, new.batch_shape = groups, groups.sizes, loc[0].shape[:-3]
+        new._loc, new._b, new._trils, new.inner, new._t = loc, b, trils, inner, list(t)
+        return new
+
     def with_loc(self, loc: Sequence[Tensor]) -> Self:
         """The same covariance round another mean, columns stacked by the blocks' sizes."""
         new = copy.copy(self)
@@ -85,41 +102,44 @@ class LowRankGaussian(Gaussian):
         """L, a block each."""
         return None if self._trils is None else self.groups.unstack(self._trils)
 
+    @functools.cached_property
+    def _low_rank(self) -> Tensor:
+        """V = LTᵀ of all blocks, ``(..., ΣM, R)``: S = LLᵀ − VVᵀ."""
+        trils = self._trils
+        parts = [t.mT for t in self._t] if trils is None else [tril @ t.mT for tril, t in zip(trils, self._t)]
+        return self.groups.over(parts)
+
     def _scaled(self, phi: Sequence[Tensor]) -> Sequence[Tensor]:
         return phi if self._trils is None else [part @ tril for part, tril in zip(phi, self._trils)]
 
-    def _coupled(self, scaled: Sequence[Tensor]) -> Tensor:
-        # Sum over blocks before squaring: N·ΣM_b·R operations for all blocks together.
-        parts = [torch.einsum("...cnm,...crm->...nr", v, t) for v, t in zip(scaled, self._t)]
-        return sum(parts[1:], parts[0])
-
     def mean(self, features: Sequence[Tensor]) -> Tensor:
-        return _mean(self.groups.stack(features), self._loc)
+        return (_flat(self.groups.stack(features)) @ self.groups.over(self._loc))[..., 0]
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return self._variance_change(self.groups.stack(features))
+        phi = self.groups.stack(features)
+        return self._variance_change(phi, _flat(phi))
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         phi = self.groups.stack(features)
-        return _mean(phi, self._loc), self._variance_change(phi)
+        flat = _flat(phi)
+        return (flat @ self.groups.over(self._loc))[..., 0], self._variance_change(phi, flat)
 
-    def _variance_change(self, phi: Sequence[Tensor]) -> Tensor:
-        scaled = self._scaled(phi)
-        change = -row_squares(self._coupled(scaled))
+    def _variance_change(self, phi: Sequence[Tensor], flat: Tensor) -> Tensor:
+        change = -row_squares(flat @ self._low_rank)
         if self._trils is not None:
-            for part, v in zip(phi, scaled):
-                change = change + (row_squares(v) - row_squares(part)).sum(-2)
+            change = change - row_squares(flat)
+            for v in self._scaled(phi):
+                change = change + row_squares(v).sum(-2)
         return change
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         phi = self.groups.stack(features)
-        scaled = self._scaled(phi)
-        coupled = self._coupled(scaled)
+        flat = _flat(phi)
+        coupled = flat @ self._low_rank
         change = -coupled @ coupled.mT
         if self._trils is not None:
-            for part, v in zip(phi, scaled):
-                v, part = (whole.transpose(-3, -2).flatten(-2) for whole in (v, part))  # (..., N, CM)
-                change = change + v @ v.mT - part @ part.mT
+            v = _flat(self._scaled(phi))
+            change = change + v @ v.mT - flat @ flat.mT
         return change
 
     def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
@@ -140,16 +160,12 @@ class LowRankGaussian(Gaussian):
         return log_det
 
     def kl(self) -> Tensor:
-        trace = self._loc[0].new_full((), float(sum(self.sizes))) if self._trils is None else 0.0
-        for i, t in enumerate(self._t):
-            # tr L_b(I − T_bᵀT_b)L_bᵀ
-            if self._trils is None:
-                trace = trace - t.square().sum((-3, -2, -1))
-            else:
-                tril = self._trils[i]
-                trace = trace + tril.square().sum((-3, -2, -1)) - (t @ tril.mT).square().sum((-3, -2, -1))
-        loc = torch.cat([part.flatten(-3) for part in self._loc], -1)
-        return gaussian_kl(loc, torch.as_tensor(trace), self._log_det())
+        trace = -self._low_rank.square().sum((-2, -1))
+        if self._trils is None:
+            trace = trace + sum(self.sizes)
+        for tril in self._trils or ():
+            trace = trace + tril.square().sum((-3, -2, -1))
+        return gaussian_kl(self.groups.over(self._loc)[..., 0], trace, self._log_det())
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         # ε + Bη has covariance P = I + BBᵀ, so v = P⁻¹(ε + Bη) has covariance P⁻¹; P⁻¹ = I − TᵀT.
@@ -202,9 +218,9 @@ class LowRankGaussian(Gaussian):
         return eyes + self.covariance_change(list(eyes.split(self.sizes, -1)))
 
 
-def _mean(phi: Sequence[Tensor], loc: Sequence[Tensor]) -> Tensor:
-    parts = [torch.einsum("...cnm,...cmk->...n", part, m) for part, m in zip(phi, loc)]
-    return sum(parts[1:], parts[0])
+def _flat(phi: Sequence[Tensor]) -> Tensor:
+    """Stacked features, ``(..., C, N, M)``, side by side in the order of the groups, ``(..., N, ΣM)``."""
+    return side_by_side([part.transpose(-3, -2).flatten(-2) for part in phi])
 
 
 def leading_directions(features: Sequence[Tensor], small: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:

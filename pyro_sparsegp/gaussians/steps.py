@@ -93,8 +93,8 @@ class Heard:
     def whole(self, row: dict[str, Any], order: Optional[Sequence[int]] = None) -> Tensor:
         """A row's Φ, all blocks side by side, in their own or another order: made once."""
         if "whole" not in row:
-            features = row["features"]
-            row["whole"] = side_by_side(features if order is None else [features[b] for b in order])
+            features = row["features"] if order is None else [row["features"][b] for b in order]
+            row["whole"] = side_by_side(features) if len(features) > 1 else features[0]
         return row["whole"]
 
     def weight(self, batch_shape: torch.Size) -> Tensor:
@@ -368,7 +368,7 @@ def cautious(shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None)
     """
     most = torch.full_like(shift[..., :1], _FARTHEST)
     for row in heard.rows.values():
-        phi = heard.whole(row, order)
+        phi = row["whole"] if "whole" in row else heard.whole(row, order)
         moved = (phi @ shift[..., None])[..., 0].abs()
         by = phi.square().sum(-1).sqrt().clamp(min=torch.finfo(phi.dtype).tiny)
         most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))

@@ -14,7 +14,7 @@ from ..approximations.absorbing import Absorbing
 from ..approximations.expectation import ExpectationGP
 from ..approximations.on_sites import SiteGP
 from ..gaussians import NaturalGaussian, NaturalLowRank
-from ..program.checks import require_whole
+from ..program.checks import require_each_row, require_whole
 from ..program.facts import Structure, explore
 from ..program.reader import Reader
 from ..program.traces import (
@@ -93,6 +93,7 @@ def _add(
         if not any(is_observation(site) for _, site in all_sites(trace)):
             raise ValueError("absorb is given no observations: call it as the model with the new data, absorb(x, y).")
         require_whole(trace)
+        require_each_row(trace)
         found = _facts(guide, run, args, kwargs, trace)
         less = {} if kept is None else kept.sums
         modules = {

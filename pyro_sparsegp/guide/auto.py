@@ -229,6 +229,8 @@ class AutoSparseGP(Saved):
         :param num: how many.
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
+        if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+            raise ValueError(f"the number of draws must be a whole number of at least 1, got {num!r}")
         self._ready(args, kwargs)
         conditions, known = None, self.are_known_rows(args, kwargs)
         for _ in range(num):

@@ -15,9 +15,9 @@ from ..approximations.weight_space import elsewhere
 from ..gaussians.sites import KeptSites, Sites
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.checks import holds_part, require_full_batch
+from ..program.checks import holds_part, require_finite, require_full_batch
 from ..program.data import Relation, TrainingData
-from ..program.handlers import Held, unrecorded
+from ..program.handlers import Held, unrecorded, unweighted
 from ..program.reader import Reader
 from ..program.traces import all_sites, as_process, is_free, repeatable
 from ..warned import warn_once
@@ -134,6 +134,7 @@ class Conditioned(GPSites):
 
     def _refuse_other_data(self, observed: str) -> None:
         """Raise if a step of training brings other data than the guide is about."""
+        require_finite(self.trace, observed)
         for name, module in () if self.takes_batches else self.site_modules().items():
             require_full_batch(name, module.family["name"], self.trace)
             raise ValueError(
@@ -230,7 +231,7 @@ class Conditioned(GPSites):
         assert self.structure is not None
         inner = self.structure.inner
         run = Draw(same)
-        with unrecorded(), torch.set_grad_enabled(keep):
+        with unrecorded() if keep else unweighted(whole=same), torch.set_grad_enabled(keep):
             self.perform(run, args, kwargs)
         trace = self.trace
         if same and self.takes_batches and self.data is not None and holds_part(trace):

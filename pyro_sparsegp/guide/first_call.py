@@ -95,14 +95,17 @@ class _FlatInputsError(Exception):
         self.name, self.columns = name, columns
 
 
+_NOTHING = (
+    "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take the first "
+    "SVI step, with the data, model(x, y)."
+)
+
+
 class ObservesNothingError(ValueError):
     """A first call came without data."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take "
-            "the first SVI step, with the data, model(x, y)."
-        )
+    def __init__(self, *args: Any) -> None:  # Pyro's handlers make errors anew, with words of their own added
+        super().__init__(*args or (_NOTHING,))
 
 
 def _observes_nothing(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -328,8 +331,13 @@ def explain_nan(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> str:
     kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("NaN", torch.isnan), ("infinite", torch.isinf))
     for kind, test in kinds:
         bad = {name: test(density) for name, density in run.densities.items()}
-        found = [f"{name!r} ({int(part.sum())} of {part.numel()} values)" for name, part in bad.items() if part.any()]
+        found = [f"{name!r} ({checks.which(part)})" for name, part in bad.items() if part.any()]
         where += [f"the log density of site {', '.join(found)} is {kind}"] if found else []
+    where += [
+        f"the inputs of GP site {name!r} are not finite ({checks.which(~q.process.x.isfinite().all(-1), 'rows')})"
+        for name, q in run.posteriors.items()
+        if not q.process.x.isfinite().all()
+    ]
     where += [
         f"the KL divergence of GP site {name!r} is not finite"
         for name, q in run.posteriors.items()

@@ -51,7 +51,7 @@ from ..program.traces import (
 from ..warned import Warned
 from .coupled import CoupledLatents
 from .joint import Families, by_name, require_families, shared
-from .runs import Met, ProbeRun, Run
+from .runs import Met, ProbeRun, Run, require_inputs
 
 __all__ = ["GPSites"]
 
@@ -131,10 +131,7 @@ class GPSites(CoupledLatents):
 
     def build(self, name: str, process: GaussianProcess) -> Any:
         """Make the module of a GP site."""
-        try:
-            process.kernel.check_inputs(process.x)
-        except ValueError as error:
-            raise ValueError(f"GP site {name!r}: {error}") from None
+        require_inputs(name, process)
         module = self.family_of(name).build(process, name)
         _warn_of_noise(name, process)
         deep_setattr(self, "gps." + name, module)

@@ -36,6 +36,7 @@ __all__ = [
     "Run",
     "Setup",
     "Train",
+    "require_inputs",
 ]
 
 _WAVES = 16  # of a function that stands for a prior's draw at many rows
@@ -363,6 +364,7 @@ class Look(Run):
         self.given(conditions)
 
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
+        require_inputs(site.name, site.process)
         kind = Site if median or self.joint else site.draws
         num = site.process.event_shape[0]
         if not median and self.joint and num > LARGEST_JOINT:
@@ -376,6 +378,17 @@ class Look(Run):
 
 def _in_groups(posterior: Any, site: Met) -> Any:
     return posterior.in_groups_of(site.group) if isinstance(posterior, GroupedSite) else posterior
+
+
+def require_inputs(name: str, process: GaussianProcess) -> None:
+    """Raise for inputs that the kernel has no values at, such as an output's number that is none.
+
+    :raises ValueError: naming the site.
+    """
+    try:
+        process.kernel.check_inputs(process.x)
+    except ValueError as error:
+        raise ValueError(f"GP site {name!r}: {error}") from None
 
 
 def _smooth(posterior: SparsePosterior) -> Tensor:

@@ -75,6 +75,9 @@ class Model(BoTorchModel, FantasizeMixin):
         if guide.structure is None:
             raise ValueError("Model's guide was never called: train it on the data first, or call guide(x, y)")
         self.sites = (site,) if isinstance(site, str) else tuple(site)
+        if not self.sites or len(set(self.sites)) < len(self.sites):
+            raise ValueError(f"Model's site is a name, or several different names, got {site!r}")
+        _require_noise(noise)
         known = sorted(guide.structure.gps)
         for name in self.sites:
             if name not in known:
@@ -192,7 +195,7 @@ class Model(BoTorchModel, FantasizeMixin):
         with pyro.validation_enabled(False), poutine.block():
             trace = poutine.trace(poutine.condition(model, {**latents, **means})).get_trace(*arguments)
         mean = means[name]
-        for site in guide.observed:
+        for site in () if guide.structure.enumerated else guide.observed:  # whose mixtures are not around f
             fn: Any = trace.nodes[site]["fn"] if site in trace.nodes else None
             while isinstance(fn, torch.distributions.Independent):
                 fn = fn.base_dist
@@ -202,6 +205,8 @@ class Model(BoTorchModel, FantasizeMixin):
                 continue
             if centre.shape == mean.shape and torch.allclose(centre, mean):
                 return _by_output(fn.variance.expand(mean.shape))
+            if centre.dim() == mean.dim() == 2 and centre.shape == mean.mT.shape and torch.allclose(centre, mean.mT):
+                return _by_output(fn.variance.expand(centre.shape).mT)  # a column for each output
         raise ValueError(
             f"the variance of a measurement is asked for, and no observed site has a distribution of mean {name!r}, "
             f"such as Normal({name}, noise). Say what one is worth as a measurement of {name!r}, "
@@ -325,3 +330,12 @@ def _blocks(posterior: SparsePosterior, q: int) -> Tensor:
         parts.append(apart.diagonal(dim1=-4, dim2=-2).movedim(-1, -3))
     found = torch.cat(parts, -3)
     return found.expand(*posterior.batch_shape, *found.shape[-3:])
+
+
+def _require_noise(noise: Any) -> None:
+    if noise is None:
+        return
+    number = isinstance(noise, (int, float)) and not isinstance(noise, bool)
+    fits = number or (isinstance(noise, Tensor) and noise.is_floating_point())
+    if not fits or not bool(torch.as_tensor(noise).isfinite().all()) or bool((torch.as_tensor(noise) < 0).any()):
+        raise ValueError(f"Model's noise is a variance, or a tensor of them, of at least 0; got {noise!r}")

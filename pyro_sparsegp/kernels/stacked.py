@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel, Product, Scaled, Select
+from .anova import Anova
 from .base import Scalar, as_tensor
 from .stationary import RBF, Matern12, Matern32, Matern52, Periodic, RationalQuadratic
 
@@ -34,27 +35,37 @@ def structure(kernel: Any) -> Optional[tuple[Any, ...]]:
     if isinstance(kernel, Product):
         factors = tuple(structure(factor) for factor in kernel.factors)
         return None if None in factors else (Product, *factors)
+    if isinstance(kernel, Anova):
+        inner = structure(kernel.base) if kernel.in_closed_form else None
+        return None if inner is None else (Anova, kernel.variance is None, inner)
     own = _OWN.get(type(kernel))
     if own is None:
         return None
     return (type(kernel), *(_width(getattr(kernel, name)) for name, dims in own.items() if dims))
 
 
-def stacked(kernels: Sequence[Any], like: Tensor) -> Kernel:
+def stacked(kernels: Sequence[Any], like: Tensor, columns: Optional[Sequence[Sequence[int]]] = None) -> Kernel:
     """C kernels of the same :func:`structure` as one, with their number as the last dimension of its batch.
 
     It takes inputs ``(N, D)`` of all of them, or ``(C, N, D)``, each one's own.
 
     :param like: a tensor of the dtype and device of numbers.
+    :param columns: which columns each one's own inputs consist of, ``(C, N, d)``, if not all.
     """
     first = kernels[0]
-    if isinstance(first, (Scaled, Select)):
-        inner = stacked([kernel.kernel for kernel in kernels], like)
-        if isinstance(first, Select):
-            return _Selections(kernels, inner)
+    if isinstance(first, Scaled):
+        inner = stacked([kernel.kernel for kernel in kernels], like, columns)
         return Scaled(inner, _stack([kernel.variance for kernel in kernels], 0, like))
+    if isinstance(first, Select):
+        return _Selections(kernels, stacked([kernel.kernel for kernel in kernels], like), columns)
     if isinstance(first, Product):
-        return Product(*(stacked(alike, like) for alike in zip(*(kernel.factors for kernel in kernels))))
+        return Product(*(stacked(alike, like, columns) for alike in zip(*(kernel.factors for kernel in kernels))))
+    if isinstance(first, Anova):
+        bounds = (_same_or_stack([getattr(kernel, name) for kernel in kernels], like) for name in ("low", "high"))
+        whole = _Anovas(stacked([kernel.base for kernel in kernels], like), *bounds)
+        if first.variance is not None:
+            whole.variance = _stack([kernel.variance for kernel in kernels], 0, like)
+        return whole
     own = {
         name: _stack([getattr(kernel, name) for kernel in kernels], dims, like)
         for name, dims in _OWN[type(first)].items()
@@ -66,6 +77,14 @@ def _width(value: Scalar) -> int:
     return value.shape[-1] if isinstance(value, Tensor) and value.dim() else 1
 
 
+def _same_or_stack(values: Sequence[Scalar], like: Tensor) -> Scalar:
+    """One number where all are that."""
+    first = values[0]
+    if not isinstance(first, Tensor) and all(not isinstance(value, Tensor) and value == first for value in values):
+        return first
+    return _stack(values, 0, like)
+
+
 def _stack(values: Sequence[Scalar], own: int, like: Tensor) -> Tensor:
     """Hyperparameters, ``(...,)`` or ``(..., D)``, as one, ``(..., C)`` or ``(..., C, D)``."""
     tensors = [value if isinstance(value, Tensor) else as_tensor(value, like) for value in values]
@@ -74,13 +93,39 @@ def _stack(values: Sequence[Scalar], own: int, like: Tensor) -> Tensor:
     return torch.stack([tensor.expand(shape) for tensor in tensors], -1 - own)
 
 
-class _Selections(Kernel):
-    """k_c(x[dims_c], x'[dims_c]) for each c."""
+class _Anovas(Anova):
+    """Of one run, in which what the kernel and its diagonal take of the same inputs is found once."""
 
     any_dtype = True
 
-    def __init__(self, kernels: Sequence[Select], kernel: Kernel) -> None:
-        self.selections, self.kernel = tuple(kernels), kernel
+    def __init__(self, base: Kernel, low: Scalar, high: Scalar) -> None:
+        super().__init__(base, low, high)
+        self._last: Optional[tuple[Tensor, Any]] = None
+
+    def _deficits(self, profile: Any, x: Tensor) -> Any:
+        if self._last is None or self._last[0] is not x:
+            found = super()._deficits(profile, x)
+            if self._last is not None and self._last[0].shape[-2] > x.shape[-2]:
+                return found  # the larger one is asked for again
+            self._last = x, found
+        return self._last[1]
+
+
+class _Selections(Kernel):
+    """k_c(x[dims_c], x'[dims_c]) for each c.
+
+    :param columns: which columns inputs of each one's own consist of; ``None`` is all.
+    """
+
+    any_dtype = True
+
+    def __init__(
+        self, kernels: Sequence[Select], kernel: Kernel, columns: Optional[Sequence[Sequence[int]]] = None
+    ) -> None:
+        self.selections, self.kernel, self.places = tuple(kernels), kernel, None
+        self._last: Optional[tuple[Tensor, Tensor]] = None
+        if columns is not None:
+            self.places = [tuple(own.index(d) for d in one.dims) for one, own in zip(kernels, columns)]
 
     @property
     def parts(self) -> tuple[Kernel, ...]:
@@ -91,8 +136,28 @@ class _Selections(Kernel):
         return self.kernel.batch_shape
 
     def _own(self, x: Tensor) -> Tensor:
-        each = x.unbind(-3) if x.dim() > 2 else [x] * len(self.selections)
-        return torch.stack([kernel.own_columns(one) for kernel, one in zip(self.selections, each)], -3)
+        if x.dim() > 2:
+            return self._own_of(x)
+        if self._last is None or self._last[0] is not x:  # kernel and diagonal are of the same inputs, one by one
+            self._last = x, self._own_of(x)
+        return self._last[1]
+
+    def _own_of(self, x: Tensor) -> Tensor:
+        if x.dim() == 2:
+            dims = [kernel.dims for kernel in self.selections]
+            first = dims[0][0]
+            if dims == [(first + c,) for c in range(len(dims))]:
+                return x[:, first : first + len(dims)].mT[..., None]
+            return torch.stack([kernel.own_columns(x) for kernel in self.selections], -3)
+        if self.places is None:
+            each = x.unbind(-3)
+            return torch.stack([kernel.own_columns(one) for kernel, one in zip(self.selections, each)], -3)
+        if any(place != self.places[0] for place in self.places):
+            both = zip(self.places, x.unbind(-3))
+            return torch.stack([torch.stack([one[..., d] for d in place], -1) for place, one in both], -3)
+        if self.places[0] == tuple(range(x.shape[-1])):
+            return x
+        return torch.stack([x[..., d] for d in self.places[0]], -1)
 
     @property
     def scaled(self) -> Optional[Callable[..., Tensor]]:

@@ -135,7 +135,8 @@ def cholesky(
     level = first
     for attempt in range(_ESCALATIONS + 1):
         if scale is None and (level > 0 or dtype is not None):
-            scale = _mean_of_diagonal(matrix)
+            diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
+            scale = diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
         if dtype is not None:
             assert scale is not None
             factor, info = _Factor.apply(matrix, level * scale, dtype)
@@ -167,11 +168,6 @@ def cholesky(
         f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite. "
         f"{_why(matrix)} Relative jitters from {first:.0e} to {level / 10:.0e} were tried."
     )
-
-
-def _mean_of_diagonal(matrix: Tensor) -> Tensor:
-    diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
-    return diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
 
 
 def _why(matrix: Tensor) -> str:
@@ -277,9 +273,13 @@ def sum_blocks(features: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def root_of_inverse(gram: Tensor) -> Tensor:
-    """Lower triangular L with LLᵀ = (I + G)⁻¹, for G positive semidefinite, ``(..., M, M)``: no inverse is formed."""
+def root_of_inverse(gram: Tensor, plus_one: bool = True) -> Tensor:
+    """Lower triangular L with LLᵀ = (I + G)⁻¹, for G positive semidefinite, ``(..., M, M)``: no inverse is formed.
+
+    :param plus_one: whether it is I + G; else G itself, positive definite, is meant.
+    """
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     # With rows and columns reversed, I + G = CCᵀ is UUᵀ for an upper U, and (UUᵀ)⁻¹ = U⁻ᵀU⁻¹.
-    upper = cholesky((eye + gram).flip((-2, -1)), 0.0, "I + ΦᵀΦ").flip((-2, -1))
+    whole = eye + gram if plus_one else gram
+    upper = cholesky(whole.flip((-2, -1)), 0.0, "I + ΦᵀΦ").flip((-2, -1))
     return torch.linalg.solve_triangular(upper, eye, upper=True).mT

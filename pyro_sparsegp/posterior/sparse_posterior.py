@@ -35,7 +35,17 @@ class SparsePosterior(Marginals):
         return self._cached("components", lambda: Components(self, SparsePosterior))
 
     def at(self, x: Tensor) -> SparsePosterior:
-        """The same posterior at other inputs ``(N', D)``."""
+        """The same posterior at other inputs ``(N', D)``.
+
+        :raises ValueError: naming the site, if they are no such matrix of finite numbers, of the posterior's dtype.
+        """
+        here = self.process.x
+        if not isinstance(x, Tensor) or x.dim() != here.dim() or x.dtype != here.dtype or x.shape[-1] != here.shape[-1]:
+            got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"the posterior of site {self.name!r} is asked at inputs {got}; its own are {here.dtype} of shape "
+                f"{tuple(here.shape)}: give as many columns, one row for each input, of the same dtype."
+            )
         process = self.process.at(x).expand(self.process.batch_shape)
         return SparsePosterior(process, self.basis, self.coefficients, self.name, self.sites)
 

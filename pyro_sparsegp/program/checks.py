@@ -27,6 +27,8 @@ from .traces import (
 
 __all__ = [
     "holds_part",
+    "require_each_row",
+    "require_finite",
     "require_full_batch",
     "require_left_out",
     "require_own_rows",
@@ -38,11 +40,14 @@ __all__ = [
 
 
 def require_sizes(trace: poutine.Trace) -> None:
-    """Raise if a plate holds more of a run's data than it has: it would scale them down.
+    """Raise if a plate holds more of a run's data than it has: it would scale them down; or if data are a column.
 
     :raises ValueError: naming the site and the plate.
     """
     for name, site in all_sites(trace):
+        fn = site["fn"]
+        if site["is_observed"] and site["value"].dim() > len(fn.batch_shape) + len(fn.event_shape):
+            require_own_rows(name, site)
         for frame in site["cond_indep_stack"] if site["type"] == "sample" else ():
             if frame.full_size is not None and frame.size > frame.full_size and is_observation(site):
                 raise ValueError(
@@ -80,6 +85,30 @@ def require_whole(trace: poutine.Trace) -> None:
     """
     for part in _parts(trace):
         raise ValueError(f"absorb counts each row once, and {part}: give the plate the new rows' number, size=len(x).")
+
+
+def which(bad: Tensor, what: str = "values") -> str:
+    """How many are bad, and the first of them."""
+    first = tuple(bad.nonzero()[0].tolist())
+    return f"{int(bad.sum())} of {bad.numel()} {what}, the first at {first[0] if len(first) == 1 else first}"
+
+
+def require_finite(trace: poutine.Trace, observed: str) -> None:
+    """Raise if data, or the inputs of a GP site, are NaN or infinite.
+
+    :raises ValueError: naming the site and the first such row.
+    """
+    for name, site in all_sites(trace):
+        process = as_process(site["infer"].get("prior"))[0] if site["type"] == "sample" else None
+        value = site["value"] if name == observed else None if process is None else process.x
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+            held = "observes" if process is None else "has inputs with"
+            bad = ~value.isfinite() if process is None else ~value.isfinite().all(-1)
+            where = which(bad, "values" if process is None else "rows")
+            raise ValueError(
+                f"site {name!r} {held} NaN or infinite numbers ({where}): drop these rows, impute them, or mask the "
+                "observations, poutine.mask(mask=~y.isnan())."
+            )
 
 
 def holds_part(trace: poutine.Trace) -> bool:
@@ -199,11 +228,25 @@ def require_own_rows(name: str, site: Any) -> None:
     )
 
 
+def require_each_row(trace: poutine.Trace) -> None:
+    """Raise if a site's data are not one value for each of its distribution's.
+
+    :raises ValueError: naming the site and both shapes.
+    """
+    for name, site in all_sites(trace):
+        if is_observation(site) and site["value"].shape != torch.Size(site["fn"].shape()):
+            require_own_rows(name, site)
+            raise ValueError(
+                f"site {name!r} observes data of shape {tuple(site['value'].shape)} under a distribution of shape "
+                f"{tuple(site['fn'].shape())}: give one value for each row."
+            )
+
+
 def why_without_density(site: Any, error: ValueError) -> str:
     """What to say of a site that has no density at its value."""
     nan = site["value"].isnan()
     if nan.any():
-        found = f"{int(nan.sum())} of {nan.numel()} are NaN."
+        found = f"{int(nan.sum())} of {nan.numel()} are NaN, the first at {which(nan).rpartition(' at ')[2]}."
         event_dim = site["fn"].event_dim
         if not event_dim:
             return f"{found} Drop those rows, or mask them: poutine.mask(mask=~y.isnan()) around the site."

@@ -31,11 +31,18 @@ def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: An
         ``enumerate_support()``, for each element of its plates ``(...)``.
     :raises ValueError: naming a latent whose value is not given.
     """
+    if not all(isinstance(value, Tensor) for value in values.values()):
+        raise ValueError("class_probabilities takes values of latents, tensors by name, such as a draw guide(x, y)")
     enumeration = Enumeration()
     with poutine.block(), torch.no_grad():
         held = poutine.condition(enumeration(model), data=dict(values))
         trace = poutine.trace(held).get_trace(*args, **kwargs)
     for name, site in all_sites(trace):
+        if name in values and site["type"] == "sample" and site["value"].shape != site["fn"].shape():
+            raise ValueError(
+                f"class_probabilities: the value of site {name!r} has shape {tuple(site['value'].shape)}, its "
+                f"distribution {tuple(site['fn'].shape())}: give one draw of each latent, at these rows."
+            )
         if is_free(site) and not site_is_subsample(site):
             raise ValueError(
                 f"class_probabilities: latent site {name!r} has no value; give one for each latent that is not "

@@ -147,8 +147,9 @@ class Enumeration(Messenger):
             latents = [self._latents[dim] for dim in sorted(group.dims)]
             terms = [replace(term, belongs=_belongs(latents, term.plates)) for term in terms]
             with torch.enable_grad():
-                left = contract(terms, self._plates_of(group))
-                total = sum((factor.evaluate().sum() for factor in left), like.new_zeros(()))
+                total = torch.stack(
+                    [factor.evaluate().sum() for factor in contract(terms, self._plates_of(group))]
+                ).sum()
                 shares = torch.autograd.grad(total, list(moves.values()))
             for dim, share in zip(moves, shares):
                 depth = max((-frame.dim for frame in self._latents[dim].plates.values() if frame.vectorized), default=0)
@@ -158,15 +159,17 @@ class Enumeration(Messenger):
 
     def _sum_out(self, msg: Any) -> None:
         fn = msg["fn"]
+        shape = fn.batch_shape + fn.event_shape
+        if as_process(fn)[0] is not None and any(size > 1 for size in shape[:-PLATES]):
+            latent = self._latents[min(self._latents)].name
+            raise ValueError(
+                f"GP site {msg['name']!r} depends on the discrete site {latent!r}, which is enumerated: each of its "
+                "values would have a process of its own. Write these as GP sites, or outputs of one, and choose among "
+                "their values downstream."
+            )
         dims = self._dims(msg) if self.names else []
         if not dims:
             return
-        if as_process(fn)[0] is not None:
-            raise ValueError(
-                f"GP site {msg['name']!r} depends on the discrete site {self._latents[dims[0]].name!r}, which is "
-                "enumerated: each of its values would have a process of its own. Write these as GP sites, or outputs "
-                "of one, and choose among their values downstream."
-            )
         _require_plates(msg)
         group = self._joined(msg, dims)
         normalised = not group.met

@@ -10,14 +10,16 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.mask_messenger import MaskMessenger
 from pyro.poutine.messenger import Messenger, block_messengers
+from pyro.poutine.scale_messenger import ScaleMessenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from ..posterior.base import Marginals
 from .traces import as_process, is_observation, repeatable, without_event
 
-__all__ = ["AtMeans", "Held", "is_blocked", "observes", "stand_in", "unrecorded"]
+__all__ = ["AtMeans", "Held", "is_blocked", "observes", "stand_in", "unrecorded", "unweighted"]
 
 
 class Held(Messenger):
@@ -52,6 +54,21 @@ class AtMeans(Messenger):
 def unrecorded() -> Any:
     """Hide a run from the traces around it; handlers that change its sites stay in force."""
     return block_messengers(lambda messenger: isinstance(messenger, TraceMessenger))
+
+
+def unweighted(whole: bool) -> Any:
+    """As :func:`unrecorded`, of a run of data that the call is not about: scales and masks around it are not theirs.
+
+    :param whole: whether only a mask that leaves all out is meant, by which Pyro's prediction says that it wants no
+        densities.
+    """
+
+    def is_hidden(messenger: Any) -> bool:
+        if isinstance(messenger, MaskMessenger):
+            return messenger.mask is False or not whole
+        return isinstance(messenger, TraceMessenger) or (isinstance(messenger, ScaleMessenger) and not whole)
+
+    return block_messengers(is_hidden)
 
 
 def is_blocked(model: Callable) -> bool:

@@ -1,4 +1,4 @@
-"""A distribution from which discrete latents upstream are summed out."""
+"""What is left of a distribution when discrete latents upstream are summed out."""
 
 from __future__ import annotations
 
@@ -38,14 +38,8 @@ class SummedOut(TorchDistribution):
         latents: dict[int, frozenset[Any]],
         normalised: bool,
     ) -> None:
-        self.fn, self.own, self.site_mask, self.before, self.latents, self.normalised = (
-            fn,
-            own,
-            mask,
-            before,
-            latents,
-            normalised,
-        )
+        self.fn, self.own, self.left_out_by = fn, own, mask
+        self.before, self.latents, self.normalised = before, latents, normalised
         left = contract([*before, own], latents)
         self.shared = left_over(left)  # the plates whose elements have a density each
         depth = max((-frame.dim for frame in own.plates.values() if frame.vectorized), default=0)
@@ -65,7 +59,7 @@ class SummedOut(TorchDistribution):
         """log p(y | what came before); of rows that share a z, each one's share."""
 
         def at_value() -> Tensor:
-            return torch.as_tensor(scale_and_mask(self.fn.log_prob(value), mask=self.site_mask))
+            return torch.as_tensor(scale_and_mask(self.fn.log_prob(value), mask=self.left_out_by))
 
         own = Factor(self.own.latents, self.own.plates, self.own.belongs, at_value)
         total = self._summed([*self.before, own])
@@ -83,11 +77,8 @@ class SummedOut(TorchDistribution):
     def _shares(self, total: Tensor) -> Tensor:
         """What elements have, in equal parts at each row that is not masked."""
         plates = (*[1] * (PLATES - len(self.batch_shape)), *self.batch_shape)
-        counted = (
-            self.site_mask
-            if isinstance(self.site_mask, Tensor)
-            else torch.ones((), dtype=torch.bool, device=total.device)
-        )
+        mask = self.left_out_by
+        counted = mask if isinstance(mask, Tensor) else torch.ones((), dtype=torch.bool, device=total.device)
         counted = padded(counted.to(total.dtype)).expand(plates)
         rows = Factor(frozenset(), self.own.plates, self.own.belongs, lambda: counted)
         share = total / reduced(rows, self.shared).evaluate().clamp(min=1)

@@ -73,8 +73,9 @@ def main() -> None:
     lines = [
         "# A step of additive families",
         "",
-        f"Made by `python tests/benchmarks/additive_time.py --rounds {options.rounds}`: one thread, torch "
-        f"{torch.__version__}, float32, 16 points a term, {BATCH} rows; ms of CPU time, medians.",
+        f"Made by `python tests/benchmarks/additive_time.py --terms {' '.join(map(str, options.terms))} --rounds "
+        f"{options.rounds}`: one thread, torch {torch.__version__}, float32, 16 points a term, {BATCH} rows; ms of CPU "
+        "time, medians.",
         "",
         "| terms | " + " | ".join(f"{name} (ms)" for name in families()) + " |",
         "|" + "---|" * (len(families()) + 1),

@@ -1,6 +1,6 @@
 """Noisy test functions of Bayesian optimisation: a guide as BoTorch's model beside BoTorch's own.
 
-    python tests/benchmarks/bayesian_optimisation.py [--tasks "Branin" ...] [--models "here" ...] [--seeds 3]
+    python tests/benchmarks/bayesian_optimisation.py [--tasks "Branin" ...] [--models "here" ...] [--seeds 0 1 2]
 
 Regret, best value seen without noise over the optimum, after so many measurements of noise 0.05: those first are at
 random, the others by LogEI, or by qLogNEI in joint batches of three. Values are standardised before each fit. "Here" is
@@ -110,11 +110,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     options = parser.parse_args()
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
-    seeds = range(options.seeds)
+    seeds = options.seeds
     print(
         "| task | measurements | model | " + " | ".join(f"seed {seed}" for seed in seeds) + " | median | CPU seconds |"
     )

@@ -1,0 +1,121 @@
+"""Block plus low-rank precisions: the parts of their inverse, and the damped precision formed or not."""
+
+import itertools
+
+import pytest
+import torch
+
+from pyro_sparsegp.gaussians.groups import Groups
+from pyro_sparsegp.gaussians.natural_low_rank import _Formed, _MeanAndParts, _Products, _sweep
+from pyro_sparsegp.gaussians.optimal import seen_from
+from pyro_sparsegp.gaussians.precision import LowRankGaussian
+from pyro_sparsegp.numerics.linalg import root_of_inverse
+
+GROUPS, RANK = Groups([3, 2, 3]), 2  # in the order of groups: 0, 2, 1
+
+
+def pieces(batch=()):
+    """D and B of a precision, and a column."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*batch, *shape, generator=generator, dtype=torch.float64)
+
+    blocks = [a @ a.mT + torch.eye(a.shape[-1]).double() for a in (normal(2, 3, 3), normal(1, 2, 2))]
+    return blocks, normal(8, RANK), normal(8, 1)
+
+
+def dense(blocks, low_rank):
+    """blockdiag(D) + BBᵀ."""
+    first, second = blocks
+    whole = low_rank @ low_rank.mT
+    for start, block in ((0, first[..., 0, :, :]), (3, first[..., 1, :, :]), (6, second[..., 0, :, :])):
+        stop = start + block.shape[-1]
+        whole[..., start:stop, start:stop] += block
+    return whole
+
+
+def symmetric(blocks):
+    return [0.5 * (block + block.mT) for block in blocks]
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_parts_of_the_inverse(batch):
+    blocks, low_rank, pull = pieces(batch)
+    m, b, inner, t, *roots = _MeanAndParts.apply(GROUPS, low_rank, pull, *blocks)
+    precision = dense(blocks, low_rank)
+    torch.testing.assert_close(m, torch.linalg.solve(precision, pull))
+    loc, own, t = (GROUPS.cut(part) for part in (m, b, t.mT))
+    q = LowRankGaussian.of_parts(GROUPS, loc, own, roots, inner, [part.mT for part in t])
+    order = [0, 1, 2, 6, 7, 3, 4, 5]  # of the blocks
+    torch.testing.assert_close(q.covariance_matrix, torch.linalg.inv(precision)[..., order, :][..., order])
+
+
+def test_gradients_of_the_parts():
+    blocks, low_rank, pull = pieces()
+    inputs = [part.requires_grad_() for part in (low_rank, pull, *blocks)]
+
+    def parts(low_rank, pull, *blocks):
+        return _MeanAndParts.apply(GROUPS, low_rank, pull, *symmetric(blocks))
+
+    assert torch.autograd.gradcheck(parts, inputs, check_forward_ad=True)
+
+
+def test_precision_formed_or_not():
+    blocks, low_rank, column = pieces()
+    generator = torch.Generator().manual_seed(1)
+    rows = [(torch.randn(5, 8, generator=generator).double(), torch.rand(5, 1, generator=generator).double())] * 2
+    kept = torch.tensor([[0.7]]).double()
+    eye = torch.eye(8).double()
+    exact = 0.7 * dense(blocks, low_rank) + 0.3 * eye + sum(phi.mT @ (phi * each) for phi, each in rows)
+    formed, products = (kind(GROUPS, blocks, low_rank, kept, rows) for kind in (_Formed, _Products))
+    for target in (formed, products):
+        torch.testing.assert_close(target.times(eye), exact)
+        torch.testing.assert_close(target.blocks()[0][1], exact[3:6, 3:6])
+        torch.testing.assert_close(target.blocks()[1][0], exact[6:, 6:])
+        torch.testing.assert_close(target.solve(column, blocks, low_rank, 40), torch.linalg.solve(exact, column))
+
+
+def test_a_sweep_comes_nearer():
+    blocks, low_rank, _ = pieces()
+    goal = _Formed(GROUPS, blocks, low_rank, torch.tensor([[1.0]]).double(), [])
+    now, found = [torch.eye(3).double().repeat(2, 1, 1), torch.eye(2).double()[None]], torch.randn(8, RANK).double()
+
+    def divergence():
+        ratio = torch.linalg.solve(dense(now, found), goal.matrix)
+        return 0.5 * (ratio.trace() - 8 - ratio.logdet()).item()
+
+    values = [divergence()]
+    for _ in range(60):
+        now, found = _sweep(GROUPS, goal, goal.blocks(), now, found)
+        values.append(divergence())
+    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(values))
+    assert values[-1] < 1e-2 * values[0]
+
+
+def test_root_of_a_precision():
+    blocks, _, _ = pieces()
+    root = root_of_inverse(blocks[0], plus_one=False)
+    torch.testing.assert_close(root @ root.mT, torch.linalg.inv(blocks[0]))
+    assert (root == root.tril()).all()
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_sums_under_another_factor(batch):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    half, pull, before = normal(*batch, 4, 4), normal(*batch, 4), normal(4, 4).tril() + 3 * torch.eye(4).double()
+    now = (normal(4, 4).tril() + 3 * torch.eye(4).double()).requires_grad_()
+    gram = (half @ half.mT).requires_grad_()
+    found = seen_from(gram, pull, before, now)
+    turn = torch.linalg.inv(before) @ now.tril()
+    torch.testing.assert_close(found, (turn.mT @ gram @ turn, (turn.mT @ pull[..., None])[..., 0]))
+
+    def turned(gram, now):
+        return seen_from(0.5 * (gram + gram.mT), pull, before, now)
+
+    assert torch.autograd.gradcheck(turned, (gram, now), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(turned, (gram, now))
