@@ -560,9 +560,9 @@ def test_observations_of_the_wrong_shape_are_refused(model):
     )
     for wrong in (y[:, None], y[None], y[:1], y[0]):
         for call in calls:
-            with pytest.raises(ValueError, match=r"site .y. has observations of shape .*Give .* \(40,\)"):
+            with pytest.raises(ValueError, match=r"site .y. (has observations|observes data) of shape .*Give .*"):
                 call(wrong)
-    with pytest.raises(ValueError, match="squeeze"):
+    with pytest.raises(ValueError, match=r"y\[:, 0\]"):
         calls[0](y[:, None])
     samples = {"f": torch.zeros(3, 40)}
 

@@ -869,7 +869,7 @@ def test_numbers_that_are_none_are_named_with_their_row(family):
     with pytest.raises(ValueError, match=r"site 'f'.*\(1 of 20 rows, the first at 7\)"), pyro.validation_enabled(False):
         svi.step(bad, y)
     q = guide.posterior(x)["f"]
-    for other in (x[None], x[:, :1], x.float(), x.tolist()):
+    for other in (x[None], x.float(), x.tolist()):
         with pytest.raises(ValueError, match="the posterior of site 'f' is asked at inputs"):
             q.at(other)
     for num in (0, 2.5, True):

@@ -66,8 +66,8 @@ def single(x, y=None):
 # * the outer layer sees the inputs too (a skip connection), so that no layer can lose them;
 # * the inner layer starts with a small variance. The outer layer's inputs then start where the data are.
 #
-# The bound has local optima all the same, and most starts end in one with an inner layer that stays at the identity. Take
-# several, and the bound says which: these three were chosen to hold one that does not.
+# The bound has local optima all the same, and most starts end in one with an inner layer that stays at the identity.
+# Take several, and the bound says which: these three were chosen to hold one that does not.
 
 
 # %%
@@ -125,8 +125,8 @@ for title, model, top, families in [
 # %% [markdown]
 # All is trained by Adam here, `natural=False`: natural steps of the upper layer are right for the inputs that the inner
 # layer drew, which are others at the next step. For one layer Adam's end is no optimum: the most that twenty inducing
-# points can give it is what `SGPR(20)` finds in a quarter of the steps. Two layers are ahead of that, too, in one of the
-# three starts: in the others the upper layer looks at x alone.
+# points can give it is what `SGPR(20)` finds in a quarter of the steps. Two layers are ahead of that, too, in one of
+# the three starts: in the others the upper layer looks at x alone.
 #
 # The inner layer bends the axis: it moves the two sides of the step apart, so that a longer length scale will do above.
 # Its picture is on the right, beside the line x it would be without data.

@@ -199,12 +199,6 @@ class UserPolicy(Policy):
             raise ValueError(f"the actions of site {name!r} must be a tensor ({rows}, {self.num}), got {got}")
         if not matrix.isfinite().all():
             raise ValueError(f"the actions of site {name!r} contain NaN or infinite values")
-        empty = (matrix == 0).all(-2).flatten(0, -2).any(0) if matrix.dim() > 2 else (matrix == 0).all(-2)
-        if empty.any():
-            raise ValueError(
-                f"column {int(empty.nonzero()[0, 0])} of the actions of site {name!r} is 0 at all rows: it acts on "
-                "nothing, and has no gradient. Give fewer actions, or columns that are not 0."
-            )
         return DenseActions(sites, _orthonormal(matrix, sites.precision))
 
 

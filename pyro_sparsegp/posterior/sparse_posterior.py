@@ -40,7 +40,7 @@ class SparsePosterior(Marginals):
         :raises ValueError: naming the site, if they are no such matrix of finite numbers, of the posterior's dtype.
         """
         here = self.process.x
-        if not isinstance(x, Tensor) or x.dim() != here.dim() or x.dtype != here.dtype or x.shape[-1] != here.shape[-1]:
+        if not isinstance(x, Tensor) or x.dim() != here.dim() or x.dtype != here.dtype:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 f"the posterior of site {self.name!r} is asked at inputs {got}; its own are {here.dtype} of shape "
