@@ -52,7 +52,7 @@ options = command_line.options(
     device=False,
     steps=(200, "training steps of each guide, at most", 20),
     draws=(200, "posterior draws of each guide", 30),
-    nuts=(60, "draws of NUTS, and as many to warm up", 30),
+    nuts=(60, "draws of NUTS, and as many to warm up", 50),
     simulations=(16, "of the calibration", 2),
 )
 torch.set_default_dtype(torch.float64)

@@ -80,7 +80,16 @@ def loo(
     if used == "none":
         # r_eff of independent draws is 1; stock ArviZ estimates it from chains, of which MCMC may have one.
         independent = sample_stats is None or approximate or tree.posterior.sizes["chain"] == 1
-        found = stats.loo(tree, pointwise=True, var_name=var_name, reff=1.0 if independent else None)
+        try:
+            found = stats.loo(tree, pointwise=True, var_name=var_name, reff=1.0 if independent else None)
+        except ValueError as error:
+            if "tail values" not in str(error):
+                raise
+            of = "" if var_name is None else f" of {var_name!r}"
+            raise ValueError(
+                f"leaving out an observation{of} gives the largest weights, which are smoothed, all to draws "
+                "that are equal: there are too few draws, or a chain stood still. Take more, num_samples=..."
+            ) from error
     else:
         with np.errstate(all="ignore"):
             found = stats.loo_approximate_posterior(
