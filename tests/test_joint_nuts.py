@@ -8,18 +8,11 @@ from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI
 from pyro.infer.autoguide.initialization import init_to_value
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, families, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, families
 
-from .test_joint import KF, KG, N, _data
+from .test_joint import KF, KG, N, _data, heteroscedastic
 
 SAMPLES, BATCHES = 300, 10
-
-
-def heteroscedastic(x, y=None):
-    f = pyro.sample("f", GaussianProcess(KF, x[:, :1]))
-    g = pyro.sample("g", GaussianProcess(kernels.RBF(0.5), x[:, 1:], mean=x.new_full((), -1.0)))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
 
 
 def product(x, y=None):

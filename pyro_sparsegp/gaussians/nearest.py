@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, solve_lower
+from ..numerics.linalg import cholesky, on_diagonal, solve_lower
 
 __all__ = ["assembled", "nearest"]
 
@@ -22,7 +22,7 @@ def assembled(blocks: Sequence[Tensor], low_rank: Sequence[Tensor]) -> Tensor:
     :param low_rank: B's blocks of rows, ``(..., M_b, R)`` each.
     """
     b = torch.cat(list(low_rank), -2)
-    return _diagonal(blocks, b) + b @ b.mT
+    return on_diagonal(blocks, b.new_zeros(*b.shape[:-1], b.shape[-2])) + b @ b.mT
 
 
 def nearest(precision: Tensor, sizes: Sequence[int], rank: int, base: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -64,20 +64,10 @@ def _within(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return found
 
 
-def _diagonal(blocks: Sequence[Tensor], like: Tensor) -> Tensor:
-    size = sum(block.shape[-1] for block in blocks)
-    whole = like.new_zeros(*like.shape[:-2], size, size)
-    start = 0
-    for block in blocks:
-        stop = start + block.shape[-1]
-        whole[..., start:stop, start:stop] = block
-        start = stop
-    return whole
-
-
 def _leading(precision: Tensor, blocks: Sequence[Tensor], rank: int) -> list[Tensor]:
     sizes = [block.shape[-1] for block in blocks]
-    root = _diagonal([cholesky(block, 0.0, "a block of a low-rank precision") for block in blocks], precision)
+    roots = [cholesky(block, 0.0, "a block of a low-rank precision") for block in blocks]
+    root = on_diagonal(roots, torch.zeros_like(precision))
     white = solve_lower(root, solve_lower(root, precision).mT)
     values, vectors = torch.linalg.eigh((white + white.mT) / 2)
     kept = min(rank, sum(sizes))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, side_by_side
+from ..numerics.linalg import cholesky, gaussian_kl, on_diagonal, root_of_inverse, row_squares, side_by_side
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients, Gaussian
 from .documented import Documented
@@ -306,12 +306,7 @@ class Product(Gaussian):
             blocks.append(root @ root.mT)
         num = sum(self.sizes)
         total = self.factors[0].loc.new_zeros(*self.batch_shape, num, num) if self.factors else torch.zeros(0, 0)
-        start = 0
-        for block in blocks:
-            stop = start + block.shape[-1]
-            total[..., start:stop, start:stop] = block
-            start = stop
-        return total
+        return on_diagonal(blocks, total)
 
 
 def _joined(blocks: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> list[Tensor]:

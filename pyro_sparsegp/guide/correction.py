@@ -33,9 +33,9 @@ def note_rows(guide: Conditioned, run: Train) -> None:
     """After a run: take note of the rows of training, and of how many there are in all."""
     if not run.observing:
         warn_of_unseen(guide, run)
-    elif not guide.is_training:
+    if not run.observing or not guide.is_training:
         return
-    for name, module in guide.corrected_modules().items() if run.observing else ():
+    for name, module in guide.corrected_modules().items():
         if name not in run.processes:
             continue
         x = run.processes[name].x

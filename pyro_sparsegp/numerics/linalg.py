@@ -20,6 +20,7 @@ __all__ = [
     "default_jitter",
     "flags_kept",
     "gaussian_kl",
+    "on_diagonal",
     "root_of_inverse",
     "row_squares",
     "side_by_side",
@@ -196,6 +197,16 @@ def _not_finite(matrix: Tensor, what: str, made_of: str) -> str:
 
 def _size(matrix: Tensor) -> str:
     return " x ".join(map(str, matrix.shape)) + f", {str(matrix.dtype).removeprefix('torch.')}"
+
+
+def on_diagonal(blocks: Sequence[Tensor], whole: Tensor) -> Tensor:
+    """``whole``, ``(..., M, M)``, with the blocks ``(..., M_b, M_b)`` put on its diagonal, in place."""
+    start = 0
+    for block in blocks:
+        stop = start + block.shape[-1]
+        whole[..., start:stop, start:stop] = block
+        start = stop
+    return whole
 
 
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:

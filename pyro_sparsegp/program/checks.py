@@ -89,8 +89,12 @@ def require_whole(trace: poutine.Trace) -> None:
 
 def which(bad: Tensor, what: str = "values") -> str:
     """How many are bad, and the first of them."""
+    return f"{int(bad.sum())} of {bad.numel()} {what}, the first at {_first_of(bad)}"
+
+
+def _first_of(bad: Tensor) -> Any:
     first = tuple(bad.nonzero()[0].tolist())
-    return f"{int(bad.sum())} of {bad.numel()} {what}, the first at {first[0] if len(first) == 1 else first}"
+    return first[0] if len(first) == 1 else first
 
 
 def require_finite(trace: poutine.Trace, observed: str) -> None:
@@ -246,7 +250,7 @@ def why_without_density(site: Any, error: ValueError) -> str:
     """What to say of a site that has no density at its value."""
     nan = site["value"].isnan()
     if nan.any():
-        found = f"{int(nan.sum())} of {nan.numel()} are NaN, the first at {which(nan).rpartition(' at ')[2]}."
+        found = f"{int(nan.sum())} of {nan.numel()} are NaN, the first at {_first_of(nan)}."
         event_dim = site["fn"].event_dim
         if not event_dim:
             return f"{found} Drop those rows, or mask them: poutine.mask(mask=~y.isnan()) around the site."
