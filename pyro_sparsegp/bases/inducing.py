@@ -17,7 +17,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..kernels.base import hyperparameters
-from ..numerics.linalg import cholesky, default_jitter, side_by_side, solve_lower
+from ..numerics.linalg import Whitening, cholesky, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
@@ -39,11 +39,18 @@ class InducingFeatures(CrossFeatures):
     :param kernel: k, the kernel of f.
     :param variables: the sets.
     :param rows: L's blocks, ``rows[b][c]`` is L_bc, ``(..., M_b, M_c)`` for c ≤ b.
+    :param whitened: B ↦ BL⁻ᵀ, if it is known, as of one set it is.
     """
 
-    def __init__(self, kernel: Any, variables: Sequence[Variables], rows: Sequence[Sequence[Tensor]]) -> None:
-        super().__init__(kernel, tuple(part.size for part in variables))
-        self.variables, self.rows = list(variables), rows
+    def __init__(
+        self,
+        kernel: Any,
+        variables: Sequence[Variables],
+        rows: Sequence[Sequence[Tensor]],
+        whitened: Optional[Whitening] = None,
+    ) -> None:
+        super().__init__(kernel, tuple([part.size for part in variables]))
+        self.variables, self.rows, self._whitened = list(variables), rows, whitened
         self._joined = _join(self.variables)
 
     @property
@@ -64,9 +71,13 @@ class InducingFeatures(CrossFeatures):
 
     def covariance_with(self, x: Tensor) -> Tensor:
         """K_fu, ``(..., N, M)``."""
+        if len(self._joined) == 1:
+            return checked(self._joined[0].cross(self.cross, x), self._joined[0], "cross", x.shape[-2])
         return side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
 
     def __call__(self, x: Tensor) -> list[Tensor]:
+        if self._whitened is not None:
+            return [self._whitened(self.covariance_with(x))]
         found: list[Tensor] = []
         for row, right in zip(self.rows, self.covariance_with(x).split(self.sizes, -1)):
             for phi, left in zip(found, row):
@@ -271,6 +282,10 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
         rest = checked(part.covariance(kernel), part, "covariance", part.size)
         if scale is None:
             scale = rest.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+        if len(exact) == 1:
+            what = f"{'K_ZZ' if isinstance(part, Values) else 'K_uu'} of site {name!r}"
+            whole = whitening(rest, jitter, what, scale, made_of, dtype)
+            return InducingFeatures(kernel, variables, [[whole.factor]], whole)
         row: list[Tensor] = []
         for c, other in enumerate(exact[:b]):
             right = between(kernel, part, other)
