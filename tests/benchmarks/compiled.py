@@ -3,9 +3,9 @@
 python tests/benchmarks/compiled.py [--device cuda] [--rounds 15] [--inductor] [--out compiled.md]
 
 The model and the sizes of step_time.py, an SVGP with a Matern-3/2 kernel on 8 columns and mini-batches of a Gaussian
-data set, by Adam and by natural steps. GPflow's step is its SVGP by Adam in a ``tf.function``, if GPflow is there. Times
-are medians over rounds, of one thread's CPU seconds on a CPU; ratios are medians of each round's ratio, so that a
-machine that slows down does so for all.
+data set, by Adam and by natural steps. GPflow's step is its SVGP by Adam in a ``tf.function``, if GPflow is there
+(``pip install tensorflow-cpu gpflow tf-keras``, TF_USE_LEGACY_KERAS=1). Times are medians over rounds, of one thread's
+CPU seconds on a CPU; ratios are medians of each round's ratio, so that a machine that slows down does so for all.
 """
 
 import argparse
