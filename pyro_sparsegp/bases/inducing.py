@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -112,6 +112,7 @@ class InducingPoints(Basis):
     :param columns: those columns, if the inputs live in them alone; ``None`` is all.
     :param width: D.
     :param of_source: for each set, whether it has inputs of the kernel's ``source``; ``None`` is none.
+    :param codes: columns, of D, in which trainable inputs stay as they are: they name something.
     :param jitter: relative jitter of K_uu where the process has none of its own; ``None`` is that of the dtype, 1e-8 in
         float64 and 1e-6 in float32. It stays when the dtype changes, since it is part of what w means: L depends on it.
     """
@@ -124,6 +125,7 @@ class InducingPoints(Basis):
         width: Optional[int] = None,
         of_source: Optional[Sequence[bool]] = None,
         jitter: Optional[float] = None,
+        codes: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.sizes = tuple(z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets)
@@ -134,6 +136,10 @@ class InducingPoints(Basis):
         self.jitter = default_jitter(first.dtype) if jitter is None and first is not None else jitter
         if columns is not None and first is not None:  # on the device, so that a step copies nothing there
             self.register_buffer("column_index", torch.tensor(columns, device=first.device), persistent=False)
+        self.codes = tuple(sorted(codes)) if trainable else ()
+        if self.codes and first is not None:
+            held = [i in self.codes for i in range(self.width or first.shape[-1])]
+            self.register_buffer("held", torch.tensor(held, device=first.device), persistent=False)
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
@@ -192,14 +198,14 @@ class InducingPoints(Basis):
             for i, z in zip(here, chosen):
                 found[i] = z
         jitter = _jitter(kernel, x, of_source, found, free and trainable)
-        return cls(found, trainable, columns, x.shape[-1], of_source, jitter)
+        return cls(found, trainable, columns, x.shape[-1], of_source, jitter, kernel.code_columns(x.shape[-1]))
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
         """The first ``num`` sets and the others, as bases of their own."""
 
         def part(sets: slice) -> InducingPoints:
             inputs, of_source = self.inputs[sets], self.of_source[sets]
-            return InducingPoints(inputs, self.trainable, self.columns, self.width, of_source, self.jitter)
+            return InducingPoints(inputs, self.trainable, self.columns, self.width, of_source, self.jitter, self.codes)
 
         return part(slice(None, num)), part(slice(num, None))
 
@@ -226,8 +232,11 @@ class InducingPoints(Basis):
         for given, of_source in zip(self.inputs, self.of_source):
             if not isinstance(given, Tensor):
                 found.append(given)
+            elif of_source:
+                found.append(SourceValues(given))
             else:
-                found.append(SourceValues(given) if of_source else Values(self._embed(given)))
+                z = self._embed(given)
+                found.append(Values(torch.where(self.held, z.detach(), z) if self.codes else z))
         return found
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
@@ -246,6 +255,7 @@ class InducingPoints(Basis):
             "width": self.width,
             "of_source": list(self.of_source),
             "jitter": self.jitter,
+            "codes": list(self.codes),
         }
 
     @classmethod
@@ -263,7 +273,7 @@ class InducingPoints(Basis):
         ]
         # A state that says nothing of the jitter had that of its dtype.
         jitter = spec.get("jitter") or default_jitter(like.dtype)
-        return cls(empty, trainable, columns, spec["width"], spec["of_source"], jitter)
+        return cls(empty, trainable, columns, spec["width"], spec["of_source"], jitter, spec.get("codes", ()))
 
 
 def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float], name: str) -> InducingFeatures:
