@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 import pyro_sparsegp
 
@@ -66,7 +65,7 @@ class Device(TorchDispatchMode):
 
     def run(self, func, args, kwargs):
         name = func._schema.name.partition("::")[2]
-        leaves, _ = tree_flatten((args, kwargs))
+        leaves = [*_leaves(args), *_leaves(kwargs)]
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         there = [t for t in tensors if isinstance(t, There)]
         here = [t for t in tensors if not isinstance(t, There)]
@@ -74,7 +73,7 @@ class Device(TorchDispatchMode):
         asked = devices[0] if devices else None
         if not there and asked != THERE:
             return func(*args, **kwargs)
-        bare = tree_map(_bare, (args, kwargs))
+        bare = _map(_bare, (args, kwargs))
         lands = bool(there) if asked is None else asked == THERE
         if name in READS:
             self.note("read", name)
@@ -110,7 +109,7 @@ class Device(TorchDispatchMode):
             with no_dispatch():
                 func(*args, **kwargs)
             return args[0]
-        return tree_map(placed, out)
+        return _map(placed, out)
 
     def tensor(self, data, *args, **kwargs):
         """In the place of torch.tensor, which no dispatch sees."""
@@ -127,6 +126,27 @@ class Device(TorchDispatchMode):
             return _item(tensor)
         self.note("read", "item")
         return tensor.here.item()
+
+
+# PyTorch's own maps over such arguments take half of a run's time.
+
+
+def _leaves(tree):
+    """What a tree of tuples, lists and dicts has for leaves."""
+    for part in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(part, (tuple, list, dict)):
+            yield from _leaves(part)
+        else:
+            yield part
+
+
+def _map(function, tree):
+    """The tree with each leaf replaced."""
+    if isinstance(tree, dict):
+        return {name: _map(function, part) for name, part in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([_map(function, part) for part in tree])
+    return function(tree)
 
 
 def _bare(leaf):

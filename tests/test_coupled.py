@@ -1,6 +1,7 @@
 """Latents coupled with each other and with GP sites' coefficients, against dense joint Gaussians."""
 
 import copy
+import functools
 
 import pyro
 import pyro.distributions as dist
@@ -71,34 +72,72 @@ def _train(model, family, data, steps=300, lr=0.02, loss=None, **kwargs):
     return guide
 
 
+def _at_optimum(after):
+    """A guide whose state is the joint posterior of c, the groups and the coefficients, by dense algebra."""
+    x, group, y = _data()
+    guide = AutoSparseGP(_model(after), families.SVGP(14, natural=True, trainable=False), coupled=True)
+    guide(x, group, y)
+    num = 1 + GROUPS
+    phi = guide.posterior(x, group)["f"].features[0].detach()
+    rows = torch.cat([_levels(group), phi], 1)
+    prior = torch.cat([torch.tensor([0.25]), torch.ones(rows.shape[1] - 1)]).diag()
+    covariance = torch.linalg.inv(prior + rows.T @ rows / NOISE**2)
+    mean = covariance @ rows.T @ y / NOISE**2
+    together, following, q = guide.together, guide.gps.f.following, guide.gps.f.coefficients
+    together.loc, together.root = mean[:num], torch.linalg.cholesky(covariance[:num, :num])
+    following.slope = torch.linalg.solve(covariance[:num, :num], covariance[:num, num:]).T
+    following.centre = together.loc
+    q.gram = phi.T @ phi / NOISE**2
+    q.pull = (torch.eye(len(q.gram)) + q.gram) @ mean[num:]
+    return guide
+
+
 @pytest.fixture(scope="module")
 def trained():
     torch.set_default_dtype(torch.float64)
-    guides = {}
+    return functools.cache(lambda after=False: _at_optimum(after))
 
-    def get(after=False):
-        if after not in guides:
-            guides[after] = _train(_model(after), families.SVGP(14, natural=True, trainable=False), _data())
-        return guides[after]
 
-    return get
+def _require_exact(guide, data, short, near):
+    """The bound is the evidence, draw by draw: the gap has no noise left; and q is the joint posterior."""
+    mean, covariance, log_evidence = _exact(*data)
+    for _ in range(3):
+        assert -TraceQuadrature_ELBO().loss(guide.model, guide, *data) == pytest.approx(log_evidence.item(), abs=short)
+    num = 1 + GROUPS
+    root = guide.together.root
+    torch.testing.assert_close(root @ root.T, covariance[:num, :num], rtol=near, atol=near / 4)
+    torch.testing.assert_close(guide.together.loc, mean[:num], rtol=0.0, atol=near)
+    q = guide.posterior(*data[:2])["f"]
+    torch.testing.assert_close(q.mean.detach(), mean[num:], rtol=0.0, atol=1.5 * near)
+    across = torch.linalg.solve(covariance[:num, :num], covariance[:num, num:]).T  # what f does when c does
+    torch.testing.assert_close((q.features[0] @ guide.gps.f.following.slope).detach(), across, rtol=0.0, atol=near)
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_linear_gaussian_model_reaches_its_evidence(trained, after):
+def test_the_joint_posterior_of_a_linear_gaussian_model_is_where_steps_rest(after):
+    data, guide = _data(), _at_optimum(after)
+    _require_exact(guide, data, 1e-4, 1e-4)
+    svi = SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+    for _ in range(5):
+        svi.step(*data)
+    _require_exact(guide, data, 1e-3, 1e-3)
+
+
+def test_from_beside_the_joint_posterior_steps_come_back():
+    data, guide = _data(), _at_optimum(False)
+    guide.together.root, guide.gps.f.following.slope = 1.2 * guide.together.root, 0.8 * guide.gps.f.following.slope
+    svi = SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+    short = torch.tensor([svi.step(*data) for _ in range(50)]) + _exact(*data)[-1]
+    assert short[:20].mean() > 1.5
+    assert short[-10:].mean() < 0.7
+
+
+@pytest.mark.slow  # the tests above see where steps lead; from the start it takes hundreds
+@pytest.mark.parametrize("after", [False, True])
+def test_a_linear_gaussian_model_reaches_its_evidence(after):
     # Mean field is 4 nats short of it, and its sd of c an eighth.
-    data, guide = _data(), trained(after)
-    mean, covariance, log_evidence = _exact(*data)
-    for _ in range(3):  # the gap has no noise left
-        assert -TraceQuadrature_ELBO().loss(guide.model, guide, *data) == pytest.approx(log_evidence.item(), abs=0.02)
-    num = 1 + GROUPS
-    root = guide.together.root
-    torch.testing.assert_close(root @ root.T, covariance[:num, :num], rtol=0.02, atol=0.005)
-    torch.testing.assert_close(guide.together.loc, mean[:num], rtol=0.0, atol=0.02)
-    q = guide.posterior(*data[:2])["f"]
-    torch.testing.assert_close(q.mean.detach(), mean[num:], rtol=0.0, atol=0.03)
-    across = torch.linalg.solve(covariance[:num, :num], covariance[:num, num:]).T  # what f does when c does
-    torch.testing.assert_close((q.features[0] @ guide.gps.f.following.slope).detach(), across, rtol=0.0, atol=0.02)
+    guide = _train(_model(after), families.SVGP(14, natural=True, trainable=False), _data())
+    _require_exact(guide, _data(), 0.02, 0.02)
 
 
 def test_predictions_are_joint(trained):
@@ -164,10 +203,10 @@ def _sum():
 def test_every_family_gains(family, kernel):
     data = _data()
     *_, log_evidence = _exact(*data, kernel)
-    steps = {"OrthogonalInducing": 200, "SGPR": 150, "SVGP": 900}.get(type(family).__name__, 300)
+    steps = {"OrthogonalInducing": 200, "SGPR": 110, "SVGP": 900}.get(type(family).__name__, 300)
     guide = _train(_model(kernel=kernel), family, data, steps=steps)
     loss = sum(TraceQuadrature_ELBO().loss(guide.model, guide, *data) for _ in range(10)) / 10
-    assert -loss == pytest.approx(log_evidence.item(), abs=1.0)
+    assert -loss == pytest.approx(log_evidence.item(), abs=1.5)  # mean field's is 4
     assert -loss < log_evidence + 0.05
 
 

@@ -47,7 +47,7 @@ class _Listening(Listening, LowRankGaussian):
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         phi = self.beside(features)
         mean, change = self.moments_beside(phi)
-        self.key = listen(self.module, self.heard, features, mean, change, phi)
+        self.key = listen(self.module, self.heard, features, mean, change, whole=phi)
         return mean, change
 
 
