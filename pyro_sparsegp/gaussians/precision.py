@@ -196,7 +196,7 @@ class LowRankGaussian(Gaussian):
         return (self.beside(features) @ self.groups.over(self._loc))[..., 0]
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return self.moments(features)[1]
+        return self.moments_beside(self.beside(features))[1]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return self.moments_beside(self.beside(features))
