@@ -420,7 +420,7 @@ class NaturalLowRank(StepsOnBackward):
         shift = cautious(shift[..., 0], heard, order)[..., None]
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
-        fine = sum(part.sum() for part in (*loc, *blocks, *low)).isfinite() & (each > 0).all()
+        fine = torch.stack([part.sum() for part in (*loc, *blocks, *low)]).sum().isfinite() & (each > 0).all()
         loc, blocks, low = (
             [torch.where(fine, a, b) for a, b in zip(new, old)]
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))

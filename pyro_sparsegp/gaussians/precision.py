@@ -92,9 +92,8 @@ class _Moments(Function):
             for t, dim in zip(tensors, in_dims[1:])
         ]
         phi, _, low_rank, *trils = moved
-        found = (*_moments(groups, *moved), phi @ low_rank)
-        found += tuple(part @ (tril @ tril.mT) - part for part, tril in zip(_columns(groups, phi), trils))
-        return found, (0,) * len(found)
+        more = [part @ (tril @ tril.mT) - part for part, tril in zip(_columns(groups, phi), trils)]
+        return (*_moments(groups, *moved), phi @ low_rank, *more), (0,) * (3 + len(more))
 
 
 def _moments(groups: Groups, phi: Tensor, loc: Tensor, low_rank: Tensor, *trils: Tensor) -> tuple[Tensor, Tensor]:
