@@ -184,7 +184,9 @@ def fit_one_point(x, y):
 
 def test_sbc_is_the_same_in_any_number_of_processes():
     options = {"num_simulations": 4, "num_samples": 9, "progress": False}
+    theirs = pyro.param("theirs", torch.ones(()))
     one = diagnostics.sbc(model, fit_sgpr, X, **options)
+    assert pyro.param("theirs") is theirs  # what other models have learned stays
     two = diagnostics.sbc(model, lambda x, y: fit_sgpr(x, y), X, processes=2, **options)
     assert one["prior_sbc"]["f"].dims == ("chain", "draw", "f_dim_0")
     assert one["prior_sbc"]["f"].shape == (1, 4, 4)

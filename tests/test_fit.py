@@ -11,8 +11,16 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, fit, kernels
-from pyro_sparsegp.families import SGPR, SVGP, WeightSpace
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    diagnostics,
+    fit,
+    kernels,
+)
+from pyro_sparsegp.families import SGPR, SVGP, SparseEP, WeightSpace
 from pyro_sparsegp.inference import checkpoint
 from pyro_sparsegp.inference.batches import as_batches
 from pyro_sparsegp.inference.held_out import log_score
@@ -109,13 +117,13 @@ def test_sigterm_ends_the_process_after_its_checkpoint(tmp_path):
     with pytest.raises(SystemExit) as ended:
         fit_worker.run("cold", checkpoint=tmp_path / "fit.pt", stopping=rule)
     assert ended.value.code == 128 + signal.SIGTERM
-    assert checkpoint.read(tmp_path / "fit.pt", torch.zeros(()))["progress"]["step"] == 1
+    assert checkpoint.read(tmp_path / "fit.pt")["progress"]["step"] == 1
 
 
 def test_a_fit_that_ends_leaves_what_it_reached(tmp_path):
     file = tmp_path / "fit.pt"
     result, expected = fit_worker.run("cold", checkpoint=file)
-    assert checkpoint.read(file, torch.zeros(()))["progress"]["step"] == result.steps
+    assert checkpoint.read(file)["progress"]["step"] == result.steps
     again, found = fit_worker.run("cold", checkpoint=file, resume=True)  # nothing is left to do
     assert again.steps == result.steps
     assert all(torch.equal(found[name], value) for name, value in expected.items())
@@ -126,7 +134,7 @@ def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path):
     checkpoint.write({"version": 1, "step": 3}, file)
     with pytest.raises(Exception, match="pickle"):
         checkpoint.write({"version": 1, "step": lambda: 4}, file)
-    assert checkpoint.read(file, torch.zeros(()))["step"] == 3
+    assert checkpoint.read(file)["step"] == 3
     assert [p.name for p in tmp_path.iterdir()] == ["fit.pt"]
 
 
@@ -329,6 +337,28 @@ def test_early_stopping_leaves_the_best_state():
     other = AutoSparseGP(fit_worker.regression, SVGP(6))  # q learns as the saved one did
     other.load_state_dict(result.best_state["guide"])
     assert torch.equal(other.gps.f.coefficients.loc_0, seen[1][0])
+
+
+def test_held_out_rows_may_be_arrays():
+    x, y = (part.numpy() for part in fit_worker.rows(20))
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    options = {"steps": 2, "score_every": 1, "warm_start": False, "progress": False}
+    result = fit(fit_worker.regression, guide, (x, y), held_out={"x": x[:5], "y": y[:5]}, **options)
+    assert np.isfinite(result.scores).all()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_rates_are_scheduled_in_expectation_propagation():
+    x, y = fit_worker.rows(20)
+    guide = AutoSparseGP(fit_worker.classes, SparseEP(4))
+    optim = pyro.optim.ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}, "gamma": 0.5})
+    method = ExpectationPropagation(fit_worker.classes, guide, optim)
+    fit(fit_worker.classes, guide, (x, y), steps=3, method=method, warm_start=False, progress=False)
+    schedulers = list(optim.optim_objs.values())
+    assert schedulers
+    assert [one.get_last_lr() for one in schedulers] == [[pytest.approx(0.02 / 4)]] * len(
+        schedulers
+    )  # the first step is of sites alone
 
 
 def test_held_out_score_of_a_gaussian_likelihood():

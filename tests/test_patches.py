@@ -589,8 +589,6 @@ def test_draws_of_groups_have_the_covariance_within_them(lengths):
     guide = AutoSparseGP(model, {"g": OrthogonalInducing(3, 2), "f": SVGP(4)})
     train(model, guide, x, y, steps=5)
     assert guide.structure.groups == {"g": (3, "f")}
-    drawn = guide.posteriors_so_far
-    assert drawn == {}
     q = guide.posterior(x)["g"]
     site = GroupedSite(q.process, q.basis, q.coefficients, "g").in_groups_of(3)
     values = site.rsample(torch.Size((40_000,)))

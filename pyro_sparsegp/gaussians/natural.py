@@ -40,7 +40,7 @@ class _MeanAndRoot(Function):
 
     @staticmethod
     def forward(gram: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
-        root = root_of_inverse(gram)
+        root = root_of_inverse(gram, what="I + G of natural steps")
         return root @ (root.mT @ pull), root
 
     @staticmethod
@@ -80,7 +80,7 @@ class _Known(Function):
 
     @staticmethod
     def forward(gram: Tensor, pull: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        factor = cholesky(plus_one(gram), 0.0, "I + ΦᵀΦ")
+        factor = cholesky(plus_one(gram), 0.0, "I + G of natural steps")
         diagonal = factor.diagonal(dim1=-2, dim2=-1)
         covariance = torch.cholesky_inverse(factor)
         trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
