@@ -278,12 +278,14 @@ class NaturalGaussian(StepsOnBackward):
         def lifted() -> Tensor:
             return gram if unit is None else Lift.apply(gram, unit)
 
+        def root() -> Tensor:
+            return _MeanAndRoot.apply(lifted(), pull)[1]
+
         if len(self.layout) == 1 and gram.dim() == 2 and pull.dim() == 1:
-            known = _Known.apply(gram, pull, gram.new_zeros(()) if unit is None else unit)
-            factor = CovarianceFactor(*known, lambda: _MeanAndRoot.apply(lifted(), pull)[1])
+            loc, covariance, trace, log_det = _Known.apply(gram, pull, gram.new_zeros(()) if unit is None else unit)
+            factor = CovarianceFactor(loc, covariance, trace, log_det, root)
             return Product(self.sizes, [factor], [self.layout[0][1]])
-        gram = lifted()
-        q = from_natural(gram, pull, self.sizes, [group for _, group in self.layout])
+        q = from_natural(lifted(), pull, self.sizes, [group for _, group in self.layout])
         for i, (kind, _) in enumerate(self.layout):
             if kind is IdentityFactor:
                 q.factors[i] = IdentityFactor(q.factors[i].loc)

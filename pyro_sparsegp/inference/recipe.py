@@ -54,10 +54,11 @@ class FallingAdam(PyroOptim):
         group = self.optim_objs[params[0]].param_groups[0]
         states = [self.optim_objs[p].state[p] for p in params]
         steps = [state["step"] for state in states]
+        grads: list[Any] = [p.grad for p in params]
         torch._foreach_add_(steps, 1)
         torch._fused_adam_(
             params,
-            [p.grad for p in params],
+            grads,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
