@@ -450,3 +450,17 @@ def test_a_bar_with_the_bound(capsys):
     shown = capsys.readouterr().err
     assert "elbo -" in shown
     assert "3/3" in shown
+
+
+def test_one_step_of_all_parameters_is_each_ones_own():
+    values = [torch.randn(3, 2), torch.randn(()), torch.randn(4, dtype=torch.float32)]
+    both = []
+    for kind in (FallingAdam, lambda lr: pyro.optim.Adam({"lr": lr, "betas": (0.9, 0.99)})):
+        optim, parameters = kind(0.05), [value.clone().requires_grad_() for value in values]
+        for step in range(4):
+            for i, parameter in enumerate(parameters):
+                parameter.grad = None if step == 2 and i == 1 else (parameter.detach() + step).cos()
+            optim(parameters)
+        both.append([parameter.detach() for parameter in parameters])
+    for one, other in zip(*both):
+        torch.testing.assert_close(one, other)
