@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant(
         "no-jitter",
         "cholesky",
-        "factor, info = torch.linalg.cholesky_ex(matrix + level * (unit * scale[..., None, None]))",
-        "factor, info = torch.linalg.cholesky_ex(matrix + 0.0 * unit)",
+        "*found, info = torch.linalg.cholesky_ex(matrix + level * (unit * scale[..., None, None]))",
+        "*found, info = torch.linalg.cholesky_ex(matrix + 0.0 * unit)",
         ("test_linalg.py::test_cholesky_adds_a_jitter_relative_to_the_diagonal",),
     ),
     Mutant(
@@ -126,8 +126,8 @@ MUTANTS = [
     Mutant(
         "moments-gradient",
         "_DenseMoments.backward",
-        "by_phi = torch.addmm(phi * (-2 * c)[:, None], weighted, tril.mT).addr_(a, loc)",
-        "by_phi = torch.addmm(phi * (-2 * c)[:, None], weighted, tril).addr_(a, loc)",
+        "by_phi = by_phi.sub_(phi * each).addr_(a, loc)",
+        "by_phi = by_phi.addr_(a, loc)",
         ("test_posteriors.py::test_moments_together_and_their_derivatives",),
     ),
     Mutant(
@@ -518,9 +518,37 @@ MUTANTS = [
     Mutant(
         "forward-cholesky",
         "_Factor.jvp",
-        "return factor @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))), None",
-        "return factor @ inner.tril(), None",
+        "turn = inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))",
+        "turn = inner.tril()",
         ("test_forward_mode.py::test_fused_operations",),
+    ),
+    Mutant(
+        "whitened-gradient",
+        "_Whitened.backward",
+        "by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg()",
+        "by_turn = tril_of_product(phi, grad).sum_to_size(factor.shape).neg()",
+        ("test_fused.py::test_whitening_is_that_of_the_factor",),
+    ),
+    Mutant(
+        "rows-of-a-large-matrix",
+        "_Covariance.forward",
+        "s.diagonal(i).zero_()",
+        "s.diagonal().zero_()",
+        ("test_fused.py::test_large_covariances_made_by_rows",),
+    ),
+    Mutant(
+        "blocks-of-a-symmetric-product",
+        "gram",
+        "return _mirrored([a[:, i:j].mT @ b[:, :j] for i, j in _blocks(a.shape[-1])])",
+        "return _mirrored([a[:, i:j].mT @ a[:, :j] for i, j in _blocks(a.shape[-1])])",
+        ("test_fused.py::test_products_by_blocks",),
+    ),
+    Mutant(
+        "natural-gradient-by-the-trace",
+        "_Known.backward",
+        "traced = by_trace * covariance",
+        "traced = by_trace * covariance @ covariance",
+        ("test_fused.py::test_what_natural_parameters_say",),
     ),
     Mutant(
         "energy-of-the-start",

@@ -59,7 +59,10 @@ def test_kernels(name):
 FUSED = {
     "row_squares": (row_squares, [(4, 3)]),
     "weighted_gram": (weighted_gram, [(4, 3), (4,)]),
-    "moments": (lambda phi, loc, tril: torch.stack(_DenseMoments.apply(phi, loc, tril)[:2]), [(4, 3), (3,), (3, 3)]),
+    "moments": (
+        lambda phi, loc, tril: torch.stack(_DenseMoments.apply(phi, loc, tril, True)[:2]),
+        [(4, 3), (3,), (3, 3)],
+    ),
     "cholesky": (lambda a: cholesky(a @ a.mT + torch.eye(3), 0.0, dtype=torch.float64), [(3, 3)]),
     "natural": (lambda a, r: torch.cat([p.reshape(-1) for p in _MeanAndRoot.apply(a @ a.mT, r)]), [(3, 3), (3,)]),
 }

@@ -192,3 +192,27 @@ def test_inducing_inputs_between_outputs_are_refused():
     with pytest.raises(ValueError, match=r"init='kmeans' places inducing inputs of site 'f' between rows.*greedy"):
         AutoSparseGP(model, SVGP(1, init="kmeans"))(x, x[:, 0])
     AutoSparseGP(model, SVGP(4))(x, x[:, 0])
+
+
+@pytest.mark.parametrize("family", [SVGP(6), SVGP(6, natural=False), SGPR(6)], ids=["natural", "Adam", "sites"])
+def test_trained_inducing_inputs_stay_with_their_outputs(family):
+    # A kernel of all columns has a gradient by the output's number, which names something and moves nowhere.
+    def model(x, y):
+        kernel = kernels.Matern32(0.5) * kernels.Coregionalisation(torch.eye(2, dtype=x.dtype))[-1]
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x = torch.stack([torch.linspace(0, 1, 12), torch.arange(12) % 2], -1).double()
+    guide = AutoSparseGP(model, family)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TraceQuadrature_ELBO())
+    svi.step(x, x.sum(-1))
+    before = guide.gps.f.basis.inputs[0].detach().clone()
+    for _ in range(5):
+        svi.step(x, x.sum(-1))
+    after = guide.gps.f.basis.inputs[0].detach()
+    torch.testing.assert_close(after[:, 1], before[:, 1], rtol=0, atol=0)
+    assert (after[:, 0] - before[:, 0]).abs().min() > 1e-3
+    again = AutoSparseGP(model, family)
+    again.load_state_dict(guide.state_dict())
+    assert again.gps.f.basis.codes == (1,)

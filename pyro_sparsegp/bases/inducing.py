@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -17,7 +17,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..kernels.base import hyperparameters
-from ..numerics.linalg import cholesky, default_jitter, side_by_side, solve_lower
+from ..numerics.linalg import Whitening, cholesky, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
@@ -39,11 +39,18 @@ class InducingFeatures(CrossFeatures):
     :param kernel: k, the kernel of f.
     :param variables: the sets.
     :param rows: L's blocks, ``rows[b][c]`` is L_bc, ``(..., M_b, M_c)`` for c ≤ b.
+    :param whitened: B ↦ BL⁻ᵀ, if it is known, as of one set it is.
     """
 
-    def __init__(self, kernel: Any, variables: Sequence[Variables], rows: Sequence[Sequence[Tensor]]) -> None:
-        super().__init__(kernel, tuple(part.size for part in variables))
-        self.variables, self.rows = list(variables), rows
+    def __init__(
+        self,
+        kernel: Any,
+        variables: Sequence[Variables],
+        rows: Sequence[Sequence[Tensor]],
+        whitened: Optional[Whitening] = None,
+    ) -> None:
+        super().__init__(kernel, tuple([part.size for part in variables]))
+        self.variables, self.rows, self._whitened = list(variables), rows, whitened
         self._joined = _join(self.variables)
 
     @property
@@ -64,9 +71,13 @@ class InducingFeatures(CrossFeatures):
 
     def covariance_with(self, x: Tensor) -> Tensor:
         """K_fu, ``(..., N, M)``."""
+        if len(self._joined) == 1:
+            return checked(self._joined[0].cross(self.cross, x), self._joined[0], "cross", x.shape[-2])
         return side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
 
     def __call__(self, x: Tensor) -> list[Tensor]:
+        if self._whitened is not None:
+            return [self._whitened(self.covariance_with(x))]
         found: list[Tensor] = []
         for row, right in zip(self.rows, self.covariance_with(x).split(self.sizes, -1)):
             for phi, left in zip(found, row):
@@ -101,6 +112,7 @@ class InducingPoints(Basis):
     :param columns: those columns, if the inputs live in them alone; ``None`` is all.
     :param width: D.
     :param of_source: for each set, whether it has inputs of the kernel's ``source``; ``None`` is none.
+    :param codes: columns, of D, in which trainable inputs stay as they are: they name something.
     :param jitter: relative jitter of K_uu where the process has none of its own; ``None`` is that of the dtype, 1e-8 in
         float64 and 1e-6 in float32. It stays when the dtype changes, since it is part of what w means: L depends on it.
     """
@@ -113,6 +125,7 @@ class InducingPoints(Basis):
         width: Optional[int] = None,
         of_source: Optional[Sequence[bool]] = None,
         jitter: Optional[float] = None,
+        codes: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.sizes = tuple(z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets)
@@ -123,6 +136,10 @@ class InducingPoints(Basis):
         self.jitter = default_jitter(first.dtype) if jitter is None and first is not None else jitter
         if columns is not None and first is not None:  # on the device, so that a step copies nothing there
             self.register_buffer("column_index", torch.tensor(columns, device=first.device), persistent=False)
+        self.codes = tuple(sorted(codes)) if trainable else ()
+        if self.codes and first is not None:
+            held = [i in self.codes for i in range(self.width or first.shape[-1])]
+            self.register_buffer("held", torch.tensor(held, device=first.device), persistent=False)
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
@@ -181,14 +198,14 @@ class InducingPoints(Basis):
             for i, z in zip(here, chosen):
                 found[i] = z
         jitter = _jitter(kernel, x, of_source, found, free and trainable)
-        return cls(found, trainable, columns, x.shape[-1], of_source, jitter)
+        return cls(found, trainable, columns, x.shape[-1], of_source, jitter, kernel.code_columns(x.shape[-1]))
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
         """The first ``num`` sets and the others, as bases of their own."""
 
         def part(sets: slice) -> InducingPoints:
             inputs, of_source = self.inputs[sets], self.of_source[sets]
-            return InducingPoints(inputs, self.trainable, self.columns, self.width, of_source, self.jitter)
+            return InducingPoints(inputs, self.trainable, self.columns, self.width, of_source, self.jitter, self.codes)
 
         return part(slice(None, num)), part(slice(num, None))
 
@@ -215,8 +232,11 @@ class InducingPoints(Basis):
         for given, of_source in zip(self.inputs, self.of_source):
             if not isinstance(given, Tensor):
                 found.append(given)
+            elif of_source:
+                found.append(SourceValues(given))
             else:
-                found.append(SourceValues(given) if of_source else Values(self._embed(given)))
+                z = self._embed(given)
+                found.append(Values(torch.where(self.held, z.detach(), z) if self.codes else z))
         return found
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
@@ -235,6 +255,7 @@ class InducingPoints(Basis):
             "width": self.width,
             "of_source": list(self.of_source),
             "jitter": self.jitter,
+            "codes": list(self.codes),
         }
 
     @classmethod
@@ -252,7 +273,7 @@ class InducingPoints(Basis):
         ]
         # A state that says nothing of the jitter had that of its dtype.
         jitter = spec.get("jitter") or default_jitter(like.dtype)
-        return cls(empty, trainable, columns, spec["width"], spec["of_source"], jitter)
+        return cls(empty, trainable, columns, spec["width"], spec["of_source"], jitter, spec.get("codes", ()))
 
 
 def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float], name: str) -> InducingFeatures:
@@ -271,6 +292,10 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
         rest = checked(part.covariance(kernel), part, "covariance", part.size)
         if scale is None:
             scale = rest.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
+        if len(exact) == 1:
+            what = f"{'K_ZZ' if isinstance(part, Values) else 'K_uu'} of site {name!r}"
+            whole = whitening(rest, jitter, what, scale, made_of, dtype)
+            return InducingFeatures(kernel, variables, [[whole.factor]], whole)
         row: list[Tensor] = []
         for c, other in enumerate(exact[:b]):
             right = between(kernel, part, other)

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, root_of_inverse, side_by_side
+from ..numerics.linalg import cholesky, factorised, plus_one, root_of_inverse, side_by_side
+from ..numerics.linalg import gram as weighted_products
 from ..numerics.processes import is_shared, joined
 from .optimal import from_natural, seen_from
-from .product import DenseFactor, FullCholesky, IdentityFactor, Product
-from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, softened
+from .product import CovarianceFactor, DenseFactor, FullCholesky, IdentityFactor, Product
+from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, listen, softened
 
 __all__ = ["NaturalGaussian"]
 
@@ -70,8 +71,67 @@ class _MeanAndRoot(Function):
         raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
 
 
+class _Known(Function):
+    """(G, r, 0) ↦ m = Sr, S = (I + G)⁻¹, tr S and log|S|, unbatched; the way back in two products.
+
+    dS = −S dG S, so Ḡ = −S(S̄ + t I)S − lS − ½(Sa mᵀ + m (Sa)ᵀ) and r̄ = Sa for the gradients a by the mean, t by the
+    trace and l by log|S|. The 0 is that of :class:`Lift`.
+    """
+
+    @staticmethod
+    def forward(gram: Tensor, pull: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        factor = cholesky(plus_one(gram), 0.0, "I + ΦᵀΦ")
+        diagonal = factor.diagonal(dim1=-2, dim2=-1)
+        covariance = torch.cholesky_inverse(factor)
+        trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+        loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
+        return loc, covariance, trace, -2 * diagonal.log().sum(-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*output[:2])
+        ctx.save_for_forward(*output[:2])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(
+        ctx: Any, by_loc: Optional[Tensor], by_covariance: Optional[Tensor], by_trace: Any, by_log_det: Any
+    ) -> tuple[Tensor, Optional[Tensor], Tensor]:
+        loc, covariance = ctx.saved_tensors
+        half = None if by_covariance is None else 0.5 * (by_covariance.mT + by_covariance) @ covariance
+        if by_trace is not None:
+            traced = by_trace * covariance
+            half = traced if half is None else half + traced
+        total = torch.zeros_like(covariance) if half is None else -weighted_products(covariance, half)
+        if by_log_det is not None:
+            total = torch.addcmul(total, covariance, by_log_det, value=-1)
+        if by_loc is None:
+            return total, None, loc.new_zeros(())
+        by_pull = covariance @ by_loc
+        return total.addr(by_pull, loc, alpha=-0.5).addr(loc, by_pull, alpha=-0.5), by_pull, loc.new_zeros(())
+
+    @staticmethod
+    def jvp(ctx: Any, dgram: Tensor, dpull: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        loc, covariance = ctx.saved_tensors
+        half = covariance @ dgram
+        change = -half @ covariance
+        trace = change.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return covariance @ (dpull - dgram @ loc), change, trace, -half.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
+
+
 class _Listening(Listening, Product):
-    pass
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        factor, phi = self.factors[0], side_by_side(features)
+        if not isinstance(factor, CovarianceFactor) or phi.dim() > 2:
+            return super().moments(features)
+        covariance = factor.covariance.view_as(factor.covariance)  # whose gradient is of these rows alone
+        mean, change = factor.moments_by(phi, covariance)
+        self.key = listen(self.module, self.heard, [phi], mean, change, covariance)
+        return mean, change
 
 
 @dataclass
@@ -182,7 +242,7 @@ class NaturalGaussian(StepsOnBackward):
 
     def _told(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor]) -> Product:
         base = gram.detach(), pull.detach(), None if seat is None else seat.detach()
-        q = self._gaussian(Lift.apply(gram, self.unit), pull)
+        q = self._gaussian(gram, pull, self.unit)
         if not torch.is_grad_enabled():
             return q
         heard = Heard(_Base(*base, side_by_side(q.loc).detach()), self.unit)
@@ -212,9 +272,17 @@ class NaturalGaussian(StepsOnBackward):
         """q(w) of these G and r."""
         return self._gaussian(gram, pull)
 
-    def _gaussian(self, gram: Tensor, pull: Tensor) -> Product:
+    def _gaussian(self, gram: Tensor, pull: Tensor, unit: Optional[Tensor] = None) -> Product:
+        """q(w), on behalf of whose parameter if not its own."""
+
+        def lifted() -> Tensor:
+            return gram if unit is None else Lift.apply(gram, unit)
+
         if len(self.layout) == 1 and gram.dim() == 2 and pull.dim() == 1:
-            return Product(self.sizes, [DenseFactor(*_MeanAndRoot.apply(gram, pull))], [self.layout[0][1]])
+            known = _Known.apply(gram, pull, gram.new_zeros(()) if unit is None else unit)
+            factor = CovarianceFactor(*known, lambda: _MeanAndRoot.apply(lifted(), pull)[1])
+            return Product(self.sizes, [factor], [self.layout[0][1]])
+        gram = lifted()
         q = from_natural(gram, pull, self.sizes, [group for _, group in self.layout])
         for i, (kind, _) in enumerate(self.layout):
             if kind is IdentityFactor:
@@ -229,26 +297,27 @@ class NaturalGaussian(StepsOnBackward):
             cut = torch.zeros_like(target)  # others may have some
         target, slope, *more = joined(target, slope, *(() if cut is None else (cut,)))
         cut = more[0] if more else None
-        c, each = weight, rate / total
-        eye = torch.eye(target.shape[-1], dtype=target.dtype, device=target.device)
+        c, each = weight[..., None, None], (rate / total)[..., None, None]
 
         def moved(target: Tensor) -> Tensor:
-            new = here[0] + each[..., None, None] * (target - c[..., None, None] * base.gram)
-            return 0.5 * (new + new.mT)
+            new = torch.mul(base.gram, -each * c).addcmul_(target, each.expand_as(target)).add_(here[0])
+            return (new + new.mT).mul_(0.5)
 
         new = moved(target)
         if cut is not None:
             # What is left above half of the prior's precision, and above half of the precision there is.
+            eye = torch.eye(target.shape[-1], dtype=target.dtype, device=target.device)
             rest = new + 0.5 * eye, new + 0.5 * (eye - here[0])
             short = sum(torch.linalg.cholesky_ex(part.nan_to_num()).info.abs() for part in rest)
             target = torch.where((short > 0)[..., None, None], target + cut, target)
             new = moved(target)
         pull = (target @ base.loc[..., None])[..., 0] - slope
-        pull = here[1] + each[..., None] * (pull - c[..., None] * base.pull)
-        factor, info = torch.linalg.cholesky_ex(new.nan_to_num() + eye)
+        pull = here[1] + each[..., 0] * (pull - c[..., 0] * base.pull)
+        factor, info = factorised(plus_one(new.nan_to_num()))
         shift = cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0] - base.loc, heard)
-        pull = ((new + eye) @ (base.loc + shift)[..., None])[..., 0]
-        fine = new.isfinite().all(-1).all(-1) & pull.isfinite().all(-1) & (each > 0) & (info == 0)
+        loc = base.loc + shift
+        pull = (new @ loc[..., None])[..., 0] + loc
+        fine = new.sum((-2, -1)).isfinite() & pull.isfinite().all(-1) & (each[..., 0, 0] > 0) & (info == 0)
         self.gram = torch.where(fine[..., None, None], new, here[0]).expand(self.gram.shape)
         self.pull = torch.where(fine[..., None], pull, here[1]).expand(self.pull.shape)
         if base.seat is not None:
@@ -265,7 +334,9 @@ class NaturalGaussian(StepsOnBackward):
         for row in heard.curved():
             phi = row["whole"] if "whole" in row else heard.whole(row)
             curvature = 2 * row["by_change"]
-            gram = gram + phi.mT @ (phi * curvature[..., None])
+            gram = gram + (
+                2 * row["by_covariance"] if "by_covariance" in row else phi.mT @ (phi * curvature[..., None])
+            )
             if (curvature < 0).any():
                 more = phi.mT @ (phi * (-curvature).clamp(min=0)[..., None])
                 cut = more if cut is None else cut + more

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, side_by_side, solve_lower
+from ..numerics.linalg import cholesky, congruence, side_by_side, solve_lower, times_lower
 from .product import DenseFactor, Factor, Product
 
 __all__ = ["PrecisionFactor", "from_natural", "optimal", "seen_from", "weighted_gram"]
@@ -23,9 +23,11 @@ class PrecisionFactor(DenseFactor):
     :param factor: L, ``(..., M, M)``.
     """
 
+    is_lower = False
+
     def __init__(self, loc: Tensor, factor: Tensor) -> None:
         eye = torch.eye(loc.shape[-1], dtype=factor.dtype, device=factor.device)
-        super().__init__(loc, solve_lower(factor, eye).mT)
+        super().__init__(loc, torch.linalg.solve_triangular(factor, eye, upper=False).mT)
         self.factor = factor
 
     def unscale(self, v: Tensor) -> Tensor:
@@ -143,14 +145,16 @@ def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor])
 
 
 class _Turned(Function):
-    """TᵀGT of a symmetric G. The way back by T is one product with GT, T̄ = GT(Ē + Ēᵀ); autograd's own are three."""
+    """TᵀGT of a symmetric G and a lower triangular T. The way back by T is one product with GT, T̄ = GT(Ē + Ēᵀ);
+    autograd's own are three.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(gram: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-        half = gram @ turn
-        return turn.mT @ half, half
+        half = times_lower(gram, turn)
+        return congruence(turn, half), half
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

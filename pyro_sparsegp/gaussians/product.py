@@ -5,16 +5,28 @@ from __future__ import annotations
 import functools
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Optional
 
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import constraints, transform_to
+from torch.distributions.transforms import LowerCholeskyTransform
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, gaussian_kl, on_diagonal, root_of_inverse, row_squares, side_by_side
+from ..numerics.linalg import (
+    cholesky,
+    gaussian_kl,
+    gram,
+    on_diagonal,
+    root_of_inverse,
+    row_squares,
+    side_by_side,
+    times_lower,
+    times_upper,
+    tril_of_product,
+)
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients, Gaussian
 from .documented import Documented
@@ -22,6 +34,7 @@ from .documented import Documented
 __all__ = [
     "BlockCholesky",
     "CholeskyIdentity",
+    "CovarianceFactor",
     "DenseFactor",
     "Diagonal",
     "DiagonalFactor",
@@ -91,21 +104,73 @@ class Factor(Documented, ABC):
         return 0.5 * (w.square().sum(-1) - self.unscale(w - self.loc).square().sum(-1) - log_det)
 
 
-def _dense_moments(phi: Tensor, loc: Tensor, tril: Tensor) -> tuple[Tensor, Tensor]:
-    return (phi @ loc[..., None])[..., 0], row_squares(phi @ tril) - row_squares(phi)
+def _dense_moments(phi: Tensor, loc: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    return (phi @ loc[..., None])[..., 0], row_squares(phi @ root) - row_squares(phi)
 
 
 class _DenseMoments(Function):
-    """Φm and diag(Φ(LLᵀ − I)Φᵀ) of unbatched Φ, m and L.
+    """Φm and diag(Φ(RRᵀ − I)Φᵀ) of unbatched Φ, m and a triangular R; its gradient means nothing where R is 0.
 
     Autograd's own way back adds up four matrices of Φ's size; this one makes the sum in place,
-    dΦ = 2 diag(c)(ΦLLᵀ − Φ) + a mᵀ for gradients a of the means and c of the variances.
+    dΦ = 2 diag(c)(ΦRRᵀ − Φ) + a mᵀ for gradients a of the means and c of the variances.
     """
 
     @staticmethod
-    def forward(phi: Tensor, loc: Tensor, tril: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scaled = phi @ tril
-        return phi @ loc, scaled.square().sum(-1) - phi.square().sum(-1), scaled
+    def forward(phi: Tensor, loc: Tensor, root: Tensor, is_lower: bool) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = times_lower(phi, root) if is_lower else times_upper(phi, root.mT)
+        norm = torch.linalg.vector_norm  # reads its matrix once; a square makes another
+        return phi @ loc, norm(scaled, dim=-1).square_().sub_(norm(phi, dim=-1).square_()), scaled
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.is_lower = inputs
+        ctx.save_for_backward(*tensors, output[2])
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(output[2])
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, c: Tensor, _: Any) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], None]:
+        phi, loc, root, scaled = ctx.saved_tensors
+        needs, each = ctx.needs_input_grad, (2 * c)[:, None]
+        by_loc = a @ phi if needs[1] else None
+        if torch.is_grad_enabled():  # double backward wants plain operations
+            weighted = (phi @ root) * each
+            by_phi = weighted @ root.mT - phi * each + torch.outer(a, loc)
+            return by_phi, by_loc, phi.mT @ weighted if needs[2] else None, None
+        weighted = scaled * each
+        by_phi = times_upper(weighted, root) if ctx.is_lower else times_lower(weighted, root.mT)
+        by_phi = by_phi.sub_(phi * each).addr_(a, loc)
+        if not needs[2]:
+            return by_phi, by_loc, None, None
+        if ctx.is_lower:
+            return by_phi, by_loc, tril_of_product(phi, weighted), None
+        return by_phi, by_loc, tril_of_product(weighted, phi).mT, None
+
+    @staticmethod
+    def jvp(ctx: Any, *changes: Optional[Tensor]) -> tuple[Tensor, Tensor, None]:
+        phi, loc, root = ctx.saved_tensors
+        dphi, dloc, droot = (torch.zeros_like(t) if d is None else d for t, d in zip((phi, loc, root), changes))
+        variance = ((phi @ root) * (dphi @ root + phi @ droot)).sum(-1) - (phi * dphi).sum(-1)
+        return dphi @ loc + phi @ dloc, 2 * variance, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        phi, loc, root = (
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(inputs[:3], in_dims)
+        )
+        return (*_dense_moments(phi, loc, root), phi @ root), (0, 0, 0)
+
+
+class _CovarianceMoments(Function):
+    """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ, m and S. The gradient by S, Φᵀ diag(c) Φ, is half of a natural step's sum
+    of sites.
+    """
+
+    @staticmethod
+    def forward(phi: Tensor, loc: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scaled = (phi @ covariance).sub_(phi)
+        return phi @ loc, torch.linalg.vecdot(scaled, phi), scaled
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -115,30 +180,109 @@ class _DenseMoments(Function):
 
     @staticmethod
     def backward(ctx: Any, a: Tensor, c: Tensor, _: Any) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-        phi, loc, tril, scaled = ctx.saved_tensors
+        phi, loc, covariance, scaled = ctx.saved_tensors
         needs = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # double backward wants plain operations
-            weighted = (phi @ tril) * (2 * c)[:, None]
-            by_phi = weighted @ tril.mT - phi * (2 * c)[:, None] + torch.outer(a, loc)
-            return by_phi, a @ phi if needs[1] else None, phi.mT @ weighted if needs[2] else None
-        weighted = scaled * (2 * c)[:, None]
-        by_phi = torch.addmm(phi * (-2 * c)[:, None], weighted, tril.mT).addr_(a, loc)
-        return by_phi, a @ phi if needs[1] else None, phi.mT @ weighted if needs[2] else None
+        by_loc, by_covariance = a @ phi if needs[1] else None, gram(phi, phi * c[:, None]) if needs[2] else None
+        if torch.is_grad_enabled():
+            by_phi = (2 * c)[:, None] * (phi @ covariance - phi) + torch.outer(a, loc)
+        else:
+            by_phi = ((2 * c)[:, None] * scaled).addr_(a, loc)
+        return by_phi, by_loc, by_covariance
 
     @staticmethod
     def jvp(ctx: Any, *changes: Optional[Tensor]) -> tuple[Tensor, Tensor, None]:
-        phi, loc, tril = ctx.saved_tensors
-        dphi, dloc, dtril = (torch.zeros_like(t) if d is None else d for t, d in zip((phi, loc, tril), changes))
-        variance = ((phi @ tril) * (dphi @ tril + phi @ dtril)).sum(-1) - (phi * dphi).sum(-1)
-        return dphi @ loc + phi @ dloc, 2 * variance, None
+        phi, loc, covariance = ctx.saved_tensors
+        dphi, dloc, dcov = (torch.zeros_like(t) if d is None else d for t, d in zip((phi, loc, covariance), changes))
+        variance = (2 * dphi * (phi @ covariance - phi) + phi * (phi @ dcov)).sum(-1)
+        return dphi @ loc + phi @ dloc, variance, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
-        phi, loc, tril = (
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(tensors, in_dims)
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        phi, loc, covariance = (
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0) for t, dim in zip(inputs, in_dims)
         )
-        return (*_dense_moments(phi, loc, tril), phi @ tril), (0, 0, 0)
+        scaled = phi @ covariance - phi
+        return ((phi @ loc[..., None])[..., 0], (scaled * phi).sum(-1), scaled), (0, 0, 0)
+
+
+class _LowerCholesky(Function):
+    """The lower triangle of a matrix, its diagonal's exponential in the place of the diagonal: one node."""
+
+    @staticmethod
+    def forward(raw: Tensor) -> Tensor:
+        lower = raw.tril()
+        lower.diagonal(dim1=-2, dim2=-1).exp_()
+        return lower
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _by_raw(grad, ctx.saved_tensors[0])
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> Tensor:
+        return _by_raw(change, ctx.saved_tensors[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, raw: Tensor) -> Any:
+        return _LowerCholesky.apply(raw.movedim(in_dims[0], 0)), 0
+
+
+def _by_raw(change: Tensor, lower: Tensor) -> Tensor:
+    """A change of the raw parameter as one of L, and a gradient by L as one by the raw parameter."""
+    change = change.tril()
+    change.diagonal(dim1=-2, dim2=-1).mul_(lower.diagonal(dim1=-2, dim2=-1))
+    return change
+
+
+class _ToLowerCholesky(LowerCholeskyTransform):
+    def _call(self, x: Tensor) -> Tensor:
+        return _LowerCholesky.apply(x)
+
+
+class _IsLowerCholesky(type(constraints.lower_cholesky)):  # type: ignore[misc]
+    """:data:`~torch.distributions.constraints.lower_cholesky`, with a transform that costs less."""
+
+
+_lower_cholesky = _IsLowerCholesky()
+transform_to.register(_lower_cholesky)(lambda _: _ToLowerCholesky())
+
+
+class _TraceAndLogDet(Function):
+    """tr LLᵀ and log|LLᵀ| of a lower triangular L: one node, and one matrix on the way back."""
+
+    @staticmethod
+    def forward(tril: Tensor) -> tuple[Tensor, Tensor]:
+        log_det = 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return torch.linalg.vector_norm(tril, dim=(-2, -1)).square_(), log_det
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, by_trace: Tensor, by_log_det: Tensor) -> Tensor:
+        (tril,) = ctx.saved_tensors
+        grad = tril * (2 * by_trace)[..., None, None]
+        if torch.is_grad_enabled():
+            return grad + torch.diag_embed((2 * by_log_det)[..., None] / tril.diagonal(dim1=-2, dim2=-1))
+        grad.diagonal(dim1=-2, dim2=-1).add_((2 * by_log_det)[..., None] / tril.diagonal(dim1=-2, dim2=-1))
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor]:
+        (tril,) = ctx.saved_tensors
+        moved = change.diagonal(dim1=-2, dim2=-1) / tril.diagonal(dim1=-2, dim2=-1)
+        return 2 * (tril * change).sum((-2, -1)), 2 * moved.sum(-1)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, tril: Tensor) -> Any:
+        return _TraceAndLogDet.apply(tril.movedim(in_dims[0], 0)), (0, 0)
 
 
 class DenseFactor(Factor):
@@ -146,6 +290,8 @@ class DenseFactor(Factor):
 
     :param tril: L, ``(..., M, M)``.
     """
+
+    is_lower: ClassVar[bool] = True  # L, rather than upper triangular
 
     def __init__(self, loc: Tensor, tril: Tensor) -> None:
         super().__init__(loc)
@@ -156,7 +302,7 @@ class DenseFactor(Factor):
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         if phi.dim() == 2 and self.loc.dim() == 1:
-            return _DenseMoments.apply(phi, self.loc, self.tril)[:2]
+            return _DenseMoments.apply(phi, self.loc, self.tril, self.is_lower)[:2]
         return super().moments(phi)
 
     def scale(self, v: Tensor) -> Tensor:
@@ -166,8 +312,38 @@ class DenseFactor(Factor):
         return torch.linalg.solve_triangular(self.tril, v[..., None], upper=False)[..., 0]
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        log_det = 2 * self.tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return self.tril.square().sum((-2, -1)), log_det
+        return _TraceAndLogDet.apply(self.tril)
+
+
+class CovarianceFactor(DenseFactor):
+    """N(m, S) by S itself, with a root of it where one is asked for, as draws do.
+
+    :param covariance: S, ``(M, M)``.
+    :param trace: tr S.
+    :param log_det: log|S|.
+    :param root: gives a lower L with S = LLᵀ.
+    """
+
+    def __init__(
+        self, loc: Tensor, covariance: Tensor, trace: Tensor, log_det: Tensor, root: Callable[[], Tensor]
+    ) -> None:
+        Factor.__init__(self, loc)
+        self.covariance, self._trace, self._log_det, self._root = covariance, trace, log_det, root
+
+    @functools.cached_property
+    def tril(self) -> Tensor:  # type: ignore[override]
+        """L, ``(M, M)``."""
+        return self._root()
+
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        return self.moments_by(phi, self.covariance) if phi.dim() == 2 else Factor.moments(self, phi)
+
+    def moments_by(self, phi: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`moments` of Φ, ``(N, M)``, from a given S."""
+        return _CovarianceMoments.apply(phi, self.loc, covariance)[:2]
+
+    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        return self._trace, self._log_det
 
 
 class DiagonalFactor(Factor):
@@ -334,7 +510,7 @@ class _Factored(Coefficients):
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
             if kind is DenseFactor:
                 eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
-                setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))
+                setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), _lower_cholesky))
             elif kind is DiagonalFactor:
                 setattr(self, f"scale_diag_{i}", PyroParam(like.new_ones(*batch_shape, num), constraints.positive))
 

@@ -76,7 +76,8 @@ class Heard:
     :param unit: the module's parameter that gets no gradient.
     :param weights: c, the gradients of the objective by the divergence.
     :param inner: those whose divergence is in the draws' gradients already.
-    :param rows: of each call of moments its features, and the gradients by_mean and by_change.
+    :param rows: of each call of moments its features, and the gradients by_mean and by_change; and by_covariance,
+        ΦᵀHΦ, where that is made in any case.
     :param crosses: of pairs of them the keys, the features of both, and the gradient by their covariances.
     :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
     """
@@ -317,8 +318,17 @@ class Listening(Gaussian):
         return list(w.split(self.sizes, -1))
 
 
-def listen(module: StepsOnBackward, heard: Heard, features: Sequence[Tensor], mean: Tensor, change: Tensor) -> int:
-    """Note the gradients by Φm and diag(Φ(S − I)Φᵀ); their key among what is heard."""
+def listen(
+    module: StepsOnBackward,
+    heard: Heard,
+    features: Sequence[Tensor],
+    mean: Tensor,
+    change: Tensor,
+    covariance: Optional[Tensor] = None,
+) -> int:
+    """Note the gradients by Φm and diag(Φ(S − I)Φᵀ), and by S, if this S is of these alone; their key among what is
+    heard.
+    """
     row: dict[str, Any] = {"features": [phi.detach() for phi in features]}
 
     def hear(name: str, grad: Optional[Tensor]) -> None:
@@ -328,6 +338,8 @@ def listen(module: StepsOnBackward, heard: Heard, features: Sequence[Tensor], me
         heard.rows[id(row)] = row
         module.note(heard)
 
+    if covariance is not None and covariance.requires_grad:
+        covariance.register_hook(lambda grad: row.update(by_covariance=grad.detach()))
     for name, value in (("by_mean", mean), ("by_change", change)):
         if value.requires_grad:
             value.register_hook(partial(hear, name))
@@ -352,12 +364,40 @@ def weighed(module: StepsOnBackward, heard: Heard, shape: torch.Size, inner: boo
 
 def softened(anchor: Tensor, softness: float) -> Tensor:
     """L + ηsI, s² the mean of diag(LLᵀ)."""
-    if not softness:
-        return anchor
-    size = anchor.shape[-1]
-    scale = (anchor.square().sum((-2, -1)) / size).sqrt()
-    eye = torch.eye(size, dtype=anchor.dtype, device=anchor.device)
-    return anchor + (softness * scale)[..., None, None] * eye
+    return _Softened.apply(anchor, softness) if softness else anchor
+
+
+class _Softened(Function):
+    # One node, and one matrix either way.
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(anchor: Tensor, softness: float) -> Tensor:
+        scale = torch.linalg.vector_norm(anchor, dim=(-2, -1)) * (softness / anchor.shape[-1] ** 0.5)
+        total = anchor.clone()
+        total.diagonal(dim1=-2, dim2=-1).add_(scale[..., None])
+        return total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        anchor, ctx.softness = inputs
+        ctx.save_for_backward(anchor)
+        ctx.save_for_forward(anchor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (anchor,) = ctx.saved_tensors
+        norm = torch.linalg.vector_norm(anchor, dim=(-2, -1)) * (anchor.shape[-1] ** 0.5 / ctx.softness)
+        return torch.addcmul(grad, anchor, (grad.diagonal(dim1=-2, dim2=-1).sum(-1) / norm)[..., None, None]), None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, _: Any) -> Tensor:
+        (anchor,) = ctx.saved_tensors
+        norm = torch.linalg.vector_norm(anchor, dim=(-2, -1)) * (anchor.shape[-1] ** 0.5 / ctx.softness)
+        scale = (anchor * change).sum((-2, -1)) / norm
+        eye = torch.eye(anchor.shape[-1], dtype=anchor.dtype, device=anchor.device)
+        return change + scale[..., None, None] * eye
 
 
 def cautious(shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None) -> Tensor:
@@ -370,7 +410,7 @@ def cautious(shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None)
     for row in heard.rows.values():
         phi = row["whole"] if "whole" in row else heard.whole(row, order)
         moved = (phi @ shift[..., None])[..., 0].abs()
-        by = phi.square().sum(-1).sqrt().clamp(min=torch.finfo(phi.dtype).tiny)
+        by = torch.linalg.vector_norm(phi, dim=-1).clamp(min=torch.finfo(phi.dtype).tiny)
         most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))
     if heard.draws:  # whose inputs are not known
         most = torch.maximum(most, shift.abs().amax(-1, keepdim=True))

@@ -15,6 +15,8 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .simplified import VALUE, is_random, roots, schema_of, simplify
+
 __all__ = ["CannotTraceError", "Graph", "flattened", "traced"]
 
 aten = torch.ops.aten
@@ -51,13 +53,16 @@ def traced(function: Callable[[], Sequence[Tensor]]) -> Graph:
     if _host_random_state() != before:
         raise CannotTraceError("it draws random numbers by Python's random or by NumPy, which a trace would repeat")
     graph = recorder.finished(found)
-    draws = any(map(_draws, graph.nodes))
+    draws = any(map(is_random, graph.nodes))
     _require_pure(graph)
     _drop_idle(graph)
+    constants = simplify(graph)
     _drop_unused(graph)
     _call_directly(graph)
+    for node in graph.nodes:
+        node.meta.clear()
     graph.lint()
-    return Graph(GraphModule(torch.nn.Module(), graph), recorder.inputs, draws)
+    return Graph(GraphModule(torch.nn.Module(), graph), [*recorder.inputs, *constants], draws)
 
 
 class _InTorch(TorchFunctionMode):
@@ -109,6 +114,7 @@ class _Recorder(TorchDispatchMode):
 
     def _keep(self, tensor: Tensor, node: Node, constant: bool) -> None:
         self._nodes[id(tensor)] = node
+        node.meta[VALUE] = tensor
         self._kept.append(tensor)
         (self._constant.add if constant else self._constant.discard)(id(tensor))
 
@@ -149,32 +155,11 @@ def _host_random_state() -> tuple[Any, ...]:
     return random.getstate(), numpy[1].tobytes(), numpy[2]
 
 
-def _draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-def _sources(graph: torch.fx.Graph) -> dict[Node, Node]:
-    """For each node the one whose memory its value is."""
-    found: dict[Node, Node] = {}
-    for node in graph.nodes:
-        found[node] = node
-        schema = getattr(node.target, "_schema", None)
-        if schema is None:  # an entry of several results
-            if node.op == "call_function" and isinstance(node.args[0], Node):
-                found[node] = found[node.args[0]]
-            continue
-        if any(result.alias_info is not None for result in schema.returns):
-            for argument, value in zip(schema.arguments, node.args):
-                if argument.alias_info is not None and isinstance(value, Node):
-                    found[node] = found[value]
-    return found
-
-
 def _require_pure(graph: torch.fx.Graph) -> None:
     """Raise if a tensor is written to that was there before."""
-    sources = _sources(graph)
+    sources = roots(graph)
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node)
         for argument, value in zip(schema.arguments if schema else (), node.args):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, Node) and sources[value].op == "placeholder":
@@ -192,8 +177,8 @@ def _drop_idle(graph: torch.fx.Graph) -> None:
 def _drop_unused(graph: torch.fx.Graph) -> None:
     """Leave out what nothing comes of, but for writing and drawing."""
     for node in reversed(list(graph.nodes)):
-        schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and not node.users and not _draws(node) and not (schema and schema.is_mutable):
+        schema = schema_of(node)
+        if node.op == "call_function" and not node.users and not is_random(node) and not (schema and schema.is_mutable):
             graph.erase_node(node)
 
 
@@ -208,7 +193,7 @@ _DIRECT |= {name: getattr(Tensor, name) for name in _METHODS.split()}
 
 def _call_directly(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
+        schema = schema_of(node)
         space, _, name = schema.name.partition("::") if schema else ("", "", "")
         if space == "aten":
             node.target = _DIRECT.get(name, node.target)

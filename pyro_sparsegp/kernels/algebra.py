@@ -428,6 +428,10 @@ class Select(Kernel):
     def parts(self) -> tuple[Kernel, ...]:
         return (self.kernel,)
 
+    def code_columns(self, num: int) -> frozenset[int]:
+        dims = self._numbers(num)
+        return frozenset(dims[i] for i in self.kernel.code_columns(len(dims)))
+
     def own_columns(self, x: Tensor) -> Tensor:
         """The columns of inputs, ``(..., N, D)``, that k₀ reads."""
         dims = self._numbers(x.shape[-1])

@@ -130,6 +130,10 @@ class CovarianceFunction(ABC):
         """The kernel for inputs of ``num`` columns, in which ``k[2:]`` and ``k[-1]`` have numbers."""
         return self
 
+    def code_columns(self, num: int) -> frozenset[int]:
+        """The columns, of ``num``, that hold whole numbers which name something: inducing inputs keep them."""
+        return frozenset(i for part in self.parts for i in part.code_columns(num))
+
     def features(self, x: Tensor) -> Optional[Tensor]:
         """Φ, ``(..., N, R)``, with k(x, z) = φ(x)ᵀφ(z) off the diagonal, or ``None`` if there is no finite Φ."""
         return None

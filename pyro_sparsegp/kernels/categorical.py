@@ -47,6 +47,9 @@ class Categorical(Kernel):
         levels = torch.arange(self.num_levels, dtype=x.dtype, device=x.device)
         return as_tensor(self.variance, x).sqrt()[..., None, None] * (x == levels)
 
+    def code_columns(self, num: int) -> frozenset[int]:
+        return frozenset({0})
+
     def check_inputs(self, x: Tensor) -> None:
         some = unknown_codes(x.detach(), self.num_levels)
         if some:

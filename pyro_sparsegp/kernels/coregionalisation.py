@@ -68,6 +68,9 @@ class Coregionalisation(FeatureKernel):
         shape = broadcast_shapes(shared.shape[:-1], alone.shape[:-1])
         return torch.cat([shared.expand(*shape, -1), alone.expand(*shape, -1)], -1)
 
+    def code_columns(self, num: int) -> frozenset[int]:
+        return frozenset({0})
+
     def check_inputs(self, x: Tensor) -> None:
         some = unknown_codes(x.detach(), self.num_outputs)
         if some:

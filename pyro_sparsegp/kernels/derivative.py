@@ -123,6 +123,9 @@ class Derivative(Kernel):
         functions = self.kernel.prior_functions(num, num_features, x[..., :-1])
         return None if functions is None else self.of(functions)
 
+    def code_columns(self, num: int) -> frozenset[int]:
+        return self.kernel.code_columns(num - 1) | {num - 1}
+
     def check_inputs(self, x: Tensor) -> None:
         columns = x.shape[-1] - 1
         some = unknown_codes(x[..., -1].detach(), columns + 1)

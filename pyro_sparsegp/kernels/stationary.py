@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import wider
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
 from .base import Scalar, as_tensor, batch_of, describe, per_column, positive
@@ -23,7 +22,17 @@ from .base import Scalar, as_tensor, batch_of, describe, per_column, positive
 __all__ = ["RBF", "Matern12", "Matern32", "Matern52", "Periodic", "RationalQuadratic", "Stationary"]
 
 
+_CACHED = 1 << 16  # numbers of a matrix that are made at a time
 _FEW = 16  # columns: up to here the product of inputs, even in float64, costs little beside the passes over it
+
+
+def _distances(x: Tensor, z: Tensor) -> Tensor:
+    # In float32 the product would leave few digits of distances that are small beside the inputs' range.
+    dtype = torch.float64 if x.dtype == torch.float32 and x.shape[-1] <= _FEW and x.device.type != "mps" else x.dtype
+    a, b = x.to(dtype), z.to(dtype)
+    a2, b2 = a.square().sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
+    left = torch.cat([a, a2, torch.ones_like(a2)], -1)
+    return (left @ torch.cat([-2 * b, torch.ones_like(b2), b2], -1).mT).to(x.dtype)
 
 
 class _SquaredDistance(Function):
@@ -31,13 +40,7 @@ class _SquaredDistance(Function):
 
     @staticmethod
     def forward(x: Tensor, z: Tensor) -> Tensor:
-        # In float32 the product would leave few digits of distances that are small beside the inputs' range.
-        wide = wider(x) if x.shape[-1] <= _FEW else x.dtype
-        a, b = x.to(wide), z.to(wide)
-        a2, b2 = a.square().sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
-        left = torch.cat([a, a2, torch.ones_like(a2)], -1)
-        right = torch.cat([-2 * b, torch.ones_like(b2), b2], -1)
-        return (left @ right.mT).to(x.dtype)
+        return _distances(x, z)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -47,32 +50,39 @@ class _SquaredDistance(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], Optional[Tensor]]:
         x, z = ctx.saved_tensors
-
-        def towards(grad: Tensor, one: Tensor, other: Tensor) -> Tensor:
-            return 2 * (grad.sum(-1, keepdim=True) * one - grad @ other).sum_to_size(one.shape)
-
-        by_x = towards(grad, x, z) if ctx.needs_input_grad[0] else None
-        return by_x, towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None
+        by_x = _towards(grad, x, z) if ctx.needs_input_grad[0] else None
+        return by_x, _towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None
 
     @staticmethod
     def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor]) -> Tensor:
         x, z = ctx.saved_tensors
-        total = torch.zeros_like(x[..., :1] @ z[..., :1].mT)
-        if dx is not None:
-            total = total + 2 * ((x * dx).sum(-1, keepdim=True) - dx @ z.mT)
-        if dz is not None:
-            total = total + 2 * ((z * dz).sum(-1)[..., None, :] - x @ dz.mT)
-        return total
+        change = _change_of_distance(x, z, dx, dz)
+        return torch.zeros_like(x[..., :1] @ z[..., :1].mT) if change is None else change
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, z: Tensor) -> Any:
         dims = max(t.dim() - (dim is not None) for t, dim in zip((x, z), in_dims))
+        return _SquaredDistance.apply(_leading(x, in_dims[0], dims), _leading(z, in_dims[1], dims)), 0
 
-        def leading(t: Tensor, dim: Optional[int]) -> Tensor:
-            t = t[None] if dim is None else t.movedim(dim, 0)
-            return t.reshape(t.shape[0], *[1] * (dims + 1 - t.dim()), *t.shape[1:])
 
-        return _SquaredDistance.apply(leading(x, in_dims[0]), leading(z, in_dims[1])), 0
+def _towards(grad: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """The gradient by inputs of that by their squared distances to others."""
+    return 2 * (grad.sum(-1, keepdim=True) * one - grad @ other).sum_to_size(one.shape)
+
+
+def _change_of_distance(x: Tensor, z: Tensor, dx: Optional[Tensor], dz: Optional[Tensor]) -> Optional[Tensor]:
+    parts = []
+    if dx is not None:
+        parts.append(2 * ((x * dx).sum(-1, keepdim=True) - dx @ z.mT))
+    if dz is not None:
+        parts.append(2 * ((z * dz).sum(-1)[..., None, :] - x @ dz.mT))
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _leading(t: Tensor, dim: Optional[int], dims: int) -> Tensor:
+    """A tensor with its mapped dimension first, and then as many as are wanted."""
+    t = t[None] if dim is None else t.movedim(dim, 0)
+    return t.reshape(t.shape[0], *[1] * (dims + 1 - t.dim()), *t.shape[1:])
 
 
 def squared_distance(x: Tensor, z: Tensor) -> Tensor:
@@ -87,70 +97,128 @@ def _clean(s: Tensor, same: bool) -> Tensor:
     return s
 
 
-class _Radial(Function):
-    """v·g(max(s, 0)) of a :class:`Stationary` class; ``same`` says that x is z, so the diagonal is s = 0.
+class _Covariance(Function):
+    """v·g(‖xₙ − zₘ‖²) of a :class:`Stationary` class, and v·dg/ds; without z it is x, so the diagonal is s = 0.
 
     The variance v, ``(..., 1, 1)`` or ``None`` for 1, is a factor in place: a product outside would cost three
-    more matrices a step.
+    more matrices a step. On a CPU large matrices are made a few rows at a time, so that what is in between stays in
+    the cache.
     """
 
     @staticmethod
-    def forward(s: Tensor, variance: Optional[Tensor], profile: type[Stationary], same: bool) -> tuple[Tensor, Tensor]:
-        s = s.clamp(min=0)
-        if same:
-            s.diagonal(dim1=-2, dim2=-1).zero_()
-        value, slope = profile.value_and_slope(s)
-        if variance is None:
-            return value, slope
-        in_place = broadcast_shapes(variance.shape, s.shape) == s.shape
-        return (value.mul_(variance), slope.mul_(variance)) if in_place else (value * variance, slope * variance)
+    def forward(
+        x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: type[Stationary]
+    ) -> tuple[Tensor, Tensor]:
+        num = x.shape[-2]
+        size = num if z is None else z.shape[-2]
+        rows = _CACHED * torch.get_num_threads() // max(size, 1) + 1
+        plain = x.dim() == 2 and (z is None or z.dim() == 2) and (variance is None or variance.dim() == 2)
+        if not plain or rows >= num or x.device.type != "cpu":
+            s = _distances(x, x if z is None else z).clamp_(min=0)
+            if z is None:
+                s.diagonal(dim1=-2, dim2=-1).zero_()
+            value, slope = profile.value_and_slope(s)
+            if variance is None:
+                return value, slope
+            if variance.numel() == 1 and variance.dim() <= value.dim():
+                return value.mul_(variance), slope.mul_(variance)
+            return value * variance, slope * variance
+        value, slope = x.new_empty(num, size), x.new_empty(num, size)
+        for i in range(0, num, rows):
+            s = _distances(x[i : i + rows], x if z is None else z).clamp_(min=0)
+            if z is None:
+                s.diagonal(i).zero_()
+            parts = profile.value_and_slope(s)
+            for whole, part in zip((value, slope), parts):
+                if variance is None:
+                    whole[i : i + rows] = part
+                else:
+                    torch.mul(part, variance, out=whole[i : i + rows])
+        return value, slope
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        s, variance, ctx.profile, ctx.same = inputs
+        x, z, variance, ctx.profile = inputs
         value, slope = output
-        ctx.has_variance = variance is not None
-        ctx.save_for_backward(s, slope, *((variance, value) if ctx.has_variance else ()))
-        ctx.save_for_forward(s, *((variance,) if ctx.has_variance else ()))
+        ctx.save_for_backward(x, z, variance, slope, None if variance is None else value)
+        ctx.save_for_forward(x, z, variance)
         ctx.mark_non_differentiable(slope)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Optional[Tensor], None, None]:
-        s, slope, *rest = ctx.saved_tensors
-        grad, by_variance = grads[0], None
-        if torch.is_grad_enabled():  # double backward wants value and slope as functions of s and v
-            clean = _clean(s, ctx.same)
-            slope = ctx.profile.slope(clean) * (rest[0] if rest else 1.0)
-            if rest and ctx.needs_input_grad[1]:
-                by_variance = (grad * _Radial.apply(s, None, ctx.profile, ctx.same)[0]).sum_to_size(rest[0].shape)
-        elif rest and ctx.needs_input_grad[1]:
-            variance, value = rest
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], Optional[Tensor], Any, None]:
+        x, z, variance, slope, value = ctx.saved_tensors
+        (grad, _), other, by_variance = grads, x if z is None else z, None
+        if grad is None:
+            return None, None, None, None
+        if torch.is_grad_enabled():  # double backward wants value and slope as functions of x, z and v
+            slope = ctx.profile.slope(_clean(squared_distance(x, other), z is None))
+            slope = slope if variance is None else slope * variance
+            if ctx.needs_input_grad[2]:
+                by_variance = (grad * _Covariance.apply(x, z, None, ctx.profile)[0]).sum_to_size(variance.shape)
+        elif ctx.needs_input_grad[2]:
             if variance.numel() == 1:
                 by_variance = (torch.dot(grad.reshape(-1), value.reshape(-1)) / variance.reshape(())).reshape(
                     variance.shape
                 )
             else:
                 by_variance = (grad * value).sum_to_size(variance.shape) / variance
-        return (grad * slope).sum_to_size(s.shape), by_variance, None, None
+        grad = grad * slope
+        by_x = _towards(grad, x, other) if ctx.needs_input_grad[0] else None
+        if z is None:
+            return None if by_x is None else by_x + _towards(grad.mT, x, x), None, by_variance, None
+        return by_x, _towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None, by_variance, None
 
     @staticmethod
-    def jvp(ctx: Any, ds: Optional[Tensor], dv: Optional[Tensor], *_: Any) -> tuple[Tensor, None]:
-        s, *rest = ctx.saved_tensors
-        clean = _clean(s, ctx.same)
-        total = torch.zeros_like(clean) if ds is None else ds * ctx.profile.slope(clean) * (rest[0] if rest else 1.0)
+    def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor], dv: Optional[Tensor], *_: Any) -> tuple[Tensor, None]:
+        x, z, variance = ctx.saved_tensors
+        other = x if z is None else z
+        clean = _clean(squared_distance(x, other), z is None)
+        total = torch.zeros_like(clean) if variance is None else torch.zeros_like(clean * variance)
+        change = _change_of_distance(x, other, dx, dx if z is None else dz)
+        if change is not None:
+            slope = ctx.profile.slope(clean)
+            total = total + change * (slope if variance is None else slope * variance)
         if dv is not None:
-            total = total + dv * _Radial.apply(s, None, ctx.profile, ctx.same)[0]
+            total = total + dv * _Covariance.apply(x, z, None, ctx.profile)[0]
         return total, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, s: Tensor, variance: Any, profile: type[Stationary], same: bool) -> Any:
-        s = s.movedim(in_dims[0], 0) if in_dims[0] is not None else s[None]
-        if variance is not None and in_dims[1] is not None:
-            variance = variance.movedim(in_dims[1], 0)
-            missing = s.dim() - variance.dim()
-            variance = variance.reshape(variance.shape[0], *[1] * missing, *variance.shape[1:])
-        value, slope = _Radial.apply(s, variance, profile, same)
-        return (value, slope), (0, 0)
+    def vmap(
+        info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: type[Stationary]
+    ) -> Any:
+        given = list(zip((x, z, variance), in_dims))
+        dims = max(t.dim() - (dim is not None) for t, dim in given if t is not None)
+        found = [t if t is None else _leading(t, dim, dims) for t, dim in given]
+        if any(dim is not None for dim in in_dims[:2]):
+            return _Covariance.apply(*found, profile), (0, 0)
+        value, slope = _Covariance.apply(*found, profile)
+        return (value, slope.expand_as(value)), (0, 0)
+
+
+class _Radial(Function):
+    # g(s) of a Stationary class, s ≥ 0: autograd's own slope at 0 is 0·∞.
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(s: Tensor, profile: type[Stationary]) -> tuple[Tensor, Tensor]:
+        return profile.value_and_slope(s.clone())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        s, ctx.profile = inputs
+        ctx.save_for_backward(s)
+        ctx.save_for_forward(s)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.profile.slope(ctx.saved_tensors[0]), None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, None]:
+        return change * ctx.profile.slope(ctx.saved_tensors[0]), None
 
 
 class Stationary(Kernel):
@@ -165,7 +233,7 @@ class Stationary(Kernel):
     @staticmethod
     @abstractmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        """g(s) and dg/ds, in new memory."""
+        """g(s) and dg/ds, in new memory or in that of s."""
 
     @staticmethod
     @abstractmethod
@@ -181,9 +249,9 @@ class Stationary(Kernel):
         """x/ℓ, ``(..., N, D)``."""
         return x / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
 
-    def profile(self, s: Tensor, same: bool, variance: Optional[Tensor] = None) -> Tensor:
-        """v·g(s), ``(..., N, M)``."""
-        return _Radial.apply(s, variance, type(self), same)[0]
+    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
+        """v·g(s) of scaled inputs, ``(..., N, M)``; without z, of x with itself."""
+        return _Covariance.apply(x, z, variance, type(self))[0]
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         return self.scaled(None, x, z)
@@ -194,7 +262,7 @@ class Stationary(Kernel):
         # the scaling, whose rounding grows with the inputs' distance from the origin.
         centre = (x if z is None else z).detach().mean(-2, keepdim=True)
         left = self.scale(x - centre)
-        return self.profile(squared_distance(left, left if z is None else self.scale(z - centre)), z is None, variance)
+        return self.covariance(left, None if z is None else self.scale(z - centre), variance)
 
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
@@ -220,7 +288,7 @@ class RBF(Stationary):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        value = (-0.5 * s).exp_()
+        value = s.mul_(-0.5).exp_()
         return value, -0.5 * value
 
     @staticmethod
@@ -258,7 +326,7 @@ class Matern12(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        r = s.sqrt()
+        r = s.sqrt_()
         value = (-r).exp_()
         return value, torch.where(r > 0, -0.5 * value / r, 0.0)
 
@@ -280,7 +348,7 @@ class Matern32(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        a = (3 * s).sqrt_()
+        a = s.mul_(3).sqrt_()
         e = (-a).exp_()
         return a.add_(1).mul_(e), e.mul_(-1.5)
 
@@ -301,14 +369,14 @@ class Matern52(_Matern):
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        a = (5 * s).sqrt_()
+        a = s.mul_(5).sqrt_()
         slope = (-a).exp_().mul_(1 + a)  # (1 + a)e^(−a)
         value = (-a).exp_().mul_(a.square_().div_(3)).add_(slope)
         return value, slope.mul_(-5 / 6)
 
     @staticmethod
     def slope(s: Tensor) -> Tensor:
-        return Matern32.profile(Matern32(), (5 / 3) * s, False) * (-5 / 6)
+        return _Radial.apply((5 / 3) * s, Matern32)[0] * (-5 / 6)
 
 
 def _safe_sqrt(s: Tensor) -> Tensor:
@@ -332,9 +400,10 @@ class RationalQuadratic(Stationary):
 
     # The profile is smooth at s = 0 and has a parameter: plain autograd serves.
 
-    def profile(self, s: Tensor, same: bool, variance: Optional[Tensor] = None) -> Tensor:
+    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
+        s = _clean(squared_distance(x, x if z is None else z), z is None)
         alpha = as_tensor(self.alpha, s)[..., None, None]
-        value = (-alpha * (_clean(s, same) / (2 * alpha)).log1p()).exp()
+        value = (-alpha * (s / (2 * alpha)).log1p()).exp()
         return value if variance is None else variance * value
 
     @staticmethod
@@ -380,8 +449,8 @@ class Periodic(RBF):
         super().__init__(lengthscale)
         self.period = positive(period, "Periodic's period")
 
-    def profile(self, s: Tensor, same: bool, variance: Optional[Tensor] = None) -> Tensor:
-        return _Radial.apply(s, variance, RBF, same)[0]
+    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
+        return _Covariance.apply(x, z, variance, RBF)[0]
 
     def scale(self, x: Tensor) -> Tensor:
         angle = x * (2 * math.pi / per_column(self.period, x, "Periodic's period"))

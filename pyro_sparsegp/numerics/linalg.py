@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -16,20 +17,31 @@ from .shapes import broadcast_shapes
 
 __all__ = [
     "NumericalWarning",
+    "Whitening",
     "cholesky",
+    "congruence",
     "default_jitter",
+    "factorised",
     "flags_kept",
     "gaussian_kl",
+    "gram",
     "on_diagonal",
+    "plus_one",
     "root_of_inverse",
     "row_squares",
     "side_by_side",
     "solve_lower",
     "sum_blocks",
+    "times_lower",
+    "times_upper",
+    "tril_of_product",
     "variance_floor",
+    "whitening",
     "wider",
 ]
 
+_LARGE = 256  # from here on blocks pay
+_PARTS = 4
 _ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
 
 
@@ -64,47 +76,134 @@ def flags_kept() -> Iterator[list[Tensor]]:
 
 
 class _Factor(Function):
-    # The factor of A + εsI in a narrower dtype than A's. The gradient by L comes in that dtype: to go on in A's would
-    # cost more and add no digits.
+    # (A, εs) ↦ L, with LLᵀ = A + εsI, in a dtype that may be narrower than A's, zeros, whose derivative is L⁻¹dL, and a
+    # flag. The gradient by those comes in that dtype: to go on in A's would cost more and add no digits.
 
     @staticmethod
-    def forward(matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         shifted = matrix.clone()
         shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
-        factor, info = torch.linalg.cholesky_ex(shifted)
-        return factor.to(dtype), info
+        factor, info = factorised(shifted)
+        return factor.to(dtype), torch.zeros_like(matrix, dtype=dtype), info
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(output[0])
         ctx.save_for_forward(output[0])
         ctx.wide = inputs[0].dtype
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, by_factor: Any, by_turn: Any, _: Any) -> tuple[Optional[Tensor], None, None]:
         (factor,) = ctx.saved_tensors
         # Ā = ½L⁻ᵀ(P + Pᵀ)L⁻¹ with P the lower triangle of LᵀL̄, its diagonal halved (Murray, 2016, eq. 10). Without Pᵀ
         # the rounding of an antisymmetric part that is far larger would stay.
-        inner = (factor.mT @ grad).tril_()
+        if by_factor is None and by_turn is None:
+            return None, None, None
+        inner = by_turn if by_factor is None else tril_of_product(factor, by_factor)
+        inner = (inner if by_factor is None or by_turn is None else inner + by_turn).tril()
         inner.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-        right = torch.linalg.solve_triangular(factor, 0.5 * (inner + inner.mT), upper=False, left=False)
-        return torch.linalg.solve_triangular(factor.mT, right, upper=True).to(ctx.wide), None, None
+        both = 0.5 * (inner.mT + inner)
+        left = torch.linalg.solve_triangular(factor.mT, both.mT, upper=True)
+        return torch.linalg.solve_triangular(factor.mT, left.mT, upper=True).to(ctx.wide), None, None
 
     @staticmethod
-    def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, None]:
+    def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
         (factor,) = ctx.saved_tensors
-        # dL = L tril½(L⁻¹ dA L⁻ᵀ), tril½ the lower triangle with its diagonal halved (Murray, 2016, eq. 8).
+        # L⁻¹dL = tril½(L⁻¹ dA L⁻ᵀ), tril½ the lower triangle with its diagonal halved (Murray, 2016, eq. 8).
         left = torch.linalg.solve_triangular(factor, change.to(factor), upper=False)
         inner = torch.linalg.solve_triangular(factor.mT, left, upper=True, left=False)
-        return factor @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))), None
+        turn = inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))
+        return factor @ turn, turn, None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> Any:
         matrix = matrix.movedim(in_dims[0], 0) if in_dims[0] is not None else matrix[None]
         shift = shift.movedim(in_dims[1], 0) if in_dims[1] is not None else shift[None]
         matrix = matrix.expand(*broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
-        return _Factor.apply(matrix, shift, dtype), (0, 0)
+        return _Factor.apply(matrix, shift, dtype), (0, 0, 0)
+
+
+def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`torch.linalg.cholesky_ex`, of a large matrix by halves: as products, which are quicker."""
+    if matrix.shape[-1] < 2 * _LARGE or matrix.dim() > 2:
+        return torch.linalg.cholesky_ex(matrix)
+    half = matrix.shape[-1] // 2
+    top, flag = factorised(matrix[:half, :half])
+    side = torch.linalg.solve_triangular(top, matrix[half:, :half].mT, upper=False).mT
+    bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
+    above = torch.nn.functional.pad(top, (0, matrix.shape[-1] - half))
+    return torch.cat([above, torch.cat([side, bottom], -1)]), flag.abs() + other.abs()
+
+
+class _Whitened(Function):
+    # (B, L, zeros of L's) ↦ BL⁻ᵀ. The gradient by L goes to the zeros, as that by L⁻¹dL: with d(BL⁻ᵀ) = dB L⁻ᵀ −
+    # BL⁻ᵀ(L⁻¹dL)ᵀ neither a solve nor, on the way back through the factorisation, a product is needed for it.
+
+    @staticmethod
+    def forward(cross: Tensor, factor: Tensor, turn: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(factor, cross.mT, upper=False).mT
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1], output)
+        ctx.save_for_forward(inputs[1], output)
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], None, Optional[Tensor]]:
+        factor, phi = ctx.saved_tensors
+        by_cross = by_turn = None
+        if ctx.needs_input_grad[0]:
+            by_cross = torch.linalg.solve_triangular(factor.mT, grad.mT, upper=True).mT.sum_to_size(ctx.shape)
+        if ctx.needs_input_grad[2]:
+            by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg()
+        return by_cross, None, by_turn
+
+    @staticmethod
+    def jvp(ctx: Any, dcross: Optional[Tensor], _: Any, dturn: Optional[Tensor]) -> Tensor:
+        factor, phi = ctx.saved_tensors
+        total = torch.zeros_like(phi)
+        if dcross is not None:
+            total = total + torch.linalg.solve_triangular(factor, dcross.mT, upper=False).mT
+        return total if dturn is None else total - phi @ dturn.mT
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
+        found = [
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(tensors, in_dims)
+        ]
+        dims = max(t.dim() for t in found)
+        return _Whitened.apply(*(t.reshape(t.shape[0], *[1] * (dims - t.dim()), *t.shape[1:]) for t in found)), 0
+
+
+class Whitening(NamedTuple):
+    """L with LLᵀ = A + εsI, and B ↦ BL⁻ᵀ.
+
+    :param factor: L, ``(..., M, M)``.
+    :param turn: zeros, whose derivative is L⁻¹dL.
+    """
+
+    factor: Tensor
+    turn: Tensor
+
+    def __call__(self, cross: Tensor) -> Tensor:
+        """BL⁻ᵀ, ``(..., N, M)``."""
+        return _Whitened.apply(cross, self.factor, self.turn)
+
+
+def whitening(
+    matrix: Tensor,
+    jitter: Optional[float] = None,
+    what: str = "matrix",
+    scale: Optional[Tensor] = None,
+    made_of: Callable[[], str] = str,
+    dtype: Optional[torch.dtype] = None,
+) -> Whitening:
+    """:func:`cholesky`, of the same arguments, for products with L⁻ᵀ: gradients through these cost least so."""
+    return Whitening(*_first_that_exists(matrix, jitter, what, scale, made_of, dtype or matrix.dtype))
 
 
 def cholesky(
@@ -132,6 +231,20 @@ def cholesky(
         of it is NaN or infinite, which no jitter mends. The text says "input is not positive-definite", by which Pyro's
         HMC recognises a step to reject.
     """
+    return _first_that_exists(matrix, jitter, what, scale, made_of, dtype)[0]
+
+
+def _first_that_exists(
+    matrix: Tensor,
+    jitter: Optional[float],
+    what: str,
+    scale: Optional[Tensor],
+    made_of: Callable[[], str],
+    dtype: Optional[torch.dtype],
+) -> list[Tensor]:
+    """The factor with the first jitter for which there is one; in a dtype that is given, with what else is to be had
+    at a lower cost.
+    """
     first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
     level = first
     for attempt in range(_ESCALATIONS + 1):
@@ -140,18 +253,18 @@ def cholesky(
             scale = diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
         if dtype is not None:
             assert scale is not None
-            factor, info = _Factor.apply(matrix, level * scale, dtype)
+            *found, info = _Factor.apply(matrix, level * scale, dtype)
         elif level > 0:
             assert scale is not None
             unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-            factor, info = torch.linalg.cholesky_ex(matrix + level * (unit * scale[..., None, None]))
+            *found, info = torch.linalg.cholesky_ex(matrix + level * (unit * scale[..., None, None]))
         else:
-            factor, info = torch.linalg.cholesky_ex(matrix)
+            *found, info = torch.linalg.cholesky_ex(matrix) if matrix.requires_grad else factorised(matrix)
         flags = _FLAGS.get()
         if flags is not None:
             info.data_ptr()  # raises under torch.func.vmap, as a look at it would: mapped ones can't be kept
             flags.append(info)
-            return factor
+            return found
         if not info.any():
             if attempt > 0:
                 warnings.warn(
@@ -161,7 +274,7 @@ def cholesky(
                     NumericalWarning,
                     stacklevel=2,
                 )
-            return factor
+            return found
         if attempt == 0 and not matrix.isfinite().all():
             raise torch.linalg.LinAlgError(_not_finite(matrix, what, made_of()))  # type: ignore[attr-defined]
         level = 10 * level if level > 0 else default_jitter(matrix.dtype)
@@ -217,6 +330,61 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
 
 
+# Products by blocks, which leave out blocks of zeros: a library's triangular product costs as much as a full one, its
+# symmetric product is not to be had. Operations that can be differentiated and mapped.
+
+
+def _blocks(num: int) -> list[tuple[int, int]]:
+    size = 64 * -(-num // (64 * _PARTS))
+    return list(itertools.pairwise([*range(0, num, size), num]))
+
+
+def times_lower(a: Tensor, lower: Tensor) -> Tensor:
+    """AL, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
+    if lower.shape[-1] < _LARGE or lower.dim() > 2:
+        return a @ lower
+    return torch.cat([a[..., i:] @ lower[i:, i:j] for i, j in _blocks(lower.shape[-1])], -1)
+
+
+def times_upper(a: Tensor, lower: Tensor) -> Tensor:
+    """ALᵀ, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
+    if lower.shape[-1] < _LARGE or lower.dim() > 2:
+        return a @ lower.mT
+    return torch.cat([a[..., :j] @ lower[i:j, :j].mT for i, j in _blocks(lower.shape[-1])], -1)
+
+
+def tril_of_product(a: Tensor, b: Tensor) -> Tensor:
+    """AᵀB, ``(..., M, M)``, of which the part above the diagonal means nothing."""
+    if a.shape[-1] < _LARGE or a.dim() > 2 or b.dim() > 2:
+        return a.mT @ b
+    pad, num = torch.nn.functional.pad, a.shape[-1]
+    return torch.cat([pad(a[:, i:j].mT @ b[:, :j], (0, num - j)) for i, j in _blocks(num)])
+
+
+def gram(a: Tensor, b: Tensor) -> Tensor:
+    """AᵀB, ``(..., M, M)``, where that is symmetric: of A, ``(..., N, M)``, and A with scaled rows, say."""
+    if a.shape[-1] < _LARGE or a.dim() > 2 or b.dim() > 2:
+        return a.mT @ b
+    return _mirrored([a[:, i:j].mT @ b[:, :j] for i, j in _blocks(a.shape[-1])])
+
+
+def congruence(lower: Tensor, half: Tensor) -> Tensor:
+    """LᵀAL, ``(..., M, M)``, for a lower triangular L and a symmetric A, of which AL is given."""
+    if lower.shape[-1] < _LARGE or lower.dim() > 2 or half.dim() > 2:
+        return lower.mT @ half
+    return _mirrored([lower[i:, i:j].mT @ half[i:, :j] for i, j in _blocks(lower.shape[-1])])
+
+
+def _mirrored(rows: Sequence[Tensor]) -> Tensor:
+    """The symmetric matrix of which these are the rows, each up to its last block on the diagonal."""
+    blocks = _blocks(rows[-1].shape[-1])
+    whole = [
+        torch.cat([row, *(below[:, i:j].mT for below in rows[k + 1 :])], -1)
+        for k, (row, (i, j)) in enumerate(zip(rows, blocks))
+    ]
+    return torch.cat(whole)
+
+
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
     """L⁻¹B for a lower triangular L, ``(..., M, M)``, and B, ``(..., M, K)``."""
     return torch.linalg.solve_triangular(factor, right, upper=False)
@@ -267,6 +435,13 @@ def variance_floor(prior: Tensor) -> Tensor:
     if not prior.shape[-1]:
         return prior
     return 10 * info.eps * torch.maximum(prior, info.eps * prior.amax(-1, keepdim=True)).clamp(min=info.tiny / info.eps)
+
+
+def plus_one(matrix: Tensor) -> Tensor:
+    """I + A, ``(..., M, M)``, in new memory."""
+    total = matrix.clone(memory_format=torch.contiguous_format)
+    total.diagonal(dim1=-2, dim2=-1).add_(1)
+    return total
 
 
 def row_squares(x: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Compiled steps of training against the steps that they stand for, and against GPyTorch's, interleaved in one run.
+"""Compiled steps of training against the steps that they stand for, GPyTorch's and GPflow's, interleaved in one run.
 
 python tests/benchmarks/compiled.py [--device cuda] [--rounds 15] [--inductor] [--out compiled.md]
 
 The model and the sizes of step_time.py, an SVGP with a Matern-3/2 kernel on 8 columns and mini-batches of a Gaussian
-data set, by Adam and by natural steps. Times are medians over rounds, of one thread's CPU seconds on a CPU; ratios are
-medians of each round's ratio, so that a machine that slows down does so for all.
+data set, by Adam and by natural steps. GPflow's step is its SVGP by Adam in a ``tf.function``, if GPflow is there
+(``pip install tensorflow-cpu gpflow tf-keras``, TF_USE_LEGACY_KERAS=1). Times are medians over rounds, of one thread's
+CPU seconds on a CPU; ratios are medians of each round's ratio, so that a machine that slows down does so for all.
 """
 
 import argparse
@@ -12,42 +13,48 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Union
+from typing import Any, Optional
 
 import pyro
-import pyro.distributions as dist
 import torch
 from torch import Tensor
-from torch.distributions import constraints
-
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SVGP
 
 try:
-    from step_time import gpytorchs
+    from .step_time import DIM, NUM, SIZES, Step, gpytorchs, ours
 except ImportError:
-    gpytorchs = None
-
-NUM, DIM = 100_000, 8
-SIZES = [(12, 200), (128, 256), (512, 1024)]
-Step = Callable[[Tensor, Tensor], float]
+    from step_time import DIM, NUM, SIZES, Step, gpytorchs, ours
 
 
-def ours(z: Tensor, compile: Union[bool, str], natural: bool) -> Step:
-    """pyro_sparsegp, with the hyperparameters as parameters."""
+def gpflows(z: Tensor) -> Optional[Step]:
+    """GPflow's SVGP, whitened, as its documentation trains it with mini-batches; ``None`` where it is not installed."""
+    try:
+        import gpflow
+        import tensorflow as tf
+    except ImportError:
+        return None
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    dtype = z.cpu().numpy().dtype
+    gpflow.config.set_default_float(dtype.type)
+    if z.dtype == torch.float32:
+        gpflow.config.set_default_jitter(1e-5)
+    kernel = gpflow.kernels.Matern32(lengthscales=[0.7] * DIM)
+    model = gpflow.models.SVGP(kernel, gpflow.likelihoods.Gaussian(0.09), z.cpu().numpy(), num_data=NUM)
+    optimiser = tf.optimizers.Adam(0.01)
+    parameters = model.trainable_variables
 
-    def model(x: Tensor, y: Tensor) -> None:
-        scale = pyro.param("scale", z.new_ones(()), constraint=constraints.positive)
-        length = pyro.param("length", z.new_full((DIM,), 0.7), constraint=constraints.positive)
-        noise = pyro.param("noise", z.new_full((), 0.3), constraint=constraints.positive)
-        f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
-        with pyro.plate("data", NUM, subsample=x):
-            pyro.sample("y", dist.Normal(f, noise), obs=y)
+    @tf.function
+    def compiled(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = -model.elbo((x, y))
+        optimiser.apply_gradients(zip(tape.gradient(loss, parameters), parameters))
+        return loss
 
-    guide = AutoSparseGP(model, SVGP(z, natural=natural))
-    return pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2, compile=compile)).step
+    def step(x: Tensor, y: Tensor) -> float:
+        return float(compiled(tf.constant(x.cpu().numpy()), tf.constant(y.cpu().numpy()[:, None])))
+
+    return step
 
 
 def clock(device: str) -> float:
@@ -69,9 +76,9 @@ def measure(m: int, batch: int, dtype: torch.dtype, device: str, rounds: int, in
     for natural in (False, True):
         how = "natural" if natural else "Adam"
         for compile in (False, True, "inductor") if inductor else (False, True):
-            steps[f"{how}, {compile or 'eager'}"] = ours(z, compile, natural)
-    if gpytorchs is not None:
-        steps["GPyTorch"] = gpytorchs(z)
+            steps[f"{how}, {compile or 'eager'}"] = ours(z, natural, compile)
+    peers = {"GPyTorch": gpytorchs(z), "GPflow": gpflows(z) if device == "cpu" else None}
+    steps |= {name: step for name, step in peers.items() if step is not None}
     steps = {name.replace("True", "compiled"): step for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     tracing = dict.fromkeys(steps, 0.0)
@@ -89,20 +96,15 @@ def measure(m: int, batch: int, dtype: torch.dtype, device: str, rounds: int, in
     found = []
     for name in steps:
         base = "natural, eager" if name.startswith("natural") else "Adam, eager"
-        others = [base, "GPyTorch"] if "GPyTorch" in steps else [base]
         ratios = [
             ""
-            if name == other or name == "GPyTorch"
-            else f"{statistics.median(map(_over, times[name], times[other])):.2f}"
-            for other in others
+            if name == other or name in peers or other not in times
+            else f"{statistics.median(a / b for a, b in zip(times[name], times[other])):.2f}"
+            for other in (base, *peers)
         ]
         compiled = f"{tracing[name]:.1f}" if "compiled" in name or "inductor" in name else ""
         found.append([f"{m}, {batch}", name, f"{statistics.median(times[name]):.1f}", *ratios, compiled])
     return found
-
-
-def _over(a: float, b: float) -> float:
-    return a / b
 
 
 def main() -> None:
@@ -119,15 +121,13 @@ def main() -> None:
     if options.device == "cpu":
         torch.set_num_threads(1)
     name = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor() or platform.machine()
-    versus = ["over GPyTorch"] if gpytorchs is not None else []
-    columns = ["M, batch", "step", "ms", "over eager", *versus, "slowest of the first steps (s)"]
+    columns = ["M, batch", "step", "ms", "over eager", "over GPyTorch", "over GPflow", "slowest of the first steps (s)"]
     lines = [
         "# Compiled steps",
         "",
         "Made by `python tests/benchmarks/compiled.py"
         f"{' --inductor' if options.inductor else ''} --rounds {options.rounds}`: {name}, one thread, torch "
-        f"{torch.__version__}, pyro-ppl {pyro.__version__}, {options.dtype}"
-        f"{'' if versus else '; GPyTorch was not there'}. The ratios are of one run.",
+        f"{torch.__version__}, pyro-ppl {pyro.__version__}, {options.dtype}. The ratios are of one run.",
         "",
         "| " + " | ".join(columns) + " |",
         "|" + "---|" * len(columns),

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Union
 
 import gpytorch
 import pyro
@@ -35,7 +36,7 @@ SIZES = [(12, 200), (128, 256), (512, 1024), (1024, 1024)]
 Step = Callable[[Tensor, Tensor], float]
 
 
-def ours(z: Tensor, natural: bool = True) -> Step:
+def ours(z: Tensor, natural: bool = True, compile: Union[bool, str] = False) -> Step:
     """pyro_sparsegp, with the hyperparameters as parameters."""
 
     def model(x: Tensor, y: Tensor) -> None:
@@ -47,7 +48,7 @@ def ours(z: Tensor, natural: bool = True) -> Step:
             pyro.sample("y", dist.Normal(f, noise), obs=y)
 
     guide = AutoSparseGP(model, SVGP(z, natural=natural))
-    return pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step
+    return pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2, compile=compile)).step
 
 
 def gpytorchs(z: Tensor) -> Step:

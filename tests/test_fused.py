@@ -1,0 +1,174 @@
+"""What a step is made of, large enough that it goes by blocks, against plain operations in float64."""
+
+import pytest
+import torch
+from torch.func import jacrev, jvp
+
+from pyro_sparsegp import kernels
+from pyro_sparsegp.gaussians.natural import _Known
+from pyro_sparsegp.gaussians.product import CovarianceFactor, DenseFactor, FullCholesky
+from pyro_sparsegp.numerics import linalg
+
+SIZES = pytest.mark.parametrize("size", [5, 300])
+
+
+def lower(size):
+    return (torch.randn(size, size) / size**0.5).tril(-1) + 0.3 * torch.rand(size).add(1).diag()
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12 * float(expected.detach().abs().max()))
+
+
+def gradients(value, leaves):
+    """By the leaves, of a sum with weights that are the same at each call."""
+    generator = torch.Generator().manual_seed(1)
+    parts = value if isinstance(value, tuple) else (value,)
+    total = sum((part * torch.randn(part.shape, generator=generator)).sum() for part in parts)
+    return torch.autograd.grad(total, leaves, create_graph=True)
+
+
+@SIZES
+def test_products_by_blocks(size):
+    a, b, tril = torch.randn(7, size), torch.rand(7), lower(size)
+    whole = tril @ tril.mT
+    close(linalg.times_lower(a, tril), a @ tril)
+    close(linalg.times_upper(a, tril), a @ tril.mT)
+    close(linalg.tril_of_product(a, 2 * a).tril(), (2 * a.mT @ a).tril())
+    close(linalg.gram(a, a * b[:, None]), a.mT @ torch.diag(b) @ a)
+    close(linalg.congruence(tril, whole @ tril), tril.mT @ whole @ tril)
+    found, flag = linalg.factorised(torch.eye(size) + whole)
+    close(found, torch.linalg.cholesky(torch.eye(size) + whole))
+    assert not flag
+
+
+@pytest.mark.parametrize("size", [300, 700])
+def test_a_matrix_without_a_factor_has_a_flag(size):
+    for place in (0, size - 1):
+        assert linalg.factorised(torch.eye(size).index_fill(0, torch.tensor(place), 0.0))[1] != 0
+        assert linalg.factorised(torch.eye(size).index_fill(0, torch.tensor(place), torch.nan))[1] != 0
+
+
+@SIZES
+def test_whitening_is_that_of_the_factor(size):
+    root, cross = lower(size).requires_grad_(), torch.randn(4, size, requires_grad=True)
+
+    def found(root, cross):
+        whitened = linalg.whitening(root @ root.mT, 0.0)
+        return whitened(cross), whitened.factor
+
+    def expected(root, cross):
+        factor = torch.linalg.cholesky(root @ root.mT)
+        return torch.linalg.solve_triangular(factor, cross.mT, upper=False).mT, factor
+
+    leaves = (root, cross)
+    for one, other in zip(found(*leaves), expected(*leaves)):
+        close(one, other)
+    first, second = (gradients(function(*leaves), leaves) for function in (found, expected))
+    for one, other in zip(first, second):
+        close(one, other)
+    for one, other in zip(gradients(first, leaves), gradients(second, leaves)):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.detach().abs().max()))
+    changes = torch.randn_like(root), torch.randn_like(cross)
+    for one, other in zip(jvp(found, leaves, changes)[1], jvp(expected, leaves, changes)[1]):
+        close(one, other)
+
+
+def test_whitening_of_mapped_and_batched_matrices():
+    roots, cross = torch.stack([lower(4) for _ in range(3)]), torch.randn(2, 1, 5, 4)
+    several = linalg.whitening(roots @ roots.mT, 0.0)(cross)
+    one_by_one = torch.stack([linalg.whitening(root @ root.mT, 0.0)(cross[:, 0]) for root in roots], 1)
+    torch.testing.assert_close(several, one_by_one)
+    whitened = linalg.whitening(roots @ roots.mT, 0.0)
+    mapped = torch.func.vmap(lambda part: whitened(part))(cross)
+    torch.testing.assert_close(mapped, several)
+
+
+@SIZES
+@pytest.mark.parametrize("by", ["factor", "covariance"])
+def test_moments(size, by):
+    leaves = phi, loc, tril = (
+        torch.randn(7, size, requires_grad=True),
+        torch.randn(size, requires_grad=True),
+        lower(size).requires_grad_(),
+    )
+    factor = DenseFactor(loc, tril.tril())
+    covariance = tril.tril() @ tril.tril().mT
+    if by == "covariance":
+        trace, log_det = factor.trace_and_log_det()
+        factor = CovarianceFactor(loc, covariance, trace, log_det, lambda: tril)
+    found = (*factor.moments(phi), *factor.trace_and_log_det())
+    change = ((phi @ covariance) * phi).sum(-1) - phi.square().sum(-1)
+    expected = phi @ loc, change, covariance.trace(), torch.logdet(covariance)
+    for one, other in zip(found, expected):
+        close(one, other)
+    first, second = gradients(found, leaves), gradients(expected, leaves)
+    for one, other in zip(first, second):
+        close(one, other)
+    torch.testing.assert_close(gradients(first, leaves), gradients(second, leaves), rtol=1e-9, atol=1e-9)
+
+
+@SIZES
+def test_what_natural_parameters_say(size):
+    root = lower(size).requires_grad_()
+    pull = torch.randn(size, requires_grad=True)
+
+    def found(root, pull):
+        return _Known.apply(root @ root.mT, pull, torch.zeros(()))
+
+    def expected(root, pull):
+        covariance = torch.linalg.inv(torch.eye(size) + root @ root.mT)
+        return covariance @ pull, covariance, covariance.trace(), torch.logdet(covariance)
+
+    leaves = (root, pull)
+    for one, other in zip(found(*leaves), expected(*leaves)):
+        close(one, other)
+
+    def used(values):  # S is symmetric, and so is what is made of it
+        loc, covariance, trace, log_det = values
+        phi = torch.linspace(-1, 1, 3 * size).reshape(3, size)
+        return loc, ((phi @ covariance) * phi).sum(-1), trace, log_det
+
+    first, second = (gradients(used(function(*leaves)), leaves) for function in (found, expected))
+    for one, other in zip(first, second):
+        close(one, other)
+    again = [gradients(grads, leaves) for grads in (first, second)]
+    for one, other in zip(*again):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.detach().abs().max()))
+    changes = torch.randn_like(root), torch.randn_like(pull)
+    for one, other in zip(jvp(found, leaves, changes)[1], jvp(expected, leaves, changes)[1]):
+        close(one, other)
+
+
+@pytest.mark.parametrize("kind", [kernels.RBF, kernels.Matern12, kernels.Matern32, kernels.Matern52])
+def test_large_covariances_made_by_rows(kind):
+    rows = 300 * torch.get_num_threads()
+    x, z = torch.rand(rows, 2), torch.rand(301, 2, requires_grad=True)
+    length, variance = torch.rand(2).add(0.5).requires_grad_(), torch.tensor(1.7, requires_grad=True)
+    leaves = (z, length, variance)
+    whole = (variance * kind(length))(x, z)
+    pieces = torch.cat([(variance * kind(length))(part, z) for part in x.split(50)])
+    close(whole, pieces)
+    for one, other in zip(gradients(whole, leaves), gradients(pieces, leaves)):
+        close(one, other)
+    points = torch.cat([z] * torch.get_num_threads())
+    itself = (variance * kind(length))(points)
+    assert (itself.diagonal() == variance).all()
+    torch.testing.assert_close(itself, (variance * kind(length))(points, points.clone()), atol=1e-6, rtol=1e-6)
+
+
+def test_the_parameter_of_a_lower_triangle():
+    """Values, gradients and states are those of torch's own transform."""
+    module = FullCholesky([4], (2,), torch.zeros(()))
+    raw = module.scale_tril_0_unconstrained
+    with torch.no_grad():
+        raw.copy_(torch.randn_like(raw))
+    expected = raw.tril(-1) + torch.diag_embed(raw.diagonal(dim1=-2, dim2=-1).exp())
+    close(module.scale_tril_0, expected)
+    close(gradients(module.scale_tril_0, raw)[0], gradients(expected, raw)[0])
+    twice = [gradients(gradients(value, raw)[0], raw)[0] for value in (module.scale_tril_0, expected)]
+    close(*twice)
+    (parameter,) = (factor.tril for factor in module().factors)
+    assert parameter.shape == (2, 4, 4)
+    mapped = jacrev(lambda scale: (scale * expected.detach()).tril().sum())(torch.tensor(1.0))
+    close(mapped, expected.sum())
