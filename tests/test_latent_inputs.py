@@ -6,7 +6,6 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide.initialization import init_to_value
-from sklearn.datasets import load_digits
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP
@@ -126,6 +125,8 @@ def test_places_of_rows_in_mini_batches():
 
 def test_digits_are_told_apart_by_their_places():
     """A GPLVM of ten lines, mini-batches of rows, inducing inputs among the places and moving with them."""
+    from sklearn.datasets import load_digits  # long to import
+
     digits = load_digits(n_class=3)
     label = torch.as_tensor(digits.target[:120])
     Y = torch.as_tensor(digits.data[:120]) / 16

@@ -167,5 +167,6 @@ def test_fit_takes_it_by_default_and_can_leave_it():
         pyro.set_rng_seed(0)
         guide = AutoSparseGP(model, SVGP(10))
         fit(model, guide, (x, y), batch_size=100, steps=3, warm_start=on, progress=False)
-        bounds[on] = -TraceQuadrature_ELBO(2).loss(model, guide, x, y)
+        losses = torch.tensor([TraceQuadrature_ELBO(2).loss(model, guide, x, y) for _ in range(9)])
+        bounds[on] = -losses.median()  # of draws of the hyperparameters
     assert bounds[True] > bounds[False] + 300  # nats
