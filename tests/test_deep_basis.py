@@ -325,7 +325,7 @@ def test_features_of_even_norm_have_no_penalty_and_train_sooner():
         network = wrap(mlp(1, outputs=32, width=32))
         model = deep(network)
         guide = AutoSparseGP(model, ExactWeightSpace())
-        train(model, guide, x, y, steps=60, lr=6e-3)
+        train(model, guide, x, y, steps=40, lr=8e-3)
         bounds.append(elbo(model, guide, x, y))
     assert bounds[1] > bounds[0] + 20
     assert correction(network, x).abs().max() < 1e-12

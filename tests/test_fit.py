@@ -61,7 +61,7 @@ def test_resumed_as_if_never_cut_off(case, tmp_path):
     pyro.clear_param_store()
     file = tmp_path / "fit.pt"
     with pytest.raises(CutError):
-        fit_worker.run(case, checkpoint=file, checkpoint_every=0.0, stopping=cut_after(7))
+        fit_worker.run(case, checkpoint=file, checkpoint_every=0.0, stopping=cut_after(5))
     pyro.clear_param_store()  # a new process
     again, found = fit_worker.run(case, checkpoint=file, resume=True)
     require_equal(found, expected)
@@ -144,7 +144,7 @@ def test_a_finished_fit_has_nothing_left_to_do(tmp_path):
     pyro.clear_param_store()
     again, found = fit_worker.run("cold", checkpoint=file, resume=True)
     require_equal(found, expected)
-    assert again.reason == first.reason == "all 12 steps were taken"
+    assert again.reason == first.reason == "all 9 steps were taken"
 
 
 # What is trained on.
