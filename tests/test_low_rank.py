@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pyro_sparsegp.gaussians.groups import Groups
-from pyro_sparsegp.gaussians.natural_low_rank import _Formed, _MeanAndParts, _Products, _sweep
+from pyro_sparsegp.gaussians.natural_low_rank import _Formed, _MeanAndParts, _Products, _sweep, _Turned
 from pyro_sparsegp.gaussians.optimal import seen_from
-from pyro_sparsegp.gaussians.precision import LowRankGaussian
+from pyro_sparsegp.gaussians.precision import LowRankGaussian, _Moments, _moments
 from pyro_sparsegp.numerics.linalg import root_of_inverse
 
 GROUPS, RANK = Groups([3, 2, 3]), 2  # in the order of groups: 0, 2, 1
@@ -59,6 +59,51 @@ def test_gradients_of_the_parts():
         return _MeanAndParts.apply(GROUPS, low_rank, pull, *symmetric(blocks))
 
     assert torch.autograd.gradcheck(parts, inputs, check_forward_ad=True)
+
+
+def moments_pieces():
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(5, 8), (8, 1), (8, RANK), (2, 3, 3), (1, 2, 2)]  # Φ, m, V and L by the blocks' sizes
+    return [torch.randn(*shape, generator=generator).double().requires_grad_() for shape in shapes]
+
+
+def test_moments_in_one():
+    """Against the plain formulas, and a dense covariance; gradients forwards, backwards and twice."""
+    tensors = moments_pieces()
+
+    def moments(*tensors):
+        return _Moments.apply(GROUPS, *tensors)[:2]
+
+    mean, change = moments(*tensors)
+    phi, loc, low_rank, *trils = tensors
+    dense_tril = torch.block_diag(*trils[0], *trils[1])
+    inner = dense_tril @ dense_tril.mT - torch.eye(8).double() - low_rank @ low_rank.mT
+    torch.testing.assert_close(mean, (phi @ loc)[:, 0])
+    torch.testing.assert_close(change, (phi @ inner @ phi.mT).diagonal())
+    torch.testing.assert_close(change, _moments(GROUPS, *tensors)[1])
+    assert torch.autograd.gradcheck(moments, tensors, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(moments, tensors)
+    stack = torch.randn(3, 5, 8).double()
+    mapped = torch.func.vmap(lambda phi: moments(phi, loc, low_rank, *trils))(stack)
+    for k, phi in enumerate(stack):
+        torch.testing.assert_close([part[k] for part in mapped], list(moments(phi, loc, low_rank, *trils)))
+
+
+def test_sites_under_another_factor():
+    generator = torch.Generator().manual_seed(3)
+    turn, pull, low_rank, block, gain = (
+        torch.randn(2, 3, num, generator=generator).double() for num in (3, 1, RANK, 3, 3)
+    )
+    gain = gain @ gain.mT
+    found = _Turned.apply(turn, pull, low_rank, block, gain)
+    torch.testing.assert_close(found[:2], (turn.mT @ pull, turn.mT @ low_rank))
+    torch.testing.assert_close(found[2], block + turn.mT @ gain @ turn - gain)
+    turn.requires_grad_()
+
+    def turned(turn):
+        return _Turned.apply(turn, pull, low_rank, block, gain)[:3]
+
+    assert torch.autograd.gradcheck(turned, [turn], check_forward_ad=True)
 
 
 def test_precision_formed_or_not():

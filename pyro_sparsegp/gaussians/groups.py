@@ -54,6 +54,8 @@ class Groups:
     def cut(self, whole: Tensor) -> list[Tensor]:
         """What :meth:`over` was made of."""
         shapes = [(len(group), self.sizes[group[0]]) for group in self.members]
+        if len(shapes) == 1:
+            return [whole.unflatten(-2, shapes[0])]
         parts = whole.split([num * size for num, size in shapes], -2)
         return [part.unflatten(-2, shape) for part, shape in zip(parts, shapes)]
 

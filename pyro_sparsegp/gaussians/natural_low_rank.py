@@ -32,7 +32,7 @@ from .nearest import assembled, nearest
 from .optimal import from_natural
 from .precision import LowRankGaussian, leading_directions
 from .product import Product
-from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, softened
+from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, listen, softened
 
 __all__ = ["NaturalLowRank"]
 
@@ -44,7 +44,11 @@ Seats = list[Optional[Tensor]]
 
 
 class _Listening(Listening, LowRankGaussian):
-    pass
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        phi = self.beside(features)
+        mean, change = self.moments_beside(phi)
+        self.key = listen(self.module, self.heard, features, mean, change, whole=phi)
+        return mean, change
 
 
 class _MeanAndParts(Function):
@@ -115,6 +119,39 @@ class _MeanAndParts(Function):
         raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
 
 
+class _Turned(Function):
+    """T ↦ Tᵀp, TᵀB and D + TᵀGT − G for a symmetric G, of which T alone has a gradient, GT(D̄ + D̄ᵀ) + pp̄ᵀ + BB̄ᵀ."""
+
+    @staticmethod
+    def forward(turn: Tensor, pull: Tensor, low_rank: Tensor, block: Tensor, gain: Tensor) -> tuple[Tensor, ...]:
+        turned = gain @ turn
+        return turn.mT @ pull, turn.mT @ low_rank, block + (turn.mT @ turned - gain), turned
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        turn, pull, low_rank, _, gain = inputs
+        ctx.save_for_backward(pull, low_rank, output[3])
+        ctx.save_for_forward(turn, pull, low_rank, gain)
+        ctx.mark_non_differentiable(output[3])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, by_pull: Tensor, by_low_rank: Tensor, by_block: Tensor, _: Any) -> Any:
+        pull, low_rank, turned = ctx.saved_tensors
+        by_turn = turned @ (by_block + by_block.mT) + pull @ by_pull.mT + low_rank @ by_low_rank.mT
+        return by_turn, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, *_: Any) -> Any:
+        turn, pull, low_rank, gain = ctx.saved_tensors
+        half = turn.mT @ gain @ change
+        return change.mT @ pull, change.mT @ low_rank, half + half.mT, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
+
+
 def _each(groups: Groups, matrices: Columns, v: Tensor) -> Tensor:
     """blockdiag of stacked matrices, times columns."""
     return groups.over([matrix @ part for matrix, part in zip(matrices, groups.cut(v))])
@@ -135,12 +172,15 @@ def _half(matrix: Tensor) -> Tensor:
 
 @dataclass
 class _Base:
-    """Of a forward pass: m, D and B, stacked by the blocks' sizes, and L + ηsI of each block that these belong to."""
+    """Of a forward pass: m, D and B, stacked by the blocks' sizes, and L + ηsI of each block that these belong to;
+    D⁻¹B and the factor of I + BᵀD⁻¹B, where they are there.
+    """
 
     loc: Columns
     blocks: Columns
     low_rank: Columns
     seats: Optional[Seats]
+    known: Optional[tuple[Tensor, Tensor]] = None
 
 
 class NaturalLowRank(StepsOnBackward):
@@ -273,10 +313,10 @@ class NaturalLowRank(StepsOnBackward):
         inner = total([b.mT @ m for b, m in zip(low_rank, loc)])[..., None, :, :]
         pull = [d @ m + b @ inner for d, b, m in zip(blocks, low_rank, loc)]
         for i, turn in enumerate(turns):
-            if turn is not None:
+            if turn is not None and self.base:
+                pull[i], low_rank[i], blocks[i], _ = _Turned.apply(turn, pull[i], low_rank[i], blocks[i], gains[i])
+            elif turn is not None:
                 pull[i], low_rank[i] = turn.mT @ pull[i], turn.mT @ low_rank[i]
-                if self.base:
-                    blocks[i] = blocks[i] + (turn.mT @ gains[i] @ turn - gains[i])
         return pull, blocks, low_rank
 
     def _gaussian(self, pull: Optional[Columns], blocks: Columns, low_rank: Columns) -> LowRankGaussian:
@@ -305,10 +345,15 @@ class NaturalLowRank(StepsOnBackward):
         if not torch.is_grad_enabled():
             return q
         here = [[part.detach() for part in parts] for parts in (q.parts[0], blocks, low_rank)]
-        base = _Base(here[0], here[1], here[2], seats)
+        base = _Base(here[0], here[1], here[2], seats, self._known(q))
         listening = _Listening.__new__(_Listening)
         listening.__dict__.update(q.__dict__)
         return listening.heard_by(self, Heard(base, self.unit))
+
+    @torch.no_grad()
+    def _known(self, q: LowRankGaussian) -> Optional[tuple[Tensor, Tensor]]:
+        _, b, roots = q.parts
+        return None if roots is None else (self._groups.over([root @ part for root, part in zip(roots, b)]), q.inner)
 
     @torch.no_grad()
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
@@ -357,8 +402,8 @@ class NaturalLowRank(StepsOnBackward):
         target = kind(groups, here.blocks, groups.over(here.low_rank), kept, rows)
         blocks, low_rank = here.blocks, groups.over(here.low_rank)
         aims = target.blocks() if self.base else None
-        for _ in range(self.sweeps):
-            blocks, low_rank = _sweep(groups, target, aims, blocks, low_rank)
+        for sweep in range(self.sweeps):
+            blocks, low_rank = _sweep(groups, target, aims, blocks, low_rank, None if sweep else here.known)
         before = groups.over(base.loc)
         slope = torch.zeros_like(before)
         for row in heard.rows.values():
@@ -375,7 +420,7 @@ class NaturalLowRank(StepsOnBackward):
         shift = cautious(shift[..., 0], heard, order)[..., None]
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
-        fine = torch.stack([part.sum() for part in (*loc, *blocks, *low)]).isfinite().all() & (each > 0).all()
+        fine = sum(part.sum() for part in (*loc, *blocks, *low)).isfinite() & (each > 0).all()
         loc, blocks, low = (
             [torch.where(fine, a, b) for a, b in zip(new, old)]
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
@@ -514,23 +559,35 @@ class _Inverse:
 
 
 def _sweep(
-    groups: Groups, target: Union[_Products, _Formed], aims: Optional[Columns], blocks: Columns, low_rank: Tensor
+    groups: Groups,
+    target: Union[_Products, _Formed],
+    aims: Optional[Columns],
+    blocks: Columns,
+    low_rank: Tensor,
+    known: Optional[tuple[Tensor, Tensor]] = None,
 ) -> tuple[Columns, Tensor]:
     """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
     D ← blockdiag(P̂ − BβP̂); then B ← BE^½, the expansion.
 
     :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
+    :param known: D⁻¹B and the factor of I + BᵀD⁻¹B.
     """
-    inverse = _Inverse(groups, blocks, low_rank)
-    beta = torch.cholesky_solve(inverse.scaled.mT, inverse.inner)
+    if known is None:
+        inverse = _Inverse(groups, blocks, low_rank)
+        known = inverse.scaled, inverse.inner
+    scaled, inner = known
+    beta = torch.cholesky_solve(scaled.mT, inner)
     seen = target.times(beta.mT)  # P̂βᵀ
-    moment = torch.cholesky_inverse(inverse.inner) + beta @ seen
-    root = cholesky(0.5 * (moment + moment.mT), 0.0, "the factors' second moment")
-    new = torch.cholesky_solve(seen.mT, root).mT
+    moment = torch.cholesky_inverse(inner) + beta @ seen
+    root = cholesky(moment, 0.0, "the factors' second moment")  # which reads the lower triangle only
     if aims is None:
-        return blocks, new
-    blocks = [aim - b @ p.mT for aim, b, p in zip(aims, groups.cut(new), groups.cut(seen))]
-    # Where B has nearly all of a block, what is left of it is rounding, of either sign.
+        return blocks, torch.cholesky_solve(seen.mT, root).mT
+    new = solve_lower(root, seen.mT).mT  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
     rounding = 10 * torch.finfo(new.dtype).eps
-    floors = [(rounding * aim.diagonal(dim1=-2, dim2=-1)).diag_embed() for aim in aims]
-    return [0.5 * (d + d.mT) + floor for d, floor in zip(blocks, floors)], new @ root
+    found = []
+    for aim, b in zip(aims, groups.cut(new)):
+        d = aim - b @ b.mT
+        # Where B has nearly all of a block, what is left of it is rounding, of either sign.
+        d.diagonal(dim1=-2, dim2=-1).add_(aim.diagonal(dim1=-2, dim2=-1), alpha=rounding)
+        found.append(d)
+    return found, new

@@ -14,13 +14,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Optional, Self
+from typing import Any, Optional, Self
 
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..numerics.functions import Function
 from ..numerics.linalg import (
     cholesky,
     gaussian_kl,
@@ -35,6 +36,85 @@ from .groups import Groups, total
 from .product import DenseFactor, Product
 
 __all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions"]
+
+
+class _Moments(Function):
+    """Φm and diag(Φ(LLᵀ − I − VVᵀ)Φᵀ) of unbatched Φ, m, V and L = blockdiag(L_b).
+
+    Autograd's own way back adds up matrices of Φ's size, one for each product; this one makes the sum in place,
+    dΦ = 2 diag(c)Φ(LLᵀ − I − VVᵀ) + a mᵀ for gradients a of the means and c of the variances.
+    """
+
+    @staticmethod
+    def forward(groups: Groups, phi: Tensor, loc: Tensor, low_rank: Tensor, *trils: Tensor) -> tuple[Tensor, ...]:
+        coupled = phi @ low_rank
+        change = -coupled.square().sum(-1)
+        moved = []
+        for part, tril in zip(_columns(groups, phi), trils):
+            inner = tril @ tril.mT
+            inner.diagonal(dim1=-2, dim2=-1).sub_(1)
+            moved.append(part @ inner)
+            change = change + (moved[-1] * part).sum((-3, -1))
+        return (phi @ loc)[..., 0], change, coupled, *moved
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.groups, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output[2:])
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*output[2:])
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, c: Tensor, *_: Any) -> Any:
+        groups, num = ctx.groups, len(ctx.groups.members)
+        phi, loc, low_rank, *more = ctx.saved_tensors
+        trils, coupled, moved = more[:num], more[num], more[num + 1 :]
+        weights = (2 * c)[:, None]
+        scaled, parts = weights * phi, _columns(groups, phi)
+        if torch.is_grad_enabled():  # double backward wants plain operations
+            coupled = -scaled @ low_rank
+            turned = [part @ tril @ tril.mT for part, tril in zip(_columns(groups, scaled), trils)]
+            by_phi = _flat(turned) - scaled + coupled @ low_rank.mT + torch.outer(a, loc[:, 0])
+        else:
+            coupled = -weights * coupled
+            by_phi = torch.outer(a, loc[:, 0]).addmm_(coupled, low_rank.mT)
+            for part, own in zip(_columns(groups, by_phi), moved):
+                part.addcmul_(own, weights)
+        by_trils = [(part.mT @ own) @ tril for part, own, tril in zip(parts, _columns(groups, scaled), trils)]
+        return None, by_phi, phi.mT @ a[:, None], phi.mT @ coupled, *by_trils
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, *changes: Optional[Tensor]) -> Any:
+        tensors = ctx.saved_tensors[: len(changes)]
+        phi, loc, low_rank, *trils = tensors
+        dphi, dloc, dlow, *dtrils = (torch.zeros_like(t) if d is None else d for t, d in zip(tensors, changes))
+        change = -(phi * dphi).sum(-1) - ((phi @ low_rank) * (dphi @ low_rank + phi @ dlow)).sum(-1)
+        for part, dpart, tril, dtril in zip(_columns(ctx.groups, phi), _columns(ctx.groups, dphi), trils, dtrils):
+            change = change + ((part @ tril) * (dpart @ tril + part @ dtril)).sum((-3, -1))
+        return (dphi @ loc + phi @ dloc)[..., 0], 2 * change, None, *[None] * len(trils)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, groups: Groups, *tensors: Tensor) -> Any:
+        moved = [
+            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(tensors, in_dims[1:])
+        ]
+        phi, _, low_rank, *trils = moved
+        found = (*_moments(groups, *moved), phi @ low_rank)
+        found += tuple(part @ (tril @ tril.mT) - part for part, tril in zip(_columns(groups, phi), trils))
+        return found, (0,) * len(found)
+
+
+def _moments(groups: Groups, phi: Tensor, loc: Tensor, low_rank: Tensor, *trils: Tensor) -> tuple[Tensor, Tensor]:
+    change = -row_squares(phi) - row_squares(phi @ low_rank)
+    for part, tril in zip(_columns(groups, phi), trils):
+        change = change + row_squares(part @ tril).sum(-2)
+    return (phi @ loc)[..., 0], change
+
+
+def _columns(groups: Groups, phi: Tensor) -> list[Tensor]:
+    """Φ of all blocks, in the order of the groups, as stacked ones, ``(..., C, N, M)``."""
+    return [part.mT for part in groups.cut(phi.mT)]
 
 
 class LowRankGaussian(Gaussian):
@@ -121,24 +201,25 @@ class LowRankGaussian(Gaussian):
         return phi if self._trils is None else [part @ tril for part, tril in zip(phi, self._trils)]
 
     def mean(self, features: Sequence[Tensor]) -> Tensor:
-        return (_flat(self.groups.stack(features)) @ self.groups.over(self._loc))[..., 0]
+        return (self.beside(features) @ self.groups.over(self._loc))[..., 0]
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        phi = self.groups.stack(features)
-        return self._variance_change(phi, _flat(phi))
+        return self.moments_beside(self.beside(features))[1]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        phi = self.groups.stack(features)
-        flat = _flat(phi)
-        return (flat @ self.groups.over(self._loc))[..., 0], self._variance_change(phi, flat)
+        return self.moments_beside(self.beside(features))
 
-    def _variance_change(self, phi: Sequence[Tensor], flat: Tensor) -> Tensor:
-        change = -row_squares(flat @ self._low_rank)
-        if self._trils is not None:
-            change = change - row_squares(flat)
-            for v in self._scaled(phi):
-                change = change + row_squares(v).sum(-2)
-        return change
+    def beside(self, features: Sequence[Tensor]) -> Tensor:
+        """Φ of all blocks side by side, in the order of the groups, ``(..., N, ΣM)``."""
+        return side_by_side([features[b] for b in self.groups.order])
+
+    def moments_beside(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`moments`, of :meth:`beside`."""
+        loc = self.groups.over(self._loc)
+        if self._trils is None:
+            return (phi @ loc)[..., 0], -row_squares(phi @ self._low_rank)
+        plain = phi.dim() == 2 and not self.batch_shape
+        return (_Moments.apply if plain else _moments)(self.groups, phi, loc, self._low_rank, *self._trils)[:2]
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         phi = self.groups.stack(features)

@@ -23,7 +23,18 @@ from ..numerics.linalg import side_by_side
 from ..numerics.processes import due, joined, largest
 from .base import Coefficients, Gaussian
 
-__all__ = ["KNOWN", "Falling", "Heard", "Lift", "Listening", "Rate", "StepsOnBackward", "cautious", "softened"]
+__all__ = [
+    "KNOWN",
+    "Falling",
+    "Heard",
+    "Lift",
+    "Listening",
+    "Rate",
+    "StepsOnBackward",
+    "cautious",
+    "listen",
+    "softened",
+]
 
 KNOWN = 9  # steps that a start with a known mean counts for
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
@@ -325,11 +336,16 @@ def listen(
     mean: Tensor,
     change: Tensor,
     covariance: Optional[Tensor] = None,
+    whole: Optional[Tensor] = None,
 ) -> int:
     """Note the gradients by Φm and diag(Φ(S − I)Φᵀ), and by S, if this S is of these alone; their key among what is
     heard.
+
+    :param whole: Φ of all blocks side by side, if it is there.
     """
     row: dict[str, Any] = {"features": [phi.detach() for phi in features]}
+    if whole is not None:
+        row["whole"] = whole.detach()
 
     def hear(name: str, grad: Optional[Tensor]) -> None:
         if grad is None:

@@ -43,11 +43,11 @@ class _Profile(NamedTuple):
 
     def lost(self, a: Tensor) -> Tensor:
         """∫₀ᵃ 1 − g, an odd function of a."""
-        return _Lost.apply(a, self)
+        return _Sloped.apply(a, self.lost_value, self.lost_slope)
 
     def spread(self, a: Tensor) -> Tensor:
         """1 − v: the mean of 1 − g over pairs of points of an interval of length a."""
-        return _Spread.apply(a, self)
+        return _Sloped.apply(a, self.spread_value, self.spread_slope)
 
     def lost_value(self, a: Tensor) -> Tensor:
         """As :meth:`lost`, by plain operations."""
@@ -55,60 +55,44 @@ class _Profile(NamedTuple):
         series = size * _series(tuple(-c / (k + 1) for k, c in enumerate(self.taylor, 1)), size)
         return a.sign() * torch.where(size < _SMALL, series, size - self.once(size))
 
+    def lost_slope(self, a: Tensor) -> Tensor:
+        """1 − g(|a|)."""
+        return self.deficit(a.abs())
+
     def spread_value(self, a: Tensor) -> Tensor:
         """As :meth:`spread`, by plain operations."""
         series = _series(tuple(-2 * c / ((k + 1) * (k + 2)) for k, c in enumerate(self.taylor, 1)), a)
         return torch.where(a < _SMALL, series, 1 - 2 * self.twice(a) / a.square())
 
+    def spread_slope(self, a: Tensor) -> Tensor:
+        """Of 1 − v = (2/a²)∫₀ᵃ (a − s)(1 − g(s)) ds, (2/a)(∫₀ᵃ (1 − g)/a − (1 − v))."""
+        return 2 / a * (self.lost(a) / a - self.spread(a))
 
-class _Lost(Function):
-    """∫₀ᵃ 1 − g; its slope is 1 − g(|a|), in the place of that of a series and of a cancellation."""
+
+class _Sloped(Function):
+    """A function whose slope is known, in the place of that of a series and of a cancellation."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(a: Tensor, profile: _Profile) -> Tensor:
-        return profile.lost_value(a)
+    def forward(a: Tensor, value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Tensor:
+        return value(a)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        a, ctx.profile = inputs
+        a, _, ctx.slope = inputs
         ctx.save_for_backward(a)
         ctx.save_for_forward(a)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (a,) = ctx.saved_tensors
-        return grad * ctx.profile.deficit(a.abs()), None
+        return grad * ctx.slope(a), None, None
 
     @staticmethod
-    def jvp(ctx: Any, change: Tensor, _: Any) -> Tensor:
+    def jvp(ctx: Any, change: Tensor, *_: Any) -> Tensor:
         (a,) = ctx.saved_tensors
-        return change * ctx.profile.deficit(a.abs())
-
-
-class _Spread(_Lost):
-    """1 − v = (2/a²)∫₀ᵃ (a − s)(1 − g(s)) ds; its slope is (2/a)(∫₀ᵃ (1 − g)/a − (1 − v))."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor, profile: _Profile) -> Tensor:
-        return profile.spread_value(a)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (a,) = ctx.saved_tensors
-        return grad * _slope_of_spread(ctx.profile, a), None
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor, _: Any) -> Tensor:
-        (a,) = ctx.saved_tensors
-        return change * _slope_of_spread(ctx.profile, a)
-
-
-def _slope_of_spread(profile: _Profile, a: Tensor) -> Tensor:
-    return 2 / a * (profile.lost(a) / a - profile.spread(a))
+        return change * ctx.slope(a)
 
 
 def _series(coefficients: tuple[float, ...], a: Tensor) -> Tensor:
