@@ -145,7 +145,7 @@ def _warn_of_divergences(result: MCMC) -> None:
             "the posterior, and so may all that is made of them. Run it on poutine.reparam(model, config=Whitening()), "
             "with NUTS(..., init_strategy=init_to_median), more warm-up steps or a larger target_accept_prob.",
             NumericalWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -1,15 +1,17 @@
 import gc
 import os
 
-import pyro
 import pytest
-import torch
+
+# PyTorch and Pyro are imported where they are used: the process that hands tests to workers needs neither.
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; threads that spin for them cost dearly
-    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(config, items):
+    import torch
+
     chosen = config.getoption("-m")
     for item in items:
         if "slow" in item.keywords and "slow" not in chosen:
@@ -26,6 +28,9 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def fresh():
     """Every test starts in float64, seeded, with an empty parameter store."""
+    import pyro
+    import torch
+
     torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(0)
     pyro.clear_param_store()
@@ -35,4 +40,6 @@ def fresh():
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
+    import torch
+
     return torch.device(request.param)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, fit, kernels
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
-STEPS = 12
+STEPS = 9
 
 
 def rows(num=96):

@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         "moments-gradient",
         "_DenseMoments.backward",
-        "by_phi = by_phi.sub_(phi * each).addr_(a, loc)",
+        "by_phi = by_phi.addcmul_(phi, each, value=-1).addr_(a, loc)",
         "by_phi = by_phi.addr_(a, loc)",
         ("test_posteriors.py::test_moments_together_and_their_derivatives",),
     ),
@@ -525,8 +525,8 @@ MUTANTS = [
     Mutant(
         "whitened-gradient",
         "_Whitened.backward",
-        "by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg()",
-        "by_turn = tril_of_product(phi, grad).sum_to_size(factor.shape).neg()",
+        "by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg_()",
+        "by_turn = tril_of_product(phi, grad).sum_to_size(factor.shape).neg_()",
         ("test_fused.py::test_whitening_is_that_of_the_factor",),
     ),
     Mutant(

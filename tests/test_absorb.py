@@ -197,7 +197,7 @@ def test_two_functions_that_meet_settle_together():
     guide.absorb(x, y)
     elbo = TraceQuadrature_ELBO(10)
     svi = SVI(model, stepped, pyro.optim.Adam({"lr": 0.0}), elbo)
-    for _ in range(40):
+    for _ in range(25):
         svi.step(x, y)
     assert abs(elbo.loss(model, guide, x, y) - elbo.loss(model, stepped, x, y)) < 0.01
 
@@ -364,9 +364,9 @@ def test_rows_that_are_kept_hold_what_moving_hyperparameters_would_lose():
         for i, (x, y) in enumerate(pieces):
             if memory:
                 guide.absorb(x, y, memory=memory)
-                guide.relearn(lambda x, y: svi.step(x, y, size=guide.memory.seen), 15)
+                guide.relearn(lambda x, y: svi.step(x, y, size=guide.memory.seen), 10)
                 continue
-            for _ in range(15):
+            for _ in range(10):
                 svi.step(x, y, size=40 * (i + 1))
             guide.absorb(x, y)
         return _held_out(guide, x_test, y_test)

@@ -328,9 +328,15 @@ def effects(scales):
     return kernels.Constant(0.3) + sum(main) + first * second + 0.7 * last * second
 
 
-@pytest.mark.parametrize("family", [CoupledPrecision(5, rank=3), CoupledCovariance(5, natural=False)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(("sum_of", "stacks"), [(smooth_and_periodic, 1), (effects, 2)])
+@pytest.mark.parametrize(
+    ("family", "dtype", "sum_of", "stacks"),
+    [  # pairs of family, dtype and sum
+        (CoupledPrecision(5, rank=3), torch.float32, smooth_and_periodic, 1),
+        (CoupledPrecision(5, rank=3), torch.float64, effects, 2),
+        (CoupledCovariance(5, natural=False), torch.float64, smooth_and_periodic, 1),
+        (CoupledCovariance(5, natural=False), torch.float32, effects, 2),
+    ],
+)
 def test_terms_of_one_structure_are_evaluated_together(monkeypatch, family, dtype, sum_of, stacks):
     x, y = torch.rand(30, 4, dtype=dtype), torch.randn(30, dtype=dtype)
 

@@ -185,7 +185,7 @@ def test_gradients(base):
         return torch.cat([kernel(x).flatten(), kernel(x, X[:3]).flatten(), kernel.diag(x)])
 
     numbers = [torch.tensor(v, requires_grad=True) for v in (0.6, -0.9, 2.2)]
-    assert torch.autograd.gradcheck(value, (*numbers, torch.rand(4, 1, requires_grad=True)))
+    assert torch.autograd.gradcheck(value, (*numbers, torch.rand(4, 1, requires_grad=True)), fast_mode=True)
 
 
 def test_matern12_has_gradients_at_its_kink():
@@ -199,11 +199,11 @@ def test_matern12_has_gradients_at_its_kink():
 def test_prior_functions(base):
     kernel = 1.3 * Anova(base(torch.tensor([[0.5], [2.0]])), LOW, HIGH)
     x = X[::4]
-    draws = kernel.prior_functions(40_000, 30, x)(x)
-    assert draws.shape == (40_000, 2, len(x))
-    assert_close(draws.mean(0), torch.zeros(2, len(x)), atol=0.03, rtol=0)
+    draws = kernel.prior_functions(12_000, 30, x)(x)
+    assert draws.shape == (12_000, 2, len(x))
+    assert_close(draws.mean(0), torch.zeros(2, len(x)), atol=0.05, rtol=0)
     centred = draws.movedim(0, -1)
-    assert_close(centred @ centred.mT / len(draws), kernel(x), atol=0.05, rtol=0)
+    assert_close(centred @ centred.mT / len(draws), kernel(x), atol=0.09, rtol=0)
     some = kernel.prior_functions(3, 30, x)
     s, w = panels([], 300)
     assert ((some(s) * w).sum(-1)[:, 1]).abs().max() < (0.02 if base is kernels.Matern12 else 1e-4)

@@ -134,10 +134,10 @@ def test_joint_posterior(family, batch):
     assert_close(own.covariance(1, 3), own.covariance(3, 1).mT)
     assert_close(own.covariance_matrix[..., 2:5, 6:], own.covariance(1, 3))
     # Draws.
-    draws = torch.cat(list(own.rsample((60_000,)).values()), -1)
-    assert_close(draws.mean(0), torch.cat([part.mean for part in own], -1), atol=0.05, rtol=0.02)
+    draws = torch.cat(list(own.rsample((20_000,)).values()), -1)
+    assert_close(draws.mean(0), torch.cat([part.mean for part in own], -1), atol=0.08, rtol=0.02)
     centred = (draws - draws.mean(0)).movedim(0, -1)
-    assert_close(centred @ centred.mT / len(draws), own.covariance_matrix, atol=0.08, rtol=0.05)
+    assert_close(centred @ centred.mT / len(draws), own.covariance_matrix, atol=0.12, rtol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_sobol_indices_of_known_lines():
     f = a * (x[:, 0] - 1) + b * (x[:, 1] - 0.5) + c * (x[:, 0] - 1) * (x[:, 1] - 0.5) + 7.0
 
     model = one_function(100.0 * kernel, lambda f: dist.Normal(f, 1e-3))
-    guide, _ = maximise(model, CoupledCovariance(5), x, f, iterations=150)
+    guide, _ = maximise(model, CoupledCovariance(5), x, f, iterations=60)
     posterior = guide.posterior(x)["f"]
     found = posterior.components.sobol_indices(200)
     total = a**2 / 3 + b**2 / 12 + c**2 / 36

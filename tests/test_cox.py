@@ -106,7 +106,7 @@ def test_the_intensity_is_recovered(family, dim):
     grid, areas = cells(60 if dim == 1 else 9, dim)
     model = cox(lambda: kernels.RBF(0.3), level=math.log(len(events)))
     guide = AutoSparseGP(model, family)
-    train(model, guide, grid, areas, events, steps=45, lr=0.15)
+    train(model, guide, grid, areas, events, steps=30, lr=0.2)
     with torch.no_grad():
         q = guide.posterior(grid, areas)["f"]
         found = (q.mean + q.variance / 2).exp()

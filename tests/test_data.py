@@ -58,8 +58,8 @@ def test_a_loss_at_other_data_leaves_the_posterior_alone(family):
     before = guide.posterior(x)["f"].mean
     loss = TraceQuadrature_ELBO(2).loss(MODEL, guide, there, seen)
     with torch.no_grad():
-        rough = torch.tensor([Trace_ELBO().loss(MODEL, guide, there, seen) for _ in range(40)])
-    assert abs(rough.mean() - loss) < 5 * rough.std() / 40**0.5
+        rough = torch.tensor([Trace_ELBO().loss(MODEL, guide, there, seen) for _ in range(20)])
+    assert abs(rough.mean() - loss) < 5 * rough.std() / 20**0.5
     torch.testing.assert_close(guide.posterior(x)["f"].mean, before)
     q = guide.posterior(there)["f"]
     by_hand = dist.Normal(q.mean, NOISE).log_prob(seen).sum() - (q.variance / (2 * NOISE**2)).sum() - q.kl

@@ -325,7 +325,7 @@ def test_features_of_even_norm_have_no_penalty_and_train_sooner():
         network = wrap(mlp(1, outputs=32, width=32))
         model = deep(network)
         guide = AutoSparseGP(model, ExactWeightSpace())
-        train(model, guide, x, y, steps=60, lr=6e-3)
+        train(model, guide, x, y, steps=40, lr=8e-3)
         bounds.append(elbo(model, guide, x, y))
     assert bounds[1] > bounds[0] + 20
     assert correction(network, x).abs().max() < 1e-12
@@ -343,7 +343,7 @@ def test_blocks_of_several_outputs(family, monkeypatch):
     results = []
     for whole in (1000, 16):
         monkeypatch.setattr(blocks, "_WHOLE", whole)
-        monkeypatch.setattr(blocks, "_BLOCK", 8)
+        monkeypatch.setattr(blocks, "_CHUNK", 8)
         pyro.clear_param_store()
         network = mlp()
 
@@ -379,7 +379,7 @@ def test_objectives_agree(family):
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "_WHOLE", 16)
-    monkeypatch.setattr(blocks, "_BLOCK", 8)
+    monkeypatch.setattr(blocks, "_CHUNK", 8)
 
 
 class Watched(nn.Module):
@@ -415,7 +415,7 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
     results = []
     for whole in (1000, 16):
         monkeypatch.setattr(blocks, "_WHOLE", whole)
-        monkeypatch.setattr(blocks, "_BLOCK", 8)
+        monkeypatch.setattr(blocks, "_CHUNK", 8)
         pyro.clear_param_store()
         network = Watched(mlp())
         model = deep(network, correcting, likelihood, wrap)
@@ -529,6 +529,11 @@ def test_unseen_rows_are_told_of_and_one_call_mends_it():
     batches(model, guide, x, y, steps=3)
     with pytest.warns(UserWarning, match="seen at most 16 of 80"):
         guide.posterior(x)
+    loaded = AutoSparseGP(model, WeightSpace())
+    loaded.load_state_dict(guide.state_dict())
+    with pytest.warns(UserWarning, match="seen at most 16 of 80") as told:
+        loaded.posterior(x)
+    assert told[0].filename == __file__
     guide(x, y)
     again = AutoSparseGP(model, WeightSpace())
     again.load_state_dict(guide.state_dict())
@@ -740,6 +745,22 @@ def test_components_of_a_sum(family):
     torch.testing.assert_close(q.components[3].variance, (2 * new @ s[6:, 6:] * new).sum(-1))
 
 
+@pytest.mark.parametrize(
+    "family", [MeanFieldAdditive(4), WeightSpace(), ExactWeightSpace()], ids=["additive", "free", "exact"]
+)
+def test_terms_keep_their_names(family):
+    network, (x, y) = mlp(), data(num=20)
+    model = deep(network, wrap=lambda k: (0.5 * k).named("deep") + kernels.Linear(2.0).named("trend"))
+    guide = AutoSparseGP(model, family)
+    guide(x, y)
+    parts = guide.posterior(torch.rand(3, 2))["f"].components
+    assert parts.names == ("deep", "trend")
+    torch.testing.assert_close(parts["deep"].mean, parts[0].mean)
+    base = DeepBasis(network).named("deep").relative_to(x)
+    assert base.name == "deep"
+    assert not base.depends_on_rows
+
+
 def test_paths_have_the_residual():
     network, (x, y) = mlp(), data(num=30)
     model = deep(network)
@@ -878,7 +899,7 @@ def test_a_loaded_guide_checks_its_network_at_the_first_prediction(family, way):
 def with_blocks(call):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "_WHOLE", 4)
-        patch.setattr(blocks, "_BLOCK", 4)
+        patch.setattr(blocks, "_CHUNK", 4)
         return call()
 
 

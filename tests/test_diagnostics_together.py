@@ -70,12 +70,12 @@ def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
     variational, expectation = AutoSparseGP(model, SGPR(16)), AutoSparseGP(model, SparseEP(16))
     svi = pyro.infer.SVI(model, variational, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
     ep = ExpectationPropagation(model, expectation, pyro.optim.Adam({"lr": 0.05}))
-    for _ in range(40):
+    for _ in range(25):
         svi.step(x, y)
         ep.step(x, y)
     white = poutine.reparam(model, config=Whitening())
     kernel = NUTS(white, max_tree_depth=4, init_strategy=init_to_median())  # elsewhere its noise gets stuck
-    nuts = MCMC(kernel, num_samples=60, warmup_steps=40, disable_progbar=True)
+    nuts = MCMC(kernel, num_samples=60, warmup_steps=30, disable_progbar=True)
     nuts.run(x, y)
     options = {"num_samples": 60, "predict": new, "seed": 0}
     trees = {

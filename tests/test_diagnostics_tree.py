@@ -417,7 +417,7 @@ def test_predictions_share_the_draws_and_are_predict():
     """Predictions at new inputs come from the posterior's own draws, and are distributed as ``predict``'s."""
     guide, x, y = fitted(model=gaussian(KERNEL, 0.3), steps=20)
     new = torch.rand(4, 2)
-    tree = to_datatree(guide.model, guide, x, y, num_samples=250, predict=new, seed=0)
+    tree = to_datatree(guide.model, guide, x, y, num_samples=120, predict=new, seed=0)
     q = guide.posterior(new)["f"]
     f = torch.as_tensor(tree.predictions["f"].values[0]).double()
     torch.testing.assert_close(f.mean(0), q.mean, atol=0.05, rtol=0)

@@ -97,6 +97,17 @@ def test_one_output_at_a_time():
         diagnostics.plot_effects(MeanFieldAdditive(5).build(process, "f")(process, "f"))
 
 
+def test_a_curve_for_each_of_several_outputs():
+    x = torch.stack([torch.rand(20), torch.arange(20.0).double() % 2], -1)
+    kernel = kernels.Coregionalisation(torch.tensor([[1.0], [0.5]]).double())[1] * SMOOTH[0]
+    module = MeanFieldAdditive(4).build(GaussianProcess(kernel + kernels.Constant(1.0), x), "f")
+    figure = diagnostics.plot_effects(module(GaussianProcess(kernel + kernels.Constant(1.0), x), "f"), num=9)
+    (axis,) = figure.axes
+    assert len(axis.lines) >= 2
+    assert all(np.isfinite(line.get_ydata()).all() for line in axis.lines)
+    plt.close("all")
+
+
 def test_a_guide_of_one_column():
     x = torch.rand(20, 1)
     guide = AutoSparseGP(gaussian(SMOOTH + kernels.Constant(1.0)), MeanFieldAdditive(5))

@@ -147,16 +147,20 @@ class TestProbit:
         def log_z():
             return -converge(ep, x, y)
 
-        for p, gradient_of_p in found.items():
-            epsilon, way = 1e-4, torch.randn(p.shape)
-            with torch.no_grad():
-                p.add_(way, alpha=epsilon)
-                above = log_z()
-                p.sub_(way, alpha=2 * epsilon)
-                below = log_z()
-                p.add_(way, alpha=epsilon)
+        for parts in ([p for p in found if p.dim() == 0], [p for p in found if p.dim()]):  # along a way of each kind
+            epsilon, ways = 1e-4, [torch.randn(p.shape) for p in parts]
+
+            def move(by, parts=parts, ways=ways):
+                with torch.no_grad():
+                    for p, way in zip(parts, ways):
+                        p.add_(way, alpha=by)
+                    return log_z()
+
+            above, below = move(epsilon), move(-2 * epsilon)
+            move(epsilon)
             expected = (above - below) / (2 * epsilon)
-            assert abs((gradient_of_p * way).sum().item() + expected) < 1e-5 * max(1, abs(expected))
+            slope = sum((found[p] * way).sum().item() for p, way in zip(parts, ways))
+            assert abs(slope + expected) < 1e-5 * max(1, abs(expected))
 
     def test_the_exact_gradient_is_that_of_log_z_with_sites_held(self):
         x, y = classes(25)
@@ -185,7 +189,7 @@ class TestProbit:
         kernel = 30.0 * kernels.RBF(0.8)
 
         model = one_function(kernel, Probit, jitter=1e-10)
-        axis = torch.linspace(-30, 30, 121)
+        axis = torch.linspace(-30, 30, 61)
         f = torch.cartesian_prod(axis, axis, axis)
         prior = dist.MultivariateNormal(torch.zeros(3), kernel(x))
         weights = (prior.log_prob(f) + Probit(f).log_prob(y).sum(-1)).softmax(0)
@@ -415,16 +419,16 @@ class TestMiniBatches:
                 else:
                     ep.sweep(x, y)
                 moves.append(ep.status["f"]["change"])
-            if max(moves) < 1e-11:
+            if max(moves) < 1e-8:
                 break
         precision = whole.guide.gps.f.precision
-        torch.testing.assert_close(guide.gps.f.precision, precision, atol=1e-8, rtol=1e-8)
+        torch.testing.assert_close(guide.gps.f.precision, precision, atol=1e-6, rtol=1e-6)
         new = torch.linspace(0, 4, 7)[:, None]
         p, q = guide.posterior(*([new] if given else [x, y]))["f"], whole.guide.posterior(new)["f"]
         if given:
-            torch.testing.assert_close(p.mean, q.mean, atol=1e-7, rtol=0)
-            torch.testing.assert_close(p.variance, q.variance, atol=1e-7, rtol=0)
-            assert abs(ep.evaluate_loss(x, y) - loss) < 1e-7  # all data at once, after mini-batches
+            torch.testing.assert_close(p.mean, q.mean, atol=1e-6, rtol=0)
+            torch.testing.assert_close(p.variance, q.variance, atol=1e-6, rtol=0)
+            assert abs(ep.evaluate_loss(x, y) - loss) < 1e-6  # all data at once, after mini-batches
 
     def test_gradients_of_mini_batches_average_to_that_of_all_data(self):
         """At the sites' fixed point: eq. 6 over inducing values against eq. 4 over whitened ones."""
@@ -484,9 +488,9 @@ class TestMiniBatches:
         """The rows added are the rows taken away: no cavity goes wrong while the length scale moves by far."""
         x, y = classes(60)
         guide, ep = start(probit, x, damping=0.99)
-        ep.optim = pyro.optim.Adam({"lr": 0.1})
+        ep.optim = pyro.optim.Adam({"lr": 0.2})
         generator = torch.Generator().manual_seed(0)
-        for _ in range(40):
+        for _ in range(28):
             for rows in torch.randperm(60, generator=generator).split(15):
                 ep.step(x[rows], y[rows], size=60, indices=rows)
                 assert ep.status["f"]["skipped"] == ep.status["f"]["cut"] == 0
@@ -497,8 +501,8 @@ class TestMiniBatches:
         loss = ep.evaluate_loss(x, y)
         pyro.clear_param_store()
         _, whole = start(probit, x)
-        whole.optim = pyro.optim.Adam({"lr": 0.06})
-        losses = [whole.step(x, y) for _ in range(100)]
+        whole.optim = pyro.optim.Adam({"lr": 0.1})
+        losses = [whole.step(x, y) for _ in range(50)]
         assert abs(loss - losses[-1]) < 1
 
     def test_errors(self):
@@ -964,7 +968,7 @@ class TestRobustness:
     def test_cavities_without_variance_are_skipped(self):
         x, y = classes(20)
         guide, ep = start(probit, x)
-        ep.sweep(x, y, num=30)
+        ep.sweep(x, y, num=10)
         precision = guide.gps.f.precision.clone()
         guide.gps.f.precision = torch.where(torch.arange(20) < 10, precision, -0.08)
         loss = ep.sweep(x, y)
@@ -981,7 +985,7 @@ class TestRobustness:
                 pyro.sample("y", dist.Cauchy(f, 0.1), obs=y)
 
         guide, ep = start(model, x, family=SparseEP(torch.linspace(-3, 3, 10)[:, None]), damping=0.1)
-        for _ in range(60):
+        for _ in range(30):
             assert math.isfinite(ep.sweep(y))
         assert guide.posterior(y)["f"].mean.abs().max() < 3
 
@@ -1036,7 +1040,7 @@ class TestRobustness:
 
         _, ep = start(model, counts, times, x, family=SparseEP(x[::2], trainable=False))
         losses = []
-        for _ in range(15):
+        for _ in range(10):
             for rows in torch.arange(20).split(size):
                 part = {} if size == 20 else {"size": 20, "indices": rows}
                 ep.sweep(counts[rows], times[rows], x[rows], **part)

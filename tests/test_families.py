@@ -55,7 +55,7 @@ def _case(family, model, kernel, dtype, steps, marks=()):
 
 
 CASES = [
-    *(_case(*case, 12) for case in _quick()),
+    *(_case(*case, 8) for case in _quick()),
     *(_case(f, m, "additive", d, 200, pytest.mark.slow) for f in FAMILIES for m in MODELS for d in DTYPES),
 ]
 
@@ -73,7 +73,7 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
     # Everything must follow the data, not the default.
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     monkeypatch.setattr(models, "additive", kernel)
-    x, y = data(model, 60 if steps > 12 else 40, dtype=dtype, device=device)
+    x, y = data(model, 60 if steps > 8 else 24 if model is heteroscedastic else 40, dtype=dtype, device=device)
     guide = AutoSparseGP(model, family)
     sites = ["f", "g"] if model is heteroscedastic else ["f"]
 
@@ -106,7 +106,7 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
     hooks = [p.register_hook(watch(name)) for name, p in guide.named_parameters() if name in seen]
     losses = train(model, guide, x, y, steps=steps, lr=0.05 if steps < 100 else 0.02)
     assert torch.tensor(losses).isfinite().all()
-    assert sum(losses[-5:]) < sum(losses[:5])
+    assert sum(losses[-4:]) < sum(losses[:4])
     assert all(total > 0 for total in seen.values()), [name for name, total in seen.items() if not total > 0]
     assert all(p.isfinite().all() and p.dtype == dtype and p.device == x.device for p in guide.parameters())
     for hook in hooks:
@@ -256,8 +256,8 @@ def test_bad_precision_arguments():
 
 
 def test_matern_1024_in_float32_trains():
-    """A 1024-point Matern-3/2 basis in float32 on 8-dimensional uniform inputs (5 steps here, 500 when slow)."""
-    _train_1024(5)
+    """A 1024-point Matern-3/2 basis in float32 on 8-dimensional uniform inputs (2 steps here, 500 when slow)."""
+    _train_1024(2, rows=2048)
 
 
 @pytest.mark.slow
@@ -265,10 +265,10 @@ def test_matern_1024_in_float32_trains_500_steps():
     _train_1024(500)
 
 
-def _train_1024(steps):
+def _train_1024(steps, rows=4096):
     torch.set_default_dtype(torch.float32)
-    x = torch.rand(4096, 8)
-    y = torch.sin(3 * x.sum(-1)) + 0.1 * torch.randn(4096)
+    x = torch.rand(rows, 8)
+    y = torch.sin(3 * x.sum(-1)) + 0.1 * torch.randn(rows)
 
     def model(x, y=None, size=None):
         scale = pyro.param("scale", torch.tensor(1.0), constraint=torch.distributions.constraints.positive)
@@ -283,7 +283,7 @@ def _train_1024(steps):
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
     losses = []
     for _ in range(steps):
-        rows = torch.randint(0, 4096, (256,))
-        losses.append(svi.step(x[rows], y[rows], size=4096))
+        batch = torch.randint(0, rows, (256,))
+        losses.append(svi.step(x[batch], y[batch], size=rows))
     assert torch.tensor(losses).isfinite().all()
     assert losses[-1] < losses[0]

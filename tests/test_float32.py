@@ -111,7 +111,7 @@ def test_a_conversion_keeps_the_posterior(family, start):
     model = gaussian(additive(torch.tensor(1.0), length), 0.2)
     guide = AutoSparseGP(model, family)
     other = torch.float64 if start == torch.float32 else torch.float32
-    train(model, guide, x.to(start), y.to(start), steps=25, lr=0.1)
+    train(model, guide, x.to(start), y.to(start), steps=10, lr=0.1)
     before = TraceQuadrature_ELBO(2).loss(model, guide, x.to(start), y.to(start))
     q = guide.posterior(x.to(start))["f"]
     guide.to(other)

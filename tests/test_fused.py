@@ -172,3 +172,26 @@ def test_the_parameter_of_a_lower_triangle():
     assert parameter.shape == (2, 4, 4)
     mapped = jacrev(lambda scale: (scale * expected.detach()).tril().sum())(torch.tensor(1.0))
     close(mapped, expected.sum())
+
+
+@pytest.mark.parametrize("kind", ["whitened", "moments"])
+def test_mapped_ways_back_of_large_matrices(kind):
+    tril, phi, loc = lower(300), torch.randn(3, 300), torch.randn(300)
+
+    def found(phi, tril):
+        if kind == "whitened":
+            return linalg.whitening(tril @ tril.mT, 0.0)(phi).sin().sum(-1)
+        return DenseFactor(loc, tril).moments(phi)[1]
+
+    def expected(phi, tril):
+        if kind == "whitened":
+            factor = torch.linalg.cholesky(tril @ tril.mT)
+            return torch.linalg.solve_triangular(factor, phi.mT, upper=False).mT.sin().sum(-1)
+        return (phi @ tril).square().sum(-1) - phi.square().sum(-1)
+
+    for one, other in zip(*(jacrev(function, (0, 1))(phi, tril) for function in (found, expected))):
+        torch.testing.assert_close(one.tril(), other.tril(), rtol=1e-9, atol=1e-9)
+    for one, other in zip(
+        *(jacrev(torch.func.grad(lambda p, f=f: f(p, tril).square().sum()))(phi)[0] for f in (found, expected))
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8 * float(other.abs().max()))

@@ -64,13 +64,13 @@ class TestOwnership:
     def test_two_guides_never_meet(self):
         x, y = data()
         first = AutoSparseGP(regression, SVGP(7))
-        train(regression, first, x, y, steps=20)
+        train(regression, first, x, y, steps=6)
         before = means(first, x)
         second = AutoSparseGP(regression, SVGP(5, start="prior"))
         second(x, y)
         assert second.gps.f.basis.sizes == (5,)
         assert second.posterior(x)["f"].kl.abs() < 1e-10  # fresh, not the first one's
-        train(regression, second, x, y, steps=20)
+        train(regression, second, x, y, steps=6)
         assert torch.equal(means(first, x), before)
 
     def test_guides_inside_modules_never_meet(self):
@@ -233,7 +233,7 @@ class TestState:
     def test_file_round_trip_and_resume(self):
         x, y = data()
         guide = AutoSparseGP(heteroscedastic, {"f": SVGP(7), "g": OrthogonalInducing(4, 3)})
-        train(heteroscedastic, guide, x, y, steps=20)
+        train(heteroscedastic, guide, x, y, steps=6)
         file = io.BytesIO()
         torch.save(guide.state_dict(), file)
         file.seek(0)
@@ -436,14 +436,14 @@ class TestSites:
     def test_posterior_predictive(self):
         x, y = data(num=80)
         guide = AutoSparseGP(regression, SVGP(15))
-        train(regression, guide, x, y, steps=100, lr=0.05)
+        train(regression, guide, x, y, steps=45, lr=0.1)
         new, target = data(num=40, seed=3)
         for draws in (
-            Predictive(regression, guide=guide, num_samples=60)(new)["y"],
-            predict(regression, guide, new, num_samples=60)["y"],
-            torch.stack([guide(new)["y"] for _ in range(60)]),
+            Predictive(regression, guide=guide, num_samples=40)(new)["y"],
+            predict(regression, guide, new, num_samples=40)["y"],
+            torch.stack([guide(new)["y"] for _ in range(40)]),
         ):
-            assert draws.shape == (60, 40)
+            assert draws.shape == (40, 40)
             assert (draws.mean(0) - target).square().mean().sqrt() < 0.35
             inside = (draws.quantile(0.025, 0) < target) & (target < draws.quantile(0.975, 0))
             assert inside.double().mean() > 0.8
@@ -803,13 +803,13 @@ def test_draws_of_predictions_share_one_posterior(family, monkeypatch):
     monkeypatch.setattr(
         SparsePosterior, "residual_tril", property(lambda q: made.append("residual" in q._cache) or whole(q))
     )
-    values = predict(regression, guide, new, num_samples=400)["f"]
-    assert len(made) == 400
+    values = predict(regression, guide, new, num_samples=100)["f"]
+    assert len(made) == 100
     assert made.count(False) == 1
     q = guide.posterior(new)["f"]
-    assert ((values.mean(0) - q.mean).abs() < 5 * q.stddev / 20).all()
+    assert ((values.mean(0) - q.mean).abs() < 5 * q.stddev / 10).all()
     spread = torch.cov(values.T) - q.covariance_matrix
-    assert spread.abs().max() < 0.35 * q.variance.max()
+    assert spread.abs().max() < 0.6 * q.variance.max()
 
 
 def test_posteriors_whose_prior_follows_what_is_drawn_are_not_shared():
@@ -826,7 +826,7 @@ def test_posteriors_whose_prior_follows_what_is_drawn_are_not_shared():
     guide = AutoSparseGP(levels, SVGP(5), point_estimates=True)
     train(levels, guide, x, y, steps=3)
     new = torch.rand(4, x.shape[-1])
-    draws = predict(levels, guide, new, num_samples=200)
+    draws = predict(levels, guide, new, num_samples=60)
     assert draws["level"].std(0).min() > 5
     torch.testing.assert_close(draws["f"], draws["level"], rtol=0, atol=8.0)
 
@@ -834,8 +834,14 @@ def test_posteriors_whose_prior_follows_what_is_drawn_are_not_shared():
 FOLLOWING = [SGPR(5), ComputationAware(4), FreeSites(5)]
 
 
-@pytest.mark.parametrize("family", FOLLOWING, ids=["SGPR", "sparse", "FreeSites"])
-@pytest.mark.parametrize("which", ["new rows", "rows of training", "scaled"])
+@pytest.mark.parametrize(
+    ("family", "which"),
+    [  # each family in two ways, each way in two families
+        pytest.param(family, which, marks=[pytest.mark.slow] if i == j else [], id=f"{type(family).__name__}-{which}")
+        for i, family in enumerate(FOLLOWING)
+        for j, which in enumerate(["new rows", "rows of training", "scaled"])
+    ],
+)
 def test_handlers_around_a_prediction_are_not_those_of_the_training_data(family, which):
     # Pyro's prediction runs the guide under a mask that leaves all densities out.
     x, y = data(num=30)

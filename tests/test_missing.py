@@ -40,8 +40,14 @@ def data(likelihood):
 
 
 @pytest.mark.filterwarnings("ignore:the loss has risen")  # Adam, not whitened
-@pytest.mark.parametrize("likelihood", LIKELIHOODS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "likelihood"),
+    [  # each family under one of the two in the quick suite
+        pytest.param(family, likelihood, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, family in enumerate(FAMILIES)
+        for j, likelihood in enumerate(LIKELIHOODS)
+    ],
+)
 def test_obs_mask_is_the_mask(family, likelihood):
     """What it leaves out has no parameters, costs nothing and teaches nothing."""
     x, y, mask = data(likelihood)

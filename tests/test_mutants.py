@@ -1,10 +1,16 @@
 """The list of faults in mutants.py is up to date: each is a line of the package, and names tests that there are."""
 
 import ast
+import functools
 
 import pytest
 
 from .mutants import MUTANTS, PACKAGE, ROOT, find, node_ids
+
+
+@functools.cache
+def parsed(name):
+    return ast.parse((ROOT / name).read_text())
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -16,8 +22,7 @@ def test_a_mutant_applies(mutant):
     compile("\n".join(lines), str(path), "exec")
     assert mutant.new != mutant.old
     for test, node in zip(mutant.tests, node_ids(mutant.tests, ROOT)):
-        tree = ast.parse((ROOT / node.partition("::")[0]).read_text())
-        body = tree.body
+        body = parsed(node.partition("::")[0]).body
         for name in test.split("::")[1:]:
             (found,) = (part for part in body if getattr(part, "name", None) == name)
             body = found.body

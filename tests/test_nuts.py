@@ -63,19 +63,19 @@ def test_predictions_from_draws_are_the_conditional_process():
     sample = {"scale": torch.tensor(1.2), "length": torch.tensor([0.4, 0.6]), "noise": torch.tensor(0.2)}
     kernel = 1.2 * kernels.Matern32(sample["length"])
     f = GaussianProcess(kernel, x).sample()
-    many = {name: value.expand(300, *value.shape) for name, value in (sample | {"f": f}).items()}
+    many = {name: value.expand(150, *value.shape) for name, value in (sample | {"f": f}).items()}
     draws = predict(model, many, new, data=(x, y))
     exact = GaussianProcess(kernel, new).given(x, f)
-    assert draws["f"].shape == draws["y"].shape == (300, 5)
+    assert draws["f"].shape == draws["y"].shape == (150, 5)
     white = torch.linalg.solve_triangular(exact.scale_tril, (draws["f"] - exact.mean).mT, upper=False)
-    torch.testing.assert_close(white.mean(-1), torch.zeros(5), atol=4 / 300**0.5, rtol=0)
-    torch.testing.assert_close(white.cov(), torch.eye(5), atol=4 * (2 / 300) ** 0.5, rtol=0)
-    assert abs((draws["y"] - draws["f"]).std() - 0.2) < 0.015
+    torch.testing.assert_close(white.mean(-1), torch.zeros(5), atol=4 / 150**0.5, rtol=0)
+    torch.testing.assert_close(white.cov(), torch.eye(5), atol=4 * (2 / 150) ** 0.5, rtol=0)
+    assert abs((draws["y"] - draws["f"]).std() - 0.2) < 0.02
     # at the training inputs, the same f comes back
     again = predict(model, many, x, data=(x, y), num_samples=3)
     torch.testing.assert_close(again["f"], f.expand(3, 12), atol=2e-3, rtol=0)
     white = {k: v for k, v in many.items() if k != "f"}
-    white["f_whitened"] = torch.linalg.solve(GaussianProcess(kernel, x).scale_tril, f).expand(300, 12)
+    white["f_whitened"] = torch.linalg.solve(GaussianProcess(kernel, x).scale_tril, f).expand(150, 12)
     known = _Known(model, {k: v[0] for k, v in white.items()}, (x, y), {})
     torch.testing.assert_close(known.known["f"][1], f)
 
@@ -154,7 +154,7 @@ def test_hmc_survives_a_failed_cholesky():
     white = poutine.reparam(fragile, config=Whitening())
     start = {"length": torch.tensor(-0.5), "f_whitened": torch.zeros(15)}
     kernel = NUTS(white, max_tree_depth=4)
-    mcmc = MCMC(kernel, num_samples=15, warmup_steps=10, initial_params=start, disable_progbar=True)
+    mcmc = MCMC(kernel, num_samples=10, warmup_steps=8, initial_params=start, disable_progbar=True)
     mcmc.run(x, x.new_zeros(15))
     assert failures[0] > 0
     assert (mcmc.get_samples()["length"] <= 1.5).all()

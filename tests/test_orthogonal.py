@@ -331,7 +331,7 @@ def test_decoupled_means_learn_and_come_back(line):
     pyro.clear_param_store()
     family = OrthogonallyDecoupled(Z, 30, num_columns=8)
     guide = AutoSparseGP(MODEL, family)
-    train(MODEL, guide, x, y, steps=120, lr=0.1)
+    train(MODEL, guide, x, y, steps=80, lr=0.15)
     few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=60)[1]
     with torch.no_grad():
         assert -EXACT.loss(MODEL, guide, x, y) > few + 5

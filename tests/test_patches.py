@@ -315,13 +315,14 @@ OF_A_KIND |= {"AdditiveSGPR", "SemiCollapsedOrthogonal", "FreeSites", "Computati
 @pytest.mark.parametrize(("family", "dtype"), in_one_dtype_each(OF_A_KIND))
 def test_families(family, dtype):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
-    by_steps = FreeFormFamily | FreeSites | AdditiveFreeSites  # the others have only hyperparameters to learn
-    num, steps = (40, 30) if isinstance(family, by_steps) else (30, 12)
+    by_gradients = isinstance(family, FreeSites | AdditiveFreeSites)
+    # Neither: there are only hyperparameters to learn.
+    num, steps = (40, 30) if by_gradients else (40, 16) if isinstance(family, FreeFormFamily) else (30, 8)
     x, y = bars(num, dtype=dtype)
     guide = AutoSparseGP(one_layer, family)
-    losses = train(one_layer, guide, x, y, steps=steps, lr=0.05)
+    losses = train(one_layer, guide, x, y, steps=steps, lr=0.05 if by_gradients else 0.1)
     assert torch.tensor(losses).isfinite().all()
-    assert sum(losses[-5:]) < sum(losses[:5])
+    assert sum(losses[-4:]) < sum(losses[:4])
     assert all(p.dtype == dtype for p in guide.parameters())
     new, truth = bars(30, 1, dtype)
     q = guide.posterior(new)["f"]
@@ -525,7 +526,7 @@ def test_two_layers_train_from_scratch(independent, dtype):
     guide(x[:20], y[:20])
     assert guide.structure.groups == {"g": (16, "f")}
     svi = SVI(two_layers, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
-    for _ in range(60):
+    for _ in range(60 if independent else 35):
         rows = torch.randperm(120)[:40]
         loss = svi.step(x[rows], y[rows], size=120)
     assert loss < 350
@@ -589,8 +590,6 @@ def test_draws_of_groups_have_the_covariance_within_them(lengths):
     guide = AutoSparseGP(model, {"g": OrthogonalInducing(3, 2), "f": SVGP(4)})
     train(model, guide, x, y, steps=5)
     assert guide.structure.groups == {"g": (3, "f")}
-    drawn = guide.posteriors_so_far
-    assert drawn == {}
     q = guide.posterior(x)["g"]
     site = GroupedSite(q.process, q.basis, q.coefficients, "g").in_groups_of(3)
     values = site.rsample(torch.Size((40_000,)))

@@ -217,8 +217,8 @@ class TestSparsePosterior:
         q = posterior(family)
         torch.testing.assert_close(q.covariance_matrix.diagonal(), q.variance)
         assert torch.linalg.eigvalsh(q.covariance_matrix).min() > -1e-8
-        draws = q.rsample((50_000,))
-        torch.testing.assert_close(draws.mean(0), q.mean, atol=0.05, rtol=0)
+        draws = q.rsample((20_000,))
+        torch.testing.assert_close(draws.mean(0), q.mean, atol=0.07, rtol=0)
         torch.testing.assert_close(draws.T.cov(), q.covariance_matrix, atol=0.12, rtol=0.05)
 
     @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -314,15 +314,15 @@ class TestPaths:
     @pytest.mark.parametrize("white", [kernels.White(0.5), kernels.RBF(0.3) * kernels.White(0.5)])
     def test_a_diagonal_term_has_one_value_an_input(self, white):
         q = posterior(SVGP(6), kernels.RBF(0.4) + white)
-        path = q.paths(5000)
+        path = q.paths(2000)
         first = path(torch.cat([self.NEW[:2], self.NEW[:1]]))
         assert torch.equal(first[:, 0], first[:, 2])
         both = path(torch.cat([self.NEW, self.NEW.flip(0)]))
         assert torch.equal(both[:, :3], both[:, 3:].flip(1))
         assert torch.equal(both[:, :2], first[:, :2])
         exact = q.at(self.NEW)
-        assert ((both[:, :3].mean(0) - exact.mean).abs() < 5 * exact.stddev / 5000**0.5).all()
-        error = 5 * (exact.variance.outer(exact.variance) + exact.covariance_matrix.square()).div(5000).sqrt()
+        assert ((both[:, :3].mean(0) - exact.mean).abs() < 5 * exact.stddev / 2000**0.5).all()
+        error = 5 * (exact.variance.outer(exact.variance) + exact.covariance_matrix.square()).div(2000).sqrt()
         assert ((both[:, :3].T.cov() - exact.covariance_matrix).abs() < error).all()
         assert path(self.NEW.flip(0)).equal(both[:, 3:])
 

@@ -172,7 +172,7 @@ class TestBound:
         assert losses[0] == losses[1]
         torch.testing.assert_close(-torch.tensor(losses[0]), by_hand(guide, x, y))
         with torch.no_grad():
-            mean, error = estimate(Trace_ELBO(), model, guide, x, y, num=80)
+            mean, error = estimate(Trace_ELBO(), model, guide, x, y, num=40)
         assert abs(mean - losses[0]) < 5 * error
         assert TraceQuadrature_ELBO(3).loss(model, guide, x, y) == pytest.approx(losses[0])
 
@@ -265,7 +265,7 @@ class TestBound:
                 pyro.sample("y", RobustMax(f.mT, 1e-2), obs=labels)
 
         guide = guide_for(subsampled, x, y)
-        mean, error = estimate(TraceQuadrature_ELBO(), subsampled, guide, x, y, num=80)
+        mean, error = estimate(TraceQuadrature_ELBO(), subsampled, guide, x, y, num=40)
         posterior = AutoSparseGP(model, SVGP(8))
         posterior.load_state_dict(guide.state_dict() | {"_extra_state": guide.state_dict()["_extra_state"]})
         exact = TraceQuadrature_ELBO().loss(model, posterior, x, y)
@@ -320,7 +320,7 @@ class TestBound:
         other = AutoSparseGP(meet, SVGP(8))
         other(x, y)
         with pytest.warns(UserWarning, match="more than 2 function values"):
-            mean, error = estimate(TraceQuadrature_ELBO(), meet, other, x, y, num=60)
+            mean, error = estimate(TraceQuadrature_ELBO(), meet, other, x, y, num=30)
         q = other.posterior(x, y)
         f, g = q["f"], q["g"]
         exact = RobustMax(f.mean.mT, 0.01).expected_log_prob(y, f.variance.mT).sum() - f.kl.sum() - g.kl

@@ -47,6 +47,34 @@ def observations(name, num=60):
     return x, y.abs() + 0.1 if name == "gamma" else y
 
 
+def best_bound(likelihood, x, y, z, num_nodes=20):
+    """The bound's maximum over q(u) = N(m, LLᵀ) of inducing points z, by dense algebra and L-BFGS."""
+    nodes, weights = [torch.as_tensor(part) for part in _hermite(num_nodes)]
+    tril = torch.linalg.cholesky(KERNEL(z) + 1e-8 * KERNEL.diag(z).mean() * torch.eye(len(z)))
+    phi = torch.linalg.solve_triangular(tril, KERNEL(z, x), upper=False).mT
+    rest = KERNEL.diag(x) - phi.square().sum(-1)
+    loc, below, log_diagonal = (torch.zeros(shape, requires_grad=True) for shape in (len(z), (len(z),) * 2, len(z)))
+
+    def loss():
+        root = below.tril(-1) + log_diagonal.exp().diag()
+        f = (phi @ loc)[:, None] + (rest + (phi @ root).square().sum(-1)).sqrt()[:, None] * nodes
+        divergence = 0.5 * (root.square().sum() + loc.square().sum() - len(z)) - log_diagonal.sum()
+        return divergence - (likelihood(f).log_prob(y[:, None]) @ weights).sum()
+
+    optimiser = torch.optim.LBFGS(
+        [loc, below, log_diagonal], max_iter=400, history_size=50, tolerance_change=1e-10, line_search_fn="strong_wolfe"
+    )
+
+    def closure():
+        optimiser.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimiser.step(closure)
+    return -loss().item()
+
+
 def learned(x, y=None):
     """Regression with parameters everywhere: a mean, a scale, a length, a noise."""
     length = pyro.param("length", torch.tensor([0.4, 0.8]), constraint=constraints.positive)
@@ -161,7 +189,7 @@ def test_iterated_sites_reach_the_optimum_of_a_free_posterior(name):
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
     elbo = TraceQuadrature_ELBO(20)
     losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(25)]
-    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=20)
+    best = best_bound(LIKELIHOODS[name], x, y, z)
     assert abs(-losses[-1] - best) < 1e-4
     assert guide.site_status["f"] == DONE | {"sites": 60, "exact": False}
     # Evaluation leaves q alone.
@@ -215,7 +243,7 @@ def test_bernoulli_with_all_actions_is_the_dense_newton_method(at, actions):
     x, y = observations("bernoulli", 40)
     family = ComputationAware(40, actions, tolerance=0.0, at=at, rate=1.0)
     guide = AutoSparseGP(with_likelihood(LIKELIHOODS["bernoulli"]), family)
-    for _ in range(40):
+    for _ in range(20):
         guide(x, y)
     k = KERNEL(x)
     mean, variance = torch.zeros(40), k.diagonal()
@@ -241,11 +269,12 @@ def _hermite(num):
 def test_student_t_curvature_is_cut_and_counted():
     x, y = data(num=60)
     y[::7] += 4.0
-    model = with_likelihood(lambda f: dist.StudentT(3.0, f, 0.2))
+    likelihood = lambda f: dist.StudentT(3.0, f, 0.2)  # noqa: E731
+    model = with_likelihood(likelihood)
     z = x[:10] + 0.01
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
     losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(40)]
-    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=20)
+    best = best_bound(likelihood, x, y, z)
     assert best - 0.1 < -losses[-1] < best + 1e-6
     assert 0 < guide.site_status["f"]["truncated"] <= 20
     assert (guide.gps.f.sites.precision >= 0).all()
@@ -258,17 +287,15 @@ def test_student_t_curvature_is_cut_and_counted():
 
 def test_free_sites_have_the_papers_optimum():
     """Paper 0, eq. 4 and 6: λ² = −2 ∂E[log p]/∂σ², which is E[exp f] for counts, and the bound is SGPR's."""
-    x, y = observations("poisson", 20)
+    x, y = (part[:6] for part in observations("poisson", 20))  # 2N = 12 numbers for M(M + 3)/2 = 27: unique
     model = with_likelihood(LIKELIHOODS["poisson"])
-    z = x[:6] + 0.01
-    guide, bound = maximise(model, FreeSites(z, trainable=False), x, y, num_nodes=20, iterations=200)
-    sgpr = AutoSparseGP(model, SGPR(z, trainable=False))
-    best = [-TraceQuadrature_ELBO(20).loss_and_grads(model, sgpr, x, y) for _ in range(40)][-1]
+    z = x + 0.01
+    guide, bound = maximise(model, FreeSites(z, trainable=False), x, y, num_nodes=20, iterations=100)
+    best = best_bound(LIKELIHOODS["poisson"], x, y, z)
     assert best - 1e-2 < bound < best + 1e-6
-    # 2N = 40 numbers for M(M + 3)/2 = 27: not unique, unless N is small.
-    few_x, few_y = x[:6], y[:6]
-    guide, _ = maximise(model, FreeSites(z, trainable=False), few_x, few_y, num_nodes=20, iterations=200)
-    q = guide.posterior(few_x)["f"]
+    sgpr = AutoSparseGP(model, SGPR(z, trainable=False))
+    assert abs([-TraceQuadrature_ELBO(20).loss_and_grads(model, sgpr, x, y) for _ in range(25)][-1] - best) < 1e-4
+    q = guide.posterior(x)["f"]
     rate = (q.mean + q.variance / 2).exp()
     torch.testing.assert_close(guide.gps.f.sites.root.square(), rate, rtol=0.02, atol=0.02)
 
@@ -311,8 +338,8 @@ def test_two_functions_meet():
             return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
 
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
-    losses = [TraceQuadrature_ELBO(10).loss_and_grads(model, guide, x, y) for _ in range(30)]
-    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=10, iterations=100)
+    losses = [TraceQuadrature_ELBO(10).loss_and_grads(model, guide, x, y) for _ in range(20)]
+    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=10, iterations=80)
     assert abs(-losses[-1] - best) < 0.02
     assert guide.site_status["f"]["exact"]
     assert not guide.site_status["g"]["exact"]
@@ -378,7 +405,7 @@ def test_outputs_and_several_observed_sites():
         assert q.mean.shape == (2, 7)
         assert abs(losses[-1] - losses[-2]) < 1e-4
         if isinstance(family, SGPR):
-            _, best = maximise(model, SVGP(x[:8] + 0.01, trainable=False), x, pair, count, num_nodes=20)
+            _, best = maximise(model, SVGP(x[:8] + 0.01, trainable=False), x, pair, count, num_nodes=20, iterations=100)
             assert abs(-losses[-1] - best) < 1e-3
 
     def softmax(x, y=None):
@@ -389,7 +416,7 @@ def test_outputs_and_several_observed_sites():
     labels = (3 * (y - y.min()) / (y.max() - y.min() + 1e-3)).floor()
     guide = AutoSparseGP(softmax, SGPR(x[:8] + 0.01, trainable=False))
     losses = [TraceQuadrature_ELBO(8).loss_and_grads(softmax, guide, x, labels) for _ in range(25)]
-    _, best = maximise(softmax, SVGP(x[:8] + 0.01, trainable=False), x, labels, num_nodes=8)
+    _, best = maximise(softmax, SVGP(x[:8] + 0.01, trainable=False), x, labels, num_nodes=8, iterations=100)
     assert abs(-losses[-1] - best) < 1e-3
 
 
@@ -467,7 +494,7 @@ def test_state(name, model):
     x, y = data(model, 24)
     new = torch.rand(6, 2)
     guide = AutoSparseGP(model, family)
-    train(model, guide, x, y, steps=5)
+    train(model, guide, x, y, steps=3)
     expected = guide.posterior(new)
     assert all(torch.equal(guide.posterior(new)[name].mean, q.mean) for name, q in expected.items())
     other = AutoSparseGP(model, family)
@@ -476,7 +503,7 @@ def test_state(name, model):
         for name, q in restored.posterior(new).items():
             torch.testing.assert_close(q.mean, expected[name].mean, rtol=0, atol=0)
             torch.testing.assert_close(q.variance, expected[name].variance, rtol=0, atol=0)
-    resumed = train(model, other, x, y, steps=3)  # on the loaded state
+    resumed = train(model, other, x, y, steps=2)  # on the loaded state
     assert torch.tensor(resumed).isfinite().all()
     torch.set_default_dtype(torch.float32)
     guide.float()
@@ -510,13 +537,13 @@ def test_prediction_in_inference_mode_between_steps():
 @pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8)])
 def test_training_by_lbfgs_in_double_and_adam_in_single_precision(family):
     x, y = data(num=60)
-    _, bound = maximise(learned, family, x, y, iterations=30)
+    _, bound = maximise(learned, family, x, y, iterations=15)
     start = -TraceQuadrature_ELBO(2).loss(learned, AutoSparseGP(learned, family), x, y)
     assert math.isfinite(bound)
     pyro.clear_param_store()
     torch.set_default_dtype(torch.float32)
     guide = AutoSparseGP(learned, family)
-    losses = train(learned, guide, x.float(), y.float(), steps=30, lr=0.1)
+    losses = train(learned, guide, x.float(), y.float(), steps=15, lr=0.1)
     assert losses[-1] < losses[0]
     assert bound > max(start, -losses[-1]) - 0.5
 
@@ -560,7 +587,7 @@ def test_cut_sites_reach_their_fixed_point(rate):
     z = x[:10] + 0.01
     guide = AutoSparseGP(model, SGPR(z, trainable=False, rate=rate))
     losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(300 if rate < 0.5 else 60)]
-    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=20)
+    best = best_bound(lambda f: dist.StudentT(3.0, f, 0.2), x, y, z)
     assert abs(-losses[-1] - best) < 1e-3
     f = guide.posterior(x)["f"].mean.detach()
     q = guide.posterior(x)["f"]
@@ -589,12 +616,12 @@ PAIRS = (("sparse", "student"), ("cg", "cauchy"), ("eigen", "laplace"), ("random
 def test_projections_of_cut_sites_stay_within_reach(actions, name):
     model, x, y = outliers(CUT[name], 42)
     guide = AutoSparseGP(model, ComputationAware(20, actions))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(45)]
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(40)]
     assert torch.tensor(losses).isfinite().all()
     if actions != "random":  # whose projections see too little for the updates to contract
         assert max(losses[20:]) < losses[0] + 0.01
         assert max(losses[35:]) - min(losses[35:]) < 5
-    _, best = maximise(model, SVGP(30, trainable=False), x, y, num_nodes=20, iterations=80)
+    best = best_bound(CUT[name], x, y, x[:30] + 0.01)
     assert min(losses) > -best - 1  # no impossible bound
 
 
@@ -620,12 +647,13 @@ def test_a_mask_that_changes_drops_what_was_seen():
 
 def test_kinks_are_curvature():
     x, y = data(num=40)
-    model = with_likelihood(lambda f: dist.Laplace(f, 0.3))
+    likelihood = lambda f: dist.Laplace(f, 0.3)  # noqa: E731
+    model = with_likelihood(likelihood)
     z = x[:8] + 0.01
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
     losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(40)]
     assert not guide.site_status["f"]["exact"]
-    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=20, iterations=80)
+    best = best_bound(likelihood, x, y, z)
     assert -losses[-1] > best - 2
 
 
@@ -657,7 +685,7 @@ def test_looking_at_a_guide_does_not_change_it(family):
         guide = AutoSparseGP(model, family)
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(20))
         losses = []
-        for _ in range(3):
+        for _ in range(2):
             losses.append(svi.step(x, y))
             if look:
                 guide(torch.rand(40, 2))
@@ -690,7 +718,7 @@ def test_deep_gps_with_projections():
     with pytest.raises(ValueError, match=r"GP site 'inner'.*enter another GP site"):
         AutoSparseGP(deep, ComputationAware(8))(x, y)
     guide = AutoSparseGP(deep, {"inner": SVGP(8), "f": ComputationAware(12, "cg")})
-    losses = train(deep, guide, x, y, steps=50, lr=0.05)
+    losses = train(deep, guide, x, y, steps=30, lr=0.1)
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
 
 

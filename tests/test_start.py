@@ -112,7 +112,7 @@ def test_it_saves_steps(whiten):
     def bound(start):
         guide, elbo = AutoSparseGP(model, SVGP(15, whiten=whiten, start=start, natural=False)), TraceQuadrature_ELBO(2)
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
-        for _ in range(60):
+        for _ in range(30):
             svi.step(x, y)
         return -elbo.loss(model, guide, x, y)
 

@@ -28,6 +28,11 @@ def model(x, y=None, size=None):
         return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
+@pytest.fixture
+def hardly_trained(monkeypatch):
+    monkeypatch.setattr(warm_start, "_STEPS", 10)
+
+
 def warmed(model, family, x, y, size=None, **keywords):
     guide = AutoSparseGP(model, family, **keywords)
     with torch.no_grad():
@@ -39,8 +44,9 @@ def warmed(model, family, x, y, size=None, **keywords):
 @pytest.mark.parametrize(
     "family", [SVGP(10), SVGP(10, whiten=False), OrthogonalInducing(6, 4)], ids=["whitened", "values", "nested"]
 )
-def test_q_starts_at_the_optimum_of_the_rows(family):
+def test_q_starts_at_the_optimum_of_the_rows(family, monkeypatch):
     """With points for hyperparameters and all rows, the bound is that of SGPR on the union; nested blocks are near."""
+    monkeypatch.setattr(warm_start, "_STEPS", 70)  # as many as this little data needs
     x, y = wave(300)
     guide, applied = warmed(model, family, x, y, point_estimates=True)
     assert applied
@@ -61,7 +67,7 @@ def test_q_starts_at_the_optimum_of_the_rows(family):
     assert 0.05 < length < 0.5
 
 
-def test_rows_stand_for_all():
+def test_rows_stand_for_all(hardly_trained):
     x, y = wave(100)
     one, _ = warmed(model, SVGP(8), x, y, size=100)
     pyro.clear_param_store()
@@ -71,7 +77,7 @@ def test_rows_stand_for_all():
     assert float((precision[1].diagonal() / precision[0].diagonal()).median().detach()) > 5
 
 
-def test_many_points_are_chosen_anew(monkeypatch):
+def test_many_points_are_chosen_anew(monkeypatch, hardly_trained):
     monkeypatch.setattr(warm_start, "_POINTS", 6)
     x, y = wave(200)
     guide = AutoSparseGP(model, SVGP(12))
@@ -84,7 +90,7 @@ def test_many_points_are_chosen_anew(monkeypatch):
     assert len(torch.cat([after, x]).unique(dim=0)) == 200  # rows of x
 
 
-def test_fixed_inputs_stay():
+def test_fixed_inputs_stay(hardly_trained):
     x, y = wave(200)
     z = torch.linspace(0, 1, 7)[:, None]
     guide, applied = warmed(model, SVGP(z, trainable=False), x, y)
@@ -139,7 +145,7 @@ def test_where_it_does_not_apply_nothing_changes(model, family):
         assert torch.equal(guide.state_dict()[key], value)
 
 
-def test_more_numbers_than_the_rows_bear():
+def test_more_numbers_than_the_rows_bear(hardly_trained):
     def wide(x, y=None):
         length = pyro.sample("length", dist.LogNormal(x.new_zeros(9), 1.0).to_event(1))
         f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x))
@@ -161,5 +167,6 @@ def test_fit_takes_it_by_default_and_can_leave_it():
         pyro.set_rng_seed(0)
         guide = AutoSparseGP(model, SVGP(10))
         fit(model, guide, (x, y), batch_size=100, steps=3, warm_start=on, progress=False)
-        bounds[on] = -TraceQuadrature_ELBO(2).loss(model, guide, x, y)
+        losses = torch.tensor([TraceQuadrature_ELBO(2).loss(model, guide, x, y) for _ in range(9)])
+        bounds[on] = -losses.median()  # of draws of the hyperparameters
     assert bounds[True] > bounds[False] + 300  # nats

@@ -32,16 +32,13 @@ class OptimalGP(SiteGP):
         features = self.basis(process.kernel, process.jitter, name)
         phi = features(sites.inputs)
         groups = [(b,) for b in range(len(phi))] if self.blockwise else None
-        if exact:  # the bound's gradient by q(w) is 0 there: none has to be found
-            with torch.no_grad():
-                coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
-        else:
+        # Where it is exact the bound's gradient by q(w) is 0: none has to be found.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
             coefficients = optimal(phi, sites.precision, sites.linear, groups, name)
         return kind(process, features, coefficients, name, sites, phi if same_rows(sites.inputs, process.x) else None)
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
-        none = process.x.new_zeros((*process.batch_shape, 1))
-        return self.given(process, name, kind, Sites(process.x[:1], none, none), False)
+        return self.given(process, name, kind, Sites.none(process.x[:1], process.batch_shape), False)
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""

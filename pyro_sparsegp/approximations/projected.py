@@ -44,11 +44,9 @@ class ProjectedGP(SiteGP):
         self.policy.reorder(order)
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
-        none = process.x.new_zeros((*process.batch_shape, 1))
-        sites = Sites(process.x[:1], none, none)
-        return self._posterior(
-            process, name, kind, sites, *project(process.kernel, DenseActions(sites, none[..., None]), name)
-        )
+        sites = Sites.none(process.x[:1], process.batch_shape)
+        actions = DenseActions(sites, sites.linear[..., None])
+        return self._posterior(process, name, kind, sites, *project(process.kernel, actions, name))
 
     def _posterior(
         self,

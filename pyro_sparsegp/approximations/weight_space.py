@@ -64,7 +64,13 @@ class WeightSpaceGP(SparseGP):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         rows = state_dict.get(prefix + "rows")
         self.rows = None if rows is None else torch.empty_like(rows, device=next(self.parameters()).device)
+        self.num_rows = int(state_dict.pop(prefix + "num_rows", 0))  # older files have none
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.num_rows:
+            destination[prefix + "num_rows"] = torch.tensor(self.num_rows)
 
 
 class ExactWeightSpaceGP(OptimalGP):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..gaussians.sites import Sites
-from ..numerics.chunks import dropping
+from ..numerics.chunks import dropping, more_on
 from ..numerics.linalg import cholesky
 
 __all__ = ["Actions", "BlockActions", "DenseActions", "chunk_memory", "kernel_times", "safe_root", "white"]
 
-_MEMORY = 2**21  # numbers in one block of a kernel matrix: what a CPU's caches like; a GPU takes 32 times that
+_MEMORY = 2**21  # numbers in one block of a kernel matrix: what a CPU's caches like
 _GROUPS = 32  # of rows, in tiles of a kernel matrix
 
 
@@ -194,7 +194,7 @@ def _sums(values: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
 
 def chunk_memory(x: Tensor) -> int:
     """How many numbers of a kernel matrix are held at once."""
-    return _MEMORY if x.device.type == "cpu" else 32 * _MEMORY
+    return more_on(x) * _MEMORY
 
 
 def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
@@ -207,6 +207,3 @@ def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
     if x.shape[-2] <= num:
         return product(x)
     return torch.cat([dropping(product, rows) for rows in x.split(num, -2)], -2)
-
-
-# Policies: modules that choose actions anew in each run.

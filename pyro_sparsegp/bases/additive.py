@@ -16,6 +16,7 @@ from torch import Tensor
 from ..gaussians.base import Gaussian
 from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
+from ..numerics.linalg import on_diagonal
 from ..numerics.shapes import broadcast_shapes
 from .base import Basis, Component, Features
 from .inducing import InducingFeatures, InducingPoints, features_of
@@ -84,14 +85,11 @@ class AdditiveFeatures(Features):
         if like is None:
             return None
         batch = broadcast_shapes(*(anchor.shape[:-2] for anchor in parts if anchor is not None))
-        whole = like.new_zeros(*batch, sum(self.sizes), sum(self.sizes))
-        start = 0
-        for part, anchor in zip(self.parts, parts):
-            stop = start + sum(part.sizes)
-            own = torch.eye(stop - start, dtype=like.dtype, device=like.device) if anchor is None else anchor
-            whole[..., start:stop, start:stop] = own
-            start = stop
-        return whole
+        own = [
+            torch.eye(sum(part.sizes), dtype=like.dtype, device=like.device) if anchor is None else anchor
+            for part, anchor in zip(self.parts, parts)
+        ]
+        return on_diagonal(own, like.new_zeros(*batch, sum(self.sizes), sum(self.sizes)))
 
     @property
     def anchors(self) -> list[Optional[Tensor]]:

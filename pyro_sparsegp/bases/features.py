@@ -15,7 +15,7 @@ from torch import Tensor
 from ..gaussians.base import Gaussian
 from ..gaussians.optimal import weighted_gram
 from ..kernels.base import Explicit
-from ..numerics.chunks import blocks_of, by_rows, dropping, is_long
+from ..numerics.chunks import by_rows, chunks_of, dropping, is_long
 from ..numerics.linalg import row_squares
 from .base import Basis, Component, Features
 
@@ -104,7 +104,7 @@ class KernelFeatures(Features):
         totals: list[Tensor] = []
         heights: list[Tensor] = []
         highest: list[Tensor] = []
-        for rows in blocks_of(x):
+        for rows in chunks_of(x):
             gram, right, *peaks = dropping(sums, x[rows], precision[..., rows], linear[..., rows])
             values, found = peaks[::2], [x[rows].index_select(0, index.reshape(1)) for index in peaks[1::2]]
             if not totals:

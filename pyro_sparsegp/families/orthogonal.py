@@ -83,7 +83,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
         if self.natural and not self.can_step:
             raise ValueError(
                 "OrthogonallyDecoupled's num_columns has a mean that gradients train; leave natural=True out, or "
-                "num_columns, by which the second set has natural steps."
+                "leave num_columns out: the second set then has natural steps, too."
             )
         if num is not None and len(self.sets()) != 2:
             raise ValueError(

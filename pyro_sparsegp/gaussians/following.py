@@ -180,6 +180,7 @@ class Following(StepsOnBackward):
     :param rate: as of :class:`DrawnGaussian`.
     """
 
+    most_by_draws: ClassVar[float] = 1.0  # a step's length is bounded here by its own size
     slope: Tensor
     level: Tensor
     offset: Tensor

@@ -40,7 +40,7 @@ class _MeanAndRoot(Function):
 
     @staticmethod
     def forward(gram: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
-        root = root_of_inverse(gram)
+        root = root_of_inverse(gram, what="I + G of natural steps")
         return root @ (root.mT @ pull), root
 
     @staticmethod
@@ -80,9 +80,9 @@ class _Known(Function):
 
     @staticmethod
     def forward(gram: Tensor, pull: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        factor = cholesky(plus_one(gram), 0.0, "I + ΦᵀΦ")
+        factor = cholesky(plus_one(gram), 0.0, "I + G of natural steps")
         diagonal = factor.diagonal(dim1=-2, dim2=-1)
-        covariance = torch.cholesky_inverse(factor)
+        covariance = torch.cholesky_inverse(factor).mT  # by columns as it is
         trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
         loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
         return loc, covariance, trace, -2 * diagonal.log().sum(-1)
@@ -98,7 +98,7 @@ class _Known(Function):
         ctx: Any, by_loc: Optional[Tensor], by_covariance: Optional[Tensor], by_trace: Any, by_log_det: Any
     ) -> tuple[Tensor, Optional[Tensor], Tensor]:
         loc, covariance = ctx.saved_tensors
-        half = None if by_covariance is None else 0.5 * (by_covariance.mT + by_covariance) @ covariance
+        half = None if by_covariance is None else (by_covariance.mT + by_covariance).mul_(0.5) @ covariance
         if by_trace is not None:
             traced = by_trace * covariance
             half = traced if half is None else half + traced
@@ -278,12 +278,14 @@ class NaturalGaussian(StepsOnBackward):
         def lifted() -> Tensor:
             return gram if unit is None else Lift.apply(gram, unit)
 
+        def root() -> Tensor:
+            return _MeanAndRoot.apply(lifted(), pull)[1]
+
         if len(self.layout) == 1 and gram.dim() == 2 and pull.dim() == 1:
-            known = _Known.apply(gram, pull, gram.new_zeros(()) if unit is None else unit)
-            factor = CovarianceFactor(*known, lambda: _MeanAndRoot.apply(lifted(), pull)[1])
+            loc, covariance, trace, log_det = _Known.apply(gram, pull, gram.new_zeros(()) if unit is None else unit)
+            factor = CovarianceFactor(loc, covariance, trace, log_det, root)
             return Product(self.sizes, [factor], [self.layout[0][1]])
-        gram = lifted()
-        q = from_natural(gram, pull, self.sizes, [group for _, group in self.layout])
+        q = from_natural(lifted(), pull, self.sizes, [group for _, group in self.layout])
         for i, (kind, _) in enumerate(self.layout):
             if kind is IdentityFactor:
                 q.factors[i] = IdentityFactor(q.factors[i].loc)
@@ -313,7 +315,7 @@ class NaturalGaussian(StepsOnBackward):
             new = moved(target)
         pull = (target @ base.loc[..., None])[..., 0] - slope
         pull = here[1] + each[..., 0] * (pull - c[..., 0] * base.pull)
-        factor, info = factorised(plus_one(new.nan_to_num()))
+        factor, info = factorised(plus_one(new))
         shift = cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0] - base.loc, heard)
         loc = base.loc + shift
         pull = (new @ loc[..., None])[..., 0] + loc
@@ -325,7 +327,7 @@ class NaturalGaussian(StepsOnBackward):
 
     def _sums(self, heard: Heard, base: _Base) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """Φᵀ2HΦ and Φᵀg, both with what draws say; what is to be added to the first to cut negative curvatures."""
-        gram, slope = torch.zeros_like(base.gram), torch.zeros_like(base.loc)
+        gram, slope = base.loc.new_zeros(()), torch.zeros_like(base.loc)
         cut: Optional[Tensor] = None
         for row in heard.rows.values():
             if "by_mean" in row:
@@ -342,9 +344,9 @@ class NaturalGaussian(StepsOnBackward):
                 cut = more if cut is None else cut + more
         for centred, grad in heard.draws.values():
             # E ∇²f = E ∇f(w)(w − m)ᵀP (Stein's identity; Lin, Khan and Schmidt, 2019).
-            whole = base.gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+            whole = plus_one(base.gram)
             one = grad[..., None] * self._precision_times(whole, centred)[..., None, :]
-            lead = tuple(range(one.dim() - gram.dim()))
+            lead = tuple(range(one.dim() - base.gram.dim()))
             one = one.sum(lead) if lead else one
             one = 0.5 * (one + one.mT)
             gram, slope = gram + one, slope + (grad.sum(lead) if lead else grad)
@@ -354,7 +356,7 @@ class NaturalGaussian(StepsOnBackward):
         inside = heard.weight_inside(self.batch_shape)
         if inside is not None:  # the divergence's own, of which the step knows
             gram, slope = gram + inside[..., None, None] * base.gram, slope - inside[..., None] * base.loc
-        return gram, slope, cut
+        return gram.expand(base.gram.shape), slope, cut
 
     def _precision_times(self, whole: Tensor, v: Tensor) -> Tensor:
         """S⁻¹v, of independent groups each with its own block."""

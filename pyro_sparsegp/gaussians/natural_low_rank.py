@@ -65,7 +65,7 @@ class _MeanAndParts(Function):
 
     @staticmethod
     def forward(groups: Groups, low_rank: Tensor, pull: Tensor, *blocks: Tensor) -> tuple[Tensor, ...]:
-        roots = [root_of_inverse(d, plus_one=False) for d in blocks]
+        roots = [root_of_inverse(d, False, "a block of a low-rank precision") for d in blocks]
         b = _each(groups, [root.mT for root in roots], low_rank)
         gram = b.mT @ b
         gram.diagonal(dim1=-2, dim2=-1).add_(1)

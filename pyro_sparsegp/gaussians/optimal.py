@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, congruence, side_by_side, solve_lower, times_lower
+from ..numerics.linalg import cholesky, congruence, side_by_side, times_lower
 from .product import DenseFactor, Factor, Product
 
 __all__ = ["PrecisionFactor", "from_natural", "optimal", "seen_from", "weighted_gram"]
@@ -140,7 +140,8 @@ def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor])
     """
     if now is None or not before.numel():
         return gram, pull
-    turn = solve_lower(before, now)  # w there is this times w here
+    # L₀⁻¹L, which makes w there of w here: by rows, as its factors are.
+    turn = torch.linalg.solve_triangular(before.mT, now.mT, upper=True, left=False).mT
     return _Turned.apply(gram, turn)[0], (turn.mT @ pull[..., None])[..., 0]
 
 
@@ -161,6 +162,7 @@ class _Turned(Function):
         ctx.save_for_backward(*inputs, output[1])
         ctx.save_for_forward(*inputs, output[1])
         ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def jvp(ctx: Any, dgram: Optional[Tensor], dturn: Optional[Tensor]) -> tuple[Tensor, None]:

@@ -22,7 +22,15 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, gaussian_kl, root_of_inverse, row_squares, side_by_side, solve_lower
+from ..numerics.linalg import (
+    cholesky,
+    gaussian_kl,
+    on_diagonal,
+    root_of_inverse,
+    row_squares,
+    side_by_side,
+    solve_lower,
+)
 from .base import Coefficients, Gaussian
 from .groups import Groups, total
 from .product import DenseFactor, Product
@@ -282,13 +290,9 @@ class LowRankGaussian(Gaussian):
         roots = self.trils or [torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) for m in whole]
         size = sum(self.sizes[b] for b in chosen)
         loc = torch.cat([whole[b] for b in chosen], -1)
-        covariance = loc.new_zeros(*self.batch_shape, size, size)
-        start = 0
         low_rank = torch.cat([roots[b] @ t[b].mT for b in chosen], -2)
-        for b in chosen:
-            stop = start + self.sizes[b]
-            covariance[..., start:stop, start:stop] = roots[b] @ roots[b].mT
-            start = stop
+        own = [roots[b] @ roots[b].mT for b in chosen]
+        covariance = on_diagonal(own, loc.new_zeros(*self.batch_shape, size, size))
         tril = cholesky(covariance - low_rank @ low_rank.mT, 0.0, "a marginal covariance of coefficients")
         return Product([self.sizes[b] for b in chosen], [DenseFactor(loc, tril)], [tuple(range(len(chosen)))])
 

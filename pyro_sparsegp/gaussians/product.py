@@ -127,10 +127,15 @@ class _DenseMoments(Function):
         ctx.save_for_backward(*tensors, output[2])
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)  # a matrix of zeros for the third output
 
     @staticmethod
-    def backward(ctx: Any, a: Tensor, c: Tensor, _: Any) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], None]:
+    def backward(
+        ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any
+    ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], None]:
         phi, loc, root, scaled = ctx.saved_tensors
+        a = phi.new_zeros(phi.shape[0]) if a is None else a
+        c = phi.new_zeros(phi.shape[0]) if c is None else c
         needs, each = ctx.needs_input_grad, (2 * c)[:, None]
         by_loc = a @ phi if needs[1] else None
         if torch.is_grad_enabled():  # double backward wants plain operations
@@ -139,7 +144,7 @@ class _DenseMoments(Function):
             return by_phi, by_loc, phi.mT @ weighted if needs[2] else None, None
         weighted = scaled * each
         by_phi = times_upper(weighted, root) if ctx.is_lower else times_lower(weighted, root.mT)
-        by_phi = by_phi.sub_(phi * each).addr_(a, loc)
+        by_phi = by_phi.addcmul_(phi, each, value=-1).addr_(a, loc)
         if not needs[2]:
             return by_phi, by_loc, None, None
         if ctx.is_lower:
@@ -177,10 +182,15 @@ class _CovarianceMoments(Function):
         ctx.save_for_backward(*inputs, output[2])
         ctx.save_for_forward(*inputs)
         ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, a: Tensor, c: Tensor, _: Any) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    def backward(
+        ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any
+    ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
         phi, loc, covariance, scaled = ctx.saved_tensors
+        a = phi.new_zeros(phi.shape[0]) if a is None else a
+        c = phi.new_zeros(phi.shape[0]) if c is None else c
         needs = ctx.needs_input_grad
         by_loc, by_covariance = a @ phi if needs[1] else None, gram(phi, phi * c[:, None]) if needs[2] else None
         if torch.is_grad_enabled():

@@ -120,7 +120,7 @@ def _add(
                 warnings.warn(
                     f"the sites of GP site {reading.name!r} did not settle: another update would move a marginal by "
                     f"{reading.change:.2g} standard deviations. Absorb fewer rows at a time.",
-                    stacklevel=5,
+                    stacklevel=4,
                 )
     return modules, readings
 

@@ -213,11 +213,6 @@ class GPSites(CoupledLatents):
                 densities[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), 1.0, site["mask"]))
         return Probe(densities, run.posteriors)
 
-    @property
-    def posteriors_so_far(self) -> dict[str, SparsePosterior]:
-        """The posteriors of GP sites that the current run has passed."""
-        return self._run.posteriors
-
     # At sites.
 
     @property

@@ -87,6 +87,11 @@ class SiteReading:
         """Whether ℓ is expanded at the mean, rather than integrated."""
         return self.quadratic or self.module.at == "mean"
 
+    def expanded(self, found: Expectation, at: Tensor, least: float = 0.0) -> Sites:
+        """The sites of ℓ expanded at function values, of at least this precision."""
+        precision = (-found.second).clamp(min=least)
+        return Sites(self.process.x, precision, found.first + precision * (at - self.process.mean))
+
     def settled(self) -> Optional[Sites]:
         """Where the last look left the sites, if training has not moved them since."""
         kept = self.module.sites
@@ -235,8 +240,7 @@ def _target(reader: Reader, reading: SiteReading, marginals: Mapping[str, Margin
     mean, variance = (prior_mean, torch.zeros_like(prior_mean)) if reading.direct else marginals[reading.name]
     found = reader.expect(reading.name, {**marginals, reading.name: (mean, variance)}, True)
     reading.truncated = _negative(found)
-    precision = (-found.second).clamp(min=0)
-    return Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
+    return reading.expanded(found, mean)
 
 
 def _meets_another(reader: Reader, reading: SiteReading, readings: Sequence[SiteReading]) -> bool:
@@ -319,8 +323,7 @@ def _aimed(reader: Reader, reading: SiteReading, marginals: Mapping[str, Margina
     prior_mean = reading.process.mean
     for at_mean in (reading.at_mean, True):
         found = _expect_at(reader, reading, marginals, at_mean)
-        precision = (-found.second).clamp(min=0)
-        target = Sites(reading.process.x, precision, found.first + precision * (mean - prior_mean))
+        target = reading.expanded(found, mean)
         away = _distance(reading.sites, target, mean, variance, prior_mean)
         change, fit = torch.stack([away, found.value.detach().isfinite().to(away)]).tolist()
         if fit or at_mean:
@@ -348,19 +351,19 @@ def _at_modes(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marg
     Where the posterior is so wide that expectations are of its farthest tail, as under an exponential link.
     """
     prior_mean = reading.process.mean
-    f, point = prior_mean, torch.zeros_like(prior_mean)
+    f, point, tiny = prior_mean, torch.zeros_like(prior_mean), torch.finfo(prior_mean.dtype).tiny
     low, high = torch.full_like(f, -math.inf), torch.full_like(f, math.inf)
     for i in range(_NEWTON):
         found = reader.expect(reading.name, {**marginals, reading.name: (f, point)}, True)
-        precision = (-found.second).clamp(min=torch.finfo(f.dtype).tiny)
         if i + 1 == _NEWTON:
             break
+        precision = (-found.second).clamp(min=tiny)
         low, high = torch.where(found.first > 0, f, low), torch.where(found.first < 0, f, high)
         stride = 2.0**i / 4
         moved = f + (found.first / precision).nan_to_num(0.0).clamp(-stride, stride)
         between = (moved > low) & (moved < high)
         f = torch.where(between | ~(low.isfinite() & high.isfinite()), moved, (low + high) / 2)
-    return Sites(reading.process.x, precision, found.first + precision * (f - prior_mean))
+    return reading.expanded(found, f, tiny)
 
 
 def _negative(found: Expectation) -> Tensor:

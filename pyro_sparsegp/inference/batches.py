@@ -18,7 +18,7 @@ import pyro
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Batches", "LoadedBatches", "TensorBatches", "as_arguments", "as_batches"]
+__all__ = ["Batch", "Batches", "LoadedBatches", "TensorBatches", "as_arguments", "as_batches", "placed_arguments"]
 
 
 @dataclass
@@ -102,6 +102,12 @@ def as_arguments(data: Any, argument: str) -> tuple[tuple, dict[str, Any]]:
             raise ValueError(f"{argument} has keys {list(data)}: a dict's keys are the names of the model's arguments")
         return (), dict(data)
     return (tuple(data), {}) if isinstance(data, (tuple, list)) else ((data,), {})
+
+
+def placed_arguments(data: Any, argument: str, device: Optional[torch.device]) -> tuple[tuple, dict[str, Any]]:
+    """As :func:`as_arguments`, arrays as tensors, on a device if one is given."""
+    args, kwargs = as_arguments(data, argument)
+    return tuple(_placed(arg, device) for arg in args), {key: _placed(arg, device) for key, arg in kwargs.items()}
 
 
 def _placed(value: Any, device: Optional[torch.device]) -> Any:

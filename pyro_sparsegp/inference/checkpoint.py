@@ -52,7 +52,7 @@ def write(state: dict[str, Any], path: Union[str, Path]) -> None:
             os.close(folder)
 
 
-def read(path: Union[str, Path], like: Tensor) -> dict[str, Any]:
+def read(path: Union[str, Path]) -> dict[str, Any]:
     """A state of :func:`write`, its tensors on the CPU; it is unpickled, so trust where it came from.
 
     :raises ValueError: if the file is none.

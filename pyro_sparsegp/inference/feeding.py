@@ -50,13 +50,15 @@ class Feed:
         if isinstance(self.method, ExpectationPropagation):
             if batch.indices is not None:
                 kwargs["indices"] = batch.indices
-            return self.method.step(*args, **kwargs)
-        with sharing(self.workers.group if self.workers.num > 1 else None, batch.weight):
             value = self.method.step(*args, **kwargs)
-            if isinstance(self.method.optim, PyroLRScheduler):
-                self.method.optim.step()
-            if self.workers.num > 1:
-                value = float(joined(torch.tensor(value, dtype=torch.float64))[0])
+        else:
+            with sharing(self.workers.group if self.workers.num > 1 else None, batch.weight):
+                value = self.method.step(*args, **kwargs)
+                if self.workers.num > 1:
+                    value = float(joined(torch.tensor(value, dtype=torch.float64))[0])
+        optim = getattr(self.method.optim, "optim", self.method.optim)  # that of several processes holds the user's
+        if isinstance(optim, PyroLRScheduler):
+            optim.step()
         return value
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..guide import AutoSparseGP
 from . import checkpoint as files
-from .batches import Batches, as_batches
+from .batches import Batches, as_batches, placed_arguments
 from .distributed import SharedOptim, Workers
 from .expectation import ExpectationPropagation
 from .feeding import FIRST
@@ -142,10 +142,11 @@ def fit(
     first = batches.some(FIRST)
     total = _total(steps, epochs, batches, batch_size or first.num)
     path = None if checkpoint is None else Path(checkpoint)
-    scored = None if held_out is None else HeldOut(held_out, score, score_every, patience)
+    shown = None if held_out is None else placed_arguments(held_out, "held_out", place)
+    scored = None if shown is None else HeldOut(*shown, score, score_every, patience)
     fitting = Fitting(model, guide, method, batches, first, total, workers, scored, stopping, path, history)
     if resume and path is not None and path.exists():
-        fitting.resume(files.read(path, guide.like))
+        fitting.resume(files.read(path))
     else:
         fitting.begin(warm_start, batch_size)
     reason = fitting.run(checkpoint_every, progress)

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ..guide import AutoSparseGP
 from . import checkpoint as files
-from .batches import Batch, Batches, as_arguments
+from .batches import Batch, Batches
 from .distributed import Workers, agree
 from .expectation import ExpectationPropagation
 from .feeding import Feed, require_scaled, show_all_rows
@@ -44,13 +44,14 @@ class Progress:
 class HeldOut:
     """Data to score as training goes on.
 
-    :param data: the model's arguments.
-    :param score: ``score(model, guide, *data)``.
+    :param args: the model's arguments, with ``kwargs``.
+    :param score: ``score(model, guide, *args, **kwargs)``.
     :param every: steps from one score to the next.
     :param patience: scores without a new best, after which training stops.
     """
 
-    data: Any
+    args: tuple
+    kwargs: dict[str, Any]
     score: Callable[..., float]
     every: int
     patience: int
@@ -194,8 +195,7 @@ class Fitting:
     def _score(self, held_out: HeldOut) -> bool:
         """Score the held-out data; whether patience has come to its end."""
         now = self.now
-        args, kwargs = as_arguments(held_out.data, "held_out")
-        value = float(held_out.score(self.model, self.guide, *args, **kwargs))
+        value = float(held_out.score(self.model, self.guide, *held_out.args, **held_out.kwargs))
         if not now.scores or value > max(now.scores):
             now.best = files.parameters_state(self.guide, self.model)
         now.scored.append(now.step)

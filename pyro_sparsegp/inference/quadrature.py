@@ -292,13 +292,13 @@ class TraceQuadrature_ELBO(ELBO):
         if self._settled:
             return ways[first]()
         for way in range(first, len(ways)):
-            state = torch.get_rng_state()
+            state = RandomState(guide.like)
             try:
                 values = ways[way]()
             except (RuntimeError, TypeError, ValueError) as error:
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
-                torch.set_rng_state(state)
+                state.restore()
                 refusal = str(error).splitlines()[0]
                 continue
             self._ways[guide] = way

@@ -53,7 +53,7 @@ class Pace:
 
 @dataclass
 class Status:
-    """Of one GP site's last sweep; in tensors, so that a step reads nothing back."""
+    """Of one GP site's last sweep; in tensors, read when asked for."""
 
     sites: Any = 0
     skipped: Any = 0

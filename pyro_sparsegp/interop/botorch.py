@@ -298,7 +298,7 @@ class _Given(Model):
         places = [x.expand(*batch, *x.shape[-2:]) for x in (self.places, X)]
         mean, covariance, noises = self.before._joint(torch.cat(places, -2), noisy)
         known = covariance[..., :num, :num] + self.variances.movedim(-1, 0).diag_embed()
-        factor = cholesky(known, 1e-8, "the covariance of measurements that Model is conditioned on")
+        factor = cholesky(known, None, "the covariance of measurements that Model is conditioned on")
         cross = solve_lower(factor, covariance[..., :num, num:])
         missed = self.values.movedim(-1, 0) - mean[..., :num]
         change = (cross.mT @ solve_lower(factor, missed[..., None]))[..., 0]

@@ -165,8 +165,8 @@ class Sum(Kernel):
     def depends_on_rows(self) -> bool:
         return any(term.depends_on_rows for term in self._terms)
 
-    def relative_to(self, rows: Tensor) -> Sum:
-        return Sum(*(term.relative_to(rows) for term in self._terms)) if self.depends_on_rows else self
+    def relative_to(self, rows: Tensor) -> Kernel:
+        return _changed(self, _terms=tuple(term.relative_to(rows) for term in self._terms))
 
     def check_inputs(self, x: Tensor) -> None:
         for term in self._terms:
@@ -254,8 +254,8 @@ class Product(Kernel):
     def depends_on_rows(self) -> bool:
         return any(factor.depends_on_rows for factor in self.factors)
 
-    def relative_to(self, rows: Tensor) -> Product:
-        return Product(*(factor.relative_to(rows) for factor in self.factors)) if self.depends_on_rows else self
+    def relative_to(self, rows: Tensor) -> Kernel:
+        return _changed(self, factors=tuple(factor.relative_to(rows) for factor in self.factors))
 
     def check_inputs(self, x: Tensor) -> None:
         for factor in self.factors:
@@ -337,8 +337,8 @@ class Scaled(Kernel):
     def depends_on_rows(self) -> bool:
         return self.kernel.depends_on_rows
 
-    def relative_to(self, rows: Tensor) -> Scaled:
-        return Scaled(self.kernel.relative_to(rows), self.variance) if self.depends_on_rows else self
+    def relative_to(self, rows: Tensor) -> Kernel:
+        return _changed(self, kernel=self.kernel.relative_to(rows))
 
     @property
     def source(self) -> Optional[Any]:
@@ -470,8 +470,8 @@ class Select(Kernel):
     def depends_on_rows(self) -> bool:
         return self.kernel.depends_on_rows
 
-    def relative_to(self, rows: Tensor) -> Select:
-        return Select(self.kernel.relative_to(self.own_columns(rows)), self._dims) if self.depends_on_rows else self
+    def relative_to(self, rows: Tensor) -> Kernel:
+        return _changed(self, kernel=self.kernel.relative_to(self.own_columns(rows)))
 
     @property
     def source(self) -> Optional[Any]:

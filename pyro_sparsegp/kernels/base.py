@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Optional, Union
@@ -23,7 +22,6 @@ from .draws import PriorFunctions
 __all__ = ["CovarianceFunction", "Explicit"]
 
 Scalar = Union[float, int, Tensor]
-_NUMBERS = (int, float, numbers.Real, Tensor)  # NumPy's scalars are numbers.Real
 
 
 def as_tensor(value: Scalar, like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -106,7 +107,7 @@ class DeepBasis(FeatureKernel):
         rows = rows.flatten(0, -2)
         with torch.no_grad():
             largest = self._squares(rows).argmax(-1, keepdim=True)  # stays on the device
-        kernel = DeepBasis(self.network, self.variance_correction)
+        kernel = copy.copy(self)
         # The largest row alone is evaluated with its gradient.
         kernel.level = row_squares(self.features(rows.index_select(0, largest)))[0]
         return kernel

@@ -105,11 +105,9 @@ class Derivative(Kernel):
         inner, _, slopes = _split(x)
 
         def one(row: Tensor) -> Tensor:
-            return self._cross(row[None], row[None])[..., 0, 0]
+            return self._cross(row[..., None, :], row[..., None, :])[..., 0, 0]
 
-        rows = x.reshape(-1, x.shape[-1])
-        found = vmap(one, out_dims=-1)(rows)
-        found = found.reshape(*found.shape[:-1], *x.shape[:-1])
+        found = vmap(one, in_dims=-2, out_dims=-1)(x)
         return torch.where(slopes, found, self.kernel.diag(inner))
 
     def features(self, x: Tensor) -> Optional[Tensor]:

@@ -101,7 +101,7 @@ class Convolutional(Kernel):
         stride: int = 1,
     ) -> None:
         self.base = as_kernel(base, f"{type(self).__name__}'s base")
-        if base.depends_on_rows:
+        if self.base.depends_on_rows:
             raise ValueError(f"{type(self).__name__}'s base has a variance correction, {base!r}: turn it off")
         self.grid = patch_grid(image_shape, patch_shape, stride)
         self.image_shape, self.patch_shape, self.stride = tuple(image_shape), tuple(patch_shape), stride

@@ -26,13 +26,14 @@ _CACHED = 1 << 16  # numbers of a matrix that are made at a time
 _FEW = 16  # columns: up to here the product of inputs, even in float64, costs little beside the passes over it
 
 
-def _distances(x: Tensor, z: Tensor) -> Tensor:
+def _sides(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices whose product is ‖xₙ − zₘ‖², ``(..., N, D + 2)`` and ``(..., D + 2, M)``."""
     # In float32 the product would leave few digits of distances that are small beside the inputs' range.
     dtype = torch.float64 if x.dtype == torch.float32 and x.shape[-1] <= _FEW and x.device.type != "mps" else x.dtype
     a, b = x.to(dtype), z.to(dtype)
     a2, b2 = a.square().sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
     left = torch.cat([a, a2, torch.ones_like(a2)], -1)
-    return (left @ torch.cat([-2 * b, torch.ones_like(b2), b2], -1).mT).to(x.dtype)
+    return left, torch.cat([-2 * b, torch.ones_like(b2), b2], -1).mT
 
 
 class _SquaredDistance(Function):
@@ -40,7 +41,8 @@ class _SquaredDistance(Function):
 
     @staticmethod
     def forward(x: Tensor, z: Tensor) -> Tensor:
-        return _distances(x, z)
+        left, right = _sides(x, z)
+        return (left @ right).to(x.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -109,12 +111,13 @@ class _Covariance(Function):
     def forward(
         x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: type[Stationary]
     ) -> tuple[Tensor, Tensor]:
+        left, right = _sides(x, x if z is None else z)
         num = x.shape[-2]
         size = num if z is None else z.shape[-2]
         rows = _CACHED * torch.get_num_threads() // max(size, 1) + 1
         plain = x.dim() == 2 and (z is None or z.dim() == 2) and (variance is None or variance.dim() == 2)
         if not plain or rows >= num or x.device.type != "cpu":
-            s = _distances(x, x if z is None else z).clamp_(min=0)
+            s = (left @ right).to(x.dtype).clamp_(min=0)
             if z is None:
                 s.diagonal(dim1=-2, dim2=-1).zero_()
             value, slope = profile.value_and_slope(s)
@@ -125,7 +128,7 @@ class _Covariance(Function):
             return value * variance, slope * variance
         value, slope = x.new_empty(num, size), x.new_empty(num, size)
         for i in range(0, num, rows):
-            s = _distances(x[i : i + rows], x if z is None else z).clamp_(min=0)
+            s = (left[i : i + rows] @ right).to(x.dtype).clamp_(min=0)
             if z is None:
                 s.diagonal(i).zero_()
             parts = profile.value_and_slope(s)

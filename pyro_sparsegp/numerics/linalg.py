@@ -104,9 +104,10 @@ class _Factor(Function):
         inner = by_turn if by_factor is None else tril_of_product(factor, by_factor)
         inner = (inner if by_factor is None or by_turn is None else inner + by_turn).tril()
         inner.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-        both = 0.5 * (inner.mT + inner)
+        both = (inner + inner.mT).mul_(0.5)
+        # Symmetric by rows is symmetric by columns, as the library wants it, and what it gives is so by rows again.
         left = torch.linalg.solve_triangular(factor.mT, both.mT, upper=True)
-        return torch.linalg.solve_triangular(factor.mT, left.mT, upper=True).to(ctx.wide), None, None
+        return torch.linalg.solve_triangular(factor, left, upper=False, left=False).mT.to(ctx.wide), None, None
 
     @staticmethod
     def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
@@ -158,7 +159,7 @@ class _Whitened(Function):
         if ctx.needs_input_grad[0]:
             by_cross = torch.linalg.solve_triangular(factor.mT, grad.mT, upper=True).mT.sum_to_size(ctx.shape)
         if ctx.needs_input_grad[2]:
-            by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg()
+            by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg_()
         return by_cross, None, by_turn
 
     @staticmethod
@@ -343,22 +344,30 @@ def times_lower(a: Tensor, lower: Tensor) -> Tensor:
     """AL, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
     if lower.shape[-1] < _LARGE or lower.dim() > 2:
         return a @ lower
-    return torch.cat([a[..., i:] @ lower[i:, i:j] for i, j in _blocks(lower.shape[-1])], -1)
+    out = (a[..., :1] * lower[0, 0]).new_empty(a.shape)  # mapped, where one of them is
+    for i, j in _blocks(lower.shape[-1]):
+        out[..., i:j] = a[..., i:] @ lower[i:, i:j]
+    return out
 
 
 def times_upper(a: Tensor, lower: Tensor) -> Tensor:
     """ALᵀ, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
     if lower.shape[-1] < _LARGE or lower.dim() > 2:
         return a @ lower.mT
-    return torch.cat([a[..., :j] @ lower[i:j, :j].mT for i, j in _blocks(lower.shape[-1])], -1)
+    out = (a[..., :1] * lower[0, 0]).new_empty(a.shape)
+    for i, j in _blocks(lower.shape[-1]):
+        out[..., i:j] = a[..., :j] @ lower[i:j, :j].mT
+    return out
 
 
 def tril_of_product(a: Tensor, b: Tensor) -> Tensor:
     """AᵀB, ``(..., M, M)``, of which the part above the diagonal means nothing."""
     if a.shape[-1] < _LARGE or a.dim() > 2 or b.dim() > 2:
         return a.mT @ b
-    pad, num = torch.nn.functional.pad, a.shape[-1]
-    return torch.cat([pad(a[:, i:j].mT @ b[:, :j], (0, num - j)) for i, j in _blocks(num)])
+    out = (a[:1, :1] * b[:1, :1]).new_zeros(a.shape[-1], a.shape[-1])
+    for i, j in _blocks(a.shape[-1]):
+        out[i:j, :j] = a[:, i:j].mT @ b[:, :j]
+    return out
 
 
 def gram(a: Tensor, b: Tensor) -> Tensor:
@@ -459,13 +468,14 @@ def sum_blocks(features: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def root_of_inverse(gram: Tensor, plus_one: bool = True) -> Tensor:
+def root_of_inverse(gram: Tensor, plus_one: bool = True, what: str = "I + ΦᵀΦ") -> Tensor:
     """Lower triangular L with LLᵀ = (I + G)⁻¹, for G positive semidefinite, ``(..., M, M)``: no inverse is formed.
 
     :param plus_one: whether it is I + G; else G itself, positive definite, is meant.
+    :param what: what is factorised, for errors.
     """
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     # With rows and columns reversed, I + G = CCᵀ is UUᵀ for an upper U, and (UUᵀ)⁻¹ = U⁻ᵀU⁻¹.
     whole = eye + gram if plus_one else gram
-    upper = cholesky(whole.flip((-2, -1)), 0.0, "I + ΦᵀΦ").flip((-2, -1))
+    upper = cholesky(whole.flip((-2, -1)), 0.0, what).flip((-2, -1))
     return torch.linalg.solve_triangular(upper, eye, upper=True).mT

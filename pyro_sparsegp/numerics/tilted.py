@@ -1,5 +1,5 @@
 """Tilted distributions p(y | f)^α N(f | m, v) by one-dimensional quadrature: the one integral of a likelihood over
-function values that expectation propagation, corrected sites and the diagnostics share.
+function values that expectation propagation and the diagnostics share.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels.algebra import term_names
 from ..kernels.anova import centred_on
-from ..numerics.linalg import cholesky, sum_blocks
+from ..numerics.linalg import cholesky, on_diagonal, sum_blocks
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 from .base import Marginals
@@ -184,15 +184,10 @@ class Components(Sequence):
 
     def _prior(self, which: Sequence[int]) -> Tensor:
         """The prior covariance of some effects, which are independent."""
-        rows = [self._rows[c] for c in which]
-        x = self._parts[0].process.x
-        total = x.new_zeros(*self._whole.batch_shape, sum(rows), sum(rows))
-        start = 0
-        for c, num in zip(which, rows):
-            part = self._parts[c].process
-            total[..., start : start + num, start : start + num] = part.kernel(part.x)
-            start += num
-        return total
+        num = sum(self._rows[c] for c in which)
+        parts = [self._parts[c].process for c in which]
+        whole = parts[0].x.new_zeros(*self._whole.batch_shape, num, num)
+        return on_diagonal([part.kernel(part.x) for part in parts], whole)
 
     def _stacked(self, which: Sequence[int], blocks: Sequence[int]) -> list[Tensor]:
         """Φ of some effects, one after the other, for some blocks of w; zeros where an effect has none."""

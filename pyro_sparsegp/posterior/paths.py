@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..numerics.chunks import in_blocks
+from ..numerics.chunks import in_chunks
 from ..numerics.linalg import cholesky, solve_lower, sum_blocks
 from .base import Marginals
 
@@ -31,7 +31,7 @@ def sample_paths(posterior: Marginals, num: int, num_features: int) -> Callable[
     def path(x: Tensor) -> Tensor:
         return process.at(x).mean + function(x) + sum_blocks(basis(x), update)
 
-    return in_blocks(path, num * num_features)
+    return in_chunks(path, num * num_features)
 
 
 class _Sequential:

@@ -46,7 +46,10 @@ class SparsePosterior(Marginals):
                 f"the posterior of site {self.name!r} is asked at inputs {got}; its own are {here.dtype} of shape "
                 f"{tuple(here.shape)}: give as many columns, one row for each input, of the same dtype."
             )
-        process = self.process.at(x).expand(self.process.batch_shape)
+        try:
+            process = self.process.at(x).expand(self.process.batch_shape)
+        except ValueError as error:
+            raise ValueError(f"the posterior of site {self.name!r}: {error}") from None
         return SparsePosterior(process, self.basis, self.coefficients, self.name, self.sites)
 
     def paths(self, num: int, num_features: int = 2048) -> Callable[[Tensor], Tensor]:

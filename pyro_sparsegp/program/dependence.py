@@ -20,6 +20,7 @@ __all__ = [
     "NONE",
     "adds_up",
     "dependence",
+    "differ",
     "finite",
     "group_size",
     "interact",
@@ -122,10 +123,10 @@ def owners(
         chosen = (numbers >> bit) & 1 == 1
         these, others = evaluate(torch.where(chosen, moved, value)), evaluate(torch.where(chosen, value, moved))
         for key, so_far in found.items():
-            on, off = _differ(these[key], start[key]), _differ(others[key], start[key])
+            on, off = differ(these[key], start[key]), differ(others[key], start[key])
             found[key] = None if so_far is None or (on & off).any() else so_far | (on.long() << bit)
     return {
-        key: None if owner is None else torch.where(_differ(end[key], start[key]), owner, -1)
+        key: None if owner is None else torch.where(differ(end[key], start[key]), owner, -1)
         for key, owner in found.items()
     }
 
@@ -139,7 +140,8 @@ def finite(*groups: list[Tensor]) -> bool:
     return all(bool(t.isfinite().all()) for group in groups for t in group)
 
 
-def _differ(a: Tensor, b: Tensor) -> Tensor:
+def differ(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors are not the same; NaN is the same as NaN."""
     return (a != b) & ~(a.isnan() & b.isnan())
 
 
@@ -150,7 +152,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     size = a.abs() + b.abs()
     rounding = 64 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
     reach = rounding * (size + size.nan_to_num(0.0, 0.0, 0.0).mean())
-    return not (_differ(a, b) & ~((a - b).abs() <= reach)).any()
+    return not (differ(a, b) & ~((a - b).abs() <= reach)).any()
 
 
 def adds_up(start: Tensor, moved: Tensor, part: Tensor, rest: Tensor) -> bool:

@@ -66,13 +66,15 @@ def derivatives(total: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, T
     return found.first, found.second
 
 
-def mapped(function: Callable[[Any], tuple[Tensor, ...]], stack: Any) -> tuple[Tensor, ...]:
-    """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or in a loop for
-    programs that :func:`torch.func.vmap` refuses.
+def mapped(
+    function: Callable[[Any], tuple[Tensor, ...]], stack: Any, chunk_size: Optional[int] = None
+) -> tuple[Tensor, ...]:
+    """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or so many at a time,
+    or in a loop for programs that :func:`torch.func.vmap` refuses.
     """
     try:
-        return torch.func.vmap(function, randomness="same")(stack)
-    except (RuntimeError, TypeError):
+        return torch.func.vmap(function, randomness="same", chunk_size=chunk_size)(stack)
+    except (RuntimeError, TypeError, ValueError):
         if isinstance(stack, Tensor):
             parts = [function(part) for part in stack]
         else:

@@ -18,7 +18,7 @@ from .facts import Structure
 from .likelihood import Expectation, expected_derivatives, normal_nodes
 from .traces import held_trace, log_densities
 
-__all__ = ["Marginal", "Reader"]
+__all__ = ["Marginal", "Reader", "per_output"]
 
 Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
 
@@ -64,7 +64,7 @@ class Reader:
         scores = None
         if not at_mean:  # 0 variance has no spread
             positive = variance > 0
-            scores = _shaped(parts[name], mean) / torch.where(positive, variance, 1.0).sqrt() * positive
+            scores = per_output(parts[name], mean) / torch.where(positive, variance, 1.0).sqrt() * positive
         outputs_meet = self.found.dependence.get(name) == DATAWISE
         with pyro.validation_enabled(False):
             found = expected_derivatives(total, values, name, weights, scores, outputs_meet)
@@ -79,10 +79,10 @@ class Reader:
 
 def _spread(marginal: Marginal, nodes: Tensor) -> Tensor:
     mean, variance = marginal
-    return mean + variance.clamp(min=0).sqrt() * _shaped(nodes, mean)
+    return mean + variance.clamp(min=0).sqrt() * per_output(nodes, mean)
 
 
-def _shaped(nodes: Tensor, like: Tensor) -> Tensor:
+def per_output(nodes: Tensor, like: Tensor) -> Tensor:
     """Nodes ``(K, A)`` shaped to multiply ``like``, ``(..., N)``, one axis for all outputs or one for each."""
     if nodes.shape[-1] == 1:
         return nodes.reshape(len(nodes), *[1] * like.dim())

@@ -28,7 +28,7 @@ from ...process import GaussianProcess
 from ...program.dependence import COUPLED
 from ...program.traces import as_process, bare, is_observation, whole_plates, without_event
 from ..trust.marginal import log_marginal
-from ..trust.pointwise import Moments, PointwiseDensities, Reader
+from ..trust.pointwise import Moments, PointwiseDensities, PointwiseReader
 
 __all__ = [
     "LARGEST_JOINT",
@@ -186,7 +186,9 @@ class GuideSource:
         self.joint, self.exact, self.marginal = bool(projected) and not marginal, exact, marginal
         self.corrected = False  # whether a variance correction changes q(w), as the last draw showed
         self.names = [*self.structure.rows, *self.structure.latents, *self.structure.gps]
-        self.reader = Reader(guide.model, args, kwargs, [*self.data, *self.factors, *self.structure.downstream])
+        self.reader = PointwiseReader(
+            guide.model, args, kwargs, [*self.data, *self.factors, *self.structure.downstream]
+        )
 
     @property
     def name(self) -> str:

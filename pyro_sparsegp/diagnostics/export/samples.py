@@ -16,7 +16,7 @@ from ...process import GaussianProcess
 from ...program.enumeration import Enumeration
 from ...program.traces import as_process, is_observation, whole_plates
 from ...whitening import unwhiten
-from ..trust.pointwise import Moments, PointwiseDensities, Reader
+from ..trust.pointwise import Moments, PointwiseDensities, PointwiseReader
 from .draws import Draw, is_factor, leave_one_out, log_density_of, require_new, require_shapes, sites_of
 
 __all__ = ["ConditionedSource", "SampleSource"]
@@ -47,7 +47,7 @@ class SampleSource:
             raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
         self.names = [name for name, site in sites_of(trace) if not site_is_subsample(site)]
         require_shapes({name: seen[name] for name in self.data})
-        self.reader = Reader(self.model, args, kwargs, [*self.data, *self.factors])
+        self.reader = PointwiseReader(self.model, args, kwargs, [*self.data, *self.factors])
         self.stats: dict[str, Any] = {}  # what the sampler knows of each draw, (chain, draw) by name
         self.attributes: dict[str, Any] = {}  # and of the run
         self._next = 0

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor
 
-from ...kernels import Categorical, Constant, White
-from ...kernels.algebra import Product, Scaled, Select
+from ...kernels import Constant, White
+from ...kernels.algebra import Scaled
 from ...posterior.sparse_posterior import SparsePosterior
 from ..export import backend
 from ..export.arguments import require_posterior
@@ -73,8 +73,7 @@ def plot_effects(
             raise ValueError(f"term {name!r} reads {len(read[name])} columns; plot_effects shows terms of one or two")
     if not names:
         raise ValueError(f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}")
-    import matplotlib.pyplot as plt
-
+    plt = backend.pyplot()
     rows = -(-len(names) // num_columns)
     wide = min(num_columns, len(names))
     figure, axes = plt.subplots(rows, wide, figsize=(4 * wide, 3 * rows), squeeze=False, layout="constrained")
@@ -90,7 +89,7 @@ def plot_effects(
 
     for name, axis in zip(names, axes.flat):
         column, *others = read[name]
-        codes = _codes(parts[name].process.kernel)
+        codes = parts[name].process.kernel.code_columns(x.shape[-1])
         axis.set_title(name)
         if others and not codes:
             _map(axis, parts[name], x, (column, others[0]), change, rug)
@@ -156,14 +155,3 @@ def _columns(part: SparsePosterior) -> tuple[int, ...]:
     while isinstance(kernel, Scaled):
         kernel = kernel.kernel
     return () if isinstance(kernel, (Constant, White)) else tuple(range(part.process.x.shape[-1]))
-
-
-def _codes(kernel: Any) -> set[int]:
-    """The columns that hold codes of a factor."""
-    if isinstance(kernel, Scaled):
-        return _codes(kernel.kernel)
-    if isinstance(kernel, Select):
-        return {kernel.dims[column] for column in _codes(kernel.kernel)}
-    if isinstance(kernel, Product):
-        return set().union(*map(_codes, kernel.factors))
-    return {0} if isinstance(kernel, Categorical) else set()

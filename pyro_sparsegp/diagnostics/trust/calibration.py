@@ -101,11 +101,13 @@ def sbc(
     with bar if progress else nullcontext():
         if processes == 1:
             _start(state)
-            with torch.random.fork_rng():
-                for s, one in enumerate(map(_simulate, seeds)):
-                    found[s] = one
-                    bar.update()
-            _state.clear()
+            try:
+                with torch.random.fork_rng(), pyro.get_param_store().scope():  # the caller's stays as it is
+                    for s, one in enumerate(map(_simulate, seeds)):
+                        found[s] = one
+                        bar.update()
+            finally:
+                _state.clear()
         else:
             context = multiprocessing.get_context("fork")
             _start(state)  # a forked process inherits it: nothing has to be pickled

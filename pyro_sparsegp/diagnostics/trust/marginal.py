@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...posterior.sparse_posterior import SparsePosterior
 from ...program.likelihood import derivatives
-from .pointwise import Moments, Reader
+from .pointwise import Moments, PointwiseReader
 
 __all__ = ["log_marginal"]
 
@@ -20,7 +20,10 @@ _HALVINGS = 6
 
 @torch.no_grad()
 def log_marginal(
-    reader: Reader, held: dict[str, Tensor], posteriors: dict[str, SparsePosterior], moments: dict[str, Moments]
+    reader: PointwiseReader,
+    held: dict[str, Tensor],
+    posteriors: dict[str, SparsePosterior],
+    moments: dict[str, Moments],
 ) -> Tensor:
     """log ∫ p(y | f) p(f | w, θ) df at one draw's coefficients, of all data together, in O(N³).
 
@@ -37,7 +40,9 @@ def log_marginal(
 
 
 class _Integral:
-    def __init__(self, reader: Reader, held: dict[str, Tensor], posteriors: Any, moments: dict[str, Moments]) -> None:
+    def __init__(
+        self, reader: PointwiseReader, held: dict[str, Tensor], posteriors: Any, moments: dict[str, Moments]
+    ) -> None:
         self.reader, self.held = reader, held
         self.centres = {name: mean for name, (mean, _) in moments.items()}
         self.roots = {name: posteriors[name].residual_tril for name in moments}

@@ -19,10 +19,12 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ...numerics.tilted import tilted
-from ...program.likelihood import derivatives, is_quadratic, normal_nodes
+from ...program.dependence import differ
+from ...program.likelihood import derivatives, is_quadratic, mapped, normal_nodes
+from ...program.reader import per_output
 from ...program.traces import held_trace, whole_plates
 
-__all__ = ["Moments", "PointwiseDensities", "Reader"]
+__all__ = ["Moments", "PointwiseDensities", "PointwiseReader"]
 
 Moments = tuple[Tensor, Tensor]  # mean and variance of function values, (..., N) each
 
@@ -55,7 +57,7 @@ class _Plan:
     others: list[str] = field(default_factory=list)  # at fixed nodes
 
 
-class Reader:
+class PointwiseReader:
     """Reads a model's densities at draws of all that is not integrated out.
 
     A GP site in which the density is quadratic is integrated in closed form (a Gaussian likelihood; the mean of a
@@ -146,10 +148,10 @@ class Reader:
             for site, before in start.items():
                 # Classes see differences of their outputs: moving all values alike may change nothing.
                 after = [moved, *moves, *(half for _, half in halves)]
-                if not any(_changed(before, terms[site]).any() for terms in after):
+                if not any(differ(before, terms[site]).any() for terms in after):
                     continue
                 aligned = before.shape == f.shape and not any(
-                    (_changed(before, half[site]) & ~part).any() for part, half in halves
+                    (differ(before, half[site]) & ~part).any() for part, half in halves
                 )
                 plans[site].aligned[gp] = bool(aligned)
                 effects[site][gp] = float((moved[site] - before).abs().nan_to_num().sum())
@@ -182,7 +184,7 @@ class Reader:
         widths = [1 if plan.aligned[gp] else max(1, means[gp][..., 0].numel()) for gp in plan.others]
         nodes, weights = normal_nodes(sum(widths), next(iter(means.values())))
         values = {
-            gp: functions[gp][0] + functions[gp][1].sqrt() * _per_output(part, means[gp])
+            gp: functions[gp][0] + functions[gp][1].sqrt() * per_output(part, means[gp])
             for gp, part in zip(plan.others, nodes.split(widths, -1))
         }
 
@@ -196,7 +198,7 @@ class Reader:
                 return term, term
             return self._closed(name, plan, {**fixed, **node}, functions[plan.quadratic])
 
-        return _averages(*_at_nodes(at, values, len(weights)), weights)
+        return _averages(*_at_nodes(at, values), weights)
 
     def _closed(self, name: str, plan: _Plan, fixed: Mapping[str, Tensor], moments: Moments) -> Moments:
         # ℓ(f) = ℓ + ℓ'(f − h) − ½λ(f − h)²: log ∫ exp ℓ N(f | h, d) df = ℓ − ½ log(1 + λd) + ½ ℓ'²d/(1 + λd).
@@ -249,7 +251,7 @@ class Reader:
 
             def log_density(f: Tensor, some: dict[str, Tensor] = some) -> Tensor:  # (K, J, ..., N)
                 beside = {other: value.expand(len(f), *value.shape).flatten(0, 1) for other, value in some.items()}
-                terms, _ = _at_nodes(at, {**beside, gp: f.flatten(0, 1)}, f.shape[0] * f.shape[1])
+                terms, _ = _at_nodes(at, {**beside, gp: f.flatten(0, 1)})
                 return terms.reshape(f.shape)
 
             mean, variance = (part.expand(len(rows), *part.shape) for part in (h, d))
@@ -279,24 +281,14 @@ def _require_finite(name: str, log_density: Tensor) -> None:
     )
 
 
-def _at_nodes(at: Callable, values: dict[str, Tensor], num: int) -> Moments:
+def _at_nodes(at: Callable, values: dict[str, Tensor]) -> Moments:
     """``at`` at each of K joint nodes, ``(K, ..., N)`` a GP site; by vmap where the model allows it."""
     if not values:
         log_density, expectation = at({})
         return log_density[None], expectation[None]
     size = max(value[0].numel() for value in values.values())
-    try:
-        return torch.func.vmap(at, randomness="same", chunk_size=max(1, _NUMBERS // size))(values)
-    except (RuntimeError, TypeError, ValueError):  # a program that vmap refuses
-        pairs = [at({gp: value[k] for gp, value in values.items()}) for k in range(num)]
-        return torch.stack([a for a, _ in pairs]), torch.stack([b for _, b in pairs])
-
-
-def _per_output(nodes: Tensor, like: Tensor) -> Tensor:
-    """Nodes ``(K, A)`` shaped to multiply ``like``, ``(..., N)``: one axis for all outputs or one for each."""
-    if nodes.shape[-1] == 1:
-        return nodes.reshape(len(nodes), *[1] * like.dim())
-    return nodes.reshape(len(nodes), *like.shape[:-1], 1)
+    log_density, expectation = mapped(at, values, max(1, _NUMBERS // size))
+    return log_density, expectation
 
 
 def _step(moments: Moments) -> Tensor:
@@ -304,10 +296,6 @@ def _step(moments: Moments) -> Tensor:
     mean, variance = moments
     size = float(variance.mean().sqrt() + 0.1 * (mean - mean.mean()).square().mean().sqrt())
     return torch.full_like(mean, size if size > 0 and math.isfinite(size) else 1e-3)
-
-
-def _changed(before: Tensor, after: Tensor) -> Tensor:
-    return (before != after) & ~(before.isnan() & after.isnan())
 
 
 def _is_separable_quadratic(total: Callable[[Tensor], Tensor], moments: Moments) -> bool:

@@ -14,7 +14,7 @@ from ...distributions.probit import Probit
 from ...program.traces import bare
 from ..export.draws import Draw
 from ..export.sources import Source
-from .pointwise import Reader
+from .pointwise import PointwiseReader
 
 __all__ = ["Scorer", "scorer_for"]
 
@@ -143,7 +143,7 @@ class Draws(Scorer):
 
     def add(self, draw: Draw, log_density: Tensor) -> None:
         super().add(draw, log_density)
-        self.draws.append(draw.data[self.site]["fn"].sample().to(torch.get_default_dtype()))
+        self.draws.append(draw.data[self.site]["fn"].sample().to(self.y))
 
     def others(self) -> dict[str, Tensor]:
         y, num = self.y, self.num
@@ -197,19 +197,19 @@ def scorer_for(source: Source, draw: Draw, site: str, ordered: Optional[bool] = 
     return Draws(source, y, site)
 
 
-def _normal_at(reader: Reader, draw: Draw, site: str, gp: str, f: Tensor) -> tuple[Tensor, Tensor]:
+def _normal_at(reader: PointwiseReader, draw: Draw, site: str, gp: str, f: Tensor) -> tuple[Tensor, Tensor]:
     fn = reader.site({**draw.held, **draw.functions, gp: f}, site)["fn"]
     return fn.mean, fn.variance
 
 
-def _predictive_moments(reader: Reader, draw: Draw, site: str, gp: str) -> tuple[Tensor, Tensor]:
+def _predictive_moments(reader: PointwiseReader, draw: Draw, site: str, gp: str) -> tuple[Tensor, Tensor]:
     h, d = draw.moments[gp]
     mean, variance = _normal_at(reader, draw, site, gp, h)
     moved, _ = _normal_at(reader, draw, site, gp, h + 1)
     return mean, variance + (moved - mean).square() * d
 
 
-def _is_linear(reader: Reader, draw: Draw, site: str, gp: str) -> bool:
+def _is_linear(reader: PointwiseReader, draw: Draw, site: str, gp: str) -> bool:
     h, _ = draw.moments[gp]
     points = [_normal_at(reader, draw, site, gp, h + step) for step in (-1.0, 0.0, 1.0)]
     (low, v), (middle, _), (high, w) = points

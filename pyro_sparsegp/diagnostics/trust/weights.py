@@ -105,8 +105,9 @@ def psis(
     raw = log_weights_of(tree, target)
     xr = backend.xarray()
     # Weights of several chains: each towards the same p, from a q of its own.
-    smoothed = np.stack([backend.smooth(chain)[0] + _log_mean(chain) for chain in raw.values])
-    khats = [backend.smooth(chain)[1] for chain in raw.values]
+    pairs = [backend.smooth(chain) for chain in raw.values]
+    smoothed = np.stack([weights + _log_mean(chain) for (weights, _), chain in zip(pairs, raw.values)])
+    khats = [khat for _, khat in pairs]
     smoothed = smoothed - np.logaddexp.reduce(smoothed.ravel())
     size = raw.sizes["draw"]
     return PSIS(
@@ -125,7 +126,7 @@ def resample(
 ) -> xarray.DataTree:
     """A tree of draws drawn anew by their importance weights: closer to the target than the posterior is.
 
-    Stratified, without replacement of strata, so that a draw of weight w appears ⌊Sw⌋ or ⌈Sw⌉ times. All chains become
+    Systematic, by one uniform number for all, so that a draw of weight w appears ⌊Sw⌋ or ⌈Sw⌉ times. All chains become
     one; ``sample_stats``, ``lp`` and ``log_q`` among them, goes, for the new draws are from neither.
 
     :param tree: of :func:`to_datatree`.
