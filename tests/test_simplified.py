@@ -116,7 +116,7 @@ def test_a_graph_gives_the_same_numbers_again_and_again(function):
 @pytest.mark.parametrize(
     ("function", "most"),
     [(equal_operations, 7), (nothing, 2), (constants, 4), (factors, 8)],
-    ids=str,
+    ids=lambda case: getattr(case, "__name__", case),
 )
 def test_a_graph_has_few_operations(function, most):
     x, y = torch.randn(2, N, N, dtype=torch.float64)
