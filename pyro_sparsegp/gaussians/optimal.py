@@ -174,7 +174,9 @@ class _Turned(Function):
         return total if dgram is None else total + turn.mT @ dgram @ turn, None
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    def backward(ctx: Any, grad: Optional[Tensor], _: Any) -> tuple[Optional[Tensor], Optional[Tensor]]:
+        if grad is None:
+            return None, None
         gram, turn, half = ctx.saved_tensors
         half = gram @ turn if torch.is_grad_enabled() else half  # to be differentiated again
         by_gram = (turn @ grad @ turn.mT).sum_to_size(gram.shape) if ctx.needs_input_grad[0] else None
