@@ -226,13 +226,13 @@ LIKELIHOODS = {
 @pytest.mark.parametrize("spread", [1e-4, 0.05, 1.0])
 def test_integrated_densities(name, spread):
     """Closed form and adaptive quadrature against a fine grid, the residual narrow and wide."""
-    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import PointwiseReader
 
     model = one_function(KERNEL, LIKELIHOODS[name])
     x, _ = data(num=25)
     h, d = torch.randn(25), spread * (0.5 + torch.rand(25))
     y = LIKELIHOODS[name](h + 0.3 * torch.randn(25)).sample()
-    reader = Reader(model, (x, y), {}, ["y"])
+    reader = PointwiseReader(model, (x, y), {}, ["y"])
     found = reader({}, {"f": (h, d)})
 
     def log_density(f):
@@ -252,14 +252,14 @@ def test_integrated_densities(name, spread):
 @pytest.mark.parametrize("kind", [lambda f, s: dist.StudentT(3.0, f, s), dist.Laplace, dist.Cauchy])
 def test_likelihoods_narrow_against_q(kind, scale):
     """Cusps and heavy tails of a tenth of q's width and less, from its middle to a dozen standard deviations off."""
-    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import PointwiseReader
 
     model = one_function(KERNEL, lambda f: kind(f, scale))
     off = torch.tensor([0.0, 1e-3, 0.3, -1.7, 2.0, 4.1, 5.9, -12.0])
     d = torch.tensor([1.0, 1.0, 4.0, 0.25, 1.0, 1.0, 1.0, 1.0])
     h = torch.randn(8)
     y = h + d.sqrt() * off
-    found = Reader(model, (torch.rand(8, 1), y), {}, ["y"])({}, {"f": (h, d)})
+    found = PointwiseReader(model, (torch.rand(8, 1), y), {}, ["y"])({}, {"f": (h, d)})
     # Gauss-Legendre in panels that shrink towards the cusp.
     half = torch.logspace(-11, 2, 3000)
     ends = torch.cat([-half.flip(0), half])
@@ -272,7 +272,7 @@ def test_likelihoods_narrow_against_q(kind, scale):
 
 def test_a_narrow_likelihood_beside_another_process():
     """Student-t with a scale of its own process: the narrow integral at each node of the other."""
-    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import PointwiseReader
 
     def model(x, y=None):
         g = pyro.sample("g", GaussianProcess(KERNEL, x))
@@ -282,7 +282,7 @@ def test_a_narrow_likelihood_beside_another_process():
 
     f, g = (torch.tensor([0.0, 1.0, -2.0]), torch.ones(3)), (torch.full((3,), -4.0), torch.full((3,), 0.2))
     y = torch.tensor([0.1, 0.2, 0.5])
-    found = Reader(model, (torch.rand(3, 1), y), {}, ["y"])({}, {"f": f, "g": g}).integrated["y"]
+    found = PointwiseReader(model, (torch.rand(3, 1), y), {}, ["y"])({}, {"f": f, "g": g}).integrated["y"]
     t = torch.linspace(-6, 6, 61)
     log_step = dist.Normal(0.0, 1.0).log_prob(t) + math.log(0.2)
     rows = [
@@ -293,7 +293,7 @@ def test_a_narrow_likelihood_beside_another_process():
 
 
 def test_densities_that_are_not_finite_are_named():
-    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import PointwiseReader
 
     def model(x, y=None, mask=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
@@ -306,9 +306,9 @@ def test_densities_that_are_not_finite_are_named():
     x, y = torch.rand(6, 1), torch.tensor([1.0, 2.0, -1.0, 3.0, float("nan"), 0.5])
     moments = {"f": (torch.zeros(6), torch.ones(6))}
     with pytest.raises(ValueError, match=r"site 'y' .* not finite in rows \[2, 4\] \(2 of 6\)"):
-        Reader(model, (x, y), {}, ["y"])({}, moments)
+        PointwiseReader(model, (x, y), {}, ["y"])({}, moments)
     mask = torch.tensor([True, True, False, True, False, True])
-    assert Reader(model, (x, y, mask), {}, ["y"])({}, moments).integrated["y"].isfinite().all()
+    assert PointwiseReader(model, (x, y, mask), {}, ["y"])({}, moments).integrated["y"].isfinite().all()
     guide = AutoSparseGP(model, SVGP(3))
     guide(x, y, mask)
     with pytest.raises(ValueError, match=r"rows \[2, 4\]"):
@@ -335,12 +335,12 @@ def test_finite_features_leave_no_residual(dtype):
 
 def test_integrated_densities_of_two_processes():
     """The mean in closed form at each node of the log noise, against a grid of both."""
-    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import PointwiseReader
 
     x, y = data(heteroscedastic, num=12)
     held = {"scale": torch.tensor(1.0), "length": torch.tensor([0.5, 0.5])}
     f, g = (torch.randn(12) * 0.3, torch.full((12,), 0.3)), (torch.randn(12) * 0.2 - 1.0, torch.full((12,), 0.2))
-    reader = Reader(heteroscedastic, (x, y), {}, ["y"])
+    reader = PointwiseReader(heteroscedastic, (x, y), {}, ["y"])
     found = reader(held, {"f": f, "g": g})
     assert reader.plans["y"].quadratic == "f"
     t = torch.linspace(-9, 9, 801)
@@ -352,7 +352,7 @@ def test_integrated_densities_of_two_processes():
 
 
 def test_integrated_densities_of_several_outputs_and_grouped_rows():
-    from pyro_sparsegp.diagnostics.trust.pointwise import Reader
+    from pyro_sparsegp.diagnostics.trust.pointwise import PointwiseReader
 
     x, _ = data(num=10)
     groups = torch.arange(30) % 10
@@ -367,7 +367,7 @@ def test_integrated_densities_of_several_outputs_and_grouped_rows():
             pyro.sample("z", dist.Bernoulli(logits=f[0][groups]), obs=(z > 0).double())
 
     h, d = torch.randn(3, 10), 0.1 + torch.rand(3, 10)
-    found = Reader(model, (x, y, z), {}, ["y", "z"])({}, {"f": (h, d)}).integrated
+    found = PointwiseReader(model, (x, y, z), {}, ["y", "z"])({}, {"f": (h, d)}).integrated
     dense = dist.Normal(h, (0.04 + d).sqrt()).log_prob(y.mT).sum(0)
     torch.testing.assert_close(found["y"], dense, atol=1e-6, rtol=1e-6)
     dense = dense_log_evidence(
