@@ -166,7 +166,11 @@ class Sum(Kernel):
         return any(term.depends_on_rows for term in self._terms)
 
     def relative_to(self, rows: Tensor) -> Kernel:
-        return _changed(self, _terms=tuple(term.relative_to(rows) for term in self._terms))
+        return (
+            _changed(self, _terms=tuple(term.relative_to(rows) for term in self._terms))
+            if self.depends_on_rows
+            else self
+        )
 
     def check_inputs(self, x: Tensor) -> None:
         for term in self._terms:
@@ -255,7 +259,11 @@ class Product(Kernel):
         return any(factor.depends_on_rows for factor in self.factors)
 
     def relative_to(self, rows: Tensor) -> Kernel:
-        return _changed(self, factors=tuple(factor.relative_to(rows) for factor in self.factors))
+        return (
+            _changed(self, factors=tuple(factor.relative_to(rows) for factor in self.factors))
+            if self.depends_on_rows
+            else self
+        )
 
     def check_inputs(self, x: Tensor) -> None:
         for factor in self.factors:
@@ -338,7 +346,7 @@ class Scaled(Kernel):
         return self.kernel.depends_on_rows
 
     def relative_to(self, rows: Tensor) -> Kernel:
-        return _changed(self, kernel=self.kernel.relative_to(rows))
+        return _changed(self, kernel=self.kernel.relative_to(rows)) if self.depends_on_rows else self
 
     @property
     def source(self) -> Optional[Any]:
@@ -471,7 +479,7 @@ class Select(Kernel):
         return self.kernel.depends_on_rows
 
     def relative_to(self, rows: Tensor) -> Kernel:
-        return _changed(self, kernel=self.kernel.relative_to(self.own_columns(rows)))
+        return _changed(self, kernel=self.kernel.relative_to(self.own_columns(rows))) if self.depends_on_rows else self
 
     @property
     def source(self) -> Optional[Any]:
