@@ -249,7 +249,7 @@ class Conditioned(GPSites):
         values = {
             name: site["value"]
             for name, site in all_sites(trace)
-            if is_free(site) and (name in inner or name not in run.processes) and (same or self.is_shared(name))
+            if (name in inner or name not in run.processes) and is_free(site) and (same or self.is_shared(name))
         }
         draws = {name: run.posteriors[name] for name in inner if name in run.posteriors}
         return Conditions(values, draws, readings, run.drawn)

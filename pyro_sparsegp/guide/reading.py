@@ -87,10 +87,10 @@ class SiteReading:
         """Whether ℓ is expanded at the mean, rather than integrated."""
         return self.quadratic or self.module.at == "mean"
 
-    def expanded(self, found: Expectation, at: Tensor, least: float = 0.0) -> Sites:
-        """The sites of ℓ expanded at function values, of at least this precision."""
+    def expanded(self, found: Expectation, away: Tensor, least: float = 0.0) -> Sites:
+        """The sites of ℓ expanded at function values so far from the prior's mean, of at least this precision."""
         precision = (-found.second).clamp(min=least)
-        return Sites(self.process.x, precision, found.first + precision * (at - self.process.mean))
+        return Sites(self.process.x, precision, found.first + precision * away)
 
     def settled(self) -> Optional[Sites]:
         """Where the last look left the sites, if training has not moved them since."""
@@ -240,7 +240,7 @@ def _target(reader: Reader, reading: SiteReading, marginals: Mapping[str, Margin
     mean, variance = (prior_mean, torch.zeros_like(prior_mean)) if reading.direct else marginals[reading.name]
     found = reader.expect(reading.name, {**marginals, reading.name: (mean, variance)}, True)
     reading.truncated = _negative(found)
-    return reading.expanded(found, mean)
+    return reading.expanded(found, mean - prior_mean)
 
 
 def _meets_another(reader: Reader, reading: SiteReading, readings: Sequence[SiteReading]) -> bool:
@@ -323,7 +323,7 @@ def _aimed(reader: Reader, reading: SiteReading, marginals: Mapping[str, Margina
     prior_mean = reading.process.mean
     for at_mean in (reading.at_mean, True):
         found = _expect_at(reader, reading, marginals, at_mean)
-        target = reading.expanded(found, mean)
+        target = reading.expanded(found, mean - prior_mean)
         away = _distance(reading.sites, target, mean, variance, prior_mean)
         change, fit = torch.stack([away, found.value.detach().isfinite().to(away)]).tolist()
         if fit or at_mean:
@@ -363,7 +363,7 @@ def _at_modes(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marg
         moved = f + (found.first / precision).nan_to_num(0.0).clamp(-stride, stride)
         between = (moved > low) & (moved < high)
         f = torch.where(between | ~(low.isfinite() & high.isfinite()), moved, (low + high) / 2)
-    return reading.expanded(found, f, tiny)
+    return reading.expanded(found, f - prior_mean, tiny)
 
 
 def _negative(found: Expectation) -> Tensor:
