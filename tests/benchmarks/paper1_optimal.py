@@ -161,8 +161,8 @@ def page(found, path):
     lines += [
         "",
         "Splits differ by more than methods do: rows with fewer splits say only roughly where they stand beside the "
-        "paper's mean of five, and kegg's test rows repeat training rows. On bike L-BFGS is not at the optimum when its "
-        "evaluations are used up. M was chosen so that a method's five splits of all sets take about an hour of a CPU.",
+        "paper's mean of five, and kegg's test rows repeat training rows. On bike L-BFGS is not at the optimum when "
+        "its evaluations are used up. M was chosen so that a method's five splits of all sets take about an hour.",
     ]
     path.write_text("\n".join(lines) + "\n")
 
