@@ -361,6 +361,51 @@ def test_rates_are_scheduled_in_expectation_propagation():
     )  # the first step is of sites alone
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda x, y: (x, y[:, None]), r"held_out: argument 1 is .* of shape \(5, 1\)"),
+        (lambda x, y: (x.float(), y), "held_out: argument 0 is torch.float32"),
+    ],
+)
+def test_held_out_rows_are_like_those_of_training(change, match):
+    x, y = fit_worker.rows(20)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    with pytest.raises(ValueError, match=match):
+        fit(fit_worker.regression, guide, (x, y), steps=2, held_out=change(x[:5], y[:5]), progress=False)
+
+
+def test_a_score_that_is_none_is_told_of():
+    x, y = fit_worker.rows(20)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    new = y[:5].clone()
+    new[1] = torch.nan
+    options = {"steps": 2, "score_every": 1, "patience": 9, "warm_start": False, "progress": False}
+    with pytest.warns(UserWarning, match="held_out: its score is -inf.*NaN"):
+        fit(fit_worker.regression, guide, (x, y), held_out=(x[:5], new), **options)
+
+
+def test_a_checkpoint_of_another_kind_of_data_is_named(tmp_path):
+    x, y = fit_worker.rows(20)
+    options = {"steps": 2, "checkpoint": tmp_path / "fit.pt", "warm_start": False, "progress": False}
+    fit(fit_worker.regression, AutoSparseGP(fit_worker.regression, SVGP(4)), (x, y), batch_size=10, **options)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=10)
+    with pytest.raises(ValueError, match="checkpoint: it is of a fit with another kind of data"):
+        fit(fit_worker.regression, guide, loader, resume=True, **(options | {"steps": 4}))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_plateau_is_of_the_loss():
+    x, y = fit_worker.rows(20)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    optim = pyro.optim.ReduceLROnPlateau({"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}, "patience": 0})
+    fit(fit_worker.regression, guide, (x, y), steps=3, optim=optim, warm_start=False, progress=False)
+    best = [one.best for one in optim.optim_objs.values()]
+    assert best
+    assert all(np.isfinite(best))
+
+
 def test_held_out_score_of_a_gaussian_likelihood():
     x, y = fit_worker.rows(60)
     guide = AutoSparseGP(fit_worker.regression, SVGP(8))

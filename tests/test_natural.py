@@ -782,3 +782,36 @@ def test_low_rank_sites_keep_their_meaning_under_another_l():
     found = torch.autograd.grad(value(torch.cat(q.loc), q.covariance_matrix), leaves)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a.tril(), b.tril(), rtol=1e-6, atol=1e-8)
+
+
+def test_a_trace_of_torch_jit_is_refused_since_it_would_leave_q_where_it_is():
+    guide = AutoSparseGP(_jitted, SVGP(4))
+    svi = pyro.infer.SVI(
+        _jitted, guide, pyro.optim.Adam({"lr": 0.01}), pyro.infer.JitTrace_ELBO(ignore_jit_warnings=True)
+    )
+    x = torch.rand(10, 1)
+    with pytest.raises(ValueError, match=r"torch.jit does not trace.*compile=True"):
+        svi.step(x, x[:, 0])
+    pyro.clear_param_store()
+    guide = AutoSparseGP(_jitted, SVGP(4, natural=False))
+    svi = pyro.infer.SVI(
+        _jitted, guide, pyro.optim.Adam({"lr": 0.01}), pyro.infer.JitTrace_ELBO(ignore_jit_warnings=True)
+    )
+    losses = [svi.step(x, x[:, 0]) for _ in range(20)]
+    assert losses[-1] < losses[0]
+
+
+def _jitted(x, y):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), 2.0])
+def test_a_rate_by_steps_stays_in_its_range(rate):
+    guide = AutoSparseGP(_jitted, SVGP(4, rate=lambda step: rate))
+    svi = pyro.infer.SVI(_jitted, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    x = torch.rand(10, 1)
+    svi.step(x, x[:, 0])
+    with pytest.raises(ValueError, match=r"rate must be in \[0, 1\]"):
+        svi.step(x, x[:, 0])

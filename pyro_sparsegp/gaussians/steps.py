@@ -102,6 +102,14 @@ class Heard:
     draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
 
+    def __post_init__(self) -> None:
+        if torch.jit.is_tracing():
+            raise ValueError(
+                "q of a guide's GP site learns by natural steps, which torch.jit does not trace: q would never "
+                "move. Take TraceQuadrature_ELBO(compile=True) in the place of JitTrace_ELBO and the like, or give the "
+                "family natural=False."
+            )
+
     def whole(self, row: dict[str, Any], order: Optional[Sequence[int]] = None) -> Tensor:
         """A row's Φ, all blocks side by side, in their own or another order: made once."""
         if "whole" not in row:
@@ -219,7 +227,12 @@ class StepsOnBackward(Coefficients):
 
     def next_rate(self) -> float:
         """ρ of the next step."""
-        return float(self.rate(self.steps_taken)) if callable(self.rate) else float(self.rate)
+        if not callable(self.rate):
+            return float(self.rate)
+        rate = float(self.rate(self.steps_taken))
+        if not 0 <= rate <= 1:
+            raise ValueError(f"rate must be in [0, 1], of step {self.steps_taken} it gives {rate}")
+        return rate
 
     def skip(self, num: int) -> None:
         """Go on at the rate of a step so many later."""
@@ -230,12 +243,12 @@ class StepsOnBackward(Coefficients):
         """Take the steps that are due."""
         if not self._heard:
             return
+        rate = self.next_rate()  # which may be refused: what was heard stays
         passes = _whole(list(self._heard.values()))
         self._heard = {}
         if not passes:
             return
         with torch.inference_mode(False), torch.no_grad():
-            rate = self.next_rate()
             for heard in passes:
                 rate = min(rate, self.most_by_draws) if heard.draws else rate
             weights = joined(*[heard.weight(self.batch_shape) for heard in passes])

@@ -134,14 +134,18 @@ class CoupledLatents(MeanFieldLatents):
     def _is_coupled(self, name: str) -> bool:
         return self.structure is not None and name in self.structure.coupled
 
-    def _place(self, name: str) -> tuple[slice, torch.Size]:
-        """Where a latent's entries are among all, and the shape of its values."""
+    def _place(self, name: str, prior: Any = None) -> tuple[slice, torch.Size]:
+        """Where a latent's entries are among all, and its values' shape: in plates of one, as its prior has it."""
         assert self.structure is not None
         start = 0
         for other in self.structure.coupled:
-            shape = torch.Size(self.structure.latents[other]["shape"])
+            latent = self.structure.latents[other]
+            shape = torch.Size(latent["shape"])
             if other == name:
-                return slice(start, start + shape.numel()), shape
+                rows, outer = slice(start, start + shape.numel()), len(shape) - latent["event_dim"]
+                if prior is not None and _without_ones(prior.batch_shape) == _without_ones(shape[:outer]):
+                    shape = prior.batch_shape + shape[outer:]
+                return rows, shape
             start += shape.numel()
         raise KeyError(name)
 
@@ -160,14 +164,14 @@ class CoupledLatents(MeanFieldLatents):
     def _get_params(self, name: str, prior: Any) -> tuple[Tensor, Tensor]:
         if not self._is_coupled(name):
             return super()._get_params(name, prior)
-        rows, shape = self._place(name)
+        rows, shape = self._place(name, prior)
         self.together.settle()
         return self.together.loc[rows].reshape(shape), self.together.root.diagonal()[rows].reshape(shape)
 
     def get_posterior(self, name: str, prior: Any) -> Any:
         if not self._is_coupled(name):
             return super().get_posterior(name, prior)
-        rows, shape = self._place(name)
+        rows, shape = self._place(name, prior)
         assert self.structure is not None
         known = shape[: len(shape) - self.structure.latents[name]["event_dim"]]
         if prior.batch_shape != known:
@@ -201,3 +205,7 @@ class CoupledLatents(MeanFieldLatents):
         noise = part.drawn.noise.clone()
         noise[part.rows] = part.noise_of(value).detach()
         self._run.drawn = self.together(noise)
+
+
+def _without_ones(shape: torch.Size) -> list[int]:
+    return [size for size in shape if size != 1]

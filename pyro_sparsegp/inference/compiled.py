@@ -313,6 +313,8 @@ def _require_plain_step(guide: Any, bare: AutoSparseGP, given: Sequence[Tensor])
         raise CannotTraceError("the guide is wrapped in a handler")
     if bare.on_sites:
         raise CannotTraceError("a family on sites updates them in Python")
+    if bare.structure is not None and bare.structure.coupled:
+        raise CannotTraceError("latents that are coupled keep an account in Python of where they are")
     if bare.corrected_modules():
         raise CannotTraceError("the kernel's diagonal depends on the rows that the guide has seen")
     if any(tensor.requires_grad for tensor in given):

@@ -58,7 +58,8 @@ class Feed:
                     value = float(joined(torch.tensor(value, dtype=torch.float64))[0])
         optim = getattr(self.method.optim, "optim", self.method.optim)  # that of several processes holds the user's
         if isinstance(optim, PyroLRScheduler):
-            optim.step()
+            plateau = optim.pt_scheduler_constructor is torch.optim.lr_scheduler.ReduceLROnPlateau
+            optim.step(*([value] if plateau else []))
         return value
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..guide import AutoSparseGP
 from . import checkpoint as files
-from .batches import Batches, as_batches, placed_arguments
+from .batches import Batch, Batches, as_batches, placed_arguments
 from .distributed import SharedOptim, Workers
 from .expectation import ExpectationPropagation
 from .feeding import FIRST
@@ -133,7 +133,8 @@ def fit(
     :param progress: whether to show a bar with the bound, the rate and the time left.
     :raises ValueError: naming the argument that does not fit.
     """
-    _require_arguments(model, guide, steps, epochs, score_every, patience, checkpoint, checkpoint_every, resume)
+    counts = {"steps": steps, "epochs": epochs, "score_every": score_every, "patience": patience}
+    _require_arguments(model, guide, counts | {"batch_size": batch_size}, checkpoint, checkpoint_every, resume)
     workers = Workers(group)
     method = _method(model, guide, optim, loss, method, group)
     place = None if device is None else torch.device(device)
@@ -143,6 +144,8 @@ def fit(
     total = _total(steps, epochs, batches, batch_size or first.num)
     path = None if checkpoint is None else Path(checkpoint)
     shown = None if held_out is None else placed_arguments(held_out, "held_out", place)
+    if shown is not None:
+        _require_alike(shown, first)
     scored = None if shown is None else HeldOut(*shown, score, score_every, patience)
     fitting = Fitting(model, guide, method, batches, first, total, workers, scored, stopping, path, history)
     if resume and path is not None and path.exists():
@@ -209,28 +212,16 @@ def _method(
 
 
 def _require_arguments(
-    model: Any,
-    guide: Any,
-    steps: Any,
-    epochs: Any,
-    score_every: Any,
-    patience: Any,
-    checkpoint: Any,
-    checkpoint_every: Any,
-    resume: bool,
+    model: Any, guide: Any, counts: dict[str, Any], checkpoint: Any, checkpoint_every: Any, resume: bool
 ) -> None:
     if not isinstance(guide, AutoSparseGP):
         raise ValueError(f"guide must be an AutoSparseGP, got {type(guide).__name__}")
     if model != guide.model:
         raise ValueError("model must be the guide's own; it was given another")
+    steps, epochs = counts["steps"], counts["epochs"]
     if steps is not None and epochs is not None:
         raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
-    for argument, number in (
-        ("steps", steps),
-        ("epochs", epochs),
-        ("score_every", score_every),
-        ("patience", patience),
-    ):
+    for argument, number in counts.items():
         if number is None:
             continue
         if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1:
@@ -241,6 +232,21 @@ def _require_arguments(
         raise ValueError("resume=True goes on from the file checkpoint, and none is given")
     if checkpoint is not None and not Path(checkpoint).absolute().parent.is_dir():
         raise ValueError(f"checkpoint {os.fspath(checkpoint)!r} is in a folder that does not exist")
+
+
+def _require_alike(shown: tuple[tuple, dict[str, Any]], batch: Batch) -> None:
+    """Raise where tensors to be scored have other columns or another dtype than those of training."""
+    args, kwargs = shown
+    pairs = [(f"argument {i}", *both) for i, both in enumerate(zip(args, batch.args))]
+    pairs += [(f"argument {name!r}", kwargs[name], batch.kwargs[name]) for name in kwargs if name in batch.kwargs]
+    for what, given, known in pairs:
+        if not (isinstance(given, Tensor) and isinstance(known, Tensor)) or not known.dim():
+            continue
+        if given.dtype != known.dtype or given.shape[1:] != known.shape[1:] or given.dim() != known.dim():
+            raise ValueError(
+                f"held_out: {what} is {given.dtype} of shape {tuple(given.shape)}, in training {known.dtype} of shape "
+                f"{tuple(known.shape)}: give it the same columns and dtype."
+            )
 
 
 def _total(steps: Optional[int], epochs: Optional[int], batches: Batches, rows: int) -> int:

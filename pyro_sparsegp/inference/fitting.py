@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,6 +113,15 @@ class Fitting:
         """Go on from a checkpoint."""
         args, kwargs = self.feed.call(self.first)
         files.prepare(saved, self.guide, args, kwargs)
+        try:
+            self._restore(saved)
+        except KeyError as error:
+            raise ValueError(
+                f"checkpoint: it is of a fit with another kind of data or optimiser, and has no {error}; give fit what "
+                "it began with."
+            ) from error
+
+    def _restore(self, saved: dict[str, Any]) -> None:
         self.now = Progress(**saved["progress"])
         self.iterates.set_state(saved["iterates"])
         _set_rule(self.stopping, saved["stopping"])
@@ -196,6 +207,12 @@ class Fitting:
         """Score the held-out data; whether patience has come to its end."""
         now = self.now
         value = float(held_out.score(self.model, self.guide, *held_out.args, **held_out.kwargs))
+        if not math.isfinite(value):
+            warnings.warn(
+                f"held_out: its score is {value} at step {now.step}, where no state is better than another; look for "
+                "NaN in it, or rows to which the model gives no density.",
+                stacklevel=2,
+            )
         if not now.scores or value > max(now.scores):
             now.best = files.parameters_state(self.guide, self.model)
         now.scored.append(now.step)
