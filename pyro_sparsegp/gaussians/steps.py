@@ -103,7 +103,7 @@ class Heard:
     number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
 
     def __post_init__(self) -> None:
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise ValueError(
                 "q of a guide's GP site learns by natural steps, which torch.jit does not trace: q would never "
                 "move. Take TraceQuadrature_ELBO(compile=True) in the place of JitTrace_ELBO and the like, or give the "
