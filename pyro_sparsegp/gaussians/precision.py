@@ -21,7 +21,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..numerics.functions import Function
+from ..numerics.functions import Function, mapped_first
 from ..numerics.linalg import (
     cholesky,
     gaussian_kl,
@@ -95,10 +95,7 @@ class _Moments(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, groups: Groups, *tensors: Tensor) -> Any:
-        moved = [
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(tensors, in_dims[1:])
-        ]
+        moved = mapped_first(info, in_dims[1:], tensors)
         phi, _, low_rank, *trils = moved
         more = [part @ (tril @ tril.mT) - part for part, tril in zip(_columns(groups, phi), trils)]
         return (*_moments(groups, *moved), phi @ low_rank, *more), (0,) * (3 + len(more))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import constraints, transform_to
 from torch.distributions.transforms import LowerCholeskyTransform
 
-from ..numerics.functions import Function
+from ..numerics.functions import Function, mapped_first
 from ..numerics.linalg import (
     cholesky,
     gaussian_kl,
@@ -160,10 +160,7 @@ class _DenseMoments(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        phi, loc, root = (
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(inputs[:3], in_dims)
-        )
+        phi, loc, root = mapped_first(info, in_dims, inputs[:3])
         return (*_dense_moments(phi, loc, root), phi @ root), (0, 0, 0)
 
 
@@ -208,9 +205,7 @@ class _CovarianceMoments(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        phi, loc, covariance = (
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0) for t, dim in zip(inputs, in_dims)
-        )
+        phi, loc, covariance = mapped_first(info, in_dims, inputs)
         scaled = phi @ covariance - phi
         return ((phi @ loc[..., None])[..., 0], (scaled * phi).sum(-1), scaled), (0, 0, 0)
 

@@ -143,10 +143,11 @@ def fit(
     first = batches.some(FIRST)
     total = _total(steps, epochs, batches, batch_size or first.num)
     path = None if checkpoint is None else Path(checkpoint)
-    shown = None if held_out is None else placed_arguments(held_out, "held_out", place)
-    if shown is not None:
-        _require_alike(shown, first)
-    scored = None if shown is None else HeldOut(*shown, score, score_every, patience)
+    scored = None
+    if held_out is not None:
+        shown = placed_arguments(held_out, "held_out", place)
+        _require_alike(*shown, first)
+        scored = HeldOut(*shown, score, score_every, patience)
     fitting = Fitting(model, guide, method, batches, first, total, workers, scored, stopping, path, history)
     if resume and path is not None and path.exists():
         fitting.resume(files.read(path))
@@ -234,9 +235,8 @@ def _require_arguments(
         raise ValueError(f"checkpoint {os.fspath(checkpoint)!r} is in a folder that does not exist")
 
 
-def _require_alike(shown: tuple[tuple, dict[str, Any]], batch: Batch) -> None:
+def _require_alike(args: tuple, kwargs: dict[str, Any], batch: Batch) -> None:
     """Raise where tensors to be scored have other columns or another dtype than those of training."""
-    args, kwargs = shown
     pairs = [(f"argument {i}", *both) for i, both in enumerate(zip(args, batch.args))]
     pairs += [(f"argument {name!r}", kwargs[name], batch.kwargs[name]) for name in kwargs if name in batch.kwargs]
     for what, given, known in pairs:

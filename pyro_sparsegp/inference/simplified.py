@@ -85,6 +85,14 @@ def simplify(graph: Graph) -> list[Tensor]:
     own = {of[node] for node in output.all_input_nodes} - given  # memory that a run gives away
     constant = _constants(graph, at_rest - given)
     equal: dict[Any, Node] = {}
+    instead: dict[Node, Node] = {}  # of roots that are gone
+
+    def root(node: Node) -> Node:
+        found = of[node]
+        while found in instead:
+            found = instead[found]
+        return found
+
     for node, schema in schemas.items():
         if node in given or is_random(node) or (schema and schema.is_mutable):
             continue
@@ -95,11 +103,10 @@ def simplify(graph: Graph) -> list[Tensor]:
         same = _unchanged(node)
         if same is None:
             same = equal.setdefault(_key(node), node)
-        if same is node or (of[node] in own and of[same] in given):
+        if same is node or (root(node) in own and root(same) in given):
             continue
         if of[node] is node:
-            for other, root in of.items():
-                of[other] = of[same] if root is node else root
+            instead[node] = root(same)
         node.replace_all_uses_with(same)
         graph.erase_node(node)
         constant.discard(node)

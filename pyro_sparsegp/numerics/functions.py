@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 
-__all__ = ["Function"]
+__all__ = ["Function", "mapped_first"]
 
 
 class Function(torch.autograd.Function):
@@ -25,6 +25,14 @@ class Function(torch.autograd.Function):
         cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
         if "jvp" in vars(cls):
             cls.jvp = staticmethod(_nested(cls.jvp))  # type: ignore[method-assign, assignment]
+
+
+def mapped_first(info: Any, in_dims: Sequence[Optional[int]], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """For a rule of ``vmap``: the tensors with the mapped dimension first, of those that have none too."""
+    return [
+        tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        for tensor, dim in zip(tensors, in_dims)
+    ]
 
 
 class _Primal:

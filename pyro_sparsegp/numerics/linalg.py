@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .functions import Function
+from .functions import Function, mapped_first
 from .shapes import broadcast_shapes
 
 __all__ = [
@@ -172,10 +172,7 @@ class _Whitened(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
-        found = [
-            t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-            for t, dim in zip(tensors, in_dims)
-        ]
+        found = mapped_first(info, in_dims, tensors)
         dims = max(t.dim() for t in found)
         return _Whitened.apply(*(t.reshape(t.shape[0], *[1] * (dims - t.dim()), *t.shape[1:]) for t in found)), 0
 
