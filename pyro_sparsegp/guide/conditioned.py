@@ -14,7 +14,6 @@ from ..approximations.on_sites import SiteGP
 from ..approximations.weight_space import elsewhere
 from ..gaussians.sites import KeptSites, Sites
 from ..posterior.sparse_posterior import SparsePosterior
-from ..process import GaussianProcess
 from ..program.checks import holds_part, require_finite, require_full_batch
 from ..program.data import Relation, TrainingData
 from ..program.handlers import Held, unrecorded, unweighted
