@@ -16,9 +16,9 @@ from .functions import Function, mapped_first
 from .shapes import broadcast_shapes
 
 __all__ = [
-    "above_rounding",
     "NumericalWarning",
     "Whitening",
+    "above_rounding",
     "cholesky",
     "congruence",
     "default_jitter",
