@@ -55,9 +55,16 @@ MUTANTS = [
     Mutant(
         "draws-show-no-curvature",
         "NaturalLowRank.step",
-        "formed.add(each * self._curvature_by_draws(heard, base))",
-        "formed.add(0 * each * self._curvature_by_draws(heard, base))",
+        "shown = each * self._curvature_by_draws(heard, base)",
+        "shown = 0 * each * self._curvature_by_draws(heard, base)",
         ("test_low_rank.py::test_sites_that_are_drawn_learn_their_precision",),
+    ),
+    Mutant(
+        "negative-curvatures-cut",
+        "NaturalLowRank.step",
+        "beyond = [(phi, (-curvature).clamp(min=0)) for phi, curvature in curved]",
+        "beyond = [(phi, (0 * curvature).clamp(min=0)) for phi, curvature in curved]",
+        ("test_low_rank.py::test_negative_curvatures_are_cut_where_they_must_be",),
     ),
     Mutant(
         "no-gradient-at-the-floor",

@@ -191,6 +191,24 @@ def test_curvature_that_draws_show():
     torch.testing.assert_close(found, 0.5 * (one + one.mT)[:, order][:, :, order])
 
 
+@pytest.mark.parametrize("least", [-0.05, -100.0])
+def test_negative_curvatures_are_cut_where_they_must_be(least):
+    """P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) with negative λ, unless that leaves less than half of what there is without them."""
+    module = NaturalLowRank((3, 2, 3), (), torch.zeros(()), rank=8, sweeps=300, rate=0.3)
+    order = torch.tensor([0, 1, 2, 5, 6, 7, 3, 4])  # the sizes' own
+    before = assembled(module._each("block"), module._each("low_rank"))[order][:, order]
+    phi, curvature = torch.randn(12, 8), torch.linspace(least, 1.0, 12)
+    heard = module().heard
+    zero = torch.zeros(())
+    features = phi[:, torch.argsort(order)].split((3, 2, 3), -1)
+    heard.rows[0] = {"features": features, "by_mean": torch.zeros(12), "by_change": 0.5 * curvature}
+    module.step(heard, zero + 1, zero + 1, 0.3, False)
+    found = assembled(module._each("block"), module._each("low_rank"))[order][:, order]
+    kept = curvature if least > -1 else curvature.clamp(min=0)
+    best = 0.7 * before + 0.3 * (torch.eye(8) + phi.mT @ (phi * kept[:, None]))
+    torch.testing.assert_close(found, best, atol=1e-3, rtol=0)
+
+
 def test_sites_that_are_drawn_learn_their_precision():
     """A density that couples all values is drawn from; q goes to P = I + ΦᵀAᵀAΦ/σ², the terms against each other."""
     x = torch.linspace(0, 1, 12)[:, None].expand(12, 2)

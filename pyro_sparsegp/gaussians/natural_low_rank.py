@@ -4,11 +4,11 @@ The damped natural step has the precision and the mean
 
     P̂ = P + (ρ/c)(cI + Φᵀ2HΦ − cP),   P̂(m̂ − m) = −(ρ/c)(Φᵀg + cm),
 
-with h cut at 0, and P̂ is not of the form P = blockdiag(D) + BBᵀ. It is never formed: the best P of that form, the one
-of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], is the maximum likelihood estimate of factor analysis for the "covariance" P̂, to
-which sweeps of its expectation maximisation go (Rubin and Thayer, 1982), with expanded parameters (Liu, Rubin and Wu,
-1998); they need P̂ times few vectors, and its blocks on the diagonal. The mean is found by conjugate gradients. Compare
-SLANG (Mishkin et al., 2018), of a diagonal plus low rank.
+and P̂ is not of the form P = blockdiag(D) + BBᵀ. Of many coefficients it is not formed: the best P of that form, the
+one of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], is the maximum likelihood estimate of factor analysis for the "covariance" P̂,
+to which sweeps of its expectation maximisation go (Rubin and Thayer, 1982), with expanded parameters (Liu, Rubin and
+Wu, 1998); they need P̂ times few vectors, and its blocks on the diagonal. The mean is found by conjugate gradients.
+Compare SLANG (Mishkin et al., 2018), of a diagonal plus low rank.
 
 Under another L the sums of sites, D − I + BBᵀ and Pm, keep their meaning about u, as in :mod:`.natural`, and their
 form: with T = blockdiag(L₀⁻¹L) they are Tᵀ(D − I)T + (TᵀB)(TᵀB)ᵀ and TᵀPm. Of D − I only the positive part is turned,
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, root_of_inverse, solve_lower
-from ..numerics.processes import joined
+from ..numerics.processes import joined, largest
 from .groups import Groups, stacked, total
 from .nearest import assembled, nearest
 from .optimal import from_natural
@@ -188,8 +188,9 @@ class NaturalLowRank(StepsOnBackward):
 
     (The form: Adam, Durrande and John, 2018; the projection is factor analysis, Rubin and Thayer, 1982.)
 
-    Where q is drawn from, P̂ has the curvature E ∇²f = E ∇f(w)(w − m)ᵀP that draws show (Stein's identity), an M x M
-    matrix: its negative part is cut where the step would leave less than half of the precision there is.
+    Negative curvatures, of likelihoods that are not log-concave or as draws of function values show them by chance, are
+    cut where the step would leave less than half of the precision there is; to see that P̂ is formed. So it is where q
+    is drawn from: it has the curvature E ∇²f = E ∇f(w)(w − m)ᵀP then (Stein's identity), an M x M matrix.
 
     :param rank: the number of columns of B; ``None`` is the size of the largest block, 0 makes independent blocks,
         whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
@@ -394,17 +395,20 @@ class NaturalLowRank(StepsOnBackward):
         inside = heard.weight_inside(self.batch_shape)
         own = weight if inside is None else weight - inside  # the draws' gradients have the rest
         each, kept = rate / total_weight, 1 - rate * own / total_weight
-        rows = [
-            (heard.whole(row, order), (each[..., None] * (2 * row["by_change"]).clamp(min=0))[..., None])
-            for row in heard.curved()
+        curved = [
+            (heard.whole(row, order), (each[..., None] * (2 * row["by_change"]))[..., None]) for row in heard.curved()
         ]
+        rows = [(phi, curvature.clamp(min=0)) for phi, curvature in curved]
+        beyond = [(phi, (-curvature).clamp(min=0)) for phi, curvature in curved]
         each, kept, weight = (part[..., None, None] for part in (each, kept, weight))
         blocks, low_rank = here.blocks, groups.over(here.low_rank)
-        if heard.draws or sum(self.sizes) <= _FEW:
+        signed = bool(heard.draws) or _any_above_zero([curvature for _, curvature in beyond])
+        if signed or sum(self.sizes) <= _FEW:
             formed = _Formed(groups, blocks, low_rank, kept, rows)
             target: Union[_Formed, _Products] = formed
-            if heard.draws:
-                formed.add(each * self._curvature_by_draws(heard, base))
+            if signed:
+                shown = each * self._curvature_by_draws(heard, base)
+                formed.add(shown - sum(phi.mT @ (phi * curvature) for phi, curvature in beyond))
         else:
             target = _Products(groups, blocks, low_rank, kept, rows)
         aims = target.blocks() if self.base else None
@@ -457,6 +461,13 @@ class NaturalLowRank(StepsOnBackward):
         """What there is, under another L."""
         pull, blocks, low_rank = self._seen_from(seats)
         return _Base(list(self._gaussian(pull, blocks, low_rank).parts[0]), blocks, low_rank, seats)
+
+
+def _any_above_zero(parts: Sequence[Tensor]) -> bool:
+    """Whether a number of these is, in any of the processes."""
+    if not parts:
+        return False
+    return bool(largest(torch.stack([part.amax() for part in parts]).amax()) > 0)
 
 
 def _eye(like: Tensor) -> Tensor:
