@@ -356,8 +356,20 @@ class NaturalGaussian(StepsOnBackward):
             cut = more if cut is None else cut + more
         inside = heard.weight_inside(self.batch_shape)
         if inside is not None:  # the divergence's own, of which the step knows
-            gram, slope = gram + inside[..., None, None] * base.gram, slope - inside[..., None] * base.loc
+            gram = gram + inside[..., None, None] * self._of_groups(base.gram)
+            slope = slope - inside[..., None] * base.loc
         return gram.expand(base.gram.shape), slope, cut
+
+    def _of_groups(self, gram: Tensor) -> Tensor:
+        """What of G is in the precision of q: the blocks of independent groups that have a covariance of their own."""
+        if [kind for kind, _ in self.layout] == [DenseFactor]:
+            return gram
+        found, edges = torch.zeros_like(gram), list(itertools.accumulate(self.sizes, initial=0))
+        for kind, group in self.layout:
+            own = slice(edges[group[0]], edges[group[-1] + 1])
+            if kind is not IdentityFactor:
+                found[..., own, own] = gram[..., own, own]
+        return found
 
     def _precision_times(self, whole: Tensor, v: Tensor) -> Tensor:
         """S⁻¹v, of independent groups each with its own block."""
