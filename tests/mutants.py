@@ -141,9 +141,9 @@ MUTANTS = [
     Mutant(
         "narrow-factor-gradient",
         "_Factor.backward",
-        "inner.diagonal(dim1=-2, dim2=-1).mul_(0.5)",
-        "inner.diagonal(dim1=-2, dim2=-1).mul_(1.0)",
-        ("test_linalg.py::test_a_factor_in_a_narrower_dtype",),
+        "both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)",
+        "both = mirrored(inner if by_factor is None or by_turn is None else by_turn).mul_(0.5)",
+        ("test_fused.py::test_whitening_is_that_of_the_factor",),
     ),
     Mutant(
         "moments-gradient",
@@ -561,15 +561,15 @@ MUTANTS = [
     Mutant(
         "blocks-of-a-symmetric-product",
         "gram",
-        "return _mirrored([a[:, i:j].mT @ b[:, :j] for i, j in _blocks(a.shape[-1])])",
-        "return _mirrored([a[:, i:j].mT @ a[:, :j] for i, j in _blocks(a.shape[-1])])",
+        "return _from_rows([a[:, i:j].mT @ b[:, :j] for i, j in _blocks(a.shape[-1])])",
+        "return _from_rows([a[:, i:j].mT @ a[:, :j] for i, j in _blocks(a.shape[-1])])",
         ("test_fused.py::test_products_by_blocks",),
     ),
     Mutant(
-        "natural-gradient-by-the-trace",
+        "natural-gradient-by-the-mean",
         "_Known.backward",
-        "traced = by_trace * covariance",
-        "traced = by_trace * covariance @ covariance",
+        "total = total.addr(loc, along, alpha=0.5).addr(along - a, loc, alpha=0.5)",
+        "total = total.addr(loc, along, alpha=0.5).addr(along, loc, alpha=0.5)",
         ("test_fused.py::test_what_natural_parameters_say",),
     ),
     Mutant(

@@ -37,6 +37,7 @@ def test_products_by_blocks(size):
     close(linalg.tril_of_product(a, 2 * a).tril(), (2 * a.mT @ a).tril())
     close(linalg.gram(a, a * b[:, None]), a.mT @ torch.diag(b) @ a)
     close(linalg.congruence(tril, whole @ tril), tril.mT @ whole @ tril)
+    close(linalg.mirrored(whole + torch.ones(size, size).triu(1)), whole)
     found, flag = linalg.factorised(torch.eye(size) + whole)
     close(found, torch.linalg.cholesky(torch.eye(size) + whole))
     assert not flag
@@ -110,33 +111,40 @@ def test_moments(size, by):
 
 @SIZES
 def test_what_natural_parameters_say(size):
-    root = lower(size).requires_grad_()
-    pull = torch.randn(size, requires_grad=True)
+    """Of sites that keep their meaning about u = Lw, through G = TᵀG₀T and T = L₀⁻¹L."""
+    before, start, sums = lower(size), lower(size), torch.randn(size)
+    gram = start @ start.mT
+    root = (before + 0.1 * lower(size)).tril().requires_grad_()
 
-    def found(root, pull):
-        return _Known.apply(root @ root.mT, pull, torch.zeros(()))
+    def moved(root):
+        turn = torch.linalg.solve_triangular(before, root.tril(), upper=False)
+        return turn.mT @ gram @ turn, turn.mT @ sums
 
-    def expected(root, pull):
-        covariance = torch.linalg.inv(torch.eye(size) + root @ root.mT)
+    def found(root):
+        gram, pull = (part.detach() for part in moved(root))
+        return _Known.apply(gram, pull, linalg.turn_of(root), torch.zeros(()))
+
+    def expected(root):
+        gram, pull = moved(root)
+        covariance = torch.linalg.inv(torch.eye(size) + gram)
         return covariance @ pull, covariance, covariance.trace(), torch.logdet(covariance)
 
-    leaves = (root, pull)
-    for one, other in zip(found(*leaves), expected(*leaves)):
+    for one, other in zip(found(root), expected(root)):
         close(one, other)
 
-    def used(values):  # S is symmetric, and so is what is made of it
-        loc, covariance, trace, log_det = values
-        phi = torch.linspace(-1, 1, 3 * size).reshape(3, size)
-        return loc, ((phi @ covariance) * phi).sum(-1), trace, log_det
+    def used(root, moments):
+        loc, covariance, trace, log_det = (found if moments else expected)(root)
+        phi = torch.linspace(-1, 1, 3 * size).reshape(3, size) * loc  # which may depend on L, too
+        if moments:
+            return *CovarianceFactor(loc, covariance, trace, log_det, lambda: None).moments(phi), trace, log_det
+        return phi @ loc, ((phi @ covariance) * phi).sum(-1) - phi.square().sum(-1), trace, log_det
 
-    first, second = (gradients(used(function(*leaves)), leaves) for function in (found, expected))
-    for one, other in zip(first, second):
-        close(one, other)
-    again = [gradients(grads, leaves) for grads in (first, second)]
-    for one, other in zip(*again):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9 * float(other.detach().abs().max()))
-    changes = torch.randn_like(root), torch.randn_like(pull)
-    for one, other in zip(jvp(found, leaves, changes)[1], jvp(expected, leaves, changes)[1]):
+    first, second = (gradients(used(root, moments), root)[0].tril() for moments in (True, False))
+    close(first, second)
+    again = [gradients(grads, root)[0].tril() for grads in (first, second)]
+    torch.testing.assert_close(*again, rtol=1e-9, atol=1e-9 * float(again[1].detach().abs().max()))
+    change = (torch.randn_like(root).tril(),)
+    for one, other in zip(jvp(found, (root,), change)[1], jvp(expected, (root,), change)[1]):
         close(one, other)
 
 

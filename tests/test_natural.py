@@ -613,21 +613,24 @@ def test_q_held_about_well_conditioned_directions_of_u():
     torch.testing.assert_close(module._seen_from(module._seat(one))[0], phi.mT @ phi)
 
 
-def test_the_way_back_through_mean_and_root_is_autograds():
-    a = torch.randn(5, 5)
-    gram, pull = (a @ a.mT).requires_grad_(), torch.randn(5, requires_grad=True)
-    phi = torch.randn(7, 5)
-    weights = torch.randn(7), torch.randn(7)
+def test_the_way_back_to_a_factor_that_moves_is_autograds():
+    """Through moments and divergence, which know S itself, and through its root, of which draws are made."""
+    phi, lower = torch.randn(7, 5), torch.randn(2, 5, 5).tril(-1) + torch.eye(5)
+    weights = torch.randn(7), torch.randn(7), torch.randn(5, 5)
+    module = NaturalGaussian([5], (), torch.zeros(()))
+    module.start(lower[0], [phi])
+    module.pull = torch.randn(5)
+    anchor = lower[1].requires_grad_()
 
     def value(q):
         mean, change = q.moments([phi])
-        return (weights[0] * mean.sin()).sum() + (weights[1] * change).sum() + q.kl()
+        return (weights[0] * mean.sin()).sum() + (weights[1] * change).sum() + (weights[2] * q.covariance_matrix).sum()
 
-    module = NaturalGaussian([5], (), torch.zeros(()))
-    found = torch.autograd.grad(value(module._gaussian(gram, pull)), [gram, pull])
-    expected = torch.autograd.grad(value(from_natural(gram, pull, [5])), [gram, pull])
-    torch.testing.assert_close(found[0], 0.5 * (expected[0] + expected[0].mT))
-    torch.testing.assert_close(found[1], expected[1])
+    q, expected = module(anchor), from_natural(*module._seen_from(module._seat(anchor)), [5])
+    for one, other in ((value(q), value(expected)), (q.kl(), expected.kl())):
+        torch.testing.assert_close(one, other)
+        found, wanted = (torch.autograd.grad(part, anchor, retain_graph=True)[0].tril() for part in (one, other))
+        torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.5, -1])

@@ -80,14 +80,17 @@ class AdditiveFeatures(Features):
 
     @property
     def anchor(self) -> Optional[Tensor]:
-        parts = [part.anchor for part in self.parts]
-        like = next((anchor for anchor in parts if anchor is not None), None)
-        if like is None:
+        found = {c: part.anchor for c, part in self.alone.items()}
+        for members, features in self.together:
+            found.update(zip(members, features.factor.unbind(-3)))
+        given = [anchor for anchor in found.values() if anchor is not None]
+        if not given:
             return None
-        batch = broadcast_shapes(*(anchor.shape[:-2] for anchor in parts if anchor is not None))
+        like, batch = given[0], broadcast_shapes(*(anchor.shape[:-2] for anchor in given))
+        sizes = {c: sum(part.sizes) for c, part in self.alone.items()}
         own = [
-            torch.eye(sum(part.sizes), dtype=like.dtype, device=like.device) if anchor is None else anchor
-            for part, anchor in zip(self.parts, parts)
+            torch.eye(sizes[c], dtype=like.dtype, device=like.device) if anchor is None else anchor
+            for c, anchor in sorted(found.items(), key=lambda each: each[0])
         ]
         return on_diagonal(own, like.new_zeros(*batch, sum(self.sizes), sum(self.sizes)))
 

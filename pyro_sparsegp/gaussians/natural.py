@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, factorised, plus_one, root_of_inverse, side_by_side
-from ..numerics.linalg import gram as weighted_products
+from ..numerics.linalg import cholesky, factorised, plus_one, root_of_inverse, side_by_side, tril_of_product, turn_of
 from ..numerics.processes import is_shared, joined
 from .optimal import from_natural, seen_from
 from .product import CovarianceFactor, DenseFactor, FullCholesky, IdentityFactor, Product
@@ -72,20 +71,26 @@ class _MeanAndRoot(Function):
 
 
 class _Known(Function):
-    """(G, r, 0) ↦ m = Sr, S = (I + G)⁻¹, tr S and log|S|, unbatched; the way back in two products.
+    """(G, r) ↦ m = Sr, S = (I + G)⁻¹, tr S and log|S|, unbatched, where hyperparameters move sites along with L alone.
 
-    dS = −S dG S, so Ḡ = −S(S̄ + t I)S − lS − ½(Sa mᵀ + m (Sa)ᵀ) and r̄ = Sa for the gradients a by the mean, t by the
-    trace and l by log|S|. The 0 is that of :class:`Lift`.
+    G = TᵀG₀T and r = Tᵀr₀ with T = L₀⁻¹L have dG = DᵀG + GD and dr = Dᵀr for D = L⁻¹dL, so that dS = −S dG S and
+    (I + G)S = I leave two products on the way back: with V = S̄ + tI and the gradients S̄ by S, which is symmetric, a by
+    the mean, t by the trace and l by log|S|,
+
+        D̄ = −2(I − S)VS − 2l(I − S) − (a − Sa)mᵀ + m(Sa)ᵀ,
+
+    of which the lower triangle counts. (By G and r, and then through TᵀG₀T, T and L, it would be six.) It goes to the
+    zeros of :func:`~..numerics.linalg.turn_of`; ``None`` where nothing moves sites. The last argument is that of
+    :class:`Lift`.
     """
 
     @staticmethod
-    def forward(gram: Tensor, pull: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        factor = cholesky(plus_one(gram), 0.0, "I + G of natural steps")
-        diagonal = factor.diagonal(dim1=-2, dim2=-1)
-        covariance = torch.cholesky_inverse(factor).mT  # by columns as it is
+    def forward(gram: Tensor, pull: Tensor, turn: Optional[Tensor], unit: Tensor) -> tuple[Tensor, ...]:
+        upper = cholesky(plus_one(gram), 0.0, "I + G of natural steps").mT  # by columns, as the library wants it
+        covariance = torch.cholesky_inverse(upper, upper=True).mT
         trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
-        loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
-        return loc, covariance, trace, -2 * diagonal.log().sum(-1)
+        loc = torch.cholesky_solve(pull[..., None], upper, upper=True)[..., 0]
+        return loc, covariance, trace, -2 * upper.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -94,29 +99,38 @@ class _Known(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(
-        ctx: Any, by_loc: Optional[Tensor], by_covariance: Optional[Tensor], by_trace: Any, by_log_det: Any
-    ) -> tuple[Tensor, Optional[Tensor], Tensor]:
+    def backward(ctx: Any, a: Optional[Tensor], by_covariance: Optional[Tensor], by_trace: Any, by_log_det: Any) -> Any:
         loc, covariance = ctx.saved_tensors
-        half = None if by_covariance is None else (by_covariance.mT + by_covariance).mul_(0.5) @ covariance
+        unit = loc.new_zeros(())
+        if not ctx.needs_input_grad[2]:
+            return None, None, None, unit
+        if torch.is_grad_enabled():  # whose own gradients are to be symmetric
+            covariance = 0.5 * (covariance + covariance.mT)
+        half = None if by_covariance is None else by_covariance @ covariance
         if by_trace is not None:
-            traced = by_trace * covariance
-            half = traced if half is None else half + traced
-        total = torch.zeros_like(covariance) if half is None else -weighted_products(covariance, half)
+            half = by_trace * covariance if half is None else torch.addcmul(half, covariance, by_trace)
+        total = torch.zeros_like(covariance) if half is None else tril_of_product(covariance, half) - half
         if by_log_det is not None:
-            total = torch.addcmul(total, covariance, by_log_det, value=-1)
-        if by_loc is None:
-            return total, None, loc.new_zeros(())
-        by_pull = covariance @ by_loc
-        return total.addr(by_pull, loc, alpha=-0.5).addr(loc, by_pull, alpha=-0.5), by_pull, loc.new_zeros(())
+            total = torch.addcmul(total, covariance, by_log_det)
+            total.diagonal(dim1=-2, dim2=-1).sub_(by_log_det)
+        if a is not None:
+            along = covariance @ a
+            total = total.addr(loc, along, alpha=0.5).addr(along - a, loc, alpha=0.5)
+        return None, None, 2 * total, unit
 
     @staticmethod
-    def jvp(ctx: Any, dgram: Tensor, dpull: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def jvp(ctx: Any, _: Any, __: Any, turn: Optional[Tensor], ___: Any) -> tuple[Tensor, ...]:
         loc, covariance = ctx.saved_tensors
-        half = covariance @ dgram
-        change = -half @ covariance
+        if turn is None:
+            zero = loc.new_zeros(())
+            return torch.zeros_like(loc), torch.zeros_like(covariance), zero, zero
+        moved = turn @ covariance - turn  # −D(I − S)
+        half = covariance @ turn.mT
+        change = half @ covariance - half
+        change = change + change.mT
+        mean = half @ loc + covariance @ (turn @ loc) - turn @ loc
         trace = change.diagonal(dim1=-2, dim2=-1).sum(-1)
-        return covariance @ (dpull - dgram @ loc), change, trace, -half.diagonal(dim1=-2, dim2=-1).sum(-1)
+        return mean, change, trace, 2 * moved.diagonal(dim1=-2, dim2=-1).sum(-1)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -222,9 +236,9 @@ class NaturalGaussian(StepsOnBackward):
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         self.settle()
         seat = None if anchor is None else self._seat(anchor)
-        gram, pull = self._seen_from(seat)
+        gram, pull = self._seen_from(seat if seat is None or not self._is_one else seat.detach())
         try:
-            return self._told(gram, pull, seat)
+            return self._told(gram, pull, seat, moved=True)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             if seat is None or not gram.isfinite().all() or not self.seat.numel():
                 raise
@@ -240,13 +254,34 @@ class NaturalGaussian(StepsOnBackward):
         gram = gram + _lift_to(gram, -0.5)
         return gram, ((gram + eye) @ torch.linalg.solve(seat, self.seat @ loc))[..., 0]
 
-    def _told(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor]) -> Product:
+    def _told(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor], moved: bool = False) -> Product:
+        """What a forward pass gives; ``moved`` says whether G and r came along with L."""
         base = gram.detach(), pull.detach(), None if seat is None else seat.detach()
-        q = self._gaussian(gram, pull, self.unit)
+        if self._is_one:
+            q = self._one(gram, pull, seat if moved else None)
+        else:
+            q = self.of(Lift.apply(gram, self.unit), pull)
         if not torch.is_grad_enabled():
             return q
         heard = Heard(_Base(*base, side_by_side(q.loc).detach()), self.unit)
         return _Listening(q.sizes, q.factors, q.groups).heard_by(self, heard)
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether q has one covariance, and no copies."""
+        return len(self.layout) == 1 and self.gram.dim() == 2
+
+    def _one(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor]) -> Product:
+        """q(w) of G and r that have no graph but that by L + ηsI."""
+        before = self.gram, self.pull, self.seat
+        turn = None if seat is None or not self.seat.numel() else turn_of(seat)
+
+        def root() -> Tensor:
+            sums = (gram, pull) if turn is None else seen_from(*before, seat)
+            return _MeanAndRoot.apply(Lift.apply(sums[0], self.unit), sums[1])[1]
+
+        factor = CovarianceFactor(*_Known.apply(gram, pull, turn, self.unit), root)
+        return Product(self.sizes, [factor], [self.layout[0][1]])
 
     @torch.no_grad()
     def sums(self, anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
@@ -270,22 +305,7 @@ class NaturalGaussian(StepsOnBackward):
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:
         """q(w) of these G and r."""
-        return self._gaussian(gram, pull)
-
-    def _gaussian(self, gram: Tensor, pull: Tensor, unit: Optional[Tensor] = None) -> Product:
-        """q(w), on behalf of whose parameter if not its own."""
-
-        def lifted() -> Tensor:
-            return gram if unit is None else Lift.apply(gram, unit)
-
-        def root() -> Tensor:
-            return _MeanAndRoot.apply(lifted(), pull)[1]
-
-        if len(self.layout) == 1 and gram.dim() == 2 and pull.dim() == 1:
-            loc, covariance, trace, log_det = _Known.apply(gram, pull, gram.new_zeros(()) if unit is None else unit)
-            factor = CovarianceFactor(loc, covariance, trace, log_det, root)
-            return Product(self.sizes, [factor], [self.layout[0][1]])
-        q = from_natural(lifted(), pull, self.sizes, [group for _, group in self.layout])
+        q = from_natural(gram, pull, self.sizes, [group for _, group in self.layout])
         for i, (kind, _) in enumerate(self.layout):
             if kind is IdentityFactor:
                 q.factors[i] = IdentityFactor(q.factors[i].loc)
@@ -302,8 +322,7 @@ class NaturalGaussian(StepsOnBackward):
         c, each = weight[..., None, None], (rate / total)[..., None, None]
 
         def moved(target: Tensor) -> Tensor:
-            new = torch.mul(base.gram, -each * c).addcmul_(target, each.expand_as(target)).add_(here[0])
-            return (new + new.mT).mul_(0.5)
+            return torch.mul(base.gram, -each * c).addcmul_(target, each.expand_as(target)).add_(here[0])
 
         new = moved(target)
         if cut is not None:
@@ -328,7 +347,7 @@ class NaturalGaussian(StepsOnBackward):
 
     def _sums(self, heard: Heard, base: _Base) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """Φᵀ2HΦ and Φᵀg, both with what draws say; what is to be added to the first to cut negative curvatures."""
-        gram, slope = base.loc.new_zeros(()), torch.zeros_like(base.loc)
+        grams, slope = [], torch.zeros_like(base.loc)
         cut: Optional[Tensor] = None
         for row in heard.rows.values():
             if "by_mean" in row:
@@ -337,9 +356,7 @@ class NaturalGaussian(StepsOnBackward):
         for row in heard.curved():
             phi = row["whole"] if "whole" in row else heard.whole(row)
             curvature = 2 * row["by_change"]
-            gram = gram + (
-                2 * row["by_covariance"] if "by_covariance" in row else phi.mT @ (phi * curvature[..., None])
-            )
+            grams.append(2 * row["by_covariance"] if "by_covariance" in row else phi.mT @ (phi * curvature[..., None]))
             if (curvature < 0).any():
                 more = phi.mT @ (phi * (-curvature).clamp(min=0)[..., None])
                 cut = more if cut is None else cut + more
@@ -350,14 +367,16 @@ class NaturalGaussian(StepsOnBackward):
             lead = tuple(range(one.dim() - base.gram.dim()))
             one = one.sum(lead) if lead else one
             one = 0.5 * (one + one.mT)
-            gram, slope = gram + one, slope + (grad.sum(lead) if lead else grad)
+            grams.append(one)
+            slope = slope + (grad.sum(lead) if lead else grad)
             worst = torch.linalg.eigh(one.nan_to_num())
             more = (worst.eigenvectors * (-worst.eigenvalues).clamp(min=0)[..., None, :]) @ worst.eigenvectors.mT
             cut = more if cut is None else cut + more
         inside = heard.weight_inside(self.batch_shape)
         if inside is not None:  # the divergence's own, of which the step knows
-            gram = gram + inside[..., None, None] * self._of_groups(base.gram)
+            grams.append(inside[..., None, None] * self._of_groups(base.gram))
             slope = slope - inside[..., None] * base.loc
+        gram = sum(grams[1:], grams[0]) if grams else torch.zeros_like(base.gram)
         return gram.expand(base.gram.shape), slope, cut
 
     def _of_groups(self, gram: Tensor) -> Tensor:

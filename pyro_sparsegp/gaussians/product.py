@@ -165,8 +165,8 @@ class _DenseMoments(Function):
 
 
 class _CovarianceMoments(Function):
-    """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ, m and S. The gradient by S, Φᵀ diag(c) Φ, is half of a natural step's sum
-    of sites.
+    """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ, m and a symmetric S. The gradient by S, Φᵀ diag(c) Φ, is half of a
+    natural step's sum of sites.
     """
 
     @staticmethod
@@ -190,8 +190,9 @@ class _CovarianceMoments(Function):
         c = phi.new_zeros(phi.shape[0]) if c is None else c
         needs = ctx.needs_input_grad
         by_loc, by_covariance = a @ phi if needs[1] else None, gram(phi, phi * c[:, None]) if needs[2] else None
-        if torch.is_grad_enabled():
-            by_phi = (2 * c)[:, None] * (phi @ covariance - phi) + torch.outer(a, loc)
+        if torch.is_grad_enabled():  # and gradients by S are to be symmetric again
+            both = 0.5 * (covariance + covariance.mT)
+            by_phi = (2 * c)[:, None] * (phi @ both - phi) + torch.outer(a, loc)
         else:
             by_phi = ((2 * c)[:, None] * scaled).addr_(a, loc)
         return by_phi, by_loc, by_covariance

@@ -26,6 +26,7 @@ __all__ = [
     "flags_kept",
     "gaussian_kl",
     "gram",
+    "mirrored",
     "on_diagonal",
     "plus_one",
     "root_of_inverse",
@@ -36,6 +37,7 @@ __all__ = [
     "times_lower",
     "times_upper",
     "tril_of_product",
+    "turn_of",
     "variance_floor",
     "whitening",
     "wider",
@@ -102,10 +104,8 @@ class _Factor(Function):
         # the rounding of an antisymmetric part that is far larger would stay.
         if by_factor is None and by_turn is None:
             return None, None, None
-        inner = by_turn if by_factor is None else tril_of_product(factor, by_factor)
-        inner = (inner if by_factor is None or by_turn is None else inner + by_turn).tril()
-        inner.diagonal(dim1=-2, dim2=-1).mul_(0.5)
-        both = (inner + inner.mT).mul_(0.5)
+        inner = by_turn if by_factor is None else _tril_of_lower(factor, by_factor)
+        both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)
         # Symmetric by rows is symmetric by columns, as the library wants it, and what it gives is so by rows again.
         left = torch.linalg.solve_triangular(factor.mT, both.mT, upper=True)
         return torch.linalg.solve_triangular(factor, left, upper=False, left=False).mT.to(ctx.wide), None, None
@@ -135,8 +135,41 @@ def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
     top, flag = factorised(matrix[:half, :half])
     side = torch.linalg.solve_triangular(top, matrix[half:, :half].mT, upper=False).mT
     bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
-    above = torch.nn.functional.pad(top, (0, matrix.shape[-1] - half))
-    return torch.cat([above, torch.cat([side, bottom], -1)]), flag.abs() + other.abs()
+    factor = torch.zeros_like(matrix)
+    factor[:half, :half], factor[half:, :half], factor[half:, half:] = top, side, bottom
+    return factor, flag.abs() + other.abs()
+
+
+class _Turn(Function):
+    # Of L, only whose lower triangle has a gradient.
+
+    @staticmethod
+    def forward(factor: Tensor) -> Tensor:
+        return torch.zeros_like(factor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(ctx.saved_tensors[0].mT, grad.tril(), upper=True)
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(ctx.saved_tensors[0], change, upper=False)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, factor: Tensor) -> Any:
+        return _Turn.apply(factor.movedim(in_dims[0], 0)), 0
+
+
+def turn_of(factor: Tensor) -> Tensor:
+    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL for a lower triangular L: what follows from that alone has its
+    gradient by L at the cost of one triangular solve.
+    """
+    return _Turn.apply(factor)
 
 
 class _Whitened(Function):
@@ -372,24 +405,42 @@ def gram(a: Tensor, b: Tensor) -> Tensor:
     """AᵀB, ``(..., M, M)``, where that is symmetric: of A, ``(..., N, M)``, and A with scaled rows, say."""
     if a.shape[-1] < _LARGE or a.dim() > 2 or b.dim() > 2:
         return a.mT @ b
-    return _mirrored([a[:, i:j].mT @ b[:, :j] for i, j in _blocks(a.shape[-1])])
+    return _from_rows([a[:, i:j].mT @ b[:, :j] for i, j in _blocks(a.shape[-1])])
 
 
 def congruence(lower: Tensor, half: Tensor) -> Tensor:
     """LᵀAL, ``(..., M, M)``, for a lower triangular L and a symmetric A, of which AL is given."""
     if lower.shape[-1] < _LARGE or lower.dim() > 2 or half.dim() > 2:
         return lower.mT @ half
-    return _mirrored([lower[i:, i:j].mT @ half[i:, :j] for i, j in _blocks(lower.shape[-1])])
+    return _from_rows([lower[i:, i:j].mT @ half[i:, :j] for i, j in _blocks(lower.shape[-1])])
 
 
-def _mirrored(rows: Sequence[Tensor]) -> Tensor:
+def _from_rows(rows: Sequence[Tensor]) -> Tensor:
     """The symmetric matrix of which these are the rows, each up to its last block on the diagonal."""
-    blocks = _blocks(rows[-1].shape[-1])
-    whole = [
-        torch.cat([row, *(below[:, i:j].mT for below in rows[k + 1 :])], -1)
-        for k, (row, (i, j)) in enumerate(zip(rows, blocks))
-    ]
-    return torch.cat(whole)
+    num = rows[-1].shape[-1]
+    whole = rows[-1].new_empty(num, num)
+    for row, (i, j) in zip(rows, _blocks(num)):
+        whole[i:j, :j], whole[:i, i:j] = row, row[:, :i].mT
+    return whole
+
+
+def mirrored(lower: Tensor) -> Tensor:
+    """The symmetric matrix, ``(..., M, M)``, of which this is the lower triangle; what is above means nothing."""
+    if lower.shape[-1] < _LARGE or lower.dim() > 2:
+        tril = lower.tril()
+        return tril + tril.tril(-1).mT
+    # By blocks, since a large matrix and its transpose are not in the cache together.
+    return _from_rows([torch.cat([lower[i:j, :i], mirrored(lower[i:j, i:j])], -1) for i, j in _blocks(len(lower))])
+
+
+def _tril_of_lower(lower: Tensor, other: Tensor) -> Tensor:
+    """The lower triangle of LᵀA, ``(..., M, M)``, for lower triangular L and A; what is above means nothing."""
+    if lower.shape[-1] < _LARGE or lower.dim() > 2 or other.dim() > 2:
+        return lower.mT @ other
+    out = (lower[:1, :1] * other[:1, :1]).new_zeros(lower.shape)
+    for i, j in _blocks(lower.shape[-1]):
+        out[i:j, :j] = lower[i:, i:j].mT @ other[i:, :j]
+    return out
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
