@@ -73,7 +73,7 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
     # Everything must follow the data, not the default.
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     monkeypatch.setattr(models, "additive", kernel)
-    x, y = data(model, 60 if steps > 8 else 24 if model is heteroscedastic else 40, dtype=dtype, device=device)
+    x, y = data(model, 60 if steps > 8 else 16 if model is heteroscedastic else 40, dtype=dtype, device=device)
     guide = AutoSparseGP(model, family)
     sites = ["f", "g"] if model is heteroscedastic else ["f"]
 

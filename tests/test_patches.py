@@ -317,7 +317,7 @@ def test_families(family, dtype):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     by_gradients = isinstance(family, FreeSites | AdditiveFreeSites)
     # Neither: there are only hyperparameters to learn.
-    num, steps = (40, 30) if by_gradients else (40, 16) if isinstance(family, FreeFormFamily) else (30, 8)
+    num, steps = (40, 30) if by_gradients else (40, 10) if isinstance(family, FreeFormFamily) else (30, 5)
     x, y = bars(num, dtype=dtype)
     guide = AutoSparseGP(one_layer, family)
     losses = train(one_layer, guide, x, y, steps=steps, lr=0.05 if by_gradients else 0.1)
@@ -355,7 +355,7 @@ def test_inducing_inputs_may_be_patches_images_or_both():
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         guide = AutoSparseGP(one_layer, family)
-        losses = train(one_layer, guide, x, y, steps=4, lr=0.1)
+        losses = train(one_layer, guide, x, y, steps=3, lr=0.1)
         assert losses[-1] < losses[0]
         widths = [z.shape[-1] for z in guide.gps.f.basis.inputs]
         wanted = {"images": [36, 36], "mixture": [9, 36], "other mixture": [36, 9], "in one": [36]}
