@@ -10,7 +10,7 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
-from pyro_sparsegp.program.data import TrainingData
+from pyro_sparsegp.program.data import Relation, TrainingData
 
 from .models import bernoulli, data, gaussian, poisson, train
 
@@ -195,7 +195,7 @@ def test_what_is_the_same():
     known = TrainingData(model, (x, y), {"more": [x + 1]})
 
     def relation(*args, **kwargs):
-        return known.relation(model, args, kwargs)
+        return Relation(known, model, args, kwargs)
 
     order = torch.tensor([3, 1, 2, 0, 6, 5, 4])
     same = relation(x.clone(), y=y, scale=2.0, mask=torch.ones(7, dtype=torch.bool), more=[x + 1])

@@ -616,13 +616,13 @@ PAIRS = (("sparse", "student"), ("cg", "cauchy"), ("eigen", "laplace"), ("random
 def test_projections_of_cut_sites_stay_within_reach(actions, name):
     model, x, y = outliers(CUT[name], 42)
     guide = AutoSparseGP(model, ComputationAware(20, actions))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(28)]
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(40)]
     assert torch.tensor(losses).isfinite().all()
     if actions != "random":  # whose projections see too little for the updates to contract
-        assert max(losses[15:]) < losses[0] + 0.01
-        assert max(losses[23:]) - min(losses[23:]) < 5
-    best = best_bound(CUT[name], x, y, x[:30] + 0.01)
-    assert min(losses) > -best - 1  # no impossible bound
+        assert max(losses[20:]) < losses[0] + 0.01
+        assert max(losses[35:]) - min(losses[35:]) < 5
+    best = best_bound(CUT[name], x, y, x)
+    assert min(losses) > -best - 0.01  # no bound above that of all inputs as inducing points
 
 
 def test_a_mask_that_changes_drops_what_was_seen():

@@ -100,10 +100,7 @@ def _add(
             name: Absorbing(guide.modules_by_site()[name], process, name, forget, less.get(name))
             for name, process in run.processes.items()
         }
-        readings = [
-            SiteReading.of(name, run.processes[name], module, name in found.quadratic, name in found.meeting)
-            for name, module in modules.items()
-        ]
+        readings = [SiteReading.of(name, run.processes[name], module, found) for name, module in modules.items()]
         marginals = {reading.name: reading.marginal() for reading in readings}
         reader = Reader(guide.model, args, kwargs, found, trace)
         tolerance = 1e-7 if guide.like.dtype == torch.float64 else 1e-3

@@ -22,7 +22,7 @@ from .absorb import absorb, relearn
 from .correction import note_rows, warn_of_unseen
 from .first_call import ObservesNothingError, check_parameters, explain_nan, initialise
 from .joint import Families
-from .runs import LARGEST_JOINT, BySite, Look, Priors, Train
+from .runs import LARGEST_JOINT, AtNodes, BySite, Look, Priors, Train
 from .state import Saved
 
 __all__ = ["AutoSparseGP"]
@@ -100,42 +100,30 @@ class AutoSparseGP(Saved):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
-        nodes = self._nodes  # at_nodes calls, perhaps through a wrapper
-        if nodes is None:
-            self.prepare(*args, **kwargs)
-        relation = self.relation(args, kwargs)
-        fewer = nodes is None and relation is not None and relation.fewer
-        self.require_refined(lambda: fewer or not observes(self.model, self.observed, self.like, args, kwargs))
-        is_training = self.is_training
-        same, inputs, order = is_training or not self.on_sites, True, None
-        if relation is not None and self.is_about_rows:
-            same, inputs, order = relation.same, relation.inputs, relation.order
-        if order is not None and self.takes_batches:  # a batch of them: what q is conditioned on stays as it is
-            same, inputs, order = False, False, None
-        keep = is_training and same
-        # A batch of other rows: gradients pass through the sites of those that q is conditioned on.
-        batch = is_training and not same and not fewer and self.takes_batches
-        if order is not None and keep:
-            self.follow(order, args, kwargs)
-        elif order is not None:  # to look at the guide is to leave its rows where they are
-            inputs = False
+        if self._nodes is not None:  # at_nodes calls, perhaps through a wrapper
+            rows = self.rows_of(args, kwargs)
+            conditions = self.conditions_of_call(rows, args, kwargs)
+            return self._train(AtNodes(self._nodes, rows, conditions, all_joint=not self.training), args, kwargs)
+        self.prepare(*args, **kwargs)
+        rows = self.rows_of(args, kwargs)
+        self.require_refined(lambda: rows.fewer or not observes(self.model, self.observed, self.like, args, kwargs))
         run = Train(
-            nodes,
-            conditions=self.conditions_of_call(args, kwargs, same and inputs, keep or batch),
-            same=same and self._predicting is None,
-            keep=keep,
-            joint_up_to=torch.inf if not self.training else LARGEST_JOINT if fewer else 0,
-            rows_known=inputs,
-            observing=nodes is not None or self._observing(args, kwargs),
-            sums_out=nodes is not None or self._has_data(args, kwargs),
+            rows,
+            self.conditions_of_call(rows, args, kwargs),
+            joint_up_to=torch.inf if not self.training else LARGEST_JOINT if rows.fewer else 0,
+            observing=self._observing(args, kwargs),
+            sums_out=self._has_data(args, kwargs),
         )
+        return self._train(run, args, kwargs)
+
+    def _train(self, run: Train, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         with self.held(run.conditions):
             draws = self.perform_explained(run, args, kwargs)
         require_sizes(self.trace)
         if any(process.kernel.depends_on_rows for process in run.processes.values()):
             note_rows(self, run)
-        if is_training:
-            self.note_data(relation, same, args, kwargs)
+        if self.is_training:
+            self.note_data(run.rows, args, kwargs)
         return draws
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -14,7 +14,6 @@ from ..approximations.on_sites import SiteGP
 from ..approximations.weight_space import elsewhere
 from ..gaussians.sites import KeptSites, Sites
 from ..posterior.sparse_posterior import SparsePosterior
-from ..process import GaussianProcess
 from ..program.checks import holds_part, require_finite, require_full_batch
 from ..program.data import Relation, TrainingData
 from ..program.handlers import Held, unrecorded, unweighted
@@ -23,7 +22,7 @@ from ..program.traces import all_sites, as_process, is_free, repeatable
 from ..warned import warn_once
 from .gp_sites import GPSites
 from .reading import SiteReading, settle, settle_again
-from .runs import Conditions, Draw
+from .runs import Conditions, Draw, Rows
 
 __all__ = ["Conditioned", "Predicting"]
 
@@ -80,7 +79,7 @@ class Conditioned(GPSites):
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
         """What a call's data are to those of training; ``None`` if a state without them was loaded."""
-        return None if self.data is None else self.data.relation(self.model, args, kwargs)
+        return None if self.data is None else Relation(self.data, self.model, args, kwargs)
 
     def are_known_rows(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a call brings all the data of training, row by row, where latents have a value for each row."""
@@ -104,25 +103,41 @@ class Conditioned(GPSites):
             module.forget()
         self.data, self._forgotten = None, True
 
+    def rows_of(self, args: tuple, kwargs: dict[str, Any]) -> Rows:
+        """Which rows a call brings. In a step of training the guide follows its data into another order."""
+        relation, is_training = self.relation(args, kwargs), self.is_training
+        if relation is None or not self.is_about_rows:
+            same, inputs = is_training or not self.on_sites, True
+        elif relation.order is None:
+            same, inputs = relation.same, relation.inputs
+        elif self.takes_batches:  # a batch of them: what q is conditioned on stays as it is
+            same = inputs = False
+        else:  # to look at the guide is to leave its rows where they are
+            same, inputs = True, is_training
+            if is_training:
+                self._follow(relation.order, args, kwargs)
+        batch = is_training and not same and self.takes_batches and not (relation is not None and relation.fewer)
+        return Rows(same, inputs, is_training and same, batch, relation)
+
     def _remember(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Take note of the last step's arguments."""
         if self.data is None:
             self.data = TrainingData(self.model, args, kwargs)
         self.data.args, self.data.kwargs = args, kwargs
 
-    def follow(self, order: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _follow(self, order: Tensor, args: tuple, kwargs: dict[str, Any]) -> None:
         """Follow the training data into another order of their rows."""
         _refuse_rows(self.local_latents, "the training data with its rows in another order")
         for module in self.site_modules().values():
             module.reorder(order)
         self.data = TrainingData(self.model, args, kwargs)
 
-    def note_data(self, relation: Optional[Relation], same: bool, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note_data(self, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> None:
         """After a step of training: take note of its data, and check that they are what the guide is about."""
         assert self.structure is not None
         observed = [name for name in self.rows_here() if self.trace.nodes[name]["is_observed"]]
         if observed:
-            if not same:
+            if not rows.same:
                 self._refuse_other_data(observed[0])
             if self.data is None:
                 self.data = TrainingData(self.model, args, kwargs)
@@ -130,7 +145,7 @@ class Conditioned(GPSites):
                 self._forgotten = False
                 for name in observed:
                     self.structure.rows[name] = torch.as_tensor(self.trace.nodes[name]["value"]).numel()
-        self.check_rows(relation)
+        self.check_rows(rows.relation)
 
     def _refuse_other_data(self, observed: str) -> None:
         """Raise if a step of training brings other data than the guide is about."""
@@ -208,9 +223,9 @@ class Conditioned(GPSites):
             assert self.structure is not None
             return self.condition(self.data.args, self.data.kwargs, known and not self.structure.inner, False)
 
-    def conditions_of_call(self, args: tuple, kwargs: dict[str, Any], same: bool, keep: bool) -> Conditions:
+    def conditions_of_call(self, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> Conditions:
         """As :meth:`condition`; while predicting, those of the call before unless latents are drawn anew."""
-        kept = self._predicting
+        kept, same, keep = self._predicting, rows.same and rows.inputs, rows.keep or rows.batch
         if kept is None:
             return self.condition(args, kwargs, same, keep)
         if kept.conditions is None or self.has_random_latents:
@@ -261,7 +276,7 @@ class Conditioned(GPSites):
         for name, module in modules.items():
             process = run.processes[name]
             if isinstance(module.sites, KeptSites):
-                reading = _reading(reader, name, process, module)
+                reading = SiteReading.of(name, process, module, reader.found)
                 readings.append(reading)
                 if not reading.direct or reader.meeting(name):
                     marginals[name] = reading.resume() if keep else reading.marginal()
@@ -288,11 +303,9 @@ class Conditioned(GPSites):
         # Under latents that are drawn anew, the sites that were kept are those of another draw.
         return (max(most, 5), 0.05) if self.has_random_latents else (most, 0.0)
 
-    @contextmanager
-    def held(self, conditions: Conditions) -> Iterator[None]:
+    def held(self, conditions: Conditions) -> AbstractContextManager[Any]:
         """A run with latents as they were drawn before."""
-        with Held(conditions.values, conditions.draws) if conditions.values else nullcontext():
-            yield
+        return Held(conditions.values, conditions.draws) if conditions.values else nullcontext()
 
     def posterior_given(self, name: str, prior: Any, sites: Optional[Sites], new_rows: bool) -> SparsePosterior:
         """The posterior of a GP site under a prior of other inputs, given the sites of a draw.
@@ -327,11 +340,6 @@ class Conditioned(GPSites):
             }
             for reading in self.conditions_now(median=True).readings
         }
-
-
-def _reading(reader: Reader, name: str, process: GaussianProcess, module: SiteGP) -> SiteReading:
-    found = reader.found
-    return SiteReading.of(name, process, module, name in found.quadratic, name in found.meeting)
 
 
 def _refuse_rows(local: Sequence[str], what: str) -> None:

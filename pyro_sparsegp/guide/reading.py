@@ -15,6 +15,7 @@ from ..approximations.projected import ProjectedGP
 from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
+from ..program.facts import Structure
 from ..program.likelihood import Expectation
 from ..program.reader import Marginal, Reader
 
@@ -58,13 +59,17 @@ class SiteReading:
     alone: bool = False  # the sites are the likelihood itself
 
     @classmethod
-    def of(cls, name: str, process: GaussianProcess, module: SiteGP, quadratic: bool, meeting: bool) -> SiteReading:
-        """The sites that a module has kept, to be read anew."""
+    def of(cls, name: str, process: GaussianProcess, module: SiteGP, found: Structure) -> SiteReading:
+        """The sites that a module has kept, to be read anew.
+
+        :param found: what is known of the model.
+        """
         kept = module.sites
         assert isinstance(kept, KeptSites)
         unread = kept.empty or kept.inputs.shape != process.x.shape
         zeros = torch.zeros_like(process.mean)
         sites = Sites(process.x, zeros, zeros) if unread else Sites(process.x, kept.precision, kept.linear)
+        quadratic, meeting = name in found.quadratic, name in found.meeting
         return cls(name, process, module, quadratic, meeting, sites, kept.truncated, unread)
 
     def resume(self) -> Marginal:

@@ -20,11 +20,13 @@ from ..gaussians import Drawn, Share, Whole
 from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
+from ..program.data import Relation
 from ..program.traces import without_event
 from .reading import SiteReading
 
 __all__ = [
     "LARGEST_JOINT",
+    "AtNodes",
     "BySite",
     "Conditions",
     "Draw",
@@ -33,6 +35,7 @@ __all__ = [
     "NumbersRun",
     "Priors",
     "ProbeRun",
+    "Rows",
     "Run",
     "Setup",
     "Train",
@@ -132,6 +135,29 @@ class Conditions:
         if not torch.is_grad_enabled() and site.is_fixed:
             self.posteriors[site.name] = posterior
         return posterior
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows a call brings, to a guide of which something may belong to single rows of the training data.
+
+    :param same: they are those of training, with their observations.
+    :param inputs: their inputs are, in the guide's order: latents of single rows are of these rows.
+    :param keep: they are a step of training of those that q is conditioned on, which modules keep.
+    :param batch: they are a step of training of others: gradients pass through the sites that q is conditioned on.
+    :param relation: what the call's tensors are to those of training.
+    """
+
+    same: bool = True
+    inputs: bool = True
+    keep: bool = False
+    batch: bool = False
+    relation: Optional[Relation] = None
+
+    @property
+    def fewer(self) -> bool:
+        """Whether tensors of training are not given, such as the observations."""
+        return self.relation is not None and self.relation.fewer
 
 
 class Run(ABC):
@@ -250,60 +276,72 @@ class Draw(Run):
 
 
 class Train(Run):
-    """A call: posteriors to be drawn from, or at quadrature nodes.
+    """A call: posteriors to be drawn from.
 
-    :param nodes: standardised, of these GP sites; ``None`` is the mean.
+    :param rows: that it brings.
     :param conditions: of families on sites.
-    :param same: whether the rows are those of training.
-    :param keep: whether it is a step of training: modules keep what it shows.
     :param joint_up_to: how many function values of a site are drawn jointly.
-    :param rows_known: whether latents of single rows are of these rows.
     :param observing: whether the rows are a part of those of training, on which a kernel's diagonal may depend.
     :param sums_out: whether data are there, of which discrete latents are summed out.
     """
 
     def __init__(
         self,
-        nodes: Optional[Mapping[str, Optional[Tensor]]] = None,
+        rows: Optional[Rows] = None,
         conditions: Optional[Conditions] = None,
-        same: bool = True,
-        keep: bool = False,
         joint_up_to: float = 0,
-        rows_known: bool = True,
         observing: bool = True,
         sums_out: bool = True,
     ) -> None:
         super().__init__()
-        self.sums_out = sums_out
-        self.nodes = nodes or {}
-        self.draws_left_out = nodes is None  # type: ignore[misc]
-        self.conditions = conditions or Conditions()
+        self.rows, self.conditions = rows or Rows(), conditions or Conditions()
         self.given(self.conditions)
-        self.same, self.keep, self.joint_up_to = same, keep, joint_up_to
-        self.rows_known, self.observing = rows_known, observing
+        self.rows_known = self.rows.inputs
+        self.joint_up_to, self.observing, self.sums_out = joint_up_to, observing, sums_out
 
     def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
-        name = site.name
         joint = median or site.process.event_shape[0] <= self.joint_up_to
-        kind = NodeSite if name in self.nodes else Site if joint else site.draws
-        posterior = self.posteriors[name] = self.beside(site, self._posterior(site, kind))
-        if isinstance(posterior, NodeSite):
-            return posterior.at_node(self.nodes[name])
+        posterior = self.beside(site, self._posterior(site, Site if joint else site.draws))
+        self.posteriors[site.name] = posterior
         return posterior.mean if median else _in_groups(posterior, site)
 
     def _posterior(self, site: Met, kind: type[Site]) -> Any:
         process, name, module = site.process, site.name, site.module
         is_free = not isinstance(module, SiteGP)
-        if not self.same and not (is_free and self.observing):
+        if not self.observing or not (is_free or self.rows.same):
             return self.conditions.elsewhere(site, kind)
         if is_free:
-            return site.free(kind, not self.observing)
+            return site.free(kind)
         reading = self.conditions.of(name)
         sites = None if reading is None else reading.sites
         posterior = module(process, name, kind, sites, reading is not None and reading.alone)
-        if self.keep and reading is not None and not reading.direct:
+        if self.rows.keep and reading is not None and not reading.direct:
             module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
         return posterior
+
+
+class AtNodes(Train):
+    """A call of the quadrature: GP sites at nodes, or at their means, where densities of data are wanted.
+
+    :param nodes: standardised, of these GP sites; ``None`` is the mean. Others are drawn.
+    :param rows: that it brings.
+    :param conditions: of families on sites.
+    :param all_joint: whether others' function values are drawn jointly.
+    """
+
+    draws_left_out = False
+
+    def __init__(
+        self, nodes: Mapping[str, Optional[Tensor]], rows: Rows, conditions: Conditions, all_joint: bool
+    ) -> None:
+        super().__init__(rows, conditions, math.inf if all_joint else 0)
+        self.nodes = nodes
+
+    def answer(self, site: Met, median: bool) -> Union[Tensor, SparsePosterior]:
+        if site.name not in self.nodes:
+            return super().answer(site, median)
+        posterior = self.posteriors[site.name] = self.beside(site, self._posterior(site, NodeSite))
+        return posterior.at_node(self.nodes[site.name])
 
 
 class ProbeRun(Train):

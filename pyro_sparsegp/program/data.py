@@ -81,10 +81,6 @@ class TrainingData:
         self.args, self.kwargs = args, kwargs
         self.leaves = {path: _Leaf(tensor) for path, tensor in _leaves(model, args, kwargs).items()}
 
-    def relation(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> Relation:
-        """What the tensors of another call are to these."""
-        return Relation(self, model, args, kwargs)
-
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
         new = TrainingData(model, _mapped(function, self.args), _mapped(function, self.kwargs))

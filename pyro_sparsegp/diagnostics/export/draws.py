@@ -61,6 +61,7 @@ class Draw:
     :param log_q: the log density of hyperparameters and coefficients, or function values, under q; ``None`` for MCMC.
     :param posteriors: of the GP sites under the draw's hyperparameters.
     :param factors: the sites of ``pyro.factor``, which hold no data.
+    :param stats: what a sampler knows of the draw.
     """
 
     values: dict[str, Tensor]
@@ -73,6 +74,7 @@ class Draw:
     log_q: Optional[Tensor] = None
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)
     factors: dict[str, Any] = field(default_factory=dict)
+    stats: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def log_prior(self) -> Tensor:
@@ -279,6 +281,15 @@ class GuideSource:
             return draw.log_prior + self.reader.total({**draw.held, **draw.functions})
         free = {name: q for name, q in draw.posteriors.items() if name not in self.drawn}
         return draw.log_prior + log_marginal(self.reader, draw.held, free, draw.moments)
+
+    def log_joints(self, draw: Draw, densities: PointwiseDensities) -> dict[str, Tensor]:
+        """By name, the targets that are set against log q in importance weights."""
+        found = {"lp": self.log_joint(draw, densities)}
+        if not self.joint:
+            found["lp_fitc"] = self.log_joint_fitc(draw, densities)
+        if self.exact:
+            found["lp_exact"] = self.log_joint_exact(draw)
+        return found
 
     def at(self, args: tuple, kwargs: dict[str, Any], draw: Draw) -> dict[str, Tensor]:
         """Every site at new inputs, given a draw's hyperparameters and coefficients."""

@@ -77,7 +77,8 @@ class SampleSource:
         moments = {name: leave_one_out(process, functions[name]) for name, process in hold.processes.items()}
         data = {name: sites[name] for name in self.data}
         factors = {name: sites[name] for name in self.factors}
-        return Draw(values, {}, functions, held, moments, data, log_priors, factors=factors)
+        stats = {name: torch.as_tensor(stat.reshape(-1)[s]) for name, stat in self.stats.items()}
+        return Draw(values, {}, functions, held, moments, data, log_priors, factors=factors, stats=stats)
 
     def densities(self, draw: Draw) -> PointwiseDensities:
         """The draw's pointwise densities, each function value integrated given the others."""
@@ -86,6 +87,10 @@ class SampleSource:
     def log_joint(self, draw: Draw, densities: PointwiseDensities) -> Tensor:
         """log p of the draw and the data."""
         return draw.log_prior + self.reader.total({**draw.held, **draw.functions})
+
+    def log_joints(self, draw: Draw, densities: PointwiseDensities) -> dict[str, Tensor]:
+        """By name, log p of the draw and the data."""
+        return {"lp": self.log_joint(draw, densities)}
 
     def at(self, args: tuple, kwargs: dict[str, Any], draw: Draw) -> dict[str, Tensor]:
         """Every site at new inputs, given a draw."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-import torch
 from torch import Tensor
 
 from ...predict import bare_model
@@ -102,17 +101,8 @@ def to_datatree(
     require_sample_dims(sample_dims)
     backend.xarray()
     guides = list(guide) if isinstance(guide, (list, tuple)) else [guide]
-    if not guides:
-        raise ValueError("to_datatree was given an empty list of guides")
     sources = [as_source(model, one, args, kwargs, exact, chunk_size) for one in guides]
-    if isinstance(sources[0], SampleSource):
-        if len(sources) > 1:
-            raise ValueError("to_datatree takes one MCMC result, whose chains it keeps; or a list of guides")
-        chains, num_samples = sources[0].shape
-    else:
-        chains = len(sources)
-    if any(isinstance(source, SampleSource) for source in sources[1:]):
-        raise ValueError("to_datatree takes a list of guides or one MCMC result, not both")
+    chains, num_samples = _shape(sources, num_samples)
     require_names(sources[0].names)
     writer = Writer(Labels(dims, coords), (chains, num_samples), dtype)
     new = None if predict is None else _arguments(predict)
@@ -146,6 +136,20 @@ def to_datatree(
     return backend.xarray().DataTree.from_dict(groups, name=name)
 
 
+def _shape(sources: Sequence[Source], num_samples: int) -> tuple[int, int]:
+    """How many chains and draws: each guide is a chain, MCMC has its own."""
+    if not sources:
+        raise ValueError("to_datatree was given an empty list of guides")
+    if isinstance(sources[0], SampleSource):
+        if len(sources) > 1:
+            raise ValueError("to_datatree takes one MCMC result, whose chains it keeps; or a list of guides")
+        chains, draws = sources[0].shape
+        return chains, draws
+    if any(isinstance(source, SampleSource) for source in sources):
+        raise ValueError("to_datatree takes a list of guides or one MCMC result, not both")
+    return len(sources), num_samples
+
+
 def _data_of(
     model: Callable, source: Source, draw: Draw, new: Optional[tuple[tuple, dict[str, Any]]], writer: Writer
 ) -> dict[str, dict[str, Any]]:
@@ -163,8 +167,7 @@ def _data_of(
 def _write(
     writer: Writer, source: Source, draw: Draw, include_f: bool, log_likelihood: bool, posterior_predictive: bool
 ) -> None:
-    first = not writer.learned
-    if first:
+    if not writer.learned:
         writer.learn(draw)
     for variable, value in draw.values.items():
         writer.put("posterior", variable, value)
@@ -182,16 +185,12 @@ def _write(
         densities = source.densities(draw)
         for site in source.data:
             writer.put("log_likelihood", site, densities.integrated[site])
-        writer.put("sample_stats", "lp", source.log_joint(draw, densities))
-        if isinstance(source, GuideSource):
-            if not source.joint:
-                writer.put("sample_stats", "lp_fitc", source.log_joint_fitc(draw, densities))
-            if source.exact:
-                writer.put("sample_stats", "lp_exact", source.log_joint_exact(draw))
+        for target, log_joint in source.log_joints(draw, densities).items():
+            writer.put("sample_stats", target, log_joint)
     if draw.log_q is not None:
         writer.put("sample_stats", "log_q", draw.log_q)
-    for name, stat in source.stats.items() if isinstance(source, SampleSource) else ():
-        writer.put("sample_stats", name, torch.as_tensor(stat[writer.index]))
+    for name, stat in draw.stats.items():
+        writer.put("sample_stats", name, stat)
 
 
 def _arguments(predict: Arguments) -> tuple[tuple, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
@@ -80,71 +81,100 @@ def plot_effects(
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     quantile = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor((1 + prob) / 2)))
-    change = transform or (lambda value: value)
-
-    def interval(name: str, at: Tensor) -> list[Any]:
-        part = parts[name].at(at)
-        spread = quantile * part.stddev
-        return [change(value).cpu().numpy() for value in (part.mean, part.mean - spread, part.mean + spread)]
-
+    effects = _Effects(x, labels, quantile, num, transform or (lambda value: value), rug)
     for name, axis in zip(names, axes.flat):
-        column, *others = read[name]
-        codes = parts[name].process.kernel.code_columns(x.shape[-1])
         axis.set_title(name)
-        if others and not codes:
-            _map(axis, parts[name], x, (column, others[0]), change, rug)
-            axis.set(xlabel=labels[column], ylabel=labels[others[0]])
-            continue
-        if others and codes:
-            by = next(iter(codes))
-            column = next(c for c in (column, *others) if c != by)
-            for level in x[:, by].unique():
-                at = _line(x, column, num)
-                at[:, by] = level
-                _band(axis, at[:, column], interval(name, at), f"{labels[by]} = {float(level):g}")
-            axis.legend(fontsize="small")
-        elif codes:
-            levels = x[:, column].unique()
-            at = x[:1].repeat(len(levels), 1)
-            at[:, column] = levels
-            mean, low, high = interval(name, at)
-            axis.errorbar(at[:, column].cpu(), mean, [mean - low, high - mean], fmt="o", capsize=3)
-            axis.set_xticks(levels.cpu().numpy())
-        else:
-            at = _line(x, column, num)
-            _band(axis, at[:, column], interval(name, at), None)
-        if rug and column not in codes:
-            ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
-            axis.plot(x[:, column].cpu(), torch.zeros(len(x)), "|", **ticks)
-        axis.set_xlabel(labels[column])
+        effects.show(axis, parts[name], *read[name])
     return figure
 
 
-def _line(x: Tensor, column: int, num: int) -> Tensor:
-    at = x[:1].repeat(num, 1)
-    low, high = x[:, column].min(), x[:, column].max()
-    at[:, column] = low + (high - low) * torch.linspace(0, 1, num, dtype=x.dtype, device=x.device)
-    return at
+@dataclass(frozen=True)
+class _Effects:
+    """Effects at these inputs.
 
+    :param quantile: standard deviations to an interval's end.
+    :param num: points of a curve.
+    :param change: of means and ends of intervals.
+    :param rug: whether to mark the inputs.
+    """
 
-def _band(axis: Any, at: Tensor, interval: list[Any], label: Optional[str]) -> None:
-    mean, low, high = interval
-    (line,) = axis.plot(at.cpu(), mean, label=label)
-    axis.fill_between(at.cpu(), low, high, color=line.get_color(), alpha=0.25, lw=0)
+    x: Tensor
+    labels: Sequence[str]
+    quantile: float
+    num: int
+    change: Callable[[Tensor], Tensor]
+    rug: bool
 
+    def show(self, axis: Any, part: SparsePosterior, column: int, other: Optional[int] = None) -> None:
+        """The effect of one column or two."""
+        codes = part.process.kernel.code_columns(self.x.shape[-1])
+        if other is None and column in codes:
+            self._points(axis, part, column)
+        elif other is None:
+            self._curve(axis, part, column, self._line(column))
+            self._rug(axis, column)
+        elif not codes:
+            self._map(axis, part, column, other)
+        else:
+            by = next(iter(codes))
+            self._curves(axis, part, other if by == column else column, by)
 
-def _map(axis: Any, part: SparsePosterior, x: Tensor, columns: tuple[int, int], change: Callable, rug: bool) -> None:
-    lines = [_line(x, column, _MAP)[:, column] for column in columns]
-    at = x[:1].repeat(_MAP**2, 1)
-    at[:, columns[0]], at[:, columns[1]] = (part.flatten() for part in torch.meshgrid(*lines, indexing="ij"))
-    part = part.at(at)
-    mean, spread = (value.reshape(_MAP, _MAP).T.cpu() for value in (change(part.mean), part.stddev))
-    a, b = (line.cpu() for line in lines)
-    shown = axis.contourf(a, b, mean, levels=15)
-    axis.figure.colorbar(shown, ax=axis)
-    axis.clabel(axis.contour(a, b, spread, levels=4, colors="w", linewidths=0.7), fontsize="x-small")
-    if rug:
-        axis.plot(x[:, columns[0]].cpu(), x[:, columns[1]].cpu(), ".", color="k", ms=1, alpha=0.3)
+    def _points(self, axis: Any, part: SparsePosterior, column: int) -> None:
+        levels = self.x[:, column].unique()
+        at = self.x[:1].repeat(len(levels), 1)
+        at[:, column] = levels
+        mean, low, high = self._interval(part, at)
+        axis.errorbar(at[:, column].cpu(), mean, [mean - low, high - mean], fmt="o", capsize=3)
+        axis.set_xticks(levels.cpu().numpy())
+        axis.set_xlabel(self.labels[column])
+
+    def _curve(self, axis: Any, part: SparsePosterior, column: int, at: Tensor, label: Optional[str] = None) -> None:
+        mean, low, high = self._interval(part, at)
+        (line,) = axis.plot(at[:, column].cpu(), mean, label=label)
+        axis.fill_between(at[:, column].cpu(), low, high, color=line.get_color(), alpha=0.25, lw=0)
+        axis.set_xlabel(self.labels[column])
+
+    def _curves(self, axis: Any, part: SparsePosterior, column: int, by: int) -> None:
+        """A curve for each level of a factor."""
+        for level in self.x[:, by].unique():
+            at = self._line(column)
+            at[:, by] = level
+            self._curve(axis, part, column, at, f"{self.labels[by]} = {float(level):g}")
+        axis.legend(fontsize="small")
+        self._rug(axis, column)
+
+    def _rug(self, axis: Any, column: int) -> None:
+        """A mark for each input."""
+        if self.rug:
+            ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
+            axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
+
+    def _map(self, axis: Any, part: SparsePosterior, *columns: int) -> None:
+        lines = [self._line(column, _MAP)[:, column] for column in columns]
+        at = self.x[:1].repeat(_MAP**2, 1)
+        at[:, columns[0]], at[:, columns[1]] = (grid.flatten() for grid in torch.meshgrid(*lines, indexing="ij"))
+        part = part.at(at)
+        mean, spread = (value.reshape(_MAP, _MAP).T.cpu() for value in (self.change(part.mean), part.stddev))
+        a, b = (line.cpu() for line in lines)
+        shown = axis.contourf(a, b, mean, levels=15)
+        axis.figure.colorbar(shown, ax=axis)
+        axis.clabel(axis.contour(a, b, spread, levels=4, colors="w", linewidths=0.7), fontsize="x-small")
+        if self.rug:
+            axis.plot(self.x[:, columns[0]].cpu(), self.x[:, columns[1]].cpu(), ".", color="k", ms=1, alpha=0.3)
+        axis.set(xlabel=self.labels[columns[0]], ylabel=self.labels[columns[1]])
+
+    def _interval(self, part: SparsePosterior, at: Tensor) -> list[Any]:
+        part = part.at(at)
+        spread = self.quantile * part.stddev
+        return [self.change(value).cpu().numpy() for value in (part.mean, part.mean - spread, part.mean + spread)]
+
+    def _line(self, column: int, num: Optional[int] = None) -> Tensor:
+        """Points along one column, the others as in the first row."""
+        num = num or self.num
+        at = self.x[:1].repeat(num, 1)
+        low, high = self.x[:, column].min(), self.x[:, column].max()
+        at[:, column] = low + (high - low) * torch.linspace(0, 1, num, dtype=self.x.dtype, device=self.x.device)
+        return at
 
 
 def _columns(part: SparsePosterior) -> tuple[int, ...]:
