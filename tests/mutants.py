@@ -51,6 +51,28 @@ class Mutant:
 
 
 MUTANTS = [
+    # Natural steps: what draws and precise data show.
+    Mutant(
+        "draws-show-no-curvature",
+        "NaturalLowRank.step",
+        "shown = each * self._curvature_by_draws(heard, base)",
+        "shown = 0 * each * self._curvature_by_draws(heard, base)",
+        ("test_low_rank.py::test_sites_that_are_drawn_learn_their_precision",),
+    ),
+    Mutant(
+        "negative-curvatures-cut",
+        "NaturalLowRank.step",
+        "beyond = [(phi, (-curvature).clamp(min=0)) for phi, curvature in curved]",
+        "beyond = [(phi, (0 * curvature).clamp(min=0)) for phi, curvature in curved]",
+        ("test_low_rank.py::test_negative_curvatures_are_cut_where_they_must_be",),
+    ),
+    Mutant(
+        "no-gradient-at-the-floor",
+        "above_rounding",
+        "return variance + lacking",
+        "return variance.clamp(min=variance_floor(prior).expand(variance.shape)) + 0 * lacking",
+        ("test_float32.py::test_natural_steps_on_precise_data",),
+    ),
     # Divergences and Gaussians over coefficients.
     Mutant(
         "kl-half",
@@ -595,9 +617,9 @@ MUTANTS = [
     ),
     Mutant(
         "batches-hold-kernels",
-        "AutoSparseGP.__call__",
-        "conditions=self.conditions_of_call(args, kwargs, same and inputs, keep or batch),",
-        "conditions=self.conditions_of_call(args, kwargs, same and inputs, keep),",
+        "Conditioned.conditions_of_call",
+        "kept, same, keep = self._predicting, rows.same and rows.inputs, rows.keep or rows.batch",
+        "kept, same, keep = self._predicting, rows.same and rows.inputs, rows.keep",
         ("test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient",),
     ),
     Mutant(

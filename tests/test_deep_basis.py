@@ -993,4 +993,6 @@ def test_a_million_rows_train_in_little_memory():
     command = [sys.executable, str(script), "steps", "--one", "1000000", "--rounds", "2"]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc would keep what is freed in pieces
     out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert float(out.split()[-1]) < 0.25  # GiB; Φ alone is 0.24, what a step keeps without blocks above 1
+    # GiB: what the first call's moves show of all rows, more than a step takes; Φ alone is 0.24, what a step keeps
+    # without blocks above 1.
+    assert float(out.split()[-1]) < 0.36

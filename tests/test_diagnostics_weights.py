@@ -480,7 +480,7 @@ def test_coverage_of_every_family(name):
             for _ in range(3):
                 ep.sweep(x[:100], y[:100])
         elif getattr(family, "is_natural", False):
-            train(model, guide, x[:100], y[:100], steps=8, lr=0.01)
+            train(model, guide, x[:100], y[:100], steps=40 if name == "CoupledPrecisionIdentity" else 8, lr=0.01)
         elif any(True for _ in guide.parameters()):
             maximise(model, guide, x[:100], y[:100], iterations=50)
         covered.append(diagnostics.predictive_scores(model, guide, x[100:], y[100:], num_samples=1).coverage(0.95))

@@ -146,3 +146,20 @@ def test_states_of_before_keep_their_jitter():
         new = AutoSparseGP(model, SVGP(20))
         new.load_state_dict(guide.state_dict())
         assert new.gps.f.basis.jitter == default_jitter(dtype)
+
+
+def test_natural_steps_on_precise_data():
+    """Where float32 rounds all variances to their floor, natural steps still see how precise the data are."""
+    x = torch.linspace(0, 1, 200)[:, None].float()
+    y = (6 * x[:, 0]).sin() + 0.001 * torch.randn(200)
+
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(torch.tensor(0.3)), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.001), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(16))
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    losses = [svi.step(x, y.float()) for _ in range(80)]
+    assert max(losses[60:]) < 0
+    assert (guide.posterior(x, y.float())["f"].mean - (6 * x[:, 0]).sin()).abs().max() < 0.01

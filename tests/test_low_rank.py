@@ -1,14 +1,21 @@
 """Block plus low-rank precisions: the parts of their inverse, and the damped precision formed or not."""
 
 import itertools
+import warnings
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import CoupledPrecision
 from pyro_sparsegp.gaussians.groups import Groups
-from pyro_sparsegp.gaussians.natural_low_rank import _Formed, _MeanAndParts, _Products, _sweep, _Turned
+from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank, _Formed, _MeanAndParts, _Products, _sweep, _Turned
+from pyro_sparsegp.gaussians.nearest import assembled
 from pyro_sparsegp.gaussians.optimal import seen_from
 from pyro_sparsegp.gaussians.precision import LowRankGaussian, _Moments, _moments
+from pyro_sparsegp.gaussians.steps import Heard
 from pyro_sparsegp.numerics.linalg import root_of_inverse
 
 GROUPS, RANK = Groups([3, 2, 3]), 2  # in the order of groups: 0, 2, 1
@@ -164,3 +171,67 @@ def test_sums_under_another_factor(batch):
 
     assert torch.autograd.gradcheck(turned, (gram, now), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(turned, (gram, now))
+
+
+def test_curvature_that_draws_show():
+    """E ∇²f = E ∇f(w)(w − m)ᵀP, of a quadratic f: the sum over draws, blocks in the order of their sizes."""
+    module = NaturalLowRank((3, 2, 3), (2,), torch.zeros(()), rank=2)
+    blocks, low_rank = (module._each(name) for name in ("block", "low_rank"))
+    for b in range(3):
+        module._buffers[f"block_{b}"] = blocks[b] + 0.3 * torch.ones_like(blocks[b])
+    whole = torch.stack([assembled([d[k] for d in module._each("block")], [u[k] for u in low_rank]) for k in range(2)])
+    centred, grad = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    with torch.enable_grad():
+        base = module().heard.base
+    heard = Heard(base, module.unit, draws={0: (centred, grad)})
+    found = module._curvature_by_draws(heard, base)
+    one = torch.einsum("ski,skj,kjl->kil", grad, centred, whole)
+    starts, numbers = (0, 3, 5), torch.arange(8)
+    order = torch.cat([numbers[starts[b] :][: module.sizes[b]] for b in module._groups.order])
+    torch.testing.assert_close(found, 0.5 * (one + one.mT)[:, order][:, :, order])
+
+
+@pytest.mark.parametrize("least", [-0.05, -100.0])
+def test_negative_curvatures_are_cut_where_they_must_be(least):
+    """P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) with negative λ, unless that leaves less than half of what there is without them."""
+    module = NaturalLowRank((3, 2, 3), (), torch.zeros(()), rank=8, sweeps=300, rate=0.3)
+    order = torch.tensor([0, 1, 2, 5, 6, 7, 3, 4])  # the sizes' own
+    before = assembled(module._each("block"), module._each("low_rank"))[order][:, order]
+    phi, curvature = torch.randn(12, 8), torch.linspace(least, 1.0, 12)
+    heard = module().heard
+    zero = torch.zeros(())
+    features = phi[:, torch.argsort(order)].split((3, 2, 3), -1)
+    heard.rows[0] = {"features": features, "by_mean": torch.zeros(12), "by_change": 0.5 * curvature}
+    module.step(heard, zero + 1, zero + 1, 0.3, False)
+    found = assembled(module._each("block"), module._each("low_rank"))[order][:, order]
+    kept = curvature if least > -1 else curvature.clamp(min=0)
+    best = 0.7 * before + 0.3 * (torch.eye(8) + phi.mT @ (phi * kept[:, None]))
+    torch.testing.assert_close(found, best, atol=1e-3, rtol=0)
+
+
+def test_sites_that_are_drawn_learn_their_precision():
+    """A density that couples all values is drawn from; q goes to P = I + ΦᵀAᵀAΦ/σ², the terms against each other."""
+    x = torch.linspace(0, 1, 12)[:, None].expand(12, 2)
+    mixing = torch.eye(12) + 0.3 * torch.ones(12, 12) / 12
+    kernel = kernels.RBF(0.4)[0] + kernels.RBF(0.5)[1]
+
+    def model(y):
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        return pyro.sample("y", dist.MultivariateNormal(mixing @ f, 0.09 * torch.eye(12)), obs=y)
+
+    z = torch.linspace(0, 1, 3)[:, None].expand(3, 2)
+    family = CoupledPrecision([z, z], rank=6, trainable=False, rate=lambda t: max(0.02, 0.1 / (1 + t / 40)))
+    guide = AutoSparseGP(model, family)
+    y = mixing @ (3 * x[:, 0]).sin()
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The model couples values")
+        for _ in range(80):
+            svi.step(y)
+    q = guide.posterior(y)["f"]
+    phi = torch.cat(list(q.features), -1)
+    best = torch.linalg.inv(torch.eye(6) + phi.mT @ mixing.mT @ mixing @ phi / 0.09)
+    found = q.coefficients.covariance_matrix
+    size = best.diagonal().sqrt()
+    assert ((found - best) / torch.outer(size, size)).abs().max() < 0.35
+    assert (best / torch.outer(size, size))[:3, 3:].abs().max() > 0.7  # which independent terms would not have

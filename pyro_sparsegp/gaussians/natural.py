@@ -313,11 +313,12 @@ class NaturalGaussian(StepsOnBackward):
             short = sum(torch.linalg.cholesky_ex(part.nan_to_num()).info.abs() for part in rest)
             target = torch.where((short > 0)[..., None, None], target + cut, target)
             new = moved(target)
-        pull = (target @ base.loc[..., None])[..., 0] - slope
-        pull = here[1] + each[..., 0] * (pull - c[..., 0] * base.pull)
-        factor, info = factorised(plus_one(new))
-        shift = cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0] - base.loc, heard)
-        loc = base.loc + shift
+        # P⁻¹r − m of the new P and r without their difference, which rounds to nothing where P is large.
+        pull = -each[..., 0] * (slope + c[..., 0] * base.loc)
+        if again:
+            pull = pull + here[1] - (here[0] @ base.loc[..., None])[..., 0] - base.loc
+        factor, info = factorised(_with_factor(plus_one(new)))
+        loc = base.loc + cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0], heard)
         pull = (new @ loc[..., None])[..., 0] + loc
         fine = new.sum((-2, -1)).isfinite() & pull.isfinite().all(-1) & (each[..., 0, 0] > 0) & (info == 0)
         self.gram = torch.where(fine[..., None, None], new, here[0]).expand(self.gram.shape)
@@ -355,8 +356,20 @@ class NaturalGaussian(StepsOnBackward):
             cut = more if cut is None else cut + more
         inside = heard.weight_inside(self.batch_shape)
         if inside is not None:  # the divergence's own, of which the step knows
-            gram, slope = gram + inside[..., None, None] * base.gram, slope - inside[..., None] * base.loc
+            gram = gram + inside[..., None, None] * self._of_groups(base.gram)
+            slope = slope - inside[..., None] * base.loc
         return gram.expand(base.gram.shape), slope, cut
+
+    def _of_groups(self, gram: Tensor) -> Tensor:
+        """What of G is in the precision of q: the blocks of independent groups that have a covariance of their own."""
+        if [kind for kind, _ in self.layout] == [DenseFactor]:
+            return gram
+        found, edges = torch.zeros_like(gram), list(itertools.accumulate(self.sizes, initial=0))
+        for kind, group in self.layout:
+            own = slice(edges[group[0]], edges[group[-1] + 1])
+            if kind is not IdentityFactor:
+                found[..., own, own] = gram[..., own, own]
+        return found
 
     def _precision_times(self, whole: Tensor, v: Tensor) -> Tensor:
         """S⁻¹v, of independent groups each with its own block."""
@@ -367,6 +380,15 @@ class NaturalGaussian(StepsOnBackward):
             block = v[..., own]
             parts.append(block if kind is IdentityFactor else (whole[..., own, own] @ block[..., None])[..., 0])
         return torch.cat(parts, -1)
+
+
+def _with_factor(precision: Tensor) -> Tensor:
+    """A precision with so much more on its diagonal that rounding leaves it positive; where a step of the mean ends, at
+    no slope, does not depend on it.
+    """
+    diagonal = precision.diagonal(dim1=-2, dim2=-1)
+    rounding = precision.shape[-1] * torch.finfo(precision.dtype).eps * diagonal.mean(-1, keepdim=True)
+    return precision + torch.diag_embed(rounding.expand(diagonal.shape))
 
 
 def _lift_to(matrix: Tensor, least: float) -> Tensor:

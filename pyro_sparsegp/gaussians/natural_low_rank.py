@@ -4,11 +4,11 @@ The damped natural step has the precision and the mean
 
     P̂ = P + (ρ/c)(cI + Φᵀ2HΦ − cP),   P̂(m̂ − m) = −(ρ/c)(Φᵀg + cm),
 
-with h cut at 0, and P̂ is not of the form P = blockdiag(D) + BBᵀ. It is never formed: the best P of that form, the one
-of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], is the maximum likelihood estimate of factor analysis for the "covariance" P̂, to
-which sweeps of its expectation maximisation go (Rubin and Thayer, 1982), with expanded parameters (Liu, Rubin and Wu,
-1998); they need P̂ times few vectors, and its blocks on the diagonal. The mean is found by conjugate gradients. Compare
-SLANG (Mishkin et al., 2018), of a diagonal plus low rank.
+and P̂ is not of the form P = blockdiag(D) + BBᵀ. Of many coefficients it is not formed: the best P of that form, the
+one of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], is the maximum likelihood estimate of factor analysis for the "covariance" P̂,
+to which sweeps of its expectation maximisation go (Rubin and Thayer, 1982), with expanded parameters (Liu, Rubin and
+Wu, 1998); they need P̂ times few vectors, and its blocks on the diagonal. The mean is found by conjugate gradients.
+Compare SLANG (Mishkin et al., 2018), of a diagonal plus low rank.
 
 Under another L the sums of sites, D − I + BBᵀ and Pm, keep their meaning about u, as in :mod:`.natural`, and their
 form: with T = blockdiag(L₀⁻¹L) they are Tᵀ(D − I)T + (TᵀB)(TᵀB)ᵀ and TᵀPm. Of D − I only the positive part is turned,
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, root_of_inverse, solve_lower
-from ..numerics.processes import joined
+from ..numerics.processes import joined, largest
 from .groups import Groups, stacked, total
 from .nearest import assembled, nearest
 from .optimal import from_natural
@@ -188,7 +188,9 @@ class NaturalLowRank(StepsOnBackward):
 
     (The form: Adam, Durrande and John, 2018; the projection is factor analysis, Rubin and Thayer, 1982.)
 
-    Draws give the mean their gradients and leave the precision alone.
+    Negative curvatures, of likelihoods that are not log-concave or as draws of function values show them by chance, are
+    cut where the step would leave less than half of the precision there is; to see that P̂ is formed. So it is where q
+    is drawn from: it has the curvature E ∇²f = E ∇f(w)(w − m)ᵀP then (Stein's identity), an M x M matrix.
 
     :param rank: the number of columns of B; ``None`` is the size of the largest block, 0 makes independent blocks,
         whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
@@ -390,17 +392,25 @@ class NaturalLowRank(StepsOnBackward):
         base: _Base = heard.base
         here = self._from(base.seats) if again else base
         groups, order = self._groups, self._groups.order
-        each, kept = rate / total_weight, 1 - rate * weight / total_weight
-        rows = [
-            (heard.whole(row, order), (each[..., None] * (2 * row["by_change"]).clamp(min=0))[..., None])
-            for row in heard.curved()
+        inside = heard.weight_inside(self.batch_shape)
+        own = weight if inside is None else weight - inside  # the draws' gradients have the rest
+        each, kept = rate / total_weight, 1 - rate * own / total_weight
+        curved = [
+            (heard.whole(row, order), (each[..., None] * (2 * row["by_change"]))[..., None]) for row in heard.curved()
         ]
-        if heard.draws:  # of their curvature nothing is known
-            kept = torch.ones_like(kept)
+        rows = [(phi, curvature.clamp(min=0)) for phi, curvature in curved]
+        beyond = [(phi, (-curvature).clamp(min=0)) for phi, curvature in curved]
         each, kept, weight = (part[..., None, None] for part in (each, kept, weight))
-        kind = _Formed if sum(self.sizes) <= _FEW else _Products
-        target = kind(groups, here.blocks, groups.over(here.low_rank), kept, rows)
         blocks, low_rank = here.blocks, groups.over(here.low_rank)
+        signed = bool(heard.draws) or _any_above_zero([curvature for _, curvature in beyond])
+        if signed or sum(self.sizes) <= _FEW:
+            formed = _Formed(groups, blocks, low_rank, kept, rows)
+            target: Union[_Formed, _Products] = formed
+            if signed:
+                shown = each * self._curvature_by_draws(heard, base)
+                formed.add(shown - sum(phi.mT @ (phi * curvature) for phi, curvature in beyond))
+        else:
+            target = _Products(groups, blocks, low_rank, kept, rows)
         aims = target.blocks() if self.base else None
         for sweep in range(self.sweeps):
             blocks, low_rank = _sweep(groups, target, aims, blocks, low_rank, None if sweep else here.known)
@@ -409,10 +419,8 @@ class NaturalLowRank(StepsOnBackward):
         for row in heard.rows.values():
             if "by_mean" in row:
                 slope = slope + heard.whole(row, order).mT @ row["by_mean"][..., None]
-        inside = heard.weight_inside(self.batch_shape)
         for _, grad in heard.draws.values():
-            parts = grad.reshape(-1, *self.batch_shape, grad.shape[-1]).sum(0).split(self.sizes, -1)
-            slope = slope + torch.cat([parts[b] for b in order], -1)[..., None]
+            slope = slope + self._ordered(grad).reshape(-1, *before.shape[:-1]).sum(0)[..., None]
         if inside is not None:
             slope = slope - inside[..., None, None] * before
         (slope,) = joined(slope)
@@ -432,10 +440,34 @@ class NaturalLowRank(StepsOnBackward):
             self._keep("gain", [_positive(d - _eye(d)) for d in blocks])
         self._sit(base.seats)
 
+    def _ordered(self, w: Tensor) -> Tensor:
+        """A vector's blocks in the order of their sizes."""
+        parts = w.split(self.sizes, -1)
+        return torch.cat([parts[b] for b in self._groups.order], -1)
+
+    def _curvature_by_draws(self, heard: Heard, base: _Base) -> Tensor:
+        """½(C + Cᵀ) with C = Σ ∇f(w)(w − m)ᵀP over draws of q, its blocks in the order of their sizes."""
+        groups, low_rank = self._groups, self._groups.over(base.low_rank)
+        found = torch.zeros_like(low_rank @ low_rank.mT)
+        for centred, grad in heard.draws.values():
+            away = self._ordered(centred)[..., None]
+            scaled = groups.over([d @ part for d, part in zip(base.blocks, groups.cut(away))])
+            scaled = scaled + low_rank @ (low_rank.mT @ away)
+            one = self._ordered(grad)[..., None] * scaled.mT
+            found = found + one.reshape(-1, *found.shape).sum(0)
+        return 0.5 * (found + found.mT)
+
     def _from(self, seats: Optional[Seats]) -> _Base:
         """What there is, under another L."""
         pull, blocks, low_rank = self._seen_from(seats)
         return _Base(list(self._gaussian(pull, blocks, low_rank).parts[0]), blocks, low_rank, seats)
+
+
+def _any_above_zero(parts: Sequence[Tensor]) -> bool:
+    """Whether a number of these is, in any of the processes."""
+    if not parts:
+        return False
+    return bool(largest(torch.stack([part.amax() for part in parts]).amax()) > 0)
 
 
 def _eye(like: Tensor) -> Tensor:
@@ -518,6 +550,13 @@ class _Formed:
         whole.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
         parts = [phi.mT @ (phi * curvature) for phi, curvature in rows] or [torch.zeros_like(whole)]
         self.matrix = whole + joined(sum(parts[1:], parts[0]))[0]
+
+    def add(self, curvature: Tensor) -> None:
+        """Add a symmetric matrix, or its positive part where it would leave less than half of what there is."""
+        (curvature,) = joined(curvature)
+        rest = (0.5 * self.matrix + curvature).nan_to_num()
+        short = torch.linalg.cholesky_ex(rest).info != 0
+        self.matrix = self.matrix + torch.where(short[..., None, None], _positive(curvature.nan_to_num()), curvature)
 
     def _diagonal(self, whole: Tensor) -> Columns:
         """Views of a matrix' blocks on the diagonal."""

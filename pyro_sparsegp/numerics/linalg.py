@@ -18,6 +18,7 @@ from .shapes import broadcast_shapes
 __all__ = [
     "NumericalWarning",
     "Whitening",
+    "above_rounding",
     "cholesky",
     "congruence",
     "default_jitter",
@@ -441,6 +442,17 @@ def variance_floor(prior: Tensor) -> Tensor:
     if not prior.shape[-1]:
         return prior
     return 10 * info.eps * torch.maximum(prior, info.eps * prior.amax(-1, keepdim=True)).clamp(min=info.tiny / info.eps)
+
+
+def above_rounding(variance: Tensor, prior: Tensor) -> Tensor:
+    """Variances, ``(..., N)``, of which rounding leaves none below :func:`variance_floor` of the prior's.
+
+    Gradients are those of the variances themselves: one at the floor still has to become smaller, where a clamp would
+    say that it does not matter, and curvatures of natural steps would be 0 where the data are the most precise.
+    """
+    with torch.no_grad():
+        lacking = (variance_floor(prior) - variance).clamp_(min=0)
+    return variance + lacking
 
 
 def plus_one(matrix: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from ..bases.base import Features
 from ..gaussians.base import Gaussian
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
-from ..numerics.linalg import cholesky, row_squares, solve_lower, sum_blocks, variance_floor
+from ..numerics.linalg import above_rounding, cholesky, row_squares, solve_lower, sum_blocks
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
@@ -95,8 +95,7 @@ class Marginals(TorchDistribution):
             _, change, prior = self._moments
             if prior is None:
                 prior = self.process.kernel.diag(self.process.x)
-            variance = prior + change
-            variance = variance.clamp(min=variance_floor(prior).expand(variance.shape))
+            variance = above_rounding(prior + change, prior)
             found = self._cache["variance"] = variance.expand(self._batch_shape + self._event_shape)
         return found
 
@@ -216,8 +215,7 @@ class Marginals(TorchDistribution):
 
         def moments(phi: list[Tensor], prior: Tensor) -> tuple[Tensor, Tensor]:
             mean, change = self.coefficients.moments(phi)
-            variance = prior + change
-            return mean, variance.clamp(min=variance_floor(prior).expand(variance.shape))
+            return mean, above_rounding(prior + change, prior)
 
         return self._by_rows(moments, chunk_size)
 

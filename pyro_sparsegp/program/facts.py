@@ -21,6 +21,7 @@ __all__ = ["Structure", "explore"]
 
 _DENSITY = "density"
 _CLOSER = 6  # times that moves are cut to a quarter where they leave the densities' support
+_AT_ONCE = 2**20  # values of a site in one mapped run, so that many rows take little more memory than a step of them
 
 
 @dataclass
@@ -160,7 +161,7 @@ class _Program:
         """Outputs at points, by kind and name, and the gradients of the sum of all log densities, stacked."""
         stack = {name: torch.stack([point[name] for point in points]) for name in self.names}
         with pyro.validation_enabled(False):
-            parts = mapped(self._one, stack)
+            parts = mapped(self._one, stack, max(_AT_ONCE // max(part[0].numel() for part in stack.values()), 1))
         outputs, gradients = parts[: len(self.keys)], parts[len(self.keys) :]
         return dict(zip(self.keys, outputs)), dict(zip(self.slopes, gradients))
 
