@@ -409,7 +409,7 @@ def test_mini_batches_are_refused_by_the_full_batch_families():
 def test_many_inducing_points_are_chosen_greedily_first_and_none_twice(monkeypatch):
     from pyro_sparsegp.bases import greedy_variance, initial
 
-    monkeypatch.setattr(initial, "_GREEDY", 20)
+    monkeypatch.setattr(initial, "_PIVOTS", 20)
     x = torch.rand(100, 2).double()
     chosen = greedy_variance(kernels.RBF(0.5), x, 90)
     assert chosen.unique(dim=0).shape == (90, 2)
