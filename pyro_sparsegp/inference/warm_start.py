@@ -37,8 +37,8 @@ _TIMES = 4  # that a step of the fit should cost one of these
 def pays(guide: AutoSparseGP, rows: int, total: int) -> bool:
     """Whether a step of the fit on so many rows, N M², is much dearer than one on the subset.
 
-    Natural steps on mini-batches find hyperparameters in as many steps as the collapsed bound of a subset does: where
-    steps cost the same, a warm start is time lost.
+    Natural steps on mini-batches mostly find hyperparameters in as many steps as the collapsed bound of a subset does:
+    where steps cost the same, a warm start is mostly time lost (tests/benchmarks/arrive.md).
 
     :param rows: of a step.
     :param total: of those of which there is a subset.
