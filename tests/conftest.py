@@ -20,9 +20,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """No file of tests has an example in a docstring to look for, and to look costs a second a worker."""
+    return [found for found in (yield) if type(found).__name__ != "DoctestModule"]
+
+
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()  # what was imported is not looked through again at every collection
+    gc.set_threshold(20_000, 10, 20)  # graphs have few cycles: the default looks for them every 700 objects
 
 
 @pytest.fixture(autouse=True)

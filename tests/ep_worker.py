@@ -46,7 +46,7 @@ def run(data, mode, group=None, start=0.0):
     options = {"gradient": "exact"} if mode == "exact" else {}
     ep = ExpectationPropagation(model, guide, optim, group=group, **options)
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         if mode == "batches":
             for rows in torch.arange(len(x)).reshape(2, -1):
                 losses.append(ep.step(x[rows], y[rows], size=len(x), indices=rows))

@@ -1,11 +1,7 @@
-"""Fits that are cut off, in a process of their own or in the test's; see test_fit.py.
-
-python tests/fit_worker.py CASE CHECKPOINT STEP: a fit that kills itself, as kill -9 would, after that step.
-"""
+"""Fits that are cut off, in a process of their own or in the test's; see test_fit.py."""
 
 import os
 import signal
-import sys
 
 import pyro
 import pyro.distributions as dist
@@ -96,6 +92,7 @@ def killed_after(step):
     return rule
 
 
-if __name__ == "__main__":
+def killed(case, file, step):
+    """A fit that kills its process, as kill -9 would, after that step."""
     torch.set_num_threads(1)
-    run(sys.argv[1], checkpoint=sys.argv[2], checkpoint_every=0.0, stopping=killed_after(int(sys.argv[3])))
+    run(case, checkpoint=file, checkpoint_every=0.0, stopping=killed_after(step))

@@ -444,6 +444,13 @@ MUTANTS = [
         ("test_outputs.py::test_the_kernel_is_the_dense_model",),
     ),
     Mutant(
+        "slope-learns-the-mean",
+        "Following.step",
+        "apart = natural / total[..., None] - self.level",
+        "apart = natural / total[..., None]",
+        ("test_coupled.py::test_a_gradient_that_stays_is_the_means_and_moves_the_slope_once",),
+    ),
+    Mutant(
         "meeting-sites-share-an-axis",
         "quadrature_axes",
         "taken = {axis for other in meets[name] if other in axes for axis in axes[other]}",

@@ -53,11 +53,11 @@ def run(data, mode, group=None, start=0.0):
         pyro.set_rng_seed(2)
         losses = []
         with sharing(group):
-            losses = [svi.step(*batch, size=NUM) for _ in range(2) for batch in data]
+            losses = [svi.step(*batch, size=NUM) for batch in data]
         losses = losses if group is None else []  # each process's own
     else:
         size = None if mode == "whole" else NUM
-        result = fit(model, guide, data, size=size, steps=6, group=group, warm_start=False, progress=False)
+        result = fit(model, guide, data, size=size, steps=3, group=group, warm_start=False, progress=False)
         losses = result.losses.tolist()
     q = guide.posterior(torch.linspace(0, 4, 5)[:, None])["f"]
     return {

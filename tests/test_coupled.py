@@ -128,8 +128,8 @@ def test_from_beside_the_joint_posterior_steps_come_back():
     data, guide = _data(), _at_optimum(False)
     guide.together.root, guide.gps.f.following.slope = 1.2 * guide.together.root, 0.8 * guide.gps.f.following.slope
     svi = SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
-    short = torch.tensor([svi.step(*data) for _ in range(50)]) + _exact(*data)[-1]
-    assert short[:20].mean() > 1.5
+    short = torch.tensor([svi.step(*data) for _ in range(40)]) + _exact(*data)[-1]
+    assert short[:15].mean() > 1.5
     assert short[-10:].mean() < 0.7
 
 
@@ -146,22 +146,22 @@ def test_predictions_are_joint(trained):
     guide = trained()
     _, covariance, _ = _exact(x, group, y)
     pyro.set_rng_seed(1)
-    draws = predict(guide.model, guide, x, group, num_samples=200, joint=False)
-    level = draws["f"] + draws["c"][..., None] + draws["g"].reshape(200, GROUPS)[:, group]
+    draws = predict(guide.model, guide, x, group, num_samples=120, joint=False)
+    level = draws["f"] + draws["c"][..., None] + draws["g"].reshape(120, GROUPS)[:, group]
     to_level = torch.cat([_levels(group), torch.eye(N)], 1)
     sd = (to_level @ covariance @ to_level.T).diagonal().sqrt()
-    torch.testing.assert_close(level.std(0), sd, rtol=4 / 400**0.5, atol=0.0)
-    torch.testing.assert_close(draws["c"].std(), covariance[0, 0].sqrt(), rtol=4 / 400**0.5, atol=0.0)
+    torch.testing.assert_close(level.std(0), sd, rtol=4 / 240**0.5, atol=0.0)
+    torch.testing.assert_close(draws["c"].std(), covariance[0, 0].sqrt(), rtol=4 / 240**0.5, atol=0.0)
 
 
 def test_a_value_held_by_a_handler_is_conditioned_on(trained):
     data, guide, other = _data(), trained(), trained(after=True)
     mean, covariance, _ = _exact(*data)
     with poutine.condition(data={"c": torch.tensor(3.0)}), torch.no_grad():
-        draws = [guide(*data) for _ in range(200)]
+        draws = [guide(*data) for _ in range(100)]
     given = mean + covariance[:, 0] / covariance[0, 0] * (3.0 - mean[0])
-    torch.testing.assert_close(torch.stack([draw["f"] for draw in draws]).mean(0), given[4:], rtol=0.0, atol=0.12)
-    torch.testing.assert_close(torch.stack([draw["g"] for draw in draws]).mean(0), given[1:4], rtol=0.0, atol=0.12)
+    torch.testing.assert_close(torch.stack([draw["f"] for draw in draws]).mean(0), given[4:], rtol=0.0, atol=0.17)
+    torch.testing.assert_close(torch.stack([draw["g"] for draw in draws]).mean(0), given[1:4], rtol=0.0, atol=0.17)
     with poutine.condition(data={"c": torch.tensor(3.0)}), pytest.raises(ValueError, match=r"'c'.*after GP site 'f'"):
         other(*data)
 
@@ -307,6 +307,28 @@ def test_one_step_is_the_natural_gradient():
     q.settle()
     torch.testing.assert_close(q.root, target.covariance_matrix.sqrt())
     torch.testing.assert_close(q.loc, target.mean)
+
+
+def test_a_gradient_that_stays_is_the_means_and_moves_the_slope_once():
+    # γ̄, the running mean of what m has yet to learn, is taken away before B is moved: three steps by hand.
+    torch.manual_seed(0)
+    q, following = _natural(), Following([3, 2], (), torch.zeros(()), torch.zeros(2), rate=0.1)
+    root, stays, other = torch.tensor([[2.0, 0.0], [0.5, 1.0]]), torch.randn(5), torch.randn(5)
+    slope, level, slopes = torch.zeros(5, 2), torch.zeros(5), []
+    for step, grad in enumerate((stays, stays, other)):
+        noise = torch.randn(2)
+        shifted = following(q, Drawn(torch.zeros(2), root, noise, root @ noise))
+        ((grad * torch.cat(list(shifted.shift))).sum() + shifted.weigh(())).backward()
+        following.settle()
+        natural = q.covariance_matrix @ grad
+        apart = natural - level
+        level = level + apart / (step + 1)
+        along = torch.linalg.solve(root.T, noise) / (1 + noise.square().sum())
+        slope = slope - 0.1 / (1 + grad @ natural).sqrt() * torch.outer(apart, along)
+        torch.testing.assert_close(following.slope, slope)
+        slopes.append(following.slope)
+    torch.testing.assert_close(slopes[1], slopes[0])
+    assert not torch.allclose(slopes[2], slopes[1])
 
 
 @pytest.mark.slow  # that a step's length is bounded, in units of q, is seen in the test above

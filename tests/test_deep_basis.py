@@ -480,12 +480,12 @@ def test_mini_batches_and_the_level_of_all_rows():
     assert expected > 1.2 * elsewhere(network, q, x[[one]])
     torch.testing.assert_close(guide.posterior(x[[one]])["f"].variance.item(), expected)
     for draw in (
-        lambda: torch.stack([guide(x[[one]])["f"] for _ in range(100)]),
-        lambda: Predictive(model, guide=guide, num_samples=100)(x[[one]])["f"],
-        lambda: torch.stack([guide.draw(x[[one]])["f"] for _ in range(100)]),
+        lambda: torch.stack([guide(x[[one]])["f"] for _ in range(60)]),
+        lambda: Predictive(model, guide=guide, num_samples=60)(x[[one]])["f"],
+        lambda: torch.stack([guide.draw(x[[one]])["f"] for _ in range(60)]),
     ):
         with torch.no_grad():
-            assert math.isclose(draw().var().item(), expected, rel_tol=0.43)  # three standard errors
+            assert math.isclose(draw().var().item(), expected, rel_tol=0.55)  # three standard errors
     # A step's own level is that of the batch.
     torch.testing.assert_close(
         elbo(model, guide, x[:10], y[:10], size=80), dense_bound(network, guide, x[:10], y[:10], 80), rtol=1e-9, atol=0

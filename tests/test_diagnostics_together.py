@@ -58,7 +58,7 @@ def test_expectation_propagation_is_judged_by_its_own_target():
 @pytest.mark.filterwarnings("ignore")  # ArviZ's own
 def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
     """Three trees of one layout, compared and overlaid by stock ArviZ, and alike where the model leaves no choice."""
-    x, y = data(16)
+    x, y = data(14)
 
     def model(x, y=None):
         noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.3))
@@ -67,17 +67,17 @@ def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
             return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
     new = torch.linspace(-1, 1, 5)[:, None]
-    variational, expectation = AutoSparseGP(model, SGPR(16)), AutoSparseGP(model, SparseEP(16))
+    variational, expectation = AutoSparseGP(model, SGPR(14)), AutoSparseGP(model, SparseEP(14))
     svi = pyro.infer.SVI(model, variational, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
     ep = ExpectationPropagation(model, expectation, pyro.optim.Adam({"lr": 0.05}))
-    for _ in range(25):
+    for _ in range(18):
         svi.step(x, y)
         ep.step(x, y)
     white = poutine.reparam(model, config=Whitening())
     kernel = NUTS(white, max_tree_depth=4, init_strategy=init_to_median())  # elsewhere its noise gets stuck
-    nuts = MCMC(kernel, num_samples=60, warmup_steps=30, disable_progbar=True)
+    nuts = MCMC(kernel, num_samples=50, warmup_steps=30, disable_progbar=True)
     nuts.run(x, y)
-    options = {"num_samples": 60, "predict": new, "seed": 0}
+    options = {"num_samples": 50, "predict": new, "seed": 0}
     trees = {
         name: diagnostics.to_datatree(model, result, x, y, **options)
         for name, result in {"SVI": svi, "EP": ep, "NUTS": nuts}.items()
@@ -88,7 +88,7 @@ def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
     assert all("noise" in tree.posterior for tree in trees.values())
     table = diagnostics.compare(trees)
     assert set(table.index) == set(trees)
-    assert table["elpd_diff"].abs().max() < 3  # of some 20 nats, by 60 draws each
+    assert table["elpd_diff"].abs().max() < 3  # of some 20 nats, by 50 draws each
     stock = arviz_stats.compare({name: arviz_stats.loo(tree, reff=1.0, pointwise=True) for name, tree in trees.items()})
     assert (stock["elpd"] - diagnostics.compare(trees, target="none")["elpd"]).abs().max() < 0.05
     means = {name: tree.predictions["f"].mean(["chain", "draw"]).values for name, tree in trees.items()}
@@ -114,9 +114,8 @@ def test_leave_one_out_by_streaming_takes_the_guides_own_target():
     for model, seen, tolerance in ((gaussian, y, 1e-5), (poisson, torch.poisson((y + 1).clamp(0)), 0.4)):
         guide = AutoSparseGP(model, SparseEP(8))
         ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}), damping=0.7)
-        for _ in range(20):
-            ep.sweep(x, seen)
-        found = diagnostics.loo_large(model, ep, x, seen, observations=40, num_samples=50)
+        ep.sweep(x, seen, num=20)
+        found = diagnostics.loo_large(model, ep, x, seen, observations=30, num_samples=50)
         assert found.target == "fitc"
         tree = diagnostics.to_datatree(model, ep, x, seen, num_samples=50, seed=0, posterior_predictive=False)
         assert diagnostics.psis(tree).target == "fitc"
@@ -149,7 +148,7 @@ def test_deep_bases_keep_their_level_at_new_rows(family):
     model, _ = deep_model()
     guide = AutoSparseGP(model, family)
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(10):
+    for _ in range(5):
         svi.step(x, y)
     new = 0.2 * torch.linspace(-1, 1, 5)[:, None]
     labels = torch.sin(4 * new[:, 0])
@@ -159,9 +158,9 @@ def test_deep_bases_keep_their_level_at_new_rows(family):
     scores = diagnostics.predictive_scores(model, guide, new, labels, num_samples=1)
     found = torch.from_numpy(scores.tree["predictive_scores"]["log_score"].values)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=100, predict=new, seed=0)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=60, predict=new, seed=0, log_likelihood=False)
     spread = torch.from_numpy(tree["predictions"]["f"].values).double()[0].std(0)
-    assert (spread / q.stddev).sub(1).abs().max() < 0.25  # 3.5 standard errors
+    assert (spread / q.stddev).sub(1).abs().max() < 0.33  # 3.6 standard errors
 
 
 def test_scores_of_several_outputs():
@@ -184,7 +183,7 @@ def test_scores_of_several_outputs():
 def test_a_tree_holds_the_posterior_that_the_guide_predicts_with():
     """Under a variance correction q(w) is that of eq. 12, optimal for integrated densities: of precision 1/(σ² + c)."""
     x, y = data(40)
-    num, error = 150, 5 / 150**0.5  # five standard errors of a mean, in standard deviations
+    num, error = 100, 5 / 100**0.5  # five standard errors of a mean, in standard deviations
     model, network = deep_model()
     guide = AutoSparseGP(model, ExactWeightSpace())
     guide(x, y)
@@ -222,7 +221,7 @@ def test_a_tree_holds_the_posterior_that_the_guide_predicts_with():
         warnings.simplefilter("ignore")
         found, large = (
             diagnostics.loo(tree),
-            diagnostics.loo_large(model, guide, x, y, observations=40, num_samples=150),
+            diagnostics.loo_large(model, guide, x, y, observations=40, num_samples=60),
         )
     assert found.target == large.target == "fitc"
     assert abs(found.elpd - float(exact)) < 1

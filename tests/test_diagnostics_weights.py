@@ -109,10 +109,10 @@ def test_the_exact_target_is_the_marginal_likelihood():
     torch.testing.assert_close(source.log_joint_exact(draw) - draw.log_prior, dense, atol=1e-3, rtol=1e-5)
     # lp − log_q averages to log p(y) through its exponential
     guide = on_a_grid(12, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=100, exact=True, posterior_predictive=False)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=50, exact=True, posterior_predictive=False)
     weights = torch.as_tensor((tree.sample_stats.lp_exact - tree.sample_stats.log_q).values[0])
     evidence = dist.MultivariateNormal(torch.zeros(30), KERNEL(x) + NOISE**2 * torch.eye(30)).log_prob(y)
-    assert abs(torch.logsumexp(weights, 0) - np.log(100) - evidence) < 0.1
+    assert abs(torch.logsumexp(weights, 0) - np.log(50) - evidence) < 0.1
 
 
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
@@ -133,11 +133,11 @@ def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     source = as_source(model, guide, (x, y), {}, exact=True)
     draw = source.draw()
     h, root = draw.moments["f"][0], draw.posteriors["f"].residual_tril
-    f = h + (root @ torch.randn(6, 150_000)).mT
-    brute = torch.logsumexp(likelihood(f).log_prob(y).sum(-1), 0) - np.log(150_000)
-    values = torch.stack([log_marginal(source.reader, {}, draw.posteriors, draw.moments) for _ in range(100)])
+    f = h + (root @ torch.randn(6, 60_000)).mT
+    brute = torch.logsumexp(likelihood(f).log_prob(y).sum(-1), 0) - np.log(60_000)
+    values = torch.stack([log_marginal(source.reader, {}, draw.posteriors, draw.moments) for _ in range(60)])
     assert values.std() < 0.6
-    assert abs(torch.logsumexp(values, 0) - np.log(100) - brute) < 0.05
+    assert abs(torch.logsumexp(values, 0) - np.log(60) - brute) < 0.06
 
 
 def test_projected_data_have_the_exact_density_of_their_joint_draws():
@@ -145,10 +145,10 @@ def test_projected_data_have_the_exact_density_of_their_joint_draws():
     x, y = smooth_data(30)
     guide = AutoSparseGP(gaussian(KERNEL, NOISE), ComputationAware(20, "eigen"))
     guide(x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=200, exact=True, posterior_predictive=False)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=90, exact=True, posterior_predictive=False)
     weights = torch.as_tensor((tree.sample_stats.lp - tree.sample_stats.log_q).values[0])
     evidence = dist.MultivariateNormal(torch.zeros(30), KERNEL(x) + NOISE**2 * torch.eye(30)).log_prob(y)
-    assert abs(torch.logsumexp(weights, 0) - np.log(200) - evidence) < 0.2
+    assert abs(torch.logsumexp(weights, 0) - np.log(90) - evidence) < 0.2
     assert diagnostics.psis(tree).target == "exact"
 
 
@@ -161,20 +161,20 @@ def test_weights_mend_hyperparameters():
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
-    x, y = smooth_data(25)
-    guide = AutoSparseGP(model, SGPR(15), init_scale=0.3)
+    x, y = smooth_data(20)
+    guide = AutoSparseGP(model, SGPR(12), init_scale=0.3)
     guide(x, y)
     with torch.no_grad():  # off centre, but wide enough
         guide.locs.length_unconstrained.fill_(-2.2)
         guide.scales.length_unconstrained.fill_(-0.9)
-    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=100, exact=True, seed=1)
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=70, exact=True, seed=1, posterior_predictive=False)
     found = diagnostics.psis(tree, target="exact")
     assert found.khat < 0.7
     new = diagnostics.resample(tree, found, seed=0)
     grid = torch.linspace(-5, 1, 200)
     log_posterior = torch.stack(
         [
-            dist.MultivariateNormal(torch.zeros(25), kernels.RBF(v.exp())(x) + NOISE**2 * torch.eye(25)).log_prob(y)
+            dist.MultivariateNormal(torch.zeros(20), kernels.RBF(v.exp())(x) + NOISE**2 * torch.eye(20)).log_prob(y)
             for v in grid
         ]
     ) + dist.Normal(-2.0, 0.7).log_prob(grid)
@@ -185,7 +185,7 @@ def test_weights_mend_hyperparameters():
     assert abs(draws.std() / sd - 1) < 0.25
     before = np.log(tree.posterior["length"].values)
     assert abs(before.std() - sd) > 3 * abs(draws.std() - sd)
-    assert new.posterior.sizes["draw"] == 100
+    assert new.posterior.sizes["draw"] == 70
     assert "sample_stats" not in new.children
     np.testing.assert_allclose(new.observed_data["y"], y)
 
@@ -212,7 +212,7 @@ def test_resample_follows_the_weights_and_refuses_bad_ones():
 def test_psis_refuses():
     x, y = smooth_data(20)
     guide = on_a_grid(6, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=30)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=25, posterior_predictive=False)
     with pytest.raises(ValueError, match="at least 25"):
         diagnostics.psis(guide.model, guide, x, y, num_samples=20)
     with pytest.raises(ValueError, match="at least 25 draws, the tree has 20"):
@@ -237,10 +237,10 @@ def test_psis_refuses():
 
 def test_chains_are_weighted_together():
     """Two guides' weights, each normalised by its own q, are towards one target: the nearer guide gets its due."""
-    x, y = smooth_data(60)
+    x, y = smooth_data(30)
     model = gaussian(KERNEL, NOISE)
     guides = [on_a_grid(12, x, y, model) for _ in range(2)]
-    tree = diagnostics.to_datatree(model, guides, x, y, num_samples=40, exact=True, posterior_predictive=False)
+    tree = diagnostics.to_datatree(model, guides, x, y, num_samples=30, exact=True, posterior_predictive=False)
     found = diagnostics.psis(tree, target="exact")
     shares = np.exp(found.log_weights).sum("draw").values
     np.testing.assert_allclose(shares, 0.5, atol=0.05)
@@ -251,7 +251,7 @@ def test_loo_is_the_exact_processes():
     """With inducing points at all distinct places, LOO is the exact GP's, point by point."""
     x, y = smooth_data(60)
     guide = on_a_grid(16, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=300, posterior_predictive=False)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=150, posterior_predictive=False)
     found = diagnostics.loo(tree)
     np.testing.assert_allclose(found.elpd_i.values, exact_loo(x, y), atol=0.9)
     assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.8
@@ -266,7 +266,7 @@ def test_comparison_is_one_call():
     wrong_guide = AutoSparseGP(wrong, SGPR(20))
     wrong_guide(x, y)
     trees = {
-        name: diagnostics.to_datatree(guide.model, guide, x, y, num_samples=50, posterior_predictive=False)
+        name: diagnostics.to_datatree(guide.model, guide, x, y, num_samples=25, posterior_predictive=False)
         for name, guide in (
             ("right", on_a_grid(16, x, y, model)),
             ("few points", on_a_grid(5, x, y, model)),
@@ -280,22 +280,22 @@ def test_comparison_is_one_call():
 
 
 def test_loo_large_agrees_with_loo():
-    x, y = smooth_data(100)
+    x, y = smooth_data(60)
     model = gaussian(KERNEL, NOISE)
     guide = on_a_grid(14, x, y, model)
-    whole = diagnostics.loo(model, guide, x, y, num_samples=40)
-    part = diagnostics.loo_large(model, guide, x, y, observations=30, num_samples=40)
+    whole = diagnostics.loo(model, guide, x, y, num_samples=30)
+    part = diagnostics.loo_large(model, guide, x, y, observations=30, num_samples=30)
     assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se + 1.0
     assert part.subsample_size == 30
-    assert part.n_data_points == 100
-    everything = diagnostics.loo_large(model, guide, x, y, observations=100, num_samples=40)
+    assert part.n_data_points == 60
+    everything = diagnostics.loo_large(model, guide, x, y, observations=60, num_samples=30)
     assert abs(everything.elpd - whole.elpd) < 1.5
-    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, num_samples=40)
+    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, num_samples=30)
     table = diagnostics.compare({"many": part, "few": few})
     assert table.index[0] == "many"
     assert "subsampling_dse" in table.columns
-    with pytest.raises(ValueError, match="observations must be between 1 and 100"):
-        diagnostics.loo_large(model, guide, x, y, observations=101, num_samples=30)
+    with pytest.raises(ValueError, match="observations must be between 1 and 60"):
+        diagnostics.loo_large(model, guide, x, y, observations=61, num_samples=30)
     with pytest.raises(ValueError, match="at least 25, got 2"):
         diagnostics.loo_large(model, guide, x, y, num_samples=2)
     with pytest.raises(ValueError, match="loo_large's target"):
@@ -306,7 +306,7 @@ def test_loo_says_when_weights_fail():
     """Weights that cannot be used are left out, and the result says so; asked for, they are used with a warning."""
     x, y = smooth_data(20)
     guide = on_a_grid(10, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=50)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=50, posterior_predictive=False)
     good = diagnostics.loo(tree)
     assert (good.target, good.khat, good.warning) == ("vfe", -np.inf, bool((good.pareto_k > good.good_k).any()))
     steep = tree.sample_stats["log_q"].copy(data=np.linspace(0, 200, 50)[None] + tree.sample_stats["log_q"].values)
@@ -348,13 +348,14 @@ def test_loo_large_without_weights():
     x, new, y, seen = x[:3000], x[3000:], y[:3000], y[3000:]
     model = gaussian(kernels.RBF(0.3), NOISE)
     z = torch.linspace(0, 1, 8)[:, None]
-    guide, _ = maximise(model, SVGP(z, trainable=False), x, y, iterations=60)
-    coefficients = guide.posterior(x[:1])["f"].coefficients
-    with torch.no_grad():  # a mean that wanders about the optimum, by twice what a draw does
-        mean = guide.gps.f.coefficients.loc_0_unconstrained
-        mean.add_(2 * (coefficients.rsample(())[0] - mean))
+    guide = AutoSparseGP(model, SVGP(z, trainable=False))
+    guide.absorb(x, y)  # the optimum
+    coefficients, q = guide.posterior(x[:1])["f"].coefficients, guide.gps.f.coefficients
+    with torch.no_grad():  # a mean that wanders about it, by twice what a draw does
+        away = 2 * (coefficients.rsample(())[0] - coefficients.loc[0])
+        q.pull = q.pull + torch.linalg.solve(coefficients.covariance_matrix, away)
     with pytest.warns(UserWarning, match="above 0.7.* left out"):
-        found = diagnostics.loo_large(model, guide, x, y, observations=100, num_samples=100)
+        found = diagnostics.loo_large(model, guide, x, y, observations=100, num_samples=50)
     assert (found.target, found.warning) == ("none", True)
     assert found.khat > 0.7
     assert not found.approx_posterior
@@ -364,7 +365,7 @@ def test_loo_large_without_weights():
     assert abs(found.elpd / 3000 - scores.mean()) < 3 * error
     assert error < 0.025
     # the optimal q(w) at the same N has equal weights
-    assert diagnostics.psis(model, on_a_grid(8, x, y, model), x, y, num_samples=40).ess > 39
+    assert diagnostics.psis(model, on_a_grid(8, x, y, model), x, y, num_samples=25).ess > 24
 
 
 # Scores.
@@ -437,9 +438,9 @@ def test_scores_by_draws_are_those_of_the_distribution():
 def test_scores_of_other_likelihoods(model, method):
     x, y = data(model, num=50)
     guide = AutoSparseGP(model, SVGP(10))
-    train(model, guide, x, y, steps=20, lr=0.1)
-    new, seen = data(model, num=150, seed=7)
-    found = diagnostics.predictive_scores(model, guide, new, seen, num_samples=8)
+    train(model, guide, x, y, steps=14, lr=0.12)
+    new, seen = data(model, num=120, seed=7)
+    found = diagnostics.predictive_scores(model, guide, new, seen, num_samples=5)
     assert found.method == method
     assert np.isfinite(found.pointwise["log_score"]).all()
     assert (found.pointwise["crps"] >= -1e-9).all()
@@ -507,7 +508,7 @@ def test_a_confident_guide_is_found_out():
     """Hyperparameters' posterior with a tenth of its spread: k-hat of the weights and coverage both say so."""
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SGPR(12))
-    train(regression, guide, x, y, steps=30, lr=0.2)
+    train(regression, guide, x, y, steps=20, lr=0.2)
     good = diagnostics.psis(regression, guide, x, y, num_samples=30, target="fitc", seed=0)
     with torch.no_grad():
         for name in ("noise", "scale", "length"):
@@ -516,8 +517,8 @@ def test_a_confident_guide_is_found_out():
     bad = diagnostics.psis(regression, guide, x, y, num_samples=30, target="fitc", seed=0)
     assert bad.khat > 0.7
     assert bad.khat > good.khat
-    new, seen = data(num=200, seed=9)
-    assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=6).coverage(0.95) < 0.85
+    new, seen = data(num=150, seed=9)
+    assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=4).coverage(0.95) < 0.85
 
 
 @pytest.mark.slow  # the test above sees a posterior that is too narrow

@@ -1,15 +1,13 @@
 """Several processes, each with its share of the data, against one with all of it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import multiprocessing
 
 import pytest
 import torch
 
 from . import ep_worker, group_worker
 
+FORK = multiprocessing.get_context("fork")  # processes that have imported what they need
 EP = ("matched", "exact", "batches")
 SVI = ("batches", "whole", "loop", "low rank", "gradients")
 JOBS = [*(f"ep-{mode}" for mode in EP), *(f"svi-{mode}" for mode in SVI)]
@@ -17,24 +15,20 @@ JOBS = [*(f"ep-{mode}" for mode in EP), *(f"svi-{mode}" for mode in SVI)]
 
 def work(world, jobs, file):
     """Run the processes to their ends; the first of them is this one."""
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.group_worker", str(rank), str(world), str(file), ",".join(jobs)],
-            cwd=Path(__file__).parents[1],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(1, world)
-    ]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a process that is forked needs it
+    workers = [FORK.Process(target=group_worker.work, args=(rank, world, file, jobs)) for rank in range(1, world)]
+    for worker in workers:
+        worker.start()
     try:
         group_worker.work(0, world, file, jobs)
-        outputs = [worker.communicate(timeout=300)[0] for worker in workers]
+        for worker in workers:
+            worker.join(300)
     finally:
         for worker in workers:
             worker.kill()
-    assert all(worker.returncode == 0 for worker in workers), outputs
+        torch.set_num_threads(threads)
+    assert [worker.exitcode for worker in workers] == [0] * (world - 1)
     return file
 
 

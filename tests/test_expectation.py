@@ -52,12 +52,12 @@ def start(model, *args, family=None, **kwargs):
 
 def converge(ep, *args, **kwargs):
     """The fixed point, which no damping moves."""
-    ep.damping = max(ep.damping, 0.8)
-    for _ in range(4000):
-        loss = ep.sweep(*args, **kwargs)
-        if ep.status["f"]["change"] < 1e-11:
-            return loss
-    raise AssertionError(f"no convergence: {ep.status}")
+    ep.damping, before = max(ep.damping, 0.8), ep.tolerance
+    ep.tolerance = 1e-11
+    loss = ep.sweep(*args, num=4000, **kwargs)
+    assert all(status["converged"] for status in ep.status.values()), ep.status
+    ep.tolerance = before
+    return loss
 
 
 def reference(x, y, z, kernel, prior_mean, sweeps=300):
@@ -419,7 +419,7 @@ class TestMiniBatches:
                 else:
                     ep.sweep(x, y)
                 moves.append(ep.status["f"]["change"])
-            if max(moves) < 1e-8:
+            if max(moves) < 1e-7:
                 break
         precision = whole.guide.gps.f.precision
         torch.testing.assert_close(guide.gps.f.precision, precision, atol=1e-6, rtol=1e-6)
@@ -440,7 +440,7 @@ class TestMiniBatches:
             for rows in parts:
                 ep.sweep(x[rows], y[rows], size=60, indices=rows)
                 moves.append(ep.status["f"]["change"])
-            if max(moves) < 1e-9:
+            if max(moves) < 1e-7:
                 break
         found = [gradients(ep, x[rows], y[rows], size=60, indices=rows) for rows in parts]
         whole = gradients(ep, x, y)
@@ -490,7 +490,7 @@ class TestMiniBatches:
         guide, ep = start(probit, x, damping=0.99)
         ep.optim = pyro.optim.Adam({"lr": 0.2})
         generator = torch.Generator().manual_seed(0)
-        for _ in range(28):
+        for _ in range(16):
             for rows in torch.randperm(60, generator=generator).split(15):
                 ep.step(x[rows], y[rows], size=60, indices=rows)
                 assert ep.status["f"]["skipped"] == ep.status["f"]["cut"] == 0
@@ -502,7 +502,7 @@ class TestMiniBatches:
         pyro.clear_param_store()
         _, whole = start(probit, x)
         whole.optim = pyro.optim.Adam({"lr": 0.1})
-        losses = [whole.step(x, y) for _ in range(50)]
+        losses = [whole.step(x, y) for _ in range(30)]
         assert abs(loss - losses[-1]) < 1
 
     def test_errors(self):
@@ -545,9 +545,9 @@ def test_contract(model, dtype, device):
         return keep
 
     hooks = [p.register_hook(watch(name)) for name, p in guide.named_parameters()]
-    losses = [ep.step(x, y) for _ in range(15)]
+    losses = [ep.step(x, y) for _ in range(8)]
     assert torch.tensor(losses).isfinite().all()
-    assert sum(losses[-5:]) < sum(losses[:5])
+    assert sum(losses[-4:]) < sum(losses[:4])
     assert all(total > 0 for total in seen.values()), seen
     assert all(p.isfinite().all() and p.dtype == dtype and p.device == x.device for p in guide.parameters())
     for hook in hooks:
@@ -760,7 +760,7 @@ class TestModels:
         guide, ep = start(model, x, family=SparseEP(x, trainable=False), damping=1.0)
         for rate in (0.1, 0.02, 0.004):
             ep.optim = pyro.optim.Adam({"lr": rate})
-            for _ in range(30):
+            for _ in range(26):
                 loss = ep.step(y)
         grid = torch.linspace(0.1, 1.0, 901)
         covariances = kernels.RBF(0.8)(x) + grid[:, None, None] ** 2 * torch.eye(30)
@@ -819,7 +819,7 @@ class TestRowsInAnotherOrder:
             pyro.clear_param_store()
             _, ep = start(probit, x, gradient=gradient)
             generator = torch.Generator().manual_seed(0)
-            for _ in range(15):
+            for _ in range(8):
                 rows = torch.randperm(40, generator=generator) if shuffled else torch.arange(40)
                 ep.step(x[rows], y[rows])
             losses.append(ep.evaluate_loss(x, y))
@@ -842,7 +842,7 @@ class TestRowsInAnotherOrder:
             with torch.no_grad():
                 network.weight.fill_(1.2), network.bias.fill_(0.1)
             _, ep = start(model, x)
-            for _ in range(8):
+            for _ in range(5):
                 rows = torch.randperm(40) if shuffled else torch.arange(40)
                 ep.step(x[rows], y[rows])
             ep.step(x, 1 - y)  # other outcomes of the same rows
@@ -945,8 +945,7 @@ class TestRobustness:
 
         model = one_function(kernels.RBF(0.8), lambda f: dist.StudentT(3.0, f, 0.1))
         guide, ep = start(model, x, damping=0.5)
-        for _ in range(100):
-            loss = ep.sweep(x, y)
+        loss = ep.sweep(x, y, num=100)
         assert math.isfinite(loss)
         status = ep.status["f"]
         assert status["negative"] > 0
@@ -985,8 +984,8 @@ class TestRobustness:
                 pyro.sample("y", dist.Cauchy(f, 0.1), obs=y)
 
         guide, ep = start(model, x, family=SparseEP(torch.linspace(-3, 3, 10)[:, None]), damping=0.1)
-        for _ in range(30):
-            assert math.isfinite(ep.sweep(y))
+        for _ in range(10):
+            assert math.isfinite(ep.sweep(y, num=2))
         assert guide.posterior(y)["f"].mean.abs().max() < 3
 
     def test_nan_changes_nothing(self):
@@ -1113,7 +1112,7 @@ LIKELIHOODS = {
 }
 
 
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])  # another draw
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2))])  # other draws
 @pytest.mark.parametrize("name", LIKELIHOODS)
 def test_minus_log_z_does_not_run_away(name, seed):
     """Drawn at random: sizes of mini-batches, masks, offsets, amplitudes; the default damping."""

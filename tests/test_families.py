@@ -22,6 +22,7 @@ from .models import (
     additive,
     bernoulli,
     data,
+    gaussian,
     heteroscedastic,
     interaction,
     poisson,
@@ -73,7 +74,7 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
     # Everything must follow the data, not the default.
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     monkeypatch.setattr(models, "additive", kernel)
-    x, y = data(model, 60 if steps > 8 else 24 if model is heteroscedastic else 40, dtype=dtype, device=device)
+    x, y = data(model, 60 if steps > 8 else 16 if model is heteroscedastic else 40, dtype=dtype, device=device)
     guide = AutoSparseGP(model, family)
     sites = ["f", "g"] if model is heteroscedastic else ["f"]
 
@@ -144,7 +145,7 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
 
 
 @pytest.mark.parametrize("family", [SVGP(12), OrthogonalInducing(6, 6), MeanFieldAdditive(6)])
-@pytest.mark.parametrize("init", ["greedy", "kmeans", "grid", lambda kernel, x, num: x[:num]])
+@pytest.mark.parametrize("init", ["pivots", "greedy", "kmeans", "grid", lambda kernel, x, num: x[:num]])
 def test_initial_inducing_inputs(family, init):
     family = type(family)(**{**vars(family), "init": init})
     x, y = data()
@@ -154,7 +155,7 @@ def test_initial_inducing_inputs(family, init):
         if "inputs" in name:
             assert value.isfinite().all()
             assert len(value.unique(dim=0)) == len(value)
-            if init == "greedy":  # rows of x, in the columns that the term reads
+            if init in ("pivots", "greedy"):  # rows of x, in the columns that the term reads
                 rows = x if value.shape[-1] == 2 else x[:, [0]] if "term_0" in name else x[:, [1]]
                 assert all((row == rows).all(-1).any() for row in value)
 
@@ -169,6 +170,35 @@ def test_greedy_variance_is_the_pivoted_cholesky():
         cross = kernel(x, chosen[:m])
         variance = kernel.diag(x) - (cross @ kernel(chosen[:m]).inverse() * cross).sum(-1)
         assert torch.equal(x[variance.argmax()], chosen[m])
+
+
+def test_random_pivots_are_drawn_in_proportion_to_the_variance_that_is_left():
+    from pyro_sparsegp.bases import random_pivots
+
+    kernel = additive(torch.tensor(1.0), torch.tensor([0.3, 0.4]))
+    x, num = torch.tensor([[0.0, 0.0], [0.1, 0.1], [0.2, 0.0], [0.9, 0.9]]), 400
+    expected, found = torch.zeros(4, 4), torch.zeros(4, 4)
+    for i in range(4):
+        cross = kernel(x, x[[i]])
+        left = (kernel.diag(x) - (cross.square() / kernel.diag(x[[i]]))[:, 0]).clamp(min=0)
+        expected[i] = kernel.diag(x)[i] / kernel.diag(x).sum() * left / left.sum()
+    for _ in range(num):
+        i, j = ((x == row).all(-1).nonzero()[0, 0] for row in random_pivots(kernel, x, 2))
+        found[i, j] += 1 / num
+    assert expected.max() > 0.15  # they are not all alike
+    torch.testing.assert_close(found, expected, rtol=0, atol=4 * (0.15 / num) ** 0.5)
+
+
+def test_pivots_are_the_default_among_many_rows(monkeypatch):
+    from pyro_sparsegp.bases import initial
+
+    asked = []
+    for name in ("greedy", "pivots"):
+        way = initial._NAMED[name]
+        monkeypatch.setitem(initial._NAMED, name, lambda *args, way=way, name=name: asked.append(name) or way(*args))
+    for num in (1024, 1025):
+        AutoSparseGP(gaussian(kernels.RBF(0.3)), SVGP(4))(torch.rand(num, 1), torch.rand(num))
+    assert asked == ["greedy", "pivots"]
 
 
 def test_fixed_and_given_inducing_inputs():
@@ -233,7 +263,7 @@ def test_additive_inputs_a_term():
         (SVGP(2.5), "number of inducing points of at least 1"),
         (SVGP(torch.rand(4, 3)), r"inducing inputs of site 'f' must be a tensor \(M, 2\), got \(4, 3\)"),
         (SVGP(torch.full((4, 2), torch.nan)), "contain NaN"),
-        (SVGP(4, init="best"), r"init must be one of \['greedy', 'grid', 'kmeans'\]"),
+        (SVGP(4, init="best"), r"init must be one of \['greedy', 'grid', 'kmeans', 'pivots'\]"),
         (SVGP(4, init=lambda kernel, x, num: x), r"init returned inducing inputs of shape \(60, 2\)"),
         (MeanFieldAdditive([4, 4]), r"lists 2 entries, the kernel of site 'f' has 4 terms"),
         (MeanFieldAdditive([4, None, None, None]), "no entry for term 1 of site 'f'"),

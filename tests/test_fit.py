@@ -1,5 +1,6 @@
 """fit: what it trains on, when it stops, and that a fit that was cut off goes on as if it had not been."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from pyro_sparsegp.inference.recipe import FallingAdam
 from . import fit_worker
 from .benchmarks import fit_memory
 
+FORK = multiprocessing.get_context("fork")  # a process that has imported what it needs
 CASES = ["tensors", "loader", "sites", "EP", "EP, batches"]
 
 
@@ -71,10 +73,10 @@ def test_resumed_as_if_never_cut_off(case, tmp_path):
 
 def test_killed_and_resumed(tmp_path):
     file = tmp_path / "fit.pt"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, fit_worker.__file__, "cold", str(file), "5"]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    process = FORK.Process(target=fit_worker.killed, args=("cold", file, 5))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     _, expected = fit_worker.run("cold")
     pyro.clear_param_store()
     again, found = fit_worker.run("cold", checkpoint=file, resume=True)

@@ -4,8 +4,8 @@ import pytest
 
 from .fuzz import CLEAN, ERROR, EXPLOSION, LATER, RAW, SILENT, Configuration, judge, run
 
-# Every family once but those of one class, most likelihoods, kernels and latents, and none that is slow.
-QUICK = (0, 1, 8, 13, 18, 19, 21, 24, 28, 32, 51, 54, 94, 103, 136, 157, 191)
+# A family of each kind once, most likelihoods, kernels and latents, and none that is slow.
+QUICK = (1, 8, 13, 18, 19, 32, 51, 94, 103, 157, 191)
 
 
 def require_sound(indices):
@@ -18,7 +18,7 @@ def test_quick_sweep():
     require_sound(QUICK)
 
 
-@pytest.mark.slow  # the test above draws each family once
+@pytest.mark.slow  # the test above draws a family of each kind
 def test_sweep():
     require_sound(range(500))
 

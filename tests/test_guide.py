@@ -81,14 +81,14 @@ class TestOwnership:
 
         x, y = data()
         one, two = Holder(), Holder()
-        train(regression, one.guide, x, y, steps=20)
+        train(regression, one.guide, x, y, steps=6)
         before = means(one.guide, x)
-        train(regression, two.guide, x, -y, steps=20)
+        train(regression, two.guide, x, -y, steps=6)
         assert torch.equal(means(one.guide, x), before)
         three = Holder()
         three.load_state_dict(one.state_dict())
         assert torch.equal(means(three.guide, x), before)
-        train(regression, three.guide, x, y, steps=5)
+        train(regression, three.guide, x, y, steps=3)
         assert torch.equal(means(one.guide, x), before)
 
     def test_the_parameter_store_does_not_matter(self):
@@ -389,7 +389,7 @@ class TestSites:
         x, y = data()
         for points in (True, ["length", "noise"]):
             guide = AutoSparseGP(regression, SVGP(7), point_estimates=points)
-            train(regression, guide, x, y, steps=20)
+            train(regression, guide, x, y, steps=5)
             draws = [guide(x, y) for _ in range(2)]
             assert torch.equal(draws[0]["length"], draws[1]["length"])
             assert torch.equal(draws[0]["scale"], draws[1]["scale"]) == (points is True)
@@ -425,18 +425,18 @@ class TestSites:
         guide(x, y)
         close = torch.zeros(2, 2) + torch.tensor([[0.0], [1e-4]])
         with torch.no_grad():
-            train_draws = torch.stack([guide(close, y[:2])["f"] for _ in range(150)])
-        predicted = torch.stack([guide(close)["f"] for _ in range(50)])
+            train_draws = torch.stack([guide(close, y[:2])["f"] for _ in range(100)])
+        predicted = torch.stack([guide(close)["f"] for _ in range(20)])
         assert predicted.T.corrcoef()[0, 1] > 0.99
         guide.eval()
-        eval_draws = torch.stack([guide(close)["f"] for _ in range(50)])
+        eval_draws = torch.stack([guide(close)["f"] for _ in range(20)])
         assert abs(train_draws.T.corrcoef()[0, 1]) < 0.3
         assert eval_draws.T.corrcoef()[0, 1] > 0.99
 
     def test_posterior_predictive(self):
         x, y = data(num=80)
         guide = AutoSparseGP(regression, SVGP(15))
-        train(regression, guide, x, y, steps=45, lr=0.1)
+        train(regression, guide, x, y, steps=25, lr=0.15)
         new, target = data(num=40, seed=3)
         for draws in (
             Predictive(regression, guide=guide, num_samples=40)(new)["y"],
@@ -485,7 +485,7 @@ class TestSites:
                 return pyro.sample("y", dist.Normal(z, 0.1), obs=y)
 
         guide = AutoSparseGP(model, SVGP(7))
-        train(model, guide, x, y, steps=20)
+        train(model, guide, x, y, steps=5)
         assert guide(x[:4])["z"].shape == (4,)
         draws = predict(model, guide, x, num_samples=100)  # the same number of rows, and still new
         assert abs((draws["z"] - draws["f"]).std() - 0.5) < 0.05
@@ -852,16 +852,16 @@ def test_handlers_around_a_prediction_are_not_those_of_the_training_data(family,
     with torch.no_grad():
         if which == "scaled":
             guide.eval()
-            draws = torch.stack([poutine.scale(guide, 0.01)(*arguments)["f"] for _ in range(50)])
+            draws = torch.stack([poutine.scale(guide, 0.01)(*arguments)["f"] for _ in range(30)])
         else:
-            draws = Predictive(regression, guide=guide, num_samples=50, return_sites=("f",))(*arguments)["f"]
+            draws = Predictive(regression, guide=guide, num_samples=30, return_sites=("f",))(*arguments)["f"]
         with poutine.mask(mask=False):
             again = guide.posterior(*arguments)["f"]
     torch.testing.assert_close(again.mean, q.mean)
     torch.testing.assert_close(again.variance, q.variance)
-    draws = draws.reshape(50, -1)
-    assert ((draws.mean(0) - q.mean).abs() < 5 * q.stddev / 50**0.5).all()
-    assert ((draws.var(0) / q.variance).log().abs() < 1.2).all()
+    draws = draws.reshape(30, -1)
+    assert ((draws.mean(0) - q.mean).abs() < 5 * q.stddev / 30**0.5).all()
+    assert ((draws.var(0) / q.variance).log().abs() < 1.5).all()
 
 
 @pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=["SVGP", "SGPR"])

@@ -1,6 +1,7 @@
 """GP sites that have one posterior, against dense joint Gaussians."""
 
 import copy
+import math
 import pickle
 
 import pyro
@@ -78,7 +79,7 @@ SHAREABLE = {
     "SVGP": (families.SVGP(**AT_ONCE), 2, 1e-5),
     "CoupledCovariance": (families.CoupledCovariance(**AT_ONCE), 2, 1e-5),
     "CoupledPrecision": (families.CoupledPrecision(**AT_ONCE, rank=N), 30, 1e-4),
-    "gradients": (families.SVGP(**EXACT, natural=False), 70, 0.4),  # independent posteriors are 3 nats short
+    "gradients": (families.SVGP(**EXACT, natural=False), 50, 0.5),  # independent posteriors are 3 nats short
 }
 
 
@@ -107,7 +108,7 @@ def test_draws_are_joint_and_weigh_the_evidence():
     x, y = _data()
     guide = _trained(_model(), families.SVGP(**AT_ONCE), x, y)
     pyro.set_rng_seed(1)
-    draws = predict(guide.model, guide, x, num_samples=80)
+    draws = predict(guide.model, guide, x, num_samples=50)
     assert (draws["f"] + draws["g"]).var(0).mean() < 0.3 * draws["f"].var(0).mean()
     q = guide.posterior(x)
     f, g = q["f"].rsample((4000,)), q["g"].rsample((4000,))
@@ -129,7 +130,7 @@ def test_draws_of_rows_train_it_too(rank):
     data = _data()
     plain = families.SVGP(**EXACT, rate=slowly)
     family = plain if rank is None else families.CoupledPrecision(**EXACT, rate=slowly, rank=rank)
-    guide = _trained(_model(), family, *data, steps=70 if rank is None else 40, loss=Trace_ELBO())
+    guide = _trained(_model(), family, *data, steps=50 if rank is None else 30, loss=Trace_ELBO())
     # A low rank cuts what noise makes of curvatures below 0; independent posteriors are 3 nats short.
     assert _bound(guide, *data) == pytest.approx(_exact(SUM)[2], abs=0.3 if rank is None else 2.0)
 
@@ -146,7 +147,7 @@ def _group_model(x, y=None):
 
 
 @pytest.mark.parametrize(
-    ("model", "steps"), [(_model(lambda f, g: f + g.flip(0)), 5), (_group_model, 50)], ids=["flipped", "groups"]
+    ("model", "steps"), [(_model(lambda f, g: f + g.flip(0)), 5), (_group_model, 45)], ids=["flipped", "groups"]
 )
 def test_sites_that_meet_across_rows_are_drawn_together(model, steps):
     x, y = _data()
@@ -154,11 +155,11 @@ def test_sites_that_meet_across_rows_are_drawn_together(model, steps):
     guide = _trained(model, families.SVGP(7, trainable=False, rate=slowly), x, y, steps=steps)
     assert guide.structure.crossed == [["f", "g"]]
     assert not quadrature_axes(guide.structure)
-    losses = torch.tensor([_bound(guide, x, y) for _ in range(25)])
+    losses = torch.tensor([_bound(guide, x, y) for _ in range(15)])
     guide.eval()
     with torch.no_grad():
-        joint = torch.tensor([-Trace_ELBO().loss(model, guide, x, y) for _ in range(25)])
-    error = (losses.var() / 25 + joint.var() / 25).sqrt()
+        joint = torch.tensor([-Trace_ELBO().loss(model, guide, x, y) for _ in range(15)])
+    error = (losses.var() / 15 + joint.var() / 15).sqrt()
     assert abs(losses.mean() - joint.mean()) < 4 * error
     if steps > 5:
         apart = AutoSparseGP(model, families.SVGP(7, trainable=False))
@@ -229,17 +230,17 @@ def test_other_likelihoods_against_importance_sampling(model, gain):
     assert bound > independent + gain
     guide.eval()
     pyro.set_rng_seed(3)
-    weights, sums = [], []
+    weights, sums, num = [], [], 50 if model is product else 90
     with torch.no_grad():
-        for _ in range(90):
+        for _ in range(num):
             draw = guide(x, y)
             model_trace, guide_trace = guide.get_traces()
             weights.append(model_trace.log_prob_sum() - guide_trace.log_prob_sum())
             sums.append(draw["f"] * draw["g"])
     weights = torch.stack(weights)
     # The nodes of a row have the covariance of its values: quadrature is what joint draws are on average.
-    assert abs(weights.mean() - bound) < 4 * weights.std() / 90**0.5
-    evidence = weights.logsumexp(0) - torch.tensor(90.0).log()
+    assert abs(weights.mean() - bound) < 4 * weights.std() / num**0.5
+    evidence = weights.logsumexp(0) - math.log(num)
     assert bound < evidence
     if model is product:
         share = (weights - weights.logsumexp(0)).exp()
@@ -263,12 +264,12 @@ def hierarchical(x, y=None):
 @pytest.fixture(scope="module")
 def trained():
     torch.set_default_dtype(torch.float64)
-    return _trained(hierarchical, families.CoupledPrecision(8, rank=6), *_data(), steps=40, lr=0.08)
+    return _trained(hierarchical, families.CoupledPrecision(8, rank=6), *_data(), steps=28, lr=0.1)
 
 
 def test_hyperparameters_between_the_sites(trained):
     x, y = _data()
-    joint = sum(_bound(trained, x, y) for _ in range(5)) / 5
+    joint = sum(_bound(trained, x, y) for _ in range(3)) / 3
     alone = AutoSparseGP(hierarchical, {"f": families.SVGP(8), "g": families.SVGP(8)})
     assert joint > _best(alone, hierarchical, x, y, steps=22) + 0.5
     new = torch.rand(5, 2, generator=torch.Generator().manual_seed(1))
@@ -336,7 +337,7 @@ def test_mini_batches():
     guide = AutoSparseGP(model, {("f", "g"): families.SVGP(**EXACT)})
     guide(x, y)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for step in range(35):
+    for step in range(25):
         rows = torch.randperm(N, generator=torch.Generator().manual_seed(step))[:7]
         svi.step(x[rows], y[rows], size=N)
     assert _bound(guide, x, y) == pytest.approx(_exact(SUM)[2], abs=1.0)

@@ -115,8 +115,8 @@ def test_places_of_rows_in_mini_batches():
     svi.step(y)
     moved = (guide.locs.x != start).all(-1)
     assert 0 < moved.sum() <= 20  # those of the batch
-    losses = [svi.step(y) for _ in range(80)]
-    assert sum(losses[-20:]) < sum(losses[:20]) - 20 * 50
+    losses = [svi.step(y) for _ in range(50)]
+    assert sum(losses[-10:]) < sum(losses[:10]) - 10 * 50
     # One curve: places in the order of what was left out of the model.
     places = guide.locs.x.detach()[:, 0]
     ranks = torch.stack([places.argsort().argsort(), t.argsort().argsort()]).double()
@@ -191,12 +191,12 @@ def test_places_from_a_network():
     pyro.set_rng_seed(0)
     guide = Encoded(model, SVGP(10))
     before = encoder[0].weight.detach().clone()
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO(2))
     losses = []
-    for step in range(80):
+    for step in range(50):
         rows = torch.randperm(60, generator=torch.Generator().manual_seed(step))[:30]
         losses.append(svi.step(y.mT[rows], size=60))
-    assert sum(losses[-20:]) < sum(losses[:20]) - 20 * 50
+    assert sum(losses[-10:]) < sum(losses[:10]) - 10 * 50
     assert not torch.equal(encoder[0].weight, before)
     with torch.no_grad():  # of any rows, as the network places them
         mean = guide.posterior(y.mT[:5])["f"].mean
@@ -222,7 +222,7 @@ def test_the_training_data_are_at_the_places_learned(family):
     start = init_to_value(values={"x": torch.stack([y[0], y[2]], -1)})
     guide = AutoSparseGP(one_plate, family, init_loc_fn=start)
     svi = SVI(one_plate, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(20):
+    for _ in range(14):
         svi.step(y)
     places, width = guide.locs.x.detach(), guide.scales.x.detach()
     f = guide.posterior(y)["f"]

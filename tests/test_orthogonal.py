@@ -287,7 +287,7 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
     x, y = line
     exact, sampled = decoupled(line, 5), decoupled(line, 2)
     gradients = []
-    for guide, repeats in ((exact, 1), (sampled, 150)):
+    for guide, repeats in ((exact, 1), (sampled, 90)):
         losses, total = [], 0
         for _ in range(repeats):
             loss = EXACT.differentiable_loss(MODEL, guide, x, y)
@@ -296,9 +296,9 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
             total = total + gradient / repeats
         gradients.append((torch.tensor(losses), total))
     (value, gradient), (values, mean) = gradients
-    assert float(values.mean()) == pytest.approx(float(value), abs=4 * float(values.std()) / 150**0.5)
+    assert float(values.mean()) == pytest.approx(float(value), abs=4 * float(values.std()) / 90**0.5)
     assert values.std() > 1e-3
-    assert torch.allclose(mean, gradient, atol=0.2 * float(gradient.abs().max()))
+    assert torch.allclose(mean, gradient, atol=0.25 * float(gradient.abs().max()))
 
 
 def test_decoupled_step_never_forms_or_factorises_a_square_matrix_of_the_second_set(line, monkeypatch):
@@ -356,7 +356,7 @@ def test_other_likelihoods_and_several_outputs(family):
     x, y = data(bernoulli)
     pyro.clear_param_store()
     guide = AutoSparseGP(bernoulli, family)
-    losses = train(bernoulli, guide, x, y, steps=12, lr=0.12)
+    losses = train(bernoulli, guide, x, y, steps=8, lr=0.15)
     assert losses[-1] < losses[0] - 3
     below = AutoSparseGP(bernoulli, SGPR(guide.gps.f.basis.inputs[0].detach()))
     assert train(bernoulli, below, x, y, steps=1)[0] < 1e6
@@ -372,7 +372,7 @@ def test_other_likelihoods_and_several_outputs(family):
     guide = AutoSparseGP(outputs, family)
     svi = SVI(outputs, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(5))
     target = torch.stack([y, -y], -1)
-    losses = [svi.step(x, target) for _ in range(6)]
+    losses = [svi.step(x, target) for _ in range(3)]
     assert losses[-1] < losses[0]
     assert guide.posterior(x)["f"].mean.shape == (2, len(x))
 
@@ -409,7 +409,7 @@ def test_mini_batches_are_refused_by_the_full_batch_families():
 def test_many_inducing_points_are_chosen_greedily_first_and_none_twice(monkeypatch):
     from pyro_sparsegp.bases import greedy_variance, initial
 
-    monkeypatch.setattr(initial, "_GREEDY", 20)
+    monkeypatch.setattr(initial, "_PIVOTS", 20)
     x = torch.rand(100, 2).double()
     chosen = greedy_variance(kernels.RBF(0.5), x, 90)
     assert chosen.unique(dim=0).shape == (90, 2)

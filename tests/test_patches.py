@@ -357,7 +357,7 @@ def test_inducing_inputs_may_be_patches_images_or_both():
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         guide = AutoSparseGP(one_layer, family)
-        losses = train(one_layer, guide, x, y, steps=4, lr=0.1)
+        losses = train(one_layer, guide, x, y, steps=3, lr=0.1)
         assert losses[-1] < losses[0]
         widths = [z.shape[-1] for z in guide.gps.f.basis.inputs]
         wanted = {"images": [36, 36], "mixture": [9, 36], "other mixture": [36, 9], "in one": [36]}

@@ -50,7 +50,7 @@ def test_three_elbos_agree(model):
     x, y = data(model, 20)
     guide = fitted(model, x, y, family=CoupledPrecision(4), steps=5)
     means = [
-        estimate(loss, model, guide, x, y, num=15)
+        estimate(loss, model, guide, x, y, num=12)
         for loss in (Trace_ELBO(), TraceMeanField_ELBO(), TraceQuadrature_ELBO())
     ]
     reference = means.pop()
@@ -70,7 +70,7 @@ def test_three_elbos_agree_in_gradient():
 
     exact = gradient(TraceQuadrature_ELBO(), 1)
     for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
-        torch.testing.assert_close(gradient(loss, 120), exact, atol=0.2 * exact.abs().max().item(), rtol=0.1)
+        torch.testing.assert_close(gradient(loss, 80), exact, atol=0.25 * exact.abs().max().item(), rtol=0.1)
 
 
 def gaussian_logits(kernel):
@@ -168,8 +168,8 @@ def test_deep_gp_draws_the_inner_layer():
     guide = fitted(model, x, y)
     assert guide.structure.inner == ["inner"]
     assert quadrature_axes(guide.structure) == {"f": (0,)}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=25)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=25)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=15)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=15)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
     assert integrated[1] < drawn[1]
     assert guide(x[:4])["y"].shape == (4,)
@@ -236,8 +236,8 @@ def test_groups_other_plates_and_local_latents():
 
     guide = fitted(model, x, y[group])
     assert guide.structure.dependence == {"f": "elementwise"}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=25)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=25)
+    drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=15)
+    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=15)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
 
 
@@ -332,10 +332,10 @@ def test_deterministic_without_other_latents_and_keeps_no_graph():
 def test_other_latents_are_one_draw_a_particle():
     x, y = data(num=20)
     guide = fitted(regression, x, y)
-    many = estimate(TraceQuadrature_ELBO(2, num_particles=6), regression, guide, x, y, num=15)
-    one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=40)
+    many = estimate(TraceQuadrature_ELBO(2, num_particles=6), regression, guide, x, y, num=12)
+    one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=30)
     assert abs(many[0] - one[0]) < 5 * (many[1] ** 2 + one[1] ** 2) ** 0.5
-    assert many[1] * 15**0.5 < 0.7 * one[1] * 40**0.5
+    assert many[1] * 12**0.5 < 0.7 * one[1] * 30**0.5
 
 
 def test_nan_observations_raise_and_spare_the_parameters():

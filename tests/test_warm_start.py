@@ -7,7 +7,7 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing, WeightSpace
-from pyro_sparsegp.inference import warm_start
+from pyro_sparsegp.inference import fitting, warm_start
 from pyro_sparsegp.inference.batches import Batch
 
 from .models import bernoulli, data, gaussian, heteroscedastic
@@ -159,8 +159,8 @@ def test_more_numbers_than_the_rows_bear(hardly_trained):
         assert warm_start.warm(wide, guide, Batch((x, x[:, 0]), {}, None, num), [], None) is applies
 
 
-def test_fit_takes_it_by_default_and_can_leave_it():
-    x, y = wave(400)
+def test_fit_takes_it_where_asked():
+    x, y = wave(300)
     bounds = {}
     for on in (True, False):
         pyro.clear_param_store()
@@ -169,4 +169,23 @@ def test_fit_takes_it_by_default_and_can_leave_it():
         fit(model, guide, (x, y), batch_size=100, steps=3, warm_start=on, progress=False)
         losses = torch.tensor([TraceQuadrature_ELBO(2).loss(model, guide, x, y) for _ in range(9)])
         bounds[on] = -losses.median()  # of draws of the hyperparameters
-    assert bounds[True] > bounds[False] + 300  # nats
+    assert bounds[True] > bounds[False] + 200  # nats
+
+
+@pytest.mark.parametrize(
+    ("num", "batch_size", "points", "taken"),
+    [
+        (100, None, 8, False),  # a step costs twice the subset's
+        (400, None, 8, True),  # 400 · 8² and 50 · 8²
+        (400, 100, 8, False),
+        (400, 100, 12, True),  # 100 · 12² and 50 · 8²
+    ],
+)
+def test_fit_takes_it_by_default_where_steps_are_dearer(num, batch_size, points, taken, monkeypatch):
+    monkeypatch.setattr(warm_start, "_ROWS", 50)
+    monkeypatch.setattr(warm_start, "_POINTS", 8)
+    calls = []
+    monkeypatch.setattr(fitting, "warm", lambda *arguments: calls.append(arguments))
+    guide = AutoSparseGP(model, SVGP(points))
+    fit(model, guide, wave(num), batch_size=batch_size, steps=1, progress=False)
+    assert bool(calls) is taken

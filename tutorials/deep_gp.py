@@ -32,7 +32,11 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
 
-options = command_line.options("Deep GPs as plain programs.", steps=(800, "training steps of each guide"))
+options = command_line.options(
+    "Deep GPs as plain programs.",
+    steps=(800, "training steps of each guide"),
+    draws=(500, "draws of a prediction, at most", 20),
+)
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
 
@@ -116,7 +120,7 @@ for title, model, top, families in [
     ),
 ]:
     guide, bound = best_of(3 if top == "f2" else 1, model, families, x, y)
-    draws = predict(model, guide, grid, num_samples=200, joint=False)
+    draws = predict(model, guide, grid, num_samples=min(200, options.draws), joint=False)
     mean, spread = draws[top].mean(0), draws[top].std(0)
     error = (mean - truth)[inside].square().mean().sqrt()
     print(f"{title:11} bound {bound:7.1f}, noise {pyro.param('noise').item():.3f} (0.06 is true), RMSE {error:.3f}")
@@ -190,7 +194,7 @@ for split in range(3):
     for title, model in [("one layer", growers()), ("two layers", growers(components))]:
         families = OrthogonalInducing(15, 15, natural=False)
         guide, bound = fit(model, families, z[fit_rows], y_fit, steps=options.steps // 4)
-        draws = predict(model, guide, z[test_rows], num_samples=500, joint=False)
+        draws = predict(model, guide, z[test_rows], num_samples=options.draws, joint=False)
         probs = RobustMax(draws["f"].mT, 1e-2).probs.mean(0)
         log_density = probs.gather(-1, y_test[:, None]).log().mean()
         scores[title].append([bound, (probs.argmax(-1) == y_test).double().mean(), log_density])

@@ -7,7 +7,7 @@ from .features import ExplicitFeatures, KernelFeatures
 from .fourier import FourierCoefficients
 from .images import as_images, identity_convolution, inducing_patches, random_convolution
 from .inducing import InducingFeatures, InducingPoints
-from .initial import greedy_variance, k_means, regular_grid
+from .initial import greedy_variance, k_means, random_pivots, regular_grid
 from .projection import ProjectedFeatures
 from .variables import InducingVariables
 
@@ -30,5 +30,6 @@ __all__ = [
     "inducing_patches",
     "k_means",
     "random_convolution",
+    "random_pivots",
     "regular_grid",
 ]

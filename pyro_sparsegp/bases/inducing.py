@@ -154,7 +154,7 @@ class InducingPoints(Basis):
         kernel: Any,
         x: Tensor,
         sets: Sequence[Inducing],
-        init: Union[str, Initialiser],
+        init: Union[str, Initialiser, None],
         name: str,
         trainable: bool = True,
         columns: Optional[tuple[int, ...]] = None,

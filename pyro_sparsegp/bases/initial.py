@@ -8,14 +8,33 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-__all__ = ["Initialiser", "choose_inputs", "greedy_variance", "k_means", "regular_grid"]
+__all__ = ["Initialiser", "choose_inputs", "greedy_variance", "k_means", "random_pivots", "regular_grid"]
 
-_GREEDY = 2048  # points up to which the greedy choice is worth its time
+_PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
 
 Initialiser = Callable[[Any, Tensor, int], Tensor]
 
 
-@torch.no_grad()
+def random_pivots(kernel: Any, x: Tensor, num: int) -> Tensor:
+    """``num`` rows of x, ``(N, D)``, each drawn in proportion to the variance given the earlier ones.
+
+    A randomly pivoted Cholesky factorisation of k(x, x) (Chen, Epperly, Tropp and Webber, 2025), in O(N·num²) on at
+    most max(4096, 4·num) random rows. Where M points are too few for the data, :func:`greedy_variance` takes the rows
+    that are far from all others; these draws follow the density of the rows as well. Once the variance is used up,
+    and beyond 2048 points, the rest are random rows.
+
+    :param kernel: the prior's kernel at the first call's hyperparameters.
+    :param x: the inputs, ``(N, D)``.
+    :param num: how many points.
+    :returns: ``(num, D)``.
+    """
+
+    def drawn(remaining: Tensor) -> Tensor:  # the largest is at a row in proportion to its weight
+        return remaining / torch.empty_like(remaining).exponential_()
+
+    return _pivoted(kernel, x, num, drawn)
+
+
 def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
     """``num`` rows of x, ``(N, D)``, each where the variance given the earlier ones is largest.
 
@@ -28,10 +47,18 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
     :param num: how many points.
     :returns: ``(num, D)``.
     """
-    if num > _GREEDY:
+    return _pivoted(kernel, x, num, lambda remaining: remaining)
+
+
+@torch.no_grad()
+def _pivoted(kernel: Any, x: Tensor, num: int, preferred: Callable[[Tensor], Tensor]) -> Tensor:
+    """``num`` pivots of a Cholesky factorisation of k(x, x), each where ``preferred`` of the variance given the earlier
+    ones is largest.
+    """
+    if num > _PIVOTS:
         x = x[torch.randperm(x.shape[0], device=x.device)]
-        rest = num - _GREEDY  # rows that the greedy choice does not see: none is taken twice
-        return torch.cat([greedy_variance(kernel, x[rest:], _GREEDY), x[:rest]])
+        rest = num - _PIVOTS  # rows that the choice does not see: none is taken twice
+        return torch.cat([_pivoted(kernel, x[rest:], _PIVOTS, preferred), x[:rest]])
     x = x[torch.randperm(x.shape[0], device=x.device)[: max(4096, 4 * num)]]
     # With batches of hyperparameters or outputs, one set of inputs serves all: work with the mean kernel.
     remaining = _flat_mean(kernel.diag(x), 1).clone()
@@ -42,7 +69,7 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
     taken = torch.zeros_like(remaining, dtype=torch.bool)
     for m in range(num):
         # Scores stay on the device: used-up rows rank by noise below all others, taken ones last.
-        score = torch.where(remaining > exhausted, 1 + remaining, noise).masked_fill(taken, -1.0)
+        score = torch.where(remaining > exhausted, preferred(remaining), noise - 1).masked_fill(taken, -2.0)
         i = score.argmax()
         chosen.append(x[i])
         taken = taken | (torch.arange(x.shape[0], device=x.device) == i)
@@ -99,7 +126,7 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
     if len(columns) not in (1, 2):
         raise ValueError(
             f'init="grid" is for kernels of one or two columns, {kernel!r} reads {len(columns)}: give the inputs, or '
-            'take "greedy" or "kmeans".'
+            'take "pivots" or "kmeans".'
         )
     distinct = sorted(((column, x[:, column].unique()) for column in columns), key=lambda pair: len(pair[1]))
     axes: dict[int, Tensor] = {}
@@ -115,14 +142,21 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
     return full
 
 
-_NAMED: dict[str, Initialiser] = {"greedy": greedy_variance, "grid": regular_grid, "kmeans": k_means}
+_NAMED: dict[str, Initialiser] = {
+    "greedy": greedy_variance,
+    "grid": regular_grid,
+    "kmeans": k_means,
+    "pivots": random_pivots,
+}
+_OF_ROWS = ("greedy", "pivots")
+_MANY = 1024  # rows above which points are taken to be too few for them
 
 
 def choose_inputs(
     kernel: Any,
     x: Tensor,
     sets: Sequence[Union[int, Tensor]],
-    init: Union[str, Initialiser],
+    init: Union[str, Initialiser, None],
     name: str,
     columns: Optional[tuple[int, ...]] = None,
 ) -> list[Tensor]:
@@ -131,16 +165,19 @@ def choose_inputs(
     :param kernel: the kernel they are for.
     :param x: inputs, ``(..., N, D)``.
     :param sets: a number or inputs for each set.
-    :param init: "greedy", "kmeans", "grid" or a callable (kernel, x, num) -> ``(num, D)``.
+    :param init: "pivots", "greedy", "kmeans", "grid" or a callable (kernel, x, num) -> ``(num, D)``; by default
+        "pivots" among more than 1024 rows, "greedy" among fewer.
     :param name: the site, for errors.
     :param columns: keep only these columns, the ones that the kernel reads, and at most one point a distinct row.
     :raises ValueError: naming the site, if there are fewer distinct inputs than points, or shapes do not fit.
     """
+    rows = x.detach().flatten(0, -2)
+    if init is None:
+        init = "pivots" if rows.shape[0] > _MANY else "greedy"
     if not callable(init) and init not in _NAMED:
         raise ValueError(
             f"init must be one of {sorted(_NAMED)} or a callable (kernel, x, num) -> (num, D), got {init!r}"
         )
-    rows = x.detach().flatten(0, -2)
     for given in sets:
         _check(given, rows, name, columns)
     wanted = [0 if isinstance(given, Tensor) else int(given) for given in sets]
@@ -163,7 +200,7 @@ def choose_inputs(
                 f"init returned inducing inputs of shape {tuple(chosen.shape)} for site {name!r}, expected "
                 f"{(sum(wanted), rows.shape[-1])}"
             )
-        if init != "greedy":  # which takes rows
+        if init not in _OF_ROWS:
             _require_inputs(kernel, chosen, init, name)
     free = iter(chosen.split([num for num in wanted if num]) if sum(wanted) else [])
     found = [given.to(rows) if isinstance(given, Tensor) else next(free) for given in sets]
@@ -179,7 +216,7 @@ def _require_inputs(kernel: Any, chosen: Tensor, init: Union[str, Initialiser], 
     except ValueError as error:
         raise ValueError(
             f"init={init!r} places inducing inputs of site {name!r} between rows, where the kernel has no values: "
-            f'{error} Take init="greedy", which takes rows, or give the inputs.'
+            f'{error} Take init="pivots" or "greedy", which take rows, or give the inputs.'
         ) from None
 
 

@@ -55,7 +55,8 @@ class OnTerms(BasisFamily):
 
     :param inducing: a number or inputs for every summand, or a list with one entry a summand (entries of
         summands with features are not used): a number, or inputs ``(M_c, d)`` in the columns that the summand reads.
-    :param init: as in :class:`InducingFamily`, summand by summand; "grid" suits main effects and pairs.
+    :param init: as in :class:`InducingFamily`, summand by summand, by default "greedy", since their columns are
+        few; "grid" suits main effects and pairs.
     :param trainable: whether the inducing inputs are learned.
     """
 

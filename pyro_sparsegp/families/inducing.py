@@ -31,12 +31,13 @@ __all__ = ["SGPR", "SVGP", "FreeSites", "InducingFamily", "OnInducingPoints", "S
 class OnInducingPoints(BasisFamily):
     """A family on inducing points of the whole kernel, in one or several sets.
 
-    :param init: how counts become inputs: "greedy" (conditional variance), "kmeans", "grid" (regular, at most as many,
+    :param init: how counts become inputs: "pivots" (rows drawn by conditional variance; the default among more than
+        1024), "greedy" (rows where it is largest; the default among fewer), "kmeans", "grid" (regular, at most as many,
         for kernels of one or two columns) or a callable ``(kernel, x, num) -> (num, D)``.
     :param trainable: whether the inducing inputs are learned.
     """
 
-    init: Union[str, Initialiser] = field(default="greedy", kw_only=True)
+    init: Union[str, Initialiser, None] = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
 
     @abstractmethod

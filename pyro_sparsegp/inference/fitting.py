@@ -26,7 +26,7 @@ from .feeding import Feed, require_scaled, show_all_rows
 from .history import Iterates
 from .interrupts import Interrupts
 from .recipe import FallingAdam
-from .warm_start import warm
+from .warm_start import pays, warm
 
 __all__ = ["Fitting", "HeldOut", "Progress"]
 
@@ -93,16 +93,20 @@ class Fitting:
         optim = getattr(method.optim, "optim", method.optim)
         self.recipe = optim if isinstance(optim, FallingAdam) else None
 
-    def begin(self, warm_start: bool, batch_size: Optional[int]) -> None:
+    def begin(self, warm_start: Optional[bool], batch_size: Optional[int]) -> None:
         """A guide's first call on the first rows, and its warm start."""
         guide, first, fresh = self.guide, self.first, self.guide.structure is None
         args, kwargs = self.feed.call(first)
         with poutine.block(), torch.no_grad():
             guide.prepare(*args, **kwargs)
+        rows = first.num
         if not self.batches.whole:
             show_all_rows(guide, self.batches, self.feed)
             few = self.batches.some(batch_size or 1)
             require_scaled(guide, self.feed.call(few), few, self.feed.size)
+            rows = few.num
+        if warm_start is None:
+            warm_start = pays(guide, rows, first.num)
         if warm_start and fresh and isinstance(self.method, SVI):
             warm(self.model, guide, first, self.feed.takes, self.feed.size)
         if self.workers.num > 1:

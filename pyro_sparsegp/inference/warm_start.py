@@ -24,13 +24,30 @@ from .batches import Batch
 from .quadrature import TraceQuadrature_ELBO
 from .recipe import FallingAdam
 
-__all__ = ["warm"]
+__all__ = ["pays", "warm"]
 
 _ROWS = 2048  # of the subset
 _POINTS = 128  # inducing inputs that are trained on it
 _STEPS = 100
 _RATE = 0.1
 _ROWS_A_NUMBER = 10  # that a hyperparameter should have
+_TIMES = 4  # that a step of the fit should cost one of these
+
+
+def pays(guide: AutoSparseGP, rows: int, total: int) -> bool:
+    """Whether a step of the fit on so many rows, N M², is much dearer than one on the subset.
+
+    Natural steps on mini-batches mostly find hyperparameters in as many steps as the collapsed bound of a subset does:
+    where steps cost the same, a warm start is mostly time lost (tests/benchmarks/arrive.md).
+
+    :param rows: of a step.
+    :param total: of those of which there is a subset.
+    """
+    name = _site(guide)
+    if name is None:
+        return False
+    num = sum(at_path(guide.gps, name).basis.sizes)
+    return rows * num**2 >= _TIMES * min(total, _ROWS) * min(num, _POINTS) ** 2
 
 
 def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str, Any], size: Optional[int]) -> bool:
