@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -72,7 +72,6 @@ class DrawnGaussian(StepsOnBackward):
 
     loc: Tensor
     root: Tensor
-    most_by_draws: ClassVar[float] = 1.0  # its steps are bounded by themselves
 
     def __init__(self, loc: Tensor, scale: Tensor, rate: Rate = _rising) -> None:
         super().__init__((len(loc),), (), loc, rate)
@@ -97,6 +96,9 @@ class DrawnGaussian(StepsOnBackward):
         if value.requires_grad:
             value.register_hook(hear)
         return Drawn(loc, root, noise, value, partial(weighed, self, heard))
+
+    def most_by_draws(self) -> float:
+        return 1.0  # its steps are bounded by themselves
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
         for noise, grad in heard.draws.values():
@@ -180,7 +182,6 @@ class Following(StepsOnBackward):
     :param rate: as of :class:`DrawnGaussian`.
     """
 
-    most_by_draws: ClassVar[float] = 1.0  # a step's length is bounded here by its own size
     slope: Tensor
     level: Tensor
     offset: Tensor
@@ -221,6 +222,9 @@ class Following(StepsOnBackward):
         if shift.requires_grad:
             shift.register_hook(hear)
         return Shifted(q, shift.split(self.sizes, -1), partial(weighed, self, heard))
+
+    def most_by_draws(self) -> float:
+        return 1.0  # a step's length is bounded by its own size
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
         for along, grad in heard.draws.values():

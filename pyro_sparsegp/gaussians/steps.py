@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Optional, Self, Union
+from typing import Any, Optional, Self, Union
 
 import torch
 from pyro.nn import PyroParam
@@ -197,7 +197,6 @@ class StepsOnBackward(Coefficients):
     """
 
     steps: Tensor
-    most_by_draws: ClassVar[float] = 0.1  # the largest rate where curvatures are those of single draws
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like)
@@ -234,6 +233,10 @@ class StepsOnBackward(Coefficients):
             raise ValueError(f"rate must be in [0, 1], of step {self.steps_taken} it gives {rate}")
         return rate
 
+    def most_by_draws(self) -> float:
+        """The largest ρ where curvatures are those of single draws, whose noise has to be averaged out."""
+        return max(0.02, 1 / (10 + self.steps_taken / 8))
+
     def skip(self, num: int) -> None:
         """Go on at the rate of a step so many later."""
         self.steps = self.steps + num
@@ -250,7 +253,7 @@ class StepsOnBackward(Coefficients):
             return
         with torch.inference_mode(False), torch.no_grad():
             for heard in passes:
-                rate = min(rate, self.most_by_draws) if heard.draws else rate
+                rate = min(rate, self.most_by_draws()) if heard.draws else rate
             weights = joined(*[heard.weight(self.batch_shape) for heard in passes])
             total = sum(weights[1:], weights[0])
             for heard, weight in zip(passes, weights):
