@@ -236,13 +236,14 @@ class NaturalGaussian(StepsOnBackward):
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         self.settle()
         seat = None if anchor is None else self._seat(anchor)
-        gram, pull = self._seen_from(seat if seat is None or not self._is_one else seat.detach())
+        is_one = self._is_one
+        gram, pull = self._seen_from(seat if seat is None or not is_one else seat.detach())
         try:
-            return self._told(gram, pull, seat, moved=True)
+            return self._told(gram, pull, seat, is_one, moved=True)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             if seat is None or not gram.isfinite().all() or not self.seat.numel():
                 raise
-            return self._told(*self._mended(gram.detach(), seat.detach()), seat)
+            return self._told(*self._mended(gram.detach(), seat.detach()), seat, is_one)
 
     @torch.no_grad()
     def _mended(self, gram: Tensor, seat: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,13 +255,10 @@ class NaturalGaussian(StepsOnBackward):
         gram = gram + _lift_to(gram, -0.5)
         return gram, ((gram + eye) @ torch.linalg.solve(seat, self.seat @ loc))[..., 0]
 
-    def _told(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor], moved: bool = False) -> Product:
+    def _told(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor], is_one: bool, moved: bool = False) -> Product:
         """What a forward pass gives; ``moved`` says whether G and r came along with L."""
         base = gram.detach(), pull.detach(), None if seat is None else seat.detach()
-        if self._is_one:
-            q = self._one(gram, pull, seat if moved else None)
-        else:
-            q = self.of(Lift.apply(gram, self.unit), pull)
+        q = self._one(gram, pull, seat if moved else None) if is_one else self.of(Lift.apply(gram, self.unit), pull)
         if not torch.is_grad_enabled():
             return q
         heard = Heard(_Base(*base, side_by_side(q.loc).detach()), self.unit)

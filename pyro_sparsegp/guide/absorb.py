@@ -19,8 +19,8 @@ from ..program.facts import Structure, explore
 from ..program.reader import Reader
 from ..program.traces import (
     all_sites,
+    free_values,
     held_trace,
-    is_free,
     is_observation,
     piecewise_constant,
     repeatable,
@@ -202,7 +202,7 @@ def _facts(guide: Saved, run: Priors, args: tuple, kwargs: dict[str, Any], trace
     """How the densities of the new rows depend on GP sites' values."""
     assert guide.structure is not None
     found = Structure(gps=guide.structure.gps, enumerated=guide.structure.enumerated)
-    values = {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
+    values = free_values(trace)
 
     def held(moved: dict[str, Tensor]) -> poutine.Trace:
         return held_trace(guide.model, values | moved, args, kwargs)

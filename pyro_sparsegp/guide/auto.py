@@ -16,7 +16,7 @@ from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.data import TrainingData
 from ..program.handlers import observes
-from ..program.traces import all_sites, is_free, repeatable, whole_plates
+from ..program.traces import all_sites, free_values, is_free, repeatable, whole_plates
 from ..warned import warn_once
 from .absorb import absorb, relearn
 from .correction import note_rows, warn_of_unseen
@@ -264,9 +264,7 @@ class AutoSparseGP(Saved):
         before, self._nodes = self._nodes, nodes
         try:
             wrapped(*args, **kwargs)
-            sites: Any = self.trace.nodes
-            values = {name: site["value"] for name, site in sites.items() if is_free(site)}
-            return (*self.traces(), values)
+            return (*self.traces(), free_values(self.trace))
         finally:
             self._nodes = before
             self.trace = poutine.Trace()  # under vmap its tensors are of no use to others

@@ -28,6 +28,7 @@ from ..program.traces import (
     all_sites,
     as_process,
     first_tensor,
+    free_values,
     held_trace,
     is_free,
     is_observation,
@@ -243,7 +244,7 @@ def _explore(
     posteriors: Mapping[str, SparsePosterior],
 ) -> None:
     """Learn how densities depend on GP sites' values, and raise where a family on sites does not fit."""
-    values = {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
+    values = free_values(trace)
 
     def held(moved: dict[str, Tensor]) -> poutine.Trace:
         return held_trace(guide.model, values | moved, args, kwargs)

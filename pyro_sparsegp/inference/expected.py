@@ -34,8 +34,8 @@ from ..program.registration import Probe
 from ..program.traces import (
     all_sites,
     bare,
+    free_values,
     held_trace,
-    is_free,
     is_observation,
     log_densities,
     repeatable,
@@ -239,7 +239,7 @@ def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[
         values[name] = owners[0]
     if set(values.values()) != set(kinds):
         return None
-    held = {name: site["value"] for name, site in all_sites(guide.trace) if is_free(site)}
+    held = free_values(guide.trace)
     up = {gp: held[gp] + probe.posteriors[gp].process.variance.sqrt() for gp in kinds}
     with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
         moved: Any = held_trace(guide.model, held | up, args, kwargs).nodes

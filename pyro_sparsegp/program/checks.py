@@ -17,8 +17,8 @@ from .traces import (
     all_sites,
     as_process,
     bare,
+    free_values,
     held_trace,
-    is_free,
     is_left_out,
     is_observation,
     log_densities,
@@ -134,7 +134,7 @@ def unfit_parameter(model: Callable, run: poutine.Trace, args: tuple, kwargs: di
     """What to say of a guide's run that failed, if a distribution has a parameter out of its support that moves with a
     GP site's values; else ``None``.
     """
-    values = {name: site["value"].detach() for name, site in all_sites(run) if is_free(site)}
+    values = {name: value.detach() for name, value in free_values(run).items()}
     gps = {name: values[name] for name, site in all_sites(run) if name in values and _is_process(site)}
     try:
         with pyro.validation_enabled(False), torch.no_grad():
@@ -189,7 +189,7 @@ def require_left_out(
     :param gps: the GP sites.
     :param trace: a run of a guide's.
     """
-    values = {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
+    values = free_values(trace)
     sites = dict(all_sites(trace))
 
     def densities(moved: dict[str, Tensor]) -> dict[str, Tensor]:

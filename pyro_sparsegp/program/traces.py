@@ -27,6 +27,7 @@ __all__ = [
     "element_log_densities",
     "fill_masked",
     "first_tensor",
+    "free_values",
     "held_trace",
     "is_free",
     "is_left_out",
@@ -52,6 +53,12 @@ def all_sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
 def is_free(site: Any) -> bool:
     """Whether a sample site is not observed."""
     return site["type"] == "sample" and not site["is_observed"]
+
+
+def free_values(trace: poutine.Trace) -> dict[str, Tensor]:
+    """The values of a trace's sample sites that are not observed, plates' row numbers among them."""
+    sites: Any = trace.nodes
+    return {n: site["value"] for n, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
 
 
 def is_observation(site: Any) -> bool:
