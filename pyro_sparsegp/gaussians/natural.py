@@ -278,7 +278,8 @@ class NaturalGaussian(StepsOnBackward):
             sums = (gram, pull) if turn is None else seen_from(*before, seat)
             return _MeanAndRoot.apply(Lift.apply(sums[0], self.unit), sums[1])[1]
 
-        factor = CovarianceFactor(*_Known.apply(gram, pull, turn, self.unit), root)
+        loc, covariance, trace, log_det = _Known.apply(gram, pull, turn, self.unit)
+        factor = CovarianceFactor(loc, covariance, trace, log_det, root)
         return Product(self.sizes, [factor], [self.layout[0][1]])
 
     @torch.no_grad()
