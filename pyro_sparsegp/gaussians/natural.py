@@ -368,8 +368,7 @@ class NaturalGaussian(StepsOnBackward):
             one = 0.5 * (one + one.mT)
             grams.append(one)
             slope = slope + (grad.sum(lead) if lead else grad)
-            worst = torch.linalg.eigh(one.nan_to_num())
-            more = (worst.eigenvectors * (-worst.eigenvalues).clamp(min=0)[..., None, :]) @ worst.eigenvectors.mT
+            more = _lift_to(one.nan_to_num(), 0.0)
             cut = more if cut is None else cut + more
         inside = heard.weight_inside(self.batch_shape)
         if inside is not None:  # the divergence's own, of which the step knows
@@ -401,12 +400,12 @@ class NaturalGaussian(StepsOnBackward):
 
 
 def _with_factor(precision: Tensor) -> Tensor:
-    """A precision with so much more on its diagonal that rounding leaves it positive; where a step of the mean ends, at
-    no slope, does not depend on it.
+    """A precision with so much more on its diagonal, in place, that rounding leaves it positive; where a step of the
+    mean ends, at no slope, does not depend on it.
     """
     diagonal = precision.diagonal(dim1=-2, dim2=-1)
-    rounding = precision.shape[-1] * torch.finfo(precision.dtype).eps * diagonal.mean(-1, keepdim=True)
-    return precision + torch.diag_embed(rounding.expand(diagonal.shape))
+    diagonal.add_(precision.shape[-1] * torch.finfo(precision.dtype).eps * diagonal.mean(-1, keepdim=True))
+    return precision
 
 
 def _lift_to(matrix: Tensor, least: float) -> Tensor:

@@ -450,9 +450,7 @@ class NaturalLowRank(StepsOnBackward):
         groups, low_rank = self._groups, self._groups.over(base.low_rank)
         found = torch.zeros_like(low_rank @ low_rank.mT)
         for centred, grad in heard.draws.values():
-            away = self._ordered(centred)[..., None]
-            scaled = groups.over([d @ part for d, part in zip(base.blocks, groups.cut(away))])
-            scaled = scaled + low_rank @ (low_rank.mT @ away)
+            scaled = _times(groups, base.blocks, low_rank, self._ordered(centred)[..., None])
             one = self._ordered(grad)[..., None] * scaled.mT
             found = found + one.reshape(-1, *found.shape).sum(0)
         return 0.5 * (found + found.mT)
@@ -472,6 +470,11 @@ def _any_above_zero(parts: Sequence[Tensor]) -> bool:
 
 def _eye(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+
+
+def _times(groups: Groups, blocks: Columns, low_rank: Tensor, v: Tensor) -> Tensor:
+    """(blockdiag(D) + BBᵀ)v for columns v."""
+    return _each(groups, blocks, v) + low_rank @ (low_rank.mT @ v)
 
 
 def _positive(matrix: Tensor) -> Tensor:
@@ -496,8 +499,7 @@ class _Products:
 
     def times(self, v: Tensor) -> Tensor:
         """P̂v for columns v."""
-        own = self.groups.over([d @ x for d, x in zip(self._blocks, self.groups.cut(v))])
-        found = self._kept * (own + self._low_rank @ (self._low_rank.mT @ v)) + (1 - self._kept) * v
+        found = self._kept * _times(self.groups, self._blocks, self._low_rank, v) + (1 - self._kept) * v
         data = torch.zeros_like(found)
         for phi, curvature in self._rows:
             data = data + phi.mT @ (curvature * (phi @ v))
