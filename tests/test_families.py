@@ -178,9 +178,11 @@ def test_greedy_variance_is_the_pivoted_cholesky():
         assert torch.equal(x[variance.argmax()], chosen[m])
 
 
-def test_random_pivots_are_drawn_in_proportion_to_the_variance_that_is_left():
-    from pyro_sparsegp.bases import random_pivots
+@pytest.mark.parametrize("at_once", [1, 64])
+def test_random_pivots_are_drawn_in_proportion_to_the_variance_that_is_left(at_once, monkeypatch):
+    from pyro_sparsegp.bases import initial, random_pivots
 
+    monkeypatch.setattr(initial, "_AT_ONCE", at_once)
     kernel = additive(torch.tensor(1.0), torch.tensor([0.3, 0.4]))
     x, num = torch.tensor([[0.0, 0.0], [0.1, 0.1], [0.2, 0.0], [0.9, 0.9]]), 400
     expected, found = torch.zeros(4, 4), torch.zeros(4, 4)
@@ -193,6 +195,16 @@ def test_random_pivots_are_drawn_in_proportion_to_the_variance_that_is_left():
         found[i, j] += 1 / num
     assert expected.max() > 0.15  # they are not all alike
     torch.testing.assert_close(found, expected, rtol=0, atol=4 * (0.15 / num) ** 0.5)
+
+
+def test_random_pivots_are_rows_of_which_none_comes_twice():
+    from pyro_sparsegp.bases import random_pivots
+
+    x = torch.rand(150, 2)
+    for length in (0.1, 10.0):  # the variance is used up after a few
+        chosen = random_pivots(kernels.RBF(torch.tensor(length)), x, 120)
+        assert len(chosen.unique(dim=0)) == 120
+        assert (chosen[:, None] == x).all(-1).any(-1).all()
 
 
 def test_pivots_are_the_default_among_many_rows(monkeypatch):
