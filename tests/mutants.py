@@ -54,14 +54,14 @@ MUTANTS = [
     # Natural steps: what draws and precise data show.
     Mutant(
         "draws-show-no-curvature",
-        "NaturalLowRank.step",
-        "shown = each * self._curvature_by_draws(heard, base)",
-        "shown = 0 * each * self._curvature_by_draws(heard, base)",
+        "NaturalLowRank._target",
+        "shown = each * self._curvature_by_draws(heard)",
+        "shown = 0 * each * self._curvature_by_draws(heard)",
         ("test_low_rank.py::test_sites_that_are_drawn_learn_their_precision",),
     ),
     Mutant(
         "negative-curvatures-cut",
-        "NaturalLowRank.step",
+        "NaturalLowRank._target",
         "beyond = [(phi, (-curvature).clamp(min=0)) for phi, curvature in curved]",
         "beyond = [(phi, (0 * curvature).clamp(min=0)) for phi, curvature in curved]",
         ("test_low_rank.py::test_negative_curvatures_are_cut_where_they_must_be",),

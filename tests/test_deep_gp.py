@@ -4,7 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import Trace_ELBO
+from pyro.infer import SVI, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.distributions import RobustMax
@@ -78,7 +78,7 @@ def test_layers_train_and_predict(layers):
     draws = predict(model, guide, x_new, num_samples=20)
     assert draws["f1"].shape == (20, 2, 40)
     assert draws[f"f{layers}"].shape == draws["y"].shape == (20, 40)
-    assert (draws["y"].mean(0) - y_new).square().mean().sqrt() < 0.5 * y_new.std()
+    assert (draws["y"].mean(0) - y_new).square().mean().sqrt() < 0.6 * y_new.std()
     posterior = guide.posterior(x_new)
     assert posterior["f1"].mean.shape == (2, 40)
     assert posterior[f"f{layers}"].variance.shape == (40,)
@@ -159,3 +159,24 @@ def test_components_as_the_mean_of_a_narrower_layer():
     assert inner.process.mean.shape == (2, 7)
     f2 = guide.posterior(x)["f2"]
     assert (f2.mean - y).square().mean() < 0.2 * y.var()
+
+
+def test_single_draws_of_an_inner_layer_do_not_throw_it_away():
+    """Rates of 1, ½, … on curvatures that single draws show left q(h) at a loss of 900 after 300 steps."""
+    torch.manual_seed(0)
+    x, z = torch.rand(50, 1), torch.linspace(0, 1, 6)[:, None]
+    y = torch.sign(x[:, 0] - 0.5) + 0.06 * torch.randn(50)
+
+    def model(x, y=None):
+        inner = GaussianProcess(0.05 * kernels.RBF(0.3), x, mean=lambda x: x.mT)
+        h = pyro.sample("h", inner.expand([1]).to_event(1))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), h.mT))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    pyro.set_rng_seed(2)
+    guide = AutoSparseGP(model, {site: SVGP(z, trainable=False) for site in "hf"})
+    guide(x, y)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(num_nodes=2))
+    losses = [svi.step(x, y) for _ in range(40)]
+    assert sum(losses[-10:]) / 10 < 200

@@ -15,6 +15,7 @@ import torch
 from pyro_sparsegp import (
     AutoSparseGP,
     ExpectationPropagation,
+    FusedAdam,
     GaussianProcess,
     TraceQuadrature_ELBO,
     diagnostics,
@@ -500,15 +501,48 @@ def test_a_bar_with_the_bound(capsys):
     assert "3/3" in shown
 
 
-def test_one_step_of_all_parameters_is_each_ones_own():
+@pytest.mark.parametrize(
+    ("options", "clips"),
+    [
+        ({}, {}),
+        ({"amsgrad": True, "weight_decay": 0.1}, {"clip_norm": 0.5}),
+        ({"maximize": True, "eps": 0.1}, {"clip_norm": 0.1}),
+    ],
+)
+def test_one_step_of_all_parameters_is_each_ones_own(options, clips):
     values = [torch.randn(3, 2), torch.randn(()), torch.randn(4, dtype=torch.float32)]
     both = []
-    for kind in (FallingAdam, lambda lr: pyro.optim.Adam({"lr": lr, "betas": (0.9, 0.99)})):
-        optim, parameters = kind(0.05), [value.clone().requires_grad_() for value in values]
+    for kind in (FusedAdam, pyro.optim.Adam):
+        optim, parameters = kind({"lr": 0.05, **options}, clips), [value.clone().requires_grad_() for value in values]
         for step in range(4):
             for i, parameter in enumerate(parameters):
                 parameter.grad = None if step == 2 and i == 1 else (parameter.detach() + step).cos()
             optim(parameters)
         both.append([parameter.detach() for parameter in parameters])
-    for one, other in zip(*both):
+    for value, one, other in zip(values, *both):
+        assert (one - value).abs().min() > 0
         torch.testing.assert_close(one, other)
+
+
+def test_one_step_of_all_parameters_goes_on_from_pyros_states_and_has_rates_by_name():
+    def loss():
+        return sum((pyro.param(name, torch.ones(2)) - i).square().sum() for i, name in enumerate("abc"))
+
+    def run(kinds):
+        pyro.clear_param_store()
+        state = {}
+        for kind in kinds:
+            optim = kind(lambda name: {"lr": 0.1 if name == "a" else 0.01})
+            optim.set_state(state)
+            for _ in range(5):
+                loss().backward()
+                parameters = [pyro.param(name).unconstrained() for name in "abc"]
+                optim(parameters)
+                pyro.infer.util.zero_grads(parameters)
+            state = optim.get_state()
+        return torch.stack([pyro.param(name).detach() for name in "abc"])
+
+    plain = run([pyro.optim.Adam, pyro.optim.Adam])
+    assert (plain[0] - 1).abs().min() > 5 * (plain[2] - 1).abs().max()
+    for kinds in ([FusedAdam, FusedAdam], [pyro.optim.Adam, FusedAdam], [FusedAdam, pyro.optim.Adam]):
+        torch.testing.assert_close(run(kinds), plain)

@@ -53,6 +53,9 @@ class Gaussian(ABC):
         """Φm and diag(Φ(S − I)Φᵀ) together, which a Gaussian may have at a lower cost than one by one."""
         return self.mean(features), self.variance_change(features)
 
+    def note_draws(self) -> None:
+        """Take note that function values are drawn by the marginals given, where natural steps are to know."""
+
     def cross_change(
         self, features: Sequence[Tensor], others: Sequence[Tensor], keys: tuple[Optional[int], Optional[int]]
     ) -> Tensor:

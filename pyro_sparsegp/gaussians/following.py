@@ -139,6 +139,9 @@ class Shifted(Gaussian):
         self.key = self.q.key
         return mean + sum_blocks(features, self.shift), change
 
+    def note_draws(self) -> None:
+        self.q.note_draws()
+
     def cross_change(
         self, features: Sequence[Tensor], others: Sequence[Tensor], keys: tuple[Optional[int], Optional[int]]
     ) -> Tensor:

@@ -4,11 +4,9 @@ The damped natural step has the precision and the mean
 
     P̂ = P + (ρ/c)(cI + Φᵀ2HΦ − cP),   P̂(m̂ − m) = −(ρ/c)(Φᵀg + cm),
 
-and P̂ is not of the form P = blockdiag(D) + BBᵀ. Of many coefficients it is not formed: the best P of that form, the
-one of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], is the maximum likelihood estimate of factor analysis for the "covariance" P̂,
-to which sweeps of its expectation maximisation go (Rubin and Thayer, 1982), with expanded parameters (Liu, Rubin and
-Wu, 1998); they need P̂ times few vectors, and its blocks on the diagonal. The mean is found by conjugate gradients.
-Compare SLANG (Mishkin et al., 2018), of a diagonal plus low rank.
+and P̂ is not of the form P = blockdiag(D) + BBᵀ: sweeps of :mod:`.factor_analysis` go to the best P of that form. Of
+many coefficients P̂ is not formed, and the mean is found by conjugate gradients. Compare SLANG (Mishkin et al., 2018),
+of a diagonal plus low rank.
 
 Under another L the sums of sites, D − I + BBᵀ and Pm, keep their meaning about u, as in :mod:`.natural`, and their
 form: with T = blockdiag(L₀⁻¹L) they are Tᵀ(D − I)T + (TᵀB)(TᵀB)ᵀ and TᵀPm. Of D − I only the positive part is turned,
@@ -19,14 +17,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Optional, Union
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, root_of_inverse, solve_lower
+from ..numerics.linalg import cholesky, flags_kept, root_of_inverse, solve_lower
 from ..numerics.processes import joined, largest
+from .factor_analysis import (
+    Columns,
+    Formed,
+    Products,
+    Target,
+    eye_like,
+    positive_part,
+    sweep,
+    times,
+    times_blocks,
+)
 from .groups import Groups, stacked, total
 from .nearest import assembled, nearest
 from .optimal import from_natural
@@ -39,7 +48,6 @@ __all__ = ["NaturalLowRank"]
 _FEW = 512  # coefficients up to which P̂ is formed
 
 Blocks = list[Tensor]
-Columns = list[Tensor]  # of vectors, and other matrices, stacked by the blocks' sizes
 Seats = list[Optional[Tensor]]
 
 
@@ -66,7 +74,7 @@ class _MeanAndParts(Function):
     @staticmethod
     def forward(groups: Groups, low_rank: Tensor, pull: Tensor, *blocks: Tensor) -> tuple[Tensor, ...]:
         roots = [root_of_inverse(d, False, "a block of a low-rank precision") for d in blocks]
-        b = _each(groups, [root.mT for root in roots], low_rank)
+        b = times_blocks(groups, [root.mT for root in roots], low_rank)
         gram = b.mT @ b
         gram.diagonal(dim1=-2, dim2=-1).add_(1)
         inner = cholesky(gram, 0.0, "I + BᵀD⁻¹B")
@@ -88,7 +96,7 @@ class _MeanAndParts(Function):
         u = _times_covariance(groups, roots, t, by_m)
         half = _half(inner.mT @ by_inner - by_t @ t.mT)
         by_b = by_b + torch.linalg.solve_triangular(inner.mT, by_t + (half + half.mT) @ t, upper=True).mT
-        by_low_rank = _each(groups, roots, by_b) - u @ (m.mT @ low_rank) - m @ (u.mT @ low_rank)
+        by_low_rank = times_blocks(groups, roots, by_b) - u @ (m.mT @ low_rank) - m @ (u.mT @ low_rank)
         by_blocks = []
         cuts = (groups.cut(part) for part in (low_rank, by_b, u, m))
         for root, by_root, own, by_own, left, right in zip(roots, by_roots, *cuts):
@@ -106,12 +114,14 @@ class _MeanAndParts(Function):
         dpull = torch.zeros_like(m) if dpull is None else dpull
         dd = [torch.zeros_like(root) if d is None else d for d, root in zip(dblocks, roots)]
         droots = [-root @ _half(root.mT @ d @ root) for root, d in zip(roots, dd)]
-        b = _each(groups, [root.mT for root in roots], low_rank)
-        db = _each(groups, [d.mT for d in droots], low_rank) + _each(groups, [root.mT for root in roots], dlow)
+        b = times_blocks(groups, [root.mT for root in roots], low_rank)
+        db = times_blocks(groups, [d.mT for d in droots], low_rank) + times_blocks(
+            groups, [root.mT for root in roots], dlow
+        )
         right = solve_lower(inner, (db.mT @ b + b.mT @ db).mT)
         dinner = inner @ _half(solve_lower(inner, right.mT))
         dt = solve_lower(inner, db.mT - dinner @ t)
-        moved = _each(groups, dd, m) + dlow @ (low_rank.mT @ m) + low_rank @ (dlow.mT @ m)
+        moved = times_blocks(groups, dd, m) + dlow @ (low_rank.mT @ m) + low_rank @ (dlow.mT @ m)
         return _times_covariance(groups, roots, t, dpull - moved), db, dinner, dt, *droots
 
     @staticmethod
@@ -152,15 +162,10 @@ class _Turned(Function):
         raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
 
 
-def _each(groups: Groups, matrices: Columns, v: Tensor) -> Tensor:
-    """blockdiag of stacked matrices, times columns."""
-    return groups.over([matrix @ part for matrix, part in zip(matrices, groups.cut(v))])
-
-
 def _times_covariance(groups: Groups, roots: Columns, t: Tensor, v: Tensor) -> Tensor:
     """R(I − TᵀT)Rᵀv."""
-    scaled = _each(groups, [root.mT for root in roots], v)
-    return _each(groups, roots, scaled - t.mT @ (t @ scaled))
+    scaled = times_blocks(groups, [root.mT for root in roots], v)
+    return times_blocks(groups, roots, scaled - t.mT @ (t @ scaled))
 
 
 def _half(matrix: Tensor) -> Tensor:
@@ -261,7 +266,7 @@ class NaturalLowRank(StepsOnBackward):
             eyes = [torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device) for phi in features]
             blocks = [e + p.mT @ p - u @ u.mT for e, p, u in zip(eyes, features, found)]
             self._put_each("block", blocks)
-            self._put_each("gain", [_positive(0.5 * (d + d.mT) - e) for d, e in zip(blocks, eyes)])
+            self._put_each("gain", [positive_part(0.5 * (d + d.mT) - e) for d, e in zip(blocks, eyes)])
         self._sit(self._seats(anchor))
 
     def _seats(self, anchor: Any) -> Optional[Seats]:
@@ -282,7 +287,7 @@ class NaturalLowRank(StepsOnBackward):
         like = next((part for part in parts if part is not None and part.numel()), None)
         if like is None:
             return None
-        eye = _eye(like)
+        eye = eye_like(like)
         return stacked([eye if part is None or not part.numel() else part for part in parts])
 
     def _sit(self, seats: Optional[Seats]) -> None:
@@ -329,7 +334,7 @@ class NaturalLowRank(StepsOnBackward):
             loc, own, t = (self._groups.cut(part) for part in (m, own, t.mT))
             return LowRankGaussian.of_parts(self._groups, loc, own, roots, inner, [part.mT for part in t])
         if self.base:
-            trils: Optional[Columns] = [root_of_inverse(Lift.apply(d - _eye(d), self.unit)) for d in blocks]
+            trils: Optional[Columns] = [root_of_inverse(Lift.apply(d - eye_like(d), self.unit)) for d in blocks]
             b = [tril.mT @ part for tril, part in zip(trils or (), low_rank)]
         else:
             trils, b = None, [Lift.apply(part, self.unit) for part in low_rank]
@@ -368,19 +373,19 @@ class NaturalLowRank(StepsOnBackward):
         else:
             r = torch.cat(self._groups.unstack(pull), -2)
         known = float(self.steps_taken > 0)
-        return known * (whole - _eye(whole)), known * r[..., 0]
+        return known * (whole - eye_like(whole)), known * r[..., 0]
 
     @torch.no_grad()
     def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
         """Have q be the nearest to that of G and r under L, with their mean: steps go on at a later one's rate."""
-        whole = (0.5 * (gram + gram.mT) + _eye(gram)).expand(*self.batch_shape, *gram.shape[-2:])
+        whole = (0.5 * (gram + gram.mT) + eye_like(gram)).expand(*self.batch_shape, *gram.shape[-2:])
         loc = torch.cholesky_solve(pull.expand(whole.shape[:-1])[..., None], cholesky(whole, 0.0, "I + G"))[..., 0]
         blocks, low_rank = nearest(whole, self.sizes, self.rank, self.base)
         self._put_each("loc", loc.split(self.sizes, -1))
         self._put_each("block", blocks)
         self._put_each("low_rank", low_rank)
         if self.base:
-            self._put_each("gain", [_positive(d - _eye(d)) for d in blocks])
+            self._put_each("gain", [positive_part(d - eye_like(d)) for d in blocks])
         self._sit(self._seats(anchor))
         self.skip(max(KNOWN - self.steps_taken, 0))
 
@@ -390,45 +395,26 @@ class NaturalLowRank(StepsOnBackward):
 
     def step(self, heard: Heard, weight: Tensor, total_weight: Tensor, rate: float, again: bool) -> None:
         base: _Base = heard.base
-        here = self._from(base.seats) if again else base
-        groups, order = self._groups, self._groups.order
+        groups = self._groups
         inside = heard.weight_inside(self.batch_shape)
         own = weight if inside is None else weight - inside  # the draws' gradients have the rest
         each, kept = rate / total_weight, 1 - rate * own / total_weight
-        curved = [
-            (heard.whole(row, order), (each[..., None] * (2 * row["by_change"]))[..., None]) for row in heard.curved()
-        ]
-        rows = [(phi, curvature.clamp(min=0)) for phi, curvature in curved]
-        beyond = [(phi, (-curvature).clamp(min=0)) for phi, curvature in curved]
-        each, kept, weight = (part[..., None, None] for part in (each, kept, weight))
-        blocks, low_rank = here.blocks, groups.over(here.low_rank)
-        signed = bool(heard.draws) or _any_above_zero([curvature for _, curvature in beyond])
-        if signed or sum(self.sizes) <= _FEW:
-            formed = _Formed(groups, blocks, low_rank, kept, rows)
-            target: Union[_Formed, _Products] = formed
-            if signed:
-                shown = each * self._curvature_by_draws(heard, base)
-                formed.add(shown - sum(phi.mT @ (phi * curvature) for phi, curvature in beyond))
-        else:
-            target = _Products(groups, blocks, low_rank, kept, rows)
-        aims = target.blocks() if self.base else None
-        for sweep in range(self.sweeps):
-            blocks, low_rank = _sweep(groups, target, aims, blocks, low_rank, None if sweep else here.known)
-        before = groups.over(base.loc)
-        slope = torch.zeros_like(before)
-        for row in heard.rows.values():
-            if "by_mean" in row:
-                slope = slope + heard.whole(row, order).mT @ row["by_mean"][..., None]
-        for _, grad in heard.draws.values():
-            slope = slope + self._ordered(grad).reshape(-1, *before.shape[:-1]).sum(0)[..., None]
-        if inside is not None:
-            slope = slope - inside[..., None, None] * before
-        (slope,) = joined(slope)
-        shift = target.solve(-each * (weight * before + slope), blocks, low_rank, self.iterations)
-        shift = cautious(shift[..., 0], heard, order)[..., None]
+        each, weight, kept = (part[..., None, None] for part in (each, weight, kept))
+        with flags_kept() as flags:  # a step can't be taken again: what has failed is looked at here, and left out
+            here = self._from(base.seats) if again else base
+            target = self._target(heard, here, each, kept)
+            aims = target.blocks() if self.base else None
+            blocks, low_rank = here.blocks, groups.over(here.low_rank)
+            for number in range(self.sweeps):
+                blocks, low_rank = sweep(groups, target, aims, blocks, low_rank, None if number else here.known)
+            right = -each * (weight * groups.over(base.loc) + self._slope(heard, inside))
+            shift = target.solve(right, blocks, low_rank, self.iterations)
+        shift = cautious(shift[..., 0], heard, groups.order)[..., None]
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
         fine = torch.stack([part.sum() for part in (*loc, *blocks, *low)]).sum().isfinite() & (each > 0).all()
+        for flag in flags:
+            fine = fine & (flag == 0).all()
         loc, blocks, low = (
             [torch.where(fine, a, b) for a, b in zip(new, old)]
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
@@ -437,20 +423,47 @@ class NaturalLowRank(StepsOnBackward):
         self._keep("block", blocks)
         self._keep("low_rank", low)
         if self.base:
-            self._keep("gain", [_positive(d - _eye(d)) for d in blocks])
+            self._keep("gain", [positive_part(d - eye_like(d)) for d in blocks])
         self._sit(base.seats)
+
+    def _target(self, heard: Heard, here: _Base, each: Tensor, kept: Tensor) -> Target:
+        """P̂, formed where it is small, and where curvatures are negative or shown by draws."""
+        groups, low_rank = self._groups, self._groups.over(here.low_rank)
+        curved = [(heard.whole(row, groups.order), each * (2 * row["by_change"])[..., None]) for row in heard.curved()]
+        rows = [(phi, curvature.clamp(min=0)) for phi, curvature in curved]
+        beyond = [(phi, (-curvature).clamp(min=0)) for phi, curvature in curved]
+        signed = bool(heard.draws) or _any_above_zero([curvature for _, curvature in beyond])
+        if not signed and sum(self.sizes) > _FEW:
+            return Products(groups, here.blocks, low_rank, kept, rows)
+        formed = Formed(groups, here.blocks, low_rank, kept, rows)
+        if signed:
+            shown = each * self._curvature_by_draws(heard)
+            formed.add(shown - sum(phi.mT @ (phi * curvature) for phi, curvature in beyond))
+        return formed
+
+    def _slope(self, heard: Heard, inside: Optional[Tensor]) -> Tensor:
+        """Φᵀg and the draws' gradients without the prior's that they hold, joined over processes."""
+        order, before = self._groups.order, self._groups.over(heard.base.loc)
+        slope = torch.zeros_like(before)
+        for row in heard.rows.values():
+            if "by_mean" in row:
+                slope = slope + heard.whole(row, order).mT @ row["by_mean"][..., None]
+        for _, grad in heard.draws.values():
+            slope = slope + self._ordered(grad).reshape(-1, *slope.shape[:-1]).sum(0)[..., None]
+        return joined(slope if inside is None else slope - inside[..., None, None] * before)[0]
 
     def _ordered(self, w: Tensor) -> Tensor:
         """A vector's blocks in the order of their sizes."""
         parts = w.split(self.sizes, -1)
         return torch.cat([parts[b] for b in self._groups.order], -1)
 
-    def _curvature_by_draws(self, heard: Heard, base: _Base) -> Tensor:
+    def _curvature_by_draws(self, heard: Heard) -> Tensor:
         """½(C + Cᵀ) with C = Σ ∇f(w)(w − m)ᵀP over draws of q, its blocks in the order of their sizes."""
+        base: _Base = heard.base
         groups, low_rank = self._groups, self._groups.over(base.low_rank)
         found = torch.zeros_like(low_rank @ low_rank.mT)
         for centred, grad in heard.draws.values():
-            scaled = _times(groups, base.blocks, low_rank, self._ordered(centred)[..., None])
+            scaled = times(groups, base.blocks, low_rank, self._ordered(centred)[..., None])
             one = self._ordered(grad)[..., None] * scaled.mT
             found = found + one.reshape(-1, *found.shape).sum(0)
         return 0.5 * (found + found.mT)
@@ -466,169 +479,3 @@ def _any_above_zero(parts: Sequence[Tensor]) -> bool:
     if not parts:
         return False
     return bool(largest(torch.stack([part.amax() for part in parts]).amax()) > 0)
-
-
-def _eye(like: Tensor) -> Tensor:
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-
-
-def _times(groups: Groups, blocks: Columns, low_rank: Tensor, v: Tensor) -> Tensor:
-    """(blockdiag(D) + BBᵀ)v for columns v."""
-    return _each(groups, blocks, v) + low_rank @ (low_rank.mT @ v)
-
-
-def _positive(matrix: Tensor) -> Tensor:
-    """The part of a symmetric matrix with positive eigenvalues."""
-    found = torch.linalg.eigh(matrix)
-    return (found.eigenvectors * found.eigenvalues.clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
-
-
-class _Products:
-    """P̂ by its products with few columns: it is never formed.
-
-    :param blocks: D of P.
-    :param low_rank: B of P.
-    :param kept: 1 − ρ.
-    :param rows: of each batch of rows Φ, and ρ·2h as a column.
-    """
-
-    def __init__(
-        self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        self.groups, self._blocks, self._low_rank, self._kept, self._rows = groups, blocks, low_rank, kept, rows
-
-    def times(self, v: Tensor) -> Tensor:
-        """P̂v for columns v."""
-        found = self._kept * _times(self.groups, self._blocks, self._low_rank, v) + (1 - self._kept) * v
-        data = torch.zeros_like(found)
-        for phi, curvature in self._rows:
-            data = data + phi.mT @ (curvature * (phi @ v))
-        return found + joined(data)[0]
-
-    def blocks(self) -> Columns:
-        """The blocks of P̂ on its diagonal."""
-        data = [torch.zeros_like(d) for d in self._blocks]
-        for phi, curvature in self._rows:
-            each = [part.mT for part in self.groups.cut(phi.mT)]
-            data = [x + p.mT @ (p * curvature[..., None, :, :]) for x, p in zip(data, each)]
-        kept, low = self._kept[..., None], self.groups.cut(self._low_rank)
-        return [kept * (d + b @ b.mT) + (1 - kept) * _eye(d) + x for d, b, x in zip(self._blocks, low, joined(*data))]
-
-    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
-        """P̂⁻¹ of one column by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come."""
-        inverse = _Inverse(self.groups, blocks, low_rank)
-
-        def dot(a: Tensor, b: Tensor) -> Tensor:
-            return (a * b).sum((-2, -1), keepdim=True)
-
-        def over(a: Tensor, b: Tensor) -> Tensor:
-            return torch.where(b > 0, a / b, torch.zeros_like(a))
-
-        x = torch.zeros_like(right)
-        z = inverse(right)
-        direction, rz = z, dot(right, z)
-        for _ in range(iterations):
-            moved = self.times(direction)
-            a = over(rz, dot(direction, moved))
-            x = x + a * direction
-            right = right - a * moved
-            z = inverse(right)
-            new = dot(right, z)
-            direction, rz = z + over(new, rz) * direction, new
-        return x
-
-
-class _Formed:
-    """P̂ as one matrix, which is quicker where it is small; as :class:`_Products`."""
-
-    def __init__(
-        self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        self.groups = groups
-        whole = low_rank @ low_rank.mT
-        for own, d in zip(self._diagonal(whole), blocks):
-            own.add_(d)
-        whole = whole.mul_(kept)
-        whole.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
-        parts = [phi.mT @ (phi * curvature) for phi, curvature in rows] or [torch.zeros_like(whole)]
-        self.matrix = whole + joined(sum(parts[1:], parts[0]))[0]
-
-    def add(self, curvature: Tensor) -> None:
-        """Add a symmetric matrix, or its positive part where it would leave less than half of what there is."""
-        (curvature,) = joined(curvature)
-        rest = (0.5 * self.matrix + curvature).nan_to_num()
-        short = torch.linalg.cholesky_ex(rest).info != 0
-        self.matrix = self.matrix + torch.where(short[..., None, None], _positive(curvature.nan_to_num()), curvature)
-
-    def _diagonal(self, whole: Tensor) -> Columns:
-        """Views of a matrix' blocks on the diagonal."""
-        found, start = [], 0
-        for group in self.groups.members:
-            num, size = len(group), self.groups.sizes[group[0]]
-            stop = start + num * size
-            own = whole[..., start:stop, start:stop].unflatten(-1, (num, size)).unflatten(-3, (num, size))
-            found.append(own.diagonal(dim1=-4, dim2=-2).movedim(-1, -3))
-            start = stop
-        return found
-
-    def times(self, v: Tensor) -> Tensor:
-        return self.matrix @ v
-
-    def blocks(self) -> Columns:
-        return self._diagonal(self.matrix)
-
-    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
-        return torch.cholesky_solve(right, cholesky(self.matrix, 0.0, "a precision of coefficients"))
-
-
-class _Inverse:
-    """(blockdiag(D) + BBᵀ)⁻¹ = D⁻¹ − D⁻¹B(I + BᵀD⁻¹B)⁻¹BᵀD⁻¹."""
-
-    def __init__(self, groups: Groups, blocks: Columns, low_rank: Tensor) -> None:
-        self.groups = groups
-        self.roots = [cholesky(d, 0.0, "a block of a low-rank precision") for d in blocks]
-        self.scaled = self._over_blocks(low_rank)  # D⁻¹B
-        gram = low_rank.mT @ self.scaled
-        gram.diagonal(dim1=-2, dim2=-1).add_(1)
-        self.inner = cholesky(gram, 0.0, "I + BᵀD⁻¹B")
-
-    def _over_blocks(self, v: Tensor) -> Tensor:
-        return self.groups.over([torch.cholesky_solve(x, root) for x, root in zip(self.groups.cut(v), self.roots)])
-
-    def __call__(self, v: Tensor) -> Tensor:
-        return self._over_blocks(v) - self.scaled @ torch.cholesky_solve(self.scaled.mT @ v, self.inner)
-
-
-def _sweep(
-    groups: Groups,
-    target: Union[_Products, _Formed],
-    aims: Optional[Columns],
-    blocks: Columns,
-    low_rank: Tensor,
-    known: Optional[tuple[Tensor, Tensor]] = None,
-) -> tuple[Columns, Tensor]:
-    """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
-    D ← blockdiag(P̂ − BβP̂); then B ← BE^½, the expansion.
-
-    :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
-    :param known: D⁻¹B and the factor of I + BᵀD⁻¹B.
-    """
-    if known is None:
-        inverse = _Inverse(groups, blocks, low_rank)
-        known = inverse.scaled, inverse.inner
-    scaled, inner = known
-    beta = torch.cholesky_solve(scaled.mT, inner)
-    seen = target.times(beta.mT)  # P̂βᵀ
-    moment = torch.cholesky_inverse(inner) + beta @ seen
-    root = cholesky(moment, 0.0, "the factors' second moment")  # which reads the lower triangle only
-    if aims is None:
-        return blocks, torch.cholesky_solve(seen.mT, root).mT
-    new = solve_lower(root, seen.mT).mT  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
-    rounding = 10 * torch.finfo(new.dtype).eps
-    found = []
-    for aim, b in zip(aims, groups.cut(new)):
-        d = aim - b @ b.mT
-        # Where B has nearly all of a block, what is left of it is rounding, of either sign.
-        d.diagonal(dim1=-2, dim2=-1).add_(aim.diagonal(dim1=-2, dim2=-1), alpha=rounding)
-        found.append(d)
-    return found, new

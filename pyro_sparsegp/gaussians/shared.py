@@ -89,6 +89,9 @@ class Share(Gaussian):
         self.key = self.whole.q.key
         return found
 
+    def note_draws(self) -> None:
+        self.whole.q.note_draws()
+
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return self.whole.q.covariance_change(self.padded(features))
 

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 KNOWN = 9  # steps that a start with a known mean counts for
+_BY_MARGINALS = 0.1  # the largest rate where marginals are drawn from: at 1 a first draw throws an inner layer away
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
 
 Rate = Union[float, Callable[[int], float]]
@@ -91,6 +92,7 @@ class Heard:
         ΦᵀHΦ, where that is made in any case.
     :param crosses: of pairs of them the keys, the features of both, and the gradient by their covariances.
     :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
+    :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
     """
 
     base: Any
@@ -100,6 +102,7 @@ class Heard:
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
     crosses: dict[int, dict[str, Any]] = field(default_factory=dict)
     draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    by_draws: bool = False
     number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
 
     def __post_init__(self) -> None:
@@ -165,6 +168,7 @@ def _whole(heard: list[Heard]) -> list[Heard]:
             whole[0].rows.update(one.rows)
             whole[0].crosses.update(one.crosses)
             whole[0].draws.update(one.draws)
+            whole[0].by_draws |= one.by_draws
     return whole
 
 
@@ -253,7 +257,10 @@ class StepsOnBackward(Coefficients):
             return
         with torch.inference_mode(False), torch.no_grad():
             for heard in passes:
-                rate = min(rate, self.most_by_draws()) if heard.draws else rate
+                if heard.draws:
+                    rate = min(rate, self.most_by_draws())
+                elif heard.by_draws:
+                    rate = min(rate, _BY_MARGINALS)
             weights = joined(*[heard.weight(self.batch_shape) for heard in passes])
             total = sum(weights[1:], weights[0])
             for heard, weight in zip(passes, weights):
@@ -308,6 +315,9 @@ class Listening(Gaussian):
         mean, change = super().moments(features)
         self.key = listen(self.module, self.heard, features, mean, change)
         return mean, change
+
+    def note_draws(self) -> None:
+        self.heard.by_draws = True
 
     def cross_change(
         self, features: Sequence[Tensor], others: Sequence[Tensor], keys: tuple[Optional[int], Optional[int]]

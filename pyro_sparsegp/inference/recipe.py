@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
-import torch
-from pyro.optim import PyroOptim
-from torch import Tensor
+from .fused_adam import FusedAdam
 
 __all__ = ["FallingAdam"]
 
-_FUSED = ("cpu", "cuda")  # where torch has Adam's step of many parameters as one operation
 _WARM = 20  # steps over which rates rise, while Adam's second moments are of few gradients
 _HELD = 0.4  # share of the steps in which rates stay
 _LAST = 0.01  # of a rate, at the end
 
 
-class FallingAdam(PyroOptim):
+class FallingAdam(FusedAdam):
     """Adam (Kingma and Ba, 2015) whose rates stay for the first part of the steps and fall by a cosine to a hundredth.
 
     Noise of mini-batches moves parameters in proportion to the rate: a fit whose rate stays ends up beside the
@@ -28,49 +24,8 @@ class FallingAdam(PyroOptim):
     """
 
     def __init__(self, lr: float = 0.05) -> None:
-        super().__init__(torch.optim.Adam, {"lr": lr, "betas": (0.9, 0.99)})
+        super().__init__({"lr": lr, "betas": (0.9, 0.99)})
         self._factor = 1.0
-
-    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """The step of all parameters as one operation, on the states that Adam keeps of each one."""
-        together: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = {}
-        apart = []
-        for p in params:
-            known = self.optim_objs.get(p)
-            if known is None or not known.state or p.grad is None or not self._is_fused(known, p):
-                apart.append(p)
-            else:
-                together.setdefault((p.device, p.dtype, known.param_groups[0]["lr"]), []).append(p)
-        super().__call__(apart, *args, **kwargs)
-        with torch.no_grad():
-            for (_, _, rate), found in together.items():
-                self._step(found, rate)
-
-    @staticmethod
-    def _is_fused(known: Any, p: Tensor) -> bool:
-        return bool(known.param_groups[0]["fused"]) and known.state[p]["step"].device == p.device
-
-    def _step(self, params: list[Tensor], rate: float) -> None:
-        group = self.optim_objs[params[0]].param_groups[0]
-        states = [self.optim_objs[p].state[p] for p in params]
-        steps = [state["step"] for state in states]
-        grads: list[Any] = [p.grad for p in params]
-        torch._foreach_add_(steps, 1)
-        torch._fused_adam_(
-            params,
-            grads,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            steps,
-            lr=rate,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=0.0,
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
 
     def at(self, step: int, steps: int) -> None:
         """Set the rates of the step with this number, of so many."""
@@ -83,7 +38,6 @@ class FallingAdam(PyroOptim):
         optimiser = super()._get_optim(param)
         for group in optimiser.param_groups:
             group["initial_lr"] = group["lr"]
-            group["fused"] = param.device.type in _FUSED
             group["lr"] *= self._factor
         return optimiser
 

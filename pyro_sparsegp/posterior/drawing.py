@@ -125,6 +125,7 @@ class MarginalSite(RowSite):
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws of the marginals, ``(*sample_shape, ..., N)``."""
         shape = torch.Size(sample_shape)
+        self.coefficients.note_draws()
         if self.coefficients.share is None:
             return self.marginals.rsample(shape)
         return self.value_of(torch.randn_like(self.mean.expand(shape + self.mean.shape)))

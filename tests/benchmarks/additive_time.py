@@ -1,8 +1,8 @@
 """A step of additive families by the number of terms, in one run.
 
-python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--rounds 15] [--out table.md]
+python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--points 16] [--rounds 15] [--out table.md]
 
-A sum of RBF kernels on a column each, 16 points a term, a Gaussian likelihood and mini-batches of 500 rows, float32,
+A sum of RBF kernels on a column each, some points a term, a Gaussian likelihood and mini-batches of 500 rows, float32,
 one thread. Medians of CPU time over interleaved rounds.
 """
 
@@ -16,24 +16,24 @@ import pyro.distributions as dist
 import torch
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, FusedAdam, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, Family, MeanFieldAdditive
 
 ROWS, BATCH = 5000, 500
 
 
-def families() -> dict[str, Family]:
-    """What is compared."""
+def families(points: int) -> dict[str, Family]:
+    """What is compared, with so many points a term."""
     return {
-        "CoupledPrecision": CoupledPrecision(16),
-        "CoupledPrecision, Adam": CoupledPrecision(16, natural=False),
-        "CoupledCovariance": CoupledCovariance(16),
-        "CoupledCovariance, Adam": CoupledCovariance(16, natural=False),
-        "MeanFieldAdditive": MeanFieldAdditive(16),
+        "CoupledPrecision": CoupledPrecision(points),
+        "CoupledPrecision, Adam": CoupledPrecision(points, natural=False),
+        "CoupledCovariance": CoupledCovariance(points),
+        "CoupledCovariance, Adam": CoupledCovariance(points, natural=False),
+        "MeanFieldAdditive": MeanFieldAdditive(points),
     }
 
 
-def measure(terms: int, rounds: int) -> dict[str, float]:
+def measure(terms: int, points: int, rounds: int) -> dict[str, float]:
     """The time of a step of each, in ms."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
@@ -49,9 +49,9 @@ def measure(terms: int, rounds: int) -> dict[str, float]:
             pyro.sample("y", dist.Normal(f, noise), obs=y)
 
     steps = {}
-    for name, family in families().items():
+    for name, family in families(points).items():
         guide = AutoSparseGP(model, family)
-        steps[name] = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.005}), TraceQuadrature_ELBO()).step
+        steps[name] = pyro.infer.SVI(model, guide, FusedAdam({"lr": 0.005}), TraceQuadrature_ELBO()).step
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 3):
         for name, step in steps.items():
@@ -66,25 +66,27 @@ def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--terms", type=int, nargs="*", default=[4, 8, 16, 32])
+    parser.add_argument("--points", type=int, nargs="*", default=[16])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    asked = f"--terms {' '.join(map(str, options.terms))} --points {' '.join(map(str, options.points))}"
     lines = [
         "# A step of additive families",
         "",
-        f"Made by `python tests/benchmarks/additive_time.py --terms {' '.join(map(str, options.terms))} --rounds "
-        f"{options.rounds}`: one thread, torch {torch.__version__}, float32, 16 points a term, {BATCH} rows; ms of CPU "
-        "time, medians.",
+        f"Made by `python tests/benchmarks/additive_time.py {asked} --rounds {options.rounds}`: one thread, "
+        f"torch {torch.__version__}, float32, {BATCH} rows; ms of CPU time, medians.",
         "",
-        "| terms | " + " | ".join(f"{name} (ms)" for name in families()) + " |",
-        "|" + "---|" * (len(families()) + 1),
+        "| points a term | terms | " + " | ".join(f"{name} (ms)" for name in families(1)) + " |",
+        "|" + "---|" * (len(families(1)) + 2),
     ]
     print("\n".join(lines), flush=True)
-    for terms in options.terms:
-        found = measure(terms, options.rounds)
-        lines.append(f"| {terms} | " + " | ".join(f"{value:.1f}" for value in found.values()) + " |")
-        print(lines[-1], flush=True)
+    for points in options.points:
+        for terms in options.terms:
+            found = measure(terms, points, options.rounds)
+            lines.append(f"| {points} | {terms} | " + " | ".join(f"{value:.1f}" for value in found.values()) + " |")
+            print(lines[-1], flush=True)
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
 

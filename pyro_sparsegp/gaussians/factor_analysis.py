@@ -1,0 +1,217 @@
+"""The best block plus low-rank precision for a P̂ that is not of that form, by sweeps of factor analysis.
+
+The P = blockdiag(D) + BBᵀ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)] is the maximum likelihood estimate of factor analysis for
+the "covariance" P̂. Sweeps of its expectation maximisation go there (Rubin and Thayer, 1982), with expanded parameters
+(Liu, Rubin and Wu, 1998); they need P̂ times few vectors, and its blocks on the diagonal. From a dense P̂ alone, without
+a start: :mod:`.nearest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Optional, Protocol
+
+import torch
+from torch import Tensor
+
+from ..numerics.linalg import cholesky, solve_lower
+from ..numerics.processes import joined
+from .groups import Groups
+
+__all__ = ["Columns", "Formed", "Products", "Target", "eye_like", "positive_part", "sweep", "times", "times_blocks"]
+
+Columns = list[Tensor]  # of vectors, and other matrices, stacked by the blocks' sizes
+
+
+def eye_like(like: Tensor) -> Tensor:
+    """I of a matrix' size."""
+    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+
+
+def positive_part(matrix: Tensor) -> Tensor:
+    """The part of a symmetric matrix with positive eigenvalues."""
+    found = torch.linalg.eigh(matrix)
+    return (found.eigenvectors * found.eigenvalues.clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
+
+
+def times_blocks(groups: Groups, matrices: Columns, v: Tensor) -> Tensor:
+    """blockdiag of stacked matrices, times columns."""
+    return groups.over([matrix @ part for matrix, part in zip(matrices, groups.cut(v))])
+
+
+def times(groups: Groups, blocks: Columns, low_rank: Tensor, v: Tensor) -> Tensor:
+    """(blockdiag(D) + BBᵀ)v for columns v."""
+    return times_blocks(groups, blocks, v) + low_rank @ (low_rank.mT @ v)
+
+
+def _root(matrix: Tensor, what: str) -> Tensor:
+    """A Cholesky factor, with so much more on the diagonal that rounding leaves the matrix positive."""
+    return cholesky(matrix, matrix.shape[-1] * torch.finfo(matrix.dtype).eps, what)
+
+
+class Target(Protocol):
+    """P̂."""
+
+    def times(self, v: Tensor) -> Tensor:
+        """P̂v for columns v."""
+
+    def blocks(self) -> Columns:
+        """The blocks of P̂ on its diagonal."""
+
+    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
+        """P̂⁻¹ of one column, where P = blockdiag(D) + BBᵀ is near P̂."""
+
+
+class Products:
+    """P̂ by its products with few columns: it is never formed.
+
+    :param blocks: D of P.
+    :param low_rank: B of P.
+    :param kept: 1 − ρ.
+    :param rows: of each batch of rows Φ, and ρ·2h as a column.
+    """
+
+    def __init__(
+        self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        self.groups, self._blocks, self._low_rank, self._kept, self._rows = groups, blocks, low_rank, kept, rows
+
+    def times(self, v: Tensor) -> Tensor:
+        """P̂v for columns v."""
+        found = self._kept * times(self.groups, self._blocks, self._low_rank, v) + (1 - self._kept) * v
+        data = torch.zeros_like(found)
+        for phi, curvature in self._rows:
+            data = data + phi.mT @ (curvature * (phi @ v))
+        return found + joined(data)[0]
+
+    def blocks(self) -> Columns:
+        """The blocks of P̂ on its diagonal."""
+        data = [torch.zeros_like(d) for d in self._blocks]
+        for phi, curvature in self._rows:
+            each = [part.mT for part in self.groups.cut(phi.mT)]
+            data = [x + p.mT @ (p * curvature[..., None, :, :]) for x, p in zip(data, each)]
+        kept, low = self._kept[..., None], self.groups.cut(self._low_rank)
+        return [
+            kept * (d + b @ b.mT) + (1 - kept) * eye_like(d) + x for d, b, x in zip(self._blocks, low, joined(*data))
+        ]
+
+    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
+        """P̂⁻¹ of one column by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come."""
+        inverse = Inverse(self.groups, blocks, low_rank)
+
+        def dot(a: Tensor, b: Tensor) -> Tensor:
+            return (a * b).sum((-2, -1), keepdim=True)
+
+        def over(a: Tensor, b: Tensor) -> Tensor:
+            return torch.where(b > 0, a / b, torch.zeros_like(a))
+
+        x = torch.zeros_like(right)
+        z = inverse(right)
+        direction, rz = z, dot(right, z)
+        for _ in range(iterations):
+            moved = self.times(direction)
+            a = over(rz, dot(direction, moved))
+            x = x + a * direction
+            right = right - a * moved
+            z = inverse(right)
+            new = dot(right, z)
+            direction, rz = z + over(new, rz) * direction, new
+        return x
+
+
+class Formed:
+    """P̂ as one matrix, which is quicker where it is small; as :class:`Products`."""
+
+    def __init__(
+        self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        self.groups = groups
+        whole = low_rank @ low_rank.mT
+        for own, d in zip(self._diagonal(whole), blocks):
+            own.add_(d)
+        whole = whole.mul_(kept)
+        whole.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
+        parts = [phi.mT @ (phi * curvature) for phi, curvature in rows] or [torch.zeros_like(whole)]
+        self.matrix = whole + joined(sum(parts[1:], parts[0]))[0]
+
+    def add(self, curvature: Tensor) -> None:
+        """Add a symmetric matrix, or its positive part where it would leave less than half of what there is."""
+        (curvature,) = joined(curvature)
+        rest = (0.5 * self.matrix + curvature).nan_to_num()
+        short = torch.linalg.cholesky_ex(rest).info != 0
+        self.matrix = self.matrix + torch.where(
+            short[..., None, None], positive_part(curvature.nan_to_num()), curvature
+        )
+
+    def _diagonal(self, whole: Tensor) -> Columns:
+        """Views of a matrix' blocks on the diagonal."""
+        found, start = [], 0
+        for group in self.groups.members:
+            num, size = len(group), self.groups.sizes[group[0]]
+            stop = start + num * size
+            own = whole[..., start:stop, start:stop].unflatten(-1, (num, size)).unflatten(-3, (num, size))
+            found.append(own.diagonal(dim1=-4, dim2=-2).movedim(-1, -3))
+            start = stop
+        return found
+
+    def times(self, v: Tensor) -> Tensor:
+        return self.matrix @ v
+
+    def blocks(self) -> Columns:
+        return self._diagonal(self.matrix)
+
+    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
+        return torch.cholesky_solve(right, _root(self.matrix, "a precision of coefficients"))
+
+
+class Inverse:
+    """(blockdiag(D) + BBᵀ)⁻¹ = D⁻¹ − D⁻¹B(I + BᵀD⁻¹B)⁻¹BᵀD⁻¹."""
+
+    def __init__(self, groups: Groups, blocks: Columns, low_rank: Tensor) -> None:
+        self.groups = groups
+        self.roots = [_root(d, "a block of a low-rank precision") for d in blocks]
+        self.scaled = self._over_blocks(low_rank)  # D⁻¹B
+        gram = low_rank.mT @ self.scaled
+        gram.diagonal(dim1=-2, dim2=-1).add_(1)
+        self.inner = _root(gram, "I + BᵀD⁻¹B")
+
+    def _over_blocks(self, v: Tensor) -> Tensor:
+        return self.groups.over([torch.cholesky_solve(x, root) for x, root in zip(self.groups.cut(v), self.roots)])
+
+    def __call__(self, v: Tensor) -> Tensor:
+        return self._over_blocks(v) - self.scaled @ torch.cholesky_solve(self.scaled.mT @ v, self.inner)
+
+
+def sweep(
+    groups: Groups,
+    target: Target,
+    aims: Optional[Columns],
+    blocks: Columns,
+    low_rank: Tensor,
+    known: Optional[tuple[Tensor, Tensor]] = None,
+) -> tuple[Columns, Tensor]:
+    """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
+    D ← blockdiag(P̂ − BβP̂); then B ← BE^½, the expansion.
+
+    :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
+    :param known: D⁻¹B and the factor of I + BᵀD⁻¹B.
+    """
+    if known is None:
+        inverse = Inverse(groups, blocks, low_rank)
+        known = inverse.scaled, inverse.inner
+    scaled, inner = known
+    beta = torch.cholesky_solve(scaled.mT, inner)
+    seen = target.times(beta.mT)  # P̂βᵀ
+    moment = torch.cholesky_inverse(inner) + beta @ seen
+    root = _root(moment, "the factors' second moment")  # which reads the lower triangle only
+    if aims is None:
+        return blocks, torch.cholesky_solve(seen.mT, root).mT
+    new = solve_lower(root, seen.mT).mT  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
+    rounding = 10 * torch.finfo(new.dtype).eps
+    found = []
+    for aim, b in zip(aims, groups.cut(new)):
+        d = aim - b @ b.mT
+        # Where B has nearly all of a block, what is left of it is rounding, of either sign.
+        d.diagonal(dim1=-2, dim2=-1).add_(aim.diagonal(dim1=-2, dim2=-1), alpha=rounding)
+        found.append(d)
+    return found, new
