@@ -1,6 +1,7 @@
 """Natural steps: the optimum in one of them, what they leave alone, and that q's own gradients pass through."""
 
 import copy
+import dataclasses
 import pickle
 
 import pyro
@@ -326,11 +327,14 @@ def test_mini_batches_average_to_the_optimum():
     torch.testing.assert_close(guide.posterior(x)["f"].variance, best.posterior(x)["f"].variance, atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize(("elbo", "mode", "steps"), [(TraceMeanField_ELBO, "train", 120), (Trace_ELBO, "eval", 200)])
-def test_drawn_sites_average_to_the_optimum(elbo, mode, steps):
+@pytest.mark.parametrize(
+    ("elbo", "mode", "steps", "near"),  # of 5.8 standard deviations; where the divergence is drawn too, much remains
+    [(TraceMeanField_ELBO, "train", 60, 0.4), (Trace_ELBO, "eval", 160, 0.7)],
+)
+def test_drawn_sites_average_to_the_optimum(elbo, mode, steps, near):
     x, y = data(num=40)
     model = gaussian(KERNEL, 0.5)
-    guide, svi = svi_of(model, SVGP(x[:4], natural=True, trainable=False, rate=Falling(0.01, 0.1)), elbo())
+    guide, svi = svi_of(model, SVGP(x[:4], natural=True, trainable=False, rate=Falling(0.02)), elbo())
     guide(x, y)
     guide.train(mode == "train")
     best = AutoSparseGP(model, SGPR(x[:4], trainable=False))
@@ -344,8 +348,8 @@ def test_drawn_sites_average_to_the_optimum(elbo, mode, steps):
     for _ in range(steps):
         svi.step(x, y)
     by_mean, by_variance = away()
-    assert by_mean < 0.9
-    assert by_variance < 0.7
+    assert by_mean < near
+    assert by_variance < (0.4 if mode == "train" else 0.7)
 
 
 def test_gradients_of_hyperparameters_pass_through_q():
@@ -565,7 +569,7 @@ def test_counts_far_from_where_q_starts():
     x, _ = data()
     y = torch.poisson((7 + x[:, 0]).exp())
     _, svi = svi_of(poisson, SVGP(8, natural=True), TraceQuadrature_ELBO(8))
-    losses = [svi.step(x, y) for _ in range(40)]
+    losses = [svi.step(x, y) for _ in range(22)]
     assert max(losses[1:]) < 1.01 * losses[0]
     assert losses[-1] < losses[0] / 100
 
@@ -835,8 +839,42 @@ def test_joint_draws_of_independent_groups():
     guide, svi = svi_of(model, MeanFieldAdditive([z, z], trainable=False), Trace_ELBO())
     guide(x, y)
     guide.eval()
-    for _ in range(120):
+    for _ in range(70):
         svi.step(x, y)
     phi = torch.cat(list(guide.posterior(x)["f"].features), -1)
     best, found = 4 * phi.mT @ phi, state(guide)[0]
     assert (found - best).norm() < 0.8 * best.norm()  # 1.7 where its growth is taken for the data's
+
+
+@pytest.mark.parametrize("family", [SVGP(8), OrthogonalInducing(5, 4), CoupledCovariance(6), MeanFieldAdditive(6)])
+def test_sites_stay_about_f_where_a_constant_mean_moves(family):
+    """q stays at its optimum, and the mean's gradient is that of the bound with q moving along."""
+    pyro.clear_param_store()
+    x = torch.rand(20, 2)
+    y = (6 * x[:, 0]).sin() + x[:, 1] ** 2
+    kernel = kernels.RBF(0.4)[0] + kernels.RBF(0.5)[1] + kernels.Linear(1.0)[0]
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x, mean=pyro.param("level", torch.tensor(0.0))))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    guide, svi = svi_of(model, dataclasses.replace(family, trainable=False, rate=1.0), lr=0.0)
+    guide(x, y)
+    for _ in range(2):
+        svi.step(x, y)
+
+    def loss(level):
+        pyro.param("level").data.fill_(level)
+        with torch.no_grad():
+            return TraceQuadrature_ELBO(2).loss(model, guide, x, y)
+
+    moved = loss(0.5)
+    TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y).backward()
+    found = pyro.param("level").grad.clone()
+    getattr(guide.gps, "f").coefficients.noted()  # no step
+    torch.testing.assert_close(found, torch.tensor((loss(0.501) - loss(0.499)) / 0.002), rtol=1e-5, atol=1e-5)
+    loss(0.5)
+    for _ in range(2):
+        svi.step(x, y)
+    assert loss(0.5) - 1e-6 < moved < loss(0.5) + 2  # 250 more where sites stay about f - μ

@@ -114,6 +114,7 @@ class Coefficients(Documented, AbstractModule):
 
     anchored: ClassVar[bool] = False  # whether it is about u = Lw
     by_block: ClassVar[bool] = False  # whether it wants L's blocks on the diagonal alone, in a list
+    levelled: ClassVar[bool] = False  # whether it is told the values of the process's mean, too, where these may move
     placed: ClassVar[bool] = False  # whether where it is before any data depends on L
 
     def put(self, name: str, value: Tensor) -> None:
