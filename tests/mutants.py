@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "draws-show-no-curvature",
         "NaturalLowRank._target",
-        "shown = each[..., None, None] * self._curvature_by_draws(heard)",
-        "shown = 0 * each[..., None, None] * self._curvature_by_draws(heard)",
+        "shown = each * self._curvature_by_draws(heard)",
+        "shown = 0 * each * self._curvature_by_draws(heard)",
         ("test_low_rank.py::test_sites_that_are_drawn_learn_their_precision",),
     ),
     Mutant(

@@ -86,7 +86,6 @@ def test_a_family_stays_on_its_device(name, likelihood):
                 else pyro.infer.SVI(model, guide, optim, TraceQuadrature_ELBO(4))
             )
             trainer.step(x, y)
-            trainer.step(x, y)
             before = len(device.events)
             trainer.step(x, y)
             step = device.events[before:]

@@ -32,7 +32,7 @@ ordered_model = one_function(
 )
 
 
-def fitted_classes(model, num=120, steps=25):
+def fitted_classes(model, num=120, steps=18):
     x = torch.rand(num, 1)
     f = GaussianProcess(4 * kernels.RBF(0.3), x).sample((3,))
     likelihood = (
@@ -93,7 +93,7 @@ def test_coverage_of_classes(model):
     shares = []
     for seed in range(2):
         pyro.set_rng_seed(seed)
-        guide, x, y = fitted_classes(model, num=600, steps=30)
+        guide, x, y = fitted_classes(model, num=600, steps=18)
         found = diagnostics.predictive_scores(model, guide, x, y, num_samples=1)
         shares.append([found.coverage(prob) for prob in (0.9, 0.95)])
     assert np.abs(np.mean(shares, 0) - [0.9, 0.95]).max() < 0.03, shares

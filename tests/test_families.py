@@ -39,11 +39,20 @@ DTYPES = (torch.float64, torch.float32)
 WITH_TWO = ("SVGP", "SGPR", "FreeSites", "ComputationAwareCG")
 
 
+# Another option of a family that is there besides: one dtype and one likelihood each.
+OPTIONS = ("SVGPGradients", "OrthogonalInducing3", "OrthogonalUnwhitened", "DecoupledColumns")
+OPTIONS += ("CoupledPrecisionGradients", "CoupledPrecisionIdentity")
+
+
 def _quick():
     """Pairs in the place of a product: each family in each dtype, under a Gaussian and another likelihood; each
     likelihood with each kernel in each dtype.
     """
     for i, family in enumerate(FAMILIES):
+        if family in OPTIONS:
+            k = OPTIONS.index(family)
+            yield family, ("regression", "bernoulli", "poisson")[k % 3], list(KERNELS)[k // 2], DTYPES[k % 2]
+            continue
         for j, model in enumerate(("regression", ("bernoulli", "poisson")[i % 2])):
             yield family, model, list(KERNELS)[(i + j) % 3], DTYPES[(i // 2 + j) % 2]
     for i, family in enumerate(WITH_TWO):
@@ -56,14 +65,15 @@ def _case(family, model, kernel, dtype, steps, marks=()):
 
 
 CASES = [
-    *(_case(*case, 8) for case in _quick()),
+    *(_case(*case, 4) for case in _quick()),
     *(_case(f, m, "additive", d, 200, pytest.mark.slow) for f in FAMILIES for m in MODELS for d in DTYPES),
 ]
 
 
 def test_quick_cases_have_the_pairs():
     quick = list(_quick())
-    assert {(f, d) for f, _, _, d in quick} == set(itertools.product(FAMILIES, DTYPES))
+    assert {f for f, *_ in quick} == set(FAMILIES)
+    assert {(f, d) for f, _, _, d in quick} >= set(itertools.product(FAMILIES.keys() - set(OPTIONS), DTYPES))
     assert {(m, k) for _, m, k, _ in quick} == set(itertools.product(MODELS, KERNELS))
     assert {(m, d) for _, m, _, d in quick} == set(itertools.product(MODELS, DTYPES))
     assert {(k, d) for _, _, k, d in quick} == set(itertools.product(KERNELS, DTYPES))
@@ -74,7 +84,7 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
     # Everything must follow the data, not the default.
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     monkeypatch.setattr(models, "additive", kernel)
-    x, y = data(model, 60 if steps > 8 else 16 if model is heteroscedastic else 40, dtype=dtype, device=device)
+    x, y = data(model, 60 if steps > 4 else 16 if model is heteroscedastic else 40, dtype=dtype, device=device)
     guide = AutoSparseGP(model, family)
     sites = ["f", "g"] if model is heteroscedastic else ["f"]
 
@@ -104,10 +114,16 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
 
         return keep
 
+    def loss():  # of the same draws of the hyperparameters, whenever it is asked
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return TraceQuadrature_ELBO(10).loss(model, guide, x, y)
+
+    before = loss()
     hooks = [p.register_hook(watch(name)) for name, p in guide.named_parameters() if name in seen]
     losses = train(model, guide, x, y, steps=steps, lr=0.05 if steps < 100 else 0.02)
     assert torch.tensor(losses).isfinite().all()
-    assert sum(losses[-4:]) < sum(losses[:4])
+    assert loss() < before
     assert all(total > 0 for total in seen.values()), [name for name, total in seen.items() if not total > 0]
     assert all(p.isfinite().all() and p.dtype == dtype and p.device == x.device for p in guide.parameters())
     for hook in hooks:
@@ -287,7 +303,7 @@ def test_bad_precision_arguments():
 
 def test_matern_1024_in_float32_trains():
     """A 1024-point Matern-3/2 basis in float32 on 8-dimensional uniform inputs (2 steps here, 500 when slow)."""
-    _train_1024(2, rows=2048)
+    _train_1024(2, rows=2048, given=True)
 
 
 @pytest.mark.slow
@@ -295,7 +311,7 @@ def test_matern_1024_in_float32_trains_500_steps():
     _train_1024(500)
 
 
-def _train_1024(steps, rows=4096):
+def _train_1024(steps, rows=4096, given=False):
     torch.set_default_dtype(torch.float32)
     x = torch.rand(rows, 8)
     y = torch.sin(3 * x.sum(-1)) + 0.1 * torch.randn(rows)
@@ -308,7 +324,7 @@ def _train_1024(steps, rows=4096):
         with pyro.plate("data", size or len(x), subsample=x):
             pyro.sample("y", pyro.distributions.Normal(f, noise), obs=y)
 
-    guide = AutoSparseGP(model, SVGP(1024))
+    guide = AutoSparseGP(model, SVGP(x[:1024].clone() if given else 1024))
     guide(x, y)
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
     losses = []

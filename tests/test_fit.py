@@ -23,7 +23,7 @@ from pyro_sparsegp import (
     kernels,
 )
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP, WeightSpace
-from pyro_sparsegp.inference import checkpoint
+from pyro_sparsegp.inference import checkpoint, warm_start
 from pyro_sparsegp.inference.batches import as_batches
 from pyro_sparsegp.inference.held_out import log_score
 from pyro_sparsegp.inference.interrupts import Interrupts
@@ -57,7 +57,8 @@ def require_equal(found, expected):
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("case", CASES)
-def test_resumed_as_if_never_cut_off(case, tmp_path):
+def test_resumed_as_if_never_cut_off(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(warm_start, "_STEPS", 10)
     torch.manual_seed(0)
     result, expected = fit_worker.run(case)  # no checkpoints at all: to write them changes nothing
     assert result.steps == fit_worker.STEPS

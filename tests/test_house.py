@@ -1,6 +1,7 @@
 """The house: rooms stand in one order, and no import goes against it, type hints and late imports included."""
 
 import ast
+import functools
 import importlib
 import importlib.util
 from pathlib import Path
@@ -58,7 +59,9 @@ def imported(name: str, path: Path) -> set[str]:
     return found - {""}
 
 
-IMPORTS = {name: imported(name, path) for name, path in MODULES.items()}
+@functools.cache  # not when tests are collected, which every worker does
+def imports() -> dict[str, set[str]]:
+    return {name: imported(name, path) for name, path in MODULES.items()}
 
 
 def test_every_room_has_its_floor():
@@ -69,7 +72,7 @@ def test_every_room_has_its_floor():
 def test_imports_go_down(room):
     wrong = [
         f"{name} imports {other}"
-        for name, others in IMPORTS.items()
+        for name, others in imports().items()
         for other in others
         if name.split(".")[0] == room != other.split(".")[0] and FLOOR[other.split(".")[0]] >= FLOOR[room]
     ]
@@ -83,7 +86,7 @@ def test_there_is_no_circle():
 
     def visit(name: str, path: list[str]) -> None:
         state[name] = 1
-        for other in sorted(IMPORTS.get(name, ())):
+        for other in sorted(imports().get(name, ())):
             if other == name:
                 continue
             if state.get(other) == 1:

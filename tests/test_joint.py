@@ -78,7 +78,7 @@ def _bound(guide, *data, nodes=2):
 SHAREABLE = {
     "SVGP": (families.SVGP(**AT_ONCE), 2, 1e-5),
     "CoupledCovariance": (families.CoupledCovariance(**AT_ONCE), 2, 1e-5),
-    "CoupledPrecision": (families.CoupledPrecision(**AT_ONCE, rank=N), 30, 1e-4),
+    "CoupledPrecision": (families.CoupledPrecision(**AT_ONCE, rank=N), 22, 1e-4),
     "gradients": (families.SVGP(**EXACT, natural=False), 50, 0.5),  # independent posteriors are 3 nats short
 }
 
@@ -221,11 +221,11 @@ def test_other_likelihoods_against_importance_sampling(model, gain):
     x, y = _data()
     y = (y + 1) if model is product else y
     guide = _trained(
-        model, families.SVGP(**EXACT), x, y, steps=25 if model is product else 60, loss=TraceQuadrature_ELBO(6)
+        model, families.SVGP(**EXACT), x, y, steps=20 if model is product else 60, loss=TraceQuadrature_ELBO(6)
     )
     bound = _bound(guide, x, y, nodes=20)
     independent = _best(
-        AutoSparseGP(model, families.SVGP(**EXACT)), model, x, y, steps=25 if model is product else 60, nodes=6
+        AutoSparseGP(model, families.SVGP(**EXACT)), model, x, y, steps=20 if model is product else 60, nodes=6
     )
     assert bound > independent + gain
     guide.eval()

@@ -457,7 +457,7 @@ DRAWN = {
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_prior_functions(name, batch):
-    kernel, num, x = DRAWN[name], 20_000, X.expand(*batch, 6, 2)
+    kernel, num, x = DRAWN[name], 10_000, X.expand(*batch, 6, 2)
     draw = kernel.prior_functions(num, 8, x)
     f, again = draw(x), draw(x[..., :3, :])
     assert_close(f[..., :3], again)  # a function: the same values at the same inputs

@@ -10,6 +10,7 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
+from pyro_sparsegp.gaussians import factor_analysis
 from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, sweep
 from pyro_sparsegp.gaussians.groups import Groups
 from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank, _MeanAndParts, _Turned
@@ -17,7 +18,7 @@ from pyro_sparsegp.gaussians.nearest import assembled
 from pyro_sparsegp.gaussians.optimal import seen_from
 from pyro_sparsegp.gaussians.precision import LowRankGaussian, _Moments, _moments
 from pyro_sparsegp.gaussians.steps import Heard
-from pyro_sparsegp.numerics.linalg import root_of_inverse
+from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
 
 GROUPS, RANK = Groups([3, 2, 3]), 2  # in the order of groups: 0, 2, 1
 
@@ -236,3 +237,27 @@ def test_sites_that_are_drawn_learn_their_precision():
     size = best.diagonal().sqrt()
     assert ((found - best) / torch.outer(size, size)).abs().max() < 0.35
     assert (best / torch.outer(size, size))[:3, 3:].abs().max() > 0.7  # which independent terms would not have
+
+
+def test_a_step_without_a_factor_is_left_out(monkeypatch):
+    """An objective that reads flags at its end evaluates again what failed; a step has been taken by then."""
+
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5)[0] + kernels.RBF(0.5)[1], x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    x = torch.rand(20, 2)
+    guide = AutoSparseGP(model, CoupledPrecision(4))
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO())
+    svi.step(x, x.sum(-1))
+    guide.gps.f.coefficients.settle()
+    kept = {name: value.clone() for name, value in guide.gps.f.coefficients.named_buffers() if name != "steps"}
+    svi.step(x, x.sum(-1))
+    with monkeypatch.context() as patched:
+        patched.setattr(factor_analysis, "_root", lambda matrix, what: cholesky(-matrix, 0.0, what))
+        svi.step(x, x.sum(-1))
+    now = dict(guide.gps.f.coefficients.named_buffers())
+    assert kept["loc_0"].abs().max() > 0.1
+    for name, value in kept.items():
+        torch.testing.assert_close(now[name], value, rtol=0, atol=1e-8)

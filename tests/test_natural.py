@@ -327,11 +327,14 @@ def test_mini_batches_average_to_the_optimum():
     torch.testing.assert_close(guide.posterior(x)["f"].variance, best.posterior(x)["f"].variance, atol=1e-8, rtol=0)
 
 
-@pytest.mark.parametrize(("elbo", "mode", "steps"), [(TraceMeanField_ELBO, "train", 120), (Trace_ELBO, "eval", 200)])
-def test_drawn_sites_average_to_the_optimum(elbo, mode, steps):
+@pytest.mark.parametrize(
+    ("elbo", "mode", "steps", "near"),  # of 5.8 standard deviations; where the divergence is drawn too, much remains
+    [(TraceMeanField_ELBO, "train", 60, 0.4), (Trace_ELBO, "eval", 160, 0.7)],
+)
+def test_drawn_sites_average_to_the_optimum(elbo, mode, steps, near):
     x, y = data(num=40)
     model = gaussian(KERNEL, 0.5)
-    guide, svi = svi_of(model, SVGP(x[:4], natural=True, trainable=False, rate=Falling(0.01, 0.1)), elbo())
+    guide, svi = svi_of(model, SVGP(x[:4], natural=True, trainable=False, rate=Falling(0.02)), elbo())
     guide(x, y)
     guide.train(mode == "train")
     best = AutoSparseGP(model, SGPR(x[:4], trainable=False))
@@ -345,8 +348,8 @@ def test_drawn_sites_average_to_the_optimum(elbo, mode, steps):
     for _ in range(steps):
         svi.step(x, y)
     by_mean, by_variance = away()
-    assert by_mean < 0.9
-    assert by_variance < 0.7
+    assert by_mean < near
+    assert by_variance < (0.4 if mode == "train" else 0.7)
 
 
 def test_gradients_of_hyperparameters_pass_through_q():
@@ -566,7 +569,7 @@ def test_counts_far_from_where_q_starts():
     x, _ = data()
     y = torch.poisson((7 + x[:, 0]).exp())
     _, svi = svi_of(poisson, SVGP(8, natural=True), TraceQuadrature_ELBO(8))
-    losses = [svi.step(x, y) for _ in range(40)]
+    losses = [svi.step(x, y) for _ in range(22)]
     assert max(losses[1:]) < 1.01 * losses[0]
     assert losses[-1] < losses[0] / 100
 
@@ -836,7 +839,7 @@ def test_joint_draws_of_independent_groups():
     guide, svi = svi_of(model, MeanFieldAdditive([z, z], trainable=False), Trace_ELBO())
     guide(x, y)
     guide.eval()
-    for _ in range(120):
+    for _ in range(70):
         svi.step(x, y)
     phi = torch.cat(list(guide.posterior(x)["f"].features), -1)
     best, found = 4 * phi.mT @ phi, state(guide)[0]

@@ -188,7 +188,7 @@ def test_iterated_sites_reach_the_optimum_of_a_free_posterior(name):
     z = x[:10] + 0.01
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
     elbo = TraceQuadrature_ELBO(20)
-    losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(18)]
+    losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(10)]
     best = best_bound(LIKELIHOODS[name], x, y, z)
     assert abs(-losses[-1] - best) < 1e-4
     assert guide.site_status["f"] == DONE | {"sites": 60, "exact": False}
@@ -237,13 +237,15 @@ def test_counts_far_from_the_prior_do_not_overflow():
     assert (q.mean - (8 + x[:, 0])).abs().mean() < 0.2
 
 
-@pytest.mark.parametrize("at", ["mean", "marginals"])
-@pytest.mark.parametrize("actions", ["sparse", "cg", "eigen", "random"])
+@pytest.mark.parametrize(
+    ("actions", "at"),  # each in one way at least
+    [("sparse", "mean"), ("random", "mean"), ("sparse", "marginals"), ("cg", "marginals"), ("eigen", "marginals")],
+)
 def test_bernoulli_with_all_actions_is_the_dense_newton_method(at, actions):
     x, y = observations("bernoulli", 40)
     family = ComputationAware(40, actions, tolerance=0.0, at=at, rate=1.0)
     guide = AutoSparseGP(with_likelihood(LIKELIHOODS["bernoulli"]), family)
-    for _ in range(20):
+    for _ in range(14):
         guide(x, y)
     k = KERNEL(x)
     mean, variance = torch.zeros(40), k.diagonal()
@@ -273,13 +275,13 @@ def test_student_t_curvature_is_cut_and_counted():
     model = with_likelihood(likelihood)
     z = x[:10] + 0.01
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(25)]
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(12)]
     best = best_bound(likelihood, x, y, z)
     assert best - 0.1 < -losses[-1] < best + 1e-6
     assert 0 < guide.site_status["f"]["truncated"] <= 20
     assert (guide.gps.f.sites.precision >= 0).all()
     aware = AutoSparseGP(model, ComputationAware(30))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, aware, x, y) for _ in range(10)]
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, aware, x, y) for _ in range(5)]
     assert torch.tensor(losses).isfinite().all()
     assert (aware.posterior(x)["f"].variance > 0).all()
     assert losses[-1] < losses[0] + 0.01
@@ -294,7 +296,7 @@ def test_free_sites_have_the_papers_optimum():
     best = best_bound(LIKELIHOODS["poisson"], x, y, z)
     assert best - 1e-2 < bound < best + 1e-6
     sgpr = AutoSparseGP(model, SGPR(z, trainable=False))
-    assert abs([-TraceQuadrature_ELBO(20).loss_and_grads(model, sgpr, x, y) for _ in range(15)][-1] - best) < 1e-4
+    assert abs([-TraceQuadrature_ELBO(20).loss_and_grads(model, sgpr, x, y) for _ in range(8)][-1] - best) < 1e-4
     q = guide.posterior(x)["f"]
     rate = (q.mean + q.variance / 2).exp()
     torch.testing.assert_close(guide.gps.f.sites.root.square(), rate, rtol=0.02, atol=0.02)
@@ -338,8 +340,8 @@ def test_two_functions_meet():
             return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
 
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
-    losses = [TraceQuadrature_ELBO(10).loss_and_grads(model, guide, x, y) for _ in range(20)]
-    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=10, iterations=50)
+    losses = [TraceQuadrature_ELBO(6).loss_and_grads(model, guide, x, y) for _ in range(12)]
+    _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=6, iterations=35)
     assert abs(-losses[-1] - best) < 0.02
     assert guide.site_status["f"]["exact"]
     assert not guide.site_status["g"]["exact"]
@@ -400,12 +402,12 @@ def test_outputs_and_several_observed_sites():
     count = torch.poisson(y.exp())
     for family in (SGPR(x[:8] + 0.01, trainable=False), ComputationAware(20, "cg")):
         guide = AutoSparseGP(model, family)
-        losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, pair, count) for _ in range(12)]
+        losses = [TraceQuadrature_ELBO(10).loss_and_grads(model, guide, x, pair, count) for _ in range(8)]
         q = guide.posterior(torch.rand(7, 2))["f"]
         assert q.mean.shape == (2, 7)
         assert abs(losses[-1] - losses[-2]) < 1e-4
         if isinstance(family, SGPR):
-            _, best = maximise(model, SVGP(x[:8] + 0.01, trainable=False), x, pair, count, num_nodes=20, iterations=60)
+            _, best = maximise(model, SVGP(x[:8] + 0.01, trainable=False), x, pair, count, num_nodes=10, iterations=60)
             assert abs(-losses[-1] - best) < 1e-3
 
     def softmax(x, y=None):
@@ -415,8 +417,8 @@ def test_outputs_and_several_observed_sites():
 
     labels = (3 * (y - y.min()) / (y.max() - y.min() + 1e-3)).floor()
     guide = AutoSparseGP(softmax, SGPR(x[:8] + 0.01, trainable=False))
-    losses = [TraceQuadrature_ELBO(8).loss_and_grads(softmax, guide, x, labels) for _ in range(15)]
-    _, best = maximise(softmax, SVGP(x[:8] + 0.01, trainable=False), x, labels, num_nodes=8, iterations=60)
+    losses = [TraceQuadrature_ELBO(8).loss_and_grads(softmax, guide, x, labels) for _ in range(8)]
+    _, best = maximise(softmax, SVGP(x[:8] + 0.01, trainable=False), x, labels, num_nodes=8, iterations=30)
     assert abs(-losses[-1] - best) < 1e-3
 
 
@@ -494,7 +496,7 @@ def test_state(name, model):
     x, y = data(model, 16)
     new = torch.rand(6, 2)
     guide = AutoSparseGP(model, family)
-    train(model, guide, x, y, steps=2)
+    train(model, guide, x, y, steps=2, loss=TraceQuadrature_ELBO(5))
     expected = guide.posterior(new)
     assert all(torch.equal(guide.posterior(new)[name].mean, q.mean) for name, q in expected.items())
     other = AutoSparseGP(model, family)
@@ -503,7 +505,7 @@ def test_state(name, model):
         for name, q in restored.posterior(new).items():
             torch.testing.assert_close(q.mean, expected[name].mean, rtol=0, atol=0)
             torch.testing.assert_close(q.variance, expected[name].variance, rtol=0, atol=0)
-    resumed = train(model, other, x, y, steps=1)  # on the loaded state
+    resumed = train(model, other, x, y, steps=1, loss=TraceQuadrature_ELBO(5))  # on the loaded state
     assert torch.tensor(resumed).isfinite().all()
     torch.set_default_dtype(torch.float32)
     guide.float()
@@ -586,7 +588,7 @@ def test_cut_sites_reach_their_fixed_point(rate):
     model, x, y = outliers()
     z = x[:10] + 0.01
     guide = AutoSparseGP(model, SGPR(z, trainable=False, rate=rate))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(300 if rate < 0.5 else 35)]
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(300 if rate < 0.5 else 32)]
     best = best_bound(lambda f: dist.StudentT(3.0, f, 0.2), x, y, z)
     assert abs(-losses[-1] - best) < 1e-3
     f = guide.posterior(x)["f"].mean.detach()
@@ -614,13 +616,13 @@ PAIRS = (("sparse", "student"), ("cg", "cauchy"), ("eigen", "laplace"), ("random
     ],
 )
 def test_projections_of_cut_sites_stay_within_reach(actions, name):
-    model, x, y = outliers(CUT[name], 42)
-    guide = AutoSparseGP(model, ComputationAware(20, actions))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(40)]
+    model, x, y = outliers(CUT[name], 28)
+    guide = AutoSparseGP(model, ComputationAware(14, actions))
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(20)]
     assert torch.tensor(losses).isfinite().all()
     if actions != "random":  # whose projections see too little for the updates to contract
-        assert max(losses[20:]) < losses[0] + 0.01
-        assert max(losses[35:]) - min(losses[35:]) < 5
+        assert max(losses[10:]) < losses[0] + 0.01
+        assert max(losses[15:]) - min(losses[15:]) < 5
     best = best_bound(CUT[name], x, y, x)
     assert min(losses) > -best - 0.01  # no bound above that of all inputs as inducing points
 
@@ -651,7 +653,7 @@ def test_kinks_are_curvature():
     model = with_likelihood(likelihood)
     z = x[:8] + 0.01
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(25)]
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(12)]
     assert not guide.site_status["f"]["exact"]
     best = best_bound(likelihood, x, y, z)
     assert -losses[-1] > best - 2
@@ -683,7 +685,7 @@ def test_looking_at_a_guide_does_not_change_it(family):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         guide = AutoSparseGP(model, family)
-        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(20))
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(5))
         losses = []
         for _ in range(2):
             losses.append(svi.step(x, y))
@@ -773,3 +775,51 @@ def test_a_second_look_finds_the_sites_where_the_first_left_them(monkeypatch):
     fresh.load_state_dict(guide.state_dict())
     assert (moved[0] - mean).abs().max() > 1e-4
     torch.testing.assert_close(look(fresh)[0], moved[0], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("likelihood", [lambda f: dist.Normal(f, NOISE), lambda f: dist.StudentT(3.0, f, NOISE)])
+def test_a_scaled_model_has_the_same_posterior(likelihood):
+    """Under poutine.scale prior and likelihood have the scale, and so has their bound: q is what it was."""
+    x, y = data(regression, 30)
+    found = []
+    for scale in (1.0, torch.tensor(0.01)):
+        guide = AutoSparseGP(poutine.scale(with_likelihood(likelihood), scale), SGPR(x[:10], trainable=False))
+        svi = pyro.infer.SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO())
+        for _ in range(15):
+            loss = svi.step(x, y)
+        q = guide.posterior(x)["f"]
+        found.append((torch.as_tensor(loss / scale), q.mean.detach(), q.variance.detach()))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_scale_of_several_values_is_refused():
+    x, y = data(regression, 30)
+    guide = AutoSparseGP(poutine.scale(with_likelihood(lambda f: dist.Normal(f, NOISE)), torch.ones(30)), SGPR(5))
+    with pytest.raises(ValueError, match="'f' has a poutine\\.scale with 30 values"):
+        guide(x, y)
+
+
+@pytest.mark.parametrize("told", ["by its kind", "by its slopes"])
+def test_a_likelihood_that_is_gaussian_at_first_only(told):
+    x, y = data(regression, 40)
+    now = []
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        other = dist.StudentT(3.0, f, NOISE) if told == "by its kind" else dist.Normal(f, NOISE + 0.2 * f.sigmoid())
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", other if now else dist.Normal(f, NOISE), obs=y)
+
+    bounds = []
+    for first in (True, False):
+        now.clear()
+        guide = AutoSparseGP(model, SGPR(x[:8], trainable=False))
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO())
+        if first:
+            svi.step(x, y)
+            assert guide.site_status["f"]["exact"]
+        now.append(True)
+        bounds.append([svi.step(x, y) for _ in range(20)][-1])
+        assert not guide.site_status["f"]["exact"]
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-2)

@@ -159,7 +159,8 @@ def test_more_numbers_than_the_rows_bear(hardly_trained):
         assert warm_start.warm(wide, guide, Batch((x, x[:, 0]), {}, None, num), [], None) is applies
 
 
-def test_fit_takes_it_where_asked():
+def test_fit_takes_it_where_asked(monkeypatch):
+    monkeypatch.setattr(warm_start, "_STEPS", 40)
     x, y = wave(300)
     bounds = {}
     for on in (True, False):

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-_DENSE = 896  # coefficients up to which sums in one matrix are quicker than iterations over blocks
+_DENSE = 96  # coefficients up to which sums in one matrix are quicker than blocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,6 +44,11 @@ def times(groups: Groups, blocks: Columns, low_rank: Tensor, v: Tensor) -> Tenso
     return times_blocks(groups, blocks, v) + low_rank @ (low_rank.mT @ v)
 
 
+def _root(matrix: Tensor, what: str) -> Tensor:
+    """A Cholesky factor, with so much more on the diagonal that rounding leaves the matrix positive."""
+    return cholesky(matrix, matrix.shape[-1] * torch.finfo(matrix.dtype).eps, what)
+
+
 class Target(Protocol):
     """P̂."""
 
@@ -156,7 +161,7 @@ class Formed:
         return self._diagonal(self.matrix)
 
     def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
-        return torch.cholesky_solve(right, cholesky(self.matrix, 0.0, "a precision of coefficients"))
+        return torch.cholesky_solve(right, _root(self.matrix, "a precision of coefficients"))
 
 
 class Inverse:
@@ -164,11 +169,11 @@ class Inverse:
 
     def __init__(self, groups: Groups, blocks: Columns, low_rank: Tensor) -> None:
         self.groups = groups
-        self.roots = [cholesky(d, 0.0, "a block of a low-rank precision") for d in blocks]
+        self.roots = [_root(d, "a block of a low-rank precision") for d in blocks]
         self.scaled = self._over_blocks(low_rank)  # D⁻¹B
         gram = low_rank.mT @ self.scaled
         gram.diagonal(dim1=-2, dim2=-1).add_(1)
-        self.inner = cholesky(gram, 0.0, "I + BᵀD⁻¹B")
+        self.inner = _root(gram, "I + BᵀD⁻¹B")
 
     def _over_blocks(self, v: Tensor) -> Tensor:
         return self.groups.over([torch.cholesky_solve(x, root) for x, root in zip(self.groups.cut(v), self.roots)])
@@ -198,7 +203,7 @@ def sweep(
     beta = torch.cholesky_solve(scaled.mT, inner)
     seen = target.times(beta.mT)  # P̂βᵀ
     moment = torch.cholesky_inverse(inner) + beta @ seen
-    root = cholesky(moment, 0.0, "the factors' second moment")  # which reads the lower triangle only
+    root = _root(moment, "the factors' second moment")  # which reads the lower triangle only
     if aims is None:
         return blocks, torch.cholesky_solve(seen.mT, root).mT
     new = solve_lower(root, seen.mT).mT  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, root_of_inverse, solve_lower
+from ..numerics.linalg import cholesky, flags_kept, root_of_inverse, solve_lower
 from ..numerics.processes import joined, largest
 from .factor_analysis import (
     Columns,
@@ -395,23 +395,26 @@ class NaturalLowRank(StepsOnBackward):
 
     def step(self, heard: Heard, weight: Tensor, total_weight: Tensor, rate: float, again: bool) -> None:
         base: _Base = heard.base
-        here = self._from(base.seats) if again else base
         groups = self._groups
         inside = heard.weight_inside(self.batch_shape)
         own = weight if inside is None else weight - inside  # the draws' gradients have the rest
         each, kept = rate / total_weight, 1 - rate * own / total_weight
-        target = self._target(heard, here, each, kept)
-        aims = target.blocks() if self.base else None
-        blocks, low_rank = here.blocks, groups.over(here.low_rank)
-        for number in range(self.sweeps):
-            blocks, low_rank = sweep(groups, target, aims, blocks, low_rank, None if number else here.known)
-        each, weight = each[..., None, None], weight[..., None, None]
-        right = -each * (weight * groups.over(base.loc) + self._slope(heard, inside))
-        shift = target.solve(right, blocks, low_rank, self.iterations)
+        each, weight, kept = (part[..., None, None] for part in (each, weight, kept))
+        with flags_kept() as flags:  # a step can't be taken again: what has failed is looked at here, and left out
+            here = self._from(base.seats) if again else base
+            target = self._target(heard, here, each, kept)
+            aims = target.blocks() if self.base else None
+            blocks, low_rank = here.blocks, groups.over(here.low_rank)
+            for number in range(self.sweeps):
+                blocks, low_rank = sweep(groups, target, aims, blocks, low_rank, None if number else here.known)
+            right = -each * (weight * groups.over(base.loc) + self._slope(heard, inside))
+            shift = target.solve(right, blocks, low_rank, self.iterations)
         shift = cautious(shift[..., 0], heard, groups.order)[..., None]
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
         fine = torch.stack([part.sum() for part in (*loc, *blocks, *low)]).sum().isfinite() & (each > 0).all()
+        for flag in flags:
+            fine = fine & (flag == 0).all()
         loc, blocks, low = (
             [torch.where(fine, a, b) for a, b in zip(new, old)]
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
@@ -426,19 +429,15 @@ class NaturalLowRank(StepsOnBackward):
     def _target(self, heard: Heard, here: _Base, each: Tensor, kept: Tensor) -> Target:
         """P̂, formed where it is small, and where curvatures are negative or shown by draws."""
         groups, low_rank = self._groups, self._groups.over(here.low_rank)
-        curved = [
-            (heard.whole(row, groups.order), (each[..., None] * (2 * row["by_change"]))[..., None])
-            for row in heard.curved()
-        ]
+        curved = [(heard.whole(row, groups.order), each * (2 * row["by_change"])[..., None]) for row in heard.curved()]
         rows = [(phi, curvature.clamp(min=0)) for phi, curvature in curved]
         beyond = [(phi, (-curvature).clamp(min=0)) for phi, curvature in curved]
-        kept = kept[..., None, None]
         signed = bool(heard.draws) or _any_above_zero([curvature for _, curvature in beyond])
         if not signed and sum(self.sizes) > _FEW:
             return Products(groups, here.blocks, low_rank, kept, rows)
         formed = Formed(groups, here.blocks, low_rank, kept, rows)
         if signed:
-            shown = each[..., None, None] * self._curvature_by_draws(heard)
+            shown = each * self._curvature_by_draws(heard)
             formed.add(shown - sum(phi.mT @ (phi * curvature) for phi, curvature in beyond))
         return formed
 
