@@ -872,7 +872,7 @@ def test_sites_stay_about_f_where_a_constant_mean_moves(family):
     moved = loss(0.5)
     TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y).backward()
     found = pyro.param("level").grad.clone()
-    getattr(guide.gps, "f").coefficients.noted()  # no step
+    guide.gps.f.coefficients.noted()  # no step
     torch.testing.assert_close(found, torch.tensor((loss(0.501) - loss(0.499)) / 0.002), rtol=1e-5, atol=1e-5)
     loss(0.5)
     for _ in range(2):

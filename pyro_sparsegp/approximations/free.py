@@ -58,10 +58,11 @@ class SparseGP(AbstractModule):
         features = self.basis(process.kernel, process.jitter, name)
         q: Gaussian
         if share is None:
-            about = [self._anchor(features)] if self.coefficients.anchored else [None]
-            if self.coefficients.levelled:
-                about.append(self._level(process, features))
-            q = self.coefficients(*about)
+            anchor = self._anchor(features) if self.coefficients.anchored else None
+            if self.coefficients.levelled and process.mean_function is not None:
+                q = self.coefficients(anchor, self._level(process, features))
+            else:
+                q = self.coefficients(anchor)
         else:
             q = share
         if drawn is not None and self.following is not None:

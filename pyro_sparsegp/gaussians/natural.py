@@ -288,7 +288,8 @@ class NaturalGaussian(StepsOnBackward):
         moved: bool = False,
     ) -> Product:
         """What a forward pass gives; ``moved`` says whether G and r came along with L and the mean."""
-        base = gram.detach(), pull.detach(), *(None if part is None else part.detach() for part in (seat, level))
+        about = None if seat is None else seat.detach(), None if level is None else level.detach()
+        base = gram.detach(), pull.detach(), *about
         if is_one:
             q = self._one(gram, pull, *((seat, level) if moved else (None, None)))
         else:
