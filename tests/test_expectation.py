@@ -1217,6 +1217,8 @@ def test_a_row_whose_prior_variance_is_0():
 
 
 def test_a_scaled_model_is_refused():
-    _, ep = start(pyro.poutine.scale(one_function(kernels.RBF(0.8), lambda f: dist.Bernoulli(logits=f)), 0.1), *classes())
+    _, ep = start(
+        pyro.poutine.scale(one_function(kernels.RBF(0.8), lambda f: dist.Bernoulli(logits=f)), 0.1), *classes()
+    )
     with pytest.raises(ValueError, match="'f' is scaled by 0"):
         ep.step(*classes())

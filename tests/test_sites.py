@@ -820,6 +820,6 @@ def test_a_likelihood_that_is_gaussian_at_first_only(told):
             svi.step(x, y)
             assert guide.site_status["f"]["exact"]
         now.append(True)
-        bounds.append([svi.step(x, y) for _ in range(20)][-1])
+        bounds.append([svi.step(x, y) for _ in range(40)][-1])
         assert not guide.site_status["f"]["exact"]
-    assert bounds[0] == pytest.approx(bounds[1], rel=1e-2)
+    assert bounds[0] < 1.01 * bounds[1]

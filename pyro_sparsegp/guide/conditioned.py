@@ -28,7 +28,7 @@ from .runs import Conditions, Draw, Rows
 __all__ = ["Conditioned", "Predicting"]
 
 _SETTLED = 100  # updates of sites outside of training, at most
-_LOOKS = {2 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are quadratic
+_LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are quadratic
 
 
 @dataclass

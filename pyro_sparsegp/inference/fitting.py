@@ -59,6 +59,9 @@ class HeldOut:
     patience: int
 
 
+_WAITS = 5  # steps in which natural gradients bring q to the data, before anything else moves
+
+
 class Fitting:
     """A fit: one step after the other until there is a reason to stop.
 
@@ -107,6 +110,10 @@ class Fitting:
             rows = few.num
         if warm_start is None:
             warm_start = pays(guide, rows, first.num)
+        assert guide.structure is not None
+        if self.recipe is not None and all(spec["family"].get("natural") for spec in guide.structure.gps.values()):
+            self.recipe.waits = 0 if warm_start else _WAITS
+            self._set_rate()
         if warm_start and fresh and isinstance(self.method, SVI):
             warm(self.model, guide, first, self.feed.takes, self.feed.size)
         if self.workers.num > 1:

@@ -77,7 +77,7 @@ class Reader:
         return is_quadratic(lambda f: total({name: f}), marginals[name][0], spread)
 
     def _total(self, name: str, held: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
-        """ℓ of values, with others held, as a GP site's prior meets it: under ``poutine.scale`` that has the scale, too,
+        """ℓ of values, with others held, as a GP site's prior meets it: under ``poutine.scale`` that is scaled, too,
         on which the best q does not depend.
         """
         skip = {*self.found.gps, *self.names[: self.names.index(name)]}
