@@ -1214,3 +1214,9 @@ def test_a_row_whose_prior_variance_is_0():
     assert all(parameter.isfinite().all() for parameter in ep.guide.parameters())
     evidence = GaussianProcess(kernel + kernels.White(0.01), x, jitter=0.0).log_prob(y)
     assert -ep.sweep(x, y, num=100) == pytest.approx(evidence.item(), abs=1e-4)
+
+
+def test_a_scaled_model_is_refused():
+    _, ep = start(pyro.poutine.scale(one_function(kernels.RBF(0.8), lambda f: dist.Bernoulli(logits=f)), 0.1), *classes())
+    with pytest.raises(ValueError, match="'f' is scaled by 0"):
+        ep.step(*classes())

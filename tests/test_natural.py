@@ -1,6 +1,7 @@
 """Natural steps: the optimum in one of them, what they leave alone, and that q's own gradients pass through."""
 
 import copy
+import dataclasses
 import pickle
 
 import pyro
@@ -846,3 +847,37 @@ def test_joint_draws_of_independent_groups():
     phi = torch.cat(list(guide.posterior(x)["f"].features), -1)
     best, found = 4 * phi.mT @ phi, state(guide)[0]
     assert (found - best).norm() < 0.8 * best.norm()  # 1.7 where its growth is taken for the data's
+
+
+@pytest.mark.parametrize("family", [SVGP(8), OrthogonalInducing(5, 4), CoupledCovariance(6), MeanFieldAdditive(6)])
+def test_sites_stay_about_f_where_a_constant_mean_moves(family):
+    """q stays at its optimum, and the mean's gradient is that of the bound with q moving along."""
+    pyro.clear_param_store()
+    x = torch.rand(20, 2)
+    y = (6 * x[:, 0]).sin() + x[:, 1] ** 2
+    kernel = kernels.RBF(0.4)[0] + kernels.RBF(0.5)[1] + kernels.Linear(1.0)[0]
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x, mean=pyro.param("level", torch.tensor(0.0))))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    guide, svi = svi_of(model, dataclasses.replace(family, trainable=False, rate=1.0), lr=0.0)
+    guide(x, y)
+    for _ in range(2):
+        svi.step(x, y)
+
+    def loss(level):
+        pyro.param("level").data.fill_(level)
+        with torch.no_grad():
+            return TraceQuadrature_ELBO(2).loss(model, guide, x, y)
+
+    moved = loss(0.5)
+    TraceQuadrature_ELBO(2).differentiable_loss(model, guide, x, y).backward()
+    found = pyro.param("level").grad.clone()
+    guide.gps.f.coefficients.noted()  # no step
+    torch.testing.assert_close(found, torch.tensor((loss(0.501) - loss(0.499)) / 0.002), rtol=1e-5, atol=1e-5)
+    loss(0.5)
+    for _ in range(2):
+        svi.step(x, y)
+    assert loss(0.5) - 1e-6 < moved < loss(0.5) + 2  # 250 more where sites stay about f - μ

@@ -775,3 +775,51 @@ def test_a_second_look_finds_the_sites_where_the_first_left_them(monkeypatch):
     fresh.load_state_dict(guide.state_dict())
     assert (moved[0] - mean).abs().max() > 1e-4
     torch.testing.assert_close(look(fresh)[0], moved[0], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("likelihood", [lambda f: dist.Normal(f, NOISE), lambda f: dist.StudentT(3.0, f, NOISE)])
+def test_a_scaled_model_has_the_same_posterior(likelihood):
+    """Under poutine.scale prior and likelihood have the scale, and so has their bound: q is what it was."""
+    x, y = data(regression, 30)
+    found = []
+    for scale in (1.0, torch.tensor(0.01)):
+        guide = AutoSparseGP(poutine.scale(with_likelihood(likelihood), scale), SGPR(x[:10], trainable=False))
+        svi = pyro.infer.SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO())
+        for _ in range(15):
+            loss = svi.step(x, y)
+        q = guide.posterior(x)["f"]
+        found.append((torch.as_tensor(loss / scale), q.mean.detach(), q.variance.detach()))
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_scale_of_several_values_is_refused():
+    x, y = data(regression, 30)
+    guide = AutoSparseGP(poutine.scale(with_likelihood(lambda f: dist.Normal(f, NOISE)), torch.ones(30)), SGPR(5))
+    with pytest.raises(ValueError, match="'f' has a poutine\\.scale with 30 values"):
+        guide(x, y)
+
+
+@pytest.mark.parametrize("told", ["by its kind", "by its slopes"])
+def test_a_likelihood_that_is_gaussian_at_first_only(told):
+    x, y = data(regression, 40)
+    now = []
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        other = dist.StudentT(3.0, f, NOISE) if told == "by its kind" else dist.Normal(f, NOISE + 0.2 * f.sigmoid())
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", other if now else dist.Normal(f, NOISE), obs=y)
+
+    bounds = []
+    for first in (True, False):
+        now.clear()
+        guide = AutoSparseGP(model, SGPR(x[:8], trainable=False))
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO())
+        if first:
+            svi.step(x, y)
+            assert guide.site_status["f"]["exact"]
+        now.append(True)
+        bounds.append([svi.step(x, y) for _ in range(20)][-1])
+        assert not guide.site_status["f"]["exact"]
+    assert bounds[0] == pytest.approx(bounds[1], rel=1e-2)

@@ -58,7 +58,11 @@ class SparseGP(AbstractModule):
         features = self.basis(process.kernel, process.jitter, name)
         q: Gaussian
         if share is None:
-            q = self.coefficients(self._anchor(features) if self.coefficients.anchored else None)
+            anchor = self._anchor(features) if self.coefficients.anchored else None
+            if self.coefficients.levelled and process.mean_function is not None:
+                q = self.coefficients(anchor, self._level(process, features))
+            else:
+                q = self.coefficients(anchor)
         else:
             q = share
         if drawn is not None and self.following is not None:
@@ -68,6 +72,15 @@ class SparseGP(AbstractModule):
     def _anchor(self, features: Features) -> Any:
         """L, as the coefficients want it."""
         return features.anchors if self.coefficients.by_block else features.anchor
+
+    def _level(self, process: GaussianProcess, features: Features) -> Optional[Tensor]:
+        """The values ``(..., M)`` of a constant mean for u = Lw; ``None`` where it is none, or never moved."""
+        mean = process.mean_function
+        if not isinstance(mean, Tensor) or mean.shape[-1:] not in ((), (1,)):
+            return None
+        if not (mean.requires_grad or self.coefficients.level.numel()) or features.ones is None:
+            return None
+        return mean * features.ones
 
     def follow(self, centre: Tensor, name: str) -> None:
         """Have the mean of the coefficients follow other latents, whose means start at ``centre``, ``(D,)``."""

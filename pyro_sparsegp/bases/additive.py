@@ -101,6 +101,21 @@ class AdditiveFeatures(Features):
             found.update((c, [factor]) for c, factor in zip(members, features.factor.unbind(-3)))
         return [anchor for c in range(len(found)) for anchor in found[c]]
 
+    @property
+    def ones(self) -> Optional[Tensor]:
+        """Of the blocks that have values of theirs, each has its share of 1."""
+        found = {c: part.ones for c, part in self.alone.items()}
+        for members, features in self.together:
+            found.update((c, features.ones) for c in members)
+        given = [part for part in found.values() if part is not None]
+        if not given:
+            return None
+        parts = [
+            given[0].new_zeros(sum(self.alone[c].sizes)) if part is None else part
+            for c, part in sorted(found.items(), key=lambda each: each[0])
+        ]
+        return torch.cat(parts) / len(given)
+
     def components(self) -> list[Component]:
         found: list[Component] = []
         start = 0

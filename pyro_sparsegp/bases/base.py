@@ -64,6 +64,11 @@ class Features(ABC):
         edges = list(itertools.accumulate(self.sizes, initial=0))
         return [self.anchor[..., a:b, a:b] for a, b in itertools.pairwise(edges)]
 
+    @property
+    def ones(self) -> Optional[Tensor]:
+        """u, ``(M,)``, with L⁻¹u the coefficients of the function 1, or near them; ``None`` where it is not known."""
+        return None
+
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
         """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each: a function that is looked at once, to
         fewer digits where that is quicker.

@@ -95,6 +95,12 @@ class InducingFeatures(CrossFeatures):
     def anchor(self) -> Tensor:
         return self.factor
 
+    @property
+    def ones(self) -> Optional[Tensor]:
+        if not all(isinstance(part, Values) for part in self.variables):
+            return None
+        return self.rows[0][0].new_ones(sum(self.sizes))
+
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
         values = [part.of(draw) for part in self._joined]
         if any(part is None for part in values):

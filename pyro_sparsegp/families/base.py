@@ -122,8 +122,8 @@ class FreeFormFamily(BasisFamily):
         a step of its own for each backward pass, taken when q is next asked for, with no parameter of q's for an
         optimiser; ``None``, the default, where the family can. ``False`` makes q's mean and scale parameters.
     :param rate: of natural steps, ρ in (0, 1] or a function of the step's number: how far q goes towards what the
-        batch alone would have it be. By default it falls, max(0.1, 1/(1 + t)); where function values are drawn, as those
-        of an inner layer or by Trace_ELBO, it is 0.1 at most.
+        batch alone would have it be. By default it falls, max(0.1, 1/(1 + t)); where function values are drawn, as
+        those of an inner layer or by Trace_ELBO, it is 0.1 at most.
     """
 
     free: ClassVar[bool] = True

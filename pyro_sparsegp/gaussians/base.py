@@ -53,7 +53,7 @@ class Gaussian(ABC):
         """Φm and diag(Φ(S − I)Φᵀ) together, which a Gaussian may have at a lower cost than one by one."""
         return self.mean(features), self.variance_change(features)
 
-    def note_draws(self) -> None:
+    def note_draws(self) -> None:  # noqa: B027, nothing is to be known by most
         """Take note that function values are drawn by the marginals given, where natural steps are to know."""
 
     def cross_change(
@@ -114,6 +114,7 @@ class Coefficients(Documented, AbstractModule):
 
     anchored: ClassVar[bool] = False  # whether it is about u = Lw
     by_block: ClassVar[bool] = False  # whether it wants L's blocks on the diagonal alone, in a list
+    levelled: ClassVar[bool] = False  # whether it is told the values of the process's mean, too, where these may move
     placed: ClassVar[bool] = False  # whether where it is before any data depends on L
 
     def put(self, name: str, value: Tensor) -> None:

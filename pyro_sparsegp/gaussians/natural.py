@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, factorised, plus_one, root_of_inverse, side_by_side, tril_of_product, turn_of
+from ..numerics.linalg import (
+    cholesky,
+    factorised,
+    plus_one,
+    root_of_inverse,
+    side_by_side,
+    solve_lower,
+    tril_of_product,
+    turn_of,
+)
 from ..numerics.processes import is_shared, joined
 from .optimal import from_natural, seen_from
 from .product import CovarianceFactor, DenseFactor, FullCholesky, IdentityFactor, Product
@@ -150,11 +159,12 @@ class _Listening(Listening, Product):
 
 @dataclass
 class _Base:
-    """G, r, L + ηsI and m of a forward pass."""
+    """G, r, L + ηsI, the mean's values and m of a forward pass."""
 
     gram: Tensor
     pull: Tensor
     seat: Optional[Tensor]
+    level: Optional[Tensor]
     loc: Tensor
 
 
@@ -165,7 +175,9 @@ class NaturalGaussian(StepsOnBackward):
 
     G, ``(..., M, M)``, and r, ``(..., M)``, are sums over the data (sites), and buffers: no optimiser sees them, and
     gradients of hyperparameters pass through q. When these move, sites keep their meaning about (L + ηsI)w, with s the
-    root mean variance of u = Lw: about u where it is well conditioned, about w where it is not.
+    root mean variance of u = Lw: about u where it is well conditioned, about w where it is not. Where the process has a
+    constant mean that moves, they are about f = μ + Lw, r ← r − GL⁻¹δ for μ ← μ + δ: what f says of the data stays what
+    it was, and the gradient by μ is that of the whole (else each step of μ would have to wait for q's).
 
     Three guards keep a step where its quadratic model holds. If it would leave less than half of the precision
     anywhere, for which it takes likelihoods that are not log-concave, or draws, negative curvatures are cut to 0. The
@@ -180,9 +192,11 @@ class NaturalGaussian(StepsOnBackward):
     """
 
     anchored: ClassVar[bool] = True
+    levelled: ClassVar[bool] = True
     gram: Tensor
     pull: Tensor
     seat: Tensor
+    level: Tensor
 
     def __init__(
         self,
@@ -205,6 +219,7 @@ class NaturalGaussian(StepsOnBackward):
         self.register_buffer("gram", like.new_zeros(*batch_shape, num, num))
         self.register_buffer("pull", like.new_zeros(*batch_shape, num))
         self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that gram and pull belong to
+        self.register_buffer("level", like.new_zeros(0))  # μ that they belong to, (..., M), where it moves
 
     @staticmethod
     def takes(kind: Any) -> bool:
@@ -233,17 +248,25 @@ class NaturalGaussian(StepsOnBackward):
         """G and r of the same sites under another L."""
         return seen_from(self.gram, self.pull, self.seat, seat)
 
-    def forward(self, anchor: Optional[Tensor] = None) -> Product:
+    def forward(self, anchor: Optional[Tensor] = None, level: Optional[Tensor] = None) -> Product:
+        """q(w).
+
+        :param anchor: L.
+        :param level: values ``(..., M)`` of the process's mean where u = Lw is what f adds to it, if it may move.
+        """
         self.settle()
         seat = None if anchor is None else self._seat(anchor)
         is_one = self._is_one
         gram, pull = self._seen_from(seat if seat is None or not is_one else seat.detach())
+        if level is not None and seat is not None and self.level.numel():
+            at = (seat.detach(), level.detach()) if is_one else (seat, level)
+            pull = pull - (gram @ solve_lower(at[0], (at[1] - self.level)[..., None]))[..., 0]
         try:
-            return self._told(gram, pull, seat, is_one, moved=True)
+            return self._told(gram, pull, seat, is_one, level, moved=True)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             if seat is None or not gram.isfinite().all() or not self.seat.numel():
                 raise
-            return self._told(*self._mended(gram.detach(), seat.detach()), seat, is_one)
+            return self._told(*self._mended(gram.detach(), seat.detach()), seat, is_one, level)
 
     @torch.no_grad()
     def _mended(self, gram: Tensor, seat: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,10 +278,22 @@ class NaturalGaussian(StepsOnBackward):
         gram = gram + _lift_to(gram, -0.5)
         return gram, ((gram + eye) @ torch.linalg.solve(seat, self.seat @ loc))[..., 0]
 
-    def _told(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor], is_one: bool, moved: bool = False) -> Product:
-        """What a forward pass gives; ``moved`` says whether G and r came along with L."""
-        base = gram.detach(), pull.detach(), None if seat is None else seat.detach()
-        q = self._one(gram, pull, seat if moved else None) if is_one else self.of(Lift.apply(gram, self.unit), pull)
+    def _told(
+        self,
+        gram: Tensor,
+        pull: Tensor,
+        seat: Optional[Tensor],
+        is_one: bool,
+        level: Optional[Tensor],
+        moved: bool = False,
+    ) -> Product:
+        """What a forward pass gives; ``moved`` says whether G and r came along with L and the mean."""
+        about = None if seat is None else seat.detach(), None if level is None else level.detach()
+        base = gram.detach(), pull.detach(), *about
+        if is_one:
+            q = self._one(gram, pull, *((seat, level) if moved else (None, None)))
+        else:
+            q = self.of(Lift.apply(gram, self.unit), pull)
         if not torch.is_grad_enabled():
             return q
         heard = Heard(_Base(*base, side_by_side(q.loc).detach()), self.unit)
@@ -269,8 +304,8 @@ class NaturalGaussian(StepsOnBackward):
         """Whether q has one covariance, and no copies."""
         return len(self.layout) == 1 and self.gram.dim() == 2
 
-    def _one(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor]) -> Product:
-        """q(w) of G and r that have no graph but that by L + ηsI."""
+    def _one(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor], level: Optional[Tensor]) -> Product:
+        """q(w) of G and r that have no graph but that by L + ηsI and by the process's mean."""
         before = self.gram, self.pull, self.seat
         turn = None if seat is None or not self.seat.numel() else turn_of(seat)
 
@@ -279,6 +314,10 @@ class NaturalGaussian(StepsOnBackward):
             return _MeanAndRoot.apply(Lift.apply(sums[0], self.unit), sums[1])[1]
 
         loc, covariance, trace, log_det = _Known.apply(gram, pull, turn, self.unit)
+        if seat is not None and level is not None and level.requires_grad and self.level.numel():
+            # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
+            along = solve_lower(seat.detach(), (level - level.detach())[..., None])[..., 0]
+            loc = loc - along + covariance.detach() @ along
         factor = CovarianceFactor(loc, covariance, trace, log_det, root)
         return Product(self.sizes, [factor], [self.layout[0][1]])
 
@@ -298,6 +337,7 @@ class NaturalGaussian(StepsOnBackward):
         """Have q be that of G and r under L, of more rows than a batch: steps go on at a later one's rate."""
         self.gram = (0.5 * (gram + gram.mT)).expand(self.gram.shape).clone()
         self.pull = pull.expand(self.pull.shape).clone()
+        self.level = self.level.new_zeros(0)  # the mean's values now, which the next step notes
         if anchor is not None:
             self.seat = self._seat(anchor)
         self.skip(max(KNOWN - self.steps_taken, 0))
@@ -343,6 +383,8 @@ class NaturalGaussian(StepsOnBackward):
         self.pull = torch.where(fine[..., None], pull, here[1]).expand(self.pull.shape)
         if base.seat is not None:
             self.seat = base.seat
+        if base.level is not None:
+            self.level = base.level
 
     def _sums(self, heard: Heard, base: _Base) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """Φᵀ2HΦ and Φᵀg, both with what draws say; what is to be added to the first to cut negative curvatures."""

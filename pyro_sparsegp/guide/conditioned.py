@@ -14,6 +14,7 @@ from ..approximations.on_sites import SiteGP
 from ..approximations.weight_space import elsewhere
 from ..gaussians.sites import KeptSites, Sites
 from ..posterior.sparse_posterior import SparsePosterior
+from ..program.bare import bare
 from ..program.checks import holds_part, require_finite, require_full_batch
 from ..program.data import Relation, TrainingData
 from ..program.handlers import Held, unrecorded, unweighted
@@ -27,6 +28,7 @@ from .runs import Conditions, Draw, Rows
 __all__ = ["Conditioned", "Predicting"]
 
 _SETTLED = 100  # updates of sites outside of training, at most
+_LOOKS = {2 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are quadratic
 
 
 @dataclass
@@ -47,6 +49,8 @@ class Conditioned(GPSites):
         self.data: Optional[TrainingData] = None
         self._forgotten = False  # the training data, for others
         self._predicting: Optional[Predicting] = None
+        self._kinds: Optional[dict[str, type]] = None  # of distributions at sites that hold data
+        self._looks = 0
 
     @property
     def is_training(self) -> bool:
@@ -272,6 +276,8 @@ class Conditioned(GPSites):
     def _read(self, reader: Reader, modules: dict[str, SiteGP], run: Draw, keep: bool) -> list[SiteReading]:
         """The sites of families on sites, at a run's latents."""
         marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
+        if keep:
+            self._look_again(reader, run, [name for name in modules if name in reader.found.quadratic])
         readings = []
         for name, module in modules.items():
             process = run.processes[name]
@@ -294,6 +300,21 @@ class Conditioned(GPSites):
             if keep or reading.module.sites.empty or (reading.direct and self._computing_median):
                 reading.keep()
         return readings
+
+    def _look_again(self, reader: Reader, run: Draw, names: list[str]) -> None:
+        """Densities that were quadratic at the first call may not stay so: at some steps, and where distributions are
+        of other kinds than before, it is asked again.
+        """
+        kinds = {name: type(bare(site["fn"])) for name, site in all_sites(reader.trace) if site["is_observed"]}
+        before, self._kinds = self._kinds, kinds
+        self._looks += 1
+        if before is None or (kinds == before and self._looks not in _LOOKS):
+            return
+        with torch.no_grad():
+            means = {name: (process.mean, process.variance) for name, process in run.processes.items()}
+            for name in names:
+                if not reader.is_quadratic(name, means, means[name][1].sqrt()):
+                    reader.found.quadratic.remove(name)
 
     def _patience(self, readings: list[SiteReading], keep: bool) -> tuple[int, float]:
         """How many updates sites get at most, and what moves, in standard deviations, are not worth one."""

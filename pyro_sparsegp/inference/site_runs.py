@@ -85,6 +85,12 @@ class SiteRuns:
 
         :raises ValueError: naming the site, if the rows are not the data that it has sites of, or do not say which.
         """
+        scale: Any = trace.nodes[name]["scale"] if name in trace.nodes else 1.0
+        if isinstance(scale, Tensor) or scale != 1:
+            raise ValueError(
+                f"GP site {name!r} is scaled by {scale}; expectation propagation has no prior to another power. Scale "
+                "the likelihood's site alone, or the loss."
+            )
         module: ExpectationGP = attrgetter(name)(self.guide.gps)
         features = module.basis(process.kernel, process.jitter, name)
         blocks, anchor = features(process.x), features.anchor

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .dependence import DATAWISE
 from .facts import Structure
-from .likelihood import Expectation, expected_derivatives, normal_nodes
+from .likelihood import Expectation, expected_derivatives, is_quadratic, normal_nodes
 from .traces import held_trace, log_densities
 
 __all__ = ["Marginal", "Reader", "per_output"]
@@ -56,11 +56,7 @@ class Reader:
         values[name] = mean.expand(len(weights), *mean.shape) if at_mean else _spread((mean, variance), parts[name])
         held = {other: loc for other, (loc, _) in marginals.items() if other not in values}
 
-        def total(moved: dict[str, Tensor]) -> Tensor:
-            trace = held_trace(self.model, held | moved, self.args, self.kwargs, self.trace)
-            skip = {*self.found.gps, *self.names[: self.names.index(name)]}
-            return sum((part.sum() for part in log_densities(trace, skip).values()), mean.new_zeros(()))
-
+        total = self._total(name, held)
         scores = None
         if not at_mean:  # 0 variance has no spread
             positive = variance > 0
@@ -71,6 +67,33 @@ class Reader:
         if at_mean:
             return Expectation(found.value + 0.5 * (found.second * variance).sum(), found.first, found.second)
         return found
+
+    def is_quadratic(self, name: str, marginals: Mapping[str, Marginal], spread: Tensor) -> bool:
+        """Whether ℓ is quadratic in a GP site's values, all others at their means.
+
+        :param spread: of moves from the mean.
+        """
+        total = self._total(name, {other: loc for other, (loc, _) in marginals.items()})
+        return is_quadratic(lambda f: total({name: f}), marginals[name][0], spread)
+
+    def _total(self, name: str, held: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
+        """ℓ of values, with others held, as a GP site's prior meets it: under ``poutine.scale`` that has the scale, too,
+        on which the best q does not depend.
+        """
+        skip = {*self.found.gps, *self.names[: self.names.index(name)]}
+        scale: Any = self.trace.nodes[name]["scale"]
+        if isinstance(scale, Tensor) and scale.numel() > 1:
+            raise ValueError(
+                f"GP site {name!r} has a poutine.scale with {scale.numel()} values; a family whose sites are read off "
+                "the likelihood takes one number: scale the likelihood's site by them, or take a family such as SVGP."
+            )
+
+        def total(moved: Mapping[str, Tensor]) -> Tensor:
+            trace = held_trace(self.model, {**held, **moved}, self.args, self.kwargs, self.trace)
+            parts = [part.sum() for part in log_densities(trace, skip).values()]
+            return sum(parts, self.trace.nodes[name]["value"].new_zeros(())) / scale
+
+        return total
 
     def _axes(self, name: str, mean: Tensor) -> int:
         """How many axes of nodes a site's values need: outputs that meet in one term have one each."""
