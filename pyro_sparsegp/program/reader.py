@@ -81,7 +81,8 @@ class Reader:
         on which the best q does not depend.
         """
         skip = {*self.found.gps, *self.names[: self.names.index(name)]}
-        scale: Any = self.trace.nodes[name]["scale"]
+        site: Any = self.trace.nodes[name]
+        scale, none = site["scale"], site["value"].new_zeros(())
         if isinstance(scale, Tensor) and scale.numel() > 1:
             raise ValueError(
                 f"GP site {name!r} has a poutine.scale with {scale.numel()} values; a family whose sites are read off "
@@ -90,8 +91,7 @@ class Reader:
 
         def total(moved: Mapping[str, Tensor]) -> Tensor:
             trace = held_trace(self.model, {**held, **moved}, self.args, self.kwargs, self.trace)
-            parts = [part.sum() for part in log_densities(trace, skip).values()]
-            return sum(parts, self.trace.nodes[name]["value"].new_zeros(())) / scale
+            return sum((part.sum() for part in log_densities(trace, skip).values()), none) / scale
 
         return total
 
