@@ -73,6 +73,18 @@ def test_resumed_as_if_never_cut_off(case, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["fit.pt"]
 
 
+def test_resumed_while_parameters_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(fit_worker, "STEPS", 50)
+    result, expected = fit_worker.run("cold")
+    pyro.clear_param_store()
+    with pytest.raises(CutError):
+        fit_worker.run("cold", checkpoint=tmp_path / "fit.pt", checkpoint_every=0.0, stopping=cut_after(2))
+    pyro.clear_param_store()
+    again, found = fit_worker.run("cold", checkpoint=tmp_path / "fit.pt", resume=True)
+    require_equal(found, expected)
+    np.testing.assert_array_equal(again.losses, result.losses)
+
+
 def test_killed_and_resumed(tmp_path):
     file = tmp_path / "fit.pt"
     process = FORK.Process(target=fit_worker.killed, args=("cold", file, 5))

@@ -143,6 +143,19 @@ def test_coupled_blocks_do_not_diverge(kept, monkeypatch):
     assert isinstance(coefficients(guide), NaturalGaussian if kept == "in one matrix" else NaturalLowRank)
 
 
+def test_states_without_a_level_load():
+    model = gaussian(KERNEL, 0.1)
+    x, y = data(num=30)
+    guide, svi = svi_of(model, SVGP(5))
+    svi.step(x, y)
+    state = guide.state_dict()
+    (key,) = [key for key in state if key.endswith(".level")]
+    del state[key]
+    again = AutoSparseGP(model, SVGP(5))
+    again.load_state_dict(state)
+    torch.testing.assert_close(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
+
+
 def masked(x, y=None):
     f = pyro.sample("f", GaussianProcess(KERNEL, x))
     seen = torch.arange(len(x)) % 3 > 0 if y is None else y.isfinite()

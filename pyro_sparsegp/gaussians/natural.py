@@ -241,6 +241,10 @@ class NaturalGaussian(StepsOnBackward):
         self.put("pull", (whole @ loc.to(whole)[..., None])[..., 0])
         self.skip(KNOWN)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.setdefault(prefix + "level", self.level.new_zeros(0))  # states of before it was
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _seat(self, anchor: Tensor) -> Tensor:
         return softened(anchor, self.softness)
 

@@ -37,6 +37,7 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0
+    waits: int = 0  # steps in which only q moves
     scored: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     best: Optional[dict[str, Any]] = None
@@ -112,8 +113,7 @@ class Fitting:
             warm_start = pays(guide, rows, first.num)
         assert guide.structure is not None
         if self.recipe is not None and all(spec["family"].get("natural") for spec in guide.structure.gps.values()):
-            self.recipe.waits = 0 if warm_start else _WAITS
-            self._set_rate()
+            self.now.waits = 0 if warm_start else _WAITS
         if warm_start and fresh and isinstance(self.method, SVI):
             warm(self.model, guide, first, self.feed.takes, self.feed.size)
         if self.workers.num > 1:
@@ -199,6 +199,7 @@ class Fitting:
 
     def _set_rate(self) -> None:
         if self.recipe is not None:
+            self.recipe.waits = self.now.waits
             self.recipe.at(self.now.step, self.total)
 
     def _why_stop(self, interrupts: Interrupts) -> str:
