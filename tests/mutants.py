@@ -777,7 +777,7 @@ def run(tests: list[str], directory: Path) -> tuple[int | None, str, float]:
 
 def copy(directory: Path) -> Path:
     """The package and its tests in a directory; the package there."""
-    ignore = shutil.ignore_patterns("__pycache__", "benchmarks")
+    ignore = shutil.ignore_patterns("__pycache__", "*.md", "*.png")
     for name in (PACKAGE, "tests"):
         shutil.copytree(ROOT / name, directory / name, ignore=ignore)
     for name in ("conftest.py", "pyproject.toml"):
