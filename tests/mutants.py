@@ -74,7 +74,7 @@ MUTANTS = [
         ("test_low_rank.py::test_a_step_without_a_factor_is_left_out",),
     ),
     Mutant(
-        "sites-forget-the-mean",
+        "the-mean-moves-without-its-sites",
         "NaturalGaussian.forward",
         "pull = pull - (gram @ solve_lower(at[0], (at[1] - self.level)[..., None]))[..., 0]",
         "pull = pull - 0 * (gram @ solve_lower(at[0], (at[1] - self.level)[..., None]))[..., 0]",
