@@ -14,7 +14,7 @@ from typing import Optional, Protocol
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, solve_lower
+from ..numerics.linalg import cholesky, rounding, solve_lower
 from ..numerics.processes import joined
 from .groups import Groups
 
@@ -46,7 +46,7 @@ def times(groups: Groups, blocks: Columns, low_rank: Tensor, v: Tensor) -> Tenso
 
 def _root(matrix: Tensor, what: str) -> Tensor:
     """A Cholesky factor, with so much more on the diagonal that rounding leaves the matrix positive."""
-    return cholesky(matrix, matrix.shape[-1] * torch.finfo(matrix.dtype).eps, what)
+    return cholesky(matrix, rounding(matrix), what)
 
 
 class Target(Protocol):

@@ -26,6 +26,7 @@ from ..numerics.linalg import (
     factorised,
     plus_one,
     root_of_inverse,
+    rounding,
     side_by_side,
     solve_lower,
     tril_of_product,
@@ -216,6 +217,7 @@ class NaturalGaussian(StepsOnBackward):
         self.softness = softness
         self.layout = [(factor, tuple(group)) for factor, group in kind.layout(len(self.sizes))]
         num = sum(self.sizes)
+        self._is_one = len(self.layout) == 1 and not batch_shape  # q has one covariance, and no copies
         self.register_buffer("gram", like.new_zeros(*batch_shape, num, num))
         self.register_buffer("pull", like.new_zeros(*batch_shape, num))
         self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that gram and pull belong to
@@ -260,17 +262,16 @@ class NaturalGaussian(StepsOnBackward):
         """
         self.settle()
         seat = None if anchor is None else self._seat(anchor)
-        is_one = self._is_one
-        gram, pull = self._seen_from(seat if seat is None or not is_one else seat.detach())
+        gram, pull = self._seen_from(seat if seat is None or not self._is_one else seat.detach())
         if level is not None and seat is not None and self.level.numel():
-            at = (seat.detach(), level.detach()) if is_one else (seat, level)
+            at = (seat.detach(), level.detach()) if self._is_one else (seat, level)
             pull = pull - (gram @ solve_lower(at[0], (at[1] - self.level)[..., None]))[..., 0]
         try:
-            return self._told(gram, pull, seat, is_one, level, moved=True)
+            return self._told(gram, pull, seat, level, moved=True)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             if seat is None or not gram.isfinite().all() or not self.seat.numel():
                 raise
-            return self._told(*self._mended(gram.detach(), seat.detach()), seat, is_one, level)
+            return self._told(*self._mended(gram.detach(), seat.detach()), seat, level)
 
     @torch.no_grad()
     def _mended(self, gram: Tensor, seat: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,18 +284,12 @@ class NaturalGaussian(StepsOnBackward):
         return gram, ((gram + eye) @ torch.linalg.solve(seat, self.seat @ loc))[..., 0]
 
     def _told(
-        self,
-        gram: Tensor,
-        pull: Tensor,
-        seat: Optional[Tensor],
-        is_one: bool,
-        level: Optional[Tensor],
-        moved: bool = False,
+        self, gram: Tensor, pull: Tensor, seat: Optional[Tensor], level: Optional[Tensor], moved: bool = False
     ) -> Product:
         """What a forward pass gives; ``moved`` says whether G and r came along with L and the mean."""
         about = None if seat is None else seat.detach(), None if level is None else level.detach()
         base = gram.detach(), pull.detach(), *about
-        if is_one:
+        if self._is_one:
             q = self._one(gram, pull, *((seat, level) if moved else (None, None)))
         else:
             q = self.of(Lift.apply(gram, self.unit), pull)
@@ -302,11 +297,6 @@ class NaturalGaussian(StepsOnBackward):
             return q
         heard = Heard(_Base(*base, side_by_side(q.loc).detach()), self.unit)
         return _Listening(q.sizes, q.factors, q.groups).heard_by(self, heard)
-
-    @property
-    def _is_one(self) -> bool:
-        """Whether q has one covariance, and no copies."""
-        return len(self.layout) == 1 and self.gram.dim() == 2
 
     def _one(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor], level: Optional[Tensor]) -> Product:
         """q(w) of G and r that have no graph but that by L + ηsI and by the process's mean."""
@@ -450,7 +440,7 @@ def _with_factor(precision: Tensor) -> Tensor:
     mean ends, at no slope, does not depend on it.
     """
     diagonal = precision.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_(precision.shape[-1] * torch.finfo(precision.dtype).eps * diagonal.mean(-1, keepdim=True))
+    diagonal.add_(rounding(precision) * diagonal.mean(-1, keepdim=True))
     return precision
 
 

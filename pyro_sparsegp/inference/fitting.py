@@ -199,8 +199,7 @@ class Fitting:
 
     def _set_rate(self) -> None:
         if self.recipe is not None:
-            self.recipe.waits = self.now.waits
-            self.recipe.at(self.now.step, self.total)
+            self.recipe.at(self.now.step, self.total, self.now.waits)
 
     def _why_stop(self, interrupts: Interrupts) -> str:
         """Why the step that was taken is the last, if it is."""

@@ -24,14 +24,10 @@ class FallingAdam(FusedAdam):
     optimum, one whose rate falls at it (Robbins and Monro, 1951; the cosine is of Loshchilov and Hutter, 2017).
 
     :param lr: of all parameters, before it falls.
-    :param waits: the number of first steps that leave parameters alone. Natural steps bring q to the data meanwhile:
-        under a q that has met none hyperparameters have gradients a hundred times those later, which Adam's second
-        moments would remember.
     """
 
-    def __init__(self, lr: float = 0.05, waits: int = 0) -> None:
+    def __init__(self, lr: float = 0.05) -> None:
         super().__init__({"lr": lr, "betas": (0.9, 0.99)})
-        self.waits = waits
         self._factor = 1.0
         self._waiting = False
 
@@ -40,9 +36,14 @@ class FallingAdam(FusedAdam):
         if not self._waiting:
             super().__call__(params, *args, **kwargs)
 
-    def at(self, step: int, steps: int) -> None:
-        """Set the rates of the step with this number, of so many."""
-        self._waiting = step < min(self.waits, steps // 10)
+    def at(self, step: int, steps: int, waits: int = 0) -> None:
+        """Set the rates of the step with this number, of so many.
+
+        :param waits: first steps, of a tenth of all at most, that leave parameters alone. Natural steps bring q to the
+            data meanwhile: under a q that has met none hyperparameters have gradients a hundred times those later,
+            which Adam's second moments would remember.
+        """
+        self._waiting = step < min(waits, steps // 10)
         self._factor = self.factor(step, steps)
         for optimiser in self.optim_objs.values():
             for group in optimiser.param_groups:

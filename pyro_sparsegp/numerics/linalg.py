@@ -30,6 +30,7 @@ __all__ = [
     "on_diagonal",
     "plus_one",
     "root_of_inverse",
+    "rounding",
     "row_squares",
     "side_by_side",
     "solve_lower",
@@ -125,6 +126,11 @@ class _Factor(Function):
         shift = shift.movedim(in_dims[1], 0) if in_dims[1] is not None else shift[None]
         matrix = matrix.expand(*broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
         return _Factor.apply(matrix, shift, dtype), (0, 0, 0)
+
+
+def rounding(matrix: Tensor) -> float:
+    """A relative jitter that is as much as a matrix of this size and dtype loses by rounding, Mε."""
+    return matrix.shape[-1] * torch.finfo(matrix.dtype).eps
 
 
 def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
