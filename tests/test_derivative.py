@@ -49,6 +49,14 @@ def test_covariances_are_those_of_reverse_mode(name):
     torch.testing.assert_close(Derivative(kernel)(x, z), expected)
 
 
+@pytest.mark.parametrize("name", ["RationalQuadratic", "RBF", "Matern52"])
+def test_coincident_points_whose_distance_rounds_below_zero(name):
+    """The slope's variance is the same at all of them."""
+    x = Derivative.at(10 * torch.rand(200, 2), 1)
+    found = Derivative(KERNELS[name](LENGTH))(x, x.clone()).diagonal()
+    torch.testing.assert_close(found, found.median().expand(200), atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_covariances_are_those_of_finite_differences(name):
     """At coincident points, too, where a Matérn function's curvature is not finite."""

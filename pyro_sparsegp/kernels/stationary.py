@@ -92,8 +92,30 @@ def squared_distance(x: Tensor, z: Tensor) -> Tensor:
     return _SquaredDistance.apply(x, z)
 
 
+class _NotNegative(Function):
+    """s without what rounding takes below 0; derivatives pass, as s has no value there."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(s: Tensor) -> Tensor:
+        return s.clamp(min=0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> Tensor:
+        return change.clone()
+
+
 def _clean(s: Tensor, same: bool) -> Tensor:
-    s = s.clamp(min=0)
+    s = _NotNegative.apply(s)
     if same:  # the distance of a point to itself is 0, not rounding error
         s = s * (1 - torch.eye(s.shape[-1], dtype=s.dtype, device=s.device))
     return s
