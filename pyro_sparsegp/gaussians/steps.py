@@ -246,6 +246,12 @@ class StepsOnBackward(Coefficients):
         self.steps = self.steps + num
         self._count = None
 
+    def restart(self) -> None:
+        """Count steps from here on, those that are due taken."""
+        self.settle()
+        self.steps = torch.zeros_like(self.steps)
+        self._count = 0
+
     def settle(self) -> None:
         """Take the steps that are due."""
         if not self._heard:

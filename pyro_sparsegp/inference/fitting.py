@@ -37,7 +37,6 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0
-    waits: int = 0  # steps in which only q moves
     scored: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     best: Optional[dict[str, Any]] = None
@@ -58,9 +57,6 @@ class HeldOut:
     score: Callable[..., float]
     every: int
     patience: int
-
-
-_WAITS = 5  # steps in which natural gradients bring q to the data, before anything else moves
 
 
 class Fitting:
@@ -111,9 +107,6 @@ class Fitting:
             rows = few.num
         if warm_start is None:
             warm_start = pays(guide, rows, first.num)
-        assert guide.structure is not None
-        if self.recipe is not None and all(spec["family"].get("natural") for spec in guide.structure.gps.values()):
-            self.now.waits = 0 if warm_start else _WAITS
         if warm_start and fresh and isinstance(self.method, SVI):
             warm(self.model, guide, first, self.feed.takes, self.feed.size)
         if self.workers.num > 1:
@@ -199,7 +192,7 @@ class Fitting:
 
     def _set_rate(self) -> None:
         if self.recipe is not None:
-            self.recipe.at(self.now.step, self.total, self.now.waits)
+            self.recipe.at(self.now.step, self.total)
 
     def _why_stop(self, interrupts: Interrupts) -> str:
         """Why the step that was taken is the last, if it is."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, Optional, Union
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import pyro
@@ -28,6 +28,7 @@ from ..program.traces import RandomState
 from ..warned import warn_once
 from .compiled import BACKENDS, CompiledSteps
 from .expected import Expectations, find_expectations
+from .first_steps import meet
 from .grid import Grid, log_density_minus_kl, mapped, one_by_one, quadrature_axes
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
@@ -86,6 +87,7 @@ class TraceQuadrature_ELBO(ELBO):
         self._nodes = torch.from_numpy(nodes)
         self._weights = torch.from_numpy(weights / weights.sum())
         self._placed: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._met: WeakSet[AutoSparseGP] = WeakSet()  # guides whose posteriors have met data
         self._levels: WeakKeyDictionary[AutoSparseGP, tuple[float, float]] = WeakKeyDictionary()
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
         self._expectations: WeakKeyDictionary[AutoSparseGP, Optional[Expectations]] = WeakKeyDictionary()
@@ -102,11 +104,16 @@ class TraceQuadrature_ELBO(ELBO):
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'.
 
+        Before the first gradient, posteriors that learn by natural gradients take five steps of their own, by the same
+        arguments: see :func:`~pyro_sparsegp.inference.first_steps.meet`.
+
         Warns once if it has risen a hundredfold where q is not whitened.
 
         :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """
         unwrapped: Any = poutine.unwrap(guide)
+        if unwrapped not in self._met:
+            self._meet(model, guide, args, kwargs)
         value = self._replayed(model, guide, unwrapped, args, kwargs) if self.compile else None
         if value is None:
             loss, value = self._evaluated(model, guide, unwrapped, args, kwargs)
@@ -115,6 +122,14 @@ class TraceQuadrature_ELBO(ELBO):
                 self._check_gradients(unwrapped)
         self._watch(unwrapped, value)
         return value
+
+    def _meet(self, model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Have a guide's posteriors meet the data, if they have not, before a gradient reaches any parameter."""
+        unwrapped = _guide_of(model, guide)
+        if torch.is_grad_enabled():
+            unwrapped.prepare(*args, **kwargs)
+            meet(unwrapped, lambda: self._evaluated(model, guide, unwrapped, args, kwargs)[0])
+            self._met.add(unwrapped)
 
     def _evaluated(
         self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]

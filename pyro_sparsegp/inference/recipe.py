@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
-
-from torch import Tensor
 
 from .fused_adam import FusedAdam
 
@@ -29,21 +26,9 @@ class FallingAdam(FusedAdam):
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__({"lr": lr, "betas": (0.9, 0.99)})
         self._factor = 1.0
-        self._waiting = False
 
-    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """A step of the parameters, unless they wait."""
-        if not self._waiting:
-            super().__call__(params, *args, **kwargs)
-
-    def at(self, step: int, steps: int, waits: int = 0) -> None:
-        """Set the rates of the step with this number, of so many.
-
-        :param waits: first steps, of a tenth of all at most, that leave parameters alone. Natural steps bring q to the
-            data meanwhile: under a q that has met none hyperparameters have gradients a hundred times those later,
-            which Adam's second moments would remember.
-        """
-        self._waiting = step < min(waits, steps // 10)
+    def at(self, step: int, steps: int) -> None:
+        """Set the rates of the step with this number, of so many."""
         self._factor = self.factor(step, steps)
         for optimiser in self.optim_objs.values():
             for group in optimiser.param_groups:
