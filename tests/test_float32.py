@@ -166,6 +166,7 @@ def test_natural_steps_on_precise_data():
     assert (guide.posterior(x, y.float())["f"].mean - (6 * x[:, 0]).sin()).abs().max() < 0.01
 
 
+@pytest.mark.filterwarnings("ignore:I . G of natural steps")
 def test_rounding_of_a_precision_moves_no_mean():
     """With noise of 0.001 the mean is where the gradient is 0, whatever float32 leaves of I + G; also where L moves."""
     x, z = torch.rand(150, 5), torch.linspace(0, 1, 22)[:, None]
@@ -186,7 +187,7 @@ def test_rounding_of_a_precision_moves_no_mean():
 
 @pytest.mark.parametrize("family", [MeanFieldAdditive(22), CoupledPrecision(22)])
 def test_low_rank_steps_on_precise_data(family):
-    """Where a step's precision has no Cholesky factor in float32, nothing of it is taken."""
+    """Where a step's precision has no Cholesky factor in float32, nothing of it is taken; rounding moves no mean."""
     torch.set_default_dtype(torch.float32)
     x = torch.rand(150, 5)
     y = torch.sin(6 * x).sum(-1)
@@ -201,5 +202,5 @@ def test_low_rank_steps_on_precise_data(family):
     guide = AutoSparseGP(model, family)
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-4}), TraceQuadrature_ELBO())
     losses = [svi.step(x, y) for _ in range(50)]
-    assert min(losses) == pytest.approx(losses[-1], abs=100)
-    assert losses[-1] < -250  # 2e6 with parts of factors
+    assert min(losses) == pytest.approx(losses[-1], abs=10)  # 90 where the mean is found anew of (I + G)m
+    assert losses[-1] < -350  # 2e6 with parts of factors
