@@ -76,9 +76,16 @@ MUTANTS = [
     Mutant(
         "the-mean-moves-without-its-sites",
         "NaturalGaussian.forward",
-        "pull = pull - (gram @ solve_lower(at[0], (at[1] - self.level)[..., None]))[..., 0]",
-        "pull = pull - 0 * (gram @ solve_lower(at[0], (at[1] - self.level)[..., None]))[..., 0]",
+        "along = solve_lower(at[0], (at[1] - self.level)[..., None])[..., 0]",
+        "along = 0 * solve_lower(at[0], (at[1] - self.level)[..., None])[..., 0]",
         ("test_natural.py::test_sites_stay_about_f_where_a_constant_mean_moves",),
+    ),
+    Mutant(
+        "the-mean-stays-where-l-moves",
+        "NaturalGaussian._seen_from",
+        "near = self.loc - solve_lower(seat, (seat - self.seat) @ self.loc[..., None])[..., 0]",
+        "near = self.loc - 0 * solve_lower(seat, (seat - self.seat) @ self.loc[..., None])[..., 0]",
+        ("test_natural.py::test_gradients_of_hyperparameters_pass_through_q",),
     ),
     Mutant(
         "first-draws-count-in-full",

@@ -89,7 +89,7 @@ def _at_optimum(after):
     following.slope = torch.linalg.solve(covariance[:num, :num], covariance[:num, num:]).T
     following.centre = together.loc
     q.gram = phi.T @ phi / NOISE**2
-    q.pull = (torch.eye(len(q.gram)) + q.gram) @ mean[num:]
+    q.loc = mean[num:]
     return guide
 
 
@@ -241,7 +241,7 @@ def test_a_copy_and_a_loaded_guide_are_the_guide(trained):
 def _natural():
     q = NaturalGaussian([3, 2], (), torch.zeros(()))
     rows = torch.randn(4, 5)
-    q.gram, q.pull = rows.T @ rows, torch.randn(5)
+    q.gram, q.loc = rows.T @ rows, torch.randn(5)
     return q()
 
 

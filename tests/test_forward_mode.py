@@ -8,7 +8,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInducing
-from pyro_sparsegp.gaussians.natural import _MeanAndRoot
+from pyro_sparsegp.gaussians.natural import _Root
 from pyro_sparsegp.gaussians.optimal import weighted_gram
 from pyro_sparsegp.gaussians.product import _DenseMoments
 from pyro_sparsegp.numerics.linalg import cholesky, row_squares
@@ -64,7 +64,7 @@ FUSED = {
         [(4, 3), (3,), (3, 3)],
     ),
     "cholesky": (lambda a: cholesky(a @ a.mT + torch.eye(3), 0.0, dtype=torch.float64), [(3, 3)]),
-    "natural": (lambda a, r: torch.cat([p.reshape(-1) for p in _MeanAndRoot.apply(a @ a.mT, r)]), [(3, 3), (3,)]),
+    "natural": (lambda a: _Root.apply(a @ a.mT), [(3, 3)]),
 }
 
 

@@ -112,7 +112,7 @@ def test_moments(size, by):
 @SIZES
 def test_what_natural_parameters_say(size):
     """Of sites that keep their meaning about u = Lw, through G = TᵀG₀T and T = L₀⁻¹L."""
-    before, start, sums = lower(size), lower(size), torch.randn(size)
+    before, start, sums, near = lower(size), lower(size), torch.randn(size), torch.randn(size)
     gram = start @ start.mT
     root = (before + 0.1 * lower(size)).tril().requires_grad_()
 
@@ -122,7 +122,8 @@ def test_what_natural_parameters_say(size):
 
     def found(root):
         gram, pull = (part.detach() for part in moved(root))
-        return _Known.apply(gram, pull, linalg.turn_of(root), torch.zeros(()))
+        rest = pull - near - gram @ near
+        return _Known.apply(gram, near, rest, linalg.turn_of(root), torch.zeros(()))
 
     def expected(root):
         gram, pull = moved(root)

@@ -47,7 +47,7 @@ def coefficients(guide, name="f"):
 
 def state(guide):
     found = coefficients(guide)
-    return found.gram.clone(), found.pull.clone()
+    return found.gram.clone(), found.loc.clone()
 
 
 def same(one, other):
@@ -143,14 +143,20 @@ def test_coupled_blocks_do_not_diverge(kept, monkeypatch):
     assert isinstance(coefficients(guide), NaturalGaussian if kept == "in one matrix" else NaturalLowRank)
 
 
-def test_states_without_a_level_load():
+@pytest.mark.parametrize("before", ["the level", "the mean"])
+def test_states_of_before_load(before):
+    """Those of releases without a level; those that had r = (I + G)m for the mean."""
     model = gaussian(KERNEL, 0.1)
     x, y = data(num=30)
     guide, svi = svi_of(model, SVGP(5))
     svi.step(x, y)
     state = guide.state_dict()
-    (key,) = [key for key in state if key.endswith(".level")]
-    del state[key]
+    prefix = "gps.f.coefficients."
+    if before == "the level":
+        del state[prefix + "level"]
+    else:
+        gram, loc = state[prefix + "gram"], state.pop(prefix + "loc")
+        state[prefix + "pull"] = gram @ loc + loc
     again = AutoSparseGP(model, SVGP(5))
     again.load_state_dict(state)
     torch.testing.assert_close(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
@@ -400,7 +406,7 @@ def test_gradients_of_hyperparameters_pass_through_q():
     guide, svi = svi_of(model, SVGP(x[:8] + 0.01, natural=True))
     for _ in range(3):
         svi.step(x, y)
-    gram, pull = state(guide)
+    gram, loc = state(guide)
     seat = guide.gps.f.coefficients.seat.clone()
     with torch.no_grad():
         for parameter in (pyro.get_param_store()._params["length"], guide.gps.f.basis.inputs_0_unconstrained):
@@ -418,7 +424,7 @@ def test_gradients_of_hyperparameters_pass_through_q():
     here = lower + 0.03 * (lower.square().sum() / 8).sqrt() * torch.eye(8)
     turn = torch.linalg.solve(seat, here)
     p = torch.eye(8) + turn.mT @ gram @ turn
-    m, s = torch.linalg.solve(p, turn.mT @ pull), torch.linalg.inv(p)
+    m, s = torch.linalg.solve(p, turn.mT @ (loc + gram @ loc)), torch.linalg.inv(p)
     phi = torch.linalg.solve(lower, kernel(z, x)).mT
     variance = kernel.diag(x) + ((phi @ (s - torch.eye(8))) * phi).sum(-1)
     fit = dist.Normal(phi @ m, 0.2).log_prob(y).sum() - variance.sum() / (2 * 0.04)
@@ -498,7 +504,7 @@ def test_negative_curvatures_that_another_seat_magnifies_are_cut():
     before = guide.posterior(x)["f"].mean
     mean = guide.posterior(x)["f"].coefficients.loc[0]
     module.gram = -0.4 * torch.eye(8)
-    module.pull, module.seat = (5 * mean @ (torch.eye(8) + module.gram)).detach(), module.seat / 5
+    module.loc, module.seat = 5 * mean.detach(), module.seat / 5
     q = guide.posterior(x)["f"]
     torch.testing.assert_close(q.coefficients.covariance_matrix, 2 * torch.eye(8))
     torch.testing.assert_close(q.mean, before)
@@ -664,14 +670,15 @@ def test_the_way_back_to_a_factor_that_moves_is_autograds():
     weights = torch.randn(7), torch.randn(7), torch.randn(5, 5)
     module = NaturalGaussian([5], (), torch.zeros(()))
     module.start(lower[0], [phi])
-    module.pull = torch.randn(5)
+    module.loc = torch.randn(5)
     anchor = lower[1].requires_grad_()
 
     def value(q):
         mean, change = q.moments([phi])
         return (weights[0] * mean.sin()).sum() + (weights[1] * change).sum() + (weights[2] * q.covariance_matrix).sum()
 
-    q, expected = module(anchor), from_natural(*module._seen_from(module._seat(anchor)), [5])
+    sums = module.gram, module.loc + module.gram @ module.loc, module.seat
+    q, expected = module(anchor), from_natural(*module.seen_from(sums, anchor), [5])
     for one, other in ((value(q), value(expected)), (q.kl(), expected.kl())):
         torch.testing.assert_close(one, other)
         found, wanted = (torch.autograd.grad(part, anchor, retain_graph=True)[0].tril() for part in (one, other))

@@ -8,6 +8,11 @@ variances, the natural gradient needs no Fisher matrix: it moves (G, r) towards 
 where c is the weight of the divergence in the objective, 1 in the bound (Khan and Lin, 2017; Salimbeni, Eleftheriadis
 and Hensman, 2018; Adam, Chang, Khan and Solin, 2021). At ρ = 1, for a Gaussian likelihood and all rows, that is the
 optimum.
+
+What is kept is G and the mean m. By it the step is m ← m − (ρ/c)S(Φᵀg + cm), with the S of the new G: rounding in its
+factor makes another step, and none where the gradient is 0. Rounding of r would be a wrong mean, S times that of Gm,
+which for precise data in float32 is more than their noise. For the same reason moves of hyperparameters are told as
+m ← m + small terms.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from ..numerics.linalg import (
     solve_lower,
     tril_of_product,
     turn_of,
+    wider,
 )
 from ..numerics.processes import is_shared, joined
 from .optimal import from_natural, seen_from
@@ -40,52 +46,48 @@ from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward
 __all__ = ["NaturalGaussian"]
 
 
-class _MeanAndRoot(Function):
-    """(G, r) ↦ m = Sr and a lower R with RRᵀ = S = (I + G)⁻¹, unbatched; the way back in three products.
+class _Root(Function):
+    """G ↦ a lower R with RRᵀ = S = (I + G)⁻¹, unbatched; the way back in three products.
 
-    dR = −R tril½(RᵀdG R), so Ḡ = −½R(B + Bᵀ)Rᵀ − ½(Sa mᵀ + m (Sa)ᵀ) with B the lower triangle of RᵀR̄, its diagonal
-    halved, and a the gradient by m; r̄ = Sa. (Autograd goes back through a Cholesky factor and an inverse.)
+    dR = −R tril½(RᵀdG R), so Ḡ = −½R(B + Bᵀ)Rᵀ with B the lower triangle of RᵀR̄, its diagonal halved. (Autograd goes
+    back through a Cholesky factor and an inverse.)
     """
 
     @staticmethod
-    def forward(gram: Tensor, pull: Tensor) -> tuple[Tensor, Tensor]:
-        root = root_of_inverse(gram, what="I + G of natural steps")
-        return root @ (root.mT @ pull), root
+    def forward(gram: Tensor) -> Tensor:
+        return root_of_inverse(gram, what="I + G of natural steps")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*output)
-        ctx.save_for_forward(*output)
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
 
     @staticmethod
-    def jvp(ctx: Any, dgram: Tensor, dpull: Tensor) -> tuple[Tensor, Tensor]:
-        loc, root = ctx.saved_tensors
+    def jvp(ctx: Any, dgram: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
         inner = root.mT @ dgram @ root
-        change = -root @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal()))
-        return root @ (root.mT @ (dpull - dgram @ loc)), change
+        return -root @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal()))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, by_loc: Tensor, by_root: Tensor) -> tuple[Tensor, Tensor]:
-        loc, root = ctx.saved_tensors
-        by_pull = root @ (root.mT @ by_loc)
+    def backward(ctx: Any, by_root: Tensor) -> Tensor:
+        (root,) = ctx.saved_tensors
         inner = (root.mT @ by_root).tril_()
         inner.diagonal().mul_(0.5)
-        both = (root @ (inner + inner.mT)) @ root.mT
-        outer = torch.outer(by_pull, loc)
-        return -0.5 * (both + outer + outer.mT), by_pull
+        return -0.5 * ((root @ (inner + inner.mT)) @ root.mT)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, gram: Tensor, pull: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, gram: Tensor) -> Any:
         raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
 
 
 class _Known(Function):
-    """(G, r) ↦ m = Sr, S = (I + G)⁻¹, tr S and log|S|, unbatched, where hyperparameters move sites along with L alone.
+    """(G, a, b) ↦ m = a + Sb, S = (I + G)⁻¹, tr S and log|S|, unbatched, where hyperparameters move sites along with L
+    alone; b is ``None`` for 0.
 
-    G = TᵀG₀T and r = Tᵀr₀ with T = L₀⁻¹L have dG = DᵀG + GD and dr = Dᵀr for D = L⁻¹dL, so that dS = −S dG S and
-    (I + G)S = I leave two products on the way back: with V = S̄ + tI and the gradients S̄ by S, which is symmetric, a by
-    the mean, t by the trace and l by log|S|,
+    G = TᵀG₀T and r = (I + G)m = Tᵀr₀ with T = L₀⁻¹L have dG = DᵀG + GD and dr = Dᵀr for D = L⁻¹dL, so that dS = −S dG S
+    and (I + G)S = I leave two products on the way back: with V = S̄ + tI and the gradients S̄ by S, which is symmetric, a
+    by the mean, t by the trace and l by log|S|,
 
         D̄ = −2(I − S)VS − 2l(I − S) − (a − Sa)mᵀ + m(Sa)ᵀ,
 
@@ -95,11 +97,13 @@ class _Known(Function):
     """
 
     @staticmethod
-    def forward(gram: Tensor, pull: Tensor, turn: Optional[Tensor], unit: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        gram: Tensor, near: Tensor, rest: Optional[Tensor], turn: Optional[Tensor], unit: Tensor
+    ) -> tuple[Tensor, ...]:
         upper = cholesky(plus_one(gram), 0.0, "I + G of natural steps").mT  # by columns, as the library wants it
         covariance = torch.cholesky_inverse(upper, upper=True).mT
         trace = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
-        loc = torch.cholesky_solve(pull[..., None], upper, upper=True)[..., 0]
+        loc = near.clone() if rest is None else near + torch.cholesky_solve(rest[..., None], upper, upper=True)[..., 0]
         return loc, covariance, trace, -2 * upper.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
     @staticmethod
@@ -112,8 +116,8 @@ class _Known(Function):
     def backward(ctx: Any, a: Optional[Tensor], by_covariance: Optional[Tensor], by_trace: Any, by_log_det: Any) -> Any:
         loc, covariance = ctx.saved_tensors
         unit = loc.new_zeros(())
-        if not ctx.needs_input_grad[2]:
-            return None, None, None, unit
+        if not ctx.needs_input_grad[3]:
+            return None, None, None, None, unit
         if torch.is_grad_enabled():  # whose own gradients are to be symmetric
             covariance = 0.5 * (covariance + covariance.mT)
         half = None if by_covariance is None else by_covariance @ covariance
@@ -126,10 +130,10 @@ class _Known(Function):
         if a is not None:
             along = covariance @ a
             total = total.addr(loc, along, alpha=0.5).addr(along - a, loc, alpha=0.5)
-        return None, None, 2 * total, unit
+        return None, None, None, 2 * total, unit
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, __: Any, turn: Optional[Tensor], ___: Any) -> tuple[Tensor, ...]:
+    def jvp(ctx: Any, _: Any, __: Any, ___: Any, turn: Optional[Tensor], ____: Any) -> tuple[Tensor, ...]:
         loc, covariance = ctx.saved_tensors
         if turn is None:
             zero = loc.new_zeros(())
@@ -160,10 +164,9 @@ class _Listening(Listening, Product):
 
 @dataclass
 class _Base:
-    """G, r, L + ηsI, the mean's values and m of a forward pass."""
+    """G, L + ηsI, the mean's values and m of a forward pass."""
 
     gram: Tensor
-    pull: Tensor
     seat: Optional[Tensor]
     level: Optional[Tensor]
     loc: Tensor
@@ -174,11 +177,12 @@ class NaturalGaussian(StepsOnBackward):
 
     (Khan and Lin, 2017; Salimbeni, Eleftheriadis and Hensman, 2018; Adam, Chang, Khan and Solin, 2021.)
 
-    G, ``(..., M, M)``, and r, ``(..., M)``, are sums over the data (sites), and buffers: no optimiser sees them, and
-    gradients of hyperparameters pass through q. When these move, sites keep their meaning about (L + ηsI)w, with s the
-    root mean variance of u = Lw: about u where it is well conditioned, about w where it is not. Where the process has a
-    constant mean that moves, they are about f = μ + Lw, r ← r − GL⁻¹δ for μ ← μ + δ: what f says of the data stays what
-    it was, and the gradient by μ is that of the whole (else each step of μ would have to wait for q's).
+    G, ``(..., M, M)``, and r = (I + G)m, ``(..., M)``, are sums over the data (sites). G and m are buffers: no
+    optimiser sees them, and gradients of hyperparameters pass through q. When these move, sites keep their meaning
+    about (L + ηsI)w, with s the root mean variance of u = Lw: about u where it is well conditioned, about w where it is
+    not. Where the process has a constant mean that moves, they are about f = μ + Lw, r ← r − GL⁻¹δ for μ ← μ + δ: what
+    f says of the data stays what it was, and the gradient by μ is that of the whole (else each step of μ would have to
+    wait for q's).
 
     Three guards keep a step where its quadratic model holds. If it would leave less than half of the precision
     anywhere, for which it takes likelihoods that are not log-concave, or draws, negative curvatures are cut to 0. The
@@ -195,7 +199,7 @@ class NaturalGaussian(StepsOnBackward):
     anchored: ClassVar[bool] = True
     levelled: ClassVar[bool] = True
     gram: Tensor
-    pull: Tensor
+    loc: Tensor
     seat: Tensor
     level: Tensor
 
@@ -219,8 +223,8 @@ class NaturalGaussian(StepsOnBackward):
         num = sum(self.sizes)
         self._is_one = len(self.layout) == 1 and not batch_shape  # q has one covariance, and no copies
         self.register_buffer("gram", like.new_zeros(*batch_shape, num, num))
-        self.register_buffer("pull", like.new_zeros(*batch_shape, num))
-        self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that gram and pull belong to
+        self.register_buffer("loc", like.new_zeros(*batch_shape, num))  # m
+        self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that gram and loc belong to
         self.register_buffer("level", like.new_zeros(0))  # μ that they belong to, (..., M), where it moves
 
     @staticmethod
@@ -238,21 +242,29 @@ class NaturalGaussian(StepsOnBackward):
             self.seat = self._seat(anchor.detach())
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
-        """Start at Pm = r. One who knows a mean knows more than a batch does: steps start at the rate of the tenth."""
-        whole = self.gram + torch.eye(loc.shape[-1], dtype=self.gram.dtype, device=self.gram.device)
-        self.put("pull", (whole @ loc.to(whole)[..., None])[..., 0])
+        """Start there. One who knows a mean knows more than a batch does: steps start at the rate of the tenth."""
+        self.put("loc", loc)
         self.skip(KNOWN)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.setdefault(prefix + "level", self.level.new_zeros(0))  # states of before it was
+        if prefix + "pull" in state_dict:  # of releases that kept r in the place of m
+            state_dict[prefix + "loc"] = _mean_of(state_dict[prefix + "gram"], state_dict.pop(prefix + "pull"))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _seat(self, anchor: Tensor) -> Tensor:
         return softened(anchor, self.softness)
 
-    def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        """G and r of the same sites under another L."""
-        return seen_from(self.gram, self.pull, self.seat, seat)
+    def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        """G of the same sites under another L, and (a, b) with the mean a + (I + G)⁻¹b; ``None`` for b = 0.
+
+        r ← Tᵀr with T = L₀⁻¹L is m ← T⁻¹m + S(Tᵀ − T⁻¹)m, T⁻¹m = m − L⁻¹(L − L₀)m.
+        """
+        if seat is None or not self.seat.numel():
+            return self.gram, self.loc, None
+        gram, along = seen_from(self.gram, self.loc, self.seat, seat)
+        near = self.loc - solve_lower(seat, (seat - self.seat) @ self.loc[..., None])[..., 0]
+        return gram, near, along - near
 
     def forward(self, anchor: Optional[Tensor] = None, level: Optional[Tensor] = None) -> Product:
         """q(w).
@@ -262,52 +274,63 @@ class NaturalGaussian(StepsOnBackward):
         """
         self.settle()
         seat = None if anchor is None else self._seat(anchor)
-        gram, pull = self._seen_from(seat if seat is None or not self._is_one else seat.detach())
+        gram, near, rest = self._seen_from(seat if seat is None or not self._is_one else seat.detach())
         if level is not None and seat is not None and self.level.numel():
+            # r ← r − GL⁻¹δ is m ← m − L⁻¹δ + SL⁻¹δ.
             at = (seat.detach(), level.detach()) if self._is_one else (seat, level)
-            pull = pull - (gram @ solve_lower(at[0], (at[1] - self.level)[..., None]))[..., 0]
+            along = solve_lower(at[0], (at[1] - self.level)[..., None])[..., 0]
+            near, rest = near - along, along if rest is None else rest + along
         try:
-            return self._told(gram, pull, seat, level, moved=True)
+            return self._told(gram, near, rest, seat, level, moved=True)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             if seat is None or not gram.isfinite().all() or not self.seat.numel():
                 raise
-            return self._told(*self._mended(gram.detach(), seat.detach()), seat, level)
-
-    @torch.no_grad()
-    def _mended(self, gram: Tensor, seat: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums where another L has magnified negative curvatures beyond the prior's precision: these are cut, and the
-        mean is what it was.
-        """
-        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        loc = torch.cholesky_solve(self.pull[..., None], cholesky(self.gram + eye, 0.0, "I + G as it was stepped"))
-        gram = gram + _lift_to(gram, -0.5)
-        return gram, ((gram + eye) @ torch.linalg.solve(seat, self.seat @ loc))[..., 0]
+            # Another L has magnified negative curvatures beyond the prior's precision: these are cut, and the mean of u
+            # is what it was.
+            with torch.no_grad():
+                gram, near = gram + _lift_to(gram, -0.5), self._seen_from(seat)[1]
+            return self._told(gram, near, None, seat, level)
 
     def _told(
-        self, gram: Tensor, pull: Tensor, seat: Optional[Tensor], level: Optional[Tensor], moved: bool = False
+        self,
+        gram: Tensor,
+        near: Tensor,
+        rest: Optional[Tensor],
+        seat: Optional[Tensor],
+        level: Optional[Tensor],
+        moved: bool = False,
     ) -> Product:
-        """What a forward pass gives; ``moved`` says whether G and r came along with L and the mean."""
+        """What a forward pass gives; ``moved`` says whether G and m came along with L and the mean."""
         about = None if seat is None else seat.detach(), None if level is None else level.detach()
-        base = gram.detach(), pull.detach(), *about
         if self._is_one:
-            q = self._one(gram, pull, *((seat, level) if moved else (None, None)))
+            q = self._one(gram, near, rest, *((seat, level) if moved else (None, None)))
         else:
-            q = self.of(Lift.apply(gram, self.unit), pull)
+            q = self._with_mean(Lift.apply(gram, self.unit), near, rest)
         if not torch.is_grad_enabled():
             return q
-        heard = Heard(_Base(*base, side_by_side(q.loc).detach()), self.unit)
+        heard = Heard(_Base(gram.detach(), *about, side_by_side([f.loc for f in q.factors]).detach()), self.unit)
         return _Listening(q.sizes, q.factors, q.groups).heard_by(self, heard)
 
-    def _one(self, gram: Tensor, pull: Tensor, seat: Optional[Tensor], level: Optional[Tensor]) -> Product:
-        """q(w) of G and r that have no graph but that by L + ηsI and by the process's mean."""
-        before = self.gram, self.pull, self.seat
+    def _with_mean(self, gram: Tensor, near: Tensor, rest: Optional[Tensor]) -> Product:
+        """q(w) of this G and the mean near + (I + G)⁻¹rest."""
+        q = self.of(gram, torch.zeros_like(near) if rest is None else rest)
+        sizes = [factor.loc.shape[-1] for factor in q.factors]
+        for factor, part in zip(q.factors, near.split(sizes, -1)):
+            factor.loc = factor.loc + part
+        return q
+
+    def _one(
+        self, gram: Tensor, near: Tensor, rest: Optional[Tensor], seat: Optional[Tensor], level: Optional[Tensor]
+    ) -> Product:
+        """q(w) of this G and mean that have no graph but that by L + ηsI and by the process's mean."""
+        before = self.gram, self.loc, self.seat
         turn = None if seat is None or not self.seat.numel() else turn_of(seat)
 
         def root() -> Tensor:
-            sums = (gram, pull) if turn is None else seen_from(*before, seat)
-            return _MeanAndRoot.apply(Lift.apply(sums[0], self.unit), sums[1])[1]
+            moved = gram if turn is None else seen_from(*before, seat)[0]
+            return _Root.apply(Lift.apply(moved, self.unit))
 
-        loc, covariance, trace, log_det = _Known.apply(gram, pull, turn, self.unit)
+        loc, covariance, trace, log_det = _Known.apply(gram, near, rest, turn, self.unit)
         if seat is not None and level is not None and level.requires_grad and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
             along = solve_lower(seat.detach(), (level - level.detach())[..., None])[..., 0]
@@ -319,7 +342,9 @@ class NaturalGaussian(StepsOnBackward):
     def sums(self, anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         """G and r under L, ``(M, M)``; those of the prior, 0, where no step has been taken: a start is a guess."""
         self.settle()
-        gram, pull = self._seen_from(None if anchor is None else self._seat(anchor))
+        gram, near, rest = self._seen_from(None if anchor is None else self._seat(anchor))
+        pull = (gram @ near[..., None])[..., 0] + near
+        pull = pull if rest is None else pull + rest
         return (gram, pull) if self.steps_taken else (torch.zeros_like(gram), torch.zeros_like(pull))
 
     def seen_from(self, sums: tuple[Tensor, Tensor, Tensor], anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
@@ -330,7 +355,7 @@ class NaturalGaussian(StepsOnBackward):
     def put_sums(self, anchor: Optional[Tensor], gram: Tensor, pull: Tensor) -> None:
         """Have q be that of G and r under L, of more rows than a batch: steps go on at a later one's rate."""
         self.gram = (0.5 * (gram + gram.mT)).expand(self.gram.shape).clone()
-        self.pull = pull.expand(self.pull.shape).clone()
+        self.loc = _mean_of(self.gram, pull.expand(self.loc.shape))
         self.level = self.level.new_zeros(0)  # the mean's values now, which the next step notes
         if anchor is not None:
             self.seat = self._seat(anchor)
@@ -346,7 +371,7 @@ class NaturalGaussian(StepsOnBackward):
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
         base: _Base = heard.base
-        here = self._seen_from(base.seat) if again else (base.gram, base.pull)
+        here = self._seen_from(base.seat) if again else (base.gram, base.loc, None)
         target, slope, cut = self._sums(heard, base)
         if cut is None and is_shared():
             cut = torch.zeros_like(target)  # others may have some
@@ -368,13 +393,13 @@ class NaturalGaussian(StepsOnBackward):
         # P⁻¹r − m of the new P and r without their difference, which rounds to nothing where P is large.
         pull = -each[..., 0] * (slope + c[..., 0] * base.loc)
         if again:
-            pull = pull + here[1] - (here[0] @ base.loc[..., None])[..., 0] - base.loc
+            pull = pull + (plus_one(here[0]) @ (here[1] - base.loc)[..., None])[..., 0]
+            pull = pull if here[2] is None else pull + here[2]
         factor, info = factorised(_with_factor(plus_one(new)))
         loc = base.loc + cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0], heard)
-        pull = (new @ loc[..., None])[..., 0] + loc
-        fine = new.sum((-2, -1)).isfinite() & pull.isfinite().all(-1) & (each[..., 0, 0] > 0) & (info == 0)
+        fine = new.sum((-2, -1)).isfinite() & loc.isfinite().all(-1) & (each[..., 0, 0] > 0) & (info == 0)
         self.gram = torch.where(fine[..., None, None], new, here[0]).expand(self.gram.shape)
-        self.pull = torch.where(fine[..., None], pull, here[1]).expand(self.pull.shape)
+        self.loc = torch.where(fine[..., None], loc, here[1]).expand(self.loc.shape)
         if base.seat is not None:
             self.seat = base.seat
         if base.level is not None:
@@ -433,6 +458,13 @@ class NaturalGaussian(StepsOnBackward):
             block = v[..., own]
             parts.append(block if kind is IdentityFactor else (whole[..., own, own] @ block[..., None])[..., 0])
         return torch.cat(parts, -1)
+
+
+def _mean_of(gram: Tensor, pull: Tensor) -> Tensor:
+    """(I + G)⁻¹r, in float64 where there is such."""
+    wide = gram.to(wider(gram))
+    factor = cholesky(plus_one(wide), 0.0, "I + G of natural steps")
+    return torch.cholesky_solve(pull.to(wide)[..., None], factor)[..., 0].to(pull)
 
 
 def _with_factor(precision: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ of a diagonal plus low rank.
 
 Under another L the sums of sites, D − I + BBᵀ and Pm, keep their meaning about u, as in :mod:`.natural`, and their
 form: with T = blockdiag(L₀⁻¹L) they are Tᵀ(D − I)T + (TᵀB)(TᵀB)ᵀ and TᵀPm. Of D − I only the positive part is turned,
-so that what is left stays positive definite.
+so that what is left stays positive definite. The mean that is kept is not found anew of Pm, but moved along.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .factor_analysis import (
     times,
     times_blocks,
 )
-from .groups import Groups, stacked, total
+from .groups import Groups, stacked
 from .nearest import assembled, nearest
 from .optimal import from_natural
 from .precision import LowRankGaussian, leading_directions
@@ -301,54 +301,54 @@ class NaturalLowRank(StepsOnBackward):
         self._put_each("loc", loc.split(self.sizes, -1))
         self.skip(KNOWN)
 
-    def _turns(self, seats: Optional[Seats]) -> list[Optional[Tensor]]:
-        """L₀⁻¹L of the blocks of each size; ``None`` where none of them has another L."""
-        before = self._each("seat")
-        found: list[Optional[Tensor]] = []
-        for group, now in zip(self._groups.members, seats or [None] * len(self._groups.members)):
+    def _seen_from(self, seats: Optional[Seats]) -> tuple[Columns, Optional[Columns], Columns, Columns]:
+        """a and b with m = a + P⁻¹b, ``None`` for b = 0, and D and B of the same sites under another L.
+
+        Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀE − ET⁻¹)m, with the part E of D that is not turned.
+        """
+        near, blocks, low_rank = self._stacked("loc"), self._stacked("block"), self._stacked("low_rank")
+        gains, before = self._stacked("gain"), self._each("seat")
+        rest: Columns = [torch.zeros_like(m) for m in near]
+        any_moved = False
+        for i, (group, now) in enumerate(zip(self._groups.members, seats or ())):
             then = None if now is None else self._filled([before[b] for b in group])
-            found.append(None if now is None or then is None else solve_lower(then, now))
-        return found
+            if now is None or then is None:
+                continue
+            any_moved, moved, loc = True, now - then, near[i]
+            turn = solve_lower(then, moved) + eye_like(then)
+            near[i] = loc - solve_lower(now, moved @ loc)
+            if self.base:
+                kept = blocks[i] - gains[i]
+                along, low_rank[i], blocks[i], _ = _Turned.apply(turn, kept @ loc, low_rank[i], blocks[i], gains[i])
+                rest[i] = along - kept @ near[i]
+            else:
+                rest[i], low_rank[i] = turn.mT @ loc - near[i], turn.mT @ low_rank[i]
+        return near, rest if any_moved else None, blocks, low_rank
 
-    def _seen_from(self, seats: Optional[Seats]) -> tuple[Optional[Columns], Columns, Columns]:
-        """Pm, ``None`` if m is what it was, D and B of the same sites under another L."""
-        blocks, low_rank = self._stacked("block"), self._stacked("low_rank")
-        turns = self._turns(seats)
-        if all(turn is None for turn in turns):
-            return None, blocks, low_rank
-        loc, gains = self._stacked("loc"), self._stacked("gain")
-        inner = total([b.mT @ m for b, m in zip(low_rank, loc)])[..., None, :, :]
-        pull = [d @ m + b @ inner for d, b, m in zip(blocks, low_rank, loc)]
-        for i, turn in enumerate(turns):
-            if turn is not None and self.base:
-                pull[i], low_rank[i], blocks[i], _ = _Turned.apply(turn, pull[i], low_rank[i], blocks[i], gains[i])
-            elif turn is not None:
-                pull[i], low_rank[i] = turn.mT @ pull[i], turn.mT @ low_rank[i]
-        return pull, blocks, low_rank
-
-    def _gaussian(self, pull: Optional[Columns], blocks: Columns, low_rank: Columns) -> LowRankGaussian:
-        if self.base and pull is not None:
+    def _gaussian(self, near: Columns, rest: Optional[Columns], blocks: Columns, low_rank: Columns) -> LowRankGaussian:
+        if self.base and rest is not None:
             over, unit = self._groups.over, self.unit
             lifted = Lift.apply(over(low_rank), unit)
-            m, own, inner, t, *roots = _MeanAndParts.apply(self._groups, lifted, over(pull), *blocks)
+            m, own, inner, t, *roots = _MeanAndParts.apply(self._groups, lifted, over(rest), *blocks)
             loc, own, t = (self._groups.cut(part) for part in (m, own, t.mT))
+            loc = [a + part for a, part in zip(near, loc)]
             return LowRankGaussian.of_parts(self._groups, loc, own, roots, inner, [part.mT for part in t])
         if self.base:
             trils: Optional[Columns] = [root_of_inverse(Lift.apply(d - eye_like(d), self.unit)) for d in blocks]
             b = [tril.mT @ part for tril, part in zip(trils or (), low_rank)]
         else:
             trils, b = None, [Lift.apply(part, self.unit) for part in low_rank]
-        loc = [Lift.apply(m, self.unit) for m in self._stacked("loc")]
+        loc = [Lift.apply(m, self.unit) for m in near]
         q = LowRankGaussian.of_groups(self._groups, loc, b, trils)
-        if pull is None:
+        if rest is None:
             return q
-        return q.with_loc(q.covariance_times_columns([Lift.apply(part, self.unit) for part in pull]))
+        return q.with_loc([m + part for m, part in zip(loc, q.covariance_times_columns(rest))])
 
     def forward(self, anchor: Any = None) -> LowRankGaussian:
         self.settle()
         seats = self._seats(anchor)
-        pull, blocks, low_rank = self._seen_from(seats)
-        q = self._gaussian(pull, blocks, low_rank)
+        near, rest, blocks, low_rank = self._seen_from(seats)
+        q = self._gaussian(near, rest, blocks, low_rank)
         if not torch.is_grad_enabled():
             return q
         here = [[part.detach() for part in parts] for parts in (q.parts[0], blocks, low_rank)]
@@ -366,12 +366,10 @@ class NaturalLowRank(StepsOnBackward):
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
         """P − I and Pm under L, ``(..., M, M)``; those of the prior, 0, where no step has been taken."""
         self.settle()
-        pull, blocks, low_rank = self._seen_from(self._seats(anchor))
+        near, rest, blocks, low_rank = self._seen_from(self._seats(anchor))
         whole = assembled(self._groups.unstack(blocks), self._groups.unstack(low_rank))
-        if pull is None:
-            r = whole @ torch.cat(self._each("loc"), -1)[..., None]
-        else:
-            r = torch.cat(self._groups.unstack(pull), -2)
+        r = whole @ torch.cat(self._groups.unstack(near), -2)
+        r = r if rest is None else r + torch.cat(self._groups.unstack(rest), -2)
         known = float(self.steps_taken > 0)
         return known * (whole - eye_like(whole)), known * r[..., 0]
 
@@ -470,8 +468,8 @@ class NaturalLowRank(StepsOnBackward):
 
     def _from(self, seats: Optional[Seats]) -> _Base:
         """What there is, under another L."""
-        pull, blocks, low_rank = self._seen_from(seats)
-        return _Base(list(self._gaussian(pull, blocks, low_rank).parts[0]), blocks, low_rank, seats)
+        near, rest, blocks, low_rank = self._seen_from(seats)
+        return _Base(list(self._gaussian(near, rest, blocks, low_rank).parts[0]), blocks, low_rank, seats)
 
 
 def _any_above_zero(parts: Sequence[Tensor]) -> bool:

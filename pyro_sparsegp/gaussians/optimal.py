@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, congruence, side_by_side, times_lower
+from ..numerics.linalg import cholesky, congruence, plus_one, side_by_side, times_lower
 from .product import DenseFactor, Factor, Product
 
 __all__ = ["PrecisionFactor", "from_natural", "optimal", "seen_from", "weighted_gram"]
@@ -140,8 +140,8 @@ def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor])
     """
     if now is None or not before.numel():
         return gram, pull
-    # L₀⁻¹L, which makes w there of w here: by rows, as its factors are.
-    turn = torch.linalg.solve_triangular(before.mT, now.mT, upper=True, left=False).mT
+    # I + L₀⁻¹(L − L₀), which makes w there of w here, exactly where L is what it was: by rows, as its factors are.
+    turn = plus_one(torch.linalg.solve_triangular(before.mT, (now - before).mT, upper=True, left=False).mT)
     return _Turned.apply(gram, turn)[0], (turn.mT @ pull[..., None])[..., 0]
 
 
