@@ -47,6 +47,33 @@ def test_data_in_a_column(family):
             fit(model, AutoSparseGP(model, family), (x, y[:, None]), steps=1)
 
 
+@pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=lambda f: type(f).__name__)
+def test_one_row_of_data_beside_many(family):
+    """Broadcast, it would be the value of all rows."""
+    x, y = data()
+    match = r"site 'y' observes data of shape \(1,\) .* of shape \(20,\): one value.*y\.expand\(\(20,\)\)"
+    with pytest.raises(ValueError, match=match):
+        AutoSparseGP(model, family)(x, y[:1])
+    guide = AutoSparseGP(model, family)
+    guide(x, y)
+    with pytest.raises(ValueError, match=match):
+        guide(x, y[:1])
+    AutoSparseGP(model, SVGP(1))(x[:1], y[:1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_classes_that_are_no_floating_point_numbers(dtype):
+    x, y = data()
+
+    def classes(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+    with pytest.raises(ValueError, match=rf"site 'y' .* dtype is {dtype}, which Bernoulli does not take.*y\.to\(x\.dtype"):
+        AutoSparseGP(classes, SVGP(5))(x, (y > 0).to(dtype))
+
+
 def test_data_in_a_row():
     x, y = data()
 

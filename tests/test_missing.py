@@ -173,3 +173,22 @@ def test_single_values_of_an_event_are_masked(partly, family):
         torch.testing.assert_close(q.mean[p], weights @ y[known, p], atol=1e-4, rtol=0)
         variance = KERNEL.diag(x) - (weights * KERNEL(x, x[known])).sum(-1)
         torch.testing.assert_close(q.variance[p], variance, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["SVGP", "SGPR"])
+def test_a_mask_of_the_whole_model(family):
+    """One that leaves all out costs nothing and teaches nothing, one of rows would count latents once for each."""
+    x, _, rows = data("normal")
+    y, program = torch.sin(6 * x[:, 0]), model("normal", False)
+    for mask in (False, torch.tensor(False)):
+        nothing = poutine.mask(program, mask=mask)
+        assert train(nothing, AutoSparseGP(nothing, FAMILIES[family]), x, y, steps=2) == [0.0, 0.0]
+    plain = AutoSparseGP(program, FAMILIES[family])
+    everything = AutoSparseGP(poutine.mask(program, mask=torch.tensor(True)), FAMILIES[family])
+    losses = []
+    for guide in (plain, everything):
+        pyro.set_rng_seed(0)
+        losses.append(train(guide.model, guide, x, y, steps=2))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    with pytest.raises(ValueError, match=r"site 'f'.*mask of shape \(30,\).*once for each row.*around the observed"):
+        AutoSparseGP(poutine.mask(program, mask=rows), FAMILIES[family])(x, y)

@@ -204,7 +204,9 @@ def _require_densities(trace: poutine.Trace, posteriors: Collection[str]) -> Non
         if site["type"] == "sample" and not site_is_subsample(site) and name not in posteriors:
             try:
                 site["log_prob"] = site["fn"].log_prob(site["value"])
-            except ValueError as error:
+            except (RuntimeError, ValueError) as error:
+                if isinstance(error, RuntimeError) and site["value"].is_floating_point():
+                    raise
                 why = checks.why_without_density(site, error)
                 raise ValueError(f"site {name!r} has no density at its value: {why}") from error
             checks.require_own_rows(name, site)

@@ -110,7 +110,7 @@ class Grid:
 
     def once(self, *node: Tensor) -> Tensor:
         """The bound's terms of one run at a node."""
-        return log_density_minus_kl(*self.run(*node)[:2])
+        return self._total(*self.run(*node)[:2])
 
     def twice(self) -> Callable[..., Tensor]:
         """As :meth:`once`, of a run as it is and of the model's second: this one, all values held, sees the nodes."""
@@ -133,9 +133,12 @@ class Grid:
                 moved[name] = site.at_node(z).rsample()
             args, kwargs = self.call
             trace = held_trace(self.guide.model, values | moved, args, kwargs, model_trace)
-            return log_density_minus_kl(trace, guide_trace, done)
+            return self._total(trace, guide_trace, done)
 
         return at
+
+    def _total(self, *args: Any) -> Tensor:
+        return torch.as_tensor(log_density_minus_kl(*args))  # 0.0 of a model that is masked as a whole
 
     def _at(self, node: tuple[Tensor, ...]) -> dict[str, Any]:
         return {

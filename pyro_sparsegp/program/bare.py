@@ -7,6 +7,7 @@ from typing import Any, Optional
 import torch
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
@@ -45,7 +46,7 @@ def fill_masked(site: Any) -> None:
     A mask makes such a term 0, but not its gradient, which is 0·NaN. It may be ``poutine.mask``'s, of whole rows, or
     ``.mask``'s under ``.to_event``, of single values.
     """
-    if site["type"] != "sample" or not site["is_observed"]:
+    if site["type"] != "sample" or not site["is_observed"] or site_is_subsample(site):
         return
     if not isinstance(site["value"], Tensor) or not site["value"].is_floating_point():
         return
@@ -62,9 +63,9 @@ def fill_masked(site: Any) -> None:
 def _filled(value: Tensor, mask: Tensor, event_dim: int) -> Tensor:
     batch_shape = broadcast_shapes(value.shape[: value.dim() - event_dim], mask.shape)
     mask = mask.expand(batch_shape)
-    rows = value.expand(*batch_shape, *value.shape[value.dim() - event_dim :])
+    rows = value.expand((*batch_shape, *value.shape[value.dim() - event_dim :]))
     # The row's number stays a tensor: nothing is read back from the device.
     first = mask.flatten().to(torch.uint8).argmax().reshape(1)
     filler = rows.flatten(0, len(batch_shape) - 1).index_select(0, first)[0] if batch_shape else rows
-    missing = ~mask.reshape(*batch_shape, *[1] * event_dim) & value.isnan()
+    missing = ~mask.reshape((*batch_shape, *[1] * event_dim)) & value.isnan()
     return torch.where(missing, filler.nan_to_num(), rows)

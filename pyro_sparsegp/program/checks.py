@@ -19,6 +19,7 @@ from .traces import (
     bare,
     free_values,
     held_trace,
+    is_free,
     is_left_out,
     is_observation,
     log_densities,
@@ -40,14 +41,17 @@ __all__ = [
 
 
 def require_sizes(trace: poutine.Trace) -> None:
-    """Raise if a plate holds more of a run's data than it has: it would scale them down; or if data are a column.
+    """Raise if a plate holds more of a run's data than it has: it would scale them down; if data are a column, or one
+    row beside many; or if a latent is under a mask of rows.
 
     :raises ValueError: naming the site and the plate.
     """
     for name, site in all_sites(trace):
-        fn = site["fn"]
-        if site["is_observed"] and site["value"].dim() > len(fn.batch_shape) + len(fn.event_shape):
+        fn, value = site["fn"], site["value"]
+        if site["is_observed"] and (value.dim() > len(fn.batch_shape) + len(fn.event_shape) or 1 in value.shape):
             require_own_rows(name, site)
+        elif isinstance(site["mask"], Tensor) and is_free(site) and not site_is_subsample(site):
+            _require_own_mask(name, site)
         for frame in site["cond_indep_stack"] if site["type"] == "sample" else ():
             if frame.full_size is not None and frame.size > frame.full_size and is_observation(site):
                 raise ValueError(
@@ -211,25 +215,44 @@ def require_left_out(
 
 
 def require_own_rows(name: str, site: Any) -> None:
-    """Raise if data and distribution are of different shapes, and meet in more values than either has.
+    """Raise if data and distribution are of different shapes, and one row of data would be that of many, or if they
+    meet in more values than either has.
 
     :raises ValueError: naming the site, both shapes and what to write.
     """
     value, shape = site["value"], torch.Size(site["fn"].shape())
-    together = broadcast_shapes(value.shape, shape)
-    if not site["is_observed"] or together.numel() <= max(value.numel(), shape.numel()):
+    if not site["is_observed"]:
         return
-    column = value.dim() > 1 and value.shape[-1] == 1
-    remedy = (
-        "Give a value for each row, y[:, 0] in the place of y; or for P outputs in P columns let the distribution have "
-        "them too, .to_event(1)."
-        if column
-        else "Give the data, or the distribution's parameters, the shape of the other."
-    )
+    together = broadcast_shapes(value.shape, shape)
+    if together.numel() > max(value.numel(), shape.numel()):
+        column = value.dim() > 1 and value.shape[-1] == 1
+        found = f"each value would meet every row, {tuple(together)} in all"
+        remedy = (
+            "Give a value for each row, y[:, 0] in the place of y; or for P outputs in P columns let the distribution "
+            "have them too, .to_event(1)."
+            if column
+            else "Give the data, or the distribution's parameters, the shape of the other."
+        )
+    elif any(one == 1 < many for one, many in zip(reversed(value.shape), reversed(shape))):
+        found = "one value would be that of many rows"
+        remedy = f"Give a value for each row; if one is that of all, write y.expand({tuple(together)})."
+    else:
+        return
     raise ValueError(
-        f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}: each "
-        f"value would meet every row, {tuple(together)} in all. {remedy}"
+        f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}: "
+        f"{found}. {remedy}"
     )
+
+
+def _require_own_mask(name: str, site: Any) -> None:
+    """Raise if a latent is under a mask of more rows than it has: its divergence would be counted once for each."""
+    shape, mask = torch.Size(site["fn"].batch_shape), site["mask"]
+    if broadcast_shapes(shape, mask.shape) != shape:
+        raise ValueError(
+            f"site {name!r}, of batch shape {tuple(shape)}, is under a mask of shape {tuple(mask.shape)}: its "
+            "divergence from the prior would be counted once for each row. Put the mask around the observed site alone, "
+            'with poutine.mask(mask=mask): pyro.sample("y", ..., obs=y).'
+        )
 
 
 def require_each_row(trace: poutine.Trace) -> None:
@@ -246,8 +269,13 @@ def require_each_row(trace: poutine.Trace) -> None:
             )
 
 
-def why_without_density(site: Any, error: ValueError) -> str:
+def why_without_density(site: Any, error: Exception) -> str:
     """What to say of a site that has no density at its value."""
+    if not site["value"].is_floating_point():
+        return (
+            f"its dtype is {site['value'].dtype}, which {type(bare(site['fn'])).__name__} does not take ({error}). Give "
+            "numbers of the inputs' dtype, y.to(x.dtype)."
+        )
     nan = site["value"].isnan()
     if nan.any():
         found = f"{int(nan.sum())} of {nan.numel()} are NaN, the first at {_first_of(nan)}."
