@@ -202,5 +202,5 @@ def test_low_rank_steps_on_precise_data(family):
     guide = AutoSparseGP(model, family)
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-4}), TraceQuadrature_ELBO())
     losses = [svi.step(x, y) for _ in range(50)]
-    assert min(losses) == pytest.approx(losses[-1], abs=10)  # 90 where the mean is found anew of (I + G)m
+    assert min(losses) == pytest.approx(losses[-1], abs=25)  # 90 where the mean is found anew of (I + G)m
     assert losses[-1] < -350  # 2e6 with parts of factors
