@@ -1,7 +1,9 @@
 """Compiled steps against the steps that they stand for."""
 
+import contextlib
 import copy
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pyro
@@ -22,6 +24,7 @@ from pyro_sparsegp.families import (
     OrthogonallyDecoupled,
     WeightSpace,
 )
+from pyro_sparsegp.inference.captured import Captured
 
 from .models import bernoulli, data, heteroscedastic, poisson, regression
 
@@ -373,4 +376,51 @@ def test_inductor():
     steps = batches(points, 5)
     eager, _, _ = trained(points, OrthogonalInducing(4, 4), steps, False)
     losses, _, _ = trained(points, OrthogonalInducing(4, 4), steps, "inductor")
+    assert losses == pytest.approx(eager, rel=1e-9)
+
+
+class Replayed:
+    """A stand-in for a CUDA graph: a replay runs the captured function again, where its inputs and results are."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+        for there, new in zip(self.found, self.function(*self.inputs)):
+            there.copy_(new)
+
+
+def test_a_captured_function_runs_on_new_inputs(monkeypatch):
+    calls = []
+
+    def function(x, y):
+        calls.append(1)
+        return [x @ y, x.sum()]
+
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
+    given = [torch.randn(3, 3), torch.randn(3)]
+    before = [part.clone() for part in given]
+    captured = Captured(function, given)
+    assert len(calls) == 3  # two to warm up
+    graph = captured._graph
+    graph.function, graph.inputs, graph.found = function, captured._inputs, captured._found
+    runs = [[torch.randn(3, 3), torch.randn(3)] for _ in range(3)]
+    found = [captured(*run) for run in runs]
+    for run, results in zip(runs, found):  # none is overwritten by a later one
+        torch.testing.assert_close(results, [run[0] @ run[1], run[0].sum()])
+    assert graph.replays == 3
+    torch.testing.assert_close(given, before)  # what it was captured with is left alone
+
+
+def test_steps_by_a_cuda_graph(device):
+    """On a CPU, those of the trace."""
+    steps = [(tuple(part.to(device) for part in args), options) for args, options in batches(points, 6)]
+    eager, _, _ = trained(points, OrthogonalInducing(4, 4), steps, False)
+    losses, _, _ = trained(points, OrthogonalInducing(4, 4), steps, "cudagraph")
     assert losses == pytest.approx(eager, rel=1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import pyro
 import torch
@@ -21,12 +21,13 @@ from ..numerics.linalg import flags_kept
 from ..program.registration import unregistered
 from ..program.traces import RandomState
 from ..warned import Warned, warn_once
+from .captured import Captured
 from .places import Place, Places
-from .tracing import CannotTraceError, flattened, traced
+from .tracing import CannotTraceError, Graph, flattened, traced
 
 __all__ = ["BACKENDS", "CompiledSteps"]
 
-BACKENDS = (False, True, "inductor")
+BACKENDS = (False, True, "inductor", "cudagraph")
 _MOST_TRACES = 16  # for one guide
 _MOST_KINDS = 64  # of arguments that are told apart
 _MOST_FAILURES = 3  # replays in a row that had to be taken back
@@ -34,6 +35,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 _AGREE = {torch.float64: 1e-6, torch.float32: 3e-3}  # relative, of a loss that is the same
 
 Loss = Callable[..., Tensor]
+Backend = Union[bool, str]
 
 
 class CompiledSteps:
@@ -46,11 +48,11 @@ class CompiledSteps:
     is compared with such a step, too.
 
     :param loss: the objective as a tensor, of (model, guide, \*args).
-    :param inductor: whether torch's compiler makes code of the trace.
+    :param backend: what runs the trace: ``True``, ``"inductor"`` or ``"cudagraph"``.
     """
 
-    def __init__(self, loss: Loss, inductor: bool) -> None:
-        self._loss, self._inductor = loss, inductor
+    def __init__(self, loss: Loss, backend: Backend) -> None:
+        self._loss, self._backend = loss, backend
         self._replays: dict[Any, _Replay] = {}
         self._met: set[Any] = set()
         self._traces = self._checked = self._failures = 0
@@ -85,7 +87,7 @@ class CompiledSteps:
                 if self._traces >= _MOST_TRACES:
                     raise CannotTraceError(f"it was traced {_MOST_TRACES} times, and changes again")
                 self._traces += 1
-                replay = _Replay(self._loss, model, bare, args, kwargs, given, self._inductor)
+                replay = _Replay(self._loss, model, bare, args, kwargs, given, self._backend)
                 self._replays[kind] = replay
                 replay.holds(bare, given)
             if not _of_training_rows(bare, args, kwargs):
@@ -149,7 +151,7 @@ class _Replay:
         args: tuple,
         kwargs: dict[str, Any],
         given: Sequence[Tensor],
-        inductor: bool,
+        backend: Backend,
     ) -> None:
         self._steppers = [module for module in guide.modules() if isinstance(module, StepsOnBackward)]
         for module in self._steppers:
@@ -178,15 +180,13 @@ class _Replay:
         state = RandomState(guide.like)
         try:
             graph = traced(step)
+            self._run = _runner(graph, backend)
         finally:
             state.restore()
             for module in self._steppers:
                 module.noted()
         self.draws = graph.draws
         self._places.settle()
-        self._run: Callable[..., Sequence[Tensor]] = graph.run.forward
-        if inductor:
-            self._run = torch.compile(_reshaped(graph.run), dynamic=False, options={"fallback_random": True})
         self._take(graph.inputs, given)
         self.dtype = guide.like.dtype
         self._found: Sequence[Tensor] = ()
@@ -255,6 +255,21 @@ class _Replay:
             for heard in passes:
                 module.note(heard)
         self._found = ()
+
+
+def _runner(graph: Graph, backend: Backend) -> Callable[..., Sequence[Tensor]]:
+    """What runs a trace."""
+    if backend == "inductor":
+        return torch.compile(_reshaped(graph.run), dynamic=False, options={"fallback_random": True})
+    if backend == "cudagraph" and any(tensor.is_cuda for tensor in graph.inputs):
+        if not all(tensor.is_cuda for tensor in graph.inputs):
+            raise CannotTraceError("a CUDA graph takes no tensor of the host's: have all tensors on the GPU")
+        try:
+            return Captured(graph.run.forward, graph.inputs)
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise CannotTraceError(f"the GPU can't capture it ({why}); compile=True replays the same trace") from error
+    return graph.run.forward
 
 
 def _look(tensor: Tensor) -> tuple[Any, ...]:

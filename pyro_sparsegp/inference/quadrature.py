@@ -55,7 +55,8 @@ class TraceQuadrature_ELBO(ELBO):
     With ``compile=True`` a step of training, ``svi.step``, is traced to a graph of torch's operations, forward and
     backward, when arguments of its kind (shapes, dtypes, numbers) come for the second time, and replayed without Python
     from then on; ``compile="inductor"`` has :func:`torch.compile` make code of the graph, which takes a C++ compiler
-    and up to a minute, and is quicker still. Losses, gradients and errors are those without. What the model reads
+    and up to a minute, and is quicker still; ``compile="cudagraph"`` has a GPU launch all of the graph's kernels by one
+    call (elsewhere it is ``True``). Losses, gradients and errors are those without. What the model reads
     besides (parameters, buffers, tensors and numbers in closures, globals, attributes) is looked up or compared at each
     step. What a trace can't hold warns once, says why, and runs as without: families on sites, control flow by values,
     NumPy's random numbers, handlers around the step or the guide, batch normalisation. Of anything else that changes
@@ -64,7 +65,7 @@ class TraceQuadrature_ELBO(ELBO):
 
     :param num_nodes: K, nodes an axis.
     :param num_particles: draws of other latents, averaged.
-    :param compile: ``True`` or ``"inductor"``: steps of training are compiled.
+    :param compile: ``True``, ``"inductor"`` or ``"cudagraph"``: steps of training are compiled.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class TraceQuadrature_ELBO(ELBO):
                 "that become batch dimensions of the data. Use vectorize_particles=False, or more num_nodes."
             )
         if compile not in BACKENDS:
-            raise ValueError(f"TraceQuadrature_ELBO's compile must be True, False or 'inductor', got {compile!r}")
+            raise ValueError(f"TraceQuadrature_ELBO's compile must be one of {BACKENDS}, got {compile!r}")
         super().__init__(num_particles=num_particles, **kwargs)
         self.num_nodes, self.compile = num_nodes, compile
         self._settled = False  # no other way through a model is tried than the one that was found
@@ -168,7 +169,7 @@ class TraceQuadrature_ELBO(ELBO):
         if unwrapped not in self._compiled:
             plain = copy.copy(self)
             plain._settled, plain._compiled = True, WeakKeyDictionary()
-            self._compiled[unwrapped] = CompiledSteps(plain.differentiable_loss, self.compile == "inductor")
+            self._compiled[unwrapped] = CompiledSteps(plain.differentiable_loss, self.compile)
         return self._compiled[unwrapped].step(model, guide, unwrapped, args, kwargs)
 
     def _watch(self, guide: Any, value: float) -> None:

@@ -75,7 +75,12 @@ def measure(m: int, batch: int, dtype: torch.dtype, device: str, rounds: int, in
     steps: dict[str, Step] = {}
     for natural in (False, True):
         how = "natural" if natural else "Adam"
-        for compile in (False, True, "inductor") if inductor else (False, True):
+        for compile in (
+            False,
+            True,
+            *(("inductor",) if inductor else ()),
+            *(("cudagraph",) if device != "cpu" else ()),
+        ):
             steps[f"{how}, {compile or 'eager'}"] = ours(z, natural, compile)
     peers = {"GPyTorch": gpytorchs(z), "GPflow": gpflows(z) if device == "cpu" else None}
     steps |= {name: step for name, step in peers.items() if step is not None}
@@ -102,7 +107,7 @@ def measure(m: int, batch: int, dtype: torch.dtype, device: str, rounds: int, in
             else f"{statistics.median(a / b for a, b in zip(times[name], times[other])):.2f}"
             for other in (base, *peers)
         ]
-        compiled = f"{tracing[name]:.1f}" if "compiled" in name or "inductor" in name else ""
+        compiled = f"{tracing[name]:.1f}" if base not in name and name not in peers else ""
         found.append([f"{m}, {batch}", name, f"{statistics.median(times[name]):.1f}", *ratios, compiled])
     return found
 
