@@ -70,7 +70,9 @@ def test_classes_that_are_no_floating_point_numbers(dtype):
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
-    with pytest.raises(ValueError, match=rf"site 'y' .* dtype is {dtype}, which Bernoulli does not take.*y\.to\(x\.dtype"):
+    with pytest.raises(
+        ValueError, match=rf"site 'y' .* dtype is {dtype}, which Bernoulli does not take.*y\.to\(x\.dtype"
+    ):
         AutoSparseGP(classes, SVGP(5))(x, (y > 0).to(dtype))
 
 

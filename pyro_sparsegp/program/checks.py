@@ -250,8 +250,8 @@ def _require_own_mask(name: str, site: Any) -> None:
     if broadcast_shapes(shape, mask.shape) != shape:
         raise ValueError(
             f"site {name!r}, of batch shape {tuple(shape)}, is under a mask of shape {tuple(mask.shape)}: its "
-            "divergence from the prior would be counted once for each row. Put the mask around the observed site alone, "
-            'with poutine.mask(mask=mask): pyro.sample("y", ..., obs=y).'
+            "divergence from the prior would be counted once for each row. Put the mask around the observed site "
+            'alone, with poutine.mask(mask=mask): pyro.sample("y", ..., obs=y).'
         )
 
 
@@ -273,8 +273,8 @@ def why_without_density(site: Any, error: Exception) -> str:
     """What to say of a site that has no density at its value."""
     if not site["value"].is_floating_point():
         return (
-            f"its dtype is {site['value'].dtype}, which {type(bare(site['fn'])).__name__} does not take ({error}). Give "
-            "numbers of the inputs' dtype, y.to(x.dtype)."
+            f"its dtype is {site['value'].dtype}, which {type(bare(site['fn'])).__name__} does not take ({error}). "
+            "Give numbers of the inputs' dtype, y.to(x.dtype)."
         )
     nan = site["value"].isnan()
     if nan.any():
