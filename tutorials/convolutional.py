@@ -158,9 +158,9 @@ figure.savefig(options.out / "convolutional.png", dpi=110)
 # patches, as is common practice: a step is cheaper, what it maximises no longer quite the bound.
 #
 # The first layer's natural steps are short, `rate=0.02`: each is by one draw of its own values, through an upper layer
-# that still moves. These models have not settled after so few steps: whether one of the two ends at 95 % or at 86 %
-# depends on rate and steps (at the default rates and 100 steps it was the other one). `natural=False` trains both
-# layers by Adam; one such run reached 92 % in 130 steps. Two layers are not ahead of one here.
+# that still moves. These models have not settled after so few steps: by seed, rate and steps one class or two are
+# missed, so that either ends at 95, 85 or 77 %. `natural=False` trains both layers by Adam; one such run reached 92 %
+# in 130 steps. Two layers are not ahead of one here.
 
 
 # %%
