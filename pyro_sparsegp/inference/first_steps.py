@@ -35,7 +35,10 @@ def meet(guide: AutoSparseGP, loss: Callable[[], Tensor]) -> None:
     if any(module.steps_taken for module in modules):
         return
     for _ in range(_PASSES):
-        torch.autograd.grad(loss(), [module.unit for module in modules], allow_unused=True)
+        value = loss()
+        if not value.requires_grad:  # a mask leaves all out
+            return
+        torch.autograd.grad(value, [module.unit for module in modules], allow_unused=True)
         do_due()  # where several processes come by
     for module in modules:
         module.restart()
