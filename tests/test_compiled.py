@@ -424,3 +424,33 @@ def test_steps_by_a_cuda_graph(device):
     eager, _, _ = trained(points, OrthogonalInducing(4, 4), steps, False)
     losses, _, _ = trained(points, OrthogonalInducing(4, 4), steps, "cudagraph")
     assert losses == pytest.approx(eager, rel=1e-9)
+
+
+def test_covariances_that_are_made_a_few_rows_at_a_time():
+    """They are written to memory that operations name by ``out=``."""
+    x, y = data(num=4000)
+    eager, _, _ = trained(points_of_one, SVGP(30), [((x, y), {})] * 4, False)
+    losses, _, _ = trained(points_of_one, SVGP(30), [((x, y), {})] * 4, True)
+    assert losses == pytest.approx(eager, rel=1e-9)
+
+
+def points_of_one(x, y):
+    scale = pyro.param("scale", x.new_ones(()), constraint=dist.constraints.positive)
+    f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(0.7), x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+
+def test_a_parameter_that_another_takes_the_place_of():
+    x, y = data(num=30)
+    results = []
+    for compile in (False, True):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(points, SVGP(5))
+        svi = pyro.infer.SVI(points, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2, compile=compile))
+        losses = [svi.step(x, y) for _ in range(4)]
+        pyro.get_param_store()["noise"] = torch.tensor(2.0)
+        losses += [svi.step(x, y) for _ in range(4)]
+        results.append(losses)
+    assert results[0] == pytest.approx(results[1], rel=1e-12)

@@ -213,8 +213,8 @@ class _Replay:
         """Whether what was traced is what a step would do now; if so, the inputs are at hand."""
         for module in self._steppers:
             module.settle()
-        store = pyro.get_param_store()
-        if any(store.param_name(leaf) != name for name, leaf in self._params.items()):
+        store = dict(pyro.get_param_store().named_parameters())
+        if any(store.get(name) is not leaf for name, leaf in self._params.items()):
             return False
         if guide.structure is not self._structure:
             return False

@@ -6,14 +6,14 @@ alone, with all that reads it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-__all__ = ["VALUE", "is_random", "roots", "schema_of", "simplify"]
+__all__ = ["VALUE", "is_random", "operands", "roots", "schema_of", "simplify"]
 
 VALUE = "value"  # of a node's meta: the tensor that it was in the trace
 
@@ -45,6 +45,13 @@ def schema_of(node: Node) -> Any:
     return getattr(node.target, "_schema", None)
 
 
+def operands(node: Node) -> Iterator[tuple[Any, Any]]:
+    """An operation's arguments, as its schema describes them, with what it is given; ``out=`` is among them."""
+    schema = schema_of(node)
+    for i, argument in enumerate(schema.arguments if schema else ()):
+        yield argument, node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+
+
 def is_random(node: Node) -> bool:
     """Whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -61,7 +68,7 @@ def roots(graph: Graph) -> dict[Node, Node]:
                 found[node] = found[node.args[0]]
             continue
         if any(result.alias_info is not None for result in schema.returns):
-            for argument, value in zip(schema.arguments, node.args):
+            for argument, value in operands(node):
                 if argument.alias_info is not None and isinstance(value, Node):
                     found[node] = found[value]
     return found
@@ -75,8 +82,8 @@ def simplify(graph: Graph) -> list[Tensor]:
     of, schemas = roots(graph), {node: schema_of(node) for node in graph.nodes}
     written = {
         of[value]
-        for node, schema in schemas.items()
-        for argument, value in zip(schema.arguments if schema else (), node.args)
+        for node in schemas
+        for argument, value in operands(node)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node)
     }
     given = {node for node in graph.nodes if node.op == "placeholder"}

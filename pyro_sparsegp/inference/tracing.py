@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .simplified import VALUE, is_random, roots, schema_of, simplify
+from .simplified import VALUE, is_random, operands, roots, schema_of, simplify
 
 __all__ = ["CannotTraceError", "Graph", "flattened", "traced"]
 
@@ -159,8 +159,7 @@ def _require_pure(graph: torch.fx.Graph) -> None:
     """Raise if a tensor is written to that was there before."""
     sources = roots(graph)
     for node in graph.nodes:
-        schema = schema_of(node)
-        for argument, value in zip(schema.arguments if schema else (), node.args):
+        for argument, value in operands(node):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, Node) and sources[value].op == "placeholder":
                 raise CannotTraceError("it writes to a tensor in place, as batch normalisation does in training")
