@@ -95,6 +95,13 @@ MUTANTS = [
         ("test_deep_gp.py::test_single_draws_of_an_inner_layer_do_not_throw_it_away",),
     ),
     Mutant(
+        "natural-rates-stay",
+        "Fitting._set_rate",
+        "self._share(share(self.now.step, self.total))",
+        "self._share(1.0)",
+        ("test_fit.py::test_mini_batches_leave_the_mean_where_all_rows_have_it",),
+    ),
+    Mutant(
         "nothing-waits-for-q",
         "meet",
         "for _ in range(_PASSES):",

@@ -208,6 +208,7 @@ class StepsOnBackward(Coefficients):
         self.unit: Any
         self.unit = PyroParam(like.new_zeros(()))  # stays 0: q depends on a parameter, which objectives look for
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=like.device))
+        self.share = 1.0  # of its rate that a step takes, for a loop whose rates fall
         self._count: Optional[int] = 0  # of steps, as a number here; None if it is to be read
         self._heard: dict[int, Heard] = {}
 
@@ -230,12 +231,10 @@ class StepsOnBackward(Coefficients):
 
     def next_rate(self) -> float:
         """ρ of the next step."""
-        if not callable(self.rate):
-            return float(self.rate)
-        rate = float(self.rate(self.steps_taken))
+        rate = float(self.rate(self.steps_taken) if callable(self.rate) else self.rate)
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be in [0, 1], of step {self.steps_taken} it gives {rate}")
-        return rate
+        return rate * self.share
 
     def most_by_draws(self) -> float:
         """The largest ρ where curvatures are those of single draws, whose noise has to be averaged out."""

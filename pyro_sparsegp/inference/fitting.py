@@ -17,6 +17,7 @@ from pyro import poutine
 from pyro.infer import SVI
 from tqdm.auto import tqdm
 
+from ..gaussians.steps import StepsOnBackward
 from ..guide import AutoSparseGP
 from . import checkpoint as files
 from .batches import Batch, Batches
@@ -25,7 +26,7 @@ from .expectation import ExpectationPropagation
 from .feeding import Feed, require_scaled, show_all_rows
 from .history import Iterates
 from .interrupts import Interrupts
-from .recipe import FallingAdam
+from .recipe import FallingAdam, share
 from .warm_start import pays, warm
 
 __all__ = ["Fitting", "HeldOut", "Progress"]
@@ -166,6 +167,7 @@ class Fitting:
                     written, kept = time.monotonic(), now.step
             if now.step > kept:
                 self.keep()
+            self._share(1.0)
             if interrupts.signal == signal.SIGTERM:
                 raise SystemExit(128 + signal.SIGTERM)
         if self.held_out is not None and not interrupts.signal and (not now.scored or now.scored[-1] != now.step):
@@ -191,8 +193,17 @@ class Fitting:
         return ""
 
     def _set_rate(self) -> None:
-        if self.recipe is not None:
-            self.recipe.at(self.now.step, self.total)
+        if self.recipe is None:
+            return
+        self.recipe.at(self.now.step, self.total)
+        if not self.batches.whole:  # q, too, is beside the optimum by the noise of its last batches
+            self._share(share(self.now.step, self.total))
+
+    def _share(self, share: float) -> None:
+        for module in self.guide.modules():
+            if isinstance(module, StepsOnBackward):
+                module.settle()  # the step that is due, at its own rate
+                module.share = share
 
     def _why_stop(self, interrupts: Interrupts) -> str:
         """Why the step that was taken is the last, if it is."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from .fused_adam import FusedAdam
 
-__all__ = ["FallingAdam"]
+__all__ = ["FallingAdam", "share"]
 
 _WARM = 10  # steps over which rates rise, while Adam's second moments are of few gradients
 _HELD = 0.4  # share of the steps in which rates stay
@@ -48,7 +48,10 @@ class FallingAdam(FusedAdam):
         >>> [round(FallingAdam.factor(step, 1000), 3) for step in (0, 9, 400, 700, 999)]
         [0.1, 1.0, 1.0, 0.505, 0.01]
         """
-        rising = min(1.0, (step + 1) / _WARM)
-        past = (step / max(steps, 1) - _HELD) / (1 - _HELD)
-        falling = _LAST + (1 - _LAST) * 0.5 * (1 + math.cos(math.pi * min(max(past, 0.0), 1.0)))
-        return rising * falling
+        return min(1.0, (step + 1) / _WARM) * share(step, steps)
+
+
+def share(step: int, steps: int) -> float:
+    """The share of its rate that a step takes: 1 over the first part, then by a cosine to a hundredth."""
+    past = (step / max(steps, 1) - _HELD) / (1 - _HELD)
+    return _LAST + (1 - _LAST) * 0.5 * (1 + math.cos(math.pi * min(max(past, 0.0), 1.0)))
