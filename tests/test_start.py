@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.bases.initial import coarse_to_fine
 from pyro_sparsegp.families import (
     SVGP,
     CoupledCovariance,
@@ -15,8 +16,6 @@ from pyro_sparsegp.families import (
     OrthogonallyDecoupled,
     WeightSpace,
 )
-
-from pyro_sparsegp.bases.initial import coarse_to_fine
 
 from .models import gaussian, train
 
