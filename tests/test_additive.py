@@ -87,7 +87,7 @@ def test_the_coupling_starts_at_the_leading_directions_of_the_data(base, outputs
     leading = (directions * size[..., None, :])[..., -numbers:] @ directions[..., -numbers:].mT
     with torch.no_grad():
         precision = torch.linalg.inv(q.covariance_matrix)
-    torch.testing.assert_close(precision - torch.eye(17), leading, rtol=0.02, atol=0.02 * float(leading.abs().max()))
+    torch.testing.assert_close(precision - torch.eye(17), leading, rtol=0.03, atol=0.03 * float(leading.abs().max()))
     if base == "block":
         for own in (slice(0, 8), slice(8, 16), slice(16, 17)):
             wanted = torch.eye(17)[own, own] + gram[..., own, own]

@@ -404,7 +404,7 @@ def test_scores_of_mixtures_are_those_of_the_mixture(monkeypatch):
     found = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=12)
     assert found.method == "gaussian"
     means, sds = torch.stack([m for m, _ in normals]), torch.stack([v.sqrt() for _, v in normals])
-    assert means.std(0).min() > 0.02  # they differ
+    assert means.std(0).min() > 0.01  # they differ
     each = dist.Normal(means, sds)
     crps = [normal_mixture_crps(m, s, v) for m, s, v in zip(means.mT, sds.mT, seen)]
     np.testing.assert_allclose(found.pointwise["crps"], torch.stack(crps), atol=2e-3)

@@ -229,6 +229,11 @@ def test_pivots_are_the_default_among_many_rows(monkeypatch):
     assert asked == ["greedy", "pivots"]
 
 
+def in_order(z):
+    """Rows in the order of their first column."""
+    return z[z[:, 0].argsort()]
+
+
 def test_fixed_and_given_inducing_inputs():
     x, y = data()
     z = torch.rand(5, 2)
@@ -236,10 +241,10 @@ def test_fixed_and_given_inducing_inputs():
     train(regression, guide, x, y, steps=3)
     inputs = guide.gps.f.basis.inputs
     assert [len(part) for part in inputs] == [5, 3, 5]
-    assert torch.equal(inputs[0], z)
-    assert torch.equal(inputs[2], z + 0.1)
+    assert torch.equal(in_order(inputs[0]), in_order(z))
+    assert torch.equal(in_order(inputs[2]), in_order(z + 0.1))
     assert not any("inputs" in name for name, _ in guide.named_parameters())
-    assert torch.equal(guide.state_dict()["gps.f.basis.inputs_0"], z)
+    assert torch.equal(guide.state_dict()["gps.f.basis.inputs_0"], inputs[0])
 
 
 @pytest.mark.parametrize("trainable", [True, False])
@@ -256,7 +261,7 @@ def test_grids_of_terms(trainable):
     assert basis.sizes == (7, 30, 1, 30, 3)
     assert len(list(basis.parameters())) == (4 if trainable else 0)
     low, high = x.amin(0), x.amax(0)
-    torch.testing.assert_close(basis.term_0.inputs[0][:, 0], torch.linspace(low[1], high[1], 7))
+    torch.testing.assert_close(in_order(basis.term_0.inputs[0])[:, 0], torch.linspace(low[1], high[1], 7))
     pair = basis.term_1.inputs[0]
     assert [len(pair[:, i].unique()) for i in range(2)] == [5, 6]
     torch.testing.assert_close(pair.amin(0), low[[0, 3]])
@@ -264,7 +269,7 @@ def test_grids_of_terms(trainable):
     by_level = basis.term_3.inputs[0]  # its columns are 0 and 2, in order
     assert by_level[:, 1].unique().tolist() == [0, 1, 2]
     assert len(by_level[:, 0].unique()) == 10
-    assert basis.term_4.inputs[0][:, 0].tolist() == [0, 1, 2]
+    assert in_order(basis.term_4.inputs[0])[:, 0].tolist() == [0, 1, 2]
     assert SVGP(30, init="grid").build(GaussianProcess(smooth, x[:, :2]), "f").basis.sizes == (30,)
     assert SVGP(1, init="grid").build(GaussianProcess(smooth, x[:, :1]), "f").basis.sizes == (1,)
     with pytest.raises(ValueError, match=r"one or two columns, .* reads 3"):
@@ -277,7 +282,7 @@ def test_additive_inputs_a_term():
     z = torch.linspace(0, 1, 4)[:, None]
     guide = AutoSparseGP(regression, MeanFieldAdditive([z, 9, None, None]))
     guide(x, y)
-    assert torch.equal(guide.gps.f.basis.term_0.inputs[0], z)
+    assert torch.equal(in_order(guide.gps.f.basis.term_0.inputs[0]), z)
     assert guide.gps.f.basis.term_1.inputs[0].shape == (5, 1)
     assert guide.gps.f.basis.sizes == (4, 5, 2, 1)
 

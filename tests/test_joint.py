@@ -147,7 +147,7 @@ def _group_model(x, y=None):
 
 
 @pytest.mark.parametrize(
-    ("model", "steps"), [(_model(lambda f, g: f + g.flip(0)), 5), (_group_model, 45)], ids=["flipped", "groups"]
+    ("model", "steps"), [(_model(lambda f, g: f + g.flip(0)), 5), (_group_model, 80)], ids=["flipped", "groups"]
 )
 def test_sites_that_meet_across_rows_are_drawn_together(model, steps):
     x, y = _data()

@@ -151,7 +151,7 @@ def test_undamped_updates_of_classes_do_not_explode(family):
     labels = (3 * x.mean(-1)).floor()
 
     def softmax(x, y=None):
-        kernel = 50.0 * kernels.RBF(0.4)[0] + 50.0 * kernels.RBF(0.4)[1]
+        kernel = 1000.0 * kernels.RBF(0.4)[0] + 1000.0 * kernels.RBF(0.4)[1]
         f = pyro.sample("f", GaussianProcess(kernel, x).expand([2]).to_event(1))
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Categorical(logits=torch.cat([f, 0 * f[:1]]).mT), obs=y)
@@ -160,5 +160,5 @@ def test_undamped_updates_of_classes_do_not_explode(family):
     elbo = TraceQuadrature_ELBO(5)
     losses = [elbo.loss_and_grads(softmax, guide, x, labels) for _ in range(15)]
     assert max(losses) == losses[0]
-    assert losses[-1] < 0.35 * losses[0]
+    assert losses[-1] < 0.6 * losses[0]
     assert guide.site_status["f"]["halved"] > 0  # which is told of

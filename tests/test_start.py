@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.bases.initial import coarse_to_fine
 from pyro_sparsegp.families import (
     SVGP,
     CoupledCovariance,
@@ -16,7 +17,7 @@ from pyro_sparsegp.families import (
     WeightSpace,
 )
 
-from .models import gaussian
+from .models import gaussian, train
 
 SMOOTH = 3.0 * kernels.RBF(0.4)[0] + 2.0 * kernels.Matern52(0.5)[1]
 Z = torch.linspace(0, 1, 5, dtype=torch.float64)[:, None]
@@ -132,6 +133,34 @@ def test_inner_layers_start_at_the_prior():
     start = guide.posterior(x)
     assert abs(float(start["h"].kl.detach())) < 1e-6
     assert float(start["f"].kl.detach()) > 1
+
+
+def test_coarse_to_fine_goes_to_the_farthest_point_next():
+    z = torch.linspace(0, 1, 30)[:, None]
+    order = coarse_to_fine(torch.stack([2.0 * kernels.Matern32(0.3)(z), kernels.RBF(0.5)(z)]))
+    assert sorted(order.tolist()) == list(range(30))
+    far = (z[order] - z[order].mT).abs()
+    for m in range(1, 30):
+        assert far[:m, m].min() > far[:m, m:].amin(0).max() - 1e-9
+
+
+@pytest.mark.parametrize("family", [SVGP, MeanFieldAdditive])
+def test_given_inputs_in_the_order_of_a_line(family):
+    """Natural steps hold sites about Lw: where small pivots of L stood first, losses went to thousands and stayed."""
+    torch.manual_seed(1)
+    x, z = torch.rand(200, 1), torch.linspace(0, 1, 25)[:, None]
+    y = torch.sin(8 * x[:, 0]) + 0.1 * torch.randn(200)
+    model = gaussian(kernels.RBF(0.3), 0.1)
+    guide = AutoSparseGP(model, family(z))
+    assert train(model, guide, x, y, steps=25, loss=TraceQuadrature_ELBO(2))[-1] < -130  # the optimum is -144.5
+    held = AutoSparseGP(model, family(z, trainable=False))
+    held(x, y)
+    inputs = held.gps.f.basis.inputs[0] if family is SVGP else held.gps.f.basis.term_0.inputs[0]
+    assert torch.equal(inputs.sort(0).values, z)
+    parameters = AutoSparseGP(model, family(z, natural=False))
+    parameters(x, y)
+    inputs = parameters.gps.f.basis.inputs[0] if family is SVGP else parameters.gps.f.basis.term_0.inputs[0]
+    assert torch.equal(inputs, z)
 
 
 def test_a_saved_guide_does_not_depend_on_where_it_started():

@@ -95,7 +95,7 @@ def test_fixed_inputs_stay(hardly_trained):
     z = torch.linspace(0, 1, 7)[:, None]
     guide, applied = warmed(model, SVGP(z, trainable=False), x, y)
     assert applied
-    assert torch.equal(guide.gps.f.basis.inputs[0], z)
+    assert torch.equal(guide.gps.f.basis.inputs[0].sort(0).values, z)
 
 
 def in_a_network(network):

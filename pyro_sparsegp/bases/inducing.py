@@ -19,7 +19,7 @@ from torch import Tensor
 from ..kernels.base import hyperparameters
 from ..numerics.linalg import Whitening, cholesky, default_jitter, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
-from .initial import Initialiser, choose_inputs
+from .initial import Initialiser, choose_inputs, coarse_to_fine
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
 
 __all__ = ["InducingFeatures", "InducingPoints", "features_of"]
@@ -205,6 +205,16 @@ class InducingPoints(Basis):
                 found[i] = z
         jitter = _jitter(kernel, x, of_source, found, free and trainable)
         return cls(found, trainable, columns, x.shape[-1], of_source, jitter, kernel.code_columns(x.shape[-1]))
+
+    @torch.no_grad()
+    def ordered(self, kernel: Any) -> InducingPoints:
+        """This basis with the inputs of each set in the order :func:`coarse_to_fine`: natural steps keep what q says
+        about Lw where L moves.
+        """
+        for given, part in zip(self.inputs, self.variables()):
+            if isinstance(given, Tensor):
+                given.copy_(given[coarse_to_fine(part.covariance(kernel))])
+        return self
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
         """The first ``num`` sets and the others, as bases of their own."""

@@ -9,7 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Initialiser", "choose_inputs", "greedy_variance", "k_means", "random_pivots", "regular_grid"]
+__all__ = [
+    "Initialiser",
+    "choose_inputs",
+    "coarse_to_fine",
+    "greedy_variance",
+    "k_means",
+    "random_pivots",
+    "regular_grid",
+]
 
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
 _AT_ONCE = 64  # rows that are drawn before the variance that is left is known again
@@ -186,6 +194,27 @@ def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
     for i, column in enumerate(columns):
         full[:, column] = grid[:, i]
     return full
+
+
+@torch.no_grad()
+def coarse_to_fine(covariance: Tensor) -> Tensor:
+    """An order of inducing variables, ``(M,)``: each the farthest from those before it, d² = Var[uᵢ − uⱼ].
+
+    The factor L of K_uu then has its small pivots at its end, and below them nothing that is larger. In the order of a
+    line they stand among the first, of neighbours, and values far off are sums of what is magnified there. In O(M²).
+
+    :param covariance: K_uu, ``(..., M, M)``.
+    """
+    k = _flat_mean(covariance, 2)
+    size = k.diagonal()
+    far = (size[:, None] + size - 2 * k).nan_to_num()
+    order = [far.sum(0).argmin()]
+    nearest = far[order[0]].clone()
+    for _ in range(len(far) - 1):
+        nearest[order[-1]] = -torch.inf
+        order.append(nearest.argmax())
+        nearest = torch.minimum(nearest, far[order[-1]])
+    return torch.stack(order)
 
 
 _NAMED: dict[str, Initialiser] = {

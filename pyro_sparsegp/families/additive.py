@@ -83,9 +83,10 @@ class OnTerms(BasisFamily):
             require_own_diagonal(term, f"{name}, term {i}")
             columns = term.columns
             where = f"{name}, term {i}"
-            parts.append(
-                InducingPoints.chosen(term, process.x, [inducing], self.init, where, self.trainable, columns, self.free)
+            part = InducingPoints.chosen(
+                term, process.x, [inducing], self.init, where, self.trainable, columns, self.free
             )
+            parts.append(part.ordered(term) if self.is_natural else part)
         return Additive(parts, term_names(process.kernel))
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:

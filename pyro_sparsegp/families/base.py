@@ -99,6 +99,11 @@ class BasisFamily(Family):
 
     free: ClassVar[bool] = False  # whether q(w) is learned by gradients
 
+    @property
+    def is_natural(self) -> bool:
+        """Whether q(w) learns by natural gradients."""
+        return False
+
     @abstractmethod
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         """The basis, initialised from the inputs and hyperparameters of a first call."""

@@ -46,9 +46,10 @@ class OnInducingPoints(BasisFamily):
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         require_own_diagonal(process.kernel, name)
-        return InducingPoints.chosen(
+        basis = InducingPoints.chosen(
             process.kernel, process.x, self.sets(), self.init, name, self.trainable, free=self.free
         )
+        return basis.ordered(process.kernel) if self.is_natural else basis
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         return InducingPoints.rebuilt(spec, like, self.trainable, self.sets())

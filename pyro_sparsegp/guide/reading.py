@@ -85,7 +85,7 @@ class SiteReading:
     def marginal(self) -> Marginal:
         """The marginals of the sites as they are."""
         posterior = self.posterior(None if self.unread else _detached(self.sites))
-        return posterior.mean, posterior.variance
+        return posterior.mean.detach(), posterior.variance.detach()
 
     @property
     def at_mean(self) -> bool:
@@ -123,10 +123,14 @@ class SiteReading:
         return self.quadratic and not self.meeting
 
     def posterior(self, sites: Optional[Sites]) -> SparsePosterior:
-        """The posterior of these sites; ``None`` is the prior."""
+        """The posterior of these sites; ``None`` is the start, noise as large as the process around its mean: under the
+        prior a likelihood that is not log-concave would be met where it is flat.
+        """
         with torch.no_grad():
             if sites is None:
-                return self.module.unread(self.process, self.name, SparsePosterior)
+                prior = self.module.unread(self.process, self.name, SparsePosterior).variance.detach()
+                noise = prior.mean(-1, keepdim=True).clamp(min=torch.finfo(prior.dtype).tiny).expand(prior.shape)
+                sites = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
             return self.module(self.process, self.name, SparsePosterior, sites)
 
 
@@ -286,7 +290,7 @@ def _update(
         return
     # The update may overshoot. What was kept may be of an earlier step: look at the posterior as it is now.
     posterior = reading.posterior(None if reading.unread else _detached(reading.sites))
-    mean, variance = marginals[reading.name] = posterior.mean, posterior.variance
+    mean, variance = marginals[reading.name] = posterior.mean.detach(), posterior.variance.detach()
     found = _expect(reader, reading, marginals)
     start, bound = reading.sites, float((found.value - posterior.kl.sum()).detach())
     slack = (1e-6 if mean.dtype == torch.float64 else 1e-5) * (1 + abs(bound))
@@ -296,7 +300,7 @@ def _update(
     for _ in range(_ATTEMPTS):
         sites = _at_modes(reader, reading, marginals) if lost else proposed()
         posterior = reading.posterior(_detached(sites))
-        moved = {**marginals, reading.name: (posterior.mean, posterior.variance)}
+        moved = {**marginals, reading.name: (posterior.mean.detach(), posterior.variance.detach())}
         with torch.no_grad():
             value = float(_expect(reader, reading, moved).value - posterior.kl.sum())
         if value >= (0.9 * bound if lost else bound - slack) or not math.isfinite(bound):
