@@ -826,7 +826,7 @@ def test_a_likelihood_that_is_gaussian_at_first_only(told):
 
 
 def test_a_scale_that_grows_with_f_is_met_near_the_mean():
-    """Under the whole prior its large scales explain all rows: sites stayed there, 100 nats below."""
+    """Under the whole prior its large scales explain all rows: sites stayed there, some 100 nats short."""
     x = torch.rand(60, 1)
     y = 1.5 * torch.sin(6 * x[:, 0]) + 0.3 * torch.randn(60)
     model = one_function(kernels.RBF(0.3), lambda f: dist.Normal(f, 0.3 + torch.relu(f - 1)))
