@@ -73,7 +73,20 @@ def test_resumed_as_if_never_cut_off(case, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["fit.pt"]
 
 
-def test_resumed_while_parameters_wait(tmp_path, monkeypatch):
+def test_resumed_with_another_optimiser(tmp_path):
+    data, path = fit_worker.rows(40), tmp_path / "fit.pt"
+
+    def go(**options):
+        guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+        return fit(fit_worker.regression, guide, data, checkpoint=path, progress=False, **options)
+
+    go(steps=3)
+    with pytest.raises(ValueError, match="by the optimiser Adam, and this one is ClippedAdam"):
+        go(steps=6, resume=True, optim=pyro.optim.ClippedAdam({"lr": 0.01}))
+    assert go(steps=6, resume=True, optim=pyro.optim.Adam({"lr": 0.01})).steps == 6
+
+
+def test_resumed_while_rates_rise(tmp_path, monkeypatch):
     monkeypatch.setattr(fit_worker, "STEPS", 50)
     result, expected = fit_worker.run("cold")
     pyro.clear_param_store()

@@ -77,6 +77,7 @@ def snapshot(guide: AutoSparseGP, model: Callable, method: Any) -> dict[str, Any
         "version": _VERSION,
         **parameters_state(guide, model),
         "optim": _renamed(method.optim.get_state(), guide, out=True),
+        "optimiser": _optimiser(method),
         "expectation": method.get_state() if isinstance(method, ExpectationPropagation) else None,
         "sites": {name: sites.progress for name, sites in _kept_sites(guide).items()},
         "random": random,
@@ -87,6 +88,11 @@ def snapshot(guide: AutoSparseGP, model: Callable, method: Any) -> dict[str, Any
 
 def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method: Any) -> None:
     """Put all of :func:`snapshot` back, into the guide after :func:`prepare`; random numbers last."""
+    before, now = state.get("optimiser"), _optimiser(method)  # checkpoints of before have none
+    if before not in (None, now):
+        raise ValueError(
+            f"checkpoint: it is of a fit by the optimiser {before}, and this one is {now}; give fit what it began with."
+        )
     load_parameters(state, guide, model)
     optim = method.optim
     inner = getattr(optim, "optim", optim)  # of one that processes share
@@ -98,6 +104,11 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
     for name, sites in _kept_sites(guide).items():
         sites.progress = state["sites"][name]
     set_random_state(state["random"])
+
+
+def _optimiser(method: Any) -> str:
+    optim = getattr(method.optim, "optim", method.optim)  # that of several processes holds the user's
+    return optim.pt_optim_constructor.__name__
 
 
 def parameters_state(guide: AutoSparseGP, model: Callable) -> dict[str, Any]:
