@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ class Captured:
 
     def __init__(self, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> None:
         self._inputs = [tensor.detach().clone() for tensor in inputs]
-        self._found: Optional[Sequence[Tensor]] = None
         here, beside = torch.cuda.current_stream(), torch.cuda.Stream()
         beside.wait_stream(here)
         with torch.no_grad(), torch.cuda.stream(beside):
@@ -34,10 +32,9 @@ class Captured:
         here.wait_stream(beside)
         self._graph = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(self._graph):
-            self._found = function(*self._inputs)
+            self._found: Sequence[Tensor] = function(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        assert self._found is not None
         torch._foreach_copy_(self._inputs, list(inputs))
         self._graph.replay()
         return [tensor.clone() for tensor in self._found]
