@@ -919,3 +919,25 @@ def test_sites_stay_about_f_where_a_constant_mean_moves(family):
     for _ in range(2):
         svi.step(x, y)
     assert loss(0.5) - 1e-6 < moved < loss(0.5) + 2  # 250 more where sites stay about f - μ
+
+
+def test_sites_by_draws_are_held_near_w():
+    """Where a density couples values; about u, moving inducing inputs magnify their noise. In a loaded state, too."""
+    torch.manual_seed(8)
+    x, a = torch.linspace(0, 1, 60)[:, None], torch.randn(20, 60) / 60**0.5
+    y = a @ (torch.sin(6 * x[:, 0]) + x[:, 0]) + 0.3 * torch.randn(20)
+
+    def model(a, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        pyro.sample("y", dist.MultivariateNormal(a @ f, 0.09 * torch.eye(len(y))), obs=y)
+
+    guide, svi = svi_of(model, SVGP(10), pyro.infer.Trace_ELBO())
+    with pytest.warns(UserWarning, match="couples values"):
+        guide(a, y)
+    for _ in range(10):
+        svi.step(a, y)
+    again = AutoSparseGP(model, SVGP(10))
+    again.load_state_dict(copy.deepcopy(guide.state_dict()))
+    assert coefficients(guide)._eta == coefficients(again)._eta == 0.3
+    one, other = (each.posterior(a, y)["f"] for each in (guide, again))
+    torch.testing.assert_close(one.mean, other.mean)

@@ -46,6 +46,9 @@ from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward
 __all__ = ["NaturalGaussian"]
 
 
+_ETA, _BY_DRAWS = 0.03, 0.3  # η, and where draws alone show curvatures
+
+
 class _Root(Function):
     """G ↦ a lower R with RRᵀ = S = (I + G)⁻¹, unbatched; the way back in three products.
 
@@ -202,6 +205,7 @@ class NaturalGaussian(StepsOnBackward):
     loc: Tensor
     seat: Tensor
     level: Tensor
+    softness: Tensor
 
     def __init__(
         self,
@@ -210,7 +214,7 @@ class NaturalGaussian(StepsOnBackward):
         like: Tensor,
         kind: Any = FullCholesky,
         rate: Rate = Falling(),
-        softness: float = 0.03,
+        softness: float = _ETA,
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)
         if not self.takes(kind):
@@ -218,7 +222,8 @@ class NaturalGaussian(StepsOnBackward):
                 "natural steps are of posteriors whose blocks each have a full covariance or the prior's; got "
                 f"{getattr(kind, '__name__', kind)!r}: give the family natural=False"
             )
-        self.softness = softness
+        self._eta = softness  # as a number here
+        self.register_buffer("softness", torch.tensor(softness, dtype=torch.float64, device=like.device))
         self.layout = [(factor, tuple(group)) for factor, group in kind.layout(len(self.sizes))]
         num = sum(self.sizes)
         self._is_one = len(self.layout) == 1 and not batch_shape  # q has one covariance, and no copies
@@ -248,12 +253,22 @@ class NaturalGaussian(StepsOnBackward):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.setdefault(prefix + "level", self.level.new_zeros(0))  # states of before it was
+        eta = state_dict.setdefault(prefix + "softness", torch.full_like(self.softness, _ETA))
+        self._eta = round(float(eta), 6)  # a conversion of the guide's dtype is one of buffers
         if prefix + "pull" in state_dict:  # of releases that kept r in the place of m
             state_dict[prefix + "loc"] = _mean_of(state_dict[prefix + "gram"], state_dict.pop(prefix + "pull"))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _seat(self, anchor: Tensor) -> Tensor:
-        return softened(anchor, self.softness)
+        return softened(anchor, self._eta)
+
+    def hold_by_draws(self) -> None:
+        """Before any step: curvatures will be those of draws, whose noise is not small where L is. Held about u it
+        would be magnified as L moves; sites are held nearer to w.
+        """
+        self._eta = _BY_DRAWS
+        self.softness = torch.full_like(self.softness, _BY_DRAWS)
+        self.seat = self.seat.new_zeros(0, 0)  # a start belongs to any L
 
     def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """G of the same sites under another L, and (a, b) with the mean a + (I + G)⁻¹b; ``None`` for b = 0.

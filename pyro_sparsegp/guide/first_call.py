@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..families import FreeFormFamily
+from ..gaussians.natural import NaturalGaussian
 from ..modules import at_path
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
@@ -82,7 +83,7 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
         guide.join(found, run.processes)
         found.coupled = guide.coupled_among(found)
         guide.couple(found, guide.modules_by_site())
-        _warn_of_joint_draws(guide)
+        _expect_joint_draws(guide)
     except BaseException:
         guide.forget()
         raise
@@ -289,9 +290,14 @@ def require_separate_sites(found: Structure, name: str, reads: str, flat: list[s
         )
 
 
-def _warn_of_joint_draws(guide: Saved) -> None:
+def _expect_joint_draws(guide: Saved) -> None:
+    """Have natural steps know of them, and warn."""
     assert guide.structure is not None
     coupled = [name for name in guide.structure.gps if guide.kind_of_draws(name) is ExpectedSite]
+    for name in coupled:
+        coefficients = getattr(guide.modules_by_site()[name], "coefficients", None)
+        if isinstance(coefficients, NaturalGaussian):
+            coefficients.hold_by_draws()
     if coupled:
         warnings.warn(
             f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
