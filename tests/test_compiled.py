@@ -343,15 +343,20 @@ def test_a_handler_around_the_step_is_no_part_of_a_trace():
     assert scaled == pytest.approx(2 * plain)
 
 
+def fresh(compile):
+    """A guide of :func:`points` and its steps, from the same start each time."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(points, SVGP(5))
+    return guide, pyro.infer.SVI(points, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2, compile=compile))
+
+
 def test_parameters_that_are_frozen_cleared_or_loaded():
     x, y = data()
     pyro.set_rng_seed(0)
     results = []
     for compile in (False, True):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        guide = AutoSparseGP(points, SVGP(5))
-        svi = pyro.infer.SVI(points, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2, compile=compile))
+        guide, svi = fresh(compile)
         losses = [svi.step(x, y) for _ in range(4)]
         state = copy.deepcopy(guide.state_dict())
         losses += [svi.step(x, y) for _ in range(3)]
@@ -445,10 +450,7 @@ def test_a_parameter_that_another_takes_the_place_of():
     x, y = data(num=30)
     results = []
     for compile in (False, True):
-        pyro.clear_param_store()
-        pyro.set_rng_seed(0)
-        guide = AutoSparseGP(points, SVGP(5))
-        svi = pyro.infer.SVI(points, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2, compile=compile))
+        _, svi = fresh(compile)
         losses = [svi.step(x, y) for _ in range(4)]
         pyro.get_param_store()["noise"] = torch.tensor(2.0)
         losses += [svi.step(x, y) for _ in range(4)]

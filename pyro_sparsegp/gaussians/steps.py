@@ -34,6 +34,7 @@ __all__ = [
     "cautious",
     "listen",
     "softened",
+    "steppers",
 ]
 
 KNOWN = 9  # steps that a start with a known mean counts for
@@ -300,6 +301,11 @@ class StepsOnBackward(Coefficients):
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
         return super().__getstate__()
+
+
+def steppers(guide: torch.nn.Module) -> list[StepsOnBackward]:
+    """The posteriors of a guide that take natural steps."""
+    return [module for module in guide.modules() if isinstance(module, StepsOnBackward)]
 
 
 class Listening(Gaussian):

@@ -15,7 +15,7 @@ from pyro.poutine.runtime import am_i_wrapped
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
-from ..gaussians.steps import StepsOnBackward
+from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..numerics.linalg import flags_kept
 from ..program.registration import unregistered
@@ -153,7 +153,7 @@ class _Replay:
         given: Sequence[Tensor],
         backend: Backend,
     ) -> None:
-        self._steppers = [module for module in guide.modules() if isinstance(module, StepsOnBackward)]
+        self._steppers = steppers(guide)
         for module in self._steppers:
             module.settle()
         self._objects = list(_others([args, kwargs]))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..gaussians.steps import StepsOnBackward
+from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..numerics.processes import do_due
 
@@ -29,7 +29,7 @@ def meet(guide: AutoSparseGP, loss: Callable[[], Tensor]) -> None:
     assert guide.structure is not None
     if not all(spec["family"].get("natural") for spec in guide.structure.gps.values()):
         return
-    modules = [module for module in guide.modules() if isinstance(module, StepsOnBackward)]
+    modules = steppers(guide)
     for module in modules:
         module.settle()
     if any(module.steps_taken for module in modules):

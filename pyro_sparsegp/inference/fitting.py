@@ -17,7 +17,7 @@ from pyro import poutine
 from pyro.infer import SVI
 from tqdm.auto import tqdm
 
-from ..gaussians.steps import StepsOnBackward
+from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from . import checkpoint as files
 from .batches import Batch, Batches
@@ -199,11 +199,10 @@ class Fitting:
         if not self.batches.whole:  # q, too, is beside the optimum by the noise of its last batches
             self._share(share(self.now.step, self.total))
 
-    def _share(self, share: float) -> None:
-        for module in self.guide.modules():
-            if isinstance(module, StepsOnBackward):
-                module.settle()  # the step that is due, at its own rate
-                module.share = share
+    def _share(self, part: float) -> None:
+        for module in steppers(self.guide):
+            module.settle()  # the step that is due, at its own rate
+            module.share = part
 
     def _why_stop(self, interrupts: Interrupts) -> str:
         """Why the step that was taken is the last, if it is."""
