@@ -237,11 +237,19 @@ def test_mini_batches_leave_the_mean_where_all_rows_have_it():
     z = torch.linspace(0, 4, 9)[:, None]
     guide = AutoSparseGP(model, SVGP(z, trainable=False))
     fit(model, guide, (x, y), batch_size=25, steps=200, progress=False)
+    assert guide.gps.f.coefficients.share == 1  # for what follows
     best = AutoSparseGP(model, SGPR(z, trainable=False))
     best(x, y)
     found, there = guide.posterior(z)["f"], best.posterior(z)["f"]
     assert ((found.mean - there.mean) / there.stddev).square().mean().sqrt() < 0.7
-    assert guide.gps.f.coefficients.share == 1  # for what follows
+
+    def cut(iterates):
+        if len(iterates.losses) == 9:
+            raise RuntimeError("cut off")
+
+    with pytest.raises(RuntimeError, match="cut off"):
+        fit(model, guide, (x, y), batch_size=25, steps=10, stopping=cut, progress=False)
+    assert guide.gps.f.coefficients.share == 1
 
 
 def test_rates_fall_to_the_end():

@@ -6,7 +6,8 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -154,8 +155,7 @@ class Fitting:
         now, reason = self.now, ""
         began, written, kept = time.monotonic() - now.seconds, time.monotonic(), now.step
         bar = tqdm(total=self.total, initial=now.step, disable=not progress, unit="step", desc="fit")
-        self._set_rate()
-        with Interrupts() as interrupts, bar:
+        with Interrupts() as interrupts, bar, self._rates():
             while not reason:
                 reason = self._step(bar)
                 taken = not reason
@@ -167,7 +167,6 @@ class Fitting:
                     written, kept = time.monotonic(), now.step
             if now.step > kept:
                 self.keep()
-            self._share(1.0)
             if interrupts.signal == signal.SIGTERM:
                 raise SystemExit(128 + signal.SIGTERM)
         if self.held_out is not None and not interrupts.signal and (not now.scored or now.scored[-1] != now.step):
@@ -191,6 +190,15 @@ class Fitting:
         bar.update()
         bar.set_postfix_str(f"{self.iterates.objective} {self.iterates.recent():.5g}", refresh=False)
         return ""
+
+    @contextmanager
+    def _rates(self) -> Iterator[None]:
+        """The steps' rates, and natural steps' own again after them, whatever ends them."""
+        self._set_rate()
+        try:
+            yield
+        finally:
+            self._share(1.0)
 
     def _set_rate(self) -> None:
         if self.recipe is None:
