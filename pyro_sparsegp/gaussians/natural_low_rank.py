@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, flags_kept, root_of_inverse, solve_lower
+from ..numerics.linalg import cholesky, flags_kept, root_of_inverse, solve_lower, solve_upper
 from ..numerics.processes import joined, largest
 from .factor_analysis import (
     Columns,
@@ -95,7 +95,7 @@ class _MeanAndParts(Function):
         low_rank, m, inner, t, *roots = ctx.saved_tensors
         u = _times_covariance(groups, roots, t, by_m)
         half = _half(inner.mT @ by_inner - by_t @ t.mT)
-        by_b = by_b + torch.linalg.solve_triangular(inner.mT, by_t + (half + half.mT) @ t, upper=True).mT
+        by_b = by_b + solve_upper(inner, by_t + (half + half.mT) @ t).mT
         by_low_rank = times_blocks(groups, roots, by_b) - u @ (m.mT @ low_rank) - m @ (u.mT @ low_rank)
         by_blocks = []
         cuts = (groups.cut(part) for part in (low_rank, by_b, u, m))

@@ -27,7 +27,7 @@ class PrecisionFactor(DenseFactor):
 
     def __init__(self, loc: Tensor, factor: Tensor) -> None:
         eye = torch.eye(loc.shape[-1], dtype=factor.dtype, device=factor.device)
-        super().__init__(loc, torch.linalg.solve_triangular(factor, eye, upper=False).mT)
+        super().__init__(loc, torch.linalg.solve_triangular(factor, eye, upper=False, left=False).mT)
         self.factor = factor
 
     def unscale(self, v: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ __all__ = [
     "row_squares",
     "side_by_side",
     "solve_lower",
+    "solve_upper",
     "sum_blocks",
     "times_lower",
     "times_upper",
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 _LARGE = 256  # from here on blocks pay
+_MANY = 8  # right hand sides
 _PARTS = 4
 _ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
 
@@ -107,15 +109,14 @@ class _Factor(Function):
             return None, None, None
         inner = by_turn if by_factor is None else _tril_of_lower(factor, by_factor)
         both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)
-        # Symmetric by rows is symmetric by columns, as the library wants it, and what it gives is so by rows again.
-        left = torch.linalg.solve_triangular(factor.mT, both.mT, upper=True)
-        return torch.linalg.solve_triangular(factor, left, upper=False, left=False).mT.to(ctx.wide), None, None
+        left = torch.linalg.solve_triangular(factor, both, upper=False, left=False)  # PL⁻¹, whose transpose is L⁻ᵀP
+        return torch.linalg.solve_triangular(factor, left.mT, upper=False, left=False).to(ctx.wide), None, None
 
     @staticmethod
     def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
         (factor,) = ctx.saved_tensors
         # L⁻¹dL = tril½(L⁻¹ dA L⁻ᵀ), tril½ the lower triangle with its diagonal halved (Murray, 2016, eq. 8).
-        left = torch.linalg.solve_triangular(factor, change.to(factor), upper=False)
+        left = solve_lower(factor, change.to(factor))
         inner = torch.linalg.solve_triangular(factor.mT, left, upper=True, left=False)
         turn = inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))
         return factor @ turn, turn, None
@@ -139,7 +140,7 @@ def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return torch.linalg.cholesky_ex(matrix)
     half = matrix.shape[-1] // 2
     top, flag = factorised(matrix[:half, :half])
-    side = torch.linalg.solve_triangular(top, matrix[half:, :half].mT, upper=False).mT
+    side = torch.linalg.solve_triangular(top.mT, matrix[half:, :half], upper=True, left=False)
     bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
     factor = torch.zeros_like(matrix)
     factor[:half, :half], factor[half:, :half], factor[half:, half:] = top, side, bottom
@@ -160,11 +161,11 @@ class _Turn(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(ctx.saved_tensors[0].mT, grad.tril(), upper=True)
+        return torch.linalg.solve_triangular(ctx.saved_tensors[0], grad.tril().mT, upper=False, left=False).mT
 
     @staticmethod
     def jvp(ctx: Any, change: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(ctx.saved_tensors[0], change, upper=False)
+        return solve_lower(ctx.saved_tensors[0], change)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, factor: Tensor) -> Any:
@@ -184,7 +185,7 @@ class _Whitened(Function):
 
     @staticmethod
     def forward(cross: Tensor, factor: Tensor, turn: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(factor, cross.mT, upper=False).mT
+        return torch.linalg.solve_triangular(factor.mT, cross, upper=True, left=False).contiguous()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -197,7 +198,8 @@ class _Whitened(Function):
         factor, phi = ctx.saved_tensors
         by_cross = by_turn = None
         if ctx.needs_input_grad[0]:
-            by_cross = torch.linalg.solve_triangular(factor.mT, grad.mT, upper=True).mT.sum_to_size(ctx.shape)
+            by_cross = torch.linalg.solve_triangular(factor, grad, upper=False, left=False)
+            by_cross = by_cross.contiguous().sum_to_size(ctx.shape)
         if ctx.needs_input_grad[2]:
             by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg_()
         return by_cross, None, by_turn
@@ -207,7 +209,7 @@ class _Whitened(Function):
         factor, phi = ctx.saved_tensors
         total = torch.zeros_like(phi)
         if dcross is not None:
-            total = total + torch.linalg.solve_triangular(factor, dcross.mT, upper=False).mT
+            total = total + torch.linalg.solve_triangular(factor.mT, dcross, upper=True, left=False)
         return total if dturn is None else total - phi @ dturn.mT
 
     @staticmethod
@@ -449,9 +451,22 @@ def _tril_of_lower(lower: Tensor, other: Tensor) -> Tensor:
     return out
 
 
+# A system with many right hand sides is solved as its transpose, XU = B, by which MKL is up to four times as quick in
+# float32 (AMD EPYC, L of 64 x 64, 1,024 of them: 0.17 to 0.23 ms for 0.4 to 1.0) and alike in float64.
+
+
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
     """L⁻¹B for a lower triangular L, ``(..., M, M)``, and B, ``(..., M, K)``."""
-    return torch.linalg.solve_triangular(factor, right, upper=False)
+    if right.shape[-1] < _MANY:
+        return torch.linalg.solve_triangular(factor, right, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, right.mT, upper=True, left=False).mT
+
+
+def solve_upper(factor: Tensor, right: Tensor) -> Tensor:
+    """L⁻ᵀB for a lower triangular L, ``(..., M, M)``, and B, ``(..., M, K)``."""
+    if right.shape[-1] < _MANY:
+        return torch.linalg.solve_triangular(factor.mT, right, upper=True)
+    return torch.linalg.solve_triangular(factor, right.mT, upper=False, left=False).mT
 
 
 def gaussian_kl(loc: Tensor, trace: Tensor, log_det: Tensor) -> Tensor:
@@ -544,4 +559,4 @@ def root_of_inverse(gram: Tensor, plus_one: bool = True, what: str = "I + Φᵀ�
     # With rows and columns reversed, I + G = CCᵀ is UUᵀ for an upper U, and (UUᵀ)⁻¹ = U⁻ᵀU⁻¹.
     whole = eye + gram if plus_one else gram
     upper = cholesky(whole.flip((-2, -1)), 0.0, what).flip((-2, -1))
-    return torch.linalg.solve_triangular(upper, eye, upper=True).mT
+    return torch.linalg.solve_triangular(upper, eye, upper=True, left=False).mT
