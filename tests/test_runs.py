@@ -60,6 +60,23 @@ def test_a_first_step_adds_five_in_which_q_meets_the_data(sites):
     assert model.runs <= 6 + 5
 
 
+@pytest.mark.parametrize(("network", "runs"), [(False, 2), (True, 1)])
+def test_a_step_by_quadrature_runs_a_model_twice_and_a_network_once(network, runs):
+    model = Counted(1, "poisson")
+    net = torch.nn.Linear(1, 1, dtype=torch.float64)
+
+    def with_network(x, y=None):
+        if network:
+            x = pyro.module("net", net)(x)
+        return model(x, y)
+
+    svi = svi_of(with_network, AutoSparseGP(with_network, families.SVGP(4)))
+    svi.step(*data())
+    model.runs = 0
+    svi.step(*data())
+    assert model.runs == runs
+
+
 def test_a_posterior_runs_the_model_once():
     model = Counted(2)
     guide = AutoSparseGP(model, families.SVGP(4))

@@ -35,7 +35,7 @@ class AutoSparseGP(Saved):
     each GP site q(f | c) the family's: under the hyperparameters in c, f = μ + φᵀw + r with a basis φ, a Gaussian q(w)
     and the residual r as in the prior. Families on sites take q(w) from the data and c, others learn one for all c.
 
-    The model runs once a step: at each site the guide sees the prior, under the hyperparameters just drawn, and
+    It runs the model: at each site it sees the prior, under the hyperparameters just drawn, and
     answers with a posterior. Other latents get Pyro's mean-field normal (override :meth:`get_posterior` for
     others) or a point estimate. The first call initialises: it finds the GP sites, places inducing inputs among
     that call's inputs, and learns how the likelihood depends on function values; call the guide once on

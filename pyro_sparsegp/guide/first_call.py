@@ -24,7 +24,7 @@ from ..program import checks
 from ..program.dependence import COUPLED, NONE
 from ..program.facts import Structure, explore
 from ..program.handlers import AtMeans, observes
-from ..program.registration import require_registered
+from ..program.registration import has_network, require_registered
 from ..program.traces import (
     all_sites,
     as_process,
@@ -218,6 +218,7 @@ def _describe(guide: Saved, trace: poutine.Trace, posteriors: Mapping[str, Spars
     """The sites of a first run, in which the guide made its parameters."""
     found = Structure(gps={name: at_path(guide.gps, name).spec() for name in posteriors})
     found.columns = {name: q.process.x.shape[-1] for name, q in posteriors.items()}
+    found.network = has_network(guide.model, trace)
     for name, site in all_sites(trace):
         if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:
             continue

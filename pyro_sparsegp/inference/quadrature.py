@@ -42,9 +42,9 @@ class TraceQuadrature_ELBO(ELBO):
     ELBO = Σ E_q[log p(y | f, ·)] − Σ KL. The expectation of every downstream log density over a GP site's
     marginals N(m, v) is Gauss-Hermite quadrature at m + √v·t_k: two nodes are exact for a Gaussian likelihood.
     Two GP sites that meet in one density use the product grid, turned to each row's covariance if they have one
-    posterior; beyond two, and for an inner layer of a deep GP, values are drawn. The model runs once, under
-    :func:`torch.func.vmap` over the nodes, so that it sees f as ``(N,)``. Other latents are one draw a particle: the
-    bound is deterministic if there are none.
+    posterior; beyond two, and for an inner layer of a deep GP, values are drawn. The model sees f as ``(N,)``: after
+    the guide's run it runs once more under :func:`torch.func.vmap` over the nodes (one with a network runs once, with
+    the guide under it). Other latents are one draw a particle: the bound is deterministic if there are none.
 
     A distribution that brings its own expectation over normal parameters (a method ``expected_log_prob(value,
     variance)``, see :class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) is asked for that instead, however many
@@ -242,7 +242,7 @@ class TraceQuadrature_ELBO(ELBO):
         return -sum(bounds[1:], bounds[0]) / self.num_particles
 
     def _get_trace(self, model: Callable, guide: Any, args: Any, kwargs: Any) -> Any:
-        raise TypeError("TraceQuadrature_ELBO runs the model once for all nodes; it has no single trace")
+        raise TypeError("TraceQuadrature_ELBO runs the model for all nodes at once; it has no single trace")
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         assert guide.structure is not None
@@ -294,8 +294,9 @@ class TraceQuadrature_ELBO(ELBO):
     def _at_all_nodes(self, grid: Grid, twice: Callable, nodes: Tensor, outside: bool) -> Tensor:
         """The bound's terms on the product grid, ``(K,) * num_axes``.
 
-        torch.func.vmap refuses some programs: those with an old-style autograd function or ``.item()`` on their way
-        to f run once unmapped and once mapped; those that do so after f run once for each node.
+        A program runs as it is and once more, mapped, with all that does not depend on nodes held: mapped operations
+        take longer even where nothing of theirs is mapped. One with a network, whose runs may be long, runs once and
+        mapped. torch.func.vmap refuses some programs: where it does so after f, they run once for each node.
         """
         guide, num_axes = grid.guide, grid.num_axes
         ways = [
@@ -304,7 +305,9 @@ class TraceQuadrature_ELBO(ELBO):
             lambda: one_by_one(twice(), nodes, num_axes),
         ]
         # Families on sites read the model while the guide runs: that run stays outside of vmap.
-        first = self._ways.get(guide, 1 if guide.on_sites or outside else 0)
+        assert guide.structure is not None
+        once = guide.structure.network and not (guide.on_sites or outside)
+        first = self._ways.get(guide, 0 if once else 1)
         if self._settled:
             return ways[first]()
         for way in range(first, len(ways)):

@@ -8,8 +8,7 @@ from typing import Any, Optional
 import pyro
 import torch
 from pyro import poutine
-from pyro.nn import PyroModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..bases import InducingPoints
@@ -68,7 +67,7 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
     if name is None:
         return False
     subset = _rows(batch, _ROWS)
-    if not _fits(model, guide, subset, takes):
+    if not _fits(guide, subset, takes):
         return False
     family: Any = guide.family_of(name)
     module = at_path(guide.gps, name)
@@ -155,20 +154,18 @@ def _site(guide: AutoSparseGP) -> Optional[str]:
     return None if any(latent["plates"] for latent in structure.latents.values()) else name
 
 
-def _fits(model: Callable, guide: AutoSparseGP, subset: Batch, takes: Mapping[str, Any]) -> bool:
+def _fits(guide: AutoSparseGP, subset: Batch, takes: Mapping[str, Any]) -> bool:
     """Whether a subset of rows is data of their own to the model, and has rows enough for its hyperparameters."""
     if "indices" in takes:
+        return False
+    assert guide.structure is not None
+    if guide.structure.network:
         return False
     args, kwargs = _call(subset, takes)
     with torch.no_grad(), poutine.block(), poutine.trace(param_only=True) as capture:
         guide(*args, **kwargs)
-    assert guide.structure is not None
     own = f"{guide._pyro_name}."
     registered = {n: s["value"] for n, s in all_sites(capture.trace) if not n.startswith(own)}
-    if any("$$$" in name for name in registered) or (
-        isinstance(model, nn.Module) and any(not isinstance(part, PyroModule) for part in model.modules())
-    ):
-        return False  # a network
     numbers = sum(value.numel() for value in registered.values())
     numbers += sum(value.numel() for _, value in guide.named_parameters() if _.startswith("locs."))
     sites = [guide.trace.nodes[name] for name in guide.structure.rows if name in guide.trace.nodes]

@@ -45,6 +45,7 @@ class Structure:
     :param enumerated: discrete latents, which are summed out.
     :param joint: groups of GP sites that have one posterior.
     :param crossed: pairs of them that meet in terms of densities at different inputs or outputs.
+    :param network: whether the program runs a network, so that each of its runs may be long.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class Structure:
     enumerated: list[str] = field(default_factory=list)
     joint: list[list[str]] = field(default_factory=list)
     crossed: list[list[str]] = field(default_factory=list)
+    network: bool = False
 
     def company(self, name: str) -> list[str]:
         """A GP site and the sites of its posterior that its values meet in densities, in the order of the group."""

@@ -11,12 +11,13 @@ from types import ModuleType
 from typing import Any, Optional
 
 from pyro import poutine
+from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from ..posterior.base import Marginals
 from .traces import all_sites, tensors
 
-__all__ = ["Probe", "held_parameters", "require_registered", "unregistered"]
+__all__ = ["Probe", "has_network", "held_parameters", "require_registered", "unregistered"]
 
 
 @dataclass
@@ -28,6 +29,13 @@ class Probe:
 
     densities: dict[str, Tensor]
     posteriors: Mapping[str, Marginals]
+
+
+def has_network(model: Callable, trace: poutine.Trace) -> bool:
+    """Whether a model runs a network, by :func:`pyro.module` in a run's trace or as a module in a PyroModule."""
+    return any("$$$" in name for name, _ in all_sites(trace)) or (
+        isinstance(model, nn.Module) and any(not isinstance(part, PyroModule) for part in model.modules())
+    )
 
 
 def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: Any) -> None:

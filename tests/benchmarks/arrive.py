@@ -1,6 +1,6 @@
 """Who arrives first: CPU seconds until the bound is within 0.02 nats a row of the converged one.
 
-    python tests/benchmarks/arrive.py --data DIR [--sizes 64 256 512] [--sets kin40k ...]
+    python tests/benchmarks/arrive.py --data DIR [--sizes 64 256 512] [--sets kin40k ...] [--before CHECKOUT]
 
 SVGP with M trainable points, Matern-3/2 with a length scale a column, batches of 1,024 (or all rows, if fewer),
 float32, one thread, all in one process, one method after the other. Hyperparameters are parameters without priors, so
@@ -13,10 +13,12 @@ that all bounds are one and the same function; they start at the same values, an
 * natural: ``svi.step`` from a cold start with Adam at 0.03 for all that is not q.
 * the old default: ``svi.step`` with q, too, by Adam, whose rate is README's of then (f33cd76), 0.01; and at 0.03.
   Points are chosen as they were then, greedily among the first batch.
+* f33cd76: the old default by the code of then, with ``--before`` a checkout of it (``git worktree add CHECKOUT
+  f33cd76``), in a process of its own between the others. Its steps are those of the old default, and take longer.
 * NGD: GPyTorch's natural gradients at 0.1, as in its example, and Adam at 0.03.
 
 The converged bound is the best that any run in the file reached, ``fit`` in most steps. After ``fit`` each of the
-others runs until it is there, or for five times what ``fit`` took to be there (the old default) or twice (the rest),
+others runs until it is there, or for five times what ``fit`` took to be there (the old defaults) or twice (the rest),
 and a little more. Bounds are of 2,048 fixed rows and scored off the clock; a first call is on it. Runs are kept in a
 JSON file as they end: the same command goes on from there.
 """
@@ -25,7 +27,10 @@ import argparse
 import itertools
 import json
 import math
+import os
 import platform
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -39,7 +44,7 @@ import pyro.distributions as dist
 import torch
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
 SETS = {
@@ -60,7 +65,7 @@ class Problem:
     def __init__(self, path, num_points):
         with np.load(path, allow_pickle=False) as file:
             x, y = torch.as_tensor(file["X"]).double(), torch.as_tensor(file["y"]).double()
-        self.kind, self.num_points = SETS[path.stem], num_points
+        self.path, self.kind, self.num_points = path, SETS[path.stem], num_points
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
         x, y = x[order], y[order]
         x = x[:, x.std(0) > 0]
@@ -108,7 +113,8 @@ class Ours:
                 return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
         self.elbo = TraceQuadrature_ELBO(problem.nodes)
-        self.model, self.guide = model, AutoSparseGP(model, SVGP(problem.num_points, natural=natural, **options))
+        options = options if natural is None else {"natural": natural} | options
+        self.model, self.guide = model, AutoSparseGP(model, SVGP(problem.num_points, **options))
         self.svi = pyro.infer.SVI(model, self.guide, pyro.optim.Adam({"lr": rate}), self.elbo)
 
     def step(self, x, y):
@@ -204,6 +210,8 @@ class Looks:
 
 
 def by_fit(problem, steps):
+    from pyro_sparsegp import fit  # which f33cd76 has not
+
     looks = Looks(lambda: ours.bound(*problem.seen()))
     ours = Ours(problem, None)
     fit(
@@ -243,6 +251,30 @@ LOOPS = {
 }
 
 
+BEFORE = "f33cd76"
+
+
+def before(problem, checkout, target, seconds):
+    """The old default by the code of a checkout of then."""
+    command = [sys.executable, __file__, "--data", problem.path.parent, "--there", problem.path.stem]
+    command += [problem.num_points, target, seconds]
+    found = subprocess.run(
+        [str(part) for part in command],
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return json.loads(found.stdout)
+
+
+def there_now(problem, target, seconds):
+    """What :func:`before` asks for, in the process that has the code of then."""
+    make = partial(Ours, natural=None, rate=OLD)
+    by_loop(problem, make, math.inf, 1.0)  # the first steps of a process are slow
+    return by_loop(problem, make, target, seconds)
+
+
 def there(rows, target):
     """The first look at which the bound is at the target."""
     return next(((seconds, steps) for seconds, steps, bound in rows if bound >= target), None)
@@ -272,6 +304,8 @@ def ratio(mine, theirs, best):
 
 def page(kept, options):
     """The table of all that was run, and what it shows."""
+    methods = [*LOOPS, *([BEFORE] if options.before else [])]
+    others = {BEFORE: 5, f"Adam, {OLD:g}": 5, "NGD": 2} if options.before else {f"Adam, {OLD:g}": 5, "NGD": 2}
     lines = [
         "# Who arrives first",
         "",
@@ -283,29 +317,29 @@ def page(kept, options):
         "",
         f"CPU seconds (steps) to within {WITHIN} nats a row of the converged bound.",
         "",
-        f"| set | M | converged | fit | {' | '.join(LOOPS)} | Adam, {OLD:g} / fit | NGD / fit |",
-        "|" + "---|" * (len(LOOPS) + 6),
+        f"| set | M | converged | fit | {' | '.join(methods)} | {' | '.join(f'{key} / fit' for key in others)} |",
+        "|" + "---|" * (len(methods) + len(others) + 4),
     ]
-    fifth, half = [], []
+    holds = {key: [] for key in others}
     for size, name in itertools.product(options.sizes, options.sets):
         found = {key.removeprefix(own): run for key, run in kept.items() if key.startswith(own := f"{name} {size} ")}
-        if not {*LOOPS} < {*found}:
+        if not {*methods} < {*found}:
             continue
         best = max(bound for run in found.values() for _, _, bound in run["rows"] if math.isfinite(bound))
         fits = {key: run["rows"] for key, run in found.items() if key.isdigit()}
         if there([row for rows in fits.values() for row in rows], best - WITHIN) is None:
             continue
         (mine, number), length = quickest(fits, best)
-        cells = [cell(found[key]["rows"], found[key]["trouble"], best) for key in LOOPS]
-        others = (found[f"Adam, {OLD:g}"], found["NGD"])
-        ratios = ["" if run["trouble"] else ratio(mine, run["rows"], best) for run in others]
+        cells = [cell(found[key]["rows"], found[key]["trouble"], best) for key in methods]
+        ratios = ["" if found[key]["trouble"] else ratio(mine, found[key]["rows"], best) for key in others]
         both = f"{mine:.1f} s ({number} of {length})"
         lines.append(f"| {name} | {size} | {best:.3f} | {both} | {' | '.join(cells)} | {' | '.join(ratios)} |")
-        for text, most, holds in zip(ratios, (5, 2), (fifth, half)):
-            holds.append((f"{name} ({size})", bool(text) and float(text.removeprefix("> ")) >= most))
-    for what, holds in (("A fifth of the old default's seconds", fifth), ("Half of NGD's", half)):
-        yes, no = ([name for name, fine in holds if fine is wanted] for wanted in (True, False))
-        lines += ["", f"{what}: holds on {len(yes)} of {len(holds)}, not on {', '.join(no) or 'none'}."]
+        for text, (key, most) in zip(ratios, others.items()):
+            holds[key].append((f"{name} ({size})", bool(text) and float(text.removeprefix("> ")) >= most))
+    for key, most in others.items():
+        yes, no = ([name for name, fine in holds[key] if fine is wanted] for wanted in (True, False))
+        what = f"{'A fifth' if most == 5 else 'Half'} of {key}'s seconds"
+        lines += ["", f"{what}: holds on {len(yes)} of {len(holds[key])}, not on {', '.join(no) or 'none'}."]
     return "\n".join(lines) + "\n"
 
 
@@ -317,10 +351,16 @@ def main():
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir(), "arrive.json"))
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("arrive.md"))
+    parser.add_argument("--before", type=Path, help="a checkout of f33cd76")
+    parser.add_argument("--there", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
+    if options.there:
+        name, size, target, seconds = options.there
+        print(json.dumps(there_now(Problem(options.data / f"{name}.npz", int(size)), float(target), float(seconds))))
+        return
     kept = json.loads(options.runs.read_text()) if options.runs.exists() else {}
 
     def keep(key, run):
@@ -348,6 +388,9 @@ def main():
         for key, (make, times) in LOOPS.items():
             limit = 1.02 * times * seconds + 1
             keep(f"{name} {size} {key}", partial(by_loop, problem, make, best - WITHIN, limit))
+        if options.before:
+            limit = 1.02 * 5 * seconds + 1
+            keep(f"{name} {size} {BEFORE}", partial(before, problem, options.before, best - WITHIN, limit))
     options.out.write_text(page(kept, options))
 
 
