@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import solve_lower
+from ..numerics.linalg import over_lower, over_upper, solve_lower
 
 __all__ = ["Cavity", "cavity_of", "is_valid", "log_normaliser_of", "parabola", "prior_of"]
 
@@ -45,7 +45,7 @@ def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc:
     :param loc: m, ``(..., M)``.
     :param factor: the lower Cholesky factor of P.
     """
-    solved = torch.cholesky_solve(rows.mT, factor).mT  # Sφ̂
+    solved = over_lower(over_upper(rows, factor), factor)  # Sφ̂
     spread, centre = (solved * rows).sum(-1), (rows @ loc[..., None])[..., 0]
     left = 1 - precision * spread
     valid = is_valid(left, spread, rows)
@@ -53,7 +53,7 @@ def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc:
     if phi is rows:
         across, cov, spread_here, centre_here = spread, solved, spread, centre
     else:
-        cov = torch.cholesky_solve(phi.mT, factor).mT
+        cov = over_lower(over_upper(phi, factor), factor)
         across, spread_here, centre_here = (solved * phi).sum(-1), (cov * phi).sum(-1), (phi @ loc[..., None])[..., 0]
     shift = precision * (centre - linear * spread) / left - linear
     quadratic = precision * centre.square() - 2 * linear * centre + linear.square() * spread

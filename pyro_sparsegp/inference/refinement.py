@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..approximations.expectation import ExpectationGP
-from ..numerics.linalg import NumericalWarning, cholesky
+from ..numerics.linalg import NumericalWarning, cholesky, over_upper, row_squares
 from ..numerics.tilted import Tilted, tilted
 from ..program.terms import Terms
 from ..warned import Warned, warn_once
@@ -249,7 +249,7 @@ class Refinement:
                 gram = run.module.gram + self.workers.sum(gram - held)[0]
             eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
             factor, info = torch.linalg.cholesky_ex(gram + eye)
-            spread = (torch.cholesky_solve(phi.mT, factor).mT * phi).sum(-1)
+            spread = row_squares(over_upper(phi, factor))
             ok = (info == 0)[..., None] & is_valid(1 - self.power * precision * spread, spread, phi).all(-1, True)
             if not self._any(~ok):
                 break

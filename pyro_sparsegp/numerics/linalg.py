@@ -28,6 +28,8 @@ __all__ = [
     "gram",
     "mirrored",
     "on_diagonal",
+    "over_lower",
+    "over_upper",
     "plus_one",
     "root_of_inverse",
     "rounding",
@@ -185,7 +187,7 @@ class _Whitened(Function):
 
     @staticmethod
     def forward(cross: Tensor, factor: Tensor, turn: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(factor.mT, cross, upper=True, left=False).contiguous()
+        return over_upper(cross, factor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -198,8 +200,7 @@ class _Whitened(Function):
         factor, phi = ctx.saved_tensors
         by_cross = by_turn = None
         if ctx.needs_input_grad[0]:
-            by_cross = torch.linalg.solve_triangular(factor, grad, upper=False, left=False)
-            by_cross = by_cross.contiguous().sum_to_size(ctx.shape)
+            by_cross = over_lower(grad, factor).sum_to_size(ctx.shape)
         if ctx.needs_input_grad[2]:
             by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg_()
         return by_cross, None, by_turn
@@ -209,7 +210,7 @@ class _Whitened(Function):
         factor, phi = ctx.saved_tensors
         total = torch.zeros_like(phi)
         if dcross is not None:
-            total = total + torch.linalg.solve_triangular(factor.mT, dcross, upper=True, left=False)
+            total = total + over_upper(dcross, factor)
         return total if dturn is None else total - phi @ dturn.mT
 
     @staticmethod
@@ -452,7 +453,8 @@ def _tril_of_lower(lower: Tensor, other: Tensor) -> Tensor:
 
 
 # A system with many right hand sides is solved as its transpose, XU = B, by which MKL is up to four times as quick in
-# float32 (AMD EPYC, L of 64 x 64, 1,024 of them: 0.17 to 0.23 ms for 0.4 to 1.0) and alike in float64.
+# float32 (AMD EPYC, L of 64 x 64, 1,024 of them: 0.17 to 0.23 ms for 0.4 to 1.0). In float64 it is alike, and of many
+# rows the copies that have these in order again are not worth it.
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
@@ -467,6 +469,20 @@ def solve_upper(factor: Tensor, right: Tensor) -> Tensor:
     if right.shape[-1] < _MANY:
         return torch.linalg.solve_triangular(factor.mT, right, upper=True)
     return torch.linalg.solve_triangular(factor, right.mT, upper=False, left=False).mT
+
+
+def over_upper(rows: Tensor, factor: Tensor) -> Tensor:
+    """AL⁻ᵀ, ``(..., N, M)``, by rows, for a lower triangular L, ``(..., M, M)``."""
+    if rows.dtype == torch.float64:
+        return torch.linalg.solve_triangular(factor, rows.mT, upper=False).mT
+    return torch.linalg.solve_triangular(factor.mT, rows, upper=True, left=False).contiguous()
+
+
+def over_lower(rows: Tensor, factor: Tensor) -> Tensor:
+    """AL⁻¹, ``(..., N, M)``, by rows, for a lower triangular L, ``(..., M, M)``."""
+    if rows.dtype == torch.float64:
+        return torch.linalg.solve_triangular(factor.mT, rows.mT, upper=True).mT
+    return torch.linalg.solve_triangular(factor, rows, upper=False, left=False).contiguous()
 
 
 def gaussian_kl(loc: Tensor, trace: Tensor, log_det: Tensor) -> Tensor:
