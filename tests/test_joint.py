@@ -103,6 +103,19 @@ def test_two_functions_that_are_added_have_the_dense_posterior(kind, sign):
     assert sign * covariance[:N, N:].diagonal().mean() < -0.1
 
 
+def test_a_program_that_runs_twice_has_the_bound_of_one_that_runs_once():
+    data = _data()
+    guide = AutoSparseGP(_model(), {("f", "g"): families.SVGP(**AT_ONCE)})
+    guide(*data)
+    guide.structure.network = True  # such programs run once
+    svi = SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
+    for _ in range(3):
+        svi.step(*data)
+    bound = _bound(guide, *data)
+    guide.structure.network = False
+    assert _bound(guide, *data) == pytest.approx(bound, rel=1e-10)
+
+
 def test_draws_are_joint_and_weigh_the_evidence():
     mean, covariance, evidence = _exact(SUM)
     x, y = _data()

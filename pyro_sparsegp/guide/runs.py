@@ -341,7 +341,7 @@ class AtNodes(Train):
         if site.name not in self.nodes:
             return super().answer(site, median)
         posterior = self.posteriors[site.name] = self.beside(site, self._posterior(site, NodeSite))
-        return posterior.at_node(self.nodes[site.name])
+        return posterior.at_nodes(self.nodes)
 
 
 class ProbeRun(Train):

@@ -127,10 +127,9 @@ class Grid:
                 values = values | {name: joint_or_marginal_draw(posterior_at(guide_trace, name), coupled)}
 
         def at(*node: Tensor) -> Tensor:
-            moved = {}
-            for name, z in self._at(node).items():
-                site: NodeSite = posterior_at(guide_trace, name)
-                moved[name] = site.at_node(z).rsample()
+            nodes = self._at(node)
+            sites: dict[str, NodeSite] = {name: posterior_at(guide_trace, name) for name in nodes}
+            moved = {name: site.at_nodes(nodes).rsample() for name, site in sites.items()}
             args, kwargs = self.call
             trace = held_trace(self.guide.model, values | moved, args, kwargs, model_trace)
             return self._total(trace, guide_trace, done)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional, Self
 
 import torch
@@ -196,10 +196,12 @@ class NodeSite(RowSite):
         """The values at the node, ``(..., N)``."""
         return self.mean if self.noise is None else self.value_of(self.noise)
 
-    def at_node(self, node: Optional[Tensor]) -> NodeSite:
-        """This site at a node.
+    def at_nodes(self, nodes: Mapping[str, Optional[Tensor]]) -> NodeSite:
+        """This site, and those beside it, which traces may hold copies of, at nodes.
 
-        :param node: standardised, ``()`` or, for one node an output, ``(P,)``; ``None`` is the mean.
+        :param nodes: by site, standardised, ``()`` or, for one node an output, ``(P,)``; ``None`` is the mean.
         """
-        self.noise = node[..., None] if node is not None and node.dim() else node
+        for site in (*self.beside, self):
+            node = nodes[site.name]
+            site.noise = node[..., None] if node is not None and node.dim() else node
         return self
