@@ -77,6 +77,24 @@ def test_a_step_by_quadrature_runs_a_model_twice_and_a_network_once(network, run
     assert model.runs == runs
 
 
+def test_a_program_that_takes_rows_by_itself_runs_once_a_step():
+    x, y = data()
+    taken = []
+
+    def model(x, y=None):
+        rows = torch.randperm(len(x))[:5]
+        taken.append(rows)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x[rows]))
+        with pyro.plate("data", len(x), subsample=rows):
+            pyro.sample("y", dist.Poisson(f.exp()), obs=None if y is None else y[rows])
+
+    svi = svi_of(model, AutoSparseGP(model, families.SVGP(4)))
+    svi.step(x, y)
+    before = len(taken)
+    svi.step(x, y)
+    assert len(taken) == before + 1
+
+
 def test_a_posterior_runs_the_model_once():
     model = Counted(2)
     guide = AutoSparseGP(model, families.SVGP(4))

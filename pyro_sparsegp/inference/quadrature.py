@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Optional, Union
@@ -43,8 +43,9 @@ class TraceQuadrature_ELBO(ELBO):
     marginals N(m, v) is Gauss-Hermite quadrature at m + √v·t_k: two nodes are exact for a Gaussian likelihood.
     Two GP sites that meet in one density use the product grid, turned to each row's covariance if they have one
     posterior; beyond two, and for an inner layer of a deep GP, values are drawn. The model sees f as ``(N,)``: after
-    the guide's run it runs once more under :func:`torch.func.vmap` over the nodes (one with a network runs once, with
-    the guide under it). Other latents are one draw a particle: the bound is deterministic if there are none.
+    the guide's run it runs once more under :func:`torch.func.vmap` over the nodes. One with a network, or that draws
+    rows by itself, runs once, with the guide under it. Other latents are one draw a particle: the bound is
+    deterministic if there are none.
 
     A distribution that brings its own expectation over normal parameters (a method ``expected_log_prob(value,
     variance)``, see :class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) is asked for that instead, however many
@@ -295,8 +296,8 @@ class TraceQuadrature_ELBO(ELBO):
         """The bound's terms on the product grid, ``(K,) * num_axes``.
 
         A program runs as it is and once more, mapped, with all that does not depend on nodes held: mapped operations
-        take longer even where nothing of theirs is mapped. One with a network, whose runs may be long, runs once and
-        mapped. torch.func.vmap refuses some programs: where it does so after f, they run once for each node.
+        take longer even where nothing of theirs is mapped. torch.func.vmap refuses some programs: where it does so
+        after f, they run once for each node.
         """
         guide, num_axes = grid.guide, grid.num_axes
         ways = [
@@ -304,10 +305,10 @@ class TraceQuadrature_ELBO(ELBO):
             lambda: mapped(twice(), nodes, num_axes),
             lambda: one_by_one(twice(), nodes, num_axes),
         ]
-        # Families on sites read the model while the guide runs: that run stays outside of vmap.
-        assert guide.structure is not None
-        once = guide.structure.network and not (guide.on_sites or outside)
-        first = self._ways.get(guide, 0 if once else 1)
+        first = self._ways.get(guide)
+        if first is None:
+            # Families on sites read the model while the guide runs: that run stays outside of vmap.
+            first = 1 if guide.on_sites or outside or _repeats(guide, ways[:2]) else 0
         if self._settled:
             return ways[first]()
         for way in range(first, len(ways)):
@@ -362,6 +363,29 @@ def _guide_of(model: Callable, guide: Any) -> AutoSparseGP:
             "the model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
         )
     return unwrapped
+
+
+def _repeats(guide: AutoSparseGP, ways: Sequence[Callable[[], Tensor]]) -> bool:
+    """Whether a program is to run twice: not if it has a network, whose runs may be long, nor if another run is
+    another program, such as one that draws rows, or takes them from an iterator, by itself.
+
+    :param ways: the bound's terms by one run, and by two.
+    """
+    assert guide.structure is not None
+    if guide.structure.network:
+        return False
+    values: list[Tensor] = []
+    for way in ways:
+        state = RandomState(guide.like)
+        try:
+            with torch.no_grad():
+                values.append(way())
+        except (RuntimeError, TypeError, ValueError):
+            return True  # which torch.func.vmap refuses, or which raises
+        finally:
+            state.restore()
+    tolerance = torch.finfo(values[0].dtype).eps ** 0.5
+    return torch.allclose(values[0], values[1], rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _of_actions(guide: AutoSparseGP) -> str:
