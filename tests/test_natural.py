@@ -565,34 +565,52 @@ def test_a_state_says_how_q_is_learned(natural):
     SVI(model, other, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
 
 
-def test_lbfgs_of_hyperparameters_alone():
-    """Every evaluation of its closure is a step of q: with a rate of 1, to the optimum given those hyperparameters."""
-    x, y = data()
+def by_lbfgs(guide, x, y, evaluations=1, steps=4, max_iter=20, **kwargs):
+    """The loss after steps of L-BFGS whose closure evaluates it so many times."""
+    guide(x, y)
+    bound = TraceQuadrature_ELBO(2)(guide.model, guide)
+    optimiser = torch.optim.LBFGS(list(guide.parameters()), max_iter=max_iter, **kwargs)
 
-    def model(x, y=None):
-        length = pyro.sample("length", dist.LogNormal(0.0, 1.0))
-        noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
-        f = pyro.sample("f", GaussianProcess(kernels.Matern32(length), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, noise), obs=y)
-
-    losses = []
-    for family in (SVGP(x[:12], natural=True, trainable=False, rate=1.0), SGPR(x[:12], trainable=False)):
-        guide = AutoSparseGP(model, family, point_estimates=True)
-        guide(x, y)
-        bound = TraceQuadrature_ELBO(2)(model, guide)
-        optimiser = torch.optim.LBFGS(list(guide.parameters()), max_iter=20, lr=0.5)
-
-        def closure(optimiser=optimiser, bound=bound):
+    def closure():
+        for _ in range(evaluations):
             optimiser.zero_grad()
             loss = bound(x, y)
             loss.backward()
-            return loss
+        return loss
 
-        for _ in range(4):
-            optimiser.step(closure)
-        losses.append(bound(x, y).item())
-    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    for _ in range(steps):
+        optimiser.step(closure)
+    return bound(x, y).item()
+
+
+def of_length_and_noise(x, y=None):
+    length = pyro.sample("length", dist.LogNormal(0.0, 1.0))
+    noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
+    f = pyro.sample("f", GaussianProcess(kernels.Matern32(length), x))
+    with pyro.plate("data", len(x)):
+        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def test_lbfgs_of_hyperparameters_alone():
+    """Every evaluation of its closure is a step of q: with a rate of 1, to the optimum given those hyperparameters."""
+    x, y = data()
+    families = SVGP(x[:12], natural=True, trainable=False, rate=1.0), SGPR(x[:12], trainable=False)
+    guides = [AutoSparseGP(of_length_and_noise, family, point_estimates=True) for family in families]
+    best = by_lbfgs(guides[1], x, y, steps=1, max_iter=10, line_search_fn="strong_wolfe")
+    assert by_lbfgs(guides[0], x, y, steps=3, lr=0.5) == pytest.approx(best, abs=0.02)
+    again = AutoSparseGP(of_length_and_noise, families[0], point_estimates=True)
+    searched = by_lbfgs(again, x, y, evaluations=2, steps=1, max_iter=8, line_search_fn="strong_wolfe")
+    assert searched == pytest.approx(best, abs=0.02)
+
+
+@pytest.mark.parametrize("family", [SVGP(6), CoupledPrecision(6)])
+def test_lbfgs_is_refused_where_each_evaluation_moves_q_a_little(family):
+    """Its steps ended at losses of 10^13, or at NaN."""
+    x, y = data(num=20)
+    guide = AutoSparseGP(of_length_and_noise, family, point_estimates=True)
+    with pytest.raises(ValueError, match="natural=False; or rate"):
+        by_lbfgs(guide, x, y)
+    assert guide.posterior(x)["f"].mean.isfinite().all()  # where the step is one of the guide's own
 
 
 @pytest.mark.parametrize("model", [regression, bernoulli, poisson])

@@ -125,7 +125,8 @@ class FreeFormFamily(BasisFamily):
         of a deep GP, which at a narrow start would hand on nothing but their mean.
     :param natural: whether q(w) learns by natural gradients (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021):
         a step of its own for each backward pass, taken when q is next asked for, with no parameter of q's for an
-        optimiser; ``None``, the default, where the family can. ``False`` makes q's mean and scale parameters.
+        optimiser; ``None``, the default, where the family can. ``False`` makes q's mean and scale parameters, as L-BFGS
+        wants them.
     :param rate: of natural steps, ρ in (0, 1] or a function of the step's number: how far q goes towards what the
         batch alone would have it be. By default it falls, max(0.1, 1/(1 + t)); where function values are drawn, as
         those of an inner layer or by Trace_ELBO, it is 0.1 at most.

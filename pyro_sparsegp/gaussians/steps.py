@@ -7,11 +7,13 @@ objective that holds the divergence will do.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any, Optional, Self, Union
 
 import torch
@@ -162,7 +164,7 @@ def _whole(heard: list[Heard]) -> list[Heard]:
     below a family on sites is drawn in one run of the guide and held in the next, which has the divergence.
     """
     whole: list[Heard] = []
-    for one in sorted(heard, key=lambda one: one.number, reverse=True):
+    for one in sorted(heard, key=attrgetter("number"), reverse=True):
         if one.weights or one.inner:
             whole.insert(0, one)
         elif whole:
@@ -194,9 +196,10 @@ class StepsOnBackward(Coefficients):
 
     The step is taken when q is asked for next, or the state: one for each backward pass of an objective that holds the
     divergence; passes before it, such as particles, are averaged. Others, such as a prediction's or one without
-    gradients, leave the state alone. For an optimiser that evaluates its objective several times a step, such as
-    L-BFGS, each of them is a step of q's: with a rate of 1 and a Gaussian likelihood on all rows that is the optimum
-    given the hyperparameters before.
+    gradients, leave the state alone. An optimiser that evaluates its objective several times a step, such as L-BFGS,
+    wants a function that stays the same; here each evaluation moves q. With a rate of 1 and a Gaussian likelihood on
+    all rows q is at the optimum given the hyperparameters of the evaluation before, so that the second of two at the
+    same ones is that function; other rates are refused there.
 
     :param rate: ρ, a number in (0, 1], or a function of the number of steps taken.
     """
@@ -253,10 +256,20 @@ class StepsOnBackward(Coefficients):
         self._count = 0
 
     def settle(self) -> None:
-        """Take the steps that are due."""
+        """Take the steps that are due.
+
+        :raises ValueError: within a step of L-BFGS, unless the rate is 1.
+        """
         if not self._heard:
             return
         rate = self.next_rate()  # which may be refused: what was heard stays
+        if (callable(self.rate) or rate != 1) and _is_within_lbfgs():
+            raise ValueError(
+                "torch.optim.LBFGS evaluates its objective several times a step, and after each q of a guide's GP "
+                "site takes a natural step of its own, so that no two are of one function. Give the family "
+                "natural=False; or rate=1.0, a line search, and a closure that evaluates the loss and its gradients "
+                "twice, on all rows (five times where the likelihood is not Gaussian)."
+            )
         passes = _whole(list(self._heard.values()))
         self._heard = {}
         if not passes:
@@ -301,6 +314,16 @@ class StepsOnBackward(Coefficients):
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
         return super().__getstate__()
+
+
+_LBFGS = inspect.unwrap(torch.optim.LBFGS.step).__code__
+
+
+def _is_within_lbfgs() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _LBFGS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def steppers(guide: torch.nn.Module) -> list[StepsOnBackward]:
