@@ -443,6 +443,20 @@ def test_a_score_that_is_none_is_told_of():
         fit(fit_worker.regression, guide, (x, y), held_out=(x[:5], new), **options)
 
 
+@pytest.mark.parametrize("column", [0, 1])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_row_of_the_data_is_named_that_is_not_finite(column, known):
+    """Batches have an order of their own, the first call's too."""
+    data = fit_worker.rows(40)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    if known:
+        guide(*data)
+    data = [part.clone() for part in data]
+    data[column][23] = torch.nan
+    with pytest.raises(ValueError, match=rf"data\[{column}\] is NaN or infinite at row 23\."):
+        fit(fit_worker.regression, guide, tuple(data), batch_size=20, epochs=2, progress=False)
+
+
 def test_a_checkpoint_of_another_kind_of_data_is_named(tmp_path):
     x, y = fit_worker.rows(20)
     options = {"steps": 2, "checkpoint": tmp_path / "fit.pt", "warm_start": False, "progress": False}

@@ -18,7 +18,16 @@ import pyro
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Batches", "LoadedBatches", "TensorBatches", "as_arguments", "as_batches", "placed_arguments"]
+__all__ = [
+    "Batch",
+    "Batches",
+    "LoadedBatches",
+    "TensorBatches",
+    "as_arguments",
+    "as_batches",
+    "placed_arguments",
+    "rows_named",
+]
 
 
 @dataclass
@@ -35,6 +44,28 @@ class Batch:
     indices: Optional[Tensor] = None
     num: int = 0
     weight: float = 1.0
+
+
+@contextmanager
+def rows_named(batch: Batch) -> Iterator[None]:
+    """Errors about a batch, whose rows have an order of its own, name a row of the data that is not finite."""
+    try:
+        yield
+    except ValueError as error:
+        found = [] if batch.indices is None else _not_finite(batch, batch.indices)
+        if not found:
+            raise
+        raise ValueError(f"{error} (A batch's rows are shuffled; in all of the data {', '.join(found)}.)") from error
+
+
+def _not_finite(batch: Batch, indices: Tensor) -> list[str]:
+    found = []
+    for key, value in [*enumerate(batch.args), *batch.kwargs.items()]:
+        if _has_rows(value) and len(value) == len(indices) and value.is_floating_point():
+            rows = indices[~value.isfinite().flatten(1).all(1) if value.dim() > 1 else ~value.isfinite()]
+            if len(rows):
+                found.append(f"data[{key!r}] is NaN or infinite at row {int(rows.min())}")
+    return found
 
 
 class Batches(ABC):

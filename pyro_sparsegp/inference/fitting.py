@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from . import checkpoint as files
-from .batches import Batch, Batches
+from .batches import Batch, Batches, rows_named
 from .distributed import Workers, agree
 from .expectation import ExpectationPropagation
 from .feeding import Feed, require_scaled, show_all_rows
@@ -99,13 +99,14 @@ class Fitting:
         """A guide's first call on the first rows, and its warm start."""
         guide, first, fresh = self.guide, self.first, self.guide.structure is None
         args, kwargs = self.feed.call(first)
-        with poutine.block(), torch.no_grad():
+        with poutine.block(), torch.no_grad(), rows_named(first):
             guide.prepare(*args, **kwargs)
         rows = first.num
         if not self.batches.whole:
             show_all_rows(guide, self.batches, self.feed)
             few = self.batches.some(batch_size or 1)
-            require_scaled(guide, self.feed.call(few), few, self.feed.size)
+            with rows_named(few):
+                require_scaled(guide, self.feed.call(few), few, self.feed.size)
             rows = few.num
         if warm_start is None:
             warm_start = pays(guide, rows, first.num)
@@ -183,7 +184,8 @@ class Fitting:
         batch = self.batches.next()
         if batch is None:
             return f"the data came to their end after {now.step} steps"
-        value = self.feed.step(batch)
+        with rows_named(batch):
+            value = self.feed.step(batch)
         now.step += 1
         self.iterates.record(value)
         self._set_rate()
