@@ -3,6 +3,8 @@
 import copy
 import math
 import pickle
+import re
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -263,6 +265,30 @@ def test_other_likelihoods_against_importance_sampling(model, gain):
         torch.testing.assert_close(mean, known, rtol=0.0, atol=0.15)
 
 
+TOLD = "GP sites 'f', 'g' enter densities by their sum, and have separate posteriors"
+
+
+@pytest.mark.parametrize(
+    ("meet", "family", "is_sum"),
+    [
+        (lambda f, g: f + g, families.SVGP(4), True),
+        (lambda f, g: f + g, families.SGPR(4), True),
+        (lambda f, g: (f + g).exp(), families.SVGP(4), True),
+        (lambda f, g: f + g, {("f", "g"): families.SVGP(4)}, False),
+        (lambda f, g: f + 2 * g, families.SVGP(4), False),
+        (lambda f, g: f - g, families.SVGP(4), False),
+        (lambda f, g: f * g, families.SVGP(4), False),
+        (lambda f, g: f + g.flip(0), families.SVGP(4), False),
+    ],
+)
+def test_separate_posteriors_of_a_sum_are_told_of(meet, family, is_sum):
+    """Each thinks that it knows the other: sd of 0.018 for 0.51."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        AutoSparseGP(_model(meet), family)(*_data())
+    assert [bool(re.match(TOLD, str(warning.message))) for warning in caught] == [True] * is_sum
+
+
 def hierarchical(x, y=None):
     """Hyperparameters of either function, g's drawn after f."""
     length = pyro.sample("length", dist.LogNormal(-1.0, 0.3))
@@ -284,6 +310,8 @@ def test_hyperparameters_between_the_sites(trained):
     x, y = _data()
     joint = sum(_bound(trained, x, y) for _ in range(3)) / 3
     alone = AutoSparseGP(hierarchical, {"f": families.SVGP(8), "g": families.SVGP(8)})
+    with pytest.warns(UserWarning, match=TOLD):
+        alone(x, y)
     assert joint > _best(alone, hierarchical, x, y, steps=22) + 0.5
     new = torch.rand(5, 2, generator=torch.Generator().manual_seed(1))
     draws = predict(hierarchical, trained, new, num_samples=40)

@@ -85,6 +85,7 @@ def mean_field(model, x, y):
     return means, variances, float(bound)
 
 
+@pytest.mark.filterwarnings("ignore:GP sites .* enter densities by their sum")
 @pytest.mark.parametrize("model", MEETINGS, ids=lambda model: model.__name__)
 def test_functions_that_meet_in_a_gaussian_density(model):
     """One step is at the optimum of a mean field, whatever the correlation of the functions given the data."""

@@ -196,6 +196,7 @@ def test_one_step_of_unusual_data_is_the_optimum(case):
     torch.testing.assert_close(q.variance, p.variance, atol=1e-8, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore:GP sites .* enter densities by their sum")
 def test_sites_that_meet_in_one_density():
     """Each site's step has the other's mean before it: together they overshoot at first, then near the optimum."""
     x, y = data()

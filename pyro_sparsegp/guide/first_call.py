@@ -84,6 +84,7 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
         found.coupled = guide.coupled_among(found)
         guide.couple(found, guide.modules_by_site())
         _expect_joint_draws(guide)
+        _warn_of_sums(found)
     except BaseException:
         guide.forget()
         raise
@@ -304,6 +305,18 @@ def _expect_joint_draws(guide: Saved) -> None:
             f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
             "different inputs: they are drawn jointly, at a cost cubic in the number of inputs, and not integrated "
             "by quadrature.",
+            stacklevel=5,
+        )
+
+
+def _warn_of_sums(found: Structure) -> None:
+    names = [name for name in found.gps if any(name in pair for pair in found.summed)]
+    if names:
+        group = ", ".join(map(repr, names))
+        warnings.warn(
+            f"GP sites {group} enter densities by their sum, and have separate posteriors, which leave out that what "
+            "one gains the others lose: the intervals of each are too narrow. Give them one posterior, "
+            f"{{({group}): CoupledPrecision(32)}}, or make them one site with the sum of their kernels.",
             stacklevel=5,
         )
 

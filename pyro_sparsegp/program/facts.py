@@ -46,6 +46,7 @@ class Structure:
     :param joint: groups of GP sites that have one posterior.
     :param crossed: pairs of them that meet in terms of densities at different inputs or outputs.
     :param network: whether the program runs a network, so that each of its runs may be long.
+    :param summed: pairs of GP sites of separate posteriors that enter densities by their sum alone.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -65,6 +66,7 @@ class Structure:
     joint: list[list[str]] = field(default_factory=list)
     crossed: list[list[str]] = field(default_factory=list)
     network: bool = False
+    summed: list[list[str]] = field(default_factory=list)
 
     def company(self, name: str) -> list[str]:
         """A GP site and the sites of its posterior that its values meet in densities, in the order of the group."""
@@ -135,6 +137,7 @@ def explore(
         if not all(adds_up(*(part[corner] for corner in corners)) for part in both):
             found.interactions.append([f, g])
     found.crossed = _crossed(found, moves, program)
+    found.summed = _summed(found, moves, program)
     for name in slopes:
         quadratic, meeting = moves.quadratic(name, gradients[name])
         if quadratic:
@@ -294,6 +297,29 @@ def _crossed(found: Structure, moves: _Moves, program: _Program) -> list[list[st
         if not all(adds_up(part[0], *(part[c] for c in three)) for part in shown for three in corners):
             crossed.append(pair)
     return crossed
+
+
+def _summed(found: Structure, moves: _Moves, program: _Program) -> list[list[str]]:
+    """Pairs of GP sites of separate posteriors whose same move makes the same of all densities."""
+    pairs = [
+        pair
+        for pair in found.interactions
+        if moves.base[pair[0]].shape == moves.base[pair[1]].shape
+        and not any(set(pair) <= set(group) for group in found.joint)
+    ]
+    points = [moves.base]
+    for f, g in pairs:
+        step = torch.minimum(moves.step[f], moves.step[g])
+        points += [moves.base | {name: moves.base[name] + step} for name in (f, g)]
+    if not pairs:
+        return []
+    outputs, _ = program.at(points)
+    summed = []
+    for i, pair in enumerate(pairs):
+        by_f, by_g = 2 * i + 1, 2 * i + 2
+        if all(adds_up(part[0], part[by_f], part[by_g], part[0]) for part in _without(outputs, *pair).values()):
+            summed.append(pair)
+    return summed
 
 
 def _find_groups(
