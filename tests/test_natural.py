@@ -614,6 +614,20 @@ def test_lbfgs_is_refused_where_each_evaluation_moves_q_a_little(family):
     assert guide.posterior(x)["f"].mean.isfinite().all()  # where the step is one of the guide's own
 
 
+@pytest.mark.parametrize("family", [SVGP(6), CoupledPrecision(6)])
+def test_ascent_of_the_bound_is_refused(family):
+    """Its steps would be those away from the bound: q stayed where it was."""
+    x, y = data(num=20)
+    guide = AutoSparseGP(gaussian(KERNEL), family)
+    guide(x, y)
+    loss = TraceQuadrature_ELBO(2)(guide.model, guide)
+    optimiser = torch.optim.Adam(guide.parameters(), lr=0.01, maximize=True)
+    (-loss(x, y)).backward()
+    optimiser.step()
+    with pytest.raises(ValueError, match="no maximize=True"):
+        loss(x, y)
+
+
 @pytest.mark.parametrize("model", [regression, bernoulli, poisson])
 def test_float32(model):
     torch.set_default_dtype(torch.float32)

@@ -205,6 +205,7 @@ class StepsOnBackward(Coefficients):
     """
 
     steps: Tensor
+    _is_of_a_loss = False  # as the first step has shown: a look at numbers
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like)
@@ -258,7 +259,7 @@ class StepsOnBackward(Coefficients):
     def settle(self) -> None:
         """Take the steps that are due.
 
-        :raises ValueError: within a step of L-BFGS, unless the rate is 1.
+        :raises ValueError: within a step of L-BFGS, unless the rate is 1; if the first is of plus the bound.
         """
         if not self._heard:
             return
@@ -282,6 +283,13 @@ class StepsOnBackward(Coefficients):
                     rate = min(rate, _BY_MARGINALS)
             weights = joined(*[heard.weight(self.batch_shape) for heard in passes])
             total = sum(weights[1:], weights[0])
+            if not self._is_of_a_loss and bool((total < 0).any()):
+                raise ValueError(
+                    "the objective holds minus the divergence of a GP site's q, as the bound does: natural steps are "
+                    "those of minus the bound, a loss. Differentiate that, TraceQuadrature_ELBO()(model, guide), with "
+                    "an optimiser that minimises, no maximize=True; or give the family natural=False."
+                )
+            self._is_of_a_loss = True
             for heard, weight in zip(passes, weights):
                 self.step(heard, weight, total, rate, len(passes) > 1)
             self.steps = self.steps + 1
