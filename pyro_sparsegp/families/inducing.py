@@ -136,6 +136,9 @@ class SparseEP(OnInducingPoints, ExpectationFamily):
     "Scalable Gaussian Process Classification via Expectation Propagation": a Gaussian site
     exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw) stands for each datum's factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df (eq. 2).
 
+    Its objective is no bound: inducing inputs that are trained may overfit it, as they do FITC's (Bauer, van der Wilk
+    and Rasmussen, 2016); ``trainable=False`` holds them.
+
     :param inducing: their number M, or the inputs ``(M, D)``.
     """
 
