@@ -614,6 +614,20 @@ def test_lbfgs_is_refused_where_each_evaluation_moves_q_a_little(family):
     assert guide.posterior(x)["f"].mean.isfinite().all()  # where the step is one of the guide's own
 
 
+@pytest.mark.parametrize("factor", [0.01, 3.0])
+def test_a_guide_under_scale_takes_the_same_steps(factor):
+    x, y = data(num=20)
+    posteriors = []
+    for wrap in (lambda guide: guide, lambda guide: poutine.scale(guide, factor)):
+        guide = AutoSparseGP(gaussian(KERNEL), SVGP(x[:6], trainable=False))
+        svi = SVI(guide.model, wrap(guide), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
+        for _ in range(3):
+            svi.step(x, y)
+        posteriors.append(guide.posterior(x)["f"])
+    torch.testing.assert_close(posteriors[0].mean, posteriors[1].mean)
+    torch.testing.assert_close(posteriors[0].variance, posteriors[1].variance)
+
+
 @pytest.mark.parametrize("family", [SVGP(6), CoupledPrecision(6)])
 def test_ascent_of_the_bound_is_refused(family):
     """Its steps would be those away from the bound: q stayed where it was."""
