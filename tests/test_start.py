@@ -18,6 +18,7 @@ from pyro_sparsegp.families import (
 )
 
 from .models import gaussian, train
+from .pretended import There, pretended_device
 
 SMOOTH = 3.0 * kernels.RBF(0.4)[0] + 2.0 * kernels.Matern52(0.5)[1]
 Z = torch.linspace(0, 1, 5, dtype=torch.float64)[:, None]
@@ -133,6 +134,14 @@ def test_inner_layers_start_at_the_prior():
     start = guide.posterior(x)
     assert abs(float(start["h"].kl.detach())) < 1e-6
     assert float(start["f"].kl.detach()) > 1
+
+
+def test_coarse_to_fine_is_ordered_where_the_points_are():
+    z = torch.linspace(0, 1, 12)[:, None]
+    with pretended_device() as device:
+        order = coarse_to_fine(There(kernels.RBF(0.5)(z)))
+    assert not device.events
+    assert torch.equal(order.here, coarse_to_fine(kernels.RBF(0.5)(z)))
 
 
 def test_coarse_to_fine_goes_to_the_farthest_point_next():

@@ -208,13 +208,13 @@ def coarse_to_fine(covariance: Tensor) -> Tensor:
     k = _flat_mean(covariance, 2)
     size = k.diagonal()
     far = (size[:, None] + size - 2 * k).nan_to_num()
-    order = [far.sum(0).argmin()]
-    nearest = far[order[0]].clone()
+    order = [far.sum(0).argmin(0, keepdim=True)]  # an index of shape (1,) is not read by the host
+    nearest = far.index_select(0, order[0])[0]
     for _ in range(len(far) - 1):
-        nearest[order[-1]] = -torch.inf
-        order.append(nearest.argmax())
-        nearest = torch.minimum(nearest, far[order[-1]])
-    return torch.stack(order)
+        nearest.index_fill_(0, order[-1], -torch.inf)
+        order.append(nearest.argmax(0, keepdim=True))
+        nearest = torch.minimum(nearest, far.index_select(0, order[-1])[0])
+    return torch.cat(order)
 
 
 _NAMED: dict[str, Initialiser] = {
