@@ -14,7 +14,7 @@ from typing import Optional, Protocol
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, rounding, solve_lower
+from ..numerics.linalg import cholesky, lift_to, rounding, solve_lower
 from ..numerics.processes import joined
 from .groups import Groups
 
@@ -30,8 +30,7 @@ def eye_like(like: Tensor) -> Tensor:
 
 def positive_part(matrix: Tensor) -> Tensor:
     """The part of a symmetric matrix with positive eigenvalues."""
-    found = torch.linalg.eigh(matrix)
-    return (found.eigenvectors * found.eigenvalues.clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
+    return matrix + lift_to(matrix, 0.0)
 
 
 def times_blocks(groups: Groups, matrices: Columns, v: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from ..numerics.functions import Function
 from ..numerics.linalg import (
     cholesky,
     factorised,
+    lift_to,
     plus_one,
     root_of_inverse,
     rounding,
@@ -303,7 +304,7 @@ class NaturalGaussian(StepsOnBackward):
             # Another L has magnified negative curvatures beyond the prior's precision: these are cut, and the mean of u
             # is what it was.
             with torch.no_grad():
-                gram, near = gram + _lift_to(gram, -0.5), self._seen_from(seat)[1]
+                gram, near = gram + lift_to(gram, -0.5), self._seen_from(seat)[1]
             return self._told(gram, near, None, seat, level)
 
     def _told(
@@ -444,7 +445,7 @@ class NaturalGaussian(StepsOnBackward):
             one = 0.5 * (one + one.mT)
             grams.append(one)
             slope = slope + (grad.sum(lead) if lead else grad)
-            more = _lift_to(one.nan_to_num(), 0.0)
+            more = lift_to(one.nan_to_num(), 0.0)
             cut = more if cut is None else cut + more
         inside = heard.weight_inside(self.batch_shape)
         if inside is not None:  # the divergence's own, of which the step knows
@@ -489,9 +490,3 @@ def _with_factor(precision: Tensor) -> Tensor:
     diagonal = precision.diagonal(dim1=-2, dim2=-1)
     diagonal.add_(rounding(precision) * diagonal.mean(-1, keepdim=True))
     return precision
-
-
-def _lift_to(matrix: Tensor, least: float) -> Tensor:
-    """What a symmetric matrix lacks for no eigenvalue below a number."""
-    found = torch.linalg.eigh(matrix)
-    return (found.eigenvectors * (least - found.eigenvalues).clamp(min=0)[..., None, :]) @ found.eigenvectors.mT

@@ -26,6 +26,7 @@ __all__ = [
     "flags_kept",
     "gaussian_kl",
     "gram",
+    "lift_to",
     "mirrored",
     "on_diagonal",
     "over_lower",
@@ -548,6 +549,12 @@ def plus_one(matrix: Tensor) -> Tensor:
     total = matrix.clone(memory_format=torch.contiguous_format)
     total.diagonal(dim1=-2, dim2=-1).add_(1)
     return total
+
+
+def lift_to(matrix: Tensor, least: float) -> Tensor:
+    """What a symmetric matrix lacks for no eigenvalue below a number."""
+    found = torch.linalg.eigh(matrix)
+    return (found.eigenvectors * (least - found.eigenvalues).clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
 
 
 def row_squares(x: Tensor) -> Tensor:
