@@ -985,6 +985,6 @@ def test_sites_by_draws_are_held_near_w():
         svi.step(a, y)
     again = AutoSparseGP(model, SVGP(10))
     again.load_state_dict(copy.deepcopy(guide.state_dict()))
-    assert coefficients(guide)._eta == coefficients(again)._eta == 0.3
+    assert coefficients(guide).softness == coefficients(again).softness == 0.3
     one, other = (each.posterior(a, y)["f"] for each in (guide, again))
     torch.testing.assert_close(one.mean, other.mean)

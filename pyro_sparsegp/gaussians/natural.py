@@ -206,7 +206,6 @@ class NaturalGaussian(StepsOnBackward):
     loc: Tensor
     seat: Tensor
     level: Tensor
-    softness: Tensor
 
     def __init__(
         self,
@@ -223,8 +222,7 @@ class NaturalGaussian(StepsOnBackward):
                 "natural steps are of posteriors whose blocks each have a full covariance or the prior's; got "
                 f"{getattr(kind, '__name__', kind)!r}: give the family natural=False"
             )
-        self._eta = softness  # as a number here
-        self.register_buffer("softness", torch.tensor(softness, dtype=torch.float64, device=like.device))
+        self.softness = softness
         self.layout = [(factor, tuple(group)) for factor, group in kind.layout(len(self.sizes))]
         num = sum(self.sizes)
         self._is_one = len(self.layout) == 1 and not batch_shape  # q has one covariance, and no copies
@@ -254,21 +252,23 @@ class NaturalGaussian(StepsOnBackward):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.setdefault(prefix + "level", self.level.new_zeros(0))  # states of before it was
-        eta = state_dict.setdefault(prefix + "softness", torch.full_like(self.softness, _ETA))
-        self._eta = round(float(eta), 6)  # a conversion of the guide's dtype is one of buffers
+        self.softness = round(float(state_dict.pop(prefix + "softness", _ETA)), 6)  # some were saved in float32
         if prefix + "pull" in state_dict:  # of releases that kept r in the place of m
             state_dict[prefix + "loc"] = _mean_of(state_dict[prefix + "gram"], state_dict.pop(prefix + "pull"))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "softness"] = torch.tensor(self.softness, dtype=torch.float64)
+
     def _seat(self, anchor: Tensor) -> Tensor:
-        return softened(anchor, self._eta)
+        return softened(anchor, self.softness)
 
     def hold_by_draws(self) -> None:
         """Before any step: curvatures will be those of draws, whose noise is not small where L is. Held about u it
         would be magnified as L moves; sites are held nearer to w.
         """
-        self._eta = _BY_DRAWS
-        self.softness = torch.full_like(self.softness, _BY_DRAWS)
+        self.softness = _BY_DRAWS
         self.seat = self.seat.new_zeros(0, 0)  # a start belongs to any L
 
     def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
