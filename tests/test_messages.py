@@ -1,12 +1,22 @@
 """What a new user is told: each message names what came, and what to write instead."""
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels, predict
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    fit,
+    kernels,
+    predict,
+)
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
 
@@ -115,3 +125,31 @@ def test_a_guide_that_saw_no_data(num):
     assert predict(model, guide, x[:num], num_samples=2)["f"].shape == (2, num)
     with pytest.raises(ValueError, match="3 distinct inputs"):  # with data, the number of inputs is the fault
         AutoSparseGP(model, SVGP(5))(x[:3], y[:3])
+
+
+@pytest.mark.parametrize(("family", "compiled"), [(SVGP(5), False), (SVGP(5), True), (SGPR(5), False)])
+def test_a_later_step_without_data(family, compiled):
+    """``svi.step(x)`` in the place of ``svi.step(x, y)`` would draw y from the model, and train on no data."""
+    x, y = data()
+    guide = AutoSparseGP(model, family)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2, compile=compiled))
+    for _ in range(3):
+        svi.step(x, y)
+    before = guide.posterior(x)["f"].mean
+    match = r"this step observes nothing, where the first call observed 'y'.*svi\.step\(x, y\)"
+    with pytest.raises(ValueError, match=match):
+        svi.step(x)
+    assert torch.equal(guide.posterior(x)["f"].mean, before)
+    assert math.isfinite(svi.evaluate_loss(x))  # to look is no step
+    svi.step(x, y)
+
+
+def test_a_later_step_of_expectation_propagation_without_data():
+    x, y = data()
+    guide = AutoSparseGP(model, SparseEP(5))
+    ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.02}))
+    ep.step(x, y)
+    for refine in (ep.step, ep.sweep):
+        with pytest.raises(ValueError, match="this step observes nothing"):
+            refine(x)
+    ep.step(x, y)

@@ -103,7 +103,11 @@ class AutoSparseGP(Saved):
         if self._nodes is not None:  # at_nodes calls, perhaps through a wrapper
             rows = self.rows_of(args, kwargs)
             conditions = self.conditions_of_call(rows, args, kwargs)
-            return self._train(AtNodes(self._nodes, rows, conditions, all_joint=not self.training), args, kwargs)
+            self.meets_data = True  # unless a step of training finds otherwise
+            draws = self._train(AtNodes(self._nodes, rows, conditions, all_joint=not self.training), args, kwargs)
+            if not self.meets_data:
+                self.require_data()
+            return draws
         self.prepare(*args, **kwargs)
         rows = self.rows_of(args, kwargs)
         self.require_refined(lambda: rows.fewer or not observes(self.model, self.observed, self.like, args, kwargs))

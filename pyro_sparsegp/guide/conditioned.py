@@ -19,7 +19,7 @@ from ..program.checks import holds_part, require_finite, require_full_batch
 from ..program.data import Relation, TrainingData
 from ..program.handlers import Held, unrecorded, unweighted
 from ..program.reader import Reader
-from ..program.traces import all_sites, as_process, is_free, repeatable
+from ..program.traces import all_sites, as_process, is_free, is_observation, repeatable
 from ..warned import warn_once
 from .gp_sites import GPSites
 from .reading import SiteReading, settle, settle_again
@@ -48,6 +48,7 @@ class Conditioned(GPSites):
         super().__init__(*args, **kwargs)
         self.data: Optional[TrainingData] = None
         self._forgotten = False  # the training data, for others
+        self.meets_data = True  # whether the last step of training observed what the first call did
         self._predicting: Optional[Predicting] = None
         self._kinds: Optional[dict[str, type]] = None  # of distributions at sites that hold data
         self._looks = 0
@@ -140,6 +141,7 @@ class Conditioned(GPSites):
         """After a step of training: take note of its data, and check that they are what the guide is about."""
         assert self.structure is not None
         observed = [name for name in self.rows_here() if self.trace.nodes[name]["is_observed"]]
+        self.meets_data = bool(observed)
         if observed:
             if not rows.same:
                 self._refuse_other_data(observed[0])
@@ -150,6 +152,18 @@ class Conditioned(GPSites):
                 for name in observed:
                     self.structure.rows[name] = torch.as_tensor(self.trace.nodes[name]["value"]).numel()
         self.check_rows(rows.relation)
+
+    def require_data(self) -> None:
+        """Raise if an objective's run met no data: the model has drawn them, y=None.
+
+        :raises ValueError: naming a site that held data at the first call.
+        """
+        if self.observed and not any(is_observation(site) for _, site in all_sites(self.trace)):
+            raise ValueError(
+                f"this step observes nothing, where the first call observed {next(iter(self.observed))!r}: it would "
+                "train towards the prior. Give it the data, svi.step(x, y); predictions are predict(model, guide, x), "
+                "and a loss without a step is evaluate_loss."
+            )
 
     def _refuse_other_data(self, observed: str) -> None:
         """Raise if a step of training brings other data than the guide is about."""

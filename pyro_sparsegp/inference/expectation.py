@@ -197,6 +197,8 @@ class ExpectationPropagation:
             guide.prepare(*args, **kwargs)
             self._check_fit()
             processes, values, trace = guide.priors(args, kwargs)
+            if sweeps:
+                guide.require_data()
             assert guide.structure is not None
             terms = Terms(guide.model, guide.structure, values, processes, args, kwargs, self._sites.findings)
             runs = [
