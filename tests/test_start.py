@@ -8,6 +8,7 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.bases.initial import coarse_to_fine
 from pyro_sparsegp.families import (
+    SGPR,
     SVGP,
     CoupledCovariance,
     CoupledPrecision,
@@ -170,6 +171,46 @@ def test_given_inputs_in_the_order_of_a_line(family):
     parameters(x, y)
     inputs = parameters.gps.f.basis.inputs[0] if family is SVGP else parameters.gps.f.basis.term_0.inputs[0]
     assert torch.equal(inputs, z)
+
+
+@pytest.mark.parametrize("family", [SVGP(8), SVGP(8, natural=False), MeanFieldAdditive(8), SGPR(8)])
+def test_inputs_of_a_small_range(family):
+    """Adam moves inducing inputs by its rate a step: on [0, 1/128] they left the data, 10⁴ nats above the optimum."""
+    torch.manual_seed(0)
+    x = torch.rand(60, 2)
+    y = torch.sin(6 * x[:, 0]) + 0.1 * torch.randn(60)
+    losses, units = [], torch.tensor([2.0**-7, 1.0])
+    for unit in (torch.ones(2), units):  # powers of two, so that all numbers but x's own are the same
+        torch.manual_seed(1)
+        model = gaussian(kernels.RBF(0.3 * unit[0])[0] + kernels.RBF(0.3 * unit[1])[1], 0.1)
+        guide = AutoSparseGP(model, family)
+        losses.append(train(model, guide, x * unit, y, steps=8, loss=TraceQuadrature_ELBO(2)))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+    before = guide.posterior(x * units)["f"].mean
+    other = AutoSparseGP(model, family)
+    other.load_state_dict(guide.state_dict())
+    assert torch.equal(other.posterior(x * units)["f"].mean, before)
+    assert train(model, other, x * units, y, steps=1) == train(model, guide, x * units, y, steps=1)
+
+
+def test_learned_inputs_have_no_unit_of_their_own():
+    """A network's outputs start in a small range and leave it; inducing inputs must follow them."""
+    x, network = torch.rand(30, 2), torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        network.weight.mul_(1e-3)
+
+    def model(x, y=None):
+        pyro.module("network", network)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1e-3), network(x)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(5))
+    guide(x, torch.randn(30))
+    basis = guide.gps.f.basis
+    assert basis.units is None
+    assert torch.equal(basis.inputs[0], basis.inputs_0)
+    assert guide.structure.gps["f"]["basis"]["units"] is None
 
 
 def test_a_saved_guide_does_not_depend_on_where_it_started():

@@ -119,6 +119,8 @@ class InducingPoints(Basis):
     :param width: D.
     :param of_source: for each set, whether it has inputs of the kernel's ``source``; ``None`` is none.
     :param codes: columns, of D, in which trainable inputs stay as they are: they name something.
+    :param units: of the D columns, in which trainable inputs are learned; ``None`` is 1. An optimiser moves
+        a parameter by some rate a step, whatever the range of x.
     :param jitter: relative jitter of K_uu where the process has none of its own; ``None`` is that of the dtype, 1e-8 in
         float64 and 1e-6 in float32. It stays when the dtype changes, since it is part of what w means: L depends on it.
     """
@@ -132,6 +134,7 @@ class InducingPoints(Basis):
         of_source: Optional[Sequence[bool]] = None,
         jitter: Optional[float] = None,
         codes: Collection[int] = (),
+        units: Optional[Sequence[float]] = None,
     ) -> None:
         super().__init__()
         self.sizes = tuple(z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets)
@@ -146,11 +149,16 @@ class InducingPoints(Basis):
         if self.codes and first is not None:
             held = [i in self.codes for i in range(self.width or first.shape[-1])]
             self.register_buffer("held", torch.tensor(held, device=first.device), persistent=False)
+        self.units = tuple(units) if units is not None and trainable else None
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
             elif trainable:
-                setattr(self, f"inputs_{i}", PyroParam(z.detach().clone()))
+                if self.units is not None and not self.of_source[i]:
+                    cut = columns is not None and z.shape[-1] == len(columns) != len(self.units)
+                    own = [self.units[c] for c in columns] if cut and columns is not None else self.units
+                    self.register_buffer(f"unit_{i}", z.new_tensor(own), persistent=False)
+                setattr(self, f"inputs_{i}", PyroParam(self._in_units(i, z.detach().clone())))
             else:
                 self.register_buffer(f"inputs_{i}", z.detach().clone())
 
@@ -204,24 +212,43 @@ class InducingPoints(Basis):
             for i, z in zip(here, chosen):
                 found[i] = z
         jitter = _jitter(kernel, x, of_source, found, free and trainable)
-        return cls(found, trainable, columns, x.shape[-1], of_source, jitter, kernel.code_columns(x.shape[-1]))
+        codes = kernel.code_columns(x.shape[-1])
+        return cls(found, trainable, columns, x.shape[-1], of_source, jitter, codes, _units(x, found))
 
     @torch.no_grad()
     def ordered(self, kernel: Any) -> InducingPoints:
         """This basis with the inputs of each set in the order :func:`coarse_to_fine`: natural steps keep what q says
         about Lw where L moves.
         """
-        for given, part in zip(self.inputs, self.variables()):
+        for i, (given, part) in enumerate(zip(self.inputs, self.variables())):
             if isinstance(given, Tensor):
-                given.copy_(given[coarse_to_fine(part.covariance(kernel))])
+                self.place(i, given[coarse_to_fine(part.covariance(kernel))])
         return self
+
+    @torch.no_grad()
+    def place(self, i: int, z: Tensor) -> None:
+        """Put the inputs of a set elsewhere."""
+        getattr(self, f"inputs_{i}").copy_(self._in_units(i, z))
+
+    @torch.no_grad()
+    def leave_units(self) -> None:
+        """Learn inputs in units of 1, for x whose range moves, as a network's outputs do."""
+        for i in range(len(self.sizes)):
+            if f"unit_{i}" in self._buffers:
+                getattr(self, f"inputs_{i}").mul_(self._buffers[f"unit_{i}"])
+                delattr(self, f"unit_{i}")
+        self.units = None
+
+    def _in_units(self, i: int, z: Tensor) -> Tensor:
+        unit = self._buffers.get(f"unit_{i}")
+        return z if unit is None else z / unit
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
         """The first ``num`` sets and the others, as bases of their own."""
 
         def part(sets: slice) -> InducingPoints:
-            inputs, of_source = self.inputs[sets], self.of_source[sets]
-            return InducingPoints(inputs, self.trainable, self.columns, self.width, of_source, self.jitter, self.codes)
+            given = self.inputs[sets], self.trainable, self.columns, self.width, self.of_source[sets]
+            return InducingPoints(*given, self.jitter, self.codes, self.units)
 
         return part(slice(None, num)), part(slice(num, None))
 
@@ -233,6 +260,8 @@ class InducingPoints(Basis):
             found.append(getattr(self, f"inputs_{i}", None))
             if found[-1] is None:
                 found[-1] = getattr(self, f"variables_{i}")
+            elif self.units is not None and f"unit_{i}" in self._buffers:
+                found[-1] = found[-1] * self._buffers[f"unit_{i}"]
         return found
 
     def _embed(self, z: Tensor) -> Tensor:
@@ -272,6 +301,7 @@ class InducingPoints(Basis):
             "of_source": list(self.of_source),
             "jitter": self.jitter,
             "codes": list(self.codes),
+            "units": None if self.units is None else list(self.units),
         }
 
     @classmethod
@@ -289,7 +319,20 @@ class InducingPoints(Basis):
         ]
         # A state that says nothing of the jitter had that of its dtype.
         jitter = spec.get("jitter") or default_jitter(like.dtype)
-        return cls(empty, trainable, columns, spec["width"], spec["of_source"], jitter, spec.get("codes", ()))
+        codes, units = spec.get("codes", ()), spec.get("units")
+        return cls(empty, trainable, columns, spec["width"], spec["of_source"], jitter, codes, units)
+
+
+def _units(x: Tensor, sets: Sequence[Any]) -> Optional[list[float]]:
+    """Of columns of x, and of inducing inputs beside it, whose range is at most a half, the power of two from it on; 1
+    of others; ``None`` if of all.
+    """
+    beside = [z for z in sets if isinstance(z, Tensor) and z.shape[-1] == x.shape[-1]]
+    rows = torch.cat([x.detach().flatten(0, -2), *beside]).double()
+    least, largest = rows.amin(0), rows.amax(0)
+    wide = (largest - least) > 1e3 * torch.finfo(x.dtype).eps * torch.maximum(least.abs(), largest.abs())
+    exponents = torch.where(wide, (largest - least).log2().ceil(), 0.0).clamp(max=0.0)
+    return torch.exp2(exponents).tolist() if (exponents < 0).any() else None
 
 
 def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float], name: str) -> InducingFeatures:

@@ -14,6 +14,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..bases.inducing import InducingPoints
 from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
 from ..modules import at_path
@@ -326,6 +327,15 @@ def check_parameters(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
     probe = guide.probe(args, kwargs)
     _check_known(guide)
     require_registered(guide.model, probe, guide.trace, (args, kwargs))
+    assert guide.structure is not None
+    for name, posterior in probe.posteriors.items():
+        if posterior.process.x.requires_grad:  # learned inputs, whose range is not what it will be
+            module = guide.modules_by_site()[name]
+            found = [part for part in module.modules() if isinstance(part, InducingPoints) and part.units is not None]
+            for part in found:
+                part.leave_units()
+            if found:
+                guide.structure.gps[name] = module.spec()
     guide._checked_parameters = True
 
 

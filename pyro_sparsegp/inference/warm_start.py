@@ -96,7 +96,7 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
                 inputs = at_path(collapsed.gps, name).basis.inputs[0].split(module.basis.sizes)
             if family.trainable:
                 for i, own in enumerate(inputs):
-                    getattr(module.basis, f"inputs_{i}").copy_(own)
+                    module.basis.place(i, own)
         _start_posterior(collapsed, module, process, name, (args, kwargs), (size or batch.num) / batch.num)
     drop_stored(collapsed._pyro_name)
     return True
