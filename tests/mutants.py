@@ -88,6 +88,13 @@ MUTANTS = [
         ("test_natural.py::test_gradients_of_hyperparameters_pass_through_q",),
     ),
     Mutant(
+        "q-stays-where-features-turn",
+        "NaturalAtRows._seen_from",
+        "turn = nearest(self.seat, seat)",
+        "turn = nearest(seat, seat)",
+        ("test_deep_basis.py::test_q_follows_features_that_turn",),
+    ),
+    Mutant(
         "first-draws-count-in-full",
         "StepsOnBackward.settle",
         "rate = min(rate, _BY_MARGINALS)",

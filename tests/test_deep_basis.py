@@ -333,6 +333,46 @@ def test_features_of_even_norm_have_no_penalty_and_train_sooner():
     assert abs(elbo(plain, AutoSparseGP(plain, ExactWeightSpace()), x, y) - bounds[1]) < 1e-8
 
 
+# Natural steps under features that move.
+
+
+def test_q_follows_features_that_turn():
+    """φ ← Uφ for an orthogonal U is the same process: what was learned of f stays."""
+    network, (x, y) = mlp().requires_grad_(False).eval(), data(num=40)
+    model = deep(network)
+    guide = AutoSparseGP(model, WeightSpace())
+    train(model, guide, x, y, steps=2)
+    before, bound = guide.posterior(x)["f"], elbo(model, guide, x, y)
+    turn = torch.linalg.qr(torch.randn(5, 5)).Q
+    for parameter in (network[2].weight, network[2].bias):
+        parameter.copy_(turn @ parameter)
+    after = guide.posterior(x)["f"]
+    torch.testing.assert_close(after.mean, before.mean, atol=0.02, rtol=0)
+    torch.testing.assert_close(after.variance, before.variance, atol=1e-3, rtol=0)
+    assert abs(elbo(model, guide, x, y) - bound) < 0.1
+
+
+def test_natural_steps_keep_up_with_a_network():
+    """The bound is near that of the optimal q all the way, by all rows or by batches."""
+    losses = []
+    for family, size in ((ExactWeightSpace(), 120), (WeightSpace(), 120), (WeightSpace(), 40)):
+        pyro.clear_param_store()
+        torch.manual_seed(1)
+        x = 2 * torch.rand(120, 1) - 1
+        y = torch.sign(torch.sin(8 * x[:, 0])) + NOISE * torch.randn(120)
+        model = deep(EvenRows(mlp(1, outputs=8, seed=1)))
+        guide = AutoSparseGP(model, family)
+        guide(x, y)
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
+        for step in range(40):
+            rows = torch.arange(120).roll(size * step)[:size]
+            svi.step(x[rows], y[rows], size=120)
+        losses.append(-elbo(model, guide, x, y))
+    exact, whole, batches = losses
+    assert whole < exact + 20
+    assert batches < exact + 60
+
+
 # Blocks of rows.
 
 

@@ -52,7 +52,8 @@ class Features(ABC):
     @property
     def anchor(self) -> Optional[Tensor]:
         """L, lower triangular, ``(..., M, M)``, if u = Lw has a meaning that hyperparameters do not change, such as
-        f's values at inducing inputs; ``None`` if w itself has, as the weights of explicit features.
+        f's values at inducing inputs; of explicit features that are followed, φ at K rows, ``(..., K, M)``; ``None`` if
+        w itself has such a meaning.
         """
         return None
 

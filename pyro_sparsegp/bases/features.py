@@ -6,6 +6,7 @@ what a block needs on the way back is made again there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -22,15 +23,28 @@ from .base import Basis, Component, Features
 __all__ = ["ExplicitFeatures", "KernelFeatures"]
 
 
+_ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, and so many a feature
+
+
 class ExplicitFeatures(Basis):
     """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise.
 
     :param size: R.
+    :param rows: inputs ``(K, D)`` at which f's values keep their meaning while features move; ``None`` for none.
     """
 
-    def __init__(self, size: int) -> None:
+    rows: Optional[Tensor]
+
+    def __init__(self, size: int, rows: Optional[Tensor] = None) -> None:
         super().__init__()
         self.size = size
+        self.register_buffer("rows", None if rows is None else rows.detach().clone())
+
+    @classmethod
+    def among(cls, x: Tensor, size: int) -> ExplicitFeatures:
+        """Features that are followed at some random rows of x, ``(..., N, D)``, or at all where these are few."""
+        num, most = x.shape[-2], max(_ROWS, _EACH * size)
+        return cls(size, x if num <= most else x[..., torch.randperm(num, device=x.device)[:most], :])
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -38,10 +52,10 @@ class ExplicitFeatures(Basis):
         return (self.size,) if self.size else ()
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> KernelFeatures:
-        return KernelFeatures(kernel, self.size)
+        return KernelFeatures(kernel, self.size, self.rows)
 
     def spec(self) -> dict[str, Any]:
-        return {"kind": "features", "size": self.size}
+        return {"kind": "features", "size": self.size, "rows": None if self.rows is None else list(self.rows.shape)}
 
 
 class KernelFeatures(Features):
@@ -49,11 +63,12 @@ class KernelFeatures(Features):
 
     :param kernel: k, with k(x, z) = φ(x)ᵀφ(z).
     :param size: R.
+    :param rows: as of :class:`ExplicitFeatures`.
     """
 
-    def __init__(self, kernel: Any, size: int) -> None:
+    def __init__(self, kernel: Any, size: int, rows: Optional[Tensor] = None) -> None:
         super().__init__(kernel, (size,) if size else ())
-        self.size = size
+        self.size, self.rows = size, rows
         self._known: Optional[tuple[Tensor, Explicit]] = None  # at the last inputs
         self._highest: Optional[tuple[Tensor, Tensor]] = None  # the last inputs of a gram, and its rows of largest φ
 
@@ -78,6 +93,12 @@ class KernelFeatures(Features):
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         return [self.explicit(x).features] if self.size else []
+
+    @functools.cached_property
+    def anchor(self) -> Optional[Tensor]:  # type: ignore[override]
+        if self.rows is None:
+            return None
+        return by_rows(lambda rows: (self._explicit(self.kernel, rows).features.mT,), self.rows)[0].mT
 
     def gram(self, x: Tensor, precision: Tensor, linear: Tensor, absorb: bool = False) -> tuple[Tensor, Tensor]:
         """ΦᵀΛΦ, ``(..., R, R)``, and Φᵀλ(z − μ), ``(..., R)``, at the inputs x of sites.

@@ -1,13 +1,14 @@
 """Families on the kernel's own finite features (Zhu, Yuchi and Xie, 2025)."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ..approximations.weight_space import ExactWeightSpaceGP
 from ..bases import Basis, ExplicitFeatures
-from ..gaussians import FullCholesky
+from ..gaussians import Falling, FullCholesky, NaturalAtRows
 from ..process import GaussianProcess
 from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily
 
@@ -18,7 +19,7 @@ __all__ = ["ExactWeightSpace", "OnFeatures", "WeightSpace"]
 class OnFeatures(BasisFamily):
     """A family on the kernel's own finite features."""
 
-    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+    def new_basis(self, process: GaussianProcess, name: str) -> ExplicitFeatures:
         phi = process.kernel.features(process.x[..., :1, :])
         if phi is None:
             raise ValueError(
@@ -42,8 +43,21 @@ class WeightSpace(OnFeatures, FreeFormFamily):
     predictions to the training inputs that the guide has seen in one call: call it on all of them once.
     """
 
+    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+        basis = super().new_basis(process, name)
+        return ExplicitFeatures.among(process.x, basis.size) if self.is_natural else basis
+
+    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        rows = spec.get("rows")  # older files have none
+        return ExplicitFeatures(spec["size"], None if rows is None else like.new_zeros(rows))
+
     def new_coefficients(self) -> NewCoefficients:
         return FullCholesky
+
+    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
+        """That posterior, by natural steps that follow the features."""
+        rate = Falling() if self.rate is None else self.rate
+        return partial(NaturalAtRows, kind=self.new_coefficients(), rate=rate, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from .base import Coefficients, Gaussian
 from .continued import Continued
 from .following import Drawn, DrawnGaussian, Following, Shifted
 from .natural import NaturalGaussian
+from .natural_at_rows import NaturalAtRows
 from .natural_low_rank import NaturalLowRank
 from .optimal import PrecisionFactor, from_natural, optimal, seen_from, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
@@ -44,6 +45,7 @@ __all__ = [
     "IdentityFactor",
     "IdentityPlusLowRank",
     "LowRankGaussian",
+    "NaturalAtRows",
     "NaturalGaussian",
     "NaturalLowRank",
     "Part",

@@ -1,0 +1,73 @@
+"""Natural steps of a Gaussian over coefficients whose features move: its sites are about function values at some rows.
+
+With A, K × M, the features at K rows and A₀ what they were, the coefficients there of the function that w is here are
+w₀ = Tw with A₀T ≈ A,
+
+    T = argmin ‖A₀T − A‖² + ε‖T − I‖² = I + (A₀ᵀA₀ + εI)⁻¹A₀ᵀ(A − A₀),   G ← TᵀGT,   r ← Tᵀr.
+
+Of features Φ = Φ₀T + E at all N rows, and sites Λ and z, these sums err by EᵀΛE and by EᵀΛ(z − Φ₀m) where Φ₀ᵀΛE = 0, as
+least squares over the rows have it: in G by the square of the change, in r by what q does not fit times the part of the
+change that the features did not span. Left as they were, they would err by the whole change times what q does fit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..numerics.linalg import cholesky, rounding, wider
+from .natural import NaturalGaussian
+
+__all__ = ["NaturalAtRows"]
+
+_LEAST = 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
+
+
+class NaturalAtRows(NaturalGaussian):
+    """q(w) by natural steps that follows features which training moves, such as a network's.
+
+    As :class:`NaturalGaussian`, with the features A, ``(..., K, M)``, at K rows in the place of L: sites are about Aw,
+    held about w in directions that A hardly has. K should be several times M. Without them sites are about w.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_one = False  # the way back, by a T that is not triangular, is autograd's
+
+    def _seat(self, anchor: Tensor) -> Tensor:
+        return anchor
+
+    def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        if seat is None or not self.seat.numel():
+            return self.gram, self.loc, None
+        turn = nearest(self.seat, seat)
+        with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
+            near = (nearest(seat, self.seat) @ self.loc[..., None])[..., 0]
+        there = (turn @ near[..., None])[..., 0]
+        along = self.loc + (self.gram @ (self.loc - there)[..., None])[..., 0]
+        return turn.mT @ self.gram @ turn, near, (turn.mT @ along[..., None])[..., 0] - near
+
+    def seen_from(self, sums: tuple[Tensor, Tensor, Tensor], anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        gram, pull, before = sums
+        if anchor is None or not before.numel():
+            return gram, pull
+        turn = nearest(before, anchor)
+        return turn.mT @ gram @ turn, (turn.mT @ pull[..., None])[..., 0]
+
+
+def nearest(before: Tensor, now: Tensor) -> Tensor:
+    """T, ``(..., M, M)``, with A₀T ≈ A.
+
+    :param before: A₀, ``(..., K, M)``.
+    :param now: A, of that shape.
+    """
+    wide = before.to(wider(before))
+    normal = wide.mT @ wide
+    least = max(_LEAST, rounding(normal)) * normal.diagonal(dim1=-2, dim2=-1).mean(-1)
+    least = least.clamp(min=torch.finfo(normal.dtype).tiny)[..., None, None]
+    eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
+    factor = cholesky(normal + least * eye, 0.0, "AᵀA of natural steps")
+    change = torch.cholesky_solve(wide.mT @ (now - before).to(wide), factor)
+    return (eye + change).to(now)
