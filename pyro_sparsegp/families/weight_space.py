@@ -39,6 +39,9 @@ class WeightSpace(OnFeatures, FreeFormFamily):
     (Zhu, Yuchi and Xie, 2025, eq. 8 to 10.) f(x) = μ(x) + φ(x)ᵀw + r(x) with R features φ of the kernel, r of
     variance c, and q(w) = N(m, S): O(BR² + R³) a step for B rows.
 
+    Natural steps follow features that training moves, by their values at rows of the first call: all, or max(256, 4R)
+    random ones.
+
     Under a :class:`~pyro_sparsegp.kernels.DeepBasis` a step's variance correction is relative to the batch, that of
     predictions to the training inputs that the guide has seen in one call: call it on all of them once.
     """
