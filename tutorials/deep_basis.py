@@ -141,9 +141,9 @@ figure.savefig(options.out / "deep_basis.png", dpi=110)
 # of its own. The first call is on all rows: predictions are corrected relative to the training inputs seen there, under
 # the network as it is at the time.
 #
-# `natural=False` lets the optimiser train q(w) beside the network, at half the time of a step. Natural steps, the default,
-# are ahead at first, and end behind: this cell with `WeightSpace()` ends at a validation NLL of -0.86, the noise's own is
-# -0.88.
+# `natural=False` lets the optimiser train q(w) beside the network, at half the time of a step. Natural steps, the
+# default, are ahead at first, and end behind: this cell with `WeightSpace()` ends at a validation NLL of -0.86, the
+# noise's own is -0.88.
 
 # %%
 pyro.set_rng_seed(0)
