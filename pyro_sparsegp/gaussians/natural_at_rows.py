@@ -42,23 +42,26 @@ class NaturalAtRows(NaturalGaussian):
     def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         if seat is None or not self.seat.numel():
             return self.gram, self.loc, None
+        # In float64 where there is such: the rounding of TᵀGT in float32 may be more than the prior's precision.
         turn = nearest(self.seat, seat)
+        gram, loc = self.gram.to(turn), self.loc.to(turn)
         with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
-            near = (nearest(seat, self.seat) @ self.loc[..., None])[..., 0]
-        there = (turn @ near[..., None])[..., 0]
-        along = self.loc + (self.gram @ (self.loc - there)[..., None])[..., 0]
-        return turn.mT @ self.gram @ turn, near, (turn.mT @ along[..., None])[..., 0] - near
+            near = (nearest(seat, self.seat) @ loc[..., None])[..., 0].to(self.loc)
+        along = loc + (gram @ (loc - (turn @ near.to(turn)[..., None])[..., 0])[..., None])[..., 0]
+        rest = (turn.mT @ along[..., None])[..., 0] - near
+        return (turn.mT @ gram @ turn).to(self.gram), near, rest.to(self.loc)
 
     def seen_from(self, sums: tuple[Tensor, Tensor, Tensor], anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         gram, pull, before = sums
         if anchor is None or not before.numel():
             return gram, pull
         turn = nearest(before, anchor)
-        return turn.mT @ gram @ turn, (turn.mT @ pull[..., None])[..., 0]
+        wide, along = gram.to(turn), (turn.mT @ pull.to(turn)[..., None])[..., 0]
+        return (turn.mT @ wide @ turn).to(gram), along.to(pull)
 
 
 def nearest(before: Tensor, now: Tensor) -> Tensor:
-    """T, ``(..., M, M)``, with A₀T ≈ A.
+    """T, ``(..., M, M)``, with A₀T ≈ A; in float64 where there is such.
 
     :param before: A₀, ``(..., K, M)``.
     :param now: A, of that shape.
@@ -70,4 +73,4 @@ def nearest(before: Tensor, now: Tensor) -> Tensor:
     eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
     factor = cholesky(normal + least * eye, 0.0, "AᵀA of natural steps")
     change = torch.cholesky_solve(wide.mT @ (now - before).to(wide), factor)
-    return (eye + change).to(now)
+    return eye + change
