@@ -14,7 +14,7 @@ from typing import Optional, Protocol
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, lift_to, rounding, solve_lower
+from ..numerics.linalg import cholesky, lift_to, over_upper, rounding
 from ..numerics.processes import joined
 from .groups import Groups
 
@@ -205,7 +205,7 @@ def sweep(
     root = _root(moment, "the factors' second moment")  # which reads the lower triangle only
     if aims is None:
         return blocks, torch.cholesky_solve(seen.mT, root).mT
-    new = solve_lower(root, seen.mT).mT  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
+    new = over_upper(seen, root)  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
     rounding = 10 * torch.finfo(new.dtype).eps
     found = []
     for aim, b in zip(aims, groups.cut(new)):
