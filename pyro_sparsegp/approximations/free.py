@@ -71,6 +71,8 @@ class SparseGP(AbstractModule):
 
     def _anchor(self, features: Features) -> Any:
         """L, as the coefficients want it."""
+        if self.coefficients.waits and not self.coefficients.wants(features):
+            return None
         return features.anchors if self.coefficients.by_block else features.anchor
 
     def _level(self, process: GaussianProcess, features: Features) -> Optional[Tensor]:

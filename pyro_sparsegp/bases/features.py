@@ -100,6 +100,11 @@ class KernelFeatures(Features):
             return None
         return by_rows(lambda rows: (self._explicit(self.kernel, rows).features.mT,), self.rows)[0].mT
 
+    @functools.cached_property
+    def trains(self) -> bool:
+        """Whether the features are of parameters or latents with a gradient, as one row's show."""
+        return self.rows is not None and self._explicit(self.kernel, self.rows[..., :1, :]).features.requires_grad
+
     def gram(self, x: Tensor, precision: Tensor, linear: Tensor, absorb: bool = False) -> tuple[Tensor, Tensor]:
         """ΦᵀΛΦ, ``(..., R, R)``, and Φᵀλ(z − μ), ``(..., R)``, at the inputs x of sites.
 

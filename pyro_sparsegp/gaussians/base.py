@@ -113,6 +113,7 @@ class Coefficients(Documented, AbstractModule):
         super().__init__()
 
     anchored: ClassVar[bool] = False  # whether it is about u = Lw
+    waits: ClassVar[bool] = False  # whether it is so from some step on, which :meth:`wants` knows
     by_block: ClassVar[bool] = False  # whether it wants L's blocks on the diagonal alone, in a list
     levelled: ClassVar[bool] = False  # whether it is told the values of the process's mean, too, where these may move
     placed: ClassVar[bool] = False  # whether where it is before any data depends on L
@@ -132,6 +133,10 @@ class Coefficients(Documented, AbstractModule):
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Put the mean where training starts, ``(..., M)`` over all blocks."""
+
+    def wants(self, features: Any) -> bool:
+        """Whether one that waits for an anchor wants that of a run's features."""
+        return True
 
     def settle(self) -> None:
         """Take the steps that are due, where q learns by steps of its own: nothing where an optimiser takes them."""

@@ -12,13 +12,15 @@ change that the features did not span. Left as they were, they would err by the 
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
 
 from ..numerics.linalg import cholesky, rounding, wider
 from .natural import NaturalGaussian
+from .product import Product
 
 __all__ = ["NaturalAtRows"]
 
@@ -29,12 +31,27 @@ class NaturalAtRows(NaturalGaussian):
     """q(w) by natural steps that follows features which training moves, such as a network's.
 
     As :class:`NaturalGaussian`, with the features A, ``(..., K, M)``, at K rows in the place of L: sites are about Aw,
-    held about w in directions that A hardly has. K should be several times M. Without them sites are about w.
+    held about w in directions that A hardly has. K should be several times M. Without them, and before the first step
+    in which features train, sites are about w.
     """
+
+    waits: ClassVar[bool] = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_one = False  # the way back, by a T that is not triangular, is autograd's
+        self._has_one = self._is_one
+
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        super().start(None, features)  # nothing moves before the first step, which has the features with it
+
+    def wants(self, features: Any) -> bool:
+        """Whether it follows: it does from the first step on in which features train."""
+        return bool(self.seat.numel()) or features.trains
+
+    def forward(self, anchor: Optional[Tensor] = None, level: Optional[Tensor] = None) -> Product:
+        """As :meth:`NaturalGaussian.forward`."""
+        self._is_one = self._has_one and anchor is None  # by a T that is not triangular the way back is autograd's
+        return super().forward(anchor, level)
 
     def _seat(self, anchor: Tensor) -> Tensor:
         return anchor
@@ -46,7 +63,9 @@ class NaturalAtRows(NaturalGaussian):
         turn = nearest(self.seat, seat)
         gram, loc = self.gram.to(turn), self.loc.to(turn)
         with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
-            near = (nearest(seat, self.seat) @ loc[..., None])[..., 0].to(self.loc)
+            wide = seat.to(turn)
+            back = wide.mT @ ((self.seat.to(turn) - wide) @ loc[..., None])
+            near = (loc + torch.cholesky_solve(back, _normal(wide))[..., 0]).to(self.loc)
         along = loc + (gram @ (loc - (turn @ near.to(turn)[..., None])[..., 0])[..., None])[..., 0]
         rest = (turn.mT @ along[..., None])[..., 0] - near
         return (turn.mT @ gram @ turn).to(self.gram), near, rest.to(self.loc)
@@ -67,10 +86,14 @@ def nearest(before: Tensor, now: Tensor) -> Tensor:
     :param now: A, of that shape.
     """
     wide = before.to(wider(before))
+    change = torch.cholesky_solve(wide.mT @ (now - before).to(wide), _normal(wide))
+    return torch.eye(change.shape[-1], dtype=change.dtype, device=change.device) + change
+
+
+def _normal(wide: Tensor) -> Tensor:
+    """The lower Cholesky factor of AᵀA + εI."""
     normal = wide.mT @ wide
     least = max(_LEAST, rounding(normal)) * normal.diagonal(dim1=-2, dim2=-1).mean(-1)
     least = least.clamp(min=torch.finfo(normal.dtype).tiny)[..., None, None]
     eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
-    factor = cholesky(normal + least * eye, 0.0, "AᵀA of natural steps")
-    change = torch.cholesky_solve(wide.mT @ (now - before).to(wide), factor)
-    return eye + change
+    return cholesky(normal + least * eye, 0.0, "AᵀA of natural steps")
