@@ -628,11 +628,13 @@ def test_a_guide_under_scale_takes_the_same_steps(factor):
     torch.testing.assert_close(posteriors[0].variance, posteriors[1].variance)
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("family", [SVGP(6), CoupledPrecision(6)])
-def test_ascent_of_the_bound_is_refused(family):
+@pytest.mark.parametrize("model", [gaussian(KERNEL), poisson])
+def test_ascent_of_the_bound_is_refused(model, family):
     """Its steps would be those away from the bound: q stayed where it was."""
-    x, y = data(num=20)
-    guide = AutoSparseGP(gaussian(KERNEL), family)
+    x, y = data(model if model is poisson else regression, num=20)
+    guide = AutoSparseGP(model, family)
     guide(x, y)
     loss = TraceQuadrature_ELBO(2)(guide.model, guide)
     optimiser = torch.optim.Adam(guide.parameters(), lr=0.01, maximize=True)

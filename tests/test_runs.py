@@ -10,6 +10,7 @@ import torch
 
 import pyro_sparsegp
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
+from pyro_sparsegp.inference.quadrature import _repeats
 
 ROOT = str(Path(pyro_sparsegp.__file__).parent)
 
@@ -93,6 +94,17 @@ def test_a_program_that_takes_rows_by_itself_runs_once_a_step():
     before = len(taken)
     svi.step(x, y)
     assert len(taken) == before + 1
+
+
+def test_a_program_that_fails_when_run_again_runs_once_a_step():
+    model = Counted(1, "poisson")
+    guide = AutoSparseGP(model, families.SVGP(4))
+    guide(*data())
+
+    def again():
+        raise IndexError("a schedule has come to its end")
+
+    assert not _repeats(guide, [lambda: torch.zeros(20), again])
 
 
 def test_a_posterior_runs_the_model_once():

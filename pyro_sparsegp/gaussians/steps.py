@@ -27,6 +27,7 @@ from .base import Coefficients, Gaussian
 
 __all__ = [
     "KNOWN",
+    "AscentError",
     "Falling",
     "Heard",
     "Lift",
@@ -191,6 +192,10 @@ def _summed(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:
     return total
 
 
+class AscentError(ValueError):
+    """An objective goes up where natural steps go down."""
+
+
 class StepsOnBackward(Coefficients):
     """Coefficients that take a step when a backward pass through them has brought the gradients of minus a bound.
 
@@ -284,7 +289,7 @@ class StepsOnBackward(Coefficients):
             weights = joined(*[heard.weight(self.batch_shape) for heard in passes])
             total = sum(weights[1:], weights[0])
             if not self._is_of_a_loss and bool((total < 0).any()):
-                raise ValueError(
+                raise AscentError(
                     "the objective holds minus the divergence of a GP site's q, as the bound does: natural steps are "
                     "those of minus the bound, a loss. Differentiate that, TraceQuadrature_ELBO()(model, guide), with "
                     "an optimiser that minimises, no maximize=True; or give the family natural=False."

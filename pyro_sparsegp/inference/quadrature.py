@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Optional, Union
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from ..bases.policies import UserPolicy
 from ..gaussians.sites import KeptSites
+from ..gaussians.steps import AscentError
 from ..guide import AutoSparseGP
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
@@ -147,13 +147,17 @@ class TraceQuadrature_ELBO(ELBO):
             sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
             kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
             data, state = unwrapped.data, RandomState(unwrapped.like)
-            with suppress(RuntimeError, ValueError):  # which may come of a factor that is none
+            try:
                 with flags_kept() as flags:
                     loss = self._minus_bound(unwrapped, guide, args, kwargs)
                 failed = [flag.any().to(loss.dtype) for flag in flags]
                 read: list[float] = torch.stack([loss.detach(), *failed]).tolist()
                 if not any(read[1:]) and math.isfinite(read[0]):
                     return loss, read[0]
+            except AscentError:
+                raise
+            except (RuntimeError, ValueError):
+                pass  # which may come of a factor that is none
             state.restore()
             for part, memory in kept:
                 if unwrapped.data is data:  # else they followed the rows into another order
@@ -315,6 +319,8 @@ class TraceQuadrature_ELBO(ELBO):
             state = RandomState(guide.like)
             try:
                 values = ways[way]()
+            except AscentError:
+                raise  # once: the steps that were refused are forgotten
             except (RuntimeError, TypeError, ValueError) as error:
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
@@ -374,18 +380,24 @@ def _repeats(guide: AutoSparseGP, ways: Sequence[Callable[[], Tensor]]) -> bool:
     assert guide.structure is not None
     if guide.structure.network:
         return False
-    values: list[Tensor] = []
-    for way in ways:
-        state = RandomState(guide.like)
+    state = RandomState(guide.like)
+    with torch.no_grad():
         try:
-            with torch.no_grad():
-                values.append(way())
+            once = ways[0]()
+        except AscentError:
+            raise
         except (RuntimeError, TypeError, ValueError):
             return True  # which torch.func.vmap refuses, or which raises
         finally:
             state.restore()
-    tolerance = torch.finfo(values[0].dtype).eps ** 0.5
-    return torch.allclose(values[0], values[1], rtol=tolerance, atol=tolerance, equal_nan=True)
+        try:
+            twice = ways[1]()
+        except Exception:  # of a program that knows how often it has run, it may be any
+            return False
+        finally:
+            state.restore()
+    tolerance = torch.finfo(once.dtype).eps ** 0.5
+    return torch.allclose(once, twice, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _of_actions(guide: AutoSparseGP) -> str:
