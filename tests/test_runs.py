@@ -78,18 +78,22 @@ def test_a_step_by_quadrature_runs_a_model_twice_and_a_network_once(network, run
     assert model.runs == runs
 
 
-def test_a_program_that_takes_rows_by_itself_runs_once_a_step():
+@pytest.mark.parametrize("later", [False, True])
+def test_a_program_that_takes_rows_by_itself_runs_once_a_step(later):
     x, y = data()
     taken = []
 
     def model(x, y=None):
-        rows = torch.randperm(len(x))[:5]
+        rows = torch.randperm(len(x))[:5] if whole is None else whole
         taken.append(rows)
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x[rows]))
         with pyro.plate("data", len(x), subsample=rows):
             pyro.sample("y", dist.Poisson(f.exp()), obs=None if y is None else y[rows])
 
     svi = svi_of(model, AutoSparseGP(model, families.SVGP(4)))
+    whole = torch.arange(len(x)) if later else None
+    svi.step(x, y)
+    whole = None
     svi.step(x, y)
     before = len(taken)
     svi.step(x, y)

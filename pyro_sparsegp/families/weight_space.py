@@ -14,6 +14,8 @@ from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily
 
 __all__ = ["ExactWeightSpace", "OnFeatures", "WeightSpace"]
 
+_MOST_FOLLOWED = 256
+
 
 @dataclass(frozen=True, eq=False)
 class OnFeatures(BasisFamily):
@@ -39,8 +41,8 @@ class WeightSpace(OnFeatures, FreeFormFamily):
     (Zhu, Yuchi and Xie, 2025, eq. 8 to 10.) f(x) = μ(x) + φ(x)ᵀw + r(x) with R features φ of the kernel, r of
     variance c, and q(w) = N(m, S): O(BR² + R³) a step for B rows.
 
-    Natural steps follow features that training moves, by their values at rows of the first call: all, or max(256, 4R)
-    random ones.
+    Natural steps follow features that training moves, up to 256 of them, by their values at rows of the first call:
+    all, or max(256, 4R) random ones. To follow more would take far longer than a step, O(R³) with a large factor.
 
     Under a :class:`~pyro_sparsegp.kernels.DeepBasis` a step's variance correction is relative to the batch, that of
     predictions to the training inputs that the guide has seen in one call: call it on all of them once.
@@ -48,7 +50,8 @@ class WeightSpace(OnFeatures, FreeFormFamily):
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         basis = super().new_basis(process, name)
-        return ExplicitFeatures.among(process.x, basis.size) if self.is_natural else basis
+        follows = self.is_natural and basis.size <= _MOST_FOLLOWED
+        return ExplicitFeatures.among(process.x, basis.size) if follows else basis
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         rows = spec.get("rows")  # older files have none

@@ -304,9 +304,18 @@ class TraceQuadrature_ELBO(ELBO):
         after f, they run once for each node.
         """
         guide, num_axes = grid.guide, grid.num_axes
+
+        def second() -> Tensor:
+            held = twice()
+            state = None if self._settled or guide.on_sites or outside else RandomState(guide.like)
+            values = mapped(held, nodes, num_axes)
+            if state is not None and state.has_moved:
+                raise _DrewError
+            return values
+
         ways = [
             lambda: mapped(grid.once, nodes, num_axes),
-            lambda: mapped(twice(), nodes, num_axes),
+            second,
             lambda: one_by_one(twice(), nodes, num_axes),
         ]
         first = self._ways.get(guide)
@@ -321,6 +330,10 @@ class TraceQuadrature_ELBO(ELBO):
                 values = ways[way]()
             except AscentError:
                 raise  # once: the steps that were refused are forgotten
+            except _DrewError:
+                state.restore()
+                self._ways[guide] = 0
+                return ways[0]()
             except (RuntimeError, TypeError, ValueError) as error:
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
@@ -371,6 +384,10 @@ def _guide_of(model: Callable, guide: Any) -> AutoSparseGP:
     return unwrapped
 
 
+class _DrewError(Exception):
+    """With all values held, a program drew random numbers by itself, which a run before drew otherwise."""
+
+
 def _repeats(guide: AutoSparseGP, ways: Sequence[Callable[[], Tensor]]) -> bool:
     """Whether a program is to run twice: not if it has a network, whose runs may be long, nor if another run is
     another program, such as one that draws rows, or takes them from an iterator, by itself.
@@ -396,8 +413,8 @@ def _repeats(guide: AutoSparseGP, ways: Sequence[Callable[[], Tensor]]) -> bool:
             return False
         finally:
             state.restore()
-    tolerance = torch.finfo(once.dtype).eps ** 0.5
-    return torch.allclose(once, twice, rtol=tolerance, atol=tolerance, equal_nan=True)
+    tolerance = max(torch.finfo(values.dtype).eps for values in (once, twice)) ** 0.5
+    return torch.allclose(once, twice.to(once), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _of_actions(guide: AutoSparseGP) -> str:

@@ -186,6 +186,13 @@ class RandomState:
         self._host = torch.get_rng_state()
         self._there = None if self._device is None else torch.cuda.get_rng_state(self._device)
 
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything was drawn since."""
+        there = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        same = torch.equal(self._host, torch.get_rng_state())
+        return not same or (there is not None and self._there is not None and not torch.equal(self._there, there))
+
     def restore(self) -> None:
         """Put the generators back."""
         torch.set_rng_state(self._host)
