@@ -861,7 +861,7 @@ def test_handlers_around_a_prediction_are_not_those_of_the_training_data(family,
     torch.testing.assert_close(again.variance, q.variance)
     draws = draws.reshape(20, -1)
     assert ((draws.mean(0) - q.mean).abs() < 5 * q.stddev / 20**0.5).all()
-    assert ((draws.var(0) / q.variance).log().abs() < 1.5).all()
+    assert ((draws.var(0) / q.variance).log().abs() < 2).all()  # chance passes 1.5 in one of 150
 
 
 @pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=["SVGP", "SGPR"])
