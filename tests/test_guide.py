@@ -852,16 +852,16 @@ def test_handlers_around_a_prediction_are_not_those_of_the_training_data(family,
     with torch.no_grad():
         if which == "scaled":
             guide.eval()
-            draws = torch.stack([poutine.scale(guide, 0.01)(*arguments)["f"] for _ in range(20)])
+            draws = torch.stack([poutine.scale(guide, 0.01)(*arguments)["f"] for _ in range(40)])
         else:
-            draws = Predictive(regression, guide=guide, num_samples=20, return_sites=("f",))(*arguments)["f"]
+            draws = Predictive(regression, guide=guide, num_samples=40, return_sites=("f",))(*arguments)["f"]
         with poutine.mask(mask=False):
             again = guide.posterior(*arguments)["f"]
     torch.testing.assert_close(again.mean, q.mean)
     torch.testing.assert_close(again.variance, q.variance)
-    draws = draws.reshape(20, -1)
-    assert ((draws.mean(0) - q.mean).abs() < 5 * q.stddev / 20**0.5).all()
-    assert ((draws.var(0) / q.variance).log().abs() < 2).all()  # chance passes 1.5 in one of 150
+    draws = draws.reshape(40, -1)
+    assert ((draws.mean(0) - q.mean).abs() < 5 * q.stddev / 40**0.5).all()
+    assert ((draws.var(0) / q.variance).log().abs() < 1.5).all()
 
 
 @pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=["SVGP", "SGPR"])

@@ -243,7 +243,7 @@ class NaturalGaussian(StepsOnBackward):
         phi = side_by_side(features)
         self.gram = (phi.mT @ phi).to(self.gram).expand(self.gram.shape).clone()
         if anchor is not None:
-            self.seat = self._seat(anchor.detach()).contiguous()
+            self.seat = self._seat(anchor.detach())
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Start there. One who knows a mean knows more than a batch does: steps start at the rate of the tenth."""
@@ -374,7 +374,7 @@ class NaturalGaussian(StepsOnBackward):
         self.loc = _mean_of(self.gram, pull.expand(self.loc.shape))
         self.level = self.level.new_zeros(0)  # the mean's values now, which the next step notes
         if anchor is not None:
-            self.seat = self._seat(anchor).contiguous()
+            self.seat = self._seat(anchor)
         self.skip(max(KNOWN - self.steps_taken, 0))
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:
@@ -417,7 +417,7 @@ class NaturalGaussian(StepsOnBackward):
         self.gram = torch.where(fine[..., None, None], new, here[0]).expand(self.gram.shape)
         self.loc = torch.where(fine[..., None], loc, here[1]).expand(self.loc.shape)
         if base.seat is not None:
-            self.seat = base.seat.contiguous()  # as a state is read: in another order products round otherwise
+            self.seat = base.seat
         if base.level is not None:
             self.level = base.level
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..numerics.linalg import cholesky, rounding, wider
 from .natural import NaturalGaussian
 from .product import Product
+from .steps import softened
 
 __all__ = ["NaturalAtRows"]
 
@@ -54,7 +55,7 @@ class NaturalAtRows(NaturalGaussian):
         return super().forward(anchor, level)
 
     def _seat(self, anchor: Tensor) -> Tensor:
-        return anchor
+        return softened(anchor, 0.0)
 
     def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         if seat is None or not self.seat.numel():

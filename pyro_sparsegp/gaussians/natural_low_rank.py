@@ -293,7 +293,7 @@ class NaturalLowRank(StepsOnBackward):
     def _sit(self, seats: Optional[Seats]) -> None:
         for group, seat in zip(self._groups.members, seats or ()):
             if seat is not None:
-                parts = seat.detach().to(self.loc_0).contiguous().unbind(-3)
+                parts = seat.detach().to(self.loc_0).unbind(-3)
                 self._buffers.update((f"seat_{b}", part) for b, part in zip(group, parts))
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:

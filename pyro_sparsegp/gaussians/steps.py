@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
+from types import CodeType
 from typing import Any, Optional, Self, Union
 
 import torch
@@ -36,6 +37,7 @@ __all__ = [
     "StepsOnBackward",
     "cautious",
     "listen",
+    "running",
     "softened",
     "steppers",
 ]
@@ -224,8 +226,9 @@ class StepsOnBackward(Coefficients):
 
     def note(self, heard: Heard) -> None:
         """Have a step taken for a pass that was differentiated."""
-        self._heard[id(heard)] = heard
-        due(self, self.settle)  # by several processes at once
+        if id(heard) not in self._heard:
+            self._heard[id(heard)] = heard
+            due(self, self.settle)  # by several processes at once
 
     @property
     def steps_taken(self) -> int:
@@ -269,7 +272,7 @@ class StepsOnBackward(Coefficients):
         if not self._heard:
             return
         rate = self.next_rate()  # which may be refused: what was heard stays
-        if (callable(self.rate) or rate != 1) and _is_within_lbfgs():
+        if (callable(self.rate) or rate != 1) and running(_LBFGS):
             raise ValueError(
                 "torch.optim.LBFGS evaluates its objective several times a step, and after each q of a guide's GP "
                 "site takes a natural step of its own, so that no two are of one function. Give the family "
@@ -329,14 +332,17 @@ class StepsOnBackward(Coefficients):
         return super().__getstate__()
 
 
-_LBFGS = inspect.unwrap(torch.optim.LBFGS.step).__code__
+_LBFGS = {inspect.unwrap(torch.optim.LBFGS.step).__code__}
 
 
-def _is_within_lbfgs() -> bool:
+def running(codes: Container[CodeType]) -> Optional[CodeType]:
+    """The one of some functions' codes that calls this, the innermost; ``None`` if none does."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _LBFGS:
+    while frame is not None:
+        if frame.f_code in codes:
+            return frame.f_code
         frame = frame.f_back
-    return frame is not None
+    return None
 
 
 def steppers(guide: torch.nn.Module) -> list[StepsOnBackward]:
@@ -452,8 +458,8 @@ def weighed(module: StepsOnBackward, heard: Heard, shape: torch.Size, inner: boo
 
 
 def softened(anchor: Tensor, softness: float) -> Tensor:
-    """L + ηsI, s² the mean of diag(LLᵀ)."""
-    return _Softened.apply(anchor, softness) if softness else anchor
+    """L + ηsI, s² the mean of diag(LLᵀ), by rows, as a state is read: in another order products round otherwise."""
+    return _Softened.apply(anchor, softness) if softness else anchor.contiguous()
 
 
 class _Softened(Function):
@@ -464,7 +470,7 @@ class _Softened(Function):
     @staticmethod
     def forward(anchor: Tensor, softness: float) -> Tensor:
         scale = torch.linalg.vector_norm(anchor, dim=(-2, -1)) * (softness / anchor.shape[-1] ** 0.5)
-        total = anchor.clone()
+        total = anchor.clone(memory_format=torch.contiguous_format)
         total.diagonal(dim1=-2, dim2=-1).add_(scale[..., None])
         return total
 

@@ -18,6 +18,7 @@ from ..bases.inducing import InducingPoints
 from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
 from ..modules import at_path
+from ..posterior.base import Marginals
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -327,16 +328,22 @@ def check_parameters(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
     probe = guide.probe(args, kwargs)
     _check_known(guide)
     require_registered(guide.model, probe, guide.trace, (args, kwargs))
-    assert guide.structure is not None
-    for name, posterior in probe.posteriors.items():
-        if posterior.process.x.requires_grad:  # learned inputs, whose range is not what it will be
-            module = guide.modules_by_site()[name]
-            found = [part for part in module.modules() if isinstance(part, InducingPoints) and part.units is not None]
-            for part in found:
-                part.leave_units()
-            if found:
-                guide.structure.gps[name] = module.spec()
+    _leave_units(guide, probe.posteriors)
     guide._checked_parameters = True
+
+
+def _leave_units(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
+    """Learn inducing inputs in units of 1 where x is learned, whose range is not what it will be."""
+    assert guide.structure is not None
+    for name, posterior in posteriors.items():
+        if not posterior.process.x.requires_grad:
+            continue
+        module = guide.modules_by_site()[name]
+        found = [part for part in module.modules() if isinstance(part, InducingPoints) and part.units is not None]
+        for part in found:
+            part.leave_units()
+        if found:
+            guide.structure.gps[name] = module.spec()
 
 
 def _check_known(guide: Saved) -> None:

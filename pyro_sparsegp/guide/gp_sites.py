@@ -26,6 +26,7 @@ from ..approximations.on_sites import SiteGP
 from ..approximations.weight_space import WeightSpaceGP
 from ..families import ExpectationFamily, Family, SiteFamily
 from ..gaussians import Share
+from ..gaussians.steps import running
 from ..kernels.base import white_share
 from ..modules import at_path
 from ..posterior.drawing import OTHER_LATENTS, ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
@@ -401,13 +402,10 @@ _WEIGHTED = {
 
 
 def _require_linear(name: str) -> None:
-    frame = inspect.currentframe()
-    while frame is not None:
-        objective = _WEIGHTED.get(frame.f_code)
-        if objective is not None:
-            raise ValueError(
-                f"{objective} weighs draws by their densities; in training, GP site {name!r} has independent marginal "
-                "draws and the expectation of its density. Call guide.eval() first, for joint draws, or use "
-                "TraceQuadrature_ELBO, Trace_ELBO or TraceMeanField_ELBO."
-            )
-        frame = frame.f_back
+    code = running(_WEIGHTED)
+    if code is not None:
+        raise ValueError(
+            f"{_WEIGHTED[code]} weighs draws by their densities; in training, GP site {name!r} has independent "
+            "marginal draws and the expectation of its density. Call guide.eval() first, for joint draws, or use "
+            "TraceQuadrature_ELBO, Trace_ELBO or TraceMeanField_ELBO."
+        )

@@ -307,12 +307,12 @@ def _summed(found: Structure, moves: _Moves, program: _Program) -> list[list[str
         if moves.base[pair[0]].shape == moves.base[pair[1]].shape
         and not any(set(pair) <= set(group) for group in found.joint)
     ]
+    if not pairs:
+        return []
     points = [moves.base]
     for f, g in pairs:
         step = torch.minimum(moves.step[f], moves.step[g])
         points += [moves.base | {name: moves.base[name] + step} for name in (f, g)]
-    if not pairs:
-        return []
     outputs, _ = program.at(points)
     summed = []
     for i, pair in enumerate(pairs):

@@ -305,7 +305,7 @@ def ratio(mine, theirs, best):
 def page(kept, options):
     """The table of all that was run, and what it shows."""
     methods = [*LOOPS, *([BEFORE] if options.before else [])]
-    others = {BEFORE: 5, f"Adam, {OLD:g}": 5, "NGD": 2} if options.before else {f"Adam, {OLD:g}": 5, "NGD": 2}
+    others = ({BEFORE: 5} if options.before else {}) | {f"Adam, {OLD:g}": 5, "NGD": 2}
     lines = [
         "# Who arrives first",
         "",
