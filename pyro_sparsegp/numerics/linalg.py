@@ -113,7 +113,8 @@ class _Factor(Function):
         inner = by_turn if by_factor is None else _tril_of_lower(factor, by_factor)
         both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)
         left = torch.linalg.solve_triangular(factor, both, upper=False, left=False)  # PL⁻¹, whose transpose is L⁻ᵀP
-        return torch.linalg.solve_triangular(factor, left.mT, upper=False, left=False).to(ctx.wide), None, None
+        # It is symmetric: its transpose is in the order of A's rows, which a solve's result is not.
+        return torch.linalg.solve_triangular(factor, left.mT, upper=False, left=False).mT.to(ctx.wide), None, None
 
     @staticmethod
     def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
