@@ -9,7 +9,7 @@ from .fused_adam import FusedAdam
 
 __all__ = ["FallingAdam", "share"]
 
-_WARM = 10  # steps over which rates rise, while Adam's second moments are of few gradients
+_WARM = 3  # steps over which rates rise, while Adam's second moments are of few gradients
 _HELD = 0.4  # share of the steps in which rates stay
 _LAST = 0.01  # of a rate, at the end
 
@@ -45,8 +45,8 @@ class FallingAdam(FusedAdam):
     def factor(step: int, steps: int) -> float:
         """The share of the first rate that a step takes.
 
-        >>> [round(FallingAdam.factor(step, 1000), 3) for step in (0, 9, 400, 700, 999)]
-        [0.1, 1.0, 1.0, 0.505, 0.01]
+        >>> [round(FallingAdam.factor(step, 1000), 3) for step in (0, 2, 400, 700, 999)]
+        [0.333, 1.0, 1.0, 0.505, 0.01]
         """
         return min(1.0, (step + 1) / _WARM) * share(step, steps)
 
