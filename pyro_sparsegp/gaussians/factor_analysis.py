@@ -45,7 +45,9 @@ def times(groups: Groups, blocks: Columns, low_rank: Tensor, v: Tensor) -> Tenso
 
 def _root(matrix: Tensor, what: str) -> Tensor:
     """A Cholesky factor, with so much more on the diagonal that rounding leaves the matrix positive."""
-    return cholesky(matrix, rounding(matrix), what)
+    more = matrix.clone()
+    more.diagonal(dim1=-2, dim2=-1).mul_(1 + rounding(matrix))
+    return cholesky(more, 0.0, what)
 
 
 class Target(Protocol):

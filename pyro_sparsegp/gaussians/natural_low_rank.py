@@ -46,6 +46,7 @@ from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward
 __all__ = ["NaturalLowRank"]
 
 _FEW = 512  # coefficients up to which P̂ is formed
+_SMALL = 0.1  # rates at which P̂ is near enough to P for one sweep
 
 Blocks = list[Tensor]
 Seats = list[Optional[Tensor]]
@@ -202,7 +203,7 @@ class NaturalLowRank(StepsOnBackward):
     :param base: whether D is free; else it is I.
     :param rate: ρ of the step P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) before it is projected, in (0, 1] or a function of the number
         of steps taken; by default max(0.1, 1/(1 + t)).
-    :param sweeps: of expectation maximisation a step.
+    :param sweeps: of expectation maximisation a step, whose rate is above 0.1; others take one.
     :param iterations: of conjugate gradients a step.
     :param softness: η, as of :class:`NaturalGaussian`.
     """
@@ -403,7 +404,7 @@ class NaturalLowRank(StepsOnBackward):
             target = self._target(heard, here, each, kept)
             aims = target.blocks() if self.base else None
             blocks, low_rank = here.blocks, groups.over(here.low_rank)
-            for number in range(self.sweeps):
+            for number in range(self.sweeps if rate > _SMALL else 1):
                 blocks, low_rank = sweep(groups, target, aims, blocks, low_rank, None if number else here.known)
             right = -each * (weight * groups.over(base.loc) + self._slope(heard, inside))
             shift = target.solve(right, blocks, low_rank, self.iterations)
@@ -411,8 +412,7 @@ class NaturalLowRank(StepsOnBackward):
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
         fine = torch.stack([part.sum() for part in (*loc, *blocks, *low)]).sum().isfinite() & (each > 0).all()
-        for flag in flags:
-            fine = fine & (flag == 0).all()
+        fine = fine & ~torch.cat([flag.flatten() for flag in flags]).any()
         loc, blocks, low = (
             [torch.where(fine, a, b) for a, b in zip(new, old)]
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
@@ -428,15 +428,14 @@ class NaturalLowRank(StepsOnBackward):
         """P̂, formed where it is small, and where curvatures are negative or shown by draws."""
         groups, low_rank = self._groups, self._groups.over(here.low_rank)
         curved = [(heard.whole(row, groups.order), each * (2 * row["by_change"])[..., None]) for row in heard.curved()]
+        signed = bool(heard.draws) or _any_below_zero([curvature for _, curvature in curved])
+        if not signed:
+            make = Products if sum(self.sizes) > _FEW else Formed
+            return make(groups, here.blocks, low_rank, kept, curved)
         rows = [(phi, curvature.clamp(min=0)) for phi, curvature in curved]
-        beyond = [(phi, (-curvature).clamp(min=0)) for phi, curvature in curved]
-        signed = bool(heard.draws) or _any_above_zero([curvature for _, curvature in beyond])
-        if not signed and sum(self.sizes) > _FEW:
-            return Products(groups, here.blocks, low_rank, kept, rows)
         formed = Formed(groups, here.blocks, low_rank, kept, rows)
-        if signed:
-            shown = each * self._curvature_by_draws(heard)
-            formed.add(shown - sum(phi.mT @ (phi * curvature) for phi, curvature in beyond))
+        shown = each * self._curvature_by_draws(heard)
+        formed.add(shown + sum(phi.mT @ (phi * curvature.clamp(max=0)) for phi, curvature in curved))
         return formed
 
     def _slope(self, heard: Heard, inside: Optional[Tensor]) -> Tensor:
@@ -472,8 +471,9 @@ class NaturalLowRank(StepsOnBackward):
         return _Base(list(self._gaussian(near, rest, blocks, low_rank).parts[0]), blocks, low_rank, seats)
 
 
-def _any_above_zero(parts: Sequence[Tensor]) -> bool:
+def _any_below_zero(parts: Sequence[Tensor]) -> bool:
     """Whether a number of these is, in any of the processes."""
     if not parts:
         return False
-    return bool(largest(torch.stack([part.amax() for part in parts]).amax()) > 0)
+    lowest = torch.stack([part.amin() for part in parts]).amin()
+    return bool(largest(-lowest) > 0)
