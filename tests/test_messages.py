@@ -71,6 +71,25 @@ def test_one_row_of_data_beside_many(family):
     AutoSparseGP(model, SVGP(1))(x[:1], y[:1])
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first call", "later step"])
+def test_data_that_do_not_fit(first):
+    x, y = data()
+    guide = AutoSparseGP(model, SVGP(5))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    if not first:
+        svi.step(x, y)
+    with pytest.raises(ValueError, match=r"site 'y' observes data of shape \(7,\) under .* of shape \(20,\)"):
+        svi.step(x, y[:7])
+    with pytest.raises(ValueError, match=r"site 'y' observes a ndarray.*torch.as_tensor\(y\)"):
+        svi.step(x, y.numpy())
+
+
+def test_data_of_a_fit_without_rows():
+    x, y = data()
+    with pytest.raises(ValueError, match="data has no tensor or array with rows, but list, list"):
+        fit(model, AutoSparseGP(model, SVGP(5)), (x.tolist(), y.tolist()), steps=1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
 def test_classes_that_are_no_floating_point_numbers(dtype):
     x, y = data()

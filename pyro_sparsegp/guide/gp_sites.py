@@ -228,6 +228,11 @@ class GPSites(CoupledLatents):
                 return
         if msg["name"].endswith(LEFT_OUT) and is_left_out(msg["name"], self.trace.nodes):
             settle_left_out(msg, self.trace.nodes, draw=self._run.draws_left_out)
+        if msg["is_observed"] and not isinstance(msg["value"], Tensor):
+            raise ValueError(
+                f"site {msg['name']!r} observes a {type(msg['value']).__name__}, and not a tensor: give obs a tensor, "
+                "torch.as_tensor(y) of an array, torch.as_tensor(y.to_numpy()) of a pandas series"
+            )
         rows = {} if self.structure is None or self._run.draws_data else self.structure.rows
         if not msg["is_observed"] and msg["name"] in rows:
             msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True

@@ -174,7 +174,11 @@ class TensorBatches(Batches):
             **{f"data[{key!r}]": len(value) for key, value in kwargs.items() if _has_rows(value)},
         }
         if not rows:
-            raise ValueError("data has no tensor with rows")
+            found = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
+            raise ValueError(
+                f"data has no tensor or array with rows, but {found}: torch.as_tensor(table.to_numpy()).float() makes "
+                "a tensor of a pandas one"
+            )
         self.num = next(iter(rows.values()))
         other = {key: num for key, num in rows.items() if num != self.num}
         if (batch_size is not None or size is not None) and other:

@@ -41,14 +41,14 @@ __all__ = [
 
 
 def require_sizes(trace: poutine.Trace) -> None:
-    """Raise if a plate holds more of a run's data than it has: it would scale them down; if data are a column, or one
-    row beside many; or if a latent is under a mask of rows.
+    """Raise if a plate holds more of a run's data than it has: it would scale them down; if data do not fit their
+    distribution, are a column, or one row beside many; or if a latent is under a mask of rows.
 
     :raises ValueError: naming the site and the plate.
     """
     for name, site in all_sites(trace):
         fn, value = site["fn"], site["value"]
-        if site["is_observed"] and (value.dim() > len(fn.batch_shape) + len(fn.event_shape) or 1 in value.shape):
+        if site["is_observed"] and value.shape != fn.batch_shape + fn.event_shape:
             require_own_rows(name, site)
         elif isinstance(site["mask"], Tensor) and is_free(site) and not site_is_subsample(site):
             _require_own_mask(name, site)
@@ -215,15 +215,21 @@ def require_left_out(
 
 
 def require_own_rows(name: str, site: Any) -> None:
-    """Raise if data and distribution are of different shapes, and one row of data would be that of many, or if they
-    meet in more values than either has.
+    """Raise if data and distribution are of different shapes, and do not fit, one row of data would be that of many, or
+    they meet in more values than either has.
 
     :raises ValueError: naming the site, both shapes and what to write.
     """
     value, shape = site["value"], torch.Size(site["fn"].shape())
     if not site["is_observed"]:
         return
-    together = broadcast_shapes(value.shape, shape)
+    try:
+        together = broadcast_shapes(value.shape, shape)
+    except ValueError:
+        raise ValueError(
+            f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}: "
+            "give it a value for each of the distribution's."
+        ) from None
     if together.numel() > max(value.numel(), shape.numel()):
         column = value.dim() > 1 and value.shape[-1] == 1
         found = f"each value would meet every row, {tuple(together)} in all"
