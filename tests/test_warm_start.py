@@ -159,6 +159,22 @@ def test_more_numbers_than_the_rows_bear(hardly_trained):
         assert warm_start.warm(wide, guide, Batch((x, x[:, 0]), {}, None, num), [], None) is applies
 
 
+@pytest.mark.parametrize("rows", [100, 50], ids=["subset of all rows", "subset of half"])
+def test_models_that_run_on_all_rows_alone(rows, monkeypatch, hardly_trained):
+    monkeypatch.setattr(warm_start, "_ROWS", rows)
+    x, y = wave(100)
+    offset = torch.randn(100)
+
+    def with_an_offset(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("data", 100):
+            return pyro.sample("y", dist.Normal(f + offset, 0.3), obs=y)
+
+    guide = AutoSparseGP(with_an_offset, SVGP(6))
+    guide(x, y)
+    assert warm_start.warm(with_an_offset, guide, Batch((x, y + offset), {}, None, 100), [], None) is (rows == 100)
+
+
 def test_fit_takes_it_where_asked(monkeypatch):
     monkeypatch.setattr(warm_start, "_STEPS", 40)
     x, y = wave(300)

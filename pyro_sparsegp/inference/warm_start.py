@@ -81,9 +81,14 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
         for rows in (_rows(subset, _TELLING), subset):
             collapsed = AutoSparseGP(model, collapsing, point_estimates=True, init_loc_fn=init)
             args, kwargs = _call(rows, takes)
-            with torch.no_grad():
-                collapsed(*args, **kwargs)
-            holds = collapsed.site_status[name]["exact"]
+            try:
+                with torch.no_grad():
+                    collapsed(*args, **kwargs)
+                holds = collapsed.site_status[name]["exact"]
+            except Exception:
+                if rows.num == batch.num:
+                    raise
+                holds = rows is not subset  # a model with a tensor or a plate of N rows runs on no fewer
             drop_stored(collapsed._pyro_name)
             if not holds:
                 return False
@@ -168,8 +173,11 @@ def _fits(guide: AutoSparseGP, subset: Batch, takes: Mapping[str, Any]) -> bool:
     if guide.structure.network:
         return False
     args, kwargs = _call(subset, takes)
-    with torch.no_grad(), poutine.block(), poutine.trace(param_only=True) as capture:
-        guide(*args, **kwargs)
+    try:
+        with torch.no_grad(), poutine.block(), poutine.trace(param_only=True) as capture:
+            guide(*args, **kwargs)
+    except Exception:
+        return False  # a model with a tensor or a plate of N rows runs on no fewer
     own = f"{guide._pyro_name}."
     registered = {n: s["value"] for n, s in all_sites(capture.trace) if not n.startswith(own)}
     numbers = sum(value.numel() for value in registered.values())
