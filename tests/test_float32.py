@@ -204,3 +204,24 @@ def test_low_rank_steps_on_precise_data(family):
     losses = [svi.step(x, y) for _ in range(50)]
     assert min(losses) == pytest.approx(losses[-1], abs=25)  # 90 where the mean is found anew of (I + G)m
     assert losses[-1] < -350  # 2e6 with parts of factors
+
+
+def test_effects_of_a_coupled_precision_keep_their_width():
+    """The level that effects share has a precision of 1 beside one of N/s² = 70,000, in 24 bits."""
+    x = torch.rand(60, 3)
+
+    def precise(x, y):
+        first, second, third = (kernels.Matern52(x.new_tensor(0.5))[i] for i in range(3))
+        f = pyro.sample("f", GaussianProcess(first + second + third, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.03), obs=y)
+
+    guide = AutoSparseGP(precise, CoupledPrecision(8, rank=8))
+    svi = pyro.infer.SVI(precise, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(2))
+    for _ in range(60):
+        svi.step(x.float(), (4 * x).sin().sum(-1).float())
+    found = guide.posterior(x.float(), x[:, 0].float())["f"].components[0].variance.double()
+    parts = [kernels.Matern52(0.5)(part) for part in x.split(1, -1)]
+    whole = sum(parts) + 0.03**2 * torch.eye(60)
+    exact = (parts[0] - parts[0] @ torch.linalg.solve(whole, parts[0])).diagonal()
+    torch.testing.assert_close(found.sqrt(), exact.sqrt(), rtol=0.15, atol=0.0)

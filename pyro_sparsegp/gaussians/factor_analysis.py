@@ -50,6 +50,17 @@ def _root(matrix: Tensor, what: str) -> Tensor:
     return cholesky(more, 0.0, what)
 
 
+def _lifted(matrix: Tensor, share: float, of: Tensor) -> Tensor:
+    """A matrix, with a share of another's diagonal added where less than that is left to its being singular.
+
+    Added at each step, of rate ρ, it would be in the next P̂ too, and add up to 1/ρ of it: by float32's rounding of a
+    precise level each effect's own would be as precise.
+    """
+    least = share * of.diagonal(dim1=-2, dim2=-1)
+    short = torch.linalg.cholesky_ex(matrix - torch.diag_embed(least)).info != 0
+    return matrix + torch.diag_embed(least * short[..., None])
+
+
 class Target(Protocol):
     """P̂."""
 
@@ -204,15 +215,11 @@ def sweep(
     beta = torch.cholesky_solve(scaled.mT, inner)
     seen = target.times(beta.mT)  # P̂βᵀ
     moment = torch.cholesky_inverse(inner) + beta @ seen
-    root = _root(moment, "the factors' second moment")  # which reads the lower triangle only
+    moment = _lifted(moment, rounding(moment), moment)
+    root = cholesky(moment, 0.0, "the factors' second moment")  # which reads the lower triangle only
     if aims is None:
         return blocks, torch.cholesky_solve(seen.mT, root).mT
     new = over_upper(seen, root)  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
-    rounding = 10 * torch.finfo(new.dtype).eps
-    found = []
-    for aim, b in zip(aims, groups.cut(new)):
-        d = aim - b @ b.mT
-        # Where B has nearly all of a block, what is left of it is rounding, of either sign.
-        d.diagonal(dim1=-2, dim2=-1).add_(aim.diagonal(dim1=-2, dim2=-1), alpha=rounding)
-        found.append(d)
-    return found, new
+    # Where B has nearly all of a block, what is left of it is rounding, of either sign.
+    share = 10 * torch.finfo(new.dtype).eps
+    return [_lifted(aim - b @ b.mT, share, aim) for aim, b in zip(aims, groups.cut(new))], new
