@@ -511,6 +511,7 @@ def test_a_stopping_rule_and_its_history():
         ("steps", {"steps": 0}),
         ("steps", {"steps": 3, "epochs": 1}),
         ("epochs", {"epochs": 1.5}),
+        ("size=400, and data has 40 rows", {"size": 400}),
         ("batch_size", {"batch_size": 41}),
         ("batch_size", {"batch_size": 0}),
         ("optim", {"optim": torch.optim.Adam}),

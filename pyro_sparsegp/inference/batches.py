@@ -189,6 +189,11 @@ class TensorBatches(Batches):
             )
         if batch_size is not None and not 1 <= batch_size <= self.num:
             raise ValueError(f"batch_size must be between 1 and data's {self.num} rows, got {batch_size}")
+        if size is not None and size != self.num:
+            raise ValueError(
+                f"size={size}, and data has {self.num} rows, which are taken for all: leave size out, or give batches, "
+                "[(x, y)] say, of which size is the number of all rows"
+            )
         self.args, self.kwargs, self.batch_size, self.device, self.seed = args, kwargs, batch_size, device, seed
         self.size, self.whole = self.num, batch_size is None
         self._epoch, self._place = 0, 0
