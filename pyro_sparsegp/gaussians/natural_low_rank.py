@@ -46,7 +46,6 @@ from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward
 __all__ = ["NaturalLowRank"]
 
 _FEW = 512  # coefficients up to which P̂ is formed
-_SMALL = 0.1  # rates at which P̂ is near enough to P for one sweep
 
 Blocks = list[Tensor]
 Seats = list[Optional[Tensor]]
@@ -203,7 +202,7 @@ class NaturalLowRank(StepsOnBackward):
     :param base: whether D is free; else it is I.
     :param rate: ρ of the step P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) before it is projected, in (0, 1] or a function of the number
         of steps taken; by default max(0.1, 1/(1 + t)).
-    :param sweeps: of expectation maximisation a step, whose rate is above 0.1; others take one.
+    :param sweeps: of expectation maximisation a step.
     :param iterations: of conjugate gradients a step.
     :param softness: η, as of :class:`NaturalGaussian`.
     """
@@ -404,7 +403,7 @@ class NaturalLowRank(StepsOnBackward):
             target = self._target(heard, here, each, kept)
             aims = target.blocks() if self.base else None
             blocks, low_rank = here.blocks, groups.over(here.low_rank)
-            for number in range(self.sweeps if rate > _SMALL else 1):
+            for number in range(self.sweeps):
                 blocks, low_rank = sweep(groups, target, aims, blocks, low_rank, None if number else here.known)
             right = -each * (weight * groups.over(base.loc) + self._slope(heard, inside))
             shift = target.solve(right, blocks, low_rank, self.iterations)
