@@ -160,6 +160,7 @@ def settle_again(
         reading.sites = sites if still else kept
         if not still:
             reading.truncated, reading.change, reading.pace, reading.halved = truncated, math.inf, 1.0, 0
+            reading.stuck = False
     marginals.update(there if still else before[1])
     return still
 
