@@ -344,6 +344,23 @@ def test_states_and_copies(trained):
         apart.load_state_dict(trained.state_dict())
 
 
+def test_states_of_kernels_that_depend_on_the_rows():
+    """A site's own module has no parameters then: q is of both sites."""
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(torch.sin), x))
+        g = pyro.sample("g", GaussianProcess(kernels.Linear(1.0), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f * g, 0.1), obs=y)
+
+    x, y = torch.rand(6, 1), torch.rand(6)
+    trained, fresh = (AutoSparseGP(model, {("f", "g"): families.WeightSpace()}) for _ in range(2))
+    trained(x, y)
+    fresh.load_state_dict(trained.state_dict())
+    mine, its = (guide.posterior(x + 2.0)["f"].variance for guide in (trained, fresh))
+    torch.testing.assert_close(mine, its)
+
+
 @pytest.mark.slow  # test_coupled.py sees what follows latents, the tests above what is joint
 def test_a_level_beside_them():
     x, y = _data()

@@ -23,6 +23,7 @@ from pyro_sparsegp.families import (
     SiteFamily,
     WeightSpace,
 )
+from pyro_sparsegp.gaussians.sites import Sites, update, within_reach
 from pyro_sparsegp.program.reader import Reader
 
 from .models import bernoulli, data, gaussian, heteroscedastic, maximise, one_function, poisson, regression, train
@@ -625,6 +626,39 @@ def test_projections_of_cut_sites_stay_within_reach(actions, name):
         assert max(losses[15:]) - min(losses[15:]) < 5
     best = best_bound(CUT[name], x, y, x)
     assert min(losses) > -best - 0.01  # no bound above that of all inputs as inducing points
+
+
+@pytest.mark.parametrize("name", ["student", pytest.param("cauchy", marks=pytest.mark.slow)])
+def test_sites_of_projections_settle_where_some_are_kept_within_reach(name):
+    model, x, y = outliers(CUT[name], 14)
+    guide = AutoSparseGP(model, ComputationAware(6, "eigen"))
+    guide(x, y)
+    status = guide.site_status["f"]
+    assert status["truncated"] > 0
+    assert status["converged"]
+
+
+@pytest.mark.parametrize("rate", [0.4, 1.0])
+def test_damping_leaves_where_sites_within_reach_end(rate):
+    x, zeros, ones = torch.rand(4, 1), torch.zeros(4), torch.ones(4)
+    gradient, curvature = torch.tensor([30.0, -1.0, 2.0, 0.5]), torch.tensor([0.0, 1.0, 2.0, 4.0])
+    sites = Sites(x, ones, zeros)
+    for _ in range(600):
+        sites = within_reach(update(sites, gradient, curvature, zeros, ones, zeros, rate), sites, zeros, ones, zeros)
+    spread = (1 + 1 / sites.precision.mean()).sqrt()
+    torch.testing.assert_close(sites.precision, torch.cat([30 / (10 * spread)[None], curvature[1:]]))
+    torch.testing.assert_close(sites.linear, gradient)
+
+
+def test_small_steps_raise_the_bound_where_some_curvature_is_cut():
+    """Steps with a rate of each row's own lower it here, however small they are."""
+    pyro.set_rng_seed(30)
+    x = torch.rand(17, 1)
+    y = torch.sin(6 * x[:, 0]) + 0.1 * torch.randn(17)
+    y[::4] += 2 * torch.randn(5)
+    guide = AutoSparseGP(one_function(kernels.Matern32(1.0), lambda f: dist.StudentT(4.0, f, 0.03)), SGPR(x[:5]))
+    guide(x, y)
+    assert guide.site_status["f"]["converged"]
 
 
 def test_a_mask_that_changes_drops_what_was_seen():

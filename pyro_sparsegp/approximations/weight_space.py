@@ -63,7 +63,7 @@ class WeightSpaceGP(SparseGP):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         rows = state_dict.get(prefix + "rows")
-        self.rows = None if rows is None else torch.empty_like(rows, device=next(self.parameters()).device)
+        self.rows = None if rows is None else torch.empty_like(rows, device=next(self.parameters(), rows).device)
         self.num_rows = int(state_dict.pop(prefix + "num_rows", 0))  # older files have none
         super()._load_from_state_dict(state_dict, prefix, *args)
 

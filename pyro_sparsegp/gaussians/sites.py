@@ -40,12 +40,19 @@ class Sites:
 
 
 _STEP = 3.0  # of one update of a site's mean, in standard deviations
-_CAREFUL = 0.15  # share of the rate where the curvature is cut
+_CAREFUL = 0.15  # the largest share of the rate where the curvature is cut
 _REACH = 10.0  # of a site's mean from the marginal's, where data are projected
 
 
 def update(
-    kept: Sites, gradient: Tensor, curvature: Tensor, mean: Tensor, variance: Tensor, prior_mean: Tensor, rate: float
+    kept: Sites,
+    gradient: Tensor,
+    curvature: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    prior_mean: Tensor,
+    rate: float,
+    pace: float = 1.0,
 ) -> Sites:
     """One damped step of conjugate-computation VI (Khan and Lin, 2017, eq. 9 and 10).
 
@@ -58,28 +65,33 @@ def update(
     :param curvature: −E[ℓ''], cut at 0.
     :param prior_mean: μ at the inputs.
     :param rate: 1 is the undamped step.
+    :param pace: the share of the rate that is taken.
     """
     gone = (gradient == 0) & (curvature == 0)
-    # Where ℓ is not concave here, a full step jumps to and fro.
-    pace = rate * (_CAREFUL + (1 - _CAREFUL) * (curvature > 0).to(curvature))
-    precision = torch.where(gone, 0.0, (1 - pace) * kept.precision + pace * curvature)
+    # Where ℓ is not concave here, a full step jumps to and fro. Small steps have one rate at all rows, that of the
+    # bound's ascent: with rates of their own they may lower it however small they are.
+    careful = min(pace, _CAREFUL)
+    step = rate * (careful + (pace - careful) * (curvature > 0).to(curvature))
+    precision = torch.where(gone, 0.0, (1 - step) * kept.precision + step * curvature)
     pull = kept.linear - kept.precision * (mean - prior_mean.detach())  # of the kept sites at m; E[ℓ'] at the end
     size = torch.maximum(precision, precision.mean(-1, keepdim=True)) + 0.01 / variance
     limit = _STEP * variance.sqrt() * size.detach()
-    change = pace * (gradient - pull)
+    change = step * (gradient - pull)
     change = change.nan_to_num(0.0).clamp(-limit, limit)
     # z stays where it is when μ moves.
     linear = torch.where(gone, 0.0, pull + change + precision * (mean - prior_mean))
     return Sites(kept.inputs, precision, linear)
 
 
-def within_reach(sites: Sites, mean: Tensor, variance: Tensor, prior_mean: Tensor) -> Sites:
+def within_reach(sites: Sites, kept: Sites, mean: Tensor, variance: Tensor, prior_mean: Tensor) -> Sites:
     """Sites with precisions raised so that |z − m| ≤ ``_REACH`` √(v + 1/λ̄), their pull on f at m kept.
 
     Projected data are a sum of z's; as λ → 0 (negative curvature, cut), z = m + E[ℓ']/λ runs away.
+
+    :param kept: the sites before; λ̄ is the larger mean precision, the same at the fixed point whatever the damping.
     """
     pull = sites.linear - sites.precision * (mean - prior_mean)
-    typical = sites.precision.detach().mean(-1, keepdim=True)
+    typical = torch.maximum(*(part.precision.detach().mean(-1, keepdim=True) for part in (sites, kept)))
     spread = (variance + 1 / typical.clamp(min=torch.finfo(typical.dtype).tiny)).sqrt()
     precision = torch.maximum(sites.precision, pull.detach().abs() / (_REACH * spread))
     return Sites(sites.inputs, precision, pull + precision * (mean - prior_mean))

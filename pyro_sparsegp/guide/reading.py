@@ -97,6 +97,12 @@ class SiteReading:
         precision = (-found.second).clamp(min=least)
         return Sites(self.process.x, precision, found.first + precision * away)
 
+    def held(self, sites: Sites, marginal: Marginal) -> Sites:
+        """Sites as the posterior takes them: projections of data take none whose z is far from the marginal."""
+        if not isinstance(self.module, ProjectedGP):
+            return sites
+        return within_reach(sites, self.sites, *marginal, self.process.mean)
+
     def settled(self) -> Optional[Sites]:
         """Where the last look left the sites, if training has not moved them since."""
         kept = self.module.sites
@@ -154,6 +160,7 @@ def settle_again(
         reading.sites = sites if still else kept
         if not still:
             reading.truncated, reading.change, reading.pace, reading.halved = truncated, math.inf, 1.0, 0
+            reading.stuck = False
     marginals.update(there if still else before[1])
     return still
 
@@ -274,10 +281,9 @@ def _update(
     full = 1.0 if reading.quadratic else reading.module.rate
 
     def proposed() -> Sites:
-        rate = reading.pace * full
         curvature = (-found.second).clamp(min=0)
-        sites = update(reading.sites, found.first, curvature, mean, variance, prior_mean, rate)
-        return within_reach(sites, mean, variance, prior_mean) if isinstance(reading.module, ProjectedGP) else sites
+        sites = update(reading.sites, found.first, curvature, mean, variance, prior_mean, full, reading.pace)
+        return reading.held(sites, (mean, variance))
 
     reading.truncated = _negative(found)
     if always is not True and reading.change <= always:
@@ -332,7 +338,7 @@ def _aimed(reader: Reader, reading: SiteReading, marginals: Mapping[str, Margina
     prior_mean = reading.process.mean
     for at_mean in (reading.at_mean, True):
         found = _expect_at(reader, reading, marginals, at_mean)
-        target = reading.expanded(found, mean - prior_mean)
+        target = reading.held(reading.expanded(found, mean - prior_mean), (mean, variance))
         away = _distance(reading.sites, target, mean, variance, prior_mean)
         change, fit = torch.stack([away, found.value.detach().isfinite().to(away)]).tolist()
         if fit or at_mean:
