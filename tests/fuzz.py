@@ -832,7 +832,8 @@ def build_family(c: Configuration, model: Model) -> Any:
         options["num_actions"] = c.support or len(x)
     if c.family.is_additive and isinstance(options["inducing"], Tensor):
         z = options["inducing"]
-        of_terms = (term.columns for term in model.kernel(x, {}).terms)
+        kernel = model.kernel(x, {})
+        of_terms = (getattr(term, "columns", None) for term in getattr(kernel, "terms", [kernel]))  # not of Foreign
         options["inducing"] = [z if read is None else z[:, list(read)].unique(dim=0) for read in of_terms]
     family = c.family.kind(**options)
     if c.joint:
