@@ -277,6 +277,18 @@ def test_rates_fall_to_the_end():
     assert min(rates[-2]) < 0.002
 
 
+def test_many_inducing_inputs_take_smaller_steps():
+    """Adam's first step is as long as its rate, here a third of 0.05: of 400 points √(256/400) of that."""
+    x, y = fit_worker.rows(40)
+    guide = AutoSparseGP(fit_worker.regression, SVGP(torch.rand(400, 2)))
+    guide(x, y)
+    before = guide.gps.f.basis.inputs[0].detach().clone()
+    fit(fit_worker.regression, guide, (x, y), steps=1, progress=False)
+    assert (guide.gps.f.basis.inputs[0] - before).abs().max().item() == pytest.approx(0.8 * 0.05 / 3, rel=1e-3)
+    moved = (pyro.param("length") / 0.7).log().abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.05 / 3))
+
+
 class Drawing:
     """Batches that are drawn, from the global random numbers, as they are asked for."""
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
+
+import pyro
+from torch import Tensor
 
 from .fused_adam import FusedAdam
 
@@ -12,6 +16,8 @@ __all__ = ["FallingAdam", "share"]
 _WARM = 3  # steps over which rates rise, while Adam's second moments are of few gradients
 _HELD = 0.4  # share of the steps in which rates stay
 _LAST = 0.01  # of a rate, at the end
+_POINTS = 256  # inducing inputs of a set from which on each takes smaller steps
+_INPUTS = re.compile(r"\.gps\..*\.basis\.(.*\.)?inputs_\d+$")
 
 
 class FallingAdam(FusedAdam):
@@ -20,7 +26,9 @@ class FallingAdam(FusedAdam):
     Noise of mini-batches moves parameters in proportion to the rate: a fit whose rate stays ends up beside the
     optimum, one whose rate falls at it (Robbins and Monro, 1951; the cosine is of Loshchilov and Hutter, 2017).
 
-    :param lr: of all parameters, before it falls.
+    :param lr: of all parameters, before it falls; of the M inducing inputs of a set √(256/M) of it, if there are more
+        than 256. Adam's steps of each are as long as the rate whatever its gradient says, which is mostly noise of the
+        batch where there are many: the features of a row are moved by the sum.
     """
 
     def __init__(self, lr: float = 0.05) -> None:
@@ -37,8 +45,8 @@ class FallingAdam(FusedAdam):
     def _get_optim(self, param: Any) -> Any:
         optimiser = super()._get_optim(param)
         for group in optimiser.param_groups:
-            group["initial_lr"] = group["lr"]
-            group["lr"] *= self._factor
+            group["initial_lr"] = _of_rate(param) * group["lr"]
+            group["lr"] = self._factor * group["initial_lr"]
         return optimiser
 
     @staticmethod
@@ -49,6 +57,14 @@ class FallingAdam(FusedAdam):
         [0.333, 1.0, 1.0, 0.505, 0.01]
         """
         return min(1.0, (step + 1) / _WARM) * share(step, steps)
+
+
+def _of_rate(param: Tensor) -> float:
+    """The share of the rate that a parameter takes."""
+    name = pyro.get_param_store().param_name(param)
+    if name is None or not _INPUTS.search(name):
+        return 1.0
+    return math.sqrt(_POINTS / max(param.shape[-2], _POINTS))
 
 
 def share(step: int, steps: int) -> float:
