@@ -14,6 +14,7 @@ from torch import Tensor
 from ..guide import AutoSparseGP
 from ..program.handlers import observes
 from ..program.likelihood import mapped, normal_nodes
+from ..program.masks import unmasked_rows
 from ..program.traces import all_sites, held_trace, is_observation, repeatable, whole_plates
 
 __all__ = ["log_score"]
@@ -55,5 +56,10 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
             )
 
         found = mapped(densities, nodes)
-    total = sum(float(torch.logsumexp(part.flatten(1) + weights.log()[:, None], 0).mean()) for part in found)
+        trace = held_trace(model, {**medians, **means}, args, kwargs)
+        rows = [unmasked_rows(site) for name, site in all_sites(trace) if name in observed and is_observation(site)]
+    total = 0.0
+    for part, there in zip(found, rows):
+        log_density = torch.logsumexp(part.flatten(1) + weights.log()[:, None], 0)
+        total += float(log_density.mean() if there is None else log_density.sum() / there.sum())
     return total if math.isfinite(total) else -math.inf

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
-__all__ = ["as_process", "bare", "fill_masked", "without_event"]
+__all__ = ["WRAPPERS", "as_process", "bare", "fill_masked", "without_event"]
 
-_WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
+WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
 
 def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
@@ -35,7 +35,7 @@ def without_event(fn: Any) -> tuple[Any, int]:
 
 def bare(fn: Any) -> Any:
     """The distribution under ``.to_event``, ``.mask`` and ``.expand``."""
-    while isinstance(fn, _WRAPPERS):
+    while isinstance(fn, WRAPPERS):
         fn = fn.base_dist
     return fn
 
@@ -54,7 +54,7 @@ def fill_masked(site: Any) -> None:
     while True:
         if isinstance(mask, Tensor):
             site["value"] = _filled(site["value"], mask, fn.event_dim)
-        if not isinstance(fn, _WRAPPERS):
+        if not isinstance(fn, WRAPPERS):
             return
         mask = fn._mask if isinstance(fn, MaskedDistribution) else None
         fn = fn.base_dist

@@ -27,6 +27,7 @@ from torch import Tensor
 from .bare import as_process, fill_masked
 from .chosen import Values
 from .contraction import PLATES, Factor, IntractableError, Plates, contract, left_over
+from .masks import unmasked_rows
 from .summed_out import SummedOut
 
 __all__ = ["Enumeration", "is_enumerated"]
@@ -176,7 +177,9 @@ class Enumeration(Messenger):
         self._add(msg, dims, group, _log_density(msg))
         group.met = True
         *before, own = group.terms
-        msg["fn"] = SummedOut(fn, own, msg["mask"], before, self._plates_of(group), normalised)
+        rows = unmasked_rows({"fn": fn, "mask": msg["mask"]})
+        mask = msg["mask"] if rows is None else rows[(0,) * max(rows.dim() - PLATES, 0)]
+        msg["fn"] = SummedOut(fn, own, mask, before, self._plates_of(group), normalised)
 
     def _dims(self, msg: Any) -> list[int]:
         """The enumerated dimensions that a site's distribution has."""

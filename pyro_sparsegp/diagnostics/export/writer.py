@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...program.masks import unmasked_rows
 from . import backend
 from .draws import Draw
 from .labels import Labels, attributes
@@ -22,7 +23,7 @@ class Writer:
     def __init__(self, labels: Labels, shape: tuple[int, int], dtype: str) -> None:
         self.labels, self.shape, self.dtype = labels, shape, _floating(dtype)
         self.groups: dict[str, dict[str, np.ndarray]] = {}
-        self.kept: dict[str, tuple[int, np.ndarray]] = {}  # of sites with masked rows: N, and the others
+        self.kept: dict[str, np.ndarray] = {}  # of sites with masked rows, which are not
         self.functions: set[str] = set()
         self.discrete: set[str] = set()  # observed sites whose values are whole numbers, of whatever type
         self.index = (0, 0)
@@ -39,10 +40,9 @@ class Writer:
         self.labels.learn({**draw.data, **draw.factors})  # whose plates name dimensions, too
         self.learn_kinds(draw.data)
         for site, node in draw.data.items():
-            mask = node["mask"]
-            if isinstance(mask, Tensor) and not mask.all() and len(node["fn"].batch_shape) == 1:
-                rows = mask.expand(node["fn"].batch_shape).cpu().numpy()
-                self.kept[site] = len(rows), np.flatnonzero(rows)
+            rows = unmasked_rows(node)
+            if rows is not None and rows.dim() and not rows.all():
+                self.kept[site] = rows.cpu().numpy()
 
     def learn_kinds(self, sites: Mapping[str, Any]) -> None:
         """Learn which of the observed sites are of whole numbers: torch holds counts as floats, ArviZ as integers."""
@@ -59,7 +59,7 @@ class Writer:
         """Keep one draw's value."""
         value = value.detach()
         if group == "log_likelihood" and variable in self.kept:
-            value = value[torch.from_numpy(self.kept[variable][1]).to(value.device)]
+            value = value[torch.from_numpy(self.kept[variable]).to(value.device)]
         arrays = self.groups.setdefault(group, {})
         if variable not in arrays:
             kind = np.dtype("float64") if group == "sample_stats" else self.dtype
@@ -86,6 +86,8 @@ class Writer:
             if group == "predictions" and variable not in self.labels.dims:
                 names[-1] = next(iter(self.labels.rows.values()), names[-1])
             return names
+        if group == "log_likelihood" and variable in self.kept and self.kept[variable].ndim > 1:
+            return [f"{variable}_dim_0"]  # of several plates' data those that are left are in no array of their own
         if variable.endswith("_w") and variable[:-2] in self.functions:
             return self.labels.of_coefficients(variable[:-2], shape)
         return self.labels.of(variable, shape)
@@ -135,10 +137,15 @@ class Writer:
         return found
 
     def _without_masked_rows(self, labelled: dict[str, tuple[list[str], np.ndarray]]) -> Any:
-        dataset = self.labels.dataset(labelled, sampled=True, strict=False)  # sites keep rows of their own
-        for site, (size, rows) in self.kept.items():
-            dim = labelled[site][0][0]
-            dataset = dataset.assign_coords({dim: self.labels.coordinate(dim, size)[rows]})
+        holds: dict[str, Any] = {}  # which rows a dimension has: sites keep rows of their own
+        for site, (dims, array) in labelled.items():
+            rows = self.kept[site].tolist() if site in self.kept else None
+            if len(dims) == 1 and holds.setdefault(dims[0], rows) != rows:
+                labelled[site] = [f"{site}_dim_0"], array
+        dataset = self.labels.dataset(labelled, sampled=True, strict=False)
+        for site, rows in self.kept.items():
+            dim = str(dataset[site].dims[-1])
+            dataset = dataset.assign_coords({dim: self.labels.coordinate(dim, rows.size)[rows.ravel()]})
         return dataset
 
     def check(self, datasets: dict[str, Any]) -> None:

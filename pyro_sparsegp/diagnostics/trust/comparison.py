@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import numpy as np
 import torch
 
+from ...program.masks import unmasked_rows
 from ..export import backend
 from ..export.arguments import is_tree, kind_of, require_tree
 from ..export.backend import FEWEST
@@ -126,7 +127,7 @@ def loo_large(
     model: Callable,
     guide: Any,
     *args: Any,
-    observations: int = 400,
+    observations: Optional[int] = None,
     num_samples: int = 500,
     target: Optional[str] = None,
     var_name: Optional[str] = None,
@@ -146,7 +147,7 @@ def loo_large(
     :param model: the model.
     :param guide: a fitted guide, or an object that has one.
     :param args: the training arguments.
-    :param observations: m.
+    :param observations: m; by default 400, or all of fewer.
     :param num_samples: S, draws.
     :param target: as of :func:`loo`: by default the guide's own, or "none" where k-hat is above 0.7.
     :param var_name: the observed site, where there are several.
@@ -178,6 +179,7 @@ def loo_large(
                 wanted = target or target_of(source)
                 labels.learn(draw.data)
                 rows = _rows(draw.data[site], terms)
+                observations = min(400, len(rows)) if observations is None else observations
                 if not 1 <= observations <= len(rows):
                     raise ValueError(f"observations must be between 1 and {len(rows)}, got {observations}")
                 subset = np.sort(np.random.default_rng(seed).choice(len(rows), observations, replace=False))
@@ -251,7 +253,5 @@ def _flagged(found: Any, used: str, khat: float) -> Any:
 
 
 def _rows(site: Any, terms: torch.Tensor) -> np.ndarray:
-    mask = site["mask"]
-    if not isinstance(mask, torch.Tensor):
-        return np.arange(terms.numel())
-    return np.flatnonzero(mask.expand(terms.shape).cpu().numpy())
+    rows = unmasked_rows(site)
+    return np.arange(terms.numel()) if rows is None else np.flatnonzero(rows.expand(terms.shape).cpu().numpy())

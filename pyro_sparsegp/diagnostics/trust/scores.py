@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...program.masks import unmasked, unmasked_rows
 from ..export import backend
 from ..export.draws import seeded
 from ..export.labels import Labels, attributes
@@ -27,6 +28,7 @@ else:
 __all__ = ["PredictiveScores", "predictive_scores"]
 
 _SCORES = ("log_score", "crps", "rps", "brier")
+_LEVELS = ("pit", "set_level")
 
 
 @dataclass(frozen=True)
@@ -56,32 +58,47 @@ class PredictiveScores:
     def _levels(self) -> Optional[np.ndarray]:
         """The probability of the smallest interval, or set of classes, that holds each observation."""
         if "set_level" in self.pointwise:
-            return self.pointwise["set_level"].values.ravel()
+            return self._observed("set_level")
         if "pit" in self.pointwise:
-            return 2 * np.abs(self.pointwise["pit"].values.ravel() - 0.5)
+            return 2 * np.abs(self._observed("pit") - 0.5)
         return None
+
+    def _observed(self, name: str) -> np.ndarray:
+        """A score of what was observed: what is masked has neither a log score nor a level."""
+        score = self.pointwise[name].values
+        there = np.ones(score.shape, bool)
+        for mark in ("log_score", *_LEVELS):
+            known = self.pointwise[mark].notnull().values if mark in self.pointwise else np.zeros(0, bool)
+            if known.shape == score.shape and known.any():
+                there &= known
+        return score[there]
 
     def coverage(self, prob: float) -> float:
         """The share of observations within their central interval, or set of classes, of that probability."""
         levels = self._levels
         if levels is None:
             raise ValueError(f"there are no intervals of these observations, only {list(self.pointwise.data_vars)}")
-        return float((levels <= prob).mean())
+        return float(_within(levels, prob).mean())
 
     @property
     def summary(self) -> pandas.DataFrame:
         """Means over observations with their standard errors, a ``pandas.DataFrame``."""
         import pandas as pd
 
-        columns = {name: self.pointwise[name].values.ravel() for name in _SCORES if name in self.pointwise}
+        columns = {name: self._observed(name) for name in _SCORES if name in self.pointwise}
         levels = self._levels
         if levels is not None:
-            columns |= {f"coverage_{100 * prob:g}%": (levels <= prob).astype(float) for prob in self.probs}
+            columns |= {f"coverage_{100 * prob:g}%": _within(levels, prob) for prob in self.probs}
         rows = {name: (values.mean(), values.std() / math.sqrt(values.size)) for name, values in columns.items()}
         return pd.DataFrame.from_dict(rows, orient="index", columns=["mean", "se"])
 
     def __repr__(self) -> str:
         return f"PredictiveScores(method={self.method!r})\n{self.summary}"
+
+
+def _within(levels: np.ndarray, prob: float) -> np.ndarray:
+    """1 where a level is at most a probability, 0 where it is not, NaN where it is NaN."""
+    return np.where(np.isnan(levels), np.nan, levels <= prob)
 
 
 def predictive_scores(
@@ -108,14 +125,14 @@ def predictive_scores(
 
     The PIT of discrete data is randomised (Czado, Gneiting and Held, 2009), and with the PIT goes coverage: an
     observation is within the central interval of probability p if abs(PIT − ½) ≤ p/2. Classes without an order have
-    sets in place of intervals.
+    sets in place of intervals. What a mask leaves out has no score: rows are dropped, single outputs are NaN.
 
     Scores are streamed over draws: memory is O(N), or O(S·N) with draws of y.
 
     :param model: the model.
     :param guide: a fitted guide, an object that has one, or an ``MCMC`` that has run on the training data.
-    :param args: the model's arguments with observations. With as many rows as there were in training, latents under
-        the data plate are taken for the training rows'.
+    :param args: the model's arguments with observations. Latents under the data plate are the training rows' where the
+        inputs are theirs, and drawn from the model elsewhere.
     :param num_samples: S, draws of hyperparameters; one will do where there are none.
     :param probs: of the central intervals in the summary.
     :param var_name: the observed site, where there are several.
@@ -143,13 +160,22 @@ def predictive_scores(
         values = scorer.finish()
     labels = Labels(None, None)
     labels.learn(draw.data)
-    mask = draw.data[site]["mask"]
     dims = labels.of(site, log_density.shape)
-    arrays = {name: value.cpu().numpy() for name, value in values.items()}
+    arrays = {name: value.cpu().numpy() for name, value in _where_observed(values, draw.data[site]).items()}
     # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
     more = {name: [f"{site}_output_{i}" for i in range(a.ndim - len(dims))] for name, a in arrays.items()}
     dataset = labels.dataset({name: ([*dims, *more[name]], a) for name, a in arrays.items()}, sampled=False)
-    if isinstance(mask, Tensor) and log_density.dim() == 1:
-        dataset = dataset.isel({dims[0]: np.flatnonzero(mask.expand(log_density.shape).cpu().numpy())})
+    if len(dims) == 1:  # an observation each, of which the masked ones are left out
+        dataset = dataset.isel({dims[0]: np.flatnonzero(dataset["log_score"].notnull())})
     dataset = dataset.assign_attrs(attributes(observed=site, method=scorer.method, posterior=source.name))
     return PredictiveScores(xr.DataTree.from_dict({"predictive_scores": dataset}), scorer.method, tuple(probs))
+
+
+def _where_observed(scores: dict[str, Tensor], node: Any) -> dict[str, Tensor]:
+    """Scores with NaN where a mask leaves out what was to be predicted."""
+    values, rows = unmasked(node), unmasked_rows(node)
+    if values is None or rows is None:
+        return scores
+    return {
+        name: score.where(rows if score.shape == rows.shape else values, torch.nan) for name, score in scores.items()
+    }
