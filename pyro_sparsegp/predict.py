@@ -17,7 +17,9 @@ from torch import Tensor
 from .guide import AutoSparseGP
 from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
+from .program.groups import grouped, plate_sizes, warn_of_groups
 from .program.traces import as_process, is_observation, whole_plates
+from .warned import Warned
 from .whitening import Whitening, unwhiten
 
 __all__ = ["predict"]
@@ -65,10 +67,10 @@ def predict(
         available = len(next(iter(samples.values())))
         if num_samples is not None and num_samples > available:
             raise ValueError(f"num_samples is {num_samples}, the MCMC result has {available} draws")
-        draws = []
+        draws, warned = [], Warned()
         for s in range(available)[: num_samples or available]:
             one = {name: value[s] for name, value in samples.items()}
-            known = _Known(model, one, old_args, old_kwargs)
+            known = _Known(model, one, old_args, old_kwargs, warned)
             draws.append(known.draw(args, kwargs))
     return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
 
@@ -159,10 +161,19 @@ def bare_model(model: Callable) -> Callable:
 class _Known(Messenger):
     """Runs the model at new inputs given one MCMC draw at the training inputs."""
 
-    def __init__(self, model: Callable, sample: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Callable,
+        sample: dict[str, Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        warned: Optional[Warned] = None,
+    ) -> None:
         super().__init__()
         self.model, self.sample = model, sample
+        self.warned = Warned() if warned is None else warned
         self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self.groups: dict[str, dict[str, int]] = {}
         self.training = True
         trace = poutine.trace(self._run).get_trace(*args, **kwargs)
         plates = {
@@ -173,6 +184,7 @@ class _Known(Messenger):
             for name, site in trace.nodes.items()
             if site["type"] == "sample" and any(frame.name in plates for frame in site["cond_indep_stack"])
         }
+        self.groups = {name: plate_sizes(trace.nodes[name]) for name in grouped(trace)}
         self.training = False
 
     def _run(self, *args: Any, **kwargs: Any) -> None:
@@ -198,6 +210,8 @@ class _Known(Messenger):
                 msg["fn"] = given.to_event(event_dim) if event_dim else given
         elif name in self.sample and (self.training or name not in self.local):
             msg["value"] = self.sample[name]
+        elif self.groups.get(name) == plate_sizes(msg):
+            warn_of_groups(self.warned, name, self.groups[name])
 
     def _function_values(self, name: str, process: GaussianProcess) -> Tensor:
         if name in self.sample:

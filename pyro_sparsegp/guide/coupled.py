@@ -16,10 +16,13 @@ from ..approximations.free import SparseGP
 from ..gaussians import Drawn, DrawnGaussian
 from ..modules import at_path
 from ..program.facts import Structure
+from ..warned import warn_once
 from .joint import follow
 from .latents import MeanFieldLatents
 
 __all__ = ["CoupledLatents"]
+
+_OF_ROWS = "has a value for each row"
 
 
 class _Part(dist.Normal):
@@ -77,6 +80,18 @@ class CoupledLatents(MeanFieldLatents):
         refused = {name: self._why_not(name, latent, found) for name, latent in found.latents.items()}
         able = [name for name, why in refused.items() if why is None]
         if isinstance(self.coupled, bool):
+            for name in found.grouped:
+                if refused.get(name) == _OF_ROWS:
+                    plate = next(iter(found.latents[name]["plates"]))
+                    warn_once(
+                        self.warned,
+                        "coupled",
+                        name,
+                        f"coupled=True leaves out latent site {name!r}: its plate {plate!r} holds data, so that it is "
+                        "taken for one of single rows. Give the data a plate of another name and of the same size, and "
+                        "leave the latent in its own, to have it coupled.",
+                        stacklevel=4,
+                    )
             return able
         for name in self.coupled:
             if name not in able:
@@ -89,7 +104,7 @@ class CoupledLatents(MeanFieldLatents):
     def _why_not(self, name: str, latent: dict[str, Any], found: Structure) -> Optional[str]:
         plates = set(latent["plates"])
         if plates & set(found.data_plates):
-            return "has a value for each row"
+            return _OF_ROWS
         if plates & set(self.amortized_plates):
             return "shares its posterior over a plate"
         if self._is_point(name):

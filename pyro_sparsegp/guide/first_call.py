@@ -25,6 +25,7 @@ from ..process import GaussianProcess
 from ..program import checks
 from ..program.dependence import COUPLED, NONE
 from ..program.facts import Structure, explore
+from ..program.groups import grouped, plate_sizes
 from ..program.handlers import AtMeans, observes
 from ..program.registration import has_network, require_registered
 from ..program.traces import (
@@ -222,12 +223,11 @@ def _describe(guide: Saved, trace: poutine.Trace, posteriors: Mapping[str, Spars
     found = Structure(gps={name: at_path(guide.gps, name).spec() for name in posteriors})
     found.columns = {name: q.process.x.shape[-1] for name, q in posteriors.items()}
     found.network = has_network(guide.model, trace)
+    found.grouped = grouped(trace)
     for name, site in all_sites(trace):
         if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:
             continue
-        plates = {
-            frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized
-        }
+        plates = plate_sizes(site)
         if not site["is_observed"]:
             own = at_path(guide, f"locs.{name}_unconstrained")
             if own is not None:

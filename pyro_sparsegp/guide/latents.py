@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..program.facts import Structure
+from ..program.groups import warn_of_groups
 from ..program.traces import all_sites
+from ..warned import Warned
 from .runs import Run, Train
 
 __all__ = ["MeanFieldLatents"]
@@ -31,6 +33,7 @@ class MeanFieldLatents(AutoNormalMessenger):
 
     structure: Optional[Structure]
     point_estimates: Union[bool, Collection[str]]
+    warned: Warned
 
     def __init__(
         self, model: Callable, init_loc_fn: Callable, init_scale: float, amortized_plates: tuple[str, ...]
@@ -96,14 +99,25 @@ class MeanFieldLatents(AutoNormalMessenger):
         """Whether a latent under the data plate is asked for at other data than it was fitted to."""
         assert self.structure is not None
         plates = self.structure.latents[name]["plates"]
-        if not any(plate in self.structure.data_plates for plate in plates):
+        if not plates:
             return False
         here = {plate.name: plate for plate in get_plates()}
         sizes = {name: plate.full_size or plate.size for name, plate in here.items()}
         differ = any(sizes.get(plate, size) != size for plate, size in plates.items())
+        if not any(plate in self.structure.data_plates for plate in plates):
+            if differ and not set(plates) & set(self.amortized_plates):
+                raise ValueError(
+                    f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}: as none of its "
+                    "plates holds data, its values are known by their numbers, and there are no others. Give plates of "
+                    "those sizes; or have the data in the latent's own plate, and new rows' values come from the model."
+                )
+            return False
         # Row numbers of a plate's part say which rows they are.
         whole = all(plate.size == sizes[name] for name, plate in here.items())
-        return self._run.is_of_new_rows(differ, whole)
+        new = self._run.is_of_new_rows(differ, whole)
+        if new and not differ and name in self.structure.grouped:
+            warn_of_groups(self.warned, name, plates)
+        return new
 
     def _check_local(self, name: str) -> None:
         for plate in get_plates():

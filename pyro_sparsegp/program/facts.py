@@ -32,6 +32,7 @@ class Structure:
     :param latents: for each other latent site, its event dimensions, shape and enclosing plates with sizes.
     :param rows: for each observed site, how many values it had.
     :param data_plates: plates that enclose an observed site.
+    :param grouped: latents of which several data have one: some of the data's plates enclose them, and not all.
     :param dependence: for each GP site, how densities downstream depend on its values.
     :param inner: GP sites whose values enter another GP site (an inner layer of a deep GP).
     :param groups: for those whose values a layer above couples in groups of consecutive inputs (the patches of an
@@ -53,6 +54,7 @@ class Structure:
     latents: dict[str, dict[str, Any]] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     data_plates: list[str] = field(default_factory=list)
+    grouped: list[str] = field(default_factory=list)
     dependence: dict[str, str] = field(default_factory=dict)
     inner: list[str] = field(default_factory=list)
     groups: dict[str, tuple[int, str]] = field(default_factory=dict)

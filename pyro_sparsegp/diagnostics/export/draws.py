@@ -26,6 +26,7 @@ from ...numerics.linalg import solve_lower
 from ...posterior.sparse_posterior import SparsePosterior
 from ...process import GaussianProcess
 from ...program.dependence import COUPLED
+from ...program.groups import plate_sizes, warn_of_groups
 from ...program.traces import as_process, bare, is_observation, whole_plates, without_event
 from ..trust.marginal import log_marginal
 from ..trust.pointwise import Moments, PointwiseDensities, PointwiseReader
@@ -405,3 +406,5 @@ class _New(Messenger):
         if name in latents and not set(latents[name]["plates"]) & set(self.source.structure.data_plates):
             msg["value"] = self.draw.values[name]
             self.known.add(name)
+        elif name in self.source.structure.grouped and latents[name]["plates"] == plate_sizes(msg):
+            warn_of_groups(self.source.guide.warned, name, latents[name]["plates"])

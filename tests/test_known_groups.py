@@ -1,0 +1,99 @@
+"""Latents of groups whose plate holds data: what a prediction makes of them is told, and there is another way."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import MCMC, NUTS
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels, predict
+from pyro_sparsegp.diagnostics import to_datatree
+from pyro_sparsegp.families import SGPR, SVGP
+from pyro_sparsegp.inference.held_out import log_score
+
+from .models import train
+
+MESSAGE = "latent site 'a' is drawn from the model, not as it was learned: its plate 'groups' holds data"
+
+
+def panel(data_plate):
+    """Series of several groups, each with its level."""
+
+    def program(t, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.4), t))
+        groups = pyro.plate("groups", 3, dim=-2)
+        with groups:
+            a = pyro.sample("a", dist.Normal(0.0, 2.0))
+        series = groups if data_plate == "groups" else pyro.plate(data_plate, 3, dim=-2)
+        with series, pyro.plate("time", len(t), dim=-1):
+            return pyro.sample("y", dist.Normal(a + f, 0.2), obs=y)
+
+    return program
+
+
+def data():
+    t = torch.linspace(0, 1, 6)[:, None]
+    return t, torch.tensor([[-3.0], [0.0], [3.0]]) + torch.sin(6 * t[:, 0])
+
+
+def test_groups_in_the_plate_of_data_are_told_of():
+    t, y = data()
+    guide = AutoSparseGP(panel("groups"), SGPR(t))
+    train(guide.model, guide, t, y, steps=2)
+    predict(guide.model, guide, t, y, num_samples=2)  # of the data of training: as it was learned
+    with pytest.warns(UserWarning, match=MESSAGE):
+        predict(guide.model, guide, t[:4], num_samples=2)
+    predict(guide.model, guide, t, num_samples=2)  # once
+    guide.warned.clear()
+    with pytest.warns(UserWarning, match=MESSAGE):
+        log_score(guide.model, guide, t[:4], y[:, :4])  # of data that are held out
+    guide.warned.clear()
+    with pytest.warns(UserWarning, match=MESSAGE):
+        to_datatree(guide.model, guide, t, y, predict=t[:4], num_samples=2)
+
+
+def test_groups_of_samples_are_told_of():
+    t, y = data()
+    mcmc = MCMC(NUTS(panel("groups")), num_samples=2, warmup_steps=2, disable_progbar=True)
+    mcmc.run(t, y)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*diverged")
+        with pytest.warns(UserWarning, match=MESSAGE):
+            predict(panel("groups"), mcmc, t[:4])
+
+
+def test_a_plate_of_another_name_has_the_groups_known():
+    t, y = data()
+    guide = AutoSparseGP(panel("series"), SGPR(t))
+    train(guide.model, guide, t, y, steps=40, lr=0.2)
+    level = predict(guide.model, guide, t[:4], num_samples=20)["a"]
+    assert (level.mean(0)[:, 0] - torch.tensor([-3.0, 0.0, 3.0])).abs().max() < 1
+
+
+def test_groups_of_another_number_are_refused():
+    t, y = data()
+
+    def program(t, group, num, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.4), t))
+        with pyro.plate("groups", num):
+            a = pyro.sample("a", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", len(t)):
+            return pyro.sample("y", dist.Normal(f + a[group], 0.2), obs=y)
+
+    group = torch.arange(6) % 3
+    guide = AutoSparseGP(program, SVGP(t))
+    guide(t, group, 3, y[0])
+    with pytest.raises(ValueError, match=r"site 'a' was learned in plates of the sizes \{'groups': 3\}"):
+        predict(program, guide, t, group, 4)
+
+
+def test_what_coupled_leaves_out_is_told():
+    t, y = data()
+    guide = AutoSparseGP(panel("groups"), SVGP(t), coupled=True)
+    with pytest.warns(UserWarning, match="coupled=True leaves out latent site 'a'"):
+        guide(t, y)
+    guide = AutoSparseGP(panel("series"), SVGP(t), coupled=True)
+    guide(t, y)
+    assert guide.structure.coupled == ["a"]
