@@ -374,6 +374,16 @@ class TestState:
         assert guide.posterior(x.float())["f"].mean.dtype == torch.float32
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_states_of_other_point_estimates_are_refused(saved):
+    x, y = data(num=20)
+    guide = AutoSparseGP(regression, SVGP(4), point_estimates=saved)
+    guide(x, y)
+    kinds = ("a point", "a distribution")
+    with pytest.raises(ValueError, match=f"is {kinds[not saved]}, this guide declares {kinds[saved]}; make"):
+        AutoSparseGP(regression, SVGP(4), point_estimates=not saved).load_state_dict(guide.state_dict())
+
+
 class TestSites:
     def test_other_latents_are_mean_field_and_start_where_told(self):
         x, y = data()

@@ -102,6 +102,13 @@ class Saved(Conditioned):
                 if latent["shape"] is None or name in saved.coupled:
                     continue
                 like = tensors[f"locs.{name}_unconstrained"]
+                is_point = f"scales.{name}_unconstrained" not in tensors
+                if is_point != self._is_point(name):
+                    kinds = ("a point", "a distribution") if is_point else ("a distribution", "a point")
+                    raise ValueError(
+                        f"the saved posterior of latent site {name!r} is {kinds[0]}, this guide declares {kinds[1]}; "
+                        "make the guide with the point_estimates that it was saved with."
+                    )
                 self._set_latent(name, like.new_zeros(latent["shape"]), latent["event_dim"])
             for name, spec in saved.gps.items():
                 places = f"gps.{name}.", "joints."
