@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Optional, Union
 
@@ -19,9 +20,20 @@ from .kernels.base import hyperparameters
 from .numerics.linalg import cholesky, solve_lower
 from .numerics.shapes import broadcast_shapes
 
-__all__ = ["GaussianProcess", "PriorProcess"]
+__all__ = ["GaussianProcess", "Origin", "PriorProcess"]
 
 Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The network whose output, as it is, some inputs are.
+
+    :param inputs: its own, ``(N, d)``.
+    """
+
+    network: torch.nn.Module
+    inputs: Tensor
 
 
 class GaussianProcess(TorchDistribution):
@@ -48,6 +60,7 @@ class GaussianProcess(TorchDistribution):
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = True
+    origin: Optional[Origin] = None  # of x, where a guide has taken note
 
     def __init__(
         self,

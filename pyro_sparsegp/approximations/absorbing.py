@@ -40,6 +40,8 @@ class Absorbing(SiteGP):
         batch_shape: Sequence[int] = module.batch_shape
         super().__init__(KeptSites(process.x, batch_shape, process.x.shape[-1]), batch_shape, module.family, rate=0.7)
         self.features = module.basis(process.kernel, process.jitter, name)
+        if module.kept_rows is not None:
+            module.hold(self.features, process)
         self.phi = self.features(process.x)
         self._free = (module,)  # in a tuple: none of its parts
         gram, pull = self._coefficients.sums(self._anchor)

@@ -9,8 +9,17 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..bases import Basis, Features
-from ..gaussians import Coefficients, Drawn, Following, Gaussian, Part, Share
+from ..bases import Basis, Features, InducingPoints
+from ..gaussians import (
+    Coefficients,
+    Drawn,
+    Following,
+    Gaussian,
+    NaturalAtOutputs,
+    NaturalGaussian,
+    Part,
+    Share,
+)
 from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -19,6 +28,7 @@ __all__ = ["SparseGP"]
 
 
 _ROWS = 4096  # enough to show where posteriors start
+_MOST_FOLLOWED = 256  # inducing points; beyond, following takes far longer than a step
 
 
 class SparseGP(AbstractModule):
@@ -33,6 +43,7 @@ class SparseGP(AbstractModule):
     """
 
     following: Optional[Following]  # of other latents
+    kept_rows: Optional[Tensor]  # inputs of a network, (K, d), whose outputs there say how features move
 
     def __init__(
         self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int], family: dict[str, Any]
@@ -41,6 +52,7 @@ class SparseGP(AbstractModule):
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
         self.following = None
+        self.register_buffer("kept_rows", None)
 
     def forward(
         self,
@@ -56,6 +68,8 @@ class SparseGP(AbstractModule):
         :param share: what the run has of the coefficients of several sites, :meth:`join`; by default the marginal.
         """
         features = self.basis(process.kernel, process.jitter, name)
+        if self.kept_rows is not None:
+            self.hold(features, process)
         q: Gaussian
         if share is None:
             anchor = self._anchor(features) if self.coefficients.anchored else None
@@ -69,9 +83,13 @@ class SparseGP(AbstractModule):
             q = self.following(q, drawn)
         return kind(process, features, q, name)
 
+    def hold(self, features: Any, process: GaussianProcess) -> None:
+        """Have sites be about f at the rows that are kept, where the network of the process has them now."""
+        features.hold_at(None if process.origin is None else process.origin.network(self.kept_rows))
+
     def _anchor(self, features: Features) -> Any:
         """L, as the coefficients want it."""
-        if self.coefficients.waits and not self.coefficients.wants(features):
+        if self.coefficients.waits and self.kept_rows is None and not self.coefficients.wants(features):
             return None
         return features.anchors if self.coefficients.by_block else features.anchor
 
@@ -93,6 +111,22 @@ class SparseGP(AbstractModule):
             )
         like = next(self.coefficients.parameters())
         self.following = Following(self.basis.sizes, self.batch_shape, like, centre)
+
+    @property
+    def may_follow_network(self) -> bool:
+        """Whether there is a way to :meth:`follow_network`."""
+        q, few = self.coefficients, sum(self.basis.sizes) <= _MOST_FOLLOWED
+        return few and isinstance(self.basis, InducingPoints) and type(q) is NaturalGaussian and not q.is_settled
+
+    def follow_network(self, rows: Tensor) -> None:
+        """Have natural steps hold sites about f at the outputs, which are the process's inputs, of a network at these
+        rows, ``(K, d)``, in the place of about u: u stays where it is while the outputs move.
+        """
+        assert isinstance(self.coefficients, NaturalGaussian)
+        self.kept_rows = rows.detach().clone()
+        q = NaturalAtOutputs.started(self.coefficients)
+        del self.coefficients
+        self.coefficients = q
 
     def join(self, part: Part) -> None:
         """Have the coefficients be a part of those of several sites."""
@@ -122,4 +156,5 @@ class SparseGP(AbstractModule):
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
-        return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
+        rows = {} if self.kept_rows is None else {"kept_rows": list(self.kept_rows.shape)}
+        return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family, **rows}

@@ -91,9 +91,13 @@ class InducingFeatures(CrossFeatures):
         weights = torch.linalg.solve_triangular(self.factor.mT, side_by_side(w)[..., None], upper=True)
         return (self.covariance_with(x) @ weights)[..., 0]
 
-    @property
-    def anchor(self) -> Tensor:
+    @functools.cached_property
+    def anchor(self) -> Optional[Tensor]:  # type: ignore[override]
         return self.factor
+
+    def hold_at(self, x: Optional[Tensor]) -> None:
+        """Have sites be about f at these inputs, ``(K, D)``, in the place of u; ``None`` for about w."""
+        self.anchor = None if x is None else side_by_side(self(x))
 
     @property
     def ones(self) -> Optional[Tensor]:

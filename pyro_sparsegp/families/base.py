@@ -208,7 +208,10 @@ class FreeFormFamily(BasisFamily):
         return module
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
-        return self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
+        module = self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
+        if "kept_rows" in spec:
+            module.follow_network(like.new_zeros(spec["kept_rows"]))
+        return module
 
     def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
         require_basis(basis, name)

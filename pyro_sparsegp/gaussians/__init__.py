@@ -4,7 +4,7 @@ from .base import Coefficients, Gaussian
 from .continued import Continued
 from .following import Drawn, DrawnGaussian, Following, Shifted
 from .natural import NaturalGaussian
-from .natural_at_rows import NaturalAtRows
+from .natural_at_rows import NaturalAtOutputs, NaturalAtRows
 from .natural_low_rank import NaturalLowRank
 from .optimal import PrecisionFactor, from_natural, optimal, seen_from, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
@@ -45,6 +45,7 @@ __all__ = [
     "IdentityFactor",
     "IdentityPlusLowRank",
     "LowRankGaussian",
+    "NaturalAtOutputs",
     "NaturalAtRows",
     "NaturalGaussian",
     "NaturalLowRank",

@@ -271,6 +271,11 @@ class NaturalGaussian(StepsOnBackward):
         self.softness = _BY_DRAWS
         self.seat = self.seat.new_zeros(0, 0)  # a start belongs to any L
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether sites stay about u: a step has been taken, or curvatures will be those of draws."""
+        return self.softness == _BY_DRAWS or self.steps_taken > 0
+
     def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         """G of the same sites under another L, and (a, b) with the mean a + (I + G)⁻¹b; ``None`` for b = 0.
 
@@ -294,7 +299,7 @@ class NaturalGaussian(StepsOnBackward):
         if level is not None and seat is not None and self.level.numel():
             # r ← r − GL⁻¹δ is m ← m − L⁻¹δ + SL⁻¹δ.
             at = (seat.detach(), level.detach()) if self._is_one else (seat, level)
-            along = solve_lower(at[0], (at[1] - self.level)[..., None])[..., 0]
+            along = self._coefficients_of(at[0], at[1] - self.level)
             near, rest = near - along, along if rest is None else rest + along
         try:
             return self._told(gram, near, rest, seat, level, moved=True)
@@ -306,6 +311,10 @@ class NaturalGaussian(StepsOnBackward):
             with torch.no_grad():
                 gram, near = gram + lift_to(gram, -0.5), self._seen_from(seat)[1]
             return self._told(gram, near, None, seat, level)
+
+    def _coefficients_of(self, seat: Tensor, constant: Tensor) -> Tensor:
+        """The coefficients of a constant, whose values at u are given."""
+        return solve_lower(seat, constant[..., None])[..., 0]
 
     def _told(
         self,

@@ -21,11 +21,12 @@ from torch import Tensor
 from ..numerics.linalg import cholesky, rounding, wider
 from .natural import NaturalGaussian
 from .product import Product
-from .steps import softened
+from .steps import Falling, Heard, softened
 
-__all__ = ["NaturalAtRows"]
+__all__ = ["NaturalAtOutputs", "NaturalAtRows"]
 
 _LEAST = 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
+_LOST = 0.05  # the part of a change that features do not span, of their size, beyond which sites of before count for 0
 
 
 class NaturalAtRows(NaturalGaussian):
@@ -71,6 +72,11 @@ class NaturalAtRows(NaturalGaussian):
         rest = (turn.mT @ along[..., None])[..., 0] - near
         return (turn.mT @ gram @ turn).to(self.gram), near, rest.to(self.loc)
 
+    def _coefficients_of(self, seat: Tensor, constant: Tensor) -> Tensor:
+        wide = seat.to(wider(seat))
+        rows = constant[..., :1].to(wide).expand(*constant.shape[:-1], seat.shape[-2])
+        return torch.cholesky_solve(wide.mT @ rows[..., None], _normal(wide))[..., 0].to(constant)
+
     def seen_from(self, sums: tuple[Tensor, Tensor, Tensor], anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         gram, pull, before = sums
         if anchor is None or not before.numel():
@@ -78,6 +84,33 @@ class NaturalAtRows(NaturalGaussian):
         turn = nearest(before, anchor)
         wide, along = gram.to(turn), (turn.mT @ pull.to(turn)[..., None])[..., 0]
         return (turn.mT @ wide @ turn).to(gram), along.to(pull)
+
+
+class NaturalAtOutputs(NaturalAtRows):
+    """As :class:`NaturalAtRows`, of inducing points among the outputs of a network.
+
+    They are few, and span less of a change than features of the network's own: where training jumps, what sites of
+    before say is wrong, and under the q that remembers them it would jump on. A step's rate is at least
+    ‖A₀T − A‖/‖A₀‖ over 0.05, up to 1, unless the rate was given, or curvatures are those of draws.
+    """
+
+    @classmethod
+    def started(cls, q: NaturalGaussian) -> NaturalAtOutputs:
+        """At the start of that q, which has taken no step."""
+        new = cls(q.sizes, q.batch_shape, q.gram, rate=q.rate)
+        new.layout, new._has_one, new.gram, new.loc = q.layout, q._is_one, q.gram, q.loc
+        new._parameters.update(q._parameters)  # Pyro's store may have them by this name
+        return new
+
+    def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
+        """As :meth:`NaturalGaussian.step`."""
+        now, drawn = heard.base.seat, heard.by_draws or bool(heard.draws)
+        if now is not None and self.seat.shape == now.shape and isinstance(self.rate, Falling) and not drawn:
+            before = self.seat.to(wider(self.seat))
+            size = before.square().sum().clamp(min=torch.finfo(before.dtype).tiny)
+            lost = (before @ nearest(self.seat, now) - now).square().sum() / size
+            rate = (lost.sqrt() / _LOST).clamp(rate, 1.0).to(total)  # type: ignore[assignment]  # a number on the device
+        super().step(heard, weight, total, rate, again)
 
 
 def nearest(before: Tensor, now: Tensor) -> Tensor:
@@ -95,6 +128,6 @@ def _normal(wide: Tensor) -> Tensor:
     """The lower Cholesky factor of AᵀA + εI."""
     normal = wide.mT @ wide
     least = max(_LEAST, rounding(normal)) * normal.diagonal(dim1=-2, dim2=-1).mean(-1)
-    least = least.clamp(min=torch.finfo(normal.dtype).tiny)[..., None, None]
+    least = least.clamp(min=torch.finfo(normal.dtype).eps)[..., None, None]  # features may all be 0
     eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
     return cholesky(normal + least * eye, 0.0, "AᵀA of natural steps")

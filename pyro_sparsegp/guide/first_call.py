@@ -14,6 +14,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
 from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
@@ -41,6 +42,7 @@ from ..program.traces import (
 )
 from .correction import show_all_rows
 from .joint import groups_of, require_alike, require_outer
+from .networks import Calls, rows_to_follow
 from .runs import NumbersRun, Setup
 from .state import Saved
 
@@ -325,10 +327,12 @@ def _warn_of_sums(found: Structure) -> None:
 
 def check_parameters(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
+    guide.calls = Calls()
     probe = guide.probe(args, kwargs)
     _check_known(guide)
     require_registered(guide.model, probe, guide.trace, (args, kwargs))
     _leave_units(guide, probe.posteriors)
+    _follow(guide, probe.posteriors)
     guide._checked_parameters = True
 
 
@@ -344,6 +348,20 @@ def _leave_units(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
             part.leave_units()
         if found:
             guide.structure.gps[name] = module.spec()
+
+
+def _follow(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
+    """Have natural steps follow networks whose outputs are GP sites' inputs."""
+    assert guide.structure is not None
+    for name, posterior in posteriors.items():
+        module = guide.modules_by_site()[name]
+        if isinstance(module, SparseGP) and module.may_follow_network:
+            rows = rows_to_follow(posterior.process, sum(module.basis.sizes))
+            if rows is not None:
+                module.follow_network(rows)
+                guide.structure.gps[name] = module.spec()
+    if not guide.structure.follows_networks:
+        guide.calls = None
 
 
 def _check_known(guide: Saved) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, Optional, Union
 
@@ -52,6 +52,7 @@ from ..program.traces import (
 from ..warned import Warned
 from .coupled import CoupledLatents
 from .joint import Families, by_name, require_families, shared
+from .networks import Calls
 from .runs import Met, ProbeRun, Run, require_inputs
 
 __all__ = ["GPSites"]
@@ -96,6 +97,7 @@ class GPSites(CoupledLatents):
         self.independent_draws = tuple(independent_draws)
         self.warned: Warned = set()
         self._idle = self._run
+        self.calls: Optional[Calls] = None  # of networks, where they are to be known
         self._enumeration: Optional[Enumeration] = None
 
     # Families.
@@ -181,7 +183,8 @@ class GPSites(CoupledLatents):
 
     def perform(self, run: Run, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Run the model once."""
-        with self.on(run, run.at_medians or self._computing_median):
+        noting = nullcontext() if self.calls is None else self.calls.noted()
+        with self.on(run, run.at_medians or self._computing_median), noting:
             sums_out = run.sums_out and (self.structure is None or self.structure.enumerated)
             self._enumeration = Enumeration() if sums_out else None
             try:
@@ -204,7 +207,8 @@ class GPSites(CoupledLatents):
         """Run with the latents at their medians, and the same random numbers."""
         run = kind()
         quiet = poutine.block(), pyro.validation_enabled(False)
-        with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True):
+        noting = nullcontext() if self.calls is None else self.calls.noted()
+        with repeatable(self._like), quiet[0], quiet[1], self.on(run, median=True), noting:
             self._enumeration = Enumeration()
             super().__call__(*args, **kwargs)
         densities = {}
@@ -261,6 +265,8 @@ class GPSites(CoupledLatents):
         if getattr(self, "_outer_plates", ()) or any(plate.name in SAMPLE_PLATES for plate in get_plates()):
             raise ValueError(f"site {name!r} stands {SAMPLES_ARE_VECTORISED}")
         process.require_place(name)
+        if self.calls is not None:
+            process.origin = self.calls.origin(process.x)
         module = self._run.module(name, process, self._find)
         self._check(name, process, module)
         answer = self._run.meet(self._met(name, process, module), self._computing_median)

@@ -19,6 +19,7 @@ from ..program.registration import held_parameters
 from .conditioned import Conditioned
 from .joint import groups_of
 from .kept_rows import KeptRows
+from .networks import Calls
 
 __all__ = ["Saved"]
 
@@ -118,6 +119,7 @@ class Saved(Conditioned):
         if fresh:
             self.join(saved)
         self.structure = saved
+        self.calls = Calls() if saved.follows_networks else None
         if fresh and saved.coupled:
             like = tensors["together.loc"]
             self.couple(
@@ -131,7 +133,7 @@ class Saved(Conditioned):
         for name in ("gps", "joints", "locs", "scales", "together"):
             if name in self._modules:
                 delattr(self, name)
-        self.structure = None
+        self.structure = self.calls = None
         self._checked_parameters = False
 
     def _resume_name(self, name: str) -> bool:

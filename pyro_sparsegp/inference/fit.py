@@ -109,7 +109,7 @@ def fit(
     :param batch_size: rows a step, drawn anew without replacement in each epoch; by default all of them.
     :param size: how many rows there are in all, for an iterable that does not say.
     :param optim: a Pyro optimiser; one with a schedule (``PyroLRScheduler``) takes its step after each of the fit's. By
-        default Adam with rates that fall to the end of the steps.
+        default Adam with rates that fall to the end of the steps, smaller ones for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
     :param method: an ``SVI`` or an :class:`ExpectationPropagation` of one's own, in the place of these two.
     :param warm_start: whether a fresh guide starts with the hyperparameters and inducing inputs that the collapsed

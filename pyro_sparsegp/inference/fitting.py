@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy as np
-import torch
 from pyro import poutine
 from pyro.infer import SVI
 from tqdm.auto import tqdm
@@ -99,7 +98,7 @@ class Fitting:
         """A guide's first call on the first rows, and its warm start."""
         guide, first, fresh = self.guide, self.first, self.guide.structure is None
         args, kwargs = self.feed.call(first)
-        with poutine.block(), torch.no_grad(), rows_named(first):
+        with poutine.block(), rows_named(first):
             guide.prepare(*args, **kwargs)
         rows = first.num
         if not self.batches.whole:

@@ -17,6 +17,7 @@ _WARM = 3  # steps over which rates rise, while Adam's second moments are of few
 _HELD = 0.4  # share of the steps in which rates stay
 _LAST = 0.01  # of a rate, at the end
 _POINTS = 256  # inducing inputs of a set from which on each takes smaller steps
+_NETWORK = 0.2  # of the rate, for a network's biases and other vectors
 _INPUTS = re.compile(r"\.gps\..*\.basis\.(.*\.)?inputs_\d+$")
 
 
@@ -28,7 +29,9 @@ class FallingAdam(FusedAdam):
 
     :param lr: of all parameters, before it falls; of the M inducing inputs of a set √(256/M) of it, if there are more
         than 256. Adam's steps of each are as long as the rate whatever its gradient says, which is mostly noise of the
-        batch where there are many: the features of a row are moved by the sum.
+        batch where there are many: the features of a row are moved by the sum. A network's unit is moved by the sum
+        of the steps of its n weights, which start at some 1/√n: they take 1/√n of the rate, its other parameters a
+        fifth.
     """
 
     def __init__(self, lr: float = 0.05) -> None:
@@ -61,10 +64,19 @@ class FallingAdam(FusedAdam):
 
 def _of_rate(param: Tensor) -> float:
     """The share of the rate that a parameter takes."""
-    name = pyro.get_param_store().param_name(param)
-    if name is None or not _INPUTS.search(name):
-        return 1.0
-    return math.sqrt(_POINTS / max(param.shape[-2], _POINTS))
+    name = pyro.get_param_store().param_name(param) or ""
+    if _INPUTS.search(name):
+        return math.sqrt(_POINTS / max(param.shape[-2], _POINTS))
+    if _is_of_network(name):
+        return param[0].numel() ** -0.5 if param.dim() > 1 else _NETWORK
+    return 1.0
+
+
+def _is_of_network(name: str) -> bool:
+    """Whether a parameter is of a module registered by :func:`pyro.module` that has weights in matrices."""
+    module, registered, _ = name.partition("$$$")
+    named = pyro.get_param_store().named_parameters() if registered else ()
+    return any(key.startswith(module + registered) and p.dim() > 1 and len(p) > 1 for key, p in named)
 
 
 def share(step: int, steps: int) -> float:

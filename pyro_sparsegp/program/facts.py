@@ -70,6 +70,11 @@ class Structure:
     network: bool = False
     summed: list[list[str]] = field(default_factory=list)
 
+    @property
+    def follows_networks(self) -> bool:
+        """Whether natural steps of any GP site follow a network, at rows that are kept."""
+        return any("kept_rows" in spec for spec in self.gps.values())
+
     def company(self, name: str) -> list[str]:
         """A GP site and the sites of its posterior that its values meet in densities, in the order of the group."""
         group = next((group for group in self.joint if name in group), [name])

@@ -1,0 +1,138 @@
+"""Networks whose outputs are a GP's inputs: natural steps follow them."""
+
+import copy
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import nn
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
+from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
+from pyro_sparsegp.gaussians import NaturalAtOutputs, NaturalGaussian
+from pyro_sparsegp.inference.recipe import FallingAdam
+
+
+def data(num=150):
+    x = 2 * torch.rand(num, 2) - 1
+    return x, torch.sin(8 * x[:, 0] * x[:, 1]) + (x[:, 0] > 0.2) + 0.2 * torch.randn(num)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def deep(network, inputs=None, mean=None):
+    """A model whose inputs are the network's outputs, or made of them."""
+
+    def model(x, y=None, size=None):
+        pyro.module("network", network)
+        level = pyro.param("level", torch.zeros(())) if mean else None
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), (inputs or network)(x), level))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Normal(f, pyro.param("noise", torch.tensor(0.4))), obs=y)
+
+    model.network = network
+    return model
+
+
+def trained(family, x, y, steps, seed=0, batch=None, **kwargs):
+    """Losses on all rows of some steps at a rate at which features move, in batches or not."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    model = deep(mlp(), **kwargs)
+    guide, loss = AutoSparseGP(model, family), TraceQuadrature_ELBO(2)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+    guide(x, y)
+    for _ in range(steps):
+        rows = torch.randperm(len(x))[:batch] if batch else slice(None)
+        svi.step(x[rows], y[rows], len(x))
+    return model, guide, svi, loss.loss(model, guide, x, y)
+
+
+@pytest.mark.parametrize("mean", [False, True], ids=["zero mean", "learned mean"])
+def test_natural_steps_keep_up_with_a_network(mean):
+    """On all rows the loss is that of the optimal q under the network; sites about u are far behind."""
+    x, y = data()
+    *_, best = trained(SGPR(10), x, y, 30, mean=mean)
+    *_, found = trained(SVGP(10), x, y, 30, mean=mean)
+    assert found < best + 3
+
+
+def test_natural_steps_keep_up_with_a_network_by_mini_batches():
+    x, y = data()
+    *_, natural = trained(SVGP(10), x, y, 40, batch=50)
+    *_, gradient = trained(SVGP(10, natural=False), x, y, 40, batch=50)
+    assert natural < gradient - 15
+
+
+def in_the_way(kind):
+    network = mlp()
+    if kind == "frozen":
+        return network.requires_grad_(False), network
+    if kind == "part":
+        return network, lambda x: network(x)[:, :1]
+    if kind == "dropout":
+        network = nn.Sequential(network, nn.Dropout(0.1))
+    elif kind == "buffers":
+        network = nn.Sequential(network, nn.BatchNorm1d(2))
+    return network, network
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["plain", "frozen", "part", "dropout", "buffers"])
+def test_what_is_followed(kind):
+    """A module that trains, whose output is the inputs and the same at each call."""
+    x, y = data(40)
+    network, inputs = in_the_way(kind)
+    model = deep(network, inputs)
+    guide = AutoSparseGP(model, SVGP(5))
+    SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
+    assert type(guide.gps.f.coefficients) is (NaturalAtOutputs if kind == "plain" else NaturalGaussian)
+    assert ("kept_rows" in guide.structure.gps["f"]) == (kind == "plain")
+
+
+@pytest.mark.parametrize("family", [SVGP(6), OrthogonalInducing(4, 3)], ids=["svgp", "orthogonal"])
+def test_states_and_copies_follow_on(family):
+    x, y = data(60)
+    model, guide, *_ = trained(family, x, y, 5)
+    new = torch.rand(4, 2)
+    expected = guide.posterior(new)["f"]
+    other = AutoSparseGP(model, family)
+    other.load_state_dict(pickle.loads(pickle.dumps(guide.state_dict())))
+    for found in (other, copy.deepcopy(guide)):
+        q = found.posterior(new)["f"]
+        torch.testing.assert_close(q.mean, expected.mean)
+        torch.testing.assert_close(q.variance, expected.variance)
+    with torch.no_grad():  # which features at the rows tell of
+        for weight in model.network.parameters():
+            weight.mul_(1.1)
+    found = [part.posterior(new)["f"] for part in (guide, other)]
+    torch.testing.assert_close(found[0].mean, found[1].mean)
+    assert (found[0].mean - expected.mean).abs().max() > 1e-3
+
+
+def test_fit_takes_smaller_rates_for_networks():
+    """Weights of n inputs 1/√n of the rate, biases a fifth; a module without matrices of weights is none."""
+    x, y = data(40)
+    network, scales = mlp(), nn.Module()
+    scales.raw = nn.Parameter(torch.ones(1, 2))
+
+    def model(x, y=None):
+        pyro.module("network", network)
+        pyro.module("scales", scales)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), network(scales.raw * x)))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, pyro.param("noise", torch.tensor(0.4))), obs=y)
+
+    pyro.clear_param_store()
+    guide, optim = AutoSparseGP(model, SVGP(5)), FallingAdam(0.4)
+    fit(model, guide, (x, y), steps=1, optim=optim, progress=False)
+    rates = {p: one.param_groups[0]["initial_lr"] for p, one in optim.optim_objs.items()}
+    found = {name: rates[p] for name, p in pyro.get_param_store().named_parameters() if p in rates}
+    assert found["network$$$2.weight"] == 0.1
+    assert found["network$$$2.bias"] == pytest.approx(0.08)
+    assert found["scales$$$raw"] == found["noise"] == 0.4
