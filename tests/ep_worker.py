@@ -41,7 +41,7 @@ def run(data, mode, group=None, start=0.0):
     torch.set_default_dtype(torch.float64)
     pyro.clear_param_store()
     z = torch.linspace(0, 4, 8)[:, None] + start
-    guide = AutoSparseGP(model, SparseEP(z))
+    guide = AutoSparseGP(model, SparseEP(z, trainable=True))
     optim = pyro.optim.Adam({"lr": 0.05})
     options = {"gradient": "exact"} if mode == "exact" else {}
     ep = ExpectationPropagation(model, guide, optim, group=group, **options)

@@ -500,10 +500,10 @@ MUTANTS = [
         ("test_joint.py::test_sites_that_meet_across_rows_are_drawn_together",),
     ),
     Mutant(
-        "a-difference-is-a-sum",
+        "a-product-is-a-sum",
         "_summed",
-        "by_f, by_g = 2 * i + 1, 2 * i + 2",
-        "by_f, by_g = 2 * i + 1, 2 * i + 1",
+        "moved = [(4 * i + 1, 4 * i + 2), (4 * i + 3, 4 * i + 4)]",
+        "moved = [(4 * i + 1, 4 * i + 2)]",
         ("test_joint.py::test_separate_posteriors_of_a_sum_are_told_of",),
     ),
     Mutant(

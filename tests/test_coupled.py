@@ -108,7 +108,7 @@ def _require_exact(guide, data, short, near):
     root = guide.together.root
     torch.testing.assert_close(root @ root.T, covariance[:num, :num], rtol=near, atol=near / 4)
     torch.testing.assert_close(guide.together.loc, mean[:num], rtol=0.0, atol=near)
-    q = guide.posterior(*data[:2])["f"]
+    q = guide.posterior_at_medians(*data[:2])["f"]
     torch.testing.assert_close(q.mean.detach(), mean[num:], rtol=0.0, atol=1.5 * near)
     across = torch.linalg.solve(covariance[:num, :num], covariance[:num, num:]).T  # what f does when c does
     torch.testing.assert_close((q.features[0] @ guide.gps.f.following.slope).detach(), across, rtol=0.0, atol=near)
@@ -152,6 +152,48 @@ def test_predictions_are_joint(trained):
     sd = (to_level @ covariance @ to_level.T).diagonal().sqrt()
     torch.testing.assert_close(level.std(0), sd, rtol=4 / 240**0.5, atol=0.0)
     torch.testing.assert_close(draws["c"].std(), covariance[0, 0].sqrt(), rtol=4 / 240**0.5, atol=0.0)
+
+
+def test_a_width_at_the_medians_is_told_of(trained):
+    x, group, y = _data()
+    guide = copy.deepcopy(trained())
+    covariance = _exact(x, group, y)[1]
+    whole = covariance.diagonal()[1 + GROUPS :]
+    with pytest.warns(UserWarning, match=r"GP site 'f' follows them.*is 0.\d+ of .*predict") as told:
+        q = guide.posterior(x, group)["f"]
+    share = float(str(told[0].message).split("deviation is ")[1].split()[0])
+    assert share == pytest.approx((q.variance / whole).min().sqrt().item(), rel=0.06)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guide.posterior(x, group)  # once
+        of_noise = AutoSparseGP(_with_noise, families.SVGP(14), coupled=True)
+        SVI(_with_noise, of_noise, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2)).step(x, y)
+        of_noise.posterior(x)
+
+
+def test_a_width_of_one_of_several_sites_is_told_of():
+    x, _, y = _data()
+
+    def model(x, y=None):
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        f, g = (pyro.sample(name, GaussianProcess(_kernel(), x)) for name in "fg")
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(c + f * g, NOISE), obs=y)
+
+    guide = AutoSparseGP(model, {("f", "g"): families.SVGP(5)}, coupled=True)
+    guide(x, y)
+    whole = guide.joints.group_0
+    whole.following.slope = torch.zeros_like(whole.following.slope).index_fill(0, torch.arange(5, 10), 100.0)
+    with pytest.warns(UserWarning, match="GP site 'g' follows them") as told:
+        guide.posterior(x)
+    assert len(told) == 1
+
+
+def _with_noise(x, y=None):
+    noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.5))
+    f = pyro.sample("f", GaussianProcess(_kernel(), x))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
 def test_a_value_held_by_a_handler_is_conditioned_on(trained):
@@ -229,7 +271,8 @@ def test_a_copy_and_a_loaded_guide_are_the_guide(trained):
     for each in (guide, loaded, copy.deepcopy(guide)):
         pyro.set_rng_seed(5)
         seen.append(each.draw(x, group)["f"].detach())
-        torch.testing.assert_close(each.posterior(x, group)["f"].mean, guide.posterior(x, group)["f"].mean)
+        means = [one.posterior_at_medians(x, group)["f"].mean for one in (each, guide)]
+        torch.testing.assert_close(*means)
     torch.testing.assert_close(seen[1], seen[0])
     torch.testing.assert_close(seen[2], seen[0])
     plain = AutoSparseGP(guide.model, families.SVGP(14, natural=True, trainable=False))

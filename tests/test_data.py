@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI, Predictive, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
@@ -172,6 +173,39 @@ def test_batches_without_a_size_are_told_of():
         whole = AutoSparseGP(MODEL, SVGP(6))
         for _ in range(3):  # copies, keywords, converted
             train(MODEL, whole, x.clone(), y=y.clone(), steps=1)
+
+
+@pytest.mark.parametrize("weight", [3.0, 0.5, torch.full((20,), 3.0)], ids=["3", "0.5", "by rows"])
+def test_a_weight_of_the_data_is_no_size(weight):
+    def weighed(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with poutine.scale(scale=weight), pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    x, y = data(num=60)
+    guide = AutoSparseGP(weighed, SVGP(6))
+    train(weighed, guide, x[:20], y[:20], steps=1)
+    with pytest.warns(UserWarning, match="other 20 rows than before, and no plate scales them up.*taken for a weight"):
+        train(weighed, guide, x[20:40], y[20:40], steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sized = AutoSparseGP(weighed, SVGP(6))
+        for i in range(2):
+            train(weighed, sized, x[20 * i : 20 * i + 20], y[20 * i : 20 * i + 20], size=60, steps=1)
+
+
+def test_a_scale_of_all_rows_over_these_is_a_size():
+    def scaled(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)), poutine.scale(scale=60 / len(x)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    x, y = data(num=60)
+    guide = AutoSparseGP(scaled, SVGP(6))
+    guide(x, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(scaled, guide, x[:7], y[:7], steps=1)
 
 
 def test_prediction_draws_jointly():

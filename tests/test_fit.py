@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pyro
@@ -84,6 +86,30 @@ def test_resumed_with_another_optimiser(tmp_path):
     with pytest.raises(ValueError, match="by the optimiser Adam, and this one is ClippedAdam"):
         go(steps=6, resume=True, optim=pyro.optim.ClippedAdam({"lr": 0.01}))
     assert go(steps=6, resume=True, optim=pyro.optim.Adam({"lr": 0.01})).steps == 6
+
+
+@pytest.mark.parametrize("other", ["inputs", "a NaN", None])
+def test_resumed_on_other_data_is_told_of(other, tmp_path):
+    x, y = fit_worker.rows(40)
+    y = y.clone().index_fill(0, torch.tensor([39]), torch.nan)
+
+    def model(x, y, size=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", size or len(x), subsample=x), pyro.poutine.mask(mask=~y.isnan()):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y.nan_to_num())
+
+    def go(*data, steps, **options):
+        guide = AutoSparseGP(model, SVGP(4))
+        fit(model, guide, data, steps=steps, batch_size=10, checkpoint=tmp_path / "f.pt", progress=False, **options)
+
+    go(x, y, steps=1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        go(x + 1 if other == "inputs" else x.clone(), y.nan_to_num() if other == "a NaN" else y, steps=2, resume=True)
+    name = {"inputs": r"data\[0\]", "a NaN": r"data\[1\]"}.get(other)
+    matched = [re.match(f"checkpoint: {name} has other first or last rows", str(one.message)) for one in told]
+    assert [bool(one) for one in matched] == ([] if other is None else [True])
+    assert all(one.filename == __file__ for one in told)
 
 
 def test_resumed_while_rates_rise(tmp_path, monkeypatch):

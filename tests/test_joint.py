@@ -265,7 +265,7 @@ def test_other_likelihoods_against_importance_sampling(model, gain):
         torch.testing.assert_close(mean, known, rtol=0.0, atol=0.15)
 
 
-TOLD = "GP sites 'f', 'g' enter densities by their sum, and have separate posteriors"
+TOLD = "GP sites 'f', 'g' enter densities by their sum, or by one with weights, and have separate posteriors"
 
 
 @pytest.mark.parametrize(
@@ -275,9 +275,10 @@ TOLD = "GP sites 'f', 'g' enter densities by their sum, and have separate poster
         (lambda f, g: f + g, families.SGPR(4), True),
         (lambda f, g: (f + g).exp(), families.SVGP(4), True),
         (lambda f, g: f + g, {("f", "g"): families.SVGP(4)}, False),
-        (lambda f, g: f + 2 * g, families.SVGP(4), False),
-        (lambda f, g: f - g, families.SVGP(4), False),
+        (lambda f, g: f + 2 * g, families.SVGP(4), True),
+        (lambda f, g: (0.3 * f - g).exp(), families.SVGP(4), True),
         (lambda f, g: f * g, families.SVGP(4), False),
+        (lambda f, g: f + g.exp(), families.SVGP(4), False),
         (lambda f, g: f + g.flip(0), families.SVGP(4), False),
     ],
 )

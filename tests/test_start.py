@@ -1,5 +1,7 @@
 """Where free posteriors start: near what data at the first call's inputs would leave of the prior, or at the prior."""
 
+from dataclasses import replace
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -191,6 +193,11 @@ def test_inputs_of_a_small_range(family):
     other.load_state_dict(guide.state_dict())
     assert torch.equal(other.posterior(x * units)["f"].mean, before)
     assert train(model, other, x * units, y, steps=1) == train(model, guide, x * units, y, steps=1)
+    for trainable in (False, True):  # a state goes from one to the other, units with it
+        state, before = other.state_dict(), other.posterior(x * units)["f"].mean
+        other = AutoSparseGP(model, replace(family, trainable=trainable))
+        other.load_state_dict(state)
+        torch.testing.assert_close(other.posterior(x * units)["f"].mean, before)
 
 
 def test_learned_inputs_have_no_unit_of_their_own():

@@ -122,17 +122,24 @@ def deep_basis(network):
     return model
 
 
+def tied(x, y=None, size=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    return pyro.sample("y", dist.Normal(f + f.roll(1), 0.5).to_event(1), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore:The model couples values")
 @pytest.mark.parametrize(
     ("model", "family"),
     [
         (bernoulli, SVGP(6)),
+        (tied, SVGP(6)),
         (heteroscedastic, SVGP(6)),
         (gaussian(kernels.RBF(0.3)), SGPR(6)),
         (in_a_network(torch.nn.Linear(2, 2, dtype=torch.float64)), SVGP(6)),
         (deep_basis(torch.nn.Linear(2, 3, dtype=torch.float64)), WeightSpace()),
         (self_subsampling, SVGP(6)),
     ],
-    ids=["Bernoulli", "two sites", "on sites", "network", "deep basis", "plate of its own size"],
+    ids=["Bernoulli", "rows that are tied", "two sites", "on sites", "network", "deep basis", "plate of its own size"],
 )
 def test_where_it_does_not_apply_nothing_changes(model, family):
     x, y = data(model, num=80)

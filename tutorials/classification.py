@@ -65,7 +65,7 @@ def model(x, y=None):
 
 # %%
 rows, chances = {}, {}
-for title, family in {"SVGP": SVGP(40), "SGPR": SGPR(40), "SparseEP": SparseEP(40)}.items():
+for title, family in {"SVGP": SVGP(40), "SGPR": SGPR(40), "SparseEP": SparseEP(40, trainable=True)}.items():
     pyro.set_rng_seed(1)
     guide = AutoSparseGP(model, family, point_estimates=True)
     optim = pyro.optim.Adam({"lr": 0.1})

@@ -123,8 +123,8 @@ class InducingPoints(Basis):
     :param width: D.
     :param of_source: for each set, whether it has inputs of the kernel's ``source``; ``None`` is none.
     :param codes: columns, of D, in which trainable inputs stay as they are: they name something.
-    :param units: of the D columns, in which trainable inputs are learned; ``None`` is 1. An optimiser moves
-        a parameter by some rate a step, whatever the range of x.
+    :param units: of the D columns, in which inputs are held; ``None`` is 1. An optimiser moves a parameter by some
+        rate a step, whatever the range of x.
     :param jitter: relative jitter of K_uu where the process has none of its own; ``None`` is that of the dtype, 1e-8 in
         float64 and 1e-6 in float32. It stays when the dtype changes, since it is part of what w means: L depends on it.
     """
@@ -153,18 +153,20 @@ class InducingPoints(Basis):
         if self.codes and first is not None:
             held = [i in self.codes for i in range(self.width or first.shape[-1])]
             self.register_buffer("held", torch.tensor(held, device=first.device), persistent=False)
-        self.units = tuple(units) if units is not None and trainable else None
+        self.units = None if units is None else tuple(units)
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
-            elif trainable:
-                if self.units is not None and not self.of_source[i]:
-                    cut = columns is not None and z.shape[-1] == len(columns) != len(self.units)
-                    own = [self.units[c] for c in columns] if cut and columns is not None else self.units
-                    self.register_buffer(f"unit_{i}", z.new_tensor(own), persistent=False)
-                setattr(self, f"inputs_{i}", PyroParam(self._in_units(i, z.detach().clone())))
+                continue
+            if self.units is not None and not self.of_source[i]:
+                cut = columns is not None and z.shape[-1] == len(columns) != len(self.units)
+                own = [self.units[c] for c in columns] if cut and columns is not None else self.units
+                self.register_buffer(f"unit_{i}", z.new_tensor(own), persistent=False)
+            z = self._in_units(i, z.detach().clone())
+            if trainable:
+                setattr(self, f"inputs_{i}", PyroParam(z))
             else:
-                self.register_buffer(f"inputs_{i}", z.detach().clone())
+                self.register_buffer(f"inputs_{i}", z)
 
     @classmethod
     def chosen(
@@ -217,7 +219,8 @@ class InducingPoints(Basis):
                 found[i] = z
         jitter = _jitter(kernel, x, of_source, found, free and trainable)
         codes = kernel.code_columns(x.shape[-1])
-        return cls(found, trainable, columns, x.shape[-1], of_source, jitter, codes, _units(x, found))
+        units = _units(x, found) if trainable else None
+        return cls(found, trainable, columns, x.shape[-1], of_source, jitter, codes, units)
 
     @torch.no_grad()
     def ordered(self, kernel: Any) -> InducingPoints:
@@ -242,6 +245,14 @@ class InducingPoints(Basis):
                 getattr(self, f"inputs_{i}").mul_(self._buffers[f"unit_{i}"])
                 delattr(self, f"unit_{i}")
         self.units = None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Inputs that were learned can be held from here on, and the other way round.
+        for name in (f"inputs_{i}" for i in range(len(self.sizes))):
+            there, here = (name, f"{name}_unconstrained") if self.trainable else (f"{name}_unconstrained", name)
+            if prefix + there in state_dict and prefix + here not in state_dict:
+                state_dict[prefix + here] = state_dict.pop(prefix + there)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _in_units(self, i: int, z: Tensor) -> Tensor:
         unit = self._buffers.get(f"unit_{i}")

@@ -34,7 +34,7 @@ class OnInducingPoints(BasisFamily):
     :param init: how counts become inputs: "pivots" (rows drawn by conditional variance; the default among more than
         1024), "greedy" (rows where it is largest; the default among fewer), "kmeans", "grid" (regular, at most as many,
         for kernels of one or two columns) or a callable ``(kernel, x, num) -> (num, D)``.
-    :param trainable: whether the inducing inputs are learned.
+    :param trainable: whether the inducing inputs are learned: by default they are, but under :class:`SparseEP`.
     """
 
     init: Union[str, Initialiser, None] = field(default=None, kw_only=True)
@@ -136,13 +136,14 @@ class SparseEP(OnInducingPoints, ExpectationFamily):
     "Scalable Gaussian Process Classification via Expectation Propagation": a Gaussian site
     exp(−½νₙ(φₙᵀw)² + bₙφₙᵀw) stands for each datum's factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df (eq. 2).
 
-    Its objective is no bound: inducing inputs that are trained may overfit it, as they do FITC's (Bauer, van der Wilk
-    and Rasmussen, 2016); ``trainable=False`` holds them.
+    Its objective is no bound: inducing inputs that are trained by it overfit it, as they do FITC's (Bauer, van der Wilk
+    and Rasmussen, 2016). So they stay where they start, unless ``trainable=True`` is given, as the paper has them.
 
     :param inducing: their number M, or the inputs ``(M, D)``.
     """
 
     inducing: Inducing = 64
+    trainable: bool = field(default=False, kw_only=True)
 
     def sets(self) -> list[Inducing]:
         return [self.inducing]

@@ -198,17 +198,30 @@ class AutoSparseGP(Saved):
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, other latents at their posterior median.
 
-        An inner layer of a deep GP is at its posterior mean. Subsampling is off. Latents of single rows are those
-        learned if the arguments are all those of training, observations included, else draws from the model.
+        What a site takes from the spread of other latents is not in its width: under ``coupled``, where that makes it
+        less than half of what it is, a warning tells so; draws of all together are
+        :func:`~pyro_sparsegp.predict`'s. An inner layer of a deep GP is at its posterior mean. Subsampling is off.
+        Latents of single rows are those learned if the arguments are all those of training, observations included, else
+        draws from the model.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         :raises KeyError: where what is returned is asked for a site that is none of the GP sites.
         """
-        self._ready(args, kwargs)
-        known = self.are_known_rows(args, kwargs)
-        run = Look(self.conditions_now(median=True), draws_data=False, rows_known=known)
+        run = self._at_medians(args, kwargs)
+        self._look(run, True, args, kwargs)
+        self.warn_of_medians(run.posteriors)
+        return BySite(run.posteriors)
+
+    def posterior_at_medians(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
+        """:meth:`posterior`, for those who want it given these medians."""
+        run = self._at_medians(args, kwargs)
         self._look(run, True, args, kwargs)
         return BySite(run.posteriors)
+
+    def _at_medians(self, args: tuple, kwargs: dict[str, Any]) -> Look:
+        self._ready(args, kwargs)
+        known = self.are_known_rows(args, kwargs)
+        return Look(self.conditions_now(median=True), draws_data=False, rows_known=known)
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""

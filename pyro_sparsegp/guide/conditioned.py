@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -190,19 +191,30 @@ class Conditioned(GPSites):
             rows = self.structure.rows.get(name)
             if rows is None or not site["is_observed"]:
                 continue
-            unscaled = isinstance(site["scale"], (int, float)) and site["scale"] == 1
-            num = site["value"].numel()
-            if unscaled and (num < rows or (num == rows and self._are_others(name, relation))):
-                fewer = f"{num} values in this step, {rows} in the first"
-                warn_once(
-                    self.warned,
-                    "rows",
-                    name,
-                    f"site {name!r} observes {fewer if num < rows else f'other {num} rows than before'}, and no plate "
-                    "scales them up: if this is a mini-batch, give the plate the full size, pyro.plate('data', size=N, "
-                    "subsample=x) or subsample_size=B; otherwise the KL outweighs the data.",
-                    stacklevel=5,
-                )
+            for frame in site["cond_indep_stack"]:
+                if frame.full_size not in (None, frame.size):
+                    break  # this plate scales them up, whatever handlers' scales are
+            else:
+                num = site["value"].numel()
+                if num < rows or (num == rows and self._are_others(name, relation)):
+                    self._warn_of_rows(name, site["scale"], num, rows)
+
+    def _warn_of_rows(self, name: str, scale: Any, num: int, rows: int) -> None:
+        """Warn of a mini-batch, unless a handler's number scales it up to the first call's rows: others are weights."""
+        is_number = isinstance(scale, (int, float))
+        if num < rows and is_number and math.isclose(scale * num, rows):
+            return
+        fewer = f"{num} values in this step, {rows} in the first"
+        warn_once(
+            self.warned,
+            "rows",
+            name,
+            f"site {name!r} observes {fewer if num < rows else f'other {num} rows than before'}, and no plate "
+            "scales them up: if this is a mini-batch, give the plate the full size, pyro.plate('data', size=N, "
+            "subsample=x) or subsample_size=B; otherwise the KL outweighs the data."
+            + ("" if is_number and scale == 1 else " What poutine.scale gives is taken for a weight of the rows."),
+            stacklevel=6,
+        )
 
     def _are_others(self, name: str, relation: Optional[Relation]) -> bool:
         """Whether a step's rows are others than the first's, asked until it was told of."""

@@ -15,8 +15,9 @@ from torch.distributions import biject_to
 from ..approximations.free import SparseGP
 from ..gaussians import Drawn, DrawnGaussian
 from ..modules import at_path
+from ..posterior.sparse_posterior import SparsePosterior
 from ..program.facts import Structure
-from ..warned import warn_once
+from ..warned import Warned, warn_once
 from .joint import follow
 from .latents import MeanFieldLatents
 
@@ -69,6 +70,7 @@ class CoupledLatents(MeanFieldLatents):
     coupled: Union[bool, Collection[str]]
     _parts: dict[str, _Part]
     together: Any
+    warned: Warned
 
     def coupled_among(self, found: Structure) -> list[str]:
         """The latents that are coupled, in the order of the first call.
@@ -145,6 +147,41 @@ class CoupledLatents(MeanFieldLatents):
         for name, module in modules.items():
             if isinstance(module, SparseGP) and name not in joint:
                 module.follow(start["locs"], name)
+
+    def warn_of_medians(self, posteriors: Mapping[str, SparsePosterior]) -> None:
+        """Warn of GP sites that are far wider over the draws of the latents that they follow than at their medians.
+
+        With q(w | ε) = N(m + BRε, S), the variance of f(x) over ε is that at ε = 0 and ‖(BR)ᵀφ(x)‖² more.
+        """
+        for name, q in posteriors.items() if self.structure is not None and self.structure.coupled else ():
+            slope = self._slope(name)
+            if slope is None or ("medians", name) in self.warned:
+                continue
+            moves = (slope @ self.together.root).split([phi.shape[-1] for phi in q.features], -2)
+            more = sum(phi @ block for phi, block in zip(q.features, moves)).square().sum(-1)
+            share = float((q.variance / (q.variance + more)).detach().min().sqrt())
+            if share < 0.5:
+                warn_once(
+                    self.warned,
+                    "medians",
+                    name,
+                    f"guide.posterior holds other latents at their medians, and GP site {name!r} follows them, as "
+                    f"coupled= asks: at some inputs its standard deviation is {share:.2g} of what it is over their "
+                    f"draws. It is right for a sum with these medians; for {name!r} alone take draws, "
+                    f"predict(model, guide, x)[{name!r}].",
+                    stacklevel=3,
+                )
+
+    def _slope(self, name: str) -> Optional[Tensor]:
+        """B, ``(..., M, D)``, of a GP site's coefficients; ``None`` if they follow nothing."""
+        assert self.structure is not None
+        for i, group in enumerate(self.structure.joint):
+            if name in group:
+                whole = at_path(self, f"joints.group_{i}")
+                blocks = whole.following.slope.split(whole.following.sizes, -2)
+                return torch.cat([blocks[b] for b in whole.blocks[name]], -2)
+        module = at_path(self.gps, name)
+        return module.following.slope if isinstance(module, SparseGP) and module.following is not None else None
 
     def _is_coupled(self, name: str) -> bool:
         return self.structure is not None and name in self.structure.coupled

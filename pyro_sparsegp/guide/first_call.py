@@ -318,9 +318,9 @@ def _warn_of_sums(found: Structure) -> None:
     if names:
         group = ", ".join(map(repr, names))
         warnings.warn(
-            f"GP sites {group} enter densities by their sum, and have separate posteriors, which leave out that what "
-            "one gains the others lose: the intervals of each are too narrow. Give them one posterior, "
-            f"{{({group}): CoupledPrecision(32)}}, or make them one site with the sum of their kernels.",
+            f"GP sites {group} enter densities by their sum, or by one with weights, and have separate posteriors, "
+            "which leave out that what one gains the others lose: the intervals of each are too narrow. Give them one "
+            f"posterior, {{({group}): CoupledPrecision(32)}}, or make them one site with the sum of their kernels.",
             stacklevel=5,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ import numpy as np
 import pyro
 import torch
 from torch import Tensor
+
+from ..program.dependence import differ
 
 __all__ = [
     "Batch",
@@ -146,6 +149,13 @@ def _placed(value: Any, device: Optional[torch.device]) -> Any:
     return value.to(device) if isinstance(value, Tensor) and device is not None else value
 
 
+def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that have rows, by how the caller knows them."""
+    named = {f"data[{i}]": value for i, value in enumerate(args)}
+    named |= {f"data[{key!r}]": value for key, value in kwargs.items()}
+    return {name: value for name, value in named.items() if _has_rows(value)}
+
+
 def _has_rows(value: Any) -> bool:
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
 
@@ -169,10 +179,7 @@ class TensorBatches(Batches):
         device: Optional[torch.device],
         seed: int,
     ) -> None:
-        rows = {
-            **{f"data[{i}]": len(value) for i, value in enumerate(args) if _has_rows(value)},
-            **{f"data[{key!r}]": len(value) for key, value in kwargs.items() if _has_rows(value)},
-        }
+        rows = {name: len(value) for name, value in _named(args, kwargs).items()}
         if not rows:
             found = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "nothing"
             raise ValueError(
@@ -245,10 +252,16 @@ class TensorBatches(Batches):
         return 1 if self.batch_size is None else self.num // self.batch_size
 
     def get_state(self) -> dict[str, Any]:
-        return {"seed": self.seed, "epoch": self._epoch, "place": self._place, "num": self.num}
+        return {"seed": self.seed, "epoch": self._epoch, "place": self._place, "num": self.num, "ends": self._ends()}
+
+    def _ends(self) -> dict[str, Tensor]:
+        """The first row of each argument and the last, by which other data are known."""
+        ends = {name: torch.as_tensor(value[[0, -1]]) for name, value in _named(self.args, self.kwargs).items()}
+        return {name: value.detach().cpu() for name, value in ends.items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         _require_same("rows", state.get("num"), self.num)
+        _warn_of_others(state.get("ends", {}), self._ends())
         self.seed, self._epoch, self._place, self._order = state["seed"], state["epoch"], state["place"], None
 
 
@@ -410,6 +423,20 @@ def _joined(batches: list[Batch]) -> Batch:
     kwargs = {key: join([batch.kwargs[key] for batch in batches]) for key in batches[0].kwargs}
     num = sum(batch.num for batch in batches)
     return Batch(args, kwargs, None, num, float(num))
+
+
+def _warn_of_others(saved: dict[str, Tensor], now: dict[str, Tensor]) -> None:
+    """Warn if the ends of data are not those of the checkpoint; one of before has none."""
+    for name, value in saved.items():
+        other = now.get(name)
+        if other is None or value.shape != other.shape or differ(value, other).any():
+            warnings.warn(
+                f"checkpoint: {name} has other first or last rows than when it was written. Where that is another data "
+                "set, the guide, the optimiser and the losses so far are those of the first: resume with the data that "
+                "the fit began with, or begin anew, resume=False.",
+                stacklevel=6,
+            )
+            return
 
 
 def _require_same(what: str, saved: Any, now: Any) -> None:

@@ -32,7 +32,7 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
     :raises ValueError: if nothing is observed.
     """
     with repeatable(guide.like), whole_plates(), pyro.validation_enabled(False):
-        posteriors = guide.posterior(*args, **kwargs)
+        posteriors = guide.posterior_at_medians(*args, **kwargs)
         assert guide.structure is not None
         inner, observed = guide.structure.inner, guide.structure.rows
         if not observes(guide.model, observed, guide.like, args, kwargs):

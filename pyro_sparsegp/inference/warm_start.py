@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Optional
 
 import pyro
@@ -75,23 +76,25 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
     given = torch.cat([z.detach() for z in module.basis.inputs])
     few = len(given) > _POINTS  # of many inducing inputs, some are enough to find hyperparameters
     z = given[torch.randperm(len(given))[:_POINTS]] if few else given
-    collapsing, init = SGPR(z, trainable=family.trainable), guide.init_loc_fn
+    optimal = SGPR(z, trainable=family.trainable)
+    new_guide = partial(AutoSparseGP, model, optimal, point_estimates=True, init_loc_fn=guide.init_loc_fn)
     with poutine.block():
-        # A few rows tell most likelihoods that are not Gaussian, whose sites for all take many updates.
-        for rows in (_rows(subset, _TELLING), subset):
-            collapsed = AutoSparseGP(model, collapsing, point_estimates=True, init_loc_fn=init)
-            args, kwargs = _call(rows, takes)
+        few_rows = _rows(subset, _TELLING)
+        if few_rows is not subset:  # they tell most likelihoods that are not Gaussian, whose sites for all take long
             try:
-                with torch.no_grad():
-                    collapsed(*args, **kwargs)
-                holds = collapsed.site_status[name]["exact"]
+                holds = _is_gaussian(new_guide(), name, few_rows, takes)
             except Exception:
-                if rows.num == batch.num:
-                    raise
-                holds = rows is not subset  # a model with a tensor or a plate of N rows runs on no fewer
-            drop_stored(collapsed._pyro_name)
+                holds = True  # a model with a tensor or a plate of N rows runs on no fewer
             if not holds:
                 return False
+        collapsed = new_guide()
+        try:
+            holds = _is_gaussian(collapsed, name, subset, takes)
+        except ValueError:
+            holds = False  # a likelihood that the family refuses, such as one that ties rows together
+        if not holds:
+            return False
+        args, kwargs = _call(subset, takes)
         if not _train(model, collapsed, args, kwargs):
             drop_stored(collapsed._pyro_name)
             return False
@@ -111,6 +114,17 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
         _start_posterior(collapsed, module, process, name, (args, kwargs), (size or batch.num) / batch.num)
     drop_stored(collapsed._pyro_name)
     return True
+
+
+def _is_gaussian(collapsed: AutoSparseGP, name: str, rows: Batch, takes: Mapping[str, Any]) -> bool:
+    """Whether the likelihood is Gaussian in f at some rows, by a guide's first call on them."""
+    args, kwargs = _call(rows, takes)
+    try:
+        with torch.no_grad():
+            collapsed(*args, **kwargs)
+        return collapsed.site_status[name]["exact"]
+    finally:
+        drop_stored(collapsed._pyro_name)
 
 
 def _train(model: Callable, collapsed: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -47,7 +47,7 @@ class Structure:
     :param joint: groups of GP sites that have one posterior.
     :param crossed: pairs of them that meet in terms of densities at different inputs or outputs.
     :param network: whether the program runs a network, so that each of its runs may be long.
-    :param summed: pairs of GP sites of separate posteriors that enter densities by their sum alone.
+    :param summed: pairs of GP sites of separate posteriors that enter densities by a sum of them alone, f + cg.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -176,6 +176,14 @@ class _Program:
             parts = mapped(self._one, stack, max(_AT_ONCE // max(part[0].numel() for part in stack.values()), 1))
         outputs, gradients = parts[: len(self.keys)], parts[len(self.keys) :]
         return dict(zip(self.keys, outputs)), dict(zip(self.slopes, gradients))
+
+    def slopes_at(self, point: Values) -> Values:
+        """The gradients of the sum of all log densities by the GP sites' values."""
+        moving = {name: value.detach().requires_grad_() for name, value in point.items()}
+        with torch.enable_grad(), pyro.validation_enabled(False):
+            total, _ = self._show(moving)
+            found = torch.autograd.grad(total, list(moving.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(moving, found))
 
     def _one(self, values: Values) -> tuple[Tensor, ...]:
         if not self.slopes:
@@ -307,7 +315,7 @@ def _crossed(found: Structure, moves: _Moves, program: _Program) -> list[list[st
 
 
 def _summed(found: Structure, moves: _Moves, program: _Program) -> list[list[str]]:
-    """Pairs of GP sites of separate posteriors whose same move makes the same of all densities."""
+    """Pairs of GP sites of separate posteriors that enter all densities by f + cg, with one number c."""
     pairs = [
         pair
         for pair in found.interactions
@@ -316,17 +324,30 @@ def _summed(found: Structure, moves: _Moves, program: _Program) -> list[list[str
     ]
     if not pairs:
         return []
+    slopes = program.slopes_at(moves.base)
+    weights = [_ratio(slopes[g], slopes[f]) for f, g in pairs]
+    # A move of g by s is one of f by cs, from two places: the slopes of a product have one ratio where f ∝ g.
     points = [moves.base]
-    for f, g in pairs:
-        step = torch.minimum(moves.step[f], moves.step[g])
-        points += [moves.base | {name: moves.base[name] + step} for name in (f, g)]
+    for (f, g), weight in zip(pairs, weights):
+        step = torch.minimum(moves.step[f], moves.step[g]) / max(abs(weight), 1.0)
+        for start in (moves.base, moves.points[moves.both[f, g]]):
+            points += [start | {f: start[f] + weight * step}, start | {g: start[g] + step}]
     outputs, _ = program.at(points)
     summed = []
-    for i, pair in enumerate(pairs):
-        by_f, by_g = 2 * i + 1, 2 * i + 2
-        if all(adds_up(part[0], part[by_f], part[by_g], part[0]) for part in _without(outputs, *pair).values()):
+    for i, (pair, weight) in enumerate(zip(pairs, weights)):
+        moved = [(4 * i + 1, 4 * i + 2), (4 * i + 3, 4 * i + 4)]
+        parts = _without(outputs, *pair).values()
+        if weight and all(adds_up(part[0], part[by_f], part[by_g], part[0]) for part in parts for by_f, by_g in moved):
             summed.append(pair)
     return summed
+
+
+def _ratio(slope: Tensor, other: Tensor) -> float:
+    """The number that slopes are times others, if it is one; else 0."""
+    ratio = (slope * other).sum() / other.square().sum()
+    tolerance = 1e-6 if slope.dtype == torch.float64 else 1e-3
+    fits = (slope - ratio * other).abs() <= tolerance * (slope.abs() + other.abs().mean())
+    return float(torch.where(fits.all() & ratio.isfinite(), ratio, 0.0))
 
 
 def _find_groups(

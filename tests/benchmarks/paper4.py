@@ -133,7 +133,7 @@ def expectation(data: Data, z: Tensor, batch: int = 0, **options: Any) -> tuple[
     """A step of expectation propagation."""
     pyro.clear_param_store()  # a PyroModule's parameters are found there by name
     model = Classifier(data.x)
-    guide = AutoSparseGP(model, SparseEP(z))
+    guide = AutoSparseGP(model, SparseEP(z, trainable=True))
     if not batch:
         optim = pyro.optim.PyroOptim(SignRates, {"lr": 0.02})
         ep = ExpectationPropagation(model, guide, optim, **options)
