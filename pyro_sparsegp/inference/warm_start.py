@@ -68,9 +68,10 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
     name = _site(guide)
     if name is None:
         return False
-    subset = _rows(batch, _ROWS)
-    if not _fits(guide, subset, takes):
+    assert guide.structure is not None
+    if guide.structure.network or "indices" in takes:
         return False
+    subset = _rows(batch, _ROWS)
     family: Any = guide.family_of(name)
     module = at_path(guide.gps, name)
     given = torch.cat([z.detach() for z in module.basis.inputs])
@@ -87,6 +88,8 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
                 holds = True  # a model with a tensor or a plate of N rows runs on no fewer
             if not holds:
                 return False
+        if not _fits(guide, subset, takes):
+            return False
         collapsed = new_guide()
         try:
             holds = _is_gaussian(collapsed, name, subset, takes)
@@ -181,11 +184,7 @@ def _site(guide: AutoSparseGP) -> Optional[str]:
 
 def _fits(guide: AutoSparseGP, subset: Batch, takes: Mapping[str, Any]) -> bool:
     """Whether a subset of rows is data of their own to the model, and has rows enough for its hyperparameters."""
-    if "indices" in takes:
-        return False
     assert guide.structure is not None
-    if guide.structure.network:
-        return False
     args, kwargs = _call(subset, takes)
     try:
         with torch.no_grad(), poutine.block(), poutine.trace(param_only=True) as capture:
