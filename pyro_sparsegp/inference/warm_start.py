@@ -66,10 +66,7 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
     :returns: whether it applied.
     """
     name = _site(guide)
-    if name is None:
-        return False
-    assert guide.structure is not None
-    if guide.structure.network or "indices" in takes:
+    if name is None or "indices" in takes:
         return False
     subset = _rows(batch, _ROWS)
     family: Any = guide.family_of(name)
@@ -80,22 +77,8 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
     optimal = SGPR(z, trainable=family.trainable)
     new_guide = partial(AutoSparseGP, model, optimal, point_estimates=True, init_loc_fn=guide.init_loc_fn)
     with poutine.block():
-        few_rows = _rows(subset, _TELLING)
-        if few_rows is not subset:  # they tell most likelihoods that are not Gaussian, whose sites for all take long
-            try:
-                holds = _is_gaussian(new_guide(), name, few_rows, takes)
-            except Exception:
-                holds = True  # a model with a tensor or a plate of N rows runs on no fewer
-            if not holds:
-                return False
-        if not _fits(guide, subset, takes):
-            return False
-        collapsed = new_guide()
-        try:
-            holds = _is_gaussian(collapsed, name, subset, takes)
-        except ValueError:
-            holds = False  # a likelihood that the family refuses, such as one that ties rows together
-        if not holds:
+        collapsed = _collapsed(new_guide, guide, name, subset, takes)
+        if collapsed is None:
             return False
         args, kwargs = _call(subset, takes)
         if not _train(model, collapsed, args, kwargs):
@@ -117,6 +100,28 @@ def warm(model: Callable, guide: AutoSparseGP, batch: Batch, takes: Mapping[str,
         _start_posterior(collapsed, module, process, name, (args, kwargs), (size or batch.num) / batch.num)
     drop_stored(collapsed._pyro_name)
     return True
+
+
+def _collapsed(
+    new_guide: Callable[[], AutoSparseGP], guide: AutoSparseGP, name: str, subset: Batch, takes: Mapping[str, Any]
+) -> Optional[AutoSparseGP]:
+    """A guide that has had its first call on the subset; ``None`` where that is not data of its own to the model, or
+    the likelihood not Gaussian in f, which a few rows tell of most: sites for all take long.
+    """
+    few = _rows(subset, _TELLING)
+    if few is not subset:
+        try:
+            if not _is_gaussian(new_guide(), name, few, takes):
+                return None
+        except Exception:
+            pass  # a model with a tensor or a plate of N rows runs on no fewer
+    if not _fits(guide, subset, takes):
+        return None
+    collapsed = new_guide()
+    try:
+        return collapsed if _is_gaussian(collapsed, name, subset, takes) else None
+    except ValueError:  # a likelihood that the family refuses, such as one that ties rows together
+        return None
 
 
 def _is_gaussian(collapsed: AutoSparseGP, name: str, rows: Batch, takes: Mapping[str, Any]) -> bool:
@@ -167,9 +172,9 @@ def _start_posterior(
 
 
 def _site(guide: AutoSparseGP) -> Optional[str]:
-    """The GP site, if there is one alone and its family has inducing points and a free posterior."""
+    """The one GP site of a model without a network, if its family has inducing points and a free posterior."""
     structure = guide.structure
-    if structure is None or len(structure.gps) != 1 or structure.inner:
+    if structure is None or len(structure.gps) != 1 or structure.inner or structure.network:
         return None
     (name,) = structure.gps
     family = guide.family_of(name)
