@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Optional, Union
 
 import pyro.distributions as dist
 import torch
+from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.poutine.runtime import am_i_wrapped, get_plates
 from torch import Tensor
@@ -29,11 +30,18 @@ Mean = Union[None, float, Tensor, Callable[[Tensor], Tensor]]
 class Origin:
     """The network whose output, as it is, some inputs are.
 
-    :param inputs: its own, ``(N, d)``.
+    :param inputs: its own, ``(N, d)``, where they are kept.
+    :param grad_fn: of the output as the network gave it, where it is kept.
     """
 
     network: torch.nn.Module
-    inputs: Tensor
+    inputs: Optional[Tensor] = None
+    grad_fn: Any = None
+
+    def at(self, rows: Tensor) -> Tensor:
+        """Its output at other rows; sites in it are seen by no handler."""
+        with poutine.block():
+            return self.network(rows)
 
 
 class GaussianProcess(TorchDistribution):

@@ -2,17 +2,20 @@
 
 import copy
 import pickle
+import weakref
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from torch import nn
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
 from pyro_sparsegp.gaussians import NaturalAtOutputs, NaturalGaussian
+from pyro_sparsegp.guide.networks import Calls
 from pyro_sparsegp.inference.recipe import FallingAdam
 
 
@@ -93,6 +96,79 @@ def test_what_is_followed(kind):
     SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
     assert type(guide.gps.f.coefficients) is (NaturalAtOutputs if kind == "plain" else NaturalGaussian)
     assert ("kept_rows" in guide.structure.gps["f"]) == (kind == "plain")
+
+
+class Layer(nn.Module):
+    """A network with something of its own in its forward pass."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.network, self.gate = kind, mlp(), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x, *, scale=1.0):
+        h = self.network(x)
+        if self.kind == "site":
+            pyro.deterministic("h", h)
+        if self.kind == "latent":
+            h = h + pyro.sample("shift", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        return torch.eye(40) @ h if self.kind == "its rows" else scale * h
+
+
+@pytest.mark.parametrize("kind", ["site", "latent", "its rows", "keyword", "written into", "compiled"])
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_networks_of_their_own_kind_train_on(kind):
+    """Where a network can't be called at other rows, or would say something else there, it isn't."""
+    x, y = data(40)
+    layer = Layer(kind)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+
+    def inputs(x):
+        if kind == "keyword":
+            return layer(x, scale=1.0 + layer.gate)
+        if kind == "written into":
+            return layer(x).add_(layer.gate * x)
+        return compiled(x) if kind == "compiled" else layer(x)
+
+    model = deep(layer, inputs)
+    guide = AutoSparseGP(model, SVGP(5), point_estimates=True)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
+    poutine.trace(guide).get_trace(x, y)
+    for _ in range(2):
+        svi.step(x, y)
+    assert ("kept_rows" in guide.structure.gps["f"]) == (kind == "site")
+    if kind == "site":
+        assert poutine.trace(guide).get_trace(x, y).nodes["h"]["value"].shape == (40, 2)
+
+
+def test_hidden_values_go_without_gradients():
+    x, y = data(40)
+    hidden = []
+
+    class Watched(nn.Tanh):
+        def forward(self, x):
+            hidden.append(weakref.ref(x))
+            assert sum(there() is not None for there in hidden) < 3
+            return super().forward(x)
+
+    network = nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(2, 2), Watched())], nn.Linear(2, 2))
+    model = deep(network)
+    guide = AutoSparseGP(model, SVGP(5))
+    with torch.no_grad():
+        guide(x, y)
+    guide.calls = Calls()
+    hidden.clear()
+    with torch.no_grad():
+        guide.posterior(x)
+
+
+def test_codes_that_an_embedding_takes_load():
+    x, y = torch.randint(0, 4, (40, 2)), torch.randn(40)
+    model = deep(nn.Sequential(nn.Embedding(4, 1), nn.Flatten()))
+    guide, other = AutoSparseGP(model, SVGP(5)), AutoSparseGP(model, SVGP(5))
+    SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step(x, y)
+    assert guide.gps.f.kept_rows.dtype == torch.int64
+    other.load_state_dict(guide.state_dict())
+    torch.testing.assert_close(other.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
 
 
 @pytest.mark.parametrize("family", [SVGP(6), OrthogonalInducing(4, 3)], ids=["svgp", "orthogonal"])

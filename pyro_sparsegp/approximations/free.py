@@ -85,7 +85,8 @@ class SparseGP(AbstractModule):
 
     def hold(self, features: Any, process: GaussianProcess) -> None:
         """Have sites be about f at the rows that are kept, where the network of the process has them now."""
-        features.hold_at(None if process.origin is None else process.origin.network(self.kept_rows))
+        assert self.kept_rows is not None
+        features.hold_at(None if process.origin is None else process.origin.at(self.kept_rows))
 
     def _anchor(self, features: Features) -> Any:
         """L, as the coefficients want it."""
@@ -153,6 +154,12 @@ class SparseGP(AbstractModule):
         root = (step / noise).sqrt()[..., None, None]
         # In float64: the gram matrices of millions of rows have the condition of their number.
         return [(root * phi).double() for phi in features(x)]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        rows = state_dict.get(prefix + "kept_rows")
+        if self.kept_rows is not None and rows is not None and not rows.is_floating_point():
+            self.kept_rows = self.kept_rows.to(rows.dtype)  # codes, of an embedding
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""

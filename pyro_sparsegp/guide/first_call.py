@@ -42,7 +42,7 @@ from ..program.traces import (
 )
 from .correction import show_all_rows
 from .joint import groups_of, require_alike, require_outer
-from .networks import Calls, rows_to_follow
+from .networks import Calls, FirstCalls, rows_to_follow
 from .runs import NumbersRun, Setup
 from .state import Saved
 
@@ -327,7 +327,7 @@ def _warn_of_sums(found: Structure) -> None:
 
 def check_parameters(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
-    guide.calls = Calls()
+    guide.calls = FirstCalls()
     probe = guide.probe(args, kwargs)
     _check_known(guide)
     require_registered(guide.model, probe, guide.trace, (args, kwargs))
@@ -360,8 +360,7 @@ def _follow(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
             if rows is not None:
                 module.follow_network(rows)
                 guide.structure.gps[name] = module.spec()
-    if not guide.structure.follows_networks:
-        guide.calls = None
+    guide.calls = Calls() if guide.structure.follows_networks else None
 
 
 def _check_known(guide: Saved) -> None:

@@ -5,67 +5,99 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Optional
+from weakref import ref
 
 import torch
+from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from ..process import GaussianProcess, Origin
-from ..program.traces import repeatable
+from ..program.traces import all_sites, is_free, repeatable
 
-__all__ = ["Calls", "rows_to_follow"]
+__all__ = ["Calls", "FirstCalls", "rows_to_follow"]
 
 _ROWS, _EACH, _LEAST = 256, 4, 2  # rows that say how features move: so many at least, so many a point; below, too few
 
 
 class Calls:
-    """The modules that a run calls: which of them a tensor is the output of."""
+    """The modules that a run calls: which of them a tensor is the output of.
+
+    Outputs are not kept: without gradients a network's hidden values go as it is done with them.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Tensor, Origin]] = {}  # outputs are kept, so that no other takes the id
+        self._found: dict[int, tuple[ref[Tensor], Origin]] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Take note of the modules that are called."""
 
-        def note(module: nn.Module, args: tuple, output: Any) -> None:
-            if isinstance(output, Tensor) and len(args) == 1 and isinstance(args[0], Tensor):
-                self._found[id(output)] = output, Origin(module, args[0])  # of nested ones the outermost is the last
+        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if torch.compiler.is_compiling():  # of the parts of a compiled module there is no tensor to be known by
+                return
+            if isinstance(output, Tensor) and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+                # Of nested ones the outermost is the last.
+                self._found[id(output)] = ref(output), self._origin(module, args[0], output)
 
         before, self._found = self._found, {}
-        handle = register_module_forward_hook(note)
+        handle = register_module_forward_hook(note, with_kwargs=True)
         try:
             yield
         finally:
             handle.remove()
             self._found = before
 
+    def _origin(self, network: nn.Module, inputs: Tensor, output: Tensor) -> Origin:
+        return Origin(network)
+
     def origin(self, x: Tensor) -> Optional[Origin]:
         """What gave x in this run, if it is noted."""
-        return self._found[id(x)][1] if id(x) in self._found else None
+        output, origin = self._found.get(id(x), (None, None))
+        return origin if output is not None and output() is x else None
+
+
+class FirstCalls(Calls):
+    """As :class:`Calls`, with what :func:`rows_to_follow` asks for."""
+
+    def _origin(self, network: nn.Module, inputs: Tensor, output: Tensor) -> Origin:
+        return Origin(network, inputs, output.grad_fn)
 
 
 def rows_to_follow(process: GaussianProcess, size: int) -> Optional[Tensor]:
     """Rows of a network's inputs, ``(K, d)``, at which it tells how a process's inputs move; ``None`` if these do not
     train, come from no network, or from one whose output at some rows may be another than at all, or than before.
 
+    A network that takes no other number of rows raises an error of its own, of whatever kind.
+
     :param size: the number of inducing points among the outputs.
     """
     x, origin = process.x, process.origin
-    if origin is None or not x.requires_grad or origin.inputs.requires_grad:
+    if origin is None or origin.inputs is None or not x.requires_grad or origin.inputs.requires_grad:
+        return None
+    if x.grad_fn is not origin.grad_fn:  # it was written into since
         return None
     network, inputs = origin.network, origin.inputs
     if any(isinstance(part, PyroModule) for part in network.modules()) or next(network.buffers(), None) is not None:
+        return None
+    if any(name.endswith("_orig_mod") for name, _ in network.named_modules()):  # torch.compile's, anew for each hook
         return None
     num = len(inputs)
     if inputs.dim() != 2 or x.dim() != 2 or len(x) != num or num < _LEAST * size:
         return None
     if torch.distributed.is_initialized():  # processes would have other rows each
         return None
-    with repeatable(x), torch.no_grad():  # dropout draws
-        some = torch.arange(0, num, -(-num // 7), device=x.device)
-        alone, tolerance = network(inputs[some]), torch.finfo(x.dtype).eps ** 0.5
+    some = torch.arange(0, num, -(-num // 7), device=x.device)
+    try:
+        with repeatable(x), torch.no_grad(), poutine.block():  # dropout draws
+            trace = poutine.trace(network).get_trace(inputs[some])
+    except Exception:
+        return None
+    alone: Any = trace.nodes["_RETURN"]["value"]
+    tolerance = torch.finfo(x.dtype).eps ** 0.5
+    if any(is_free(site) for _, site in all_sites(trace)):
+        return None
     if alone.shape != x[some].shape or not torch.allclose(alone, x[some], tolerance, tolerance):
         return None
     return inputs[torch.linspace(0, num - 1, min(num, max(_ROWS, _EACH * size)), device=x.device).long()]
