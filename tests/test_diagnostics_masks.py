@@ -1,5 +1,6 @@
 """Scores, log likelihoods and leave-one-out of data of which masks leave some out."""
 
+import math
 import warnings
 
 import numpy as np
@@ -134,6 +135,34 @@ def test_rows_of_discrete_latents_are_left_out(in_groups):
     trees = [diagnostics.to_datatree(model, guide, x, y, seen, own, num_samples=2, seed=0) for own in (True, False)]
     np.testing.assert_allclose(*(tree.log_likelihood["y"].values for tree in trees), rtol=1e-5)
     assert trees[0].log_likelihood["y"].shape[-1] == seen.sum()
+
+
+@pytest.mark.parametrize("out", [False, torch.tensor(False)], ids=["number", "tensor"])
+def test_sites_that_are_left_out_whole_are_not_scored(out):
+    def model(x, y, z_seen):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            with poutine.mask(mask=z_seen):
+                pyro.sample("z", dist.Normal(f, 1.0), obs=y)
+            pyro.sample("y", dist.Normal(f, 0.2).mask(y_seen), obs=y)
+
+    x, Y, _ = data()
+    y_seen = True
+    guide = fitted(model, x, Y[:, 0], True)
+    both, one = (log_score(model, guide, x, Y[:, 0], z_seen) for z_seen in (True, out))
+    z = diagnostics.predictive_scores(model, guide, x, Y[:, 0], True, num_samples=1, var_name="z").summary
+    assert one == pytest.approx(both - z["mean"]["log_score"], rel=1e-6)
+    y_seen = out
+    assert log_score(model, guide, x, Y[:, 0], out) == -math.inf
+
+
+def test_a_density_of_all_rows_is_scored():
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        pyro.sample("y", dist.Normal(f, 0.2).to_event(1), obs=y)
+
+    x, Y, _ = data()
+    assert math.isfinite(log_score(model, fitted(model, x, Y[:, 0]), x, Y[:, 0]))
 
 
 def test_scores_of_one_draw_have_no_coverage():

@@ -58,8 +58,9 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
         found = mapped(densities, nodes)
         trace = held_trace(model, {**medians, **means}, args, kwargs)
         rows = [unmasked_rows(site) for name, site in all_sites(trace) if name in observed and is_observation(site)]
-    total = 0.0
-    for part, there in zip(found, rows):
-        log_density = torch.logsumexp(part.flatten(1) + weights.log()[:, None], 0)
+    scored = [(part, there) for part, there in zip(found, rows) if there is None or there.any()]
+    total = 0.0 if scored else math.nan
+    for part, there in scored:
+        log_density = torch.logsumexp(part.reshape(len(part), -1) + weights.log()[:, None], 0)
         total += float(log_density.mean() if there is None else log_density.sum() / there.sum())
     return total if math.isfinite(total) else -math.inf

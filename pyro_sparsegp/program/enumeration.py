@@ -177,7 +177,7 @@ class Enumeration(Messenger):
         self._add(msg, dims, group, _log_density(msg))
         group.met = True
         *before, own = group.terms
-        rows = unmasked_rows({"fn": fn, "mask": msg["mask"]})
+        rows = unmasked_rows({"fn": fn, "value": msg["value"], "mask": msg["mask"]})
         mask = msg["mask"] if rows is None else rows[(0,) * max(rows.dim() - PLATES, 0)]
         msg["fn"] = SummedOut(fn, own, mask, before, self._plates_of(group), normalised)
 

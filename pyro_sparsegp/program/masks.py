@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+import torch
 from pyro.distributions import MaskedDistribution
 from torch import Tensor
 
@@ -20,8 +21,10 @@ def unmasked(site: Any) -> Optional[Tensor]:
     if isinstance(fn, SummedOut):
         fn = fn.fn
     while True:
+        if mask is False:  # True is none
+            mask = torch.zeros((), dtype=torch.bool, device=site["value"].device)
         if isinstance(mask, Tensor):
-            part = mask.reshape(*mask.shape, *[1] * fn.event_dim)
+            part = mask.reshape(mask.shape + (1,) * fn.event_dim)
             # A mask is that of all values of discrete latents, whose dimensions are in front.
             part = part[(0,) * max(part.dim() - len(shape), 0)].expand(shape)
             found = part if found is None else found & part
