@@ -192,17 +192,19 @@ def test_states_and_copies_follow_on(family):
 
 
 def test_fit_takes_smaller_rates_for_networks():
-    """Weights of n inputs 1/√n of the rate, biases a fifth; a module without matrices of weights is none."""
+    """Weights of n inputs 1/√n of the rate, biases a fifth; numbers beside them, and modules without such, none."""
     x, y = data(40)
     network, scales = mlp(), nn.Module()
     scales.raw = nn.Parameter(torch.ones(1, 2))
+    network.log_noise = nn.Parameter(torch.tensor(-1.0))
+    inputs = network[:]
 
     def model(x, y=None):
         pyro.module("network", network)
         pyro.module("scales", scales)
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), network(scales.raw * x)))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), inputs(scales.raw * x)))
         with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, pyro.param("noise", torch.tensor(0.4))), obs=y)
+            return pyro.sample("y", dist.Normal(f, network.log_noise.exp()), obs=y)
 
     pyro.clear_param_store()
     guide, optim = AutoSparseGP(model, SVGP(5)), FallingAdam(0.4)
@@ -211,4 +213,4 @@ def test_fit_takes_smaller_rates_for_networks():
     found = {name: rates[p] for name, p in pyro.get_param_store().named_parameters() if p in rates}
     assert found["network$$$2.weight"] == 0.1
     assert found["network$$$2.bias"] == pytest.approx(0.08)
-    assert found["scales$$$raw"] == found["noise"] == 0.4
+    assert found["scales$$$raw"] == found["network$$$log_noise"] == 0.4

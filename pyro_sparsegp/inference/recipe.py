@@ -30,8 +30,7 @@ class FallingAdam(FusedAdam):
     :param lr: of all parameters, before it falls; of the M inducing inputs of a set √(256/M) of it, if there are more
         than 256. Adam's steps of each are as long as the rate whatever its gradient says, which is mostly noise of the
         batch where there are many: the features of a row are moved by the sum. A network's unit is moved by the sum
-        of the steps of its n weights, which start at some 1/√n: they take 1/√n of the rate, its other parameters a
-        fifth.
+        of the steps of its n weights, which start at some 1/√n: they take 1/√n of the rate, its vectors a fifth.
     """
 
     def __init__(self, lr: float = 0.05) -> None:
@@ -67,7 +66,7 @@ def _of_rate(param: Tensor) -> float:
     name = pyro.get_param_store().param_name(param) or ""
     if _INPUTS.search(name):
         return math.sqrt(_POINTS / max(param.shape[-2], _POINTS))
-    if _is_of_network(name):
+    if param.dim() and _is_of_network(name):  # a number beside it is a hyperparameter
         return param[0].numel() ** -0.5 if param.dim() > 1 else _NETWORK
     return 1.0
 
