@@ -38,6 +38,11 @@ class Origin:
     inputs: Optional[Tensor] = None
     grad_fn: Any = None
 
+    @property
+    def parameters(self) -> list[str]:
+        """The names of its parameters, by which it is known."""
+        return [name for name, _ in self.network.named_parameters()]
+
     def at(self, rows: Tensor) -> Tensor:
         """Its output at other rows; sites in it are seen by no handler."""
         with poutine.block():

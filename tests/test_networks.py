@@ -214,3 +214,25 @@ def test_fit_takes_smaller_rates_for_networks():
     assert found["network$$$2.weight"] == 0.1
     assert found["network$$$2.bias"] == pytest.approx(0.08)
     assert found["scales$$$raw"] == found["network$$$log_noise"] == 0.4
+
+
+def test_a_part_of_the_network_is_not_taken_for_it():
+    """Trained by a network of raw rows, asked by its part of scaled ones: what is kept are the raw rows."""
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return x / 100
+
+    x, y = data()
+    part = mlp()
+    whole, way = nn.Sequential(Scaled(), part), {}
+    model = deep(whole, inputs=lambda x: way.get("inputs", whole)(x))
+    guide = AutoSparseGP(model, SVGP(20))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+    for _ in range(60):
+        svi.step(100 * x, y)
+    expected = guide.posterior(100 * x)["f"]
+    way["inputs"] = lambda x: part(x / 100)
+    found = guide.posterior(100 * x)["f"]
+    assert guide.gps.f.kept_rows is not None
+    assert ((found.mean - expected.mean) / expected.stddev).abs().max() < 0.5  # a step's, where T is I

@@ -44,6 +44,7 @@ class SparseGP(AbstractModule):
 
     following: Optional[Following]  # of other latents
     kept_rows: Optional[Tensor]  # inputs of a network, (K, d), whose outputs there say how features move
+    network: list[str]  # its parameters' names
 
     def __init__(
         self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int], family: dict[str, Any]
@@ -52,6 +53,7 @@ class SparseGP(AbstractModule):
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
         self.following = None
+        self.network = []
         self.register_buffer("kept_rows", None)
 
     def forward(
@@ -84,9 +86,13 @@ class SparseGP(AbstractModule):
         return kind(process, features, q, name)
 
     def hold(self, features: Any, process: GaussianProcess) -> None:
-        """Have sites be about f at the rows that are kept, where the network of the process has them now."""
+        """Have sites be about f at the rows that are kept, where the process's network has them now; about w, where
+        it is another, or a part of it, which takes other rows.
+        """
         assert self.kept_rows is not None
-        features.hold_at(None if process.origin is None else process.origin.at(self.kept_rows))
+        origin = process.origin
+        is_known = origin is not None and origin.parameters == self.network
+        features.hold_at(origin.at(self.kept_rows) if origin is not None and is_known else None)
 
     def _anchor(self, features: Features) -> Any:
         """L, as the coefficients want it."""
@@ -119,11 +125,14 @@ class SparseGP(AbstractModule):
         q, few = self.coefficients, sum(self.basis.sizes) <= _MOST_FOLLOWED
         return few and isinstance(self.basis, InducingPoints) and type(q) is NaturalGaussian and not q.is_settled
 
-    def follow_network(self, rows: Tensor) -> None:
+    def follow_network(self, rows: Tensor, network: Sequence[str]) -> None:
         """Have natural steps hold sites about f at the outputs, which are the process's inputs, of a network at these
         rows, ``(K, d)``, in the place of about u: u stays where it is while the outputs move.
+
+        :param network: its parameters' names.
         """
         assert isinstance(self.coefficients, NaturalGaussian)
+        self.network = list(network)
         self.kept_rows = rows.detach().clone()
         q = NaturalAtOutputs.started(self.coefficients)
         del self.coefficients
@@ -163,5 +172,5 @@ class SparseGP(AbstractModule):
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
-        rows = {} if self.kept_rows is None else {"kept_rows": list(self.kept_rows.shape)}
+        rows = {} if self.kept_rows is None else {"kept_rows": list(self.kept_rows.shape), "network": self.network}
         return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family, **rows}

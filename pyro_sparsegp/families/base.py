@@ -210,7 +210,7 @@ class FreeFormFamily(BasisFamily):
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
         module = self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
         if "kept_rows" in spec:
-            module.follow_network(like.new_zeros(spec["kept_rows"]))
+            module.follow_network(like.new_zeros(spec["kept_rows"]), spec["network"])
         return module
 
     def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
