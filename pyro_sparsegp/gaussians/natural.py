@@ -358,7 +358,7 @@ class NaturalGaussian(StepsOnBackward):
         loc, covariance, trace, log_det = _Known.apply(gram, near, rest, turn, self.unit)
         if seat is not None and level is not None and level.requires_grad and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
-            along = solve_lower(seat.detach(), (level - level.detach())[..., None])[..., 0]
+            along = self._coefficients_of(seat.detach(), level - level.detach())
             loc = loc - along + covariance.detach() @ along
         factor = CovarianceFactor(loc, covariance, trace, log_det, root)
         return Product(self.sizes, [factor], [self.layout[0][1]])

@@ -356,10 +356,9 @@ def _follow(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
     for name, posterior in posteriors.items():
         module = guide.modules_by_site()[name]
         if isinstance(module, SparseGP) and module.may_follow_network:
-            rows = rows_to_follow(posterior.process, sum(module.basis.sizes))
-            origin = posterior.process.origin
-            if rows is not None and origin is not None:
-                module.follow_network(rows, origin.parameters)
+            found = rows_to_follow(posterior.process, sum(module.basis.sizes))
+            if found is not None:
+                module.follow_network(*found)
                 guide.structure.gps[name] = module.spec()
     guide.calls = Calls() if guide.structure.follows_networks else None
 

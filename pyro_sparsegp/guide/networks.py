@@ -65,9 +65,10 @@ class FirstCalls(Calls):
         return Origin(network, inputs, output.grad_fn)
 
 
-def rows_to_follow(process: GaussianProcess, size: int) -> Optional[Tensor]:
-    """Rows of a network's inputs, ``(K, d)``, at which it tells how a process's inputs move; ``None`` if these do not
-    train, come from no network, or from one whose output at some rows may be another than at all, or than before.
+def rows_to_follow(process: GaussianProcess, size: int) -> Optional[tuple[Tensor, list[str]]]:
+    """Rows of a network's inputs, ``(K, d)``, at which it tells how a process's inputs move, and its parameters'
+    names; ``None`` if these inputs do not train, come from no network, or from one whose output at some rows may be
+    another than at all, or than before.
 
     A network that takes no other number of rows raises an error of its own, of whatever kind.
 
@@ -100,4 +101,5 @@ def rows_to_follow(process: GaussianProcess, size: int) -> Optional[Tensor]:
         return None
     if alone.shape != x[some].shape or not torch.allclose(alone, x[some], tolerance, tolerance):
         return None
-    return inputs[torch.linspace(0, num - 1, min(num, max(_ROWS, _EACH * size)), device=x.device).long()]
+    kept = torch.linspace(0, num - 1, min(num, max(_ROWS, _EACH * size)), device=x.device).long()
+    return inputs[kept], origin.parameters

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
-__all__ = ["WRAPPERS", "as_process", "bare", "fill_masked", "without_event"]
+__all__ = ["as_process", "bare", "fill_masked", "masks_of", "without_event"]
 
-WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
+_WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
 
 def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
@@ -35,9 +35,21 @@ def without_event(fn: Any) -> tuple[Any, int]:
 
 def bare(fn: Any) -> Any:
     """The distribution under ``.to_event``, ``.mask`` and ``.expand``."""
-    while isinstance(fn, WRAPPERS):
+    while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist
     return fn
+
+
+def masks_of(fn: Any, mask: Any) -> list[tuple[Any, int]]:
+    """A site's masks, each with the number of dimensions of the single values that it is of: that of its handlers,
+    ``None`` too, and those of the distribution under ``.to_event`` and ``.expand``.
+    """
+    found = [(mask, fn.event_dim)]
+    while isinstance(fn, _WRAPPERS):
+        mask = fn._mask if isinstance(fn, MaskedDistribution) else None
+        fn = fn.base_dist
+        found.append((mask, fn.event_dim))
+    return found
 
 
 def fill_masked(site: Any) -> None:
@@ -50,14 +62,9 @@ def fill_masked(site: Any) -> None:
         return
     if not isinstance(site["value"], Tensor) or not site["value"].is_floating_point():
         return
-    fn, mask = site["fn"], site["mask"]
-    while True:
+    for mask, event_dim in masks_of(site["fn"], site["mask"]):
         if isinstance(mask, Tensor):
-            site["value"] = _filled(site["value"], mask, fn.event_dim)
-        if not isinstance(fn, WRAPPERS):
-            return
-        mask = fn._mask if isinstance(fn, MaskedDistribution) else None
-        fn = fn.base_dist
+            site["value"] = _filled(site["value"], mask, event_dim)
 
 
 def _filled(value: Tensor, mask: Tensor, event_dim: int) -> Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import torch
-from pyro.distributions import MaskedDistribution
 from torch import Tensor
 
-from .bare import WRAPPERS
+from .bare import masks_of
 from .summed_out import SummedOut
 
 __all__ = ["unmasked", "unmasked_rows"]
@@ -16,22 +15,18 @@ __all__ = ["unmasked", "unmasked_rows"]
 
 def unmasked(site: Any) -> Optional[Tensor]:
     """Which of an observed site's values no mask leaves out, in the shape of its values; ``None`` if it has no mask."""
-    fn, mask, found = site["fn"], site["mask"], None
+    fn, found = site["fn"], None
     shape = fn.shape()
     if isinstance(fn, SummedOut):
         fn = fn.fn
-    while True:
-        if mask is False:  # True is none
-            mask = torch.zeros((), dtype=torch.bool, device=site["value"].device)
-        if isinstance(mask, Tensor):
-            part = mask.reshape(mask.shape + (1,) * fn.event_dim)
+    for mask, event_dim in masks_of(fn, site["mask"]):
+        part = torch.zeros((), dtype=torch.bool, device=site["value"].device) if mask is False else mask
+        if isinstance(part, Tensor):  # True is none
+            part = part.reshape(part.shape + (1,) * event_dim)
             # A mask is that of all values of discrete latents, whose dimensions are in front.
             part = part[(0,) * max(part.dim() - len(shape), 0)].expand(shape)
             found = part if found is None else found & part
-        if not isinstance(fn, WRAPPERS):
-            return found
-        mask = fn._mask if isinstance(fn, MaskedDistribution) else None
-        fn = fn.base_dist
+    return found
 
 
 def unmasked_rows(site: Any) -> Optional[Tensor]:
