@@ -207,17 +207,21 @@ class AutoSparseGP(Saved):
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         :raises KeyError: where what is returned is asked for a site that is none of the GP sites.
         """
-        found = self.posterior_at_medians(*args, **kwargs)
-        self.warn_of_medians(found)
-        return found
+        run = self._at_medians(args, kwargs)
+        self._look(run, True, args, kwargs)
+        self.warn_of_medians(run.posteriors)
+        return BySite(run.posteriors)
 
     def posterior_at_medians(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """:meth:`posterior`, for those who want it given these medians."""
-        self._ready(args, kwargs)
-        known = self.are_known_rows(args, kwargs)
-        run = Look(self.conditions_now(median=True), draws_data=False, rows_known=known)
+        run = self._at_medians(args, kwargs)
         self._look(run, True, args, kwargs)
         return BySite(run.posteriors)
+
+    def _at_medians(self, args: tuple, kwargs: dict[str, Any]) -> Look:
+        self._ready(args, kwargs)
+        known = self.are_known_rows(args, kwargs)
+        return Look(self.conditions_now(median=True), draws_data=False, rows_known=known)
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""
