@@ -106,32 +106,35 @@ class TraceQuadrature_ELBO(ELBO):
     def loss_and_grads(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats; its gradient is added to the parameters'.
 
-        Before the first gradient, posteriors that learn by natural gradients take five steps of their own, by the same
-        arguments: see :func:`~pyro_sparsegp.inference.first_steps.meet`.
+        Before the first gradient, posteriors that learn by natural gradients take up to five steps of their own, by the
+        same arguments: see :func:`~pyro_sparsegp.inference.first_steps.meet`.
 
         Warns once if it has risen a hundredfold where q is not whitened.
 
         :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """
         unwrapped: Any = poutine.unwrap(guide)
-        if unwrapped not in self._met:
-            self._meet(model, guide, args, kwargs)
+        met = None if unwrapped in self._met else self._meet(model, guide, args, kwargs)
         value = self._replayed(model, guide, unwrapped, args, kwargs) if self.compile else None
         if value is None:
-            loss, value = self._evaluated(model, guide, unwrapped, args, kwargs)
+            loss, value = met or self._evaluated(model, guide, unwrapped, args, kwargs)
             if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
                 self._check_gradients(unwrapped)
         self._watch(unwrapped, value)
         return value
 
-    def _meet(self, model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Have a guide's posteriors meet the data, if they have not, before a gradient reaches any parameter."""
+    def _meet(self, model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Optional[tuple[Tensor, float]]:
+        """Have a guide's posteriors meet the data, if they have not, before a gradient reaches any parameter; the loss
+        there, if it is known.
+        """
         unwrapped = _guide_of(model, guide)
-        if torch.is_grad_enabled():
-            unwrapped.prepare(*args, **kwargs)
-            meet(unwrapped, lambda: self._evaluated(model, guide, unwrapped, args, kwargs)[0])
-            self._met.add(unwrapped)
+        if not torch.is_grad_enabled():
+            return None
+        unwrapped.prepare(*args, **kwargs)
+        met = meet(unwrapped, lambda: self._evaluated(model, guide, unwrapped, args, kwargs))
+        self._met.add(unwrapped)
+        return met
 
     def _evaluated(
         self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
