@@ -188,7 +188,7 @@ class Looks:
 
     def __init__(self, bound, target=math.inf, seconds=math.inf):
         self.bound, self.target, self.seconds = bound, target, seconds
-        self.found, self.steps, self.lost, self.next = [], 0, 0.0, 0.3
+        self.found, self.steps, self.lost, self.next = [], 0, 0.0, 0.2
         self.begun = time.process_time()
 
     def forget(self):
@@ -204,7 +204,7 @@ class Looks:
             return False
         value = self.bound()
         self.found.append((round(spent, 3), self.steps, value))
-        self.next = 1.05 * spent + 0.1
+        self.next = 1.02 * spent + 0.05
         self.lost += time.process_time() - now
         return value >= self.target or spent >= self.seconds
 
