@@ -16,7 +16,7 @@ from torch import Tensor
 from ..gaussians.base import Gaussian
 from ..kernels.algebra import term_names
 from ..kernels.stacked import stacked, structure
-from ..numerics.linalg import on_diagonal
+from ..numerics.linalg import Unbound, on_diagonal
 from ..numerics.shapes import broadcast_shapes
 from .base import Basis, Component, Features
 from .inducing import InducingFeatures, InducingPoints, features_of
@@ -58,6 +58,8 @@ class AdditiveFeatures(Features):
     def __call__(self, x: Tensor) -> list[Tensor]:
         if x.dim() != 2:
             return [block for part in self.parts for block in part(x)]
+        if not self.alone and len(self.together) == 1:
+            return Unbound(*self.together[0][1](x))
         found: dict[int, list[Tensor]] = {}
         for members, features in self.together:
             (phi,) = features(x)
@@ -95,7 +97,9 @@ class AdditiveFeatures(Features):
         return on_diagonal(own, like.new_zeros(*batch, sum(self.sizes), sum(self.sizes)))
 
     @property
-    def anchors(self) -> list[Optional[Tensor]]:
+    def anchors(self) -> Sequence[Optional[Tensor]]:
+        if not self.alone and len(self.together) == 1:
+            return Unbound(self.together[0][1].factor)
         found: dict[int, Sequence[Optional[Tensor]]] = {c: part.anchors for c, part in self.alone.items()}
         for members, features in self.together:
             found.update((c, [factor]) for c, factor in zip(members, features.factor.unbind(-3)))

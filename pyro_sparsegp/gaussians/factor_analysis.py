@@ -18,7 +18,7 @@ from ..numerics.linalg import cholesky, lift_to, over_upper, rounding
 from ..numerics.processes import joined
 from .groups import Groups
 
-__all__ = ["Columns", "Formed", "Products", "Target", "eye_like", "positive_part", "sweep", "times", "times_blocks"]
+__all__ = ["Columns", "Formed", "Products", "Target", "above_one", "eye_like", "sweep", "times", "times_blocks"]
 
 Columns = list[Tensor]  # of vectors, and other matrices, stacked by the blocks' sizes
 
@@ -28,9 +28,11 @@ def eye_like(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
-def positive_part(matrix: Tensor) -> Tensor:
-    """The part of a symmetric matrix with positive eigenvalues."""
-    return matrix + lift_to(matrix, 0.0)
+def above_one(matrix: Tensor) -> Tensor:
+    """The part with positive eigenvalues of A − I, of a symmetric A."""
+    found = matrix + lift_to(matrix, 1.0)
+    found.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return found
 
 
 def times_blocks(groups: Groups, matrices: Columns, v: Tensor) -> Tensor:
@@ -50,15 +52,17 @@ def _root(matrix: Tensor, what: str) -> Tensor:
     return cholesky(more, 0.0, what)
 
 
-def _lifted(matrix: Tensor, share: float, of: Tensor) -> Tensor:
-    """A matrix, with a share of another's diagonal added where less than that is left to its being singular.
+def _lifted(matrix: Tensor, least: Tensor) -> Tensor:
+    """A matrix, with this added to its diagonal, in place, where less than that is left to its being singular.
 
     Added at each step, of rate ρ, it would be in the next P̂ too, and add up to 1/ρ of it: by float32's rounding of a
     precise level each effect's own would be as precise.
     """
-    least = share * of.diagonal(dim1=-2, dim2=-1)
-    short = torch.linalg.cholesky_ex(matrix - torch.diag_embed(least)).info != 0
-    return matrix + torch.diag_embed(least * short[..., None])
+    lower = matrix.clone()
+    lower.diagonal(dim1=-2, dim2=-1).sub_(least)
+    short = torch.linalg.cholesky_ex(lower).info != 0
+    matrix.diagonal(dim1=-2, dim2=-1).add_(least * short[..., None])
+    return matrix
 
 
 class Target(Protocol):
@@ -132,45 +136,33 @@ class Products:
 
 
 class Formed:
-    """P̂ as one matrix, which is quicker where it is small; as :class:`Products`."""
+    """P̂ as one matrix, which is quicker where it is small; as :class:`Products`.
 
-    def __init__(
-        self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
+    :param data: ρΦᵀ2HΦ.
+    """
+
+    def __init__(self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, data: Tensor) -> None:
         self.groups = groups
-        whole = low_rank @ low_rank.mT
-        for own, d in zip(self._diagonal(whole), blocks):
+        self.matrix = low_rank @ low_rank.mT
+        self._own = groups.diagonal(self.matrix)
+        for own, d in zip(self._own, blocks):
             own.add_(d)
-        whole = whole.mul_(kept)
-        whole.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
-        parts = [phi.mT @ (phi * curvature) for phi, curvature in rows] or [torch.zeros_like(whole)]
-        self.matrix = whole + joined(sum(parts[1:], parts[0]))[0]
+        self.matrix.mul_(kept).add_(joined(data)[0])
+        self.matrix.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
 
     def add(self, curvature: Tensor) -> None:
         """Add a symmetric matrix, or its positive part where it would leave less than half of what there is."""
         (curvature,) = joined(curvature)
         rest = (0.5 * self.matrix + curvature).nan_to_num()
         short = torch.linalg.cholesky_ex(rest).info != 0
-        self.matrix = self.matrix + torch.where(
-            short[..., None, None], positive_part(curvature.nan_to_num()), curvature
-        )
-
-    def _diagonal(self, whole: Tensor) -> Columns:
-        """Views of a matrix' blocks on the diagonal."""
-        found, start = [], 0
-        for group in self.groups.members:
-            num, size = len(group), self.groups.sizes[group[0]]
-            stop = start + num * size
-            own = whole[..., start:stop, start:stop].unflatten(-1, (num, size)).unflatten(-3, (num, size))
-            found.append(own.diagonal(dim1=-4, dim2=-2).movedim(-1, -3))
-            start = stop
-        return found
+        known = curvature.nan_to_num()
+        self.matrix.add_(torch.where(short[..., None, None], known + lift_to(known, 0.0), curvature))
 
     def times(self, v: Tensor) -> Tensor:
         return self.matrix @ v
 
     def blocks(self) -> Columns:
-        return self._diagonal(self.matrix)
+        return self._own
 
     def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
         return torch.cholesky_solve(right, _root(self.matrix, "a precision of coefficients"))
@@ -212,14 +204,17 @@ def sweep(
         inverse = Inverse(groups, blocks, low_rank)
         known = inverse.scaled, inverse.inner
     scaled, inner = known
-    beta = torch.cholesky_solve(scaled.mT, inner)
-    seen = target.times(beta.mT)  # P̂βᵀ
-    moment = torch.cholesky_inverse(inner) + beta @ seen
-    moment = _lifted(moment, rounding(moment), moment)
+    within = torch.cholesky_inverse(inner)
+    beta = scaled @ within  # βᵀ
+    seen = target.times(beta)
+    moment = within + beta.mT @ seen
+    moment = _lifted(moment, rounding(moment) * moment.diagonal(dim1=-2, dim2=-1))
     root = cholesky(moment, 0.0, "the factors' second moment")  # which reads the lower triangle only
     if aims is None:
         return blocks, torch.cholesky_solve(seen.mT, root).mT
     new = over_upper(seen, root)  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
     # Where B has nearly all of a block, what is left of it is rounding, of either sign.
     share = 10 * torch.finfo(new.dtype).eps
-    return [_lifted(aim - b @ b.mT, share, aim) for aim, b in zip(aims, groups.cut(new))], new
+    return [
+        _lifted(aim - b @ b.mT, share * aim.diagonal(dim1=-2, dim2=-1)) for aim, b in zip(aims, groups.cut(new))
+    ], new

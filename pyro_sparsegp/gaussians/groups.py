@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..numerics.linalg import Unbound
 from ..numerics.shapes import broadcast_shapes
 
 __all__ = ["Groups", "stacked", "total"]
@@ -28,7 +30,11 @@ class Groups:
 
     def stack(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """Matrices of each block, ``(..., M, K)`` or ``(..., N, M)``, as one for each group, ``(..., C, ·, ·)``."""
-        return [stacked([blocks[b] for b in group]) for group in self.members]
+        return [stacked(self.of_group(blocks, group)) for group in self.members]
+
+    def of_group(self, blocks: Sequence[Any], group: Sequence[int]) -> Sequence[Any]:
+        """Those of a group's blocks: the same sequence, where it is all of them, in their order."""
+        return blocks if list(group) == list(range(len(self.sizes))) else [blocks[b] for b in group]
 
     def columns(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """Vectors of each block, ``(..., M)``, as columns, ``(..., C, M, 1)``."""
@@ -54,14 +60,25 @@ class Groups:
     def cut(self, whole: Tensor) -> list[Tensor]:
         """What :meth:`over` was made of."""
         shapes = [(len(group), self.sizes[group[0]]) for group in self.members]
-        if len(shapes) == 1:
-            return [whole.unflatten(-2, shapes[0])]
-        parts = whole.split([num * size for num, size in shapes], -2)
-        return [part.unflatten(-2, shape) for part, shape in zip(parts, shapes)]
+        parts = [whole] if len(shapes) == 1 else whole.split([num * size for num, size in shapes], -2)
+        return [part.view(*part.shape[:-2], *shape, part.shape[-1]) for part, shape in zip(parts, shapes)]
+
+    def diagonal(self, whole: Tensor) -> list[Tensor]:
+        """Views of the blocks on the diagonal, ``(..., C, M, M)``, of a matrix, ``(..., ΣM, ΣM)``."""
+        found, start = [], 0
+        for group in self.members:
+            num, size = len(group), self.sizes[group[0]]
+            stop = start + num * size
+            own = whole[..., start:stop, start:stop].view(*whole.shape[:-2], num, size, num, size)
+            found.append(own.diagonal(dim1=-4, dim2=-2).movedim(-1, -3))
+            start = stop
+        return found
 
 
 def stacked(blocks: Sequence[Tensor]) -> Tensor:
     """Matrices, ``(..., M, K)``, as one, ``(..., C, M, K)``; leading dimensions broadcast."""
+    if isinstance(blocks, Unbound):
+        return blocks.whole
     if len(blocks) == 1:
         return blocks[0].unsqueeze(-3)
     if all(block.shape == blocks[0].shape for block in blocks):

@@ -15,6 +15,7 @@ so that what is left stays positive definite. The mean that is kept is not found
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Optional
@@ -30,8 +31,8 @@ from .factor_analysis import (
     Formed,
     Products,
     Target,
+    above_one,
     eye_like,
-    positive_part,
     sweep,
     times,
     times_blocks,
@@ -46,6 +47,7 @@ from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward
 __all__ = ["NaturalLowRank"]
 
 _FEW = 512  # coefficients up to which P̂ is formed
+_BUFFERS = ("loc", "block", "low_rank", "gain", "seat")
 
 Blocks = list[Tensor]
 Seats = list[Optional[Tensor]]
@@ -54,19 +56,22 @@ Seats = list[Optional[Tensor]]
 class _Listening(Listening, LowRankGaussian):
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         phi = self.beside(features)
-        mean, change = self.moments_beside(phi)
-        self.key = listen(self.module, self.heard, features, mean, change, whole=phi)
+        sums: Optional[dict[str, Tensor]] = None if sum(self.sizes) > _FEW else {}
+        mean, change = self.moments_beside(phi, sums)
+        self.key = listen(self.module, self.heard, features, mean, change, whole=phi, sums=sums)
         return mean, change
 
 
 class _MeanAndParts(Function):
-    """(B, r, D) ↦ m = P⁻¹r for P = blockdiag(D) + BBᵀ, and the parts of S = R(I − TᵀT)Rᵀ: RᵀB, A, T, and R.
+    """(B, r, D) ↦ m = P⁻¹r for P = blockdiag(D) + BBᵀ, and of S = P⁻¹ = RRᵀ − VVᵀ = R(I − TᵀT)Rᵀ V, tr S, log|S|, and
+    the parts RᵀB, A, T and R.
 
-    R_bR_bᵀ = D_b⁻¹, AAᵀ = I + BᵀRRᵀB and T = A⁻¹BᵀR, with lower triangular R_b and A. On the way back, with tril½ the
-    lower triangle with its diagonal halved, symm X = X + Xᵀ and u = Sm̄,
+    R_bR_bᵀ = D_b⁻¹, AAᵀ = I + BᵀRRᵀB, T = A⁻¹BᵀR and V = RTᵀ, with lower triangular R_b and A. On the way back, with
+    tril½ the lower triangle with its diagonal halved, symm X = X + Xᵀ, u = Sm̄ and the gradients τ by tr S and λ by
+    log|S|, which go V̄ ← V̄ − 2τV, R̄ ← R̄ + 2τR + V̄T and T̄ ← T̄ + V̄ᵀR,
 
-        b̄ = [A⁻ᵀ(T̄ + symm(tril½(AᵀĀ − T̄Tᵀ))T)]ᵀ + the gradient by RᵀB itself,   r̄ = u,
-        B̄ = Rb̄ − u(Bᵀm)ᵀ − m(Bᵀu)ᵀ,   D̄ = −½R symm(tril½(Rᵀ(R̄ + Bb̄ᵀ)))Rᵀ − ½ symm(umᵀ),
+        b̄ = [A⁻ᵀ(T̄ + (symm(tril½(AᵀĀ − T̄Tᵀ)) − 2λI)T)]ᵀ + the gradient by RᵀB itself,   r̄ = u,
+        B̄ = Rb̄ − u(Bᵀm)ᵀ − m(Bᵀu)ᵀ,   D̄ = −½R(symm(tril½(Rᵀ(R̄ + Bb̄ᵀ))) + 2λI)Rᵀ − ½ symm(umᵀ),
 
     blocks on the diagonal. Autograd would go back through two factorisations.
     """
@@ -79,37 +84,53 @@ class _MeanAndParts(Function):
         gram.diagonal(dim1=-2, dim2=-1).add_(1)
         inner = cholesky(gram, 0.0, "I + BᵀD⁻¹B")
         t = solve_lower(inner, b.mT)
-        return _times_covariance(groups, roots, t, pull), b, inner, t, *roots
+        v = times_blocks(groups, roots, t.mT)
+        trace = -v.square().sum((-2, -1))
+        log_det = -2 * inner.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        for root in roots:
+            trace = trace + root.square().sum((-3, -2, -1))
+            log_det = log_det + 2 * root.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
+        return _times_covariance(groups, roots, t, pull), v, trace, log_det, b, inner, t, *roots
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.groups, low_rank, *_ = inputs
-        m, _, inner, t, *roots = output
-        ctx.save_for_backward(low_rank, m, inner, t, *roots)
-        ctx.save_for_forward(low_rank, m, inner, t, *roots)
+        m, v, _, _, _, inner, t, *roots = output
+        ctx.save_for_backward(low_rank, m, v, inner, t, *roots)
+        ctx.save_for_forward(low_rank, m, v, inner, t, *roots)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, by_m: Tensor, by_b: Tensor, by_inner: Tensor, by_t: Tensor, *by_roots: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Optional[Tensor]) -> Any:
         groups = ctx.groups
-        low_rank, m, inner, t, *roots = ctx.saved_tensors
-        u = _times_covariance(groups, roots, t, by_m)
-        half = _half(inner.mT @ by_inner - by_t @ t.mT)
-        by_b = by_b + solve_upper(inner, by_t + (half + half.mT) @ t).mT
+        low_rank, m, v, inner, t, *roots = ctx.saved_tensors
+        by_m, by_v, by_trace, by_log_det, by_b, by_inner, by_t, *by_roots = grads
+        trace, log_det = (2 * (m.new_zeros(()) if by is None else by)[..., None] for by in (by_trace, by_log_det))
+        u = torch.zeros_like(m) if by_m is None else _times_covariance(groups, roots, t, by_m)
+        by_v = (0 if by_v is None else by_v) - trace[..., None] * v
+        right = times_blocks(groups, [root.mT for root in roots], by_v)  # T̄ᵀ
+        right = right if by_t is None else right + by_t.mT
+        product = (t @ right).mT
+        both = _both_halves(product if by_inner is None else product - inner.mT @ by_inner)
+        both.diagonal(dim1=-2, dim2=-1).add_(log_det)
+        by_own = solve_upper(inner, right.mT - both @ t).mT
+        by_b = by_own if by_b is None else by_own + by_b
         by_low_rank = times_blocks(groups, roots, by_b) - u @ (m.mT @ low_rank) - m @ (u.mT @ low_rank)
         by_blocks = []
-        cuts = (groups.cut(part) for part in (low_rank, by_b, u, m))
-        for root, by_root, own, by_own, left, right in zip(roots, by_roots, *cuts):
-            half = _half(root.mT @ (by_root + own @ by_own.mT))
-            both = root @ (half + half.mT) @ root.mT
+        cuts = (groups.cut(part) for part in (low_rank, by_b, by_v, t.mT, u, m))
+        for root, by_root, own, by_own, by_vb, tb, left, right in zip(roots, by_roots, *cuts):
+            by_root = trace[..., None, None] * root + (0 if by_root is None else by_root)
+            both = _both_halves(root.mT @ (by_root + by_vb @ tb.mT + own @ by_own.mT))
+            both.diagonal(dim1=-2, dim2=-1).add_(log_det[..., None])
             outer = left @ right.mT
-            by_blocks.append(-0.5 * (both + outer + outer.mT))
+            by_blocks.append(-0.5 * (root @ both @ root.mT + outer + outer.mT))
         return None, by_low_rank, u, *by_blocks
 
     @staticmethod
     def jvp(ctx: Any, _: Any, dlow: Optional[Tensor], dpull: Optional[Tensor], *dblocks: Optional[Tensor]) -> Any:
         groups = ctx.groups
-        low_rank, m, inner, t, *roots = ctx.saved_tensors
+        low_rank, m, v, inner, t, *roots = ctx.saved_tensors
         dlow = torch.zeros_like(low_rank) if dlow is None else dlow
         dpull = torch.zeros_like(m) if dpull is None else dpull
         dd = [torch.zeros_like(root) if d is None else d for d, root in zip(dblocks, roots)]
@@ -119,10 +140,17 @@ class _MeanAndParts(Function):
             groups, [root.mT for root in roots], dlow
         )
         right = solve_lower(inner, (db.mT @ b + b.mT @ db).mT)
-        dinner = inner @ _half(solve_lower(inner, right.mT))
+        within = _half(solve_lower(inner, right.mT))
+        dinner = inner @ within
         dt = solve_lower(inner, db.mT - dinner @ t)
+        dv = times_blocks(groups, droots, t.mT) + times_blocks(groups, roots, dt.mT)
+        dtrace = -2 * (v * dv).sum((-2, -1))
+        dlog_det = -2 * within.diagonal(dim1=-2, dim2=-1).sum(-1)
+        for root, d in zip(roots, droots):
+            dtrace = dtrace + 2 * (root * d).sum((-3, -2, -1))
+            dlog_det = dlog_det + 2 * (d / root).diagonal(dim1=-2, dim2=-1).sum((-2, -1))
         moved = times_blocks(groups, dd, m) + dlow @ (low_rank.mT @ m) + low_rank @ (dlow.mT @ m)
-        return _times_covariance(groups, roots, t, dpull - moved), db, dinner, dt, *droots
+        return _times_covariance(groups, roots, t, dpull - moved), dv, dtrace, dlog_det, db, dinner, dt, *droots
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -173,6 +201,12 @@ def _half(matrix: Tensor) -> Tensor:
     lower = matrix.tril()
     lower.diagonal(dim1=-2, dim2=-1).mul_(0.5)
     return lower
+
+
+def _both_halves(matrix: Tensor) -> Tensor:
+    """The lower triangle and its transpose: the matrix itself, where it is symmetric."""
+    half = _half(matrix)
+    return half + half.mT
 
 
 @dataclass
@@ -227,32 +261,52 @@ class NaturalLowRank(StepsOnBackward):
         self.rank, self.base = max(self.sizes) if rank is None else rank, base
         self.sweeps, self.iterations = sweeps, iterations
         self._groups = Groups(self.sizes)
-        for i, num in enumerate(self.sizes):
-            eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
-            b = 0.1 * torch.randn(*batch_shape, num, self.rank, dtype=like.dtype, device=like.device)
-            self.register_buffer(f"loc_{i}", like.new_zeros(*batch_shape, num))
-            self.register_buffer(f"block_{i}", eye.clone())
-            # 0 is a fixed point of the sweeps: small and random.
-            self.register_buffer(f"low_rank_{i}", b / (sum(self.sizes) * self.rank) ** 0.25)
-            self.register_buffer(f"gain_{i}", torch.zeros_like(eye).clone())  # the positive part of D - I
-            self.register_buffer(f"seat_{i}", like.new_zeros(0, 0))
+        # 0 is a fixed point of the sweeps: small and random.
+        small = [
+            0.1 * torch.randn(*batch_shape, num, self.rank, dtype=like.dtype, device=like.device) for num in self.sizes
+        ]
+        low_rank = self._groups.stack([b / (sum(self.sizes) * self.rank) ** 0.25 for b in small])
+        for i, (group, b) in enumerate(zip(self._groups.members, low_rank)):
+            lead, num = (*batch_shape, len(group)), self.sizes[group[0]]
+            self.register_buffer(f"locs_{i}", like.new_zeros(*lead, num, 1))
+            self.register_buffer(f"blocks_{i}", eye_like(b.mT).expand(*lead, num, num).clone())
+            self.register_buffer(f"low_ranks_{i}", b)
+            self.register_buffer(f"gains_{i}", like.new_zeros(*lead, num, num))  # the positive part of D - I
+            self.register_buffer(f"seats_{i}", like.new_zeros(len(group), 0, 0))
 
-    def _each(self, name: str) -> Blocks:
-        # By the way round a Pyro module's attributes, which would take as long as the algebra of small blocks.
-        return [self._buffers[f"{name}_{i}"] for i in range(len(self.sizes))]  # type: ignore[misc]
+    # Blocks of equal size are one buffer, got by the way round a Pyro module's attributes, which would take as long as
+    # the algebra of small ones; states have them block by block.
+
+    def _stacked(self, name: str) -> Columns:
+        return [self._buffers[f"{name}s_{i}"] for i in range(len(self._groups.members))]  # type: ignore[misc]
 
     def _keep(self, name: str, values: Columns) -> None:
         """Take stacked values of the buffers' own dtype and shapes."""
-        blocks = self._groups.vectors(values) if name == "loc" else self._groups.unstack(values)
-        self._buffers.update((f"{name}_{i}", block) for i, block in enumerate(blocks))
+        self._buffers.update((f"{name}s_{i}", value.contiguous()) for i, value in enumerate(values))
 
-    def _stacked(self, name: str) -> Columns:
-        blocks = self._each(name)
-        return self._groups.columns(blocks) if name == "loc" else self._groups.stack(blocks)
+    def _each(self, name: str) -> Blocks:
+        groups = self._groups
+        return groups.vectors(self._stacked(name)) if name == "loc" else groups.unstack(self._stacked(name))
 
     def _put_each(self, name: str, values: Sequence[Tensor]) -> None:
-        for i, value in enumerate(values):
-            self.put(f"{name}_{i}", value)
+        values = [value.to(now).expand(now.shape) for value, now in zip(values, self._each(name))]
+        self._keep(name, self._groups.columns(values) if name == "loc" else self._groups.stack(values))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in _BUFFERS:
+            for i in range(len(self._groups.members)):
+                del destination[f"{prefix}{name}s_{i}"]
+            destination.update((f"{prefix}{name}_{b}", part.detach()) for b, part in enumerate(self._each(name)))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in _BUFFERS:
+            keys = [f"{prefix}{name}_{b}" for b in range(len(self.sizes))]
+            if all(key in state_dict for key in keys):
+                parts = [state_dict.pop(key) for key in keys]
+                whole = self._groups.columns(parts) if name == "loc" else self._groups.stack(parts)
+                state_dict.update((f"{prefix}{name}s_{i}", value) for i, value in enumerate(whole))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def start(self, anchor: Any, features: Optional[Sequence[Tensor]]) -> None:
         """Start P at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading directions: the level's first."""
@@ -266,7 +320,7 @@ class NaturalLowRank(StepsOnBackward):
             eyes = [torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device) for phi in features]
             blocks = [e + p.mT @ p - u @ u.mT for e, p, u in zip(eyes, features, found)]
             self._put_each("block", blocks)
-            self._put_each("gain", [positive_part(0.5 * (d + d.mT) - e) for d, e in zip(blocks, eyes)])
+            self._put_each("gain", [above_one(0.5 * (d + d.mT)) for d in blocks])
         self._sit(self._seats(anchor))
 
     def _seats(self, anchor: Any) -> Optional[Seats]:
@@ -275,7 +329,7 @@ class NaturalLowRank(StepsOnBackward):
             return None
         found: Seats = []
         for group in self._groups.members:
-            parts = [anchor[b] for b in group]
+            parts = self._groups.of_group(anchor, group)
             if all(part is not None for part in parts):
                 found.append(softened(stacked(parts), self.softness))
             else:
@@ -291,10 +345,9 @@ class NaturalLowRank(StepsOnBackward):
         return stacked([eye if part is None or not part.numel() else part for part in parts])
 
     def _sit(self, seats: Optional[Seats]) -> None:
-        for group, seat in zip(self._groups.members, seats or ()):
+        for i, seat in enumerate(seats or ()):
             if seat is not None:
-                parts = seat.detach().to(self.loc_0).unbind(-3)
-                self._buffers.update((f"seat_{b}", part) for b, part in zip(group, parts))
+                self._buffers[f"seats_{i}"] = seat.detach().to(self._stacked("loc")[i])
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Start at that mean, at the rate of the tenth step."""
@@ -307,12 +360,11 @@ class NaturalLowRank(StepsOnBackward):
         Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀE − ET⁻¹)m, with the part E of D that is not turned.
         """
         near, blocks, low_rank = self._stacked("loc"), self._stacked("block"), self._stacked("low_rank")
-        gains, before = self._stacked("gain"), self._each("seat")
+        gains, before = self._stacked("gain"), self._stacked("seat")
         rest: Columns = [torch.zeros_like(m) for m in near]
         any_moved = False
-        for i, (group, now) in enumerate(zip(self._groups.members, seats or ())):
-            then = None if now is None else self._filled([before[b] for b in group])
-            if now is None or then is None:
+        for i, (then, now) in enumerate(zip(before, seats or ())):
+            if now is None or not then.numel():
                 continue
             any_moved, moved, loc = True, now - then, near[i]
             turn = solve_lower(then, moved) + eye_like(then)
@@ -325,20 +377,23 @@ class NaturalLowRank(StepsOnBackward):
                 rest[i], low_rank[i] = turn.mT @ loc - near[i], turn.mT @ low_rank[i]
         return near, rest if any_moved else None, blocks, low_rank
 
-    def _gaussian(self, near: Columns, rest: Optional[Columns], blocks: Columns, low_rank: Columns) -> LowRankGaussian:
+    def _gaussian(
+        self, near: Columns, rest: Optional[Columns], blocks: Columns, low_rank: Columns, unit: Tensor
+    ) -> LowRankGaussian:
         if self.base and rest is not None:
-            over, unit = self._groups.over, self.unit
+            over = self._groups.over
             lifted = Lift.apply(over(low_rank), unit)
-            m, own, inner, t, *roots = _MeanAndParts.apply(self._groups, lifted, over(rest), *blocks)
-            loc, own, t = (self._groups.cut(part) for part in (m, own, t.mT))
+            m, v, trace, log_det, b, inner, t, *roots = _MeanAndParts.apply(self._groups, lifted, over(rest), *blocks)
+            loc, b, t = (self._groups.cut(part) for part in (m, b, t.mT))
             loc = [a + part for a, part in zip(near, loc)]
-            return LowRankGaussian.of_parts(self._groups, loc, own, roots, inner, [part.mT for part in t])
+            t = [part.mT for part in t]
+            return LowRankGaussian.of_parts(self._groups, loc, b, roots, inner, t, v, trace, log_det)
         if self.base:
-            trils: Optional[Columns] = [root_of_inverse(Lift.apply(d - eye_like(d), self.unit)) for d in blocks]
+            trils: Optional[Columns] = [root_of_inverse(Lift.apply(d - eye_like(d), unit)) for d in blocks]
             b = [tril.mT @ part for tril, part in zip(trils or (), low_rank)]
         else:
-            trils, b = None, [Lift.apply(part, self.unit) for part in low_rank]
-        loc = [Lift.apply(m, self.unit) for m in near]
+            trils, b = None, [Lift.apply(part, unit) for part in low_rank]
+        loc = [Lift.apply(m, unit) for m in near]
         q = LowRankGaussian.of_groups(self._groups, loc, b, trils)
         if rest is None:
             return q
@@ -348,14 +403,15 @@ class NaturalLowRank(StepsOnBackward):
         self.settle()
         seats = self._seats(anchor)
         near, rest, blocks, low_rank = self._seen_from(seats)
-        q = self._gaussian(near, rest, blocks, low_rank)
+        unit = self.unit
+        q = self._gaussian(near, rest, blocks, low_rank, unit)
         if not torch.is_grad_enabled():
             return q
         here = [[part.detach() for part in parts] for parts in (q.parts[0], blocks, low_rank)]
         base = _Base(here[0], here[1], here[2], seats, self._known(q))
         listening = _Listening.__new__(_Listening)
         listening.__dict__.update(q.__dict__)
-        return listening.heard_by(self, Heard(base, self.unit))
+        return listening.heard_by(self, Heard(base, unit))
 
     @torch.no_grad()
     def _known(self, q: LowRankGaussian) -> Optional[tuple[Tensor, Tensor]]:
@@ -383,7 +439,7 @@ class NaturalLowRank(StepsOnBackward):
         self._put_each("block", blocks)
         self._put_each("low_rank", low_rank)
         if self.base:
-            self._put_each("gain", [positive_part(d - eye_like(d)) for d in blocks])
+            self._put_each("gain", [above_one(d) for d in blocks])
         self._sit(self._seats(anchor))
         self.skip(max(KNOWN - self.steps_taken, 0))
 
@@ -396,8 +452,8 @@ class NaturalLowRank(StepsOnBackward):
         groups = self._groups
         inside = heard.weight_inside(self.batch_shape)
         own = weight if inside is None else weight - inside  # the draws' gradients have the rest
-        each, kept = rate / total_weight, 1 - rate * own / total_weight
-        each, weight, kept = (part[..., None, None] for part in (each, weight, kept))
+        each, weight, own = (part[..., None, None] for part in (rate / total_weight, weight, own))
+        kept = 1 - each * own
         with flags_kept() as flags:  # a step can't be taken again: what has failed is looked at here, and left out
             here = self._from(base.seats) if again else base
             target = self._target(heard, here, each, kept)
@@ -410,8 +466,9 @@ class NaturalLowRank(StepsOnBackward):
         shift = cautious(shift[..., 0], heard, groups.order)[..., None]
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
-        fine = torch.stack([part.sum() for part in (*loc, *blocks, *low)]).sum().isfinite() & (each > 0).all()
-        fine = fine & ~torch.cat([flag.flatten() for flag in flags]).any()
+        failed = sum(flag.count_nonzero() for flag in flags)
+        size = sum(part.sum() for part in (*loc, *blocks, *low))
+        fine = (0 * size == failed) & (each > 0).all()  # 0 times a number that is finite is 0
         loc, blocks, low = (
             [torch.where(fine, a, b) for a, b in zip(new, old)]
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
@@ -420,33 +477,47 @@ class NaturalLowRank(StepsOnBackward):
         self._keep("block", blocks)
         self._keep("low_rank", low)
         if self.base:
-            self._keep("gain", [positive_part(d - eye_like(d)) for d in blocks])
+            self._keep("gain", [above_one(d) for d in blocks])
         self._sit(base.seats)
 
     def _target(self, heard: Heard, here: _Base, each: Tensor, kept: Tensor) -> Target:
         """P̂, formed where it is small, and where curvatures are negative or shown by draws."""
         groups, low_rank = self._groups, self._groups.over(here.low_rank)
-        curved = [(heard.whole(row, groups.order), each * (2 * row["by_change"])[..., None]) for row in heard.curved()]
-        signed = bool(heard.draws) or _any_below_zero([curvature for _, curvature in curved])
+        curved = heard.curved()
+        signed = bool(heard.draws) or _any_below_zero([row["by_change"] for row in curved])
+        if not signed and sum(self.sizes) <= _FEW:
+            grams = [row["by_covariance"] if "by_covariance" in row else self._gram(heard, row) for row in curved]
+            data = 2 * each * sum(grams[1:], grams[0]) if grams else torch.zeros_like(low_rank @ low_rank.mT)
+            return Formed(groups, here.blocks, low_rank, kept, data)
+        rows = [(heard.whole(row, groups.order), each * (2 * row["by_change"])[..., None]) for row in curved]
         if not signed:
-            make = Products if sum(self.sizes) > _FEW else Formed
-            return make(groups, here.blocks, low_rank, kept, curved)
-        rows = [(phi, curvature.clamp(min=0)) for phi, curvature in curved]
-        formed = Formed(groups, here.blocks, low_rank, kept, rows)
+            return Products(groups, here.blocks, low_rank, kept, rows)
+        data = sum(
+            (phi.mT @ (phi * curvature.clamp(min=0)) for phi, curvature in rows),
+            torch.zeros_like(low_rank @ low_rank.mT),
+        )
+        formed = Formed(groups, here.blocks, low_rank, kept, data)
         shown = each * self._curvature_by_draws(heard)
-        formed.add(shown + sum(phi.mT @ (phi * curvature.clamp(max=0)) for phi, curvature in curved))
+        formed.add(shown + sum(phi.mT @ (phi * curvature.clamp(max=0)) for phi, curvature in rows))
         return formed
 
     def _slope(self, heard: Heard, inside: Optional[Tensor]) -> Tensor:
         """Φᵀg and the draws' gradients without the prior's that they hold, joined over processes."""
         order, before = self._groups.order, self._groups.over(heard.base.loc)
-        slope = torch.zeros_like(before)
-        for row in heard.rows.values():
-            if "by_mean" in row:
-                slope = slope + heard.whole(row, order).mT @ row["by_mean"][..., None]
+        found = [
+            row["by_loc"] if "by_loc" in row else heard.whole(row, order).mT @ row["by_mean"][..., None]
+            for row in heard.rows.values()
+            if "by_mean" in row
+        ]
+        slope = sum(found[1:], found[0]) if found else torch.zeros_like(before)
         for _, grad in heard.draws.values():
             slope = slope + self._ordered(grad).reshape(-1, *slope.shape[:-1]).sum(0)[..., None]
         return joined(slope if inside is None else slope - inside[..., None, None] * before)[0]
+
+    def _gram(self, heard: Heard, row: dict[str, Any]) -> Tensor:
+        """ΦᵀHΦ."""
+        phi = heard.whole(row, self._groups.order)
+        return phi.mT @ (phi * row["by_change"][..., None])
 
     def _ordered(self, w: Tensor) -> Tensor:
         """A vector's blocks in the order of their sizes."""
@@ -467,12 +538,12 @@ class NaturalLowRank(StepsOnBackward):
     def _from(self, seats: Optional[Seats]) -> _Base:
         """What there is, under another L."""
         near, rest, blocks, low_rank = self._seen_from(seats)
-        return _Base(list(self._gaussian(near, rest, blocks, low_rank).parts[0]), blocks, low_rank, seats)
+        return _Base(list(self._gaussian(near, rest, blocks, low_rank, self.unit).parts[0]), blocks, low_rank, seats)
 
 
 def _any_below_zero(parts: Sequence[Tensor]) -> bool:
     """Whether a number of these is, in any of the processes."""
     if not parts:
         return False
-    lowest = torch.stack([part.amin() for part in parts]).amin()
+    lowest = functools.reduce(torch.minimum, [part.amin() for part in parts])
     return bool(largest(-lowest) > 0)

@@ -25,6 +25,7 @@ from ..numerics.functions import Function, mapped_first
 from ..numerics.linalg import (
     cholesky,
     gaussian_kl,
+    gram,
     on_diagonal,
     root_of_inverse,
     row_squares,
@@ -43,62 +44,70 @@ class _Moments(Function):
 
     Autograd's own way back adds up matrices of Φ's size, one for each product; this one makes the sum in place,
     dΦ = 2 diag(c)Φ(LLᵀ − I − VVᵀ) + a mᵀ for gradients a of the means and c of the variances.
+
+    :param told: is given Φᵀa and Φᵀ diag(c) Φ, which a natural step needs, by the way back; ``None`` has the second not
+        made, which is quicker for many coefficients.
     """
 
     @staticmethod
-    def forward(groups: Groups, phi: Tensor, loc: Tensor, low_rank: Tensor, *trils: Tensor) -> tuple[Tensor, ...]:
-        coupled = phi @ low_rank
-        change = -coupled.square().sum(-1)
-        moved = []
-        for part, tril in zip(_columns(groups, phi), trils):
-            inner = tril @ tril.mT
-            inner.diagonal(dim1=-2, dim2=-1).sub_(1)
-            moved.append(part @ inner)
-            change = change + (moved[-1] * part).sum((-3, -1))
-        return (phi @ loc)[..., 0], change, coupled, *moved
+    def forward(
+        groups: Groups, told: Optional[dict[str, Tensor]], phi: Tensor, loc: Tensor, low_rank: Tensor, *trils: Tensor
+    ) -> tuple[Tensor, ...]:
+        coupled, inner = phi @ low_rank, [tril @ tril.mT for tril in trils]
+        for part in inner:
+            part.diagonal(dim1=-2, dim2=-1).sub_(1)
+        moved = _flat([part @ own for part, own in zip(_columns(groups, phi), inner)])
+        moved = moved.addmm_(coupled, low_rank.mT, alpha=-1)
+        return (phi @ loc)[..., 0], (moved * phi).sum(-1), coupled, moved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.groups, *tensors = inputs
+        ctx.groups, ctx.told, *tensors = inputs
         ctx.save_for_backward(*tensors, *output[2:])
         ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)  # matrices of zeros for the last two outputs
 
     @staticmethod
-    def backward(ctx: Any, a: Tensor, c: Tensor, *_: Any) -> Any:
-        groups, num = ctx.groups, len(ctx.groups.members)
-        phi, loc, low_rank, *more = ctx.saved_tensors
-        trils, coupled, moved = more[:num], more[num], more[num + 1 :]
-        weights = (2 * c)[:, None]
-        scaled, parts = weights * phi, _columns(groups, phi)
+    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], *_: Any) -> Any:
+        groups = ctx.groups
+        phi, loc, low_rank, *trils, coupled, moved = ctx.saved_tensors
+        a = phi.new_zeros(phi.shape[0]) if a is None else a
+        c = phi.new_zeros(phi.shape[0]) if c is None else c
+        scaled, by_loc = c[:, None] * phi, phi.mT @ a[:, None]
         if torch.is_grad_enabled():  # double backward wants plain operations
-            coupled = -scaled @ low_rank
-            turned = [part @ tril @ tril.mT for part, tril in zip(_columns(groups, scaled), trils)]
-            by_phi = _flat(turned) - scaled + coupled @ low_rank.mT + torch.outer(a, loc[:, 0])
-        else:
-            coupled = -weights * coupled
-            by_phi = torch.outer(a, loc[:, 0]).addmm_(coupled, low_rank.mT)
-            for part, own in zip(_columns(groups, by_phi), moved):
-                part.addcmul_(own, weights)
-        by_trils = [(part.mT @ own) @ tril for part, own, tril in zip(parts, _columns(groups, scaled), trils)]
-        return None, by_phi, phi.mT @ a[:, None], phi.mT @ coupled, *by_trils
+            coupled = phi @ low_rank
+            turned = _flat([part @ tril @ tril.mT for part, tril in zip(_columns(groups, phi), trils)])
+            moved = turned - phi - coupled @ low_rank.mT
+        twice = (2 * c)[:, None]
+        by_phi = torch.addr(twice * moved, a, loc[:, 0])
+        double = [2 * tril for tril in trils]
+        if ctx.told is None:
+            parts = zip(_columns(groups, phi), _columns(groups, scaled), double)
+            by_trils = [(part.mT @ own) @ tril for part, own, tril in parts]
+            return None, None, by_phi, by_loc, -phi.mT @ (twice * coupled), *by_trils
+        both = gram(phi, scaled)
+        ctx.told.update(by_loc=by_loc.detach(), by_covariance=both.detach())
+        by_trils = [own @ tril for own, tril in zip(groups.diagonal(both), double)]
+        return None, None, by_phi, by_loc, both @ (-2 * low_rank), *by_trils
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, *changes: Optional[Tensor]) -> Any:
+    def jvp(ctx: Any, _: Any, __: Any, *changes: Optional[Tensor]) -> Any:
         tensors = ctx.saved_tensors[: len(changes)]
         phi, loc, low_rank, *trils = tensors
         dphi, dloc, dlow, *dtrils = (torch.zeros_like(t) if d is None else d for t, d in zip(tensors, changes))
         change = -(phi * dphi).sum(-1) - ((phi @ low_rank) * (dphi @ low_rank + phi @ dlow)).sum(-1)
         for part, dpart, tril, dtril in zip(_columns(ctx.groups, phi), _columns(ctx.groups, dphi), trils, dtrils):
             change = change + ((part @ tril) * (dpart @ tril + part @ dtril)).sum((-3, -1))
-        return (dphi @ loc + phi @ dloc)[..., 0], 2 * change, None, *[None] * len(trils)
+        return (dphi @ loc + phi @ dloc)[..., 0], 2 * change, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, groups: Groups, *tensors: Tensor) -> Any:
-        moved = mapped_first(info, in_dims[1:], tensors)
+    def vmap(info: Any, in_dims: Any, groups: Groups, _: Any, *tensors: Tensor) -> Any:
+        moved = mapped_first(info, in_dims[2:], tensors)
         phi, _, low_rank, *trils = moved
-        more = [part @ (tril @ tril.mT) - part for part, tril in zip(_columns(groups, phi), trils)]
-        return (*_moments(groups, *moved), phi @ low_rank, *more), (0,) * (3 + len(more))
+        turned = _flat([part @ (tril @ tril.mT) for part, tril in zip(_columns(groups, phi), trils)])
+        coupled = phi @ low_rank
+        return (*_moments(groups, *moved), coupled, turned - phi - coupled @ low_rank.mT), (0, 0, 0, 0)
 
 
 def _moments(groups: Groups, phi: Tensor, loc: Tensor, low_rank: Tensor, *trils: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,11 +163,15 @@ class LowRankGaussian(Gaussian):
         trils: Sequence[Tensor],
         inner: Tensor,
         t: Sequence[Tensor],
+        low_rank: Tensor,
+        trace: Tensor,
+        log_det: Tensor,
     ) -> Self:
-        """As :meth:`of_groups`, where L_a and T are known."""
+        """As :meth:`of_groups`, where L_a, T, V = LTᵀ, tr S and log|S| are known."""
         new = cls.__new__(cls)
         new.groups, new.sizes, new.batch_shape = groups, groups.sizes, loc[0].shape[:-3]
         new._loc, new._b, new._trils, new.inner, new._t = loc, b, trils, inner, list(t)
+        new._low_rank, new._trace, new._log_det = low_rank, trace, log_det
         return new
 
     def with_loc(self, loc: Sequence[Tensor]) -> Self:
@@ -207,15 +220,16 @@ class LowRankGaussian(Gaussian):
 
     def beside(self, features: Sequence[Tensor]) -> Tensor:
         """Φ of all blocks side by side, in the order of the groups, ``(..., N, ΣM)``."""
-        return side_by_side([features[b] for b in self.groups.order])
+        return side_by_side(self.groups.of_group(features, self.groups.order))
 
-    def moments_beside(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`moments`, of :meth:`beside`."""
+    def moments_beside(self, phi: Tensor, told: Optional[dict[str, Tensor]] = None) -> tuple[Tensor, Tensor]:
+        """As :meth:`moments`, of :meth:`beside`; ``told`` may be given sums over its rows on the way back."""
         loc = self.groups.over(self._loc)
         if self._trils is None:
             return (phi @ loc)[..., 0], -row_squares(phi @ self._low_rank)
-        plain = phi.dim() == 2 and not self.batch_shape
-        return (_Moments.apply if plain else _moments)(self.groups, phi, loc, self._low_rank, *self._trils)[:2]
+        if phi.dim() > 2 or self.batch_shape:
+            return _moments(self.groups, phi, loc, self._low_rank, *self._trils)
+        return _Moments.apply(self.groups, told, phi, loc, self._low_rank, *self._trils)[:2]
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         phi = self.groups.stack(features)
@@ -238,19 +252,26 @@ class LowRankGaussian(Gaussian):
         left = [part - t.mT @ inner for part, t in zip(scaled, self._t)]
         return left if trils is None else [tril @ part for tril, part in zip(trils, left)]
 
+    @functools.cached_property
     def _log_det(self) -> Tensor:
+        """log|S|."""
         log_det = -2 * self.inner.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         for tril in self._trils or ():
             log_det = log_det + 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
         return log_det
 
-    def kl(self) -> Tensor:
+    @functools.cached_property
+    def _trace(self) -> Tensor:
+        """tr S."""
         trace = -self._low_rank.square().sum((-2, -1))
         if self._trils is None:
             trace = trace + sum(self.sizes)
         for tril in self._trils or ():
             trace = trace + tril.square().sum((-3, -2, -1))
-        return gaussian_kl(self.groups.over(self._loc)[..., 0], trace, self._log_det())
+        return trace
+
+    def kl(self) -> Tensor:
+        return gaussian_kl(self.groups.over(self._loc)[..., 0], self._trace, self._log_det)
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         # ε + Bη has covariance P = I + BBᵀ, so v = P⁻¹(ε + Bη) has covariance P⁻¹; P⁻¹ = I − TᵀT.
@@ -267,7 +288,7 @@ class LowRankGaussian(Gaussian):
         return self.groups.vectors(draws)
 
     def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
-        log_ratio, inner = -self._log_det(), []
+        log_ratio, inner = -self._log_det, []
         for i, (block, loc, b) in enumerate(zip(self.groups.columns(w), self._loc, self._b)):
             v = block - loc
             if self._trils is not None:

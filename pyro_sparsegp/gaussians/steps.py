@@ -7,10 +7,11 @@ objective that holds the divergence will do.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -94,8 +95,8 @@ class Heard:
     :param unit: the module's parameter that gets no gradient.
     :param weights: c, the gradients of the objective by the divergence.
     :param inner: those whose divergence is in the draws' gradients already.
-    :param rows: of each call of moments its features, and the gradients by_mean and by_change; and by_covariance,
-        ΦᵀHΦ, where that is made in any case.
+    :param rows: of each call of moments its features, and the gradients by_mean and by_change; and by_loc, Φᵀg, and
+        by_covariance, ΦᵀHΦ, where these are made in any case.
     :param crosses: of pairs of them the keys, the features of both, and the gradient by their covariances.
     :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
     :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
@@ -188,10 +189,10 @@ def _connected(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
 
 
 def _summed(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:
-    total = torch.zeros(batch_shape, dtype=parts[0].dtype, device=parts[0].device)
+    total: Any = 0
     for part in parts:
         total = total + (part.sum_to_size(batch_shape) if part.dim() > len(batch_shape) else part)
-    return total
+    return total.expand(batch_shape)
 
 
 class AscentError(ValueError):
@@ -300,7 +301,7 @@ class StepsOnBackward(Coefficients):
             self._is_of_a_loss = True
             for heard, weight in zip(passes, weights):
                 self.step(heard, weight, total, rate, len(passes) > 1)
-            self.steps = self.steps + 1
+            self._buffers["steps"] = self.steps + 1  # by the way round a Pyro module's attributes
             assert self._count is not None
             self._count += 1
 
@@ -332,14 +333,15 @@ class StepsOnBackward(Coefficients):
         return super().__getstate__()
 
 
-_LBFGS = {inspect.unwrap(torch.optim.LBFGS.step).__code__}
+_LBFGS = [inspect.unwrap(torch.optim.LBFGS.step).__code__]
 
 
-def running(codes: Container[CodeType]) -> Optional[CodeType]:
+def running(codes: Iterable[CodeType]) -> Optional[CodeType]:
     """The one of some functions' codes that calls this, the innermost; ``None`` if none does."""
+    known = set(map(id, codes))  # two are compared, and hashed, instruction by instruction
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code in codes:
+        if id(frame.f_code) in known:
             return frame.f_code
         frame = frame.f_back
     return None
@@ -416,14 +418,18 @@ def listen(
     change: Tensor,
     covariance: Optional[Tensor] = None,
     whole: Optional[Tensor] = None,
+    sums: Optional[dict[str, Tensor]] = None,
 ) -> int:
     """Note the gradients by Φm and diag(Φ(S − I)Φᵀ), and by S, if this S is of these alone; their key among what is
     heard.
 
     :param whole: Φ of all blocks side by side, if it is there.
+    :param sums: to which the way back adds sums over these rows.
     """
-    row: dict[str, Any] = {"features": [phi.detach() for phi in features]}
-    if whole is not None:
+    row: dict[str, Any] = {} if sums is None else sums
+    if whole is None:
+        row["features"] = [phi.detach() for phi in features]
+    else:
         row["whole"] = whole.detach()
 
     def hear(name: str, grad: Optional[Tensor]) -> None:
@@ -501,12 +507,13 @@ def cautious(shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None)
 
     :param order: of the blocks, where it is not their own.
     """
-    most = torch.full_like(shift[..., :1], _FARTHEST)
+    farthest = []
     for row in heard.rows.values():
         phi = row["whole"] if "whole" in row else heard.whole(row, order)
-        moved = (phi @ shift[..., None])[..., 0].abs()
-        by = torch.linalg.vector_norm(phi, dim=-1).clamp(min=torch.finfo(phi.dtype).tiny)
-        most = torch.maximum(most, (moved / by).amax(-1, keepdim=True))
+        moved = (phi @ shift[..., None])[..., 0].abs_()
+        by = torch.linalg.vector_norm(phi, dim=-1).clamp_(min=torch.finfo(phi.dtype).tiny)
+        farthest.append((moved / by).amax(-1, keepdim=True))
     if heard.draws:  # whose inputs are not known
-        most = torch.maximum(most, shift.abs().amax(-1, keepdim=True))
-    return shift * (_FARTHEST / largest(most))
+        farthest.append(shift.abs().amax(-1, keepdim=True))
+    most = functools.reduce(torch.maximum, farthest) if farthest else torch.zeros_like(shift[..., :1])
+    return shift * (_FARTHEST / largest(most.clamp(min=_FARTHEST)))

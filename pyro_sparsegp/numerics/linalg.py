@@ -17,6 +17,7 @@ from .shapes import broadcast_shapes
 
 __all__ = [
     "NumericalWarning",
+    "Unbound",
     "Whitening",
     "above_rounding",
     "cholesky",
@@ -365,12 +366,27 @@ def on_diagonal(blocks: Sequence[Tensor], whole: Tensor) -> Tensor:
     return whole
 
 
+class Unbound(list[Tensor]):
+    """The matrices of one tensor, ``(..., C, N, M)``, which stays at hand.
+
+    :param whole: the tensor.
+    """
+
+    def __init__(self, whole: Tensor) -> None:
+        super().__init__(whole.unbind(-3))
+        self.whole = whole
+
+
 def side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Matrices ``(..., N, M_b)``, or vectors, as one, ``(..., N, ΣM_b)``; leading dimensions broadcast."""
     if len(parts) == 1:
         return parts[0]
-    shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
-    return torch.cat([part.expand(*shape, part.shape[-1]) for part in parts], -1)
+    if isinstance(parts, Unbound):
+        return parts.whole.transpose(-3, -2).flatten(-2)
+    if any(part.shape[:-1] != parts[0].shape[:-1] for part in parts):
+        shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
+        parts = [part.expand(*shape, part.shape[-1]) for part in parts]
+    return torch.cat(list(parts), -1)
 
 
 # Products by blocks, which leave out blocks of zeros: a library's triangular product costs as much as a full one, its
@@ -554,8 +570,8 @@ def plus_one(matrix: Tensor) -> Tensor:
 
 def lift_to(matrix: Tensor, least: float) -> Tensor:
     """What a symmetric matrix lacks for no eigenvalue below a number."""
-    found = torch.linalg.eigh(matrix)
-    return (found.eigenvectors * (least - found.eigenvalues).clamp(min=0)[..., None, :]) @ found.eigenvectors.mT
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * (least - values).clamp_(min=0)[..., None, :]) @ vectors.mT
 
 
 def row_squares(x: Tensor) -> Tensor:
