@@ -281,6 +281,16 @@ def test_a_copy_and_a_loaded_guide_are_the_guide(trained):
         plain.load_state_dict(guide.state_dict())
 
 
+def test_a_state_loads_into_a_guide_in_use():
+    x, group, _ = data = _data()
+    guide = _train(_model(), families.SVGP(6), data, steps=5)
+    state = copy.deepcopy(guide.state_dict())
+    assert not torch.equal(state["gps.f.following.centre"], state["together.loc"])  # a step was due
+    before = guide.posterior_at_medians(x, group)["f"].mean.detach()
+    guide.load_state_dict(state)
+    torch.testing.assert_close(guide.posterior_at_medians(x, group)["f"].mean, before)
+
+
 def _natural():
     q = NaturalGaussian([3, 2], (), torch.zeros(()))
     rows = torch.randn(4, 5)

@@ -207,7 +207,7 @@ class Following(StepsOnBackward):
         """
         self.settle()
         self.offset = self.offset + self.slope @ (drawn.loc - self.centre)
-        self.centre = drawn.loc
+        self.centre = drawn.loc.clone()  # a buffer's own, since states are loaded in place
         shift = self.offset + self.slope @ (drawn.value - drawn.loc)
         if not torch.is_grad_enabled():
             return Shifted(q, shift.split(self.sizes, -1))
