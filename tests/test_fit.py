@@ -505,6 +505,44 @@ def test_a_checkpoint_of_another_kind_of_data_is_named(tmp_path):
         fit(fit_worker.regression, guide, loader, resume=True, **(options | {"steps": 4}))
 
 
+class _Endless:
+    """Batches that are drawn anew, without end."""
+
+    def __init__(self, x, y, each):
+        self.x, self.y, self.each = x, y, each
+
+    def __iter__(self):
+        while True:
+            rows = torch.randperm(len(self.x))[: self.each]
+            yield self.x[rows], self.y[rows]
+
+
+@pytest.mark.parametrize(
+    ("size", "draws"),
+    [
+        (20, {"sampler": torch.utils.data.SubsetRandomSampler(range(20)), "batch_size": 10}),
+        (20, {"batch_sampler": torch.utils.data.BatchSampler(range(20), 10, drop_last=False)}),
+        (40, {"sampler": torch.utils.data.WeightedRandomSampler(torch.ones(40), 60), "batch_size": 10}),
+        (None, {"sampler": range(2), "batch_size": None}),
+    ],
+)
+def test_the_size_of_a_loader_is_of_the_rows_that_it_draws_from(size, draws):
+    data = torch.utils.data.TensorDataset(*fit_worker.rows(40))
+    batches = as_batches(torch.utils.data.DataLoader(data, **draws), None, None, None, seed=0)
+    assert batches.size == size
+    assert size is None or batches.some(1000).num == size
+
+
+def test_epochs_and_a_first_call_of_batches_without_end():
+    data = fit_worker.rows(40)
+    batches = as_batches(_Endless(*data, 15), None, 40, None, seed=0)
+    assert batches.some(1000).num == 30  # whole batches, and no more rows than there are
+    assert batches.num_batches(1) == 3
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    result = fit(fit_worker.regression, guide, _Endless(*data, 10), size=40, epochs=2, progress=False)
+    assert result.steps == 8
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_plateau_is_of_the_loss():
     x, y = fit_worker.rows(20)
@@ -550,6 +588,7 @@ def test_a_stopping_rule_and_its_history():
         ("steps", {"steps": 3, "epochs": 1}),
         ("epochs", {"epochs": 1.5}),
         ("size=400, and data has 40 rows", {"size": 400}),
+        ("size must be a whole", {"data": [(torch.zeros(4, 1), torch.zeros(4))], "size": 0}),
         ("batch_size", {"batch_size": 41}),
         ("batch_size", {"batch_size": 0}),
         ("optim", {"optim": torch.optim.Adam}),
@@ -559,6 +598,7 @@ def test_a_stopping_rule_and_its_history():
         ("patience", {"patience": True}),
         ("checkpoint_every", {"checkpoint_every": -1}),
         ("checkpoint", {"checkpoint": "/no/such/folder/fit.pt"}),
+        ("checkpoint '.' is a folder", {"checkpoint": "."}),
         ("resume", {"resume": True}),
         ("group", {"group": "world"}),
         ("data", {"data": 3}),

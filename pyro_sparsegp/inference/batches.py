@@ -5,11 +5,12 @@ Both know where they are, so that a fit that was cut off goes on with the batch 
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -18,6 +19,7 @@ import numpy as np
 import pyro
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ..program.dependence import differ
 
@@ -31,6 +33,9 @@ __all__ = [
     "placed_arguments",
     "rows_named",
 ]
+
+# Samplers whose draws stand for all rows of a data set, however many they are in an epoch or a process.
+_OF_ALL = (RandomSampler, WeightedRandomSampler, DistributedSampler)
 
 
 @dataclass
@@ -86,10 +91,10 @@ class Batches(ABC):
         """Some ``num`` rows that stand for all, or fewer if there are no more; what comes next stays the same."""
 
     @abstractmethod
-    def num_batches(self, rows: int) -> Optional[int]:
-        """How many batches make an epoch; ``None`` if that is not known.
+    def num_batches(self, among: int) -> Optional[int]:
+        """How many batches make an epoch, after :meth:`some`; ``None`` if that is not known.
 
-        :param rows: how many rows one has.
+        :param among: how many processes share the rows.
         """
 
     @abstractmethod
@@ -248,7 +253,7 @@ class TensorBatches(Batches):
             rows = torch.randperm(self.num, generator=generator)[:num]
         return self._take(rows)
 
-    def num_batches(self, rows: int) -> Optional[int]:
+    def num_batches(self, among: int) -> Optional[int]:
         return 1 if self.batch_size is None else self.num // self.batch_size
 
     def get_state(self) -> dict[str, Any]:
@@ -281,7 +286,8 @@ class LoadedBatches(Batches):
     def __init__(self, source: Iterable, size: Optional[int], device: Optional[torch.device], seed: int) -> None:
         self.source, self.device = source, device
         self._random = _seeded(seed)
-        self.size = _length(getattr(source, "dataset", None)) if size is None else size
+        self.size = _rows_in_all(source) if size is None else size
+        self._rows = 1  # of the first batch
         self._epoch, self._place = 0, 0
         self._ahead: list[Batch] = []  # of a source that is passed over once
         self._stream: Optional[Iterator] = None
@@ -353,6 +359,9 @@ class LoadedBatches(Batches):
         return Batch(args, kwargs, None, num, float(num))
 
     def some(self, num: int) -> Batch:
+        # Batches that are made as they come may be draws of the same rows, without end.
+        most = None if isinstance(self.source, Sequence) else self.size
+        num = num if most is None else min(num, most)
         if self._once:
             self._stream = self._stream or self._open()
             while sum(batch.num for batch in self._ahead) < num:
@@ -371,13 +380,15 @@ class LoadedBatches(Batches):
             self._rewind(before)
         if not found:
             raise ValueError("data gives no batches")
-        return _joined(found)
+        self._rows = found[0].num
+        totals = itertools.accumulate(batch.num for batch in found)
+        return _joined([batch for batch, total in zip(found, totals) if most is None or total <= most] or found[:1])
 
-    def num_batches(self, rows: int) -> Optional[int]:
+    def num_batches(self, among: int) -> Optional[int]:
         known = _length(self.source)
         if known is not None:
             return known
-        return None if self.size is None else math.ceil(self.size / rows)
+        return None if self.size is None else math.ceil(self.size / (among * self._rows))
 
     def get_state(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "place": self._place, "start": self._start}
@@ -404,6 +415,20 @@ def _seeded(seed: int) -> dict[str, Any]:
         "random": random.Random(seed).getstate(),
         "numpy": np.random.RandomState(seed % 2**32).get_state(),
     }
+
+
+def _rows_in_all(source: Any) -> Optional[int]:
+    """The rows that a loader's epochs go through, or stand for; ``None`` where it does not say."""
+    num = _length(getattr(source, "dataset", None))
+    if not isinstance(source, DataLoader):
+        return num
+    if source.batch_sampler is None:  # an item of the data set is a batch
+        return None
+    sampler = getattr(source.batch_sampler, "sampler", source.sampler)
+    drawn = _length(sampler)
+    if isinstance(sampler, _OF_ALL) or drawn in (None, num):
+        return num
+    return drawn if isinstance(sampler, (SubsetRandomSampler, Sequence)) else None
 
 
 def _length(source: Any) -> Optional[int]:

@@ -135,14 +135,15 @@ def fit(
     :raises ValueError: naming the argument that does not fit.
     """
     counts = {"steps": steps, "epochs": epochs, "score_every": score_every, "patience": patience}
-    _require_arguments(model, guide, counts | {"batch_size": batch_size}, checkpoint, checkpoint_every, resume)
+    counts |= {"batch_size": batch_size, "size": size}
+    _require_arguments(model, guide, counts, checkpoint, checkpoint_every, resume)
     workers = Workers(group)
     method = _method(model, guide, optim, loss, method, group)
     place = None if device is None else torch.device(device)
     batches = as_batches(data, batch_size, size, place, seed=int(torch.randint(2**62, ())))
     _require_rows(guide, batches, batch_size, workers)
     first = batches.some(FIRST)
-    total = _total(steps, epochs, batches, batch_size or first.num)
+    total = _total(steps, epochs, batches, workers.num)
     path = None if checkpoint is None else Path(checkpoint)
     scored = None
     if held_out is not None:
@@ -234,6 +235,8 @@ def _require_arguments(
         raise ValueError("resume=True goes on from the file checkpoint, and none is given")
     if checkpoint is not None and not Path(checkpoint).absolute().parent.is_dir():
         raise ValueError(f"checkpoint {os.fspath(checkpoint)!r} is in a folder that does not exist")
+    if checkpoint is not None and Path(checkpoint).is_dir():
+        raise ValueError(f"checkpoint {os.fspath(checkpoint)!r} is a folder: name a file in it")
 
 
 def _require_alike(args: tuple, kwargs: dict[str, Any], batch: Batch) -> None:
@@ -250,10 +253,10 @@ def _require_alike(args: tuple, kwargs: dict[str, Any], batch: Batch) -> None:
             )
 
 
-def _total(steps: Optional[int], epochs: Optional[int], batches: Batches, rows: int) -> int:
+def _total(steps: Optional[int], epochs: Optional[int], batches: Batches, among: int) -> int:
     if epochs is None:
         return 2000 if steps is None else steps
-    each = batches.num_batches(rows)
+    each = batches.num_batches(among)
     if each is None:
         raise ValueError("epochs: data does not say how many batches it has; give size=N, or steps")
     return epochs * each

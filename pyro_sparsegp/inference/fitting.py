@@ -229,7 +229,11 @@ class Fitting:
     def _score(self, held_out: HeldOut) -> bool:
         """Score the held-out data; whether patience has come to its end."""
         now = self.now
-        value = float(held_out.score(self.model, self.guide, *held_out.args, **held_out.kwargs))
+        found = held_out.score(self.model, self.guide, *held_out.args, **held_out.kwargs)
+        try:
+            value = float(found)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"score must return a number, got {type(found).__name__}: {error}") from error
         if not math.isfinite(value):
             warnings.warn(
                 f"held_out: its score is {value} at step {now.step}, where no state is better than another; look for "
