@@ -75,6 +75,22 @@ def test_resumed_as_if_never_cut_off(case, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["fit.pt"]
 
 
+def test_resumed_without_held_out_data(tmp_path):
+    """What was the best state while there were some is not put back in the place of what was trained since."""
+    x, y = fit_worker.rows(40)
+    options = {"checkpoint": tmp_path / "fit.pt", "resume": True, "warm_start": False, "progress": False}
+
+    def go(**more):
+        guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+        return fit(fit_worker.regression, guide, (x, y), **options, **more), guide.gps.f.coefficients.loc
+
+    _, before = go(steps=2, held_out=(x[:5], y[:5]), score_every=1)
+    result, after = go(steps=4)
+    assert not torch.equal(after, before)
+    assert result.steps == 4
+    assert result.best_score is None
+
+
 def test_resumed_with_another_optimiser(tmp_path):
     data, path = fit_worker.rows(40), tmp_path / "fit.pt"
 

@@ -129,6 +129,8 @@ class Fitting:
 
     def _restore(self, saved: dict[str, Any]) -> None:
         self.now = Progress(**saved["progress"])
+        if self.held_out is None:  # else a state that was the best while there was one would be put back at the end
+            self.now.scored, self.now.scores, self.now.best = [], [], None
         self.iterates.set_state(saved["iterates"])
         _set_rule(self.stopping, saved["stopping"])
         self.batches.set_state(saved["batches"])
