@@ -312,6 +312,8 @@ def _unfit_inputs(x: Any) -> Optional[str]:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         return f"x must be a floating point tensor (N, D), got {kind}; make it one with torch.as_tensor(x).double()"
+    if x.dtype.itemsize < 4:
+        return f"x is {x.dtype}, of which torch has no Cholesky factors; give x.float(), or x.double()"
     if x.dim() < 2:
         return f"x must have shape (N, D), got {tuple(x.shape)}; for one column write x[:, None]."
     if x.shape[-2] == 0 or x.shape[-1] == 0:

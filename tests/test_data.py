@@ -83,6 +83,18 @@ def test_other_data_after_the_first_are_forgotten():
     torch.testing.assert_close(guide.posterior(x)["f"].mean, fresh.posterior(x)["f"].mean)
 
 
+def test_data_that_are_written_to_after_training_are_told_of():
+    x, y = data(num=30)
+    guide = AutoSparseGP(MODEL, SGPR(x[:10], trainable=False))
+    guide(x, y)
+    y.add_(0.0)  # leaves them what they were
+    mean = guide.posterior(x)["f"].mean
+    y.mul_(2.0)
+    with pytest.warns(UserWarning, match=r"written to since.*GP site 'f'.*y\.clone\(\)"):
+        doubled = guide.posterior(x)["f"].mean
+    torch.testing.assert_close(doubled, 2 * mean)
+
+
 SHUFFLED = {
     "SGPR": lambda x: SGPR(x[:8] + 0.01, trainable=False),
     "collapsed": lambda x: CollapsedOrthogonal(x[:5] + 0.01, x[8:12] + 0.01, trainable=False),

@@ -294,6 +294,22 @@ def test_mini_batches_leave_the_mean_where_all_rows_have_it():
     assert guide.gps.f.coefficients.share == 1
 
 
+@pytest.mark.parametrize("each", [None, 10])
+def test_natural_rates_fall_where_the_model_draws_rows(each):
+    x, y = fit_worker.rows(40)
+
+    def model(x, y=None):
+        plate = pyro.plate("data", len(x), subsample_size=each)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.7), x[plate.indices]))
+        with plate:
+            pyro.sample("y", dist.Normal(f, 0.3), obs=None if y is None else y[plate.indices])
+
+    guide, shares = AutoSparseGP(model, SVGP(4)), []
+    rule = {"stopping": lambda _: shares.append(guide.gps.f.coefficients.share)}
+    fit(model, guide, (x, y), steps=5, warm_start=False, progress=False, **rule)
+    assert (min(shares) < 0.5) == (each is not None)
+
+
 def test_rates_fall_to_the_end():
     x, y = fit_worker.rows(40)
     guide = AutoSparseGP(fit_worker.regression, SVGP(4))

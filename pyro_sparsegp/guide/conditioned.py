@@ -244,6 +244,16 @@ class Conditioned(GPSites):
                     "with them once, guide(x, y), not under torch.no_grad()."
                 )
             return Conditions()
+        if not self.by_expectation and self.data.overwritten:  # whose sites are kept
+            warn_once(
+                self.warned,
+                "overwritten",
+                "",
+                f"the tensors that the guide was trained on were written to since, y.mul_(2.0) say, and the posterior "
+                f"of GP site {next(iter(self.site_modules()))!r} is read off what is in them now: train on copies, "
+                "y.clone(), or write to copies.",
+                stacklevel=4,
+            )
         with (
             torch.inference_mode(False),  # sites that are kept must serve training, too
             torch.no_grad(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Optional
 
 import torch
@@ -16,7 +16,7 @@ from .batches import Batch, Batches, TensorBatches
 from .distributed import Workers, joined, sharing
 from .expectation import ExpectationPropagation
 
-__all__ = ["FIRST", "Feed", "require_scaled", "show_all_rows"]
+__all__ = ["FIRST", "Feed", "draws_rows", "require_scaled", "show_all_rows"]
 
 FIRST = 8192  # rows of the guide's first call, where batches have fewer
 
@@ -76,10 +76,8 @@ def show_all_rows(guide: AutoSparseGP, batches: Batches, feed: Feed) -> None:
             guide(*args, **kwargs)
 
 
-def require_scaled(guide: AutoSparseGP, call: tuple, batch: Batch, size: Optional[int]) -> None:
-    """Raise if a batch's observations are not scaled up to all rows."""
-    if size is None or batch.num >= size:
-        return
+def _plates(guide: AutoSparseGP, call: tuple) -> Iterator[tuple[str, Any]]:
+    """The observed sites and their plates in a run that leaves random numbers as they were."""
     random = files.random_state()
     with torch.no_grad(), poutine.block():
         guide(*call[0], **call[1])
@@ -87,9 +85,21 @@ def require_scaled(guide: AutoSparseGP, call: tuple, batch: Batch, size: Optiona
     assert guide.structure is not None
     for name in guide.structure.rows:
         site: Any = guide.trace.nodes.get(name)
-        if site is None or not site["is_observed"]:
-            continue
-        full = [frame.full_size for frame in site["cond_indep_stack"] if frame.size == batch.num]
+        if site is not None and site["is_observed"]:
+            yield name, site["cond_indep_stack"]
+
+
+def draws_rows(guide: AutoSparseGP, call: tuple) -> bool:
+    """Whether the model takes some of the rows that it is given, as plates with a ``subsample_size`` do."""
+    return any(frame.full_size not in (None, frame.size) for _, plates in _plates(guide, call) for frame in plates)
+
+
+def require_scaled(guide: AutoSparseGP, call: tuple, batch: Batch, size: Optional[int]) -> None:
+    """Raise if a batch's observations are not scaled up to all rows."""
+    if size is None or batch.num >= size:
+        return
+    for name, plates in _plates(guide, call):
+        full = [frame.full_size for frame in plates if frame.size == batch.num]
         if full and size not in full:
             raise ValueError(
                 f"data has {size} rows, and a batch's {batch.num} at site {name!r} are in a plate of {full[0]}: give "

@@ -23,7 +23,7 @@ from . import checkpoint as files
 from .batches import Batch, Batches, rows_named
 from .distributed import Workers, agree
 from .expectation import ExpectationPropagation
-from .feeding import Feed, require_scaled, show_all_rows
+from .feeding import Feed, draws_rows, require_scaled, show_all_rows
 from .history import Iterates
 from .interrupts import Interrupts
 from .recipe import FallingAdam, share
@@ -93,6 +93,7 @@ class Fitting:
         self.now, self.iterates = Progress(), Iterates(guide, history)
         optim = getattr(method.optim, "optim", method.optim)
         self.recipe = optim if isinstance(optim, FallingAdam) else None
+        self._by_parts = not batches.whole  # whether steps are on some of the rows
 
     def begin(self, warm_start: Optional[bool], batch_size: Optional[int]) -> None:
         """A guide's first call on the first rows, and its warm start."""
@@ -197,6 +198,8 @@ class Fitting:
     @contextmanager
     def _rates(self) -> Iterator[None]:
         """The steps' rates, and natural steps' own again after them, whatever ends them."""
+        if self.recipe is not None and not self._by_parts and steppers(self.guide):
+            self._by_parts = draws_rows(self.guide, self.feed.call(self.first))
         self._set_rate()
         try:
             yield
@@ -207,7 +210,7 @@ class Fitting:
         if self.recipe is None:
             return
         self.recipe.at(self.now.step, self.total)
-        if not self.batches.whole:  # q, too, is beside the optimum by the noise of its last batches
+        if self._by_parts:  # q, too, is beside the optimum by the noise of its last batches
             self._share(share(self.now.step, self.total))
 
     def _share(self, part: float) -> None:

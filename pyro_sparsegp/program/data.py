@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Optional
 
@@ -87,6 +87,12 @@ class TrainingData:
         for path, leaf in new.leaves.items():
             leaf.digits = _coarser(leaf.digits, self.leaves[path].digits)
         return new
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether tensors that it holds have other values than they had."""
+        held = {id(tensor) for tensor in _tensors([self.args, self.kwargs])}
+        return any(id(leaf.tensor) in held and not leaf.unchanged for leaf in self.leaves.values())
 
     @property
     def is_plain(self) -> bool:
@@ -186,6 +192,14 @@ def _mapped(function: Callable[[Tensor], Tensor], item: Any) -> Any:
     if type(item) in (list, tuple):
         return type(item)(_mapped(function, part) for part in item)
     return item
+
+
+def _tensors(item: Any) -> Iterator[Tensor]:
+    if isinstance(item, Tensor):
+        yield item
+    elif isinstance(item, (dict, list, tuple)):
+        for part in item.values() if isinstance(item, dict) else item:
+            yield from _tensors(part)
 
 
 def _is_plain(item: Any) -> bool:
