@@ -600,6 +600,21 @@ def test_held_out_score_of_a_gaussian_likelihood():
         log_score(fit_worker.regression, guide, new_x)
 
 
+def test_a_hyperparameter_that_is_given_is_no_data():
+    """Neither its density is in the held-out score, nor is its one number a mini-batch that no plate scales."""
+    x, y = fit_worker.rows(40)
+    model = pyro.condition(fit_worker.regression, {"noise": torch.tensor(0.2)})
+    guide = AutoSparseGP(model, SVGP(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = fit(model, guide, (x, y), steps=3, batch_size=20, held_out=(x[:9], y[:9]), progress=False)
+    q = guide.posterior(x[:9])["f"]
+    expected = dist.Normal(q.mean, (q.variance + 0.2**2).sqrt()).log_prob(y[:9]).mean().detach()
+    assert result.best_score == pytest.approx(float(expected), abs=1e-6)
+    with pytest.raises(ValueError, match="this step observes nothing"):
+        pyro.infer.SVI(model, guide, pyro.optim.Adam({}), TraceQuadrature_ELBO()).step(x)
+
+
 def test_a_stopping_rule_and_its_history():
     x, y = fit_worker.rows(40)
     guide = AutoSparseGP(fit_worker.regression, SVGP(6))

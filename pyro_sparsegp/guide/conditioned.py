@@ -159,7 +159,10 @@ class Conditioned(GPSites):
 
         :raises ValueError: naming a site that held data at the first call.
         """
-        if self.observed and not any(is_observation(site) for _, site in all_sites(self.trace)):
+        structure = self.structure
+        if structure is None or not structure.rows:
+            return
+        if not any(is_observation(site) and not structure.is_given(name, site) for name, site in all_sites(self.trace)):
             raise ValueError(
                 f"this step observes nothing, where the first call observed {next(iter(self.observed))!r}: it would "
                 "train towards the prior. Give it the data, svi.step(x, y); predictions are predict(model, guide, x), "
@@ -189,7 +192,7 @@ class Conditioned(GPSites):
             return
         for name, site in all_sites(self.trace):
             rows = self.structure.rows.get(name)
-            if rows is None or not site["is_observed"]:
+            if rows is None or not site["is_observed"] or self.structure.is_given(name, site):
                 continue
             for frame in site["cond_indep_stack"]:
                 if frame.full_size not in (None, frame.size):

@@ -33,16 +33,19 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
     """
     with repeatable(guide.like), whole_plates(), pyro.validation_enabled(False):
         posteriors = guide.posterior_at_medians(*args, **kwargs)
-        assert guide.structure is not None
-        inner, observed = guide.structure.inner, guide.structure.rows
-        if not observes(guide.model, observed, guide.like, args, kwargs):
+        structure = guide.structure
+        assert structure is not None
+        inner, latents = structure.inner, structure.latents
+        if not observes(guide.model, structure.rows, guide.like, args, kwargs):
             raise ValueError("held_out: the model observes nothing at these arguments; give the observations too")
-        latents = guide.structure.latents
         medians = {name: site["value"] for name, site in all_sites(guide.trace) if name in latents}
         means = {name: q.mean for name, q in posteriors.items()}
         free = {name: q for name, q in posteriors.items() if name not in inner}
         shapes = {name: q.batch_shape.numel() for name, q in free.items()}
         nodes, weights = normal_nodes(sum(shapes.values()), guide.like)
+
+        def is_data(name: str, site: Any) -> bool:
+            return name in structure.rows and is_observation(site) and not structure.is_given(name, site)
 
         def densities(node: Tensor) -> tuple[Tensor, ...]:
             values = dict(means)
@@ -52,12 +55,12 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
             return tuple(
                 scale_and_mask(site["fn"].log_prob(site["value"]), 1.0, site["mask"])
                 for name, site in all_sites(trace)
-                if name in observed and is_observation(site)
+                if is_data(name, site)
             )
 
         found = mapped(densities, nodes)
         trace = held_trace(model, {**medians, **means}, args, kwargs)
-        rows = [unmasked_rows(site) for name, site in all_sites(trace) if name in observed and is_observation(site)]
+        rows = [unmasked_rows(site) for name, site in all_sites(trace) if is_data(name, site)]
     scored = [(part, there) for part, there in zip(found, rows) if there is None or there.any()]
     total = 0.0 if scored else math.nan
     for part, there in scored:
