@@ -34,6 +34,7 @@ __all__ = [
     "rows_named",
 ]
 
+_END = object()
 # Samplers whose draws stand for all rows of a data set, however many they are in an epoch or a process.
 _OF_ALL = (RandomSampler, WeightedRandomSampler, DistributedSampler)
 
@@ -309,7 +310,10 @@ class LoadedBatches(Batches):
     def _pull(self, stream: Iterator) -> Any:
         """The next item, ``None`` at the end."""
         with self._own_random():
-            return next(stream, None)
+            item = next(stream, _END)
+        if item is None:
+            raise ValueError("a batch of data must hold tensors with rows, got NoneType")
+        return None if item is _END else item
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:

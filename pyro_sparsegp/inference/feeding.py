@@ -39,7 +39,8 @@ class Feed:
 
     def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
         """The model's arguments."""
-        more = dict(self._extra)
+        given = list(self.takes)[: len(batch.args)]  # by their places
+        more = {name: value for name, value in self._extra.items() if name not in given}
         if "indices" in self.takes and batch.indices is not None:
             more["indices"] = batch.indices
         return batch.args, {**more, **batch.kwargs}
