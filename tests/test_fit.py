@@ -570,6 +570,7 @@ def test_a_size_among_positional_arguments_is_the_model_s():
     options = {"batch_size": 10, "steps": 2, "warm_start": False, "progress": False}
     losses = []
     for data in ((x, y), (x, y, 40)):
+        pyro.clear_param_store()
         pyro.set_rng_seed(0)
         losses.append(fit(fit_worker.regression, AutoSparseGP(fit_worker.regression, SVGP(4)), data, **options).losses)
     np.testing.assert_array_equal(*losses)

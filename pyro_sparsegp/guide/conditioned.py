@@ -141,7 +141,9 @@ class Conditioned(GPSites):
     def note_data(self, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> None:
         """After a step of training: take note of its data, and check that they are what the guide is about."""
         assert self.structure is not None
-        observed = [name for name in self.rows_here() if self.trace.nodes[name]["is_observed"]]
+        sites: Any = self.trace.nodes
+        here = [name for name in self.rows_here() if sites[name]["is_observed"]]
+        observed = [name for name in here if not self.structure.is_given(name, sites[name])]
         self.meets_data = bool(observed)
         if observed:
             if not rows.same:
@@ -151,7 +153,7 @@ class Conditioned(GPSites):
             if self._forgotten:
                 self._forgotten = False
                 for name in observed:
-                    self.structure.rows[name] = torch.as_tensor(self.trace.nodes[name]["value"]).numel()
+                    self.structure.rows[name] = torch.as_tensor(sites[name]["value"]).numel()
         self.check_rows(rows.relation)
 
     def require_data(self) -> None:
@@ -164,7 +166,7 @@ class Conditioned(GPSites):
             return
         if not any(is_observation(site) and not structure.is_given(name, site) for name, site in all_sites(self.trace)):
             raise ValueError(
-                f"this step observes nothing, where the first call observed {next(iter(self.observed))!r}: it would "
+                f"this step observes nothing, where the first call observed {', '.join(map(repr, self.observed))}: it would "
                 "train towards the prior. Give it the data, svi.step(x, y); predictions are predict(model, guide, x), "
                 "and a loss without a step is evaluate_loss."
             )
