@@ -165,8 +165,9 @@ class Conditioned(GPSites):
         if structure is None or not structure.rows:
             return
         if not any(is_observation(site) and not structure.is_given(name, site) for name, site in all_sites(self.trace)):
+            known = ", ".join(map(repr, structure.rows))
             raise ValueError(
-                f"this step observes nothing, where the first call observed {', '.join(map(repr, self.observed))}: it would "
+                f"this step observes nothing, where the first call observed {known}: it would "
                 "train towards the prior. Give it the data, svi.step(x, y); predictions are predict(model, guide, x), "
                 "and a loss without a step is evaluate_loss."
             )

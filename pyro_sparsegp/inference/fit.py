@@ -107,7 +107,8 @@ def fit(
     :param steps: how many in all; 2,000 if ``epochs`` are not given either.
     :param epochs: passes over the data, in the place of ``steps``.
     :param batch_size: rows a step, drawn anew without replacement in each epoch; by default all of them.
-    :param size: how many rows there are in all, for an iterable that does not say.
+    :param size: how many rows there are in all, for an iterable that does not say. A ``DataLoader`` of single rows
+        says: its data set's, or those that a ``SubsetRandomSampler`` draws from.
     :param optim: a Pyro optimiser; one with a schedule (``PyroLRScheduler``) takes its step after each of the fit's. By
         default Adam with rates that fall to the end of the steps, smaller ones for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
