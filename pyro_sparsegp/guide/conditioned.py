@@ -83,6 +83,11 @@ class Conditioned(GPSites):
 
     # The training data.
 
+    def is_given(self, name: str, site: Any) -> bool:
+        """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""
+        known = () if self.structure is None else self.structure.downstream
+        return bool(known) and not site["cond_indep_stack"] and name not in known
+
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
         """What a call's data are to those of training; ``None`` if a state without them was loaded."""
         return None if self.data is None else Relation(self.data, self.model, args, kwargs)
@@ -142,8 +147,11 @@ class Conditioned(GPSites):
         """After a step of training: take note of its data, and check that they are what the guide is about."""
         assert self.structure is not None
         sites: Any = self.trace.nodes
-        here = [name for name in self.rows_here() if sites[name]["is_observed"]]
-        observed = [name for name in here if not self.structure.is_given(name, sites[name])]
+        observed = [
+            name
+            for name in self.rows_here()
+            if sites[name]["is_observed"] and (sites[name]["cond_indep_stack"] or not self.is_given(name, sites[name]))
+        ]
         self.meets_data = bool(observed)
         if observed:
             if not rows.same:
@@ -164,7 +172,7 @@ class Conditioned(GPSites):
         structure = self.structure
         if structure is None or not structure.rows:
             return
-        if not any(is_observation(site) and not structure.is_given(name, site) for name, site in all_sites(self.trace)):
+        if not any(is_observation(site) and not self.is_given(name, site) for name, site in all_sites(self.trace)):
             known = ", ".join(map(repr, structure.rows))
             raise ValueError(
                 f"this step observes nothing, where the first call observed {known}: it would "
@@ -195,14 +203,15 @@ class Conditioned(GPSites):
             return
         for name, site in all_sites(self.trace):
             rows = self.structure.rows.get(name)
-            if rows is None or not site["is_observed"] or self.structure.is_given(name, site):
+            if rows is None or not site["is_observed"]:
                 continue
             for frame in site["cond_indep_stack"]:
                 if frame.full_size not in (None, frame.size):
                     break  # this plate scales them up, whatever handlers' scales are
             else:
                 num = site["value"].numel()
-                if num < rows or (num == rows and self._are_others(name, relation)):
+                few = num < rows or (num == rows and self._are_others(name, relation))
+                if few and not self.is_given(name, site):
                     self._warn_of_rows(name, site["scale"], num, rows)
 
     def _warn_of_rows(self, name: str, scale: Any, num: int, rows: int) -> None:

@@ -198,7 +198,8 @@ class Fitting:
     @contextmanager
     def _rates(self) -> Iterator[None]:
         """The steps' rates, and natural steps' own again after them, whatever ends them."""
-        if self.recipe is not None and not self._by_parts and steppers(self.guide):
+        alone = self.workers.num == 1  # else each has a part of what comes whole
+        if alone and self.recipe is not None and not self._by_parts and steppers(self.guide):
             self._by_parts = draws_rows(self.guide, self.feed.call(self.first))
         self._set_rate()
         try:

@@ -45,7 +45,7 @@ def log_score(model: Callable, guide: AutoSparseGP, *args: Any, **kwargs: Any) -
         nodes, weights = normal_nodes(sum(shapes.values()), guide.like)
 
         def is_data(name: str, site: Any) -> bool:
-            return name in structure.rows and is_observation(site) and not structure.is_given(name, site)
+            return name in structure.rows and is_observation(site) and not guide.is_given(name, site)
 
         def densities(node: Tensor) -> tuple[Tensor, ...]:
             values = dict(means)

@@ -75,10 +75,6 @@ class Structure:
         """Whether natural steps of any GP site follow a network, at rows that are kept."""
         return any("kept_rows" in spec for spec in self.gps.values())
 
-    def is_given(self, name: str, site: Any) -> bool:
-        """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""
-        return bool(self.downstream) and not site["cond_indep_stack"] and name not in self.downstream
-
     def company(self, name: str) -> list[str]:
         """A GP site and the sites of its posterior that its values meet in densities, in the order of the group."""
         group = next((group for group in self.joint if name in group), [name])
