@@ -44,8 +44,8 @@ def run(data, mode, group=None, start=0.0):
     pyro.set_rng_seed(1)
     z = torch.linspace(0, 4, 7)[:, None] + start  # all start from the first process's
     family = CoupledPrecision([z], rank=2, base="block") if mode == "low rank" else SVGP(z, natural=mode != "gradients")
-    guide = AutoSparseGP(model, replace(family, start="prior"))
-    if mode in ("loop", "low rank"):
+    guide = AutoSparseGP(model, replace(family, start="prior"), coupled=mode == "coupled")
+    if mode in ("loop", "low rank", "coupled"):
         optim = pyro.optim.Adam({"lr": 0.05})
         svi = pyro.infer.SVI(model, guide, SharedOptim(optim) if group else optim, TraceQuadrature_ELBO())
         guide(*data[0], size=NUM)
@@ -66,5 +66,5 @@ def run(data, mode, group=None, start=0.0):
         "variance": q.variance.detach(),
         "inputs": next(v for n, v in guide.named_parameters() if "inputs" in n).detach(),
         "length": pyro.param("length").detach(),
-        "scale": guide.locs.scale.detach(),
+        "scale": guide.median(torch.zeros(1, 1))["scale"].detach(),
     }

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import side_by_side, sum_blocks
-from ..numerics.processes import joined
+from ..numerics.processes import by_draws
 from .base import Gaussian
 from .steps import Heard, Lift, Rate, StepsOnBackward, weighed
 
@@ -101,18 +101,19 @@ class DrawnGaussian(StepsOnBackward):
         return 1.0  # its steps are bounded by themselves
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
-        for noise, grad in heard.draws.values():
-            pull = self.root.mT @ (grad * (len(self.loc) / total))  # every latent has told the weight
-            pull = torch.where(pull.isfinite().all(), pull, 0.0)
-            pull = pull * (rate / (1 + pull.square().mean()).sqrt())
-            self.loc = self.loc - self.root @ pull
-            along = self.root * pull
-            # R tril(eεᵀ): sums of the columns from each one on.
-            below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
-            change = below * (noise / (1 + noise.square().sum()))
-            shrink = (change.diagonal() / self.root.diagonal()).amax().clamp(min=0.5)
-            self.root = self.root - (change * (0.5 / shrink)).tril()
-        self.loc, self.root = joined(self.loc, self.root)  # of several processes, the mean of their draws' steps
+        for own, grad in heard.draws.values():
+            loc, root = self.loc, self.root
+            for share, noise, by_value in by_draws(own, grad):
+                pull = root.mT @ (by_value * (len(loc) / total))  # every latent has told the weight
+                pull = torch.where(pull.isfinite().all(), pull, 0.0)
+                pull = pull * (rate / (1 + pull.square().mean()).sqrt())
+                self.loc = self.loc - share * (root @ pull)
+                along = root * pull
+                # R tril(eεᵀ): sums of the columns from each one on.
+                below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
+                change = below * (noise / (1 + noise.square().sum()))
+                shrink = (change.diagonal() / root.diagonal()).amax().clamp(min=0.5)
+                self.root = self.root - share * (change * (0.5 / shrink)).tril()
 
 
 class Shifted(Gaussian):
@@ -230,12 +231,14 @@ class Following(StepsOnBackward):
         return 1.0  # a step's length is bounded by its own size
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
-        for along, grad in heard.draws.values():
-            natural = side_by_side(heard.base.covariance_times(grad.split(self.sizes, -1)))
-            apart = natural / total[..., None] - self.level
-            square = (grad * natural).sum(-1) / total.square()
-            fine = (apart.isfinite().all(-1) & (total > 0))[..., None]
-            apart = torch.where(fine, apart, 0.0)
-            self.level = self.level + apart / min(self.steps_taken + 1, _WINDOW)
-            self.slope = self.slope - (rate / (1 + square).sqrt())[..., None, None] * apart[..., None] * along
-        self.level, self.slope = joined(self.level, self.slope)
+        for own, grad in heard.draws.values():
+            level, window = self.level, min(self.steps_taken + 1, _WINDOW)
+            for share, along, by_shift in by_draws(own, grad):
+                natural = side_by_side(heard.base.covariance_times(by_shift.split(self.sizes, -1)))
+                apart = natural / total[..., None] - level
+                square = (by_shift * natural).sum(-1) / total.square()
+                fine = (apart.isfinite().all(-1) & (total > 0))[..., None]
+                apart = torch.where(fine, apart, 0.0)
+                self.level = self.level + share * (apart / window)
+                step = (rate / (1 + square).sqrt())[..., None, None] * apart[..., None] * along
+                self.slope = self.slope - share * step

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .functions import Function
 
-__all__ = ["Workers", "do_due", "due", "is_shared", "joined", "largest", "sharing"]
+__all__ = ["Workers", "by_draws", "do_due", "due", "is_shared", "joined", "largest", "sharing"]
 
 
 class _AllReduce(Function):
@@ -55,6 +55,14 @@ class Workers:
             return list(values)
         flat = _AllReduce.apply(torch.cat([value.reshape(-1) for value in values]), self.group)
         return [part.reshape(value.shape) for part, value in zip(flat.split([v.numel() for v in values]), values)]
+
+    def gather(self, value: Tensor) -> list[Tensor]:
+        """The processes' values, in their order."""
+        if self.num == 1:
+            return [value]
+        found = [torch.empty_like(value) for _ in range(self.num)]
+        torch.distributed.all_gather(found, value.contiguous(), group=self.group)
+        return found
 
     def largest(self, value: Tensor) -> Tensor:
         """The largest of the processes' values."""
@@ -158,3 +166,30 @@ def largest(value: Tensor) -> Tensor:
     """The largest of the processes' values; outside of :func:`sharing`, the value itself."""
     found = _sharing.get()
     return value if found is None else found.workers.largest(value)
+
+
+@torch.no_grad()
+def by_draws(draw: Tensor, value: Tensor) -> list[tuple[float, Tensor, Tensor]]:
+    """Of what is a nonlinear function of a draw and of a sum over rows: the draws of all processes, each once, with its
+    share of the rows and the sum, :func:`joined`, over the processes that have it. With one seed in all of them that is
+    one draw with all rows. Outside of :func:`sharing`, the draw and the value themselves.
+
+    :param draw: of this process, of any shape.
+    :param value: by its rows, of any shape.
+    """
+    found = _sharing.get()
+    if found is None or found.workers.num == 1:
+        return [(1.0, draw, value)]
+    flat = torch.cat([draw.flatten(), value.flatten(), value.new_full((1,), found.weight)])
+    sums: list[list[Tensor]] = []
+    for one in found.workers.gather(flat):
+        own, (of_rows, weight) = one[: draw.numel()], one[draw.numel() :].split([value.numel(), 1])
+        same = next((known for known in sums if torch.equal(known[0], own)), None)
+        if same is None:
+            sums.append([own, weight, weight * of_rows])
+        else:
+            same[1], same[2] = same[1] + weight, same[2] + weight * of_rows
+    total = float(sum(weight for _, weight, _ in sums))
+    return [
+        (float(weight) / total, own.view_as(draw), (of_rows / weight).view_as(value)) for own, weight, of_rows in sums
+    ]
