@@ -516,7 +516,7 @@ MUTANTS = [
     Mutant(
         "slope-learns-the-mean",
         "Following.step",
-        "apart = natural / total[..., None] - self.level",
+        "apart = natural / total[..., None] - level",
         "apart = natural / total[..., None]",
         ("test_coupled.py::test_a_gradient_that_stays_is_the_means_and_moves_the_slope_once",),
     ),

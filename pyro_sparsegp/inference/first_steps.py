@@ -14,7 +14,7 @@ from ..numerics.processes import do_due, joined
 
 __all__ = ["meet"]
 
-_MOST = 5  # passes
+_PASSES = 5  # at most
 _SMALL = 0.02  # of all that they have gained: what the last one does not bring is no step's worth
 
 
@@ -39,7 +39,7 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], tuple[Tensor, float]]) -> O
     if any(module.steps_taken for module in modules):
         return None
     losses: list[float] = []
-    for _ in range(_MOST):
+    for _ in range(_PASSES):
         found = loss, _ = evaluate()
         losses.append(float(joined(loss.detach())[0]))  # the same in all processes
         rises = len(losses) == 1 or losses[-2] - losses[-1] >= _SMALL * (losses[0] - losses[-1])
