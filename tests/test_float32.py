@@ -225,3 +225,23 @@ def test_effects_of_a_coupled_precision_keep_their_width():
     whole = sum(parts) + 0.03**2 * torch.eye(60)
     exact = (parts[0] - parts[0] @ torch.linalg.solve(whole, parts[0])).diagonal()
     torch.testing.assert_close(found.sqrt(), exact.sqrt(), rtol=0.15, atol=0.0)
+
+
+@pytest.mark.slow
+def test_many_steps_of_a_coupled_precision():
+    """Where B has nearly all of a block, rounding left an indefinite rest after some 500 steps, and training ended."""
+    torch.set_default_dtype(torch.float32)
+    pyro.set_rng_seed(0)
+    x = torch.rand(500, 8)
+    y = torch.sin(6 * x).sum(-1) + 0.1 * torch.randn(500)
+
+    def model(x, y):
+        lengths = pyro.param("lengths", torch.full((8,), 0.3), constraint=dist.constraints.positive)
+        noise = pyro.param("noise", torch.tensor(0.1), constraint=dist.constraints.positive)
+        f = pyro.sample("f", GaussianProcess(sum(kernels.RBF(lengths[c])[c] for c in range(8)), x))
+        with pyro.plate("data", 5000, subsample=x):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    losses = train(model, AutoSparseGP(model, CoupledPrecision(16)), x, y, steps=800, lr=0.005)
+    assert max(losses[100:]) < -4500
+    assert losses[-1] < losses[99]

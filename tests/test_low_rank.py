@@ -11,7 +11,7 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
 from pyro_sparsegp.gaussians import factor_analysis
-from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, sweep
+from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, sweep
 from pyro_sparsegp.gaussians.groups import Groups
 from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank, _MeanAndParts, _Turned
 from pyro_sparsegp.gaussians.nearest import assembled
@@ -264,3 +264,15 @@ def test_a_step_without_a_factor_is_left_out(monkeypatch):
     assert kept["locs_0"].abs().max() > 0.1
     for name, value in kept.items():
         torch.testing.assert_close(now[name], value, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("lowest", [-0.95, 0.2])
+def test_a_block_that_rounding_leaves_indefinite_is_lifted(lowest):
+    values = torch.tensor([lowest, 0.9, 1.0, 3.0, 2e4])
+    axes = torch.linalg.qr(torch.randn(5, 5)).Q
+    block = (axes * values) @ axes.mT
+    lifted, above = above_one(block.float())
+    assert torch.linalg.cholesky_ex(lifted).info == 0
+    expected = (axes * values.clamp(min=0)) @ axes.mT
+    torch.testing.assert_close(lifted.double(), expected, atol=0.02, rtol=0)
+    torch.testing.assert_close(above.double(), (axes * (values - 1).clamp(min=0)) @ axes.mT, atol=0.02, rtol=0)

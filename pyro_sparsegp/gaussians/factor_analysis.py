@@ -28,11 +28,16 @@ def eye_like(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
-def above_one(matrix: Tensor) -> Tensor:
-    """The part with positive eigenvalues of A − I, of a symmetric A."""
-    found = matrix + lift_to(matrix, 1.0)
-    found.diagonal(dim1=-2, dim2=-1).sub_(1)
-    return found
+def above_one(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """A symmetric A, lifted to a positive definite one where rounding left none, and the part of A − I with positive
+    eigenvalues.
+    """
+    values, vectors = torch.linalg.eigh(matrix)
+    least = (2 * torch.finfo(matrix.dtype).eps * values[..., -1:]).clamp(min=0, max=1)
+    lacks = ((lowest - values).clamp(min=0)[..., None, :] for lowest in (least, 1.0))
+    lifted, above = (matrix + (vectors * lack) @ vectors.mT for lack in lacks)
+    above.diagonal(dim1=-2, dim2=-1).sub_(1)
+    return lifted, above
 
 
 def times_blocks(groups: Groups, matrices: Columns, v: Tensor) -> Tensor:

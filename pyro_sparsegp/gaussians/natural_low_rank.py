@@ -308,6 +308,11 @@ class NaturalLowRank(StepsOnBackward):
                 state_dict.update((f"{prefix}{name}s_{i}", value) for i, value in enumerate(whole))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def _put_blocks(self, blocks: Sequence[Tensor]) -> None:
+        lifted, gains = zip(*map(above_one, blocks))
+        self._put_each("block", lifted)
+        self._put_each("gain", gains)
+
     def start(self, anchor: Any, features: Optional[Sequence[Tensor]]) -> None:
         """Start P at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading directions: the level's first."""
         if features is None:
@@ -319,8 +324,7 @@ class NaturalLowRank(StepsOnBackward):
         if self.base:
             eyes = [torch.eye(phi.shape[-1], dtype=phi.dtype, device=phi.device) for phi in features]
             blocks = [e + p.mT @ p - u @ u.mT for e, p, u in zip(eyes, features, found)]
-            self._put_each("block", blocks)
-            self._put_each("gain", [above_one(0.5 * (d + d.mT)) for d in blocks])
+            self._put_blocks([0.5 * (d + d.mT) for d in blocks])
         self._sit(self._seats(anchor))
 
     def _seats(self, anchor: Any) -> Optional[Seats]:
@@ -436,10 +440,9 @@ class NaturalLowRank(StepsOnBackward):
         loc = torch.cholesky_solve(pull.expand(whole.shape[:-1])[..., None], cholesky(whole, 0.0, "I + G"))[..., 0]
         blocks, low_rank = nearest(whole, self.sizes, self.rank, self.base)
         self._put_each("loc", loc.split(self.sizes, -1))
-        self._put_each("block", blocks)
         self._put_each("low_rank", low_rank)
         if self.base:
-            self._put_each("gain", [above_one(d) for d in blocks])
+            self._put_blocks(blocks)
         self._sit(self._seats(anchor))
         self.skip(max(KNOWN - self.steps_taken, 0))
 
@@ -474,10 +477,11 @@ class NaturalLowRank(StepsOnBackward):
             for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
         )
         self._keep("loc", loc)
-        self._keep("block", blocks)
         self._keep("low_rank", low)
         if self.base:
-            self._keep("gain", [above_one(d) for d in blocks])
+            blocks, gains = zip(*map(above_one, blocks))
+            self._keep("block", blocks)
+            self._keep("gain", gains)
         self._sit(base.seats)
 
     def _target(self, heard: Heard, here: _Base, each: Tensor, kept: Tensor) -> Target:

@@ -15,7 +15,7 @@ from ..numerics.processes import do_due, joined
 __all__ = ["meet"]
 
 _PASSES = 5  # at most
-_SMALL = 0.02  # of all that they have gained: what the last one does not bring is no step's worth
+_SMALL = 0.02  # of all that they have gained: where the last one changes less, they are there
 
 
 def meet(guide: AutoSparseGP, evaluate: Callable[[], tuple[Tensor, float]]) -> Optional[tuple[Tensor, float]]:
@@ -24,7 +24,8 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], tuple[Tensor, float]]) -> O
     Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's second
     moments would remember for hundreds of steps. These passes do not count as steps: each has the rate of a first one,
     by default 1, as Newton's method has it, and so has the first that counts, by which q forgets all of them but where
-    they led. They end at the optimum for these data, where the bound rises no more, or at the fifth.
+    they led. They end at the optimum for these data, where the bound stands still, or at the fifth. By draws the bound
+    never does, and rates fall, so that steps average over them.
 
     :param guide: after its first call.
     :param evaluate: gives minus the bound, as a tensor and as a number.
@@ -39,14 +40,19 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], tuple[Tensor, float]]) -> O
     if any(module.steps_taken for module in modules):
         return None
     losses: list[float] = []
+    by_draws = False
     for _ in range(_PASSES):
         found = loss, _ = evaluate()
         losses.append(float(joined(loss.detach())[0]))  # the same in all processes
-        rises = len(losses) == 1 or losses[-2] - losses[-1] >= _SMALL * (losses[0] - losses[-1])
-        if not (rises and loss.requires_grad):  # which it has not if a mask leaves all out
+        stands = len(losses) > 1 and abs(losses[-2] - losses[-1]) < _SMALL * abs(losses[0] - losses[-1])
+        if (stands and not by_draws) or not loss.requires_grad:  # which it has not if a mask leaves all out
             return found
         torch.autograd.grad(loss, [module.unit for module in modules], allow_unused=True)
+        by_draws = any(module.hears_draws for module in modules)
         do_due()  # where several processes come by
-        for module in modules:
-            module.restart()
+        if not by_draws:
+            for module in modules:
+                module.restart()
+    for module in modules:
+        module.restart()
     return None
