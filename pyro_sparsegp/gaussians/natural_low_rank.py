@@ -479,7 +479,7 @@ class NaturalLowRank(StepsOnBackward):
         self._keep("loc", loc)
         self._keep("low_rank", low)
         if self.base:
-            blocks, gains = zip(*map(above_one, blocks))
+            blocks, gains = map(list, zip(*map(above_one, blocks)))
             self._keep("block", blocks)
             self._keep("gain", gains)
         self._sit(base.seats)
