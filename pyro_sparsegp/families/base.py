@@ -143,7 +143,8 @@ class FreeFormFamily(BasisFamily):
             raise ValueError(f"{kind}'s natural must be True, False or None, got {self.natural!r}")
         if self.rate is not None and not self.is_natural:
             raise ValueError(f"{kind}'s rate is that of natural steps, which it does not take; leave rate out")
-        if not callable(self.rate) and self.rate is not None and not 0 < self.rate <= 1:
+        is_number = isinstance(self.rate, (int, float))
+        if not (self.rate is None or callable(self.rate) or (is_number and 0 < self.rate <= 1)):
             raise ValueError(f"{kind}'s rate must be a number in (0, 1] or a function of the step, got {self.rate!r}")
         if self.start not in ("data", "prior"):
             raise ValueError(f'{type(self).__name__}\'s start must be "data" or "prior", got {self.start!r}')

@@ -24,8 +24,8 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], tuple[Tensor, float]]) -> O
     Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's second
     moments would remember for hundreds of steps. These passes do not count as steps: each has the rate of a first one,
     by default 1, as Newton's method has it, and so has the first that counts, by which q forgets all of them but where
-    they led. They end at the optimum for these data, where the bound stands still, or at the fifth. By draws the bound
-    never does, and rates fall, so that steps average over them.
+    they led. They end at the optimum for these data, where the bound stands still, or at the fifth. By draws, of
+    latents or of function values, it never does, and rates fall, so that steps average over them.
 
     :param guide: after its first call.
     :param evaluate: gives minus the bound, as a tensor and as a number.
@@ -40,7 +40,7 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], tuple[Tensor, float]]) -> O
     if any(module.steps_taken for module in modules):
         return None
     losses: list[float] = []
-    by_draws = False
+    by_draws = guide.has_random_latents
     for _ in range(_PASSES):
         found = loss, _ = evaluate()
         losses.append(float(joined(loss.detach())[0]))  # the same in all processes
@@ -48,7 +48,7 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], tuple[Tensor, float]]) -> O
         if (stands and not by_draws) or not loss.requires_grad:  # which it has not if a mask leaves all out
             return found
         torch.autograd.grad(loss, [module.unit for module in modules], allow_unused=True)
-        by_draws = any(module.hears_draws for module in modules)
+        by_draws = by_draws or any(module.hears_draws for module in modules)
         do_due()  # where several processes come by
         if not by_draws:
             for module in modules:
