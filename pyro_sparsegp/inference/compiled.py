@@ -260,7 +260,7 @@ class _Replay:
 def _runner(graph: Graph, backend: Backend) -> Callable[..., Sequence[Tensor]]:
     """What runs a trace."""
     if backend == "inductor":
-        return torch.compile(_reshaped(graph.run), dynamic=False, options={"fallback_random": True})
+        return torch.compile(_reshaped(graph.run).forward, dynamic=False, options={"fallback_random": True})
     if backend == "cudagraph" and any(tensor.is_cuda for tensor in graph.inputs):
         if not all(tensor.is_cuda for tensor in graph.inputs):
             raise CannotTraceError("a CUDA graph takes no tensor of the host's: have all tensors on the GPU")
