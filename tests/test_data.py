@@ -187,6 +187,26 @@ def test_batches_without_a_size_are_told_of():
             train(MODEL, whole, x.clone(), y=y.clone(), steps=1)
 
 
+def with_another_mean(x, y=None, other=None):
+    """Of f and a mean, which another measurement, that no plate holds, is about too."""
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+    if other is not None:
+        pyro.sample("other", dist.Normal(mean, 1.0).expand(other.shape).to_event(other.dim()), obs=other)
+    if y is not None:
+        with pyro.plate("data", 60, subsample=x):
+            pyro.sample("y", dist.Normal(f + mean, NOISE), obs=y)
+
+
+def test_measurements_that_are_not_of_f_are_data():
+    x, y = data(num=60)
+    guide = AutoSparseGP(with_another_mean, SVGP(6))
+    train(with_another_mean, guide, x, y, other=y, steps=1)
+    train(with_another_mean, guide, x, other=y, steps=1)  # alone
+    with pytest.warns(UserWarning, match="'other' observes 20 values in this step, 60 in the first, and no plate"):
+        train(with_another_mean, guide, x[:20], y[:20], other=y[:20], steps=1)
+
+
 @pytest.mark.parametrize("weight", [3.0, 0.5, torch.full((20,), 3.0)], ids=["3", "0.5", "by rows"])
 def test_a_weight_of_the_data_is_no_size(weight):
     def weighed(x, y=None, size=None):

@@ -172,7 +172,10 @@ class Conditioned(GPSites):
         structure = self.structure
         if structure is None or not structure.rows:
             return
-        if not any(is_observation(site) and not self.is_given(name, site) for name, site in all_sites(self.trace)):
+        here = {name: site for name, site in all_sites(self.trace) if is_observation(site)}
+        # Beside what is given, data that are left out, not drawn, may be another step's.
+        drawn = any(name in self.trace.nodes for name in structure.rows if name not in here)
+        if all(self.is_given(name, site) for name, site in here.items()) and (drawn or not here):
             known = ", ".join(map(repr, structure.rows))
             raise ValueError(
                 f"this step observes nothing, where the first call observed {known}: it would "
@@ -210,8 +213,9 @@ class Conditioned(GPSites):
                     break  # this plate scales them up, whatever handlers' scales are
             else:
                 num = site["value"].numel()
-                few = num < rows or (num == rows and self._are_others(name, relation))
-                if few and not self.is_given(name, site):
+                # What is given has as many numbers in every step.
+                others = num == rows and not self.is_given(name, site) and self._are_others(name, relation)
+                if num < rows or others:
                     self._warn_of_rows(name, site["scale"], num, rows)
 
     def _warn_of_rows(self, name: str, scale: Any, num: int, rows: int) -> None:
