@@ -238,11 +238,6 @@ class StepsOnBackward(Coefficients):
             self._count = int(self.steps)
         return self._count
 
-    @property
-    def hears_draws(self) -> bool:
-        """Whether a pass that is noted was by draws."""
-        return any(heard.draws or heard.by_draws for heard in self._heard.values())
-
     def noted(self) -> list[Heard]:
         """What is noted, which is now another's to :meth:`note`: no step is taken for it here."""
         noted, self._heard = list(self._heard.values()), {}

@@ -172,10 +172,14 @@ class Conditioned(GPSites):
         structure = self.structure
         if structure is None or not structure.rows:
             return
-        here = {name: site for name, site in all_sites(self.trace) if is_observation(site)}
+        given = []
+        for name, site in all_sites(self.trace):
+            if is_observation(site):
+                if not self.is_given(name, site):
+                    return
+                given.append(name)
         # Beside what is given, data that are left out, not drawn, may be another step's.
-        drawn = any(name in self.trace.nodes for name in structure.rows if name not in here)
-        if all(self.is_given(name, site) for name, site in here.items()) and (drawn or not here):
+        if not given or any(name in self.trace.nodes for name in structure.rows if name not in given):
             known = ", ".join(map(repr, structure.rows))
             raise ValueError(
                 f"this step observes nothing, where the first call observed {known}: it would "
@@ -214,7 +218,7 @@ class Conditioned(GPSites):
             else:
                 num = site["value"].numel()
                 # What is given has as many numbers in every step.
-                others = num == rows and not self.is_given(name, site) and self._are_others(name, relation)
+                others = num == rows and self._are_others(name, relation) and not self.is_given(name, site)
                 if num < rows or others:
                     self._warn_of_rows(name, site["scale"], num, rows)
 
