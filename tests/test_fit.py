@@ -311,6 +311,7 @@ def test_natural_rates_fall_where_the_model_draws_rows(each):
 
 
 def test_rates_fall_to_the_end():
+    """Of all parameters; those of hyperparameters begin at twice the rate, in a guide that has met no data."""
     x, y = fit_worker.rows(40)
     guide = AutoSparseGP(fit_worker.regression, SVGP(4))
     optim, rates = FallingAdam(0.1), []
@@ -329,10 +330,39 @@ def test_rates_fall_to_the_end():
         warm_start=False,
         progress=False,
     )
-    moved = [(step, *found) for step, found in enumerate(rates, 1) if found]
-    assert [step for step, _ in moved] == [*range(1, 41)]
-    np.testing.assert_allclose([rate for _, rate in moved], [0.1 * FallingAdam.factor(step, 40) for step, _ in moved])
+    assert len(rates) == 40
+    for step, found in enumerate(rates, 1):
+        expected = {FallingAdam.factor(step, 40, far) for far in (False, True)}
+        np.testing.assert_allclose(sorted(found), [0.1 * factor for factor in sorted(expected)])
     assert min(rates[-2]) < 0.002
+    assert max(rates[0]) == pytest.approx(39 / 40 * 2 * min(rates[0]), rel=0.02)
+
+
+def test_hyperparameters_that_data_have_led_take_the_rate_of_the_rest():
+    """Not twice it: of a guide that was called before, of one that has had a warm start, and of a fit gone on with."""
+    x, y = fit_worker.rows(40)
+    found = []
+
+    def rule(iterates):
+        found.append({group["lr"] for one in optim.optim_objs.values() for group in one.param_groups})
+        return True
+
+    for called, warm_start in ((True, False), (False, True)):
+        pyro.clear_param_store()
+        guide, optim = AutoSparseGP(fit_worker.regression, SVGP(4)), FallingAdam(0.1)
+        if called:
+            guide(x, y)
+        fit(
+            fit_worker.regression,
+            guide,
+            (x, y),
+            steps=40,
+            optim=optim,
+            stopping=rule,
+            warm_start=warm_start,
+            progress=False,
+        )
+    assert [len(rates) for rates in found] == [1, 1]
 
 
 def test_many_inducing_inputs_take_smaller_steps():

@@ -41,6 +41,7 @@ class Progress:
     scored: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     best: Optional[dict[str, Any]] = None
+    far: bool = False  # whether hyperparameters may have been far off at first
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ class Fitting:
         if warm_start is None:
             warm_start = pays(guide, rows, first.num)
         if warm_start and fresh and isinstance(self.method, SVI):
-            warm(self.model, guide, first, self.feed.takes, self.feed.size)
+            fresh = not warm(self.model, guide, first, self.feed.takes, self.feed.size)
+        self.now.far = fresh
         if self.workers.num > 1:
             _require_shared(guide)
             agree(guide, self.workers.group)
@@ -210,7 +212,7 @@ class Fitting:
     def _set_rate(self) -> None:
         if self.recipe is None:
             return
-        self.recipe.at(self.now.step, self.total)
+        self.recipe.at(self.now.step, self.total, self.now.far)
         if self._by_parts:  # q, too, is beside the optimum by the noise of its last batches
             self._share(share(self.now.step, self.total))
 
