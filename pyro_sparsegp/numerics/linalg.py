@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 _LARGE = 256  # from here on blocks pay
+_ALIASED, _ODD = 128, 8  # rows of which multiples are slow on a CPU, and how many more are not
 _MANY = 8  # right hand sides
 _PARTS = 4
 _ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
@@ -141,15 +142,30 @@ def rounding(matrix: Tensor) -> float:
 
 def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """:func:`torch.linalg.cholesky_ex`, of a large matrix by halves: as products, which are quicker."""
-    if matrix.shape[-1] < 2 * _LARGE or matrix.dim() > 2:
-        return torch.linalg.cholesky_ex(matrix)
-    half = matrix.shape[-1] // 2
+    num = matrix.shape[-1]
+    if num < 2 * _LARGE or matrix.dim() > 2:
+        return _within_odd_columns(matrix) if _aliased(matrix, num) else torch.linalg.cholesky_ex(matrix)
+    half = num // 2 + (_ODD if _aliased(matrix, num // 2) else 0)
     top, flag = factorised(matrix[:half, :half])
     side = torch.linalg.solve_triangular(top.mT, matrix[half:, :half], upper=True, left=False)
     bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
     factor = torch.zeros_like(matrix)
     factor[:half, :half], factor[half:, :half], factor[half:, half:] = top, side, bottom
     return factor, flag.abs() + other.abs()
+
+
+def _aliased(matrix: Tensor, num: int) -> bool:
+    """Whether a CPU's caches map columns of so many numbers to few places: LAPACK takes 2 to 3 times as long then."""
+    return num > 0 and num % _ALIASED == 0 and matrix.device.type == "cpu"
+
+
+def _within_odd_columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """That of blockdiag(A, I), cut out."""
+    num = matrix.shape[-1]
+    wide = torch.nn.functional.pad(matrix, (0, _ODD, 0, _ODD))
+    wide.diagonal(dim1=-2, dim2=-1)[..., num:] = 1
+    factor, info = torch.linalg.cholesky_ex(wide)
+    return factor[..., :num, :num].mT.contiguous().mT, info
 
 
 class _Turn(Function):
