@@ -11,6 +11,7 @@ from torch import Tensor
 from ..bases import Basis
 from ..gaussians import from_natural, seen_from, weighted_gram
 from ..modules import AbstractModule
+from ..numerics.linalg import over_lower
 from ..numerics.rows import find_permutation
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -100,7 +101,7 @@ class ExpectationGP(AbstractModule):
     def _as_rows(self, phi: Tensor, anchor: Optional[Tensor]) -> Tensor:
         if anchor is None:
             return phi
-        return torch.linalg.solve_triangular(anchor, phi, upper=False, left=False)
+        return over_lower(phi, anchor)
 
     def features_of(self, rows: Tensor) -> Tensor:
         """Rows υ as features φ under the L of :attr:`gram`."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.chunks import in_pieces
-from ..numerics.linalg import cholesky, solve_lower
+from ..numerics.linalg import cholesky, over_upper, solve_lower
 from .base import CrossFeatures
 from .inducing import InducingFeatures
 
@@ -51,7 +51,7 @@ class ConditionalFeatures(CrossFeatures):
         return in_pieces(product, x.shape[-2], self.inputs.shape[-2], x, -2) - phi @ self.gram
 
     def _both(self, phi: Tensor, across: Tensor) -> list[Tensor]:
-        second = torch.linalg.solve_triangular(self.root.mT, across, upper=True, left=False)
+        second = over_upper(across, self.root)
         return [phi.expand(second.shape), second]
 
     def __call__(self, x: Tensor) -> list[Tensor]:

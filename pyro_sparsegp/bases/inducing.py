@@ -17,7 +17,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..kernels.base import hyperparameters
-from ..numerics.linalg import Whitening, cholesky, default_jitter, side_by_side, solve_lower, whitening
+from ..numerics.linalg import Whitening, cholesky, default_jitter, over_upper, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs, coarse_to_fine
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
@@ -82,8 +82,7 @@ class InducingFeatures(CrossFeatures):
         for row, right in zip(self.rows, self.covariance_with(x).split(self.sizes, -1)):
             for phi, left in zip(found, row):
                 right = right - phi @ left.mT
-            # Φ Lᵀ = K_fu, solved from the right: forward and backward together make fewer transposed copies.
-            found.append(torch.linalg.solve_triangular(row[-1].mT, right, upper=True, left=False))
+            found.append(over_upper(right, row[-1]))
         return found
 
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
@@ -375,7 +374,7 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
             right = between(kernel, part, other)
             for left, above in zip(row, rows[c]):
                 right = right - left @ above.mT
-            row.append(torch.linalg.solve_triangular(rows[c][c].mT, right, upper=True, left=False))
+            row.append(over_upper(right, rows[c][c]))
             rest = rest - row[-1] @ row[-1].mT
         what = "K_ZZ" if isinstance(part, Values) and not b else "K_uu" if not b else f"what set {b} adds to K_uu"
         narrow = None if b + 1 < len(exact) else dtype  # other blocks follow from this one

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, solve_lower
+from ..numerics.linalg import cholesky, over_upper, solve_lower
 from .actions import Actions, kernel_times
 from .base import CrossFeatures
 
@@ -30,7 +30,7 @@ class ProjectedFeatures(CrossFeatures):
 
     def of(self, products: Tensor) -> list[Tensor]:
         """Φ from k(x, X)S."""
-        return [torch.linalg.solve_triangular(self.factor.mT, products, upper=True, left=False)]
+        return [over_upper(products, self.factor)]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         return self.of(kernel_times(self.cross, x, self.actions))

@@ -114,7 +114,7 @@ class _Factor(Function):
             return None, None, None
         inner = by_turn if by_factor is None else _tril_of_lower(factor, by_factor)
         both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)
-        left = torch.linalg.solve_triangular(factor, both, upper=False, left=False)  # PL⁻¹, whose transpose is L⁻ᵀP
+        left = over_lower(both, factor)  # PL⁻¹, whose transpose is L⁻ᵀP
         # It is symmetric: its transpose is in the order of A's rows, which a solve's result is not.
         return torch.linalg.solve_triangular(factor, left.mT, upper=False, left=False).mT.to(ctx.wide), None, None
 
@@ -147,7 +147,7 @@ def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
         return _within_odd_columns(matrix) if _aliased(matrix, num) else torch.linalg.cholesky_ex(matrix)
     half = num // 2 + (_ODD if _aliased(matrix, num // 2) else 0)
     top, flag = factorised(matrix[:half, :half])
-    side = torch.linalg.solve_triangular(top.mT, matrix[half:, :half], upper=True, left=False)
+    side = over_upper(matrix[half:, :half], top)
     bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
     factor = torch.zeros_like(matrix)
     factor[:half, :half], factor[half:, :half], factor[half:, half:] = top, side, bottom
@@ -486,9 +486,8 @@ def _tril_of_lower(lower: Tensor, other: Tensor) -> Tensor:
     return out
 
 
-# LAPACK's matrices lie in memory by columns: of systems that a transposition away do, no copy has to turn them. Where a
-# matrix has its right hand sides in rows, AL⁻ᵀ, that is LX = Aᵀ (1.4 to 3 times as quick as XLᵀ = A, float32, AMD EPYC);
-# where it has many of them in columns, L⁻¹B, XLᵀ = Bᵀ.
+# LAPACK's matrices lie in memory by columns: where right hand sides do, a transposition away, no copy has to turn them.
+# Those of AL⁻ᵀ do in LX = Aᵀ (1.4 to 3 times as quick as XLᵀ = A in float32, AMD EPYC); many of L⁻¹B do in XLᵀ = Bᵀ.
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
