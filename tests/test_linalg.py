@@ -7,7 +7,10 @@ from pyro_sparsegp.numerics.linalg import (
     NumericalWarning,
     cholesky,
     default_jitter,
+    factorised,
     gaussian_kl,
+    over_lower,
+    over_upper,
     solve_lower,
     sum_blocks,
     variance_floor,
@@ -34,6 +37,32 @@ def test_cholesky_escalates_and_says_so():
     with pytest.warns(NumericalWarning, match=r"K_ZZ of site 'f' \(300 x 300, float32\).*jitter"):
         factor = cholesky(matrix - 3e-6 * torch.eye(300, dtype=torch.float32), what="K_ZZ of site 'f'")
     assert factor.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(127,), (128,), (3, 128), (256,), (384,), (512,), (650,), (1024,)])
+def test_factors_of_all_sizes(shape):
+    """Those of 128 and its multiples are cut out of larger ones, those from 512 on made by halves."""
+    *batch, num = shape
+    a = torch.randn(*batch, num, num + 3)
+    matrix = a @ a.mT / num
+    factor, info = factorised(matrix)
+    assert not info.any()
+    assert info.shape == torch.Size(batch)
+    torch.testing.assert_close(factor, torch.linalg.cholesky(matrix), rtol=1e-8, atol=1e-8)
+    matrix[..., -1, -1] = -1
+    assert factorised(matrix)[1].all()
+    mapped = torch.func.vmap(lambda m: factorised(m)[0])(a @ a.mT) if batch else factorised(a @ a.mT)[0]
+    torch.testing.assert_close(mapped @ mapped.mT, a @ a.mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_rows_over_a_factor(batch, dtype):
+    factor = (torch.randn(*batch, 5, 5).tril() + 4 * torch.eye(5)).to(dtype)
+    rows = torch.randn(*batch, 7, 5, dtype=dtype)
+    torch.testing.assert_close(over_upper(rows, factor) @ factor.mT, rows)
+    torch.testing.assert_close(over_lower(rows, factor) @ factor, rows)
+    assert over_upper(rows, factor).is_contiguous()
 
 
 @pytest.mark.parametrize("bad", ["negative", "nan"])

@@ -9,17 +9,29 @@ a start: :mod:`.nearest`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional, Protocol
+from typing import Any, Optional, Protocol
 
 import torch
 from torch import Tensor
 
 from ..numerics.linalg import cholesky, lift_to, over_upper, rounding
 from ..numerics.processes import joined
-from .groups import Groups
+from .groups import Groups, each_times
 
-__all__ = ["Columns", "Formed", "Products", "Target", "above_one", "eye_like", "sweep", "times", "times_blocks"]
+__all__ = [
+    "Columns",
+    "Formed",
+    "Products",
+    "Target",
+    "above_one",
+    "eye_like",
+    "lifted",
+    "sweep",
+    "times",
+    "times_blocks",
+]
 
+_SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
 Columns = list[Tensor]  # of vectors, and other matrices, stacked by the blocks' sizes
 
 
@@ -28,21 +40,24 @@ def eye_like(like: Tensor) -> Tensor:
     return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
 
 
-def above_one(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def above_one(matrix: Tensor, made_of: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
     """A symmetric A, lifted to a positive definite one where rounding left none, and the part of A − I with positive
     eigenvalues.
+
+    :param made_of: a matrix that A is what is left of, so that rounding is of its size.
     """
     values, vectors = torch.linalg.eigh(matrix)
-    least = (2 * torch.finfo(matrix.dtype).eps * values[..., -1:]).clamp(min=0, max=1)
+    size = values[..., -1:] if made_of is None else made_of.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    least = (_SHARE * torch.finfo(matrix.dtype).eps * size).clamp(min=0, max=1)
     lacks = ((lowest - values).clamp(min=0)[..., None, :] for lowest in (least, 1.0))
-    lifted, above = (matrix + (vectors * lack) @ vectors.mT for lack in lacks)
+    positive, above = (matrix + each_times(vectors * lack, vectors.mT) for lack in lacks)
     above.diagonal(dim1=-2, dim2=-1).sub_(1)
-    return lifted, above
+    return positive, above
 
 
 def times_blocks(groups: Groups, matrices: Columns, v: Tensor) -> Tensor:
     """blockdiag of stacked matrices, times columns."""
-    return groups.over([matrix @ part for matrix, part in zip(matrices, groups.cut(v))])
+    return groups.over([each_times(matrix, part) for matrix, part in zip(matrices, groups.cut(v))])
 
 
 def times(groups: Groups, blocks: Columns, low_rank: Tensor, v: Tensor) -> Tensor:
@@ -79,8 +94,10 @@ class Target(Protocol):
     def blocks(self) -> Columns:
         """The blocks of P̂ on its diagonal."""
 
-    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
-        """P̂⁻¹ of one column, where P = blockdiag(D) + BBᵀ is near P̂."""
+    def solve(
+        self, right: Tensor, aims: Optional[Columns], blocks: Columns, low_rank: Tensor, iterations: int
+    ) -> Tensor:
+        """P̂⁻¹ of one column, where P = blockdiag(D) + BBᵀ of a sweep is near P̂."""
 
 
 class Products:
@@ -116,9 +133,11 @@ class Products:
             kept * (d + b @ b.mT) + (1 - kept) * eye_like(d) + x for d, b, x in zip(self._blocks, low, joined(*data))
         ]
 
-    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
+    def solve(
+        self, right: Tensor, aims: Optional[Columns], blocks: Columns, low_rank: Tensor, iterations: int
+    ) -> Tensor:
         """P̂⁻¹ of one column by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come."""
-        inverse = Inverse(self.groups, blocks, low_rank)
+        inverse = Inverse(self.groups, blocks if aims is None else lifted(blocks, aims), low_rank)
 
         def dot(a: Tensor, b: Tensor) -> Tensor:
             return (a * b).sum((-2, -1), keepdim=True)
@@ -169,7 +188,7 @@ class Formed:
     def blocks(self) -> Columns:
         return self._own
 
-    def solve(self, right: Tensor, blocks: Columns, low_rank: Tensor, iterations: int) -> Tensor:
+    def solve(self, right: Tensor, *_: Any) -> Tensor:
         return torch.cholesky_solve(right, _root(self.matrix, "a precision of coefficients"))
 
 
@@ -200,7 +219,7 @@ def sweep(
     known: Optional[tuple[Tensor, Tensor]] = None,
 ) -> tuple[Columns, Tensor]:
     """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
-    D ← blockdiag(P̂ − BβP̂); then B ← BE^½, the expansion.
+    D ← blockdiag(P̂ − BβP̂), which rounding may leave indefinite; then B ← BE^½, the expansion.
 
     :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
     :param known: D⁻¹B and the factor of I + BᵀD⁻¹B.
@@ -218,8 +237,10 @@ def sweep(
     if aims is None:
         return blocks, torch.cholesky_solve(seen.mT, root).mT
     new = over_upper(seen, root)  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
-    # Where B has nearly all of a block, what is left of it is rounding, of either sign.
-    share = 10 * torch.finfo(new.dtype).eps
-    return [
-        _lifted(aim - b @ b.mT, share * aim.diagonal(dim1=-2, dim2=-1)) for aim, b in zip(aims, groups.cut(new))
-    ], new
+    return [aim - each_times(b, b.mT) for aim, b in zip(aims, groups.cut(new))], new
+
+
+def lifted(blocks: Columns, aims: Columns) -> Columns:
+    """D of a sweep, to be factorised: where B has nearly all of a block of P̂, what is left is rounding, of any sign."""
+    share = _SHARE * torch.finfo(blocks[0].dtype).eps
+    return [_lifted(d.clone(), share * aim.diagonal(dim1=-2, dim2=-1)) for d, aim in zip(blocks, aims)]

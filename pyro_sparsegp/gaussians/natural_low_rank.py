@@ -33,11 +33,12 @@ from .factor_analysis import (
     Target,
     above_one,
     eye_like,
+    lifted,
     sweep,
     times,
     times_blocks,
 )
-from .groups import Groups, stacked
+from .groups import Groups, each_times, stacked
 from .nearest import assembled, nearest
 from .optimal import from_natural
 from .precision import LowRankGaussian, leading_directions
@@ -47,6 +48,7 @@ from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward
 __all__ = ["NaturalLowRank"]
 
 _FEW = 512  # coefficients up to which P̂ is formed
+_SMALL = 256  # and up to which bounds after one sweep a step are those after two
 _BUFFERS = ("loc", "block", "low_rank", "gain", "seat")
 
 Blocks = list[Tensor]
@@ -121,10 +123,11 @@ class _MeanAndParts(Function):
         cuts = (groups.cut(part) for part in (low_rank, by_b, by_v, t.mT, u, m))
         for root, by_root, own, by_own, by_vb, tb, left, right in zip(roots, by_roots, *cuts):
             by_root = trace[..., None, None] * root + (0 if by_root is None else by_root)
-            both = _both_halves(root.mT @ (by_root + by_vb @ tb.mT + own @ by_own.mT))
+            by_root = by_root + each_times(by_vb, tb.mT) + each_times(own, by_own.mT)
+            both = _both_halves(each_times(root.mT, by_root))
             both.diagonal(dim1=-2, dim2=-1).add_(log_det[..., None])
-            outer = left @ right.mT
-            by_blocks.append(-0.5 * (root @ both @ root.mT + outer + outer.mT))
+            outer = each_times(left, right.mT)
+            by_blocks.append(-0.5 * (each_times(each_times(root, both), root.mT) + outer + outer.mT))
         return None, by_low_rank, u, *by_blocks
 
     @staticmethod
@@ -162,8 +165,8 @@ class _Turned(Function):
 
     @staticmethod
     def forward(turn: Tensor, pull: Tensor, low_rank: Tensor, block: Tensor, gain: Tensor) -> tuple[Tensor, ...]:
-        turned = gain @ turn
-        return turn.mT @ pull, turn.mT @ low_rank, block + (turn.mT @ turned - gain), turned
+        turned, back = each_times(gain, turn), turn.mT
+        return each_times(back, pull), each_times(back, low_rank), block + (each_times(back, turned) - gain), turned
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -176,7 +179,8 @@ class _Turned(Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by_pull: Tensor, by_low_rank: Tensor, by_block: Tensor, _: Any) -> Any:
         pull, low_rank, turned = ctx.saved_tensors
-        by_turn = turned @ (by_block + by_block.mT) + pull @ by_pull.mT + low_rank @ by_low_rank.mT
+        by_turn = each_times(turned, by_block + by_block.mT)
+        by_turn = by_turn + each_times(pull, by_pull.mT) + each_times(low_rank, by_low_rank.mT)
         return by_turn, None, None, None, None
 
     @staticmethod
@@ -236,7 +240,7 @@ class NaturalLowRank(StepsOnBackward):
     :param base: whether D is free; else it is I.
     :param rate: ρ of the step P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) before it is projected, in (0, 1] or a function of the number
         of steps taken; by default max(0.1, 1/(1 + t)).
-    :param sweeps: of expectation maximisation a step.
+    :param sweeps: of expectation maximisation a step; by default 2, or 1 for up to 256 coefficients.
     :param iterations: of conjugate gradients a step.
     :param softness: η, as of :class:`NaturalGaussian`.
     """
@@ -252,14 +256,15 @@ class NaturalLowRank(StepsOnBackward):
         rank: Optional[int] = None,
         base: bool = True,
         rate: Rate = Falling(),
-        sweeps: int = 2,
+        sweeps: Optional[int] = None,
         iterations: int = 10,
         softness: float = 0.03,
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)
         self.softness = softness
         self.rank, self.base = max(self.sizes) if rank is None else rank, base
-        self.sweeps, self.iterations = sweeps, iterations
+        self.iterations = iterations
+        self.sweeps = (1 if sum(self.sizes) <= _SMALL else 2) if sweeps is None else sweeps
         self._groups = Groups(self.sizes)
         # 0 is a fixed point of the sweeps: small and random.
         small = [
@@ -372,11 +377,13 @@ class NaturalLowRank(StepsOnBackward):
                 continue
             any_moved, moved, loc = True, now - then, near[i]
             turn = solve_lower(then, moved) + eye_like(then)
-            near[i] = loc - solve_lower(now, moved @ loc)
+            near[i] = loc - solve_lower(now, each_times(moved, loc))
             if self.base:
                 kept = blocks[i] - gains[i]
-                along, low_rank[i], blocks[i], _ = _Turned.apply(turn, kept @ loc, low_rank[i], blocks[i], gains[i])
-                rest[i] = along - kept @ near[i]
+                along, low_rank[i], blocks[i], _ = _Turned.apply(
+                    turn, each_times(kept, loc), low_rank[i], blocks[i], gains[i]
+                )
+                rest[i] = along - each_times(kept, near[i])
             else:
                 rest[i], low_rank[i] = turn.mT @ loc - near[i], turn.mT @ low_rank[i]
         return near, rest if any_moved else None, blocks, low_rank
@@ -420,7 +427,11 @@ class NaturalLowRank(StepsOnBackward):
     @torch.no_grad()
     def _known(self, q: LowRankGaussian) -> Optional[tuple[Tensor, Tensor]]:
         _, b, roots = q.parts
-        return None if roots is None else (self._groups.over([root @ part for root, part in zip(roots, b)]), q.inner)
+        return (
+            None
+            if roots is None
+            else (self._groups.over([each_times(root, part) for root, part in zip(roots, b)]), q.inner)
+        )
 
     @torch.no_grad()
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
@@ -462,10 +473,12 @@ class NaturalLowRank(StepsOnBackward):
             target = self._target(heard, here, each, kept)
             aims = target.blocks() if self.base else None
             blocks, low_rank = here.blocks, groups.over(here.low_rank)
-            for number in range(self.sweeps):
-                blocks, low_rank = sweep(groups, target, aims, blocks, low_rank, None if number else here.known)
+            blocks, low_rank = sweep(groups, target, aims, blocks, low_rank, here.known)
+            for _ in range(1, self.sweeps):
+                found = blocks if aims is None else lifted(blocks, aims)
+                blocks, low_rank = sweep(groups, target, aims, found, low_rank)
             right = -each * (weight * groups.over(base.loc) + self._slope(heard, inside))
-            shift = target.solve(right, blocks, low_rank, self.iterations)
+            shift = target.solve(right, aims, blocks, low_rank, self.iterations)
         shift = cautious(shift[..., 0], heard, groups.order)[..., None]
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
@@ -478,8 +491,8 @@ class NaturalLowRank(StepsOnBackward):
         )
         self._keep("loc", loc)
         self._keep("low_rank", low)
-        if self.base:
-            blocks, gains = map(list, zip(*map(above_one, blocks)))
+        if aims is not None:
+            blocks, gains = map(list, zip(*map(above_one, blocks, aims)))
             self._keep("block", blocks)
             self._keep("gain", gains)
         self._sit(base.seats)

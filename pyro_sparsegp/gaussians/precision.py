@@ -33,7 +33,7 @@ from ..numerics.linalg import (
     solve_lower,
 )
 from .base import Coefficients, Gaussian
-from .groups import Groups, total
+from .groups import Groups, each_times, total
 from .product import DenseFactor, Product
 
 __all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions"]
@@ -53,10 +53,10 @@ class _Moments(Function):
     def forward(
         groups: Groups, told: Optional[dict[str, Tensor]], phi: Tensor, loc: Tensor, low_rank: Tensor, *trils: Tensor
     ) -> tuple[Tensor, ...]:
-        coupled, inner = phi @ low_rank, [tril @ tril.mT for tril in trils]
+        coupled, inner = phi @ low_rank, [each_times(tril, tril.mT) for tril in trils]
         for part in inner:
             part.diagonal(dim1=-2, dim2=-1).sub_(1)
-        moved = _flat([part @ own for part, own in zip(_columns(groups, phi), inner)])
+        moved = _flat([each_times(part, own) for part, own in zip(_columns(groups, phi), inner)])
         moved = moved.addmm_(coupled, low_rank.mT, alpha=-1)
         return (phi @ loc)[..., 0], (moved * phi).sum(-1), coupled, moved
 
@@ -88,7 +88,7 @@ class _Moments(Function):
             return None, None, by_phi, by_loc, -phi.mT @ (twice * coupled), *by_trils
         both = gram(phi, scaled)
         ctx.told.update(by_loc=by_loc.detach(), by_covariance=both.detach())
-        by_trils = [own @ tril for own, tril in zip(groups.diagonal(both), double)]
+        by_trils = [each_times(own, tril) for own, tril in zip(groups.diagonal(both), double)]
         return None, None, by_phi, by_loc, both @ (-2 * low_rank), *by_trils
 
     @staticmethod
