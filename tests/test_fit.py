@@ -347,7 +347,7 @@ def test_hyperparameters_that_data_have_led_take_the_rate_of_the_rest():
         found.append({group["lr"] for one in optim.optim_objs.values() for group in one.param_groups})
         return True
 
-    for called, warm_start in ((True, False), (False, True)):
+    for called, warmed in ((True, False), (False, True)):
         pyro.clear_param_store()
         guide, optim = AutoSparseGP(fit_worker.regression, SVGP(4)), FallingAdam(0.1)
         if called:
@@ -359,7 +359,7 @@ def test_hyperparameters_that_data_have_led_take_the_rate_of_the_rest():
             steps=40,
             optim=optim,
             stopping=rule,
-            warm_start=warm_start,
+            warm_start=warmed,
             progress=False,
         )
     assert [len(rates) for rates in found] == [1, 1]
