@@ -24,9 +24,10 @@ from pyro_sparsegp import (
     fit,
     kernels,
 )
-from pyro_sparsegp.families import SGPR, SVGP, SparseEP, WeightSpace
+from pyro_sparsegp.families import SGPR, SVGP, FreeSites, SparseEP, WeightSpace
 from pyro_sparsegp.inference import checkpoint, warm_start
 from pyro_sparsegp.inference.batches import as_batches
+from pyro_sparsegp.inference.feeding import FIRST
 from pyro_sparsegp.inference.held_out import log_score
 from pyro_sparsegp.inference.interrupts import Interrupts
 from pyro_sparsegp.inference.recipe import FallingAdam
@@ -788,3 +789,12 @@ def test_one_step_of_all_parameters_goes_on_from_pyros_states_and_has_rates_by_n
     assert (plain[0] - 1).abs().min() > 5 * (plain[2] - 1).abs().max()
     for kinds in ([FusedAdam, FusedAdam], [pyro.optim.Adam, FusedAdam], [FusedAdam, pyro.optim.Adam]):
         torch.testing.assert_close(run(kinds), plain)
+
+
+@pytest.mark.parametrize("family", [SGPR(5), FreeSites(5)])
+def test_a_family_on_sites_meets_all_rows_at_its_first_call(family):
+    """Not the random ones that others choose their inducing inputs among."""
+    x = torch.rand(FIRST + 100, 2)
+    y = torch.sin(6 * x[:, 0]) + 0.1 * torch.randn(len(x))
+    result = fit(fit_worker.regression, AutoSparseGP(fit_worker.regression, family), (x, y), steps=2, progress=False)
+    assert result.steps == 2

@@ -172,3 +172,27 @@ def test_a_later_step_of_expectation_propagation_without_data():
         with pytest.raises(ValueError, match="this step observes nothing"):
             refine(x)
     ep.step(x, y)
+
+
+def test_a_latent_that_a_state_does_not_have():
+    """A prediction draws it from its prior, which is told; training afterwards is refused as it is before."""
+    x = torch.rand(20, 1)
+    y = torch.sin(6 * x[:, 0])
+
+    def model(x, y=None, noise=None):
+        noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0)) if noise is None else noise
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    def before(x, y=None):
+        return model(x, y, 0.1)
+
+    old, new = AutoSparseGP(before, SVGP(5)), AutoSparseGP(model, SVGP(5))
+    old(x, y)
+    new.load_state_dict(old.state_dict())
+    with pytest.warns(UserWarning, match=r"site 'noise' is neither a latent site that the guide knows, \['f'\], nor"):
+        new.posterior(x)
+    svi = pyro.infer.SVI(model, new, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    with pytest.raises(ValueError, match=r"the model's latent sites are \['f', 'noise'\], the guide knows \['f'\]"):
+        svi.step(x, y)

@@ -329,11 +329,11 @@ def check_parameters(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
     guide.calls = FirstCalls()
     probe = guide.probe(args, kwargs)
-    _check_known(guide)
+    known = _check_known(guide)
     require_registered(guide.model, probe, guide.trace, (args, kwargs))
     _leave_units(guide, probe.posteriors)
     _follow(guide, probe.posteriors)
-    guide._checked_parameters = True
+    guide._checked_parameters = known  # else a training call will tell
 
 
 def _leave_units(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
@@ -363,21 +363,31 @@ def _follow(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
     guide.calls = Calls() if guide.structure.follows_networks else None
 
 
-def _check_known(guide: Saved) -> None:
+def _check_known(guide: Saved) -> bool:
     """After a run: raise if, at a training call, the model's sites are not those the guide was initialised or loaded
     with.
+
+    :returns: whether it was a training call.
     """
     assert guide.structure is not None
-    sites = dict(all_sites(guide.trace))
-    if not all(name in sites and sites[name]["is_observed"] for name in guide.structure.rows):
-        return
+    sites, data = dict(all_sites(guide.trace)), guide.structure.rows
     free = {name for name, site in sites.items() if is_free(site) and not site_is_subsample(site)}
     known = {*guide.structure.gps, *guide.structure.latents}
-    if free != known:
+    is_training = all(name in sites and sites[name]["is_observed"] for name in data)
+    if free != known and is_training:
         raise ValueError(
             f"the model's latent sites are {sorted(free)}, the guide knows {sorted(known)}: it was initialised, or "
             "its state saved, with another model."
         )
+    unknown = sorted(free - known - set(data))
+    if unknown:
+        warnings.warn(
+            f"site {unknown[0]!r} is neither a latent site that the guide knows, {sorted(known)}, nor one of its data, "
+            f"{sorted(data)}: it is drawn from its prior. If the model had none when the guide's "
+            "state was saved, the state is of another model.",
+            stacklevel=2,
+        )
+    return is_training
 
 
 def explain_nan(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> str:

@@ -143,7 +143,9 @@ def fit(
     place = None if device is None else torch.device(device)
     batches = as_batches(data, batch_size, size, place, seed=int(torch.randint(2**62, ())))
     _require_rows(guide, batches, batch_size, workers)
-    first = batches.some(FIRST)
+    # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches.
+    whole = guide.on_sites and not guide.takes_batches
+    first = batches.some(max(FIRST, batches.size or 0) if whole else FIRST)
     total = _total(steps, epochs, batches, workers.num)
     path = None if checkpoint is None else Path(checkpoint)
     scored = None
