@@ -467,6 +467,7 @@ class TestSites:
         assert isinstance(posterior, SparsePosterior)
         assert torch.autograd.grad(posterior.variance.sum(), new)[0].abs().sum() > 0
 
+    @pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
     def test_subsampling_is_off_in_prediction(self):
         x, y = data()
 
@@ -485,6 +486,7 @@ class TestSites:
         assert guide.posterior(new)["f"].mean.shape == (33,)
         assert guide(x, y)["f"].shape == (16,)
 
+    @pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
     def test_local_latents_at_new_inputs_come_from_the_model(self):
         x, y = data()
 
@@ -725,6 +727,7 @@ class TestRefusals:
             svi.step(x[:10], y[:10])
         svi.step(x[:10], y[:10])
 
+    @pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
     def test_local_latents_need_row_numbers(self):
         x, y = data()
 
@@ -822,6 +825,7 @@ def test_draws_of_predictions_share_one_posterior(family, monkeypatch):
     assert spread.abs().max() < 0.6 * q.variance.max()
 
 
+@pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
 def test_posteriors_whose_prior_follows_what_is_drawn_are_not_shared():
     # The level of each new row is drawn from the model, though levels of the rows of training are points.
     def levels(x, y=None):

@@ -1,6 +1,7 @@
 """What a new user is told: each message names what came, and what to write instead."""
 
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -196,3 +197,25 @@ def test_a_latent_that_a_state_does_not_have():
     svi = pyro.infer.SVI(model, new, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
     with pytest.raises(ValueError, match=r"the model's latent sites are \['f', 'noise'\], the guide knows \['f'\]"):
         svi.step(x, y)
+
+
+@pytest.mark.parametrize("as_input", [False, True])
+def test_a_latent_of_each_datum(as_input):
+    """Beside f it is told of; as the GP's input it is no rival of f's values."""
+    x = torch.rand(20, 1)
+    y = torch.sin(6 * x[:, 0])
+
+    def model(x, y=None):
+        data = pyro.plate("data", len(x))
+        with data:
+            e = pyro.sample("e", dist.Normal(x[:, 0], 0.1))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), e[:, None] if as_input else x))
+        with data:
+            return pyro.sample("y", dist.Normal(f if as_input else f + e, 0.1), obs=y)
+
+    svi = SVI(model, AutoSparseGP(model, SVGP(5)), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        svi.step(x, y)
+    found = [str(one.message) for one in told if "has a value for each datum" in str(one.message)]
+    assert len(found) == (not as_input)

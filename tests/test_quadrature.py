@@ -222,6 +222,7 @@ def test_coupled_likelihood_is_drawn_jointly():
         assert abs(-mean - exact) < 5 * error
 
 
+@pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
 def test_groups_other_plates_and_local_latents():
     x, y = data(num=20)
     group = torch.randint(0, 20, (50,))
@@ -270,6 +271,7 @@ class OldStyle(torch.autograd.Function):
         return gradient
 
 
+@pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
 @pytest.mark.parametrize("where", ["before f", "after f"])
 def test_a_model_that_vmap_refuses(where):
     x, y = data(num=20)

@@ -48,7 +48,7 @@ from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward
 __all__ = ["NaturalLowRank"]
 
 _FEW = 512  # coefficients up to which P̂ is formed
-_SMALL = 256  # and up to which bounds after one sweep a step are those after two
+_SMALL, _SLOW = 256, 0.1  # and up to which one sweep a step does for two, at rates up to this
 _BUFFERS = ("loc", "block", "low_rank", "gain", "seat")
 
 Blocks = list[Tensor]
@@ -240,7 +240,8 @@ class NaturalLowRank(StepsOnBackward):
     :param base: whether D is free; else it is I.
     :param rate: ρ of the step P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) before it is projected, in (0, 1] or a function of the number
         of steps taken; by default max(0.1, 1/(1 + t)).
-    :param sweeps: of expectation maximisation a step; by default 2, or 1 for up to 256 coefficients.
+    :param sweeps: of expectation maximisation a step; by default 2, or 1 for up to 256 coefficients at rates of at
+        most 0.1, whose P̂ is near P.
     :param iterations: of conjugate gradients a step.
     :param softness: η, as of :class:`NaturalGaussian`.
     """
@@ -263,8 +264,7 @@ class NaturalLowRank(StepsOnBackward):
         super().__init__(sizes, batch_shape, like, rate)
         self.softness = softness
         self.rank, self.base = max(self.sizes) if rank is None else rank, base
-        self.iterations = iterations
-        self.sweeps = (1 if sum(self.sizes) <= _SMALL else 2) if sweeps is None else sweeps
+        self.sweeps, self.iterations = sweeps, iterations
         self._groups = Groups(self.sizes)
         # 0 is a fixed point of the sweeps: small and random.
         small = [
@@ -474,7 +474,7 @@ class NaturalLowRank(StepsOnBackward):
             aims = target.blocks() if self.base else None
             blocks, low_rank = here.blocks, groups.over(here.low_rank)
             blocks, low_rank = sweep(groups, target, aims, blocks, low_rank, here.known)
-            for _ in range(1, self.sweeps):
+            for _ in range(1, self.sweeps or (1 if rate <= _SLOW and sum(self.sizes) <= _SMALL else 2)):
                 found = blocks if aims is None else lifted(blocks, aims)
                 blocks, low_rank = sweep(groups, target, aims, found, low_rank)
             right = -each * (weight * groups.over(base.loc) + self._slope(heard, inside))
