@@ -105,6 +105,32 @@ def test_resumed_with_another_optimiser(tmp_path):
     assert go(steps=6, resume=True, optim=pyro.optim.Adam({"lr": 0.01})).steps == 6
 
 
+@pytest.mark.parametrize("other", ["rows", "number", None])
+def test_resumed_with_other_held_out_data_is_told_of(other, tmp_path):
+    """Scores of two data sets are no one history."""
+    x, y = fit_worker.rows(40)
+
+    def go(rows, steps, **options):
+        guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+        options |= {"checkpoint": tmp_path / "f.pt", "score_every": 1, "warm_start": False, "progress": False}
+        held_out = {"x": x[rows], "y": y[rows]}
+        return fit(fit_worker.regression, guide, (x[:20], y[:20]), held_out=held_out, steps=steps, **options)
+
+    go(slice(20, 30), steps=2)
+    if other == "number":
+        with pytest.raises(ValueError, match="held_out has 20 rows, the checkpoint's had 10"):
+            go(slice(20, 40), steps=3, resume=True)
+        return
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        result = go(slice(30, 40) if other == "rows" else slice(20, 30), steps=3, resume=True)
+    assert result.scored.tolist() == [1, 2, 3]
+    pattern = r"checkpoint: held_out\['x'\] has other first or last rows.*scores"
+    matched = [re.match(pattern, str(one.message)) for one in told]
+    assert [bool(one) for one in matched] == ([True] if other else [])
+    assert all(one.filename == __file__ for one in told)
+
+
 @pytest.mark.parametrize("other", ["inputs", "a NaN", None])
 def test_resumed_on_other_data_is_told_of(other, tmp_path):
     x, y = fit_worker.rows(40)

@@ -30,8 +30,11 @@ __all__ = [
     "TensorBatches",
     "as_arguments",
     "as_batches",
+    "ends_of",
     "placed_arguments",
+    "require_same",
     "rows_named",
+    "warn_of_others",
 ]
 
 _END = object()
@@ -155,10 +158,10 @@ def _placed(value: Any, device: Optional[torch.device]) -> Any:
     return value.to(device) if isinstance(value, Tensor) and device is not None else value
 
 
-def _named(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(args: tuple, kwargs: dict[str, Any], argument: str = "data") -> dict[str, Any]:
     """The arguments that have rows, by how the caller knows them."""
-    named = {f"data[{i}]": value for i, value in enumerate(args)}
-    named |= {f"data[{key!r}]": value for key, value in kwargs.items()}
+    named = {f"{argument}[{i}]": value for i, value in enumerate(args)}
+    named |= {f"{argument}[{key!r}]": value for key, value in kwargs.items()}
     return {name: value for name, value in named.items() if _has_rows(value)}
 
 
@@ -258,16 +261,17 @@ class TensorBatches(Batches):
         return 1 if self.batch_size is None else self.num // self.batch_size
 
     def get_state(self) -> dict[str, Any]:
-        return {"seed": self.seed, "epoch": self._epoch, "place": self._place, "num": self.num, "ends": self._ends()}
-
-    def _ends(self) -> dict[str, Tensor]:
-        """The first row of each argument and the last, by which other data are known."""
-        ends = {name: torch.as_tensor(value[[0, -1]]) for name, value in _named(self.args, self.kwargs).items()}
-        return {name: value.detach().cpu() for name, value in ends.items()}
+        ends = ends_of(self.args, self.kwargs)
+        return {"seed": self.seed, "epoch": self._epoch, "place": self._place, "num": self.num, "ends": ends}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        _require_same("rows", state.get("num"), self.num)
-        _warn_of_others(state.get("ends", {}), self._ends())
+        require_same("data", state.get("num"), self.num)
+        warn_of_others(
+            state.get("ends", {}),
+            ends_of(self.args, self.kwargs),
+            "the guide, the optimiser and the losses so far are those of the first: resume with the data that the fit "
+            "began with, or begin anew, resume=False",
+        )
         self.seed, self._epoch, self._place, self._order = state["seed"], state["epoch"], state["place"], None
 
 
@@ -454,20 +458,31 @@ def _joined(batches: list[Batch]) -> Batch:
     return Batch(args, kwargs, None, num, float(num))
 
 
-def _warn_of_others(saved: dict[str, Tensor], now: dict[str, Tensor]) -> None:
-    """Warn if the ends of data are not those of the checkpoint; one of before has none."""
+def ends_of(args: tuple, kwargs: dict[str, Any], argument: str = "data") -> dict[str, Tensor]:
+    """The first row of each argument and the last, by which other data are known."""
+    ends = {name: torch.as_tensor(value[[0, -1]]) for name, value in _named(args, kwargs, argument).items()}
+    return {name: value.detach().cpu() for name, value in ends.items()}
+
+
+def warn_of_others(saved: dict[str, Tensor], now: dict[str, Tensor], then: str) -> None:
+    """Warn if the ends of data are not those of the checkpoint; one of before has none.
+
+    :param then: what follows where it is another data set, and what to do.
+    """
     for name, value in saved.items():
         other = now.get(name)
         if other is None or value.shape != other.shape or differ(value, other).any():
             warnings.warn(
                 f"checkpoint: {name} has other first or last rows than when it was written. Where that is another data "
-                "set, the guide, the optimiser and the losses so far are those of the first: resume with the data that "
-                "the fit began with, or begin anew, resume=False.",
+                f"set, {then}.",
                 stacklevel=6,
             )
             return
 
 
-def _require_same(what: str, saved: Any, now: Any) -> None:
+def require_same(argument: str, saved: Any, now: Any) -> None:
+    """Raise if an argument has another number of rows than the checkpoint's had."""
     if saved != now:
-        raise ValueError(f"data has {now} {what}, the checkpoint's had {saved}: give the data that the fit began with")
+        raise ValueError(
+            f"{argument} has {now} rows, the checkpoint's had {saved}: give the {argument} that the fit began with"
+        )

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from . import checkpoint as files
-from .batches import Batch, Batches, rows_named
+from .batches import Batch, Batches, ends_of, require_same, rows_named, warn_of_others
 from .distributed import Workers, agree
 from .expectation import ExpectationPropagation
 from .feeding import Feed, draws_rows, require_scaled, show_all_rows
@@ -59,6 +59,22 @@ class HeldOut:
     score: Callable[..., float]
     every: int
     patience: int
+
+    def get_state(self) -> dict[str, Any]:
+        """What these data are known by."""
+        rows = [len(value) for value in (*self.args, *self.kwargs.values()) if getattr(value, "shape", ())]
+        return {"num": rows[0] if rows else 0, "ends": ends_of(self.args, self.kwargs, "held_out")}
+
+    def require_same(self, state: dict[str, Any]) -> None:
+        """Raise, or warn, where :meth:`get_state` was of other data, whose scores would be one history with these."""
+        now = self.get_state()
+        require_same("held_out", state["num"], now["num"])
+        warn_of_others(
+            state["ends"],
+            now["ends"],
+            "scores so far, by which the best state is chosen, are those of the first: resume with the held_out that "
+            "the fit began with",
+        )
 
 
 class Fitting:
@@ -134,6 +150,8 @@ class Fitting:
         self.now = Progress(**saved["progress"])
         if self.held_out is None:  # else a state that was the best while there was one would be put back at the end
             self.now.scored, self.now.scores, self.now.best = [], [], None
+        elif saved.get("held_out") is not None:  # checkpoints of before do not say
+            self.held_out.require_same(saved["held_out"])
         self.iterates.set_state(saved["iterates"])
         _set_rule(self.stopping, saved["stopping"])
         self.batches.set_state(saved["batches"])
@@ -149,6 +167,7 @@ class Fitting:
             "iterates": self.iterates.get_state(),
             "stopping": _rule_state(self.stopping),
             "batches": self.batches.get_state(),
+            "held_out": None if self.held_out is None else self.held_out.get_state(),
         }
         files.write(state, self.path)
 
