@@ -622,6 +622,38 @@ def test_the_size_of_a_loader_is_of_the_rows_that_it_draws_from(size, draws):
     assert size is None or batches.some(1000).num == size
 
 
+@pytest.mark.parametrize("options", [{"steps": 7}, {"epochs": 1}])
+@pytest.mark.parametrize(
+    ("kind", "size", "wrong"),
+    [
+        ("list", 23, False),  # drop_last leaves fewer rows than a batch's out
+        ("list", 24, True),
+        ("loader", 17, False),
+        ("loader", 12, True),
+        ("iterable", 400, True),
+        ("one batch", 400, False),
+        ("endless", 400, False),
+    ],
+)
+def test_a_size_that_an_epoch_has_not_is_told_of(kind, size, wrong, options):
+    x, y = fit_worker.rows(20)
+    batches = [(x[i : i + 4], y[i : i + 4]) for i in range(0, 20, 4)]
+    data = {
+        "list": batches,
+        "loader": torch.utils.data.DataLoader(batches, batch_size=None),
+        "iterable": dict(enumerate(batches)).values(),
+        "one batch": [(x, y)],
+        "endless": _Endless(x, y, 4),
+    }[kind]
+    guide = AutoSparseGP(fit_worker.regression, SVGP(4))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(fit_worker.regression, guide, data, size=size, warm_start=False, progress=False, **options)
+    matched = [re.match(f"size={size}, and an epoch of data had 20 rows.*size=20", str(one.message)) for one in told]
+    assert [bool(one) for one in matched] == ([True] if wrong else [])
+    assert all(one.filename == __file__ for one in told)
+
+
 def test_a_size_among_positional_arguments_is_the_model_s():
     x, y = fit_worker.rows(40)
     options = {"batch_size": 10, "steps": 2, "warm_start": False, "progress": False}

@@ -111,10 +111,16 @@ class Batches(ABC):
 
 
 def as_batches(
-    data: Any, batch_size: Optional[int], size: Optional[int], device: Optional[torch.device], seed: int
+    data: Any,
+    batch_size: Optional[int],
+    size: Optional[int],
+    device: Optional[torch.device],
+    seed: int,
+    alone: bool = True,
 ) -> Batches:
     """Batches of ``data``, as :func:`~pyro_sparsegp.fit` takes them.
 
+    :param alone: whether no other process has rows, too.
     :raises ValueError: naming the argument that does not fit.
     """
     if isinstance(data, (Tensor, np.ndarray, tuple, Mapping)):
@@ -135,7 +141,7 @@ def as_batches(
         raise ValueError(
             f"batch_size={batch_size} is for data in tensors; a {type(data).__name__} makes batches of its own"
         )
-    return LoadedBatches(data, size, device, seed)
+    return LoadedBatches(data, size, device, seed, alone)
 
 
 def as_arguments(data: Any, argument: str) -> tuple[tuple, dict[str, Any]]:
@@ -283,15 +289,22 @@ class LoadedBatches(Batches):
     any batch.
 
     :param source: if it, or its sampler, has a method ``set_epoch``, it is told each epoch's number.
-    :param size: rows in all.
+    :param size: rows in all; a first epoch that has others is warned of.
+    :param alone: whether no other process has rows, too.
     """
 
     whole = False
 
-    def __init__(self, source: Iterable, size: Optional[int], device: Optional[torch.device], seed: int) -> None:
+    def __init__(
+        self, source: Iterable, size: Optional[int], device: Optional[torch.device], seed: int, alone: bool = True
+    ) -> None:
         self.source, self.device = source, device
         self._random = _seeded(seed)
-        self.size = _rows_in_all(source) if size is None else size
+        said = _rows_in_all(source)
+        self.size = said if size is None else size
+        self._seen: Optional[int] = 0 if alone and size not in (None, said) else None  # rows of the first epoch
+        self._largest = 0  # batch among them
+        self._last: Optional[int] = None  # batch's number, if the source says it
         self._rows = 1  # of the first batch
         self._epoch, self._place = 0, 0
         self._ahead: list[Batch] = []  # of a source that is passed over once
@@ -350,12 +363,30 @@ class LoadedBatches(Batches):
         if item is None:
             if self._once:
                 return None
+            self._compare()
             self._epoch, self._place = self._epoch + 1, 1
             self._stream = self._open()
             item = self._pull(self._stream)
             if item is None:
                 raise ValueError("data gives no batches: it is empty, or can be passed over only once")
-        return self._batch(item)
+        batch = self._batch(item)
+        if self._seen is not None:
+            self._seen, self._largest = self._seen + batch.num, max(self._largest, batch.num)
+            if self._place == self._last:
+                self._compare()
+        return batch
+
+    def _compare(self) -> None:
+        """Warn if a first epoch had other rows than ``size``, by more than a last batch left out or filled up."""
+        seen, self._seen = self._seen, None
+        if seen is None or self.size is None or seen == self._largest:  # one batch may stand for all
+            return
+        if abs(seen - self.size) >= self._largest:
+            warnings.warn(
+                f"size={self.size}, and an epoch of data had {seen} rows: each counts as {self.size / seen:.3g} in the "
+                f"likelihood. Give size={seen}; where batches are draws that stand for {self.size} rows, all is well.",
+                stacklevel=6,
+            )
 
     def _batch(self, item: Any) -> Batch:
         args, kwargs = as_arguments(item, "a batch of data")
@@ -393,9 +424,9 @@ class LoadedBatches(Batches):
         return _joined([batch for batch, total in zip(found, totals) if most is None or total <= most] or found[:1])
 
     def num_batches(self, among: int) -> Optional[int]:
-        known = _length(self.source)
-        if known is not None:
-            return known
+        self._last = _length(self.source)
+        if self._last is not None:
+            return self._last
         return None if self.size is None else math.ceil(self.size / (among * self._rows))
 
     def get_state(self) -> dict[str, Any]:
@@ -403,7 +434,7 @@ class LoadedBatches(Batches):
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._epoch, self._place = state["epoch"], state["place"]
-        self._ahead = []
+        self._ahead, self._seen = [], None
         if state["start"] is None:
             return
         self._rewind(state["start"])

@@ -108,7 +108,8 @@ def fit(
     :param epochs: passes over the data, in the place of ``steps``.
     :param batch_size: rows a step, drawn anew without replacement in each epoch; by default all of them.
     :param size: how many rows there are in all, for an iterable that does not say. A ``DataLoader`` of single rows
-        says: its data set's, or those that a ``SubsetRandomSampler`` draws from.
+        says: its data set's, or those that a ``SubsetRandomSampler`` draws from. Another number than a first epoch has
+        is warned of.
     :param optim: a Pyro optimiser; one with a schedule (``PyroLRScheduler``) takes its step after each of the fit's. By
         default Adam with rates that fall to the end of the steps, smaller ones for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
@@ -141,7 +142,8 @@ def fit(
     workers = Workers(group)
     method = _method(model, guide, optim, loss, method, group)
     place = None if device is None else torch.device(device)
-    batches = as_batches(data, batch_size, size, place, seed=int(torch.randint(2**62, ())))
+    alone = workers.num == getattr(method, "workers", workers).num == 1
+    batches = as_batches(data, batch_size, size, place, int(torch.randint(2**62, ())), alone)
     _require_rows(guide, batches, batch_size, workers)
     # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches.
     whole = guide.on_sites and not guide.takes_batches
