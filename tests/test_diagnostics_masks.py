@@ -1,5 +1,6 @@
 """Scores, log likelihoods and leave-one-out of data of which masks leave some out."""
 
+import functools
 import math
 import warnings
 
@@ -154,6 +155,27 @@ def test_sites_that_are_left_out_whole_are_not_scored(out):
     assert one == pytest.approx(both - z["mean"]["log_score"], rel=1e-6)
     y_seen = out
     assert log_score(model, guide, x, Y[:, 0], out) == -math.inf
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_site_that_is_left_out_whole_is_named(several):
+    def model(x, y, seen):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.2).mask(seen), obs=y)
+            if several:
+                pyro.sample("z", dist.Normal(f, 1.0), obs=y)
+
+    x, Y, _ = data()
+    y, none = Y[:, 0], torch.zeros(20, dtype=torch.bool)
+    guide = fitted(model, x, y, ~none)
+    options = {"num_samples": 30} | ({"var_name": "y"} if several else {})
+    draws_alone = [functools.partial(score, target="none") for score in (diagnostics.loo, diagnostics.loo_large)]
+    for score in (*draws_alone, diagnostics.predictive_scores):
+        with pytest.raises(ValueError, match="site 'y' has no observations: its masks leave out all rows"):
+            score(model, guide, x, y, none, **options)
+        if several:
+            score(model, guide, x, y, none, num_samples=30, var_name="z")
 
 
 def test_a_density_of_all_rows_is_scored():

@@ -14,7 +14,7 @@ from .arguments import guide_of, is_posterior, kind_of, require_arguments, requi
 from .draws import GuideSource
 from .samples import ConditionedSource, SampleSource
 
-__all__ = ["Source", "as_source", "observed_site", "target_of"]
+__all__ = ["Source", "as_source", "nothing_unmasked", "observed_site", "target_of"]
 
 Source = Union[GuideSource, SampleSource]
 
@@ -93,6 +93,14 @@ def observed_site(source: Source, var_name: Optional[str]) -> str:
     if var_name not in source.data and (var_name is not None or len(source.data) > 1):
         raise ValueError(f"var_name must be one of the observed sites {source.data}, got {var_name!r}")
     return var_name or source.data[0]
+
+
+def nothing_unmasked(site: str) -> ValueError:
+    """The error of scores of an observed site of which there are none."""
+    return ValueError(
+        f"site {site!r} has no observations: its masks leave out all rows. Name another site, var_name=..., or give "
+        "the data that it is to be scored by."
+    )
 
 
 def target_of(source: Source) -> str:

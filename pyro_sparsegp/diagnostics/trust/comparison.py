@@ -16,7 +16,7 @@ from ..export.backend import FEWEST
 from ..export.draws import seeded
 from ..export.labels import Labels
 from ..export.samples import SampleSource
-from ..export.sources import as_source, observed_site, target_of
+from ..export.sources import as_source, nothing_unmasked, observed_site, target_of
 from .weights import LIMIT, _tree, log_weights_of
 
 if TYPE_CHECKING:
@@ -62,14 +62,7 @@ def loo(
     size = tree.posterior.sizes["chain"] * tree.posterior.sizes["draw"]
     if size < FEWEST:
         raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
-    if var_name is not None or "log_likelihood" not in tree.children:
-        there = list(tree["log_likelihood"].data_vars) if "log_likelihood" in tree.children else []
-        if var_name not in there:
-            raise ValueError(
-                (f"loo found no log likelihood of {var_name!r}" if var_name else "loo found no log likelihood")
-                + f" in the tree, it has {there}: make it by to_datatree with log_likelihood=True, of a model with "
-                "observed sites. A pyro.factor holds no observations that could be left out."
-            )
+    _require_terms(tree, var_name)
     sample_stats = tree.children.get("sample_stats")
     approximate = sample_stats is not None and "log_q" in sample_stats
     used, khat = "none", np.nan if approximate else -np.inf
@@ -179,6 +172,8 @@ def loo_large(
                 wanted = target or target_of(source)
                 labels.learn(draw.data)
                 rows = _rows(draw.data[site], terms)
+                if not len(rows):
+                    raise nothing_unmasked(site)
                 observations = min(400, len(rows)) if observations is None else observations
                 if not 1 <= observations <= len(rows):
                     raise ValueError(f"observations must be between 1 and {len(rows)}, got {observations}")
@@ -221,6 +216,22 @@ def loo_large(
             **correction,
         )
     return _flagged(found, used, khat)
+
+
+def _require_terms(tree: xarray.DataTree, var_name: Optional[str]) -> None:
+    """Raise where a tree has no log likelihood of a site, or one that has no rows."""
+    sizes: dict[Any, int] = {}
+    if "log_likelihood" in tree.children:
+        sizes = {name: terms.size for name, terms in tree["log_likelihood"].data_vars.items()}
+    if not sizes or var_name not in (None, *sizes):
+        raise ValueError(
+            (f"loo found no log likelihood of {var_name!r}" if var_name else "loo found no log likelihood")
+            + f" in the tree, it has {list(sizes)}: make it by to_datatree with log_likelihood=True, of a model with "
+            "observed sites. A pyro.factor holds no observations that could be left out."
+        )
+    site = next(iter(sizes)) if len(sizes) == 1 else var_name
+    if site is not None and not sizes[site]:
+        raise nothing_unmasked(site)
 
 
 def _choose(log_weights: np.ndarray, wanted: str, asked: bool) -> tuple[str, float]:

@@ -15,7 +15,7 @@ from ...program.masks import unmasked, unmasked_rows
 from ..export import backend
 from ..export.draws import seeded
 from ..export.labels import Labels, attributes
-from ..export.sources import as_source, observed_site
+from ..export.sources import as_source, nothing_unmasked, observed_site
 from .scorers import Scorer, scorer_for
 
 if TYPE_CHECKING:
@@ -172,10 +172,15 @@ def predictive_scores(
 
 
 def _where_observed(scores: dict[str, Tensor], node: Any) -> dict[str, Tensor]:
-    """Scores with NaN where a mask leaves out what was to be predicted."""
+    """Scores with NaN where a mask leaves out what was to be predicted.
+
+    :raises ValueError: where it leaves out all.
+    """
     values, rows = unmasked(node), unmasked_rows(node)
     if values is None or rows is None:
         return scores
+    if not rows.any():
+        raise nothing_unmasked(node["name"])
     return {
         name: score.where(rows if score.shape == rows.shape else values, torch.nan) for name, score in scores.items()
     }
