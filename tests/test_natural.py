@@ -237,6 +237,33 @@ def test_q_meets_the_data_before_a_gradient_reaches_hyperparameters():
     assert losses[-1] < -20  # 47 where q meets the data together with them
 
 
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("nothing", [False, "rows"])
+def test_q_waits_for_a_batch_that_is_not_masked(nothing, known):
+    """Its first steps, at which its rates are the largest, are by data."""
+    x, y = data()
+    seen = torch.ones(len(x), dtype=torch.bool)
+
+    def model(x, seen):
+        mean = pyro.param("mean", torch.zeros(()))
+        f = pyro.sample("f", GaussianProcess(KERNEL, x, mean=mean))
+        with pyro.plate("data", len(x)), poutine.mask(mask=seen):
+            pyro.sample("y", dist.Poisson(f.exp()), obs=(5 + y).round().abs())
+
+    losses = []
+    for empty in (0, 3):
+        pyro.clear_param_store()
+        guide, svi = svi_of(model, SVGP(x[:12], trainable=False), lr=0.0)  # masked batches move the mean, too
+        if known:
+            guide(x, seen)
+        for _ in range(empty):
+            svi.step(x, ~seen if nothing == "rows" else False)
+            assert coefficients(guide).steps == 0
+        losses.append([svi.step(x, seen) for _ in range(3)])
+        assert coefficients(guide).steps == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
+
+
 def test_q_that_is_at_the_optimum_meets_the_data_no_further(monkeypatch):
     """Under a Gaussian likelihood one step leads there: an evaluation after it shows that, and is the first step's."""
     x, y = data()

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -242,6 +242,13 @@ class StepsOnBackward(Coefficients):
         """What is noted, which is now another's to :meth:`note`: no step is taken for it here."""
         noted, self._heard = list(self._heard.values()), {}
         return noted
+
+    def pulls(self) -> Iterator[Tensor]:
+        """The gradients by means, variances and draws in what is noted: all are 0 where no data depend on q."""
+        for heard in self._heard.values():
+            for row in heard.rows.values():
+                yield from (row[name] for name in ("by_mean", "by_change") if name in row)
+            yield from (grad for _, grad in heard.draws.values())
 
     def next_rate(self) -> float:
         """ρ of the next step."""

@@ -8,38 +8,42 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..gaussians.steps import steppers
+from ..gaussians.steps import StepsOnBackward, steppers
 from ..guide import AutoSparseGP
 from ..numerics.processes import do_due, joined
 
-__all__ = ["meet"]
+__all__ = ["meet", "skip"]
 
 _PASSES = 5  # at most
 _STANDS = 1e-3  # of all that they have gained: where the last one changes less, they are there
 
 
-def meet(guide: AutoSparseGP, evaluate: Callable[[], tuple[Tensor, float]]) -> Optional[tuple[Tensor, float]]:
+Loss = tuple[Tensor, float]
+
+
+def meet(guide: AutoSparseGP, evaluate: Callable[[], Loss]) -> tuple[bool, Optional[Loss]]:
     """Bring posteriors that have taken no step to the data; a guide of which any learns by gradients is left alone.
 
     Under a q that has met no data, gradients of hyperparameters are hundreds of times those later, which Adam's second
     moments would remember for hundreds of steps. These passes do not count as steps: where the first that does has a
     rate of 1, as by default, q forgets all of them but where they led. Under a Gaussian likelihood one leads to the
-    optimum for these data, where the bound stands still, and they end.
+    optimum for these data, where the bound stands still, and they end. A batch of which a mask leaves all out has
+    nothing to be met: a later one is.
 
     :param guide: after its first call.
     :param evaluate: gives minus the bound, as a tensor and as a number.
-    :returns: that of where they led, if it is known.
+    :returns: whether that is done; minus the bound where the passes led, if it is known.
     """
     assert guide.structure is not None
     if not all(spec["family"].get("natural") for spec in guide.structure.gps.values()):
-        return None
+        return True, None
     modules = steppers(guide)
     for module in modules:
         module.settle()
     if any(module.steps_taken for module in modules):
-        return None
+        return True, None
     losses: list[float] = []
-    found = None
+    found, met = None, False
     for _ in range(_PASSES):
         found = loss, _ = evaluate()
         losses.append(float(joined(loss.detach())[0]))  # the same in all processes
@@ -48,7 +52,23 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], tuple[Tensor, float]]) -> O
             break
         torch.autograd.grad(loss, [module.unit for module in modules], allow_unused=True)
         found = None
+        met = met or _moves(modules, loss)
+        if not met:
+            skip(guide)
+            break
         do_due()  # where several processes come by
     for module in modules:
         module.restart()
-    return found
+    return met, found
+
+
+def skip(guide: AutoSparseGP) -> None:
+    """Leave posteriors as they are, whatever a backward pass has brought."""
+    for module in steppers(guide):
+        module.noted()
+
+
+def _moves(modules: list[StepsOnBackward], loss: Tensor) -> bool:
+    """Whether the loss of any process, which has been differentiated, depends on function values."""
+    moved = any(grad.any() for module in modules for grad in module.pulls())
+    return bool(joined(loss.new_tensor(float(moved)))[0])

@@ -28,7 +28,7 @@ from ..program.traces import RandomState
 from ..warned import warn_once
 from .compiled import BACKENDS, CompiledSteps
 from .expected import Expectations, find_expectations
-from .first_steps import meet
+from .first_steps import meet, skip
 from .grid import Grid, log_density_minus_kl, mapped, one_by_one, quadrature_axes
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
@@ -121,6 +121,8 @@ class TraceQuadrature_ELBO(ELBO):
             if loss.requires_grad:
                 loss.backward(retain_graph=self.retain_graph)
                 self._check_gradients(unwrapped)
+        if unwrapped not in self._met:  # a mask leaves all of this batch out
+            skip(unwrapped)
         self._watch(unwrapped, value)
         return value
 
@@ -132,9 +134,11 @@ class TraceQuadrature_ELBO(ELBO):
         if not torch.is_grad_enabled():
             return None
         unwrapped.prepare(*args, **kwargs)
-        met = meet(unwrapped, lambda: self._evaluated(model, guide, unwrapped, args, kwargs))
-        self._met.add(unwrapped)
-        return met
+        evaluate = partial(self._evaluated, model, guide, unwrapped, args, kwargs)
+        met, found = meet(unwrapped, evaluate)
+        if met:
+            self._met.add(unwrapped)
+        return found
 
     def _evaluated(
         self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
