@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from ..process import GaussianProcess, Origin
-from ..program.traces import all_sites, is_free, repeatable
+from ..program.traces import all_sites, is_free, repeatable, require_again
 
 __all__ = ["Calls", "FirstCalls", "rows_to_follow"]
 
@@ -90,10 +90,15 @@ def rows_to_follow(process: GaussianProcess, size: int) -> Optional[tuple[Tensor
     if torch.distributed.is_initialized():  # processes would have other rows each
         return None
     some = torch.arange(0, num, -(-num // 7), device=x.device)
-    try:
+
+    def run() -> poutine.Trace:
         with repeatable(x), torch.no_grad(), poutine.block():  # dropout draws
-            trace = poutine.trace(network).get_trace(inputs[some])
-    except Exception:
+            return poutine.trace(network).get_trace(inputs[some])
+
+    try:
+        trace = run()
+    except Exception as error:
+        require_again(error, run, x)
         return None
     alone: Any = trace.nodes["_RETURN"]["value"]
     tolerance = torch.finfo(x.dtype).eps ** 0.5

@@ -24,7 +24,7 @@ from ..gaussians.steps import AscentError
 from ..guide import AutoSparseGP
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
-from ..program.traces import RandomState
+from ..program.traces import RandomState, require_again
 from ..warned import warn_once
 from .compiled import BACKENDS, CompiledSteps
 from .expected import Expectations, find_expectations
@@ -154,6 +154,17 @@ class TraceQuadrature_ELBO(ELBO):
             sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
             kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
             data, state = unwrapped.data, RandomState(unwrapped.like)
+
+            def restore() -> None:
+                state.restore()
+                for part, memory in kept:
+                    if unwrapped.data is data:  # else they followed the rows into another order
+                        part.memory = memory
+
+            def again() -> None:
+                with flags_kept():
+                    self._minus_bound(unwrapped, guide, args, kwargs)
+
             try:
                 with flags_kept() as flags:
                     loss = self._minus_bound(unwrapped, guide, args, kwargs)
@@ -163,12 +174,10 @@ class TraceQuadrature_ELBO(ELBO):
                     return loss, read[0]
             except AscentError:
                 raise
-            except (RuntimeError, ValueError):
-                pass  # which may come of a factor that is none
-            state.restore()
-            for part, memory in kept:
-                if unwrapped.data is data:  # else they followed the rows into another order
-                    part.memory = memory
+            except (RuntimeError, ValueError) as error:  # which may come of a factor that is none
+                restore()
+                require_again(error, again, unwrapped.like)
+            restore()
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         return loss, self._value(loss, guide, args, kwargs)
 
@@ -345,6 +354,7 @@ class TraceQuadrature_ELBO(ELBO):
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
                 state.restore()
+                require_again(error, ways[way], guide.like)
                 refusal = str(error).splitlines()[0]
                 continue
             self._ways[guide] = way
@@ -410,13 +420,17 @@ def _repeats(guide: AutoSparseGP, ways: Sequence[Callable[[], Tensor]]) -> bool:
             once = ways[0]()
         except AscentError:
             raise
-        except (RuntimeError, TypeError, ValueError):
+        except (RuntimeError, TypeError, ValueError) as error:
+            state.restore()
+            require_again(error, ways[0], guide.like)
             return True  # which torch.func.vmap refuses, or which raises
         finally:
             state.restore()
         try:
             twice = ways[1]()
-        except Exception:  # of a program that knows how often it has run, it may be any
+        except Exception as error:  # of a program that knows how often it has run, it may be any
+            state.restore()
+            require_again(error, ways[1], guide.like)
             return False
         finally:
             state.restore()

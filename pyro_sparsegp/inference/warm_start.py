@@ -19,7 +19,7 @@ from ..guide import AutoSparseGP
 from ..modules import at_path, drop_stored
 from ..numerics.linalg import side_by_side
 from ..process import GaussianProcess
-from ..program.traces import all_sites
+from ..program.traces import all_sites, require_again
 from .batches import Batch
 from .quadrature import TraceQuadrature_ELBO
 from .recipe import FallingAdam
@@ -109,18 +109,23 @@ def _collapsed(
     the likelihood not Gaussian in f, which a few rows tell of most: sites for all take long.
     """
     few = _rows(subset, _TELLING)
+
+    def on(rows: Batch) -> Optional[AutoSparseGP]:
+        collapsed = new_guide()
+        return collapsed if _is_gaussian(collapsed, name, rows, takes) else None
+
     if few is not subset:
         try:
-            if not _is_gaussian(new_guide(), name, few, takes):
+            if on(few) is None:
                 return None
-        except Exception:
-            pass  # a model with a tensor or a plate of N rows runs on no fewer
+        except Exception as error:  # a model with a tensor or a plate of N rows runs on no fewer
+            require_again(error, partial(on, few), guide.like)
     if not _fits(guide, subset, takes):
         return None
-    collapsed = new_guide()
     try:
-        return collapsed if _is_gaussian(collapsed, name, subset, takes) else None
-    except ValueError:  # a likelihood that the family refuses, such as one that ties rows together
+        return on(subset)
+    except ValueError as error:  # a likelihood that the family refuses, such as one that ties rows together
+        require_again(error, partial(on, subset), guide.like)
         return None
 
 
@@ -191,13 +196,19 @@ def _fits(guide: AutoSparseGP, subset: Batch, takes: Mapping[str, Any]) -> bool:
     """Whether a subset of rows is data of their own to the model, and has rows enough for its hyperparameters."""
     assert guide.structure is not None
     args, kwargs = _call(subset, takes)
-    try:
+
+    def run() -> poutine.Trace:
         with torch.no_grad(), poutine.block(), poutine.trace(param_only=True) as capture:
             guide(*args, **kwargs)
-    except Exception:
-        return False  # a model with a tensor or a plate of N rows runs on no fewer
+        return capture.trace
+
+    try:
+        trace = run()
+    except Exception as error:  # a model with a tensor or a plate of N rows runs on no fewer
+        require_again(error, run, guide.like)
+        return False
     own = f"{guide._pyro_name}."
-    registered = {n: s["value"] for n, s in all_sites(capture.trace) if not n.startswith(own)}
+    registered = {n: s["value"] for n, s in all_sites(trace) if not n.startswith(own)}
     numbers = sum(value.numel() for value in registered.values())
     numbers += sum(value.numel() for _, value in guide.named_parameters() if _.startswith("locs."))
     sites = [guide.trace.nodes[name] for name in guide.structure.rows if name in guide.trace.nodes]

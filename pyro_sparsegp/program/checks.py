@@ -138,16 +138,20 @@ def unfit_parameter(model: Callable, run: poutine.Trace, args: tuple, kwargs: di
     """What to say of a guide's run that failed, if a distribution has a parameter out of its support that moves with a
     GP site's values; else ``None``.
     """
-    values = {name: value.detach() for name, value in free_values(run).items()}
-    gps = {name: values[name] for name, site in all_sites(run) if name in values and _is_process(site)}
     try:
-        with pyro.validation_enabled(False), torch.no_grad():
-            trace, moved = (
-                held_trace(model, values | {name: scale * f for name, f in gps.items()}, args, kwargs)
-                for scale in (1.0, 0.0)
-            )
+        return _unfit_parameter(model, run, args, kwargs)
     except Exception:  # the model's own error will be shown
         return None
+
+
+def _unfit_parameter(model: Callable, run: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Optional[str]:
+    values = {name: value.detach() for name, value in free_values(run).items()}
+    gps = {name: values[name] for name, site in all_sites(run) if name in values and _is_process(site)}
+    with pyro.validation_enabled(False), torch.no_grad():
+        trace, moved = (
+            held_trace(model, values | {name: scale * f for name, f in gps.items()}, args, kwargs)
+            for scale in (1.0, 0.0)
+        )
     for name, site in all_sites(trace):
         if site["type"] != "sample" or name in gps or name not in moved.nodes or site_is_subsample(site):
             continue

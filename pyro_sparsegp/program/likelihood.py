@@ -13,6 +13,8 @@ import pyro
 import torch
 from torch import Tensor
 
+from .traces import require_again
+
 __all__ = [
     "Expectation",
     "derivatives",
@@ -72,9 +74,11 @@ def mapped(
     """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or so many at a time,
     or in a loop for programs that :func:`torch.func.vmap` refuses.
     """
+    at_once = functools.partial(torch.func.vmap(function, randomness="same", chunk_size=chunk_size), stack)
     try:
-        return torch.func.vmap(function, randomness="same", chunk_size=chunk_size)(stack)
-    except (RuntimeError, TypeError, ValueError):
+        return at_once()
+    except (RuntimeError, TypeError, ValueError) as error:
+        require_again(error, at_once, stack if isinstance(stack, Tensor) else next(iter(stack.values())))
         if isinstance(stack, Tensor):
             parts = [function(part) for part in stack]
         else:

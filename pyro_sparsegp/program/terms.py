@@ -14,7 +14,7 @@ from torch import Tensor
 from ..process import GaussianProcess
 from . import dependence
 from .facts import Structure
-from .traces import element_log_densities, held_trace
+from .traces import element_log_densities, held_trace, require_again
 
 __all__ = ["Findings", "InseparableError", "Terms"]
 
@@ -136,9 +136,11 @@ class Terms:
         with pyro.validation_enabled(False):
             parts = None
             if not self.findings.looped:
+                at_once = functools.partial(torch.func.vmap(at, randomness="same"), nodes)
                 try:
-                    parts = torch.func.vmap(at, randomness="same")(nodes)
-                except (RuntimeError, TypeError):
+                    parts = at_once()
+                except (RuntimeError, TypeError) as error:
+                    require_again(error, at_once, nodes)
                     self.findings.looped = True
             if parts is None:
                 each = [at(node) for node in nodes]

@@ -35,6 +35,7 @@ __all__ = [
     "log_densities",
     "piecewise_constant",
     "repeatable",
+    "require_again",
     "settle_left_out",
     "tensors",
     "whole_plates",
@@ -198,6 +199,20 @@ class RandomState:
         torch.set_rng_state(self._host)
         if self._device is not None and self._there is not None:
             torch.cuda.set_rng_state(self._there, self._device)
+
+
+def require_again(error: Exception, run: Callable[[], Any], like: Tensor) -> None:
+    """Raise an error that does not come again where the same is run once more: it says nothing of what can be done with
+    the program, but is the program's own, such as that of a source of data.
+    """
+    state = RandomState(like)
+    try:
+        run()
+    except Exception:
+        return
+    finally:
+        state.restore()
+    raise error
 
 
 @contextmanager

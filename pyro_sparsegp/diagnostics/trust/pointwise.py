@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Optional
 
 import pyro
@@ -22,7 +23,7 @@ from ...numerics.tilted import tilted
 from ...program.dependence import differ
 from ...program.likelihood import derivatives, is_quadratic, mapped, normal_nodes
 from ...program.reader import per_output
-from ...program.traces import held_trace, whole_plates
+from ...program.traces import held_trace, require_again, whole_plates
 
 __all__ = ["Moments", "PointwiseDensities", "PointwiseReader"]
 
@@ -300,18 +301,24 @@ def _step(moments: Moments) -> Tensor:
 
 def _is_separable_quadratic(total: Callable[[Tensor], Tensor], moments: Moments) -> bool:
     """Whether a density is Σₙ of parabolas in single function values."""
-    f, step = moments[0], _step(moments)
+    find = partial(_find_separable_quadratic, total, *moments)
     try:
-        if not is_quadratic(total, f, step):
-            return False
-        if f.dim() == 1:
-            return True
-        slope, curvature = derivatives(total, f)  # outputs may meet in a term
-        generator = torch.Generator().manual_seed(1)
-        move = step * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
-        there, _ = derivatives(total, f + move)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return find()
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        require_again(error, find, moments[0])
         return False
+
+
+def _find_separable_quadratic(total: Callable[[Tensor], Tensor], f: Tensor, variance: Tensor) -> bool:
+    step = _step((f, variance))
+    if not is_quadratic(total, f, step):
+        return False
+    if f.dim() == 1:
+        return True
+    slope, curvature = derivatives(total, f)  # outputs may meet in a term
+    generator = torch.Generator().manual_seed(1)
+    move = step * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
+    there, _ = derivatives(total, f + move)
     tolerance = 1e-6 if f.dtype == torch.float64 else 1e-3
     size = slope.abs() + (curvature * move).abs()
     return bool(((there - slope - curvature * move).abs() <= tolerance * (size + size.mean())).all())
