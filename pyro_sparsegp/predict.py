@@ -53,7 +53,8 @@ def predict(
     :param data: the training arguments, ``(x, y)``, where ``result`` is a mapping of samples.
     :param kwargs: the model's further arguments.
     :returns: by site, ``(S, ...)``; function values are ``(S, N)``.
-    :raises ValueError: where ``result`` is none of these, or lacks the training data.
+    :raises ValueError: where ``result`` is none of these, or lacks the training data; where the model holds data of
+        other rows.
     """
     if num_samples is not None and (
         isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1
@@ -86,15 +87,25 @@ def _values(trace: Any) -> dict[str, Tensor]:
 def _from_guide(
     model: Callable, guide: AutoSparseGP, num: int, joint: bool, args: tuple, kwargs: dict[str, Any]
 ) -> Iterator[dict[str, Tensor]]:
-    if model is not guide.model and guide.structure is not None:
+    structure = None if model is guide.model else guide.structure
+    if structure is not None:
         _require_free(model, guide, args, kwargs)
-    for values in guide.draws(num, *args, joint=joint, **kwargs):
-        if model is guide.model or guide.structure is None:
+    draws = guide.draws(num, *args, joint=joint, **kwargs)
+    for _ in range(num):
+        try:
+            values = next(draws)
+        except RuntimeError as error:
+            _require_own_rows(guide.trace.nodes, error)
+            raise
+        if structure is None:
+            _require_own_rows(guide.trace.nodes)
             yield values
             continue
-        latent = {name: values[name] for name in (*guide.structure.latents, *guide.structure.gps) if name in values}
+        latent = {name: values[name] for name in (*structure.latents, *structure.gps) if name in values}
         with whole_plates():
-            yield _values(poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs))
+            trace = poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs)
+        _require_own_rows({name: site for name, site in trace.nodes.items() if name not in latent})
+        yield _values(trace)
 
 
 def _require_free(model: Callable, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -109,6 +120,20 @@ def _require_free(model: Callable, guide: AutoSparseGP, args: tuple, kwargs: dic
                 "know nothing: make the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), "
                 "...), and train it."
             )
+
+
+def _require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None) -> None:
+    """Raise if a run at new inputs observes data of other rows, those of training."""
+    for name, site in sites.items():
+        if not is_observation(site):
+            continue
+        value, shape = site["value"].shape, torch.Size(site["fn"].shape())
+        if len(value) > len(shape) or any(mine not in (1, num) for mine, num in zip(value[::-1], shape[::-1])):
+            raise ValueError(
+                f"site {name!r} observes data of shape {tuple(value)}, and has a distribution of shape {tuple(shape)} "
+                "at these inputs: to predict there, the model must hold no data of training. Have it take them as an "
+                "argument, model(x, y=None), or give predict a model that holds none, with the same latents."
+            ) from error
 
 
 def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:
@@ -199,6 +224,8 @@ class _Known(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
         if msg["is_observed"] or site_is_subsample(msg):
+            if not self.training:
+                _require_own_rows({msg["name"]: msg})
             return
         process, event_dim = as_process(msg["fn"])
         if process is not None:

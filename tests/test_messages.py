@@ -147,6 +147,34 @@ def test_data_that_do_not_fit(first):
         svi.step(x, y.numpy())
 
 
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("num", [1, 7])
+def test_predictions_by_a_model_that_holds_training_data(num, used):
+    """They were those data, or torch's error where the model computes with them."""
+
+    def after(x, y=None):
+        seen = model(x, y)
+        return pyro.deterministic("double", seen + torch.zeros(len(x))) if used else seen
+
+    x, y = data()
+    held = pyro.condition(after, data={"y": y})
+    guide = AutoSparseGP(held, SVGP(5))
+    guide(x)
+    new, free = x[:num] + 0.01, pyro.poutine.uncondition(after)
+    match = rf"site 'y' observes data of shape \(20,\), and has a distribution of shape \({num},\).*model\(x, y=None\)"
+    samples = {"f": torch.zeros(2, 20)}
+    with pytest.raises(ValueError, match=match):
+        predict(held, guide, new, num_samples=2)
+    with pytest.raises(ValueError, match=match):
+        predict(held, samples, new, data=(x,))
+    if not used:
+        with pytest.raises(ValueError, match=match):
+            predict(lambda x: held(x), guide, new, num_samples=2)
+        assert predict(free, guide, new, num_samples=2)["y"].shape == (2, num)
+    assert predict(free, samples, new, data=(x,))["y"].shape == (2, num)
+    assert predict(held, guide, x, num_samples=2)["f"].shape == (2, 20)
+
+
 def test_data_of_a_fit_without_rows():
     x, y = data()
     with pytest.raises(ValueError, match="data has no tensor or array with rows, but list, list"):
