@@ -12,6 +12,7 @@ from pyro_sparsegp.bases import InducingPoints
 from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, MeanFieldAdditive, OrthogonalInducing, SparseEP
 from pyro_sparsegp.gaussians import NaturalGaussian
 from pyro_sparsegp.inference import ExpectationPropagation
+from pyro_sparsegp.inference.cavities import parabola
 from pyro_sparsegp.numerics.linalg import default_jitter
 
 from .models import additive, data, gaussian, train
@@ -245,3 +246,50 @@ def test_many_steps_of_a_coupled_precision():
     losses = train(model, AutoSparseGP(model, CoupledPrecision(16)), x, y, steps=800, lr=0.005)
     assert max(losses[100:]) < -4300
     assert losses[-1] < losses[99]
+
+
+@pytest.mark.parametrize("size", [100.0, 300.0])
+def test_expectation_propagation_of_data_far_from_the_prior(size):
+    """At f = 0 each log p is -(size/0.3)²/2, of which float32's rounding is more than a prior's deviation bends it."""
+    x = torch.linspace(0, 1, 60)[:, None]
+    y = size * torch.sin(6 * x[:, 0]) + 0.3 * torch.randn(60)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+
+        def model(x, y=None):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+            with pyro.plate("data", len(x)):
+                pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+        rows = x.to(dtype), y.to(dtype)
+        guide = AutoSparseGP(model, SparseEP(rows[0][::4], trainable=False))
+        steps = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}))
+        for _ in range(4):
+            loss = steps.step(*rows)
+        found.append((guide.posterior(rows[0])["f"].marginals, loss))
+    (exact, best), (q, loss) = found
+    assert ((q.mean - exact.mean).abs() < 0.05 * exact.stddev).all()
+    torch.testing.assert_close(q.stddev.double(), exact.stddev, rtol=1e-3, atol=0)
+    assert loss == pytest.approx(best, rel=3e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_parabola_is_told_from_what_is_one_near_its_top(dtype):
+    """In float32 the rounding at the first nodes hides whether they bend alike."""
+    centre, step = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
+    y = torch.tensor([1.0, 30.0, 300.0, 1000.0], dtype=dtype)
+
+    def parabola_of(f):
+        return -0.5 * ((f - y) / 0.3).square()
+
+    def two_of_them(f):  # with one slope where they meet
+        away = ((f - y) / 0.3).abs()
+        return torch.where(away < 100, -0.5 * away.square(), 1000 - 20 * away - 0.4 * away.square())
+
+    slope, curvature, gaussian = parabola(parabola_of, centre, step)
+    assert gaussian.all()
+    torch.testing.assert_close(slope, y / 0.09, rtol=1e-4, atol=0)
+    torch.testing.assert_close(curvature, torch.full_like(y, 1 / 0.09), rtol=1e-3, atol=0)
+    assert parabola(two_of_them, centre, step)[2][0]
+    assert dtype == torch.float64 or not parabola(two_of_them, centre, step)[2][2:].any()
+    assert not parabola(dist.StudentT(3.0, y, 0.3).log_prob, centre, step)[2].any()
