@@ -13,6 +13,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
+from pyro_sparsegp.diagnostics import predictive_scores
 from pyro_sparsegp.diagnostics.export.draws import GuideSource
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.gaussians import FullCholesky, Whole
@@ -499,3 +500,15 @@ def test_pointwise_densities_are_of_joint_draws():
     for _ in range(3):
         draw = source.draw()
         assert (source.log_joint(draw, source.densities(draw)) - draw.log_q).item() == pytest.approx(evidence, abs=0.05)
+
+
+def test_scores_of_sites_with_one_posterior():
+    """Those of the dense posterior's predictions: of a sum each part's own width would be far too much."""
+    x, y = _data()
+    guide = _trained(_model(), families.SVGP(**AT_ONCE), x, y)
+    mean, covariance, _ = _exact(SUM)
+    spread = ((SUM @ covariance @ SUM.T).diagonal() + NOISE**2).sqrt()
+    expected = dist.Normal(SUM @ mean, spread).log_prob(y)
+    found = predictive_scores(guide.model, guide, x, y, num_samples=1000, seed=0)
+    torch.testing.assert_close(torch.as_tensor(found.pointwise["log_score"].values), expected, rtol=0.0, atol=0.05)
+    assert found.summary.loc["log_score", "mean"] == pytest.approx(expected.mean().item(), abs=0.01)

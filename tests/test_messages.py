@@ -309,3 +309,17 @@ def test_a_latent_of_each_datum(as_input):
         svi.step(x, y)
     found = [str(one.message) for one in told if "has a value for each datum" in str(one.message)]
     assert len(found) == (not as_input)
+
+
+@pytest.mark.filterwarnings("ignore")  # of Pyro's DiscreteHMM
+def test_a_likelihood_that_torch_func_does_not_differentiate():
+    x, y = torch.linspace(0, 1, 6)[:, None], torch.randn(6)
+
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        states = dist.Normal(torch.stack([f, f + 2], -1), 0.3)
+        pyro.sample("y", dist.DiscreteHMM(torch.zeros(2), 2 * torch.eye(2), states), obs=y)
+
+    svi = SVI(model, AutoSparseGP(model, SGPR(3)), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    with pytest.raises(ValueError, match=r"GP site .f. .* without setup_context.* such as SVGP"):
+        svi.step(x, y)

@@ -192,7 +192,16 @@ class _Program:
             return self._show(values)[1]
         moving = {name: values[name] for name in self.slopes}
         with torch.enable_grad():
-            gradients, shown = torch.func.grad(lambda moved: self._show({**values, **moved}), has_aux=True)(moving)
+            try:
+                gradients, shown = torch.func.grad(lambda moved: self._show({**values, **moved}), has_aux=True)(moving)
+            except RuntimeError as error:
+                if "setup_context" not in str(error):
+                    raise
+                raise ValueError(
+                    f"GP site {self.slopes[0]!r} has a family that reads Gaussian sites off the likelihood's "
+                    "derivatives, and the model uses a torch.autograd.Function without setup_context, as DiscreteHMM "
+                    "does, which torch.func does not differentiate. Take a family with a free posterior, such as SVGP."
+                ) from error
         return (*shown, *(gradients[name] for name in self.slopes))
 
     def _show(self, values: Values) -> tuple[Tensor, tuple[Tensor, ...]]:

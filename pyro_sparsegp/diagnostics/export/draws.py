@@ -151,7 +151,8 @@ class GuideSource:
     coefficients' place, in O(N³).
 
     :param exact: whether costs of O(N³) are allowed.
-    :param marginal: leave the coefficients integrated out: the moments are those of the posterior's marginals.
+    :param marginal: leave the coefficients integrated out: the moments are those of the posterior's marginals. Those of
+        GP sites with one posterior are drawn all the same.
     :param chunk_size: rows whose features are held in memory at once.
     """
 
@@ -181,11 +182,7 @@ class GuideSource:
                 f"the posterior of site {projected[0]!r} knows its coefficients, the projected data, exactly; all that "
                 "is random are function values given those. Ask for joint draws of these, exact=True, in O(N³)."
             )
-        if marginal and guide.structure.joint:
-            raise ValueError(
-                f"GP sites {guide.structure.joint[0]} have one posterior, and this integrates over each site's "
-                "marginals by itself: take pointwise densities of draws, loo(to_datatree(model, guide, x, y))."
-            )
+        marginal = marginal and not guide.structure.joint  # of sites with one posterior no marginal is by itself
         self.joint, self.exact, self.marginal = bool(projected) and not marginal, exact, marginal
         self.corrected = False  # whether a variance correction changes q(w), as the last draw showed
         self.names = [*self.structure.rows, *self.structure.latents, *self.structure.gps]

@@ -133,7 +133,8 @@ def predictive_scores(
     :param guide: a fitted guide, an object that has one, or an ``MCMC`` that has run on the training data.
     :param args: the model's arguments with observations. Latents under the data plate are the training rows' where the
         inputs are theirs, and drawn from the model elsewhere.
-    :param num_samples: S, draws of hyperparameters; one will do where there are none.
+    :param num_samples: S, draws of hyperparameters, and of coefficients of GP sites with one posterior; one will do
+        where there are neither.
     :param probs: of the central intervals in the summary.
     :param var_name: the observed site, where there are several.
     :param ordered: whether classes have an order; by default those of ``OrderedLogistic`` have.
