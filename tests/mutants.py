@@ -280,8 +280,8 @@ MUTANTS = [
     Mutant(
         "transposed-solve",
         "InducingFeatures.__call__",
-        "found.append(torch.linalg.solve_triangular(row[-1].mT, right, upper=True, left=False))",
-        "found.append(torch.linalg.solve_triangular(row[-1], right, upper=False, left=False))",
+        "found.append(over_upper(right, row[-1]))",
+        "found.append(over_upper(right, row[-1].mT.tril()))",
         ("test_process.py::TestSparsePosterior::test_inducing_points_dense",),
     ),
     Mutant(
