@@ -280,6 +280,7 @@ def deep(x, y=None):
         return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
 
 
+@pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
 @pytest.mark.filterwarnings("ignore:The model couples values")
 @pytest.mark.parametrize(
     ("model", "family", "words"),

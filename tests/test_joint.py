@@ -486,9 +486,6 @@ def test_what_takes_sites_to_be_independent_refuses_them():
     guide = AutoSparseGP(classes, {("f", "g"): families.SVGP(4)})
     with pytest.raises(ValueError, match=r"'f', 'g'.* have one posterior"):
         TraceQuadrature_ELBO().loss(classes, guide, x, (y > 0.5).long())
-    guide = _trained(_model(), families.SVGP(6), x, y)
-    with pytest.raises(ValueError, match=r"'f', 'g'.* have one posterior.*to_datatree"):
-        GuideSource(guide, (x, y), {}, False, 8192, marginal=True)
 
 
 def test_pointwise_densities_are_of_joint_draws():

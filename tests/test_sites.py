@@ -353,6 +353,7 @@ def test_two_functions_meet():
     assert predict(model, mixed, x[:5], num_samples=3)["y"].shape == (3, 5)
 
 
+@pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
 def test_latents_after_the_process():
     """Noise drawn after f, and a latent for each datum downstream of f."""
     x, y = data(num=30)

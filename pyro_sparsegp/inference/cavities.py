@@ -90,7 +90,7 @@ def parabola(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tens
     :param step: between the nodes, ``(..., N)``.
     """
     value, slope, curvature, gaussian, doubtful = _by_five_nodes(log_density, centre, step)
-    for _ in range(_LOOKS):
+    for _ in range(_LOOKS if centre.dtype != torch.float64 else 0):  # whose rounding hides none of ordinary size
         if not doubtful.any():
             break
         away = torch.where(doubtful, slope / curvature, 0.0)  # of the top

@@ -70,5 +70,6 @@ def skip(guide: AutoSparseGP) -> None:
 
 def _moves(modules: list[StepsOnBackward], loss: Tensor) -> bool:
     """Whether the loss of any process, which has been differentiated, depends on function values."""
-    moved = any(grad.any() for module in modules for grad in module.pulls())
-    return bool(joined(loss.new_tensor(float(moved)))[0])
+    pulls = [grad.abs().amax() for module in modules for grad in module.pulls()]
+    most = torch.stack(pulls).amax() if pulls else torch.zeros_like(loss.detach())
+    return bool(joined(most)[0] != 0)  # NaN is a pull

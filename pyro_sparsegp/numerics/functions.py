@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -15,14 +15,14 @@ __all__ = ["Function", "mapped_first"]
 
 
 class Function(torch.autograd.Function):
-    """:class:`torch.autograd.Function`, whose ``apply`` binds arguments to the signature of ``forward`` at each call:
-    here they are taken as they are given, by their places, none left out. Its ``jvp`` may stand within another: torch
-    turns forward mode off while it runs, and so drops what an outer ``jvp`` would know of saved tensors.
+    """:class:`torch.autograd.Function`, whose ``apply`` asks for the signature of ``forward`` at each call: here it is
+    found once. Its ``jvp`` may stand within another: torch turns forward mode off while it runs, and so drops what an
+    outer ``jvp`` would know of saved tensors.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.forward.__signature__ = _AsGiven()  # type: ignore[attr-defined]
+        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
         if "jvp" in vars(cls):
             cls.jvp = staticmethod(_nested(cls.jvp))  # type: ignore[method-assign, assignment]
 
@@ -33,19 +33,6 @@ def mapped_first(info: Any, in_dims: Sequence[Optional[int]], tensors: Sequence[
         tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         for tensor, dim in zip(tensors, in_dims)
     ]
-
-
-class _Given(NamedTuple):
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def apply_defaults(self) -> None:
-        """There are none."""
-
-
-class _AsGiven(inspect.Signature):
-    def bind(self, *args: Any, **kwargs: Any) -> Any:
-        return _Given(args, kwargs)
 
 
 class _Primal:

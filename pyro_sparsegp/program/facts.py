@@ -198,7 +198,7 @@ class _Program:
                 if "setup_context" not in str(error):
                     raise
                 raise ValueError(
-                    f"GP site {self.slopes[0]!r} has a family that reads Gaussian sites off the likelihood's "
+                    f"GP site {next(iter(self.slopes))!r} has a family that reads Gaussian sites off the likelihood's "
                     "derivatives, and the model uses a torch.autograd.Function without setup_context, as DiscreteHMM "
                     "does, which torch.func does not differentiate. Take a family with a free posterior, such as SVGP."
                 ) from error
