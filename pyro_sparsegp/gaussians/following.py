@@ -5,22 +5,29 @@ Gaussian model is one, and at its own optimum neither the bound nor its gradient
 
     KL[q(w | z) ‖ p] = KL[N(m, S) ‖ p] + mᵀδ + ½δᵀδ,   δ = B(z − a).
 
-One draw z = a + Rε, with the gradients of minus the bound by z, that of log q(z) in it, and by δ, γ, gives the steps
+Two draws z = a ± Rε at the same rows, with the gradients of minus the bound by z, those of log q(z) in them, and by δ,
+give the steps
 
-    a ← a − ρRe,   R ← R − ρ R tril½(eεᵀ)/(1 + εᵀε),   e = Rᵀ∂z,
-    B ← B − ρ S(γ − γ̄)(R⁻ᵀε)ᵀ/(1 + εᵀε),
+    a ← a − ρRe₀,   R ← R − ρ R tril½(e₁εᵀ)/(1 + εᵀε),   B ← B − ρ Sγ₁(R⁻ᵀε)ᵀ/(1 + εᵀε),
 
-all gradients over the weight of the divergence. That is the natural gradient, whose Fisher matrix has the blocks
-(RRᵀ)⁻¹ for a and RRᵀ ⊗ S⁻¹ for B (Amari, 1998), normalised as least-mean-squares filters are, so that it is stable
-whatever ε is drawn; and no step is longer than ρ in that metric, a fraction of q's own deviations, however large the
-gradient is: by the noise of mini-batches, or far from the optimum. The running mean γ̄ is what m has yet to learn: at
-the optimum it is 0, before it would be noise to B. What B should be does not change with R, and where a moves, the
-mean of w moves along, m ← m + BΔa, by an offset that is kept.
+with e = Rᵀ∂z, γ = ∂δ, e₀ = ½(e₊ + e₋), e₁ = ½(e₊ − e₋) and γ₁ = ½(γ₊ − γ₋), all over the weight of the divergence. That
+is the natural gradient, whose Fisher matrix has the blocks (RRᵀ)⁻¹ for a and RRᵀ ⊗ S⁻¹ for B (Amari, 1998), normalised
+as least-mean-squares filters are, so that it is stable whatever ε is drawn; and no step is longer than ρ in that
+metric, a fraction of q's own deviations, however large the gradient is.
+
+Where a batch of rows would have the means is, but for noise, in the sums alone (antithetic variates; Hammersley and
+Morton, 1956). In a single draw it would be most of the gradients by R and B, too, and of the size by which their steps
+are shortened: R would be as narrow as it is right for a B that has yet to be learned, and too narrow for B to be seen.
+Of a single draw, which is what Pyro's own objectives have, e₀ = e₁ = e and γ₁ = γ − γ̄, with the running mean γ̄ of what
+m has yet to learn.
+
+What B should be does not change with R, and where a moves, the mean of w moves along, m ← m + BΔa, by an offset that is
+kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Optional
@@ -52,6 +59,7 @@ class Drawn:
     :param noise: ε, ``(D,)``.
     :param value: z.
     :param weigh: makes a 0 of some shape, by which objectives tell the weight of log q(z).
+    :param mirrors: whether it is the mirror image of the draw before, all else the same.
     """
 
     loc: Tensor
@@ -59,6 +67,25 @@ class Drawn:
     noise: Tensor
     value: Tensor
     weigh: Optional[partial[Tensor]] = None
+    mirrors: bool = False
+
+
+def _by_pairs(heard: Heard, unit: Tensor) -> Iterator[tuple[float, Tensor, Tensor, Optional[Tensor]]]:
+    """What was heard of draws: the rows' share, ε, and the gradient g; or of two that mirror each other ½(g₊ + g₋) and
+    ½(g₊ − g₋), each gradient over ``unit``. With one draw alone there is no difference.
+    """
+    own = list(heard.draws.values())
+    images = [] if heard.image is None else list(heard.image.draws.values())
+    if len(images) != len(own):
+        for noise, grad in own + images:
+            for share, each, value in by_draws(noise, grad):
+                yield share, each, value / unit, None
+        return
+    for (noise, grad), (opposite, other) in zip(own, images):
+        half = 0.5 * (noise - opposite)  # ε, and 0 of what is held at a value
+        # The two have half of the weight each.
+        for share, each, value in by_draws(half, torch.stack([grad + other, grad - other])):
+            yield share, each, value[0] / unit, value[1] / unit
 
 
 class DrawnGaussian(StepsOnBackward):
@@ -78,14 +105,14 @@ class DrawnGaussian(StepsOnBackward):
         self.register_buffer("loc", loc.detach().clone())
         self.register_buffer("root", scale.detach().diag())
 
-    def forward(self, noise: Tensor) -> Drawn:  # type: ignore[override]
-        """The draw of this ε, ``(D,)``."""
+    def forward(self, noise: Tensor, mirrors: bool = False) -> Drawn:  # type: ignore[override]
+        """The draw of this ε, ``(D,)``, which may mirror the one before."""
         self.settle()
         loc, root = self.loc, self.root
         value = loc + root @ noise
         if not torch.is_grad_enabled():
             return Drawn(loc, root, noise, value)
-        heard = Heard(None, self.unit)
+        heard = Heard(None, self.unit, mirrors=mirrors)
         value = Lift.apply(value, self.unit)
 
         def hear(grad: Optional[Tensor]) -> None:
@@ -95,25 +122,29 @@ class DrawnGaussian(StepsOnBackward):
 
         if value.requires_grad:
             value.register_hook(hear)
-        return Drawn(loc, root, noise, value, partial(weighed, self, heard))
+        return Drawn(loc, root, noise, value, partial(weighed, self, heard), mirrors)
 
     def most_by_draws(self) -> float:
         return 1.0  # its steps are bounded by themselves
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
-        for own, grad in heard.draws.values():
-            loc, root = self.loc, self.root
-            for share, noise, by_value in by_draws(own, grad):
-                pull = root.mT @ (by_value * (len(loc) / total))  # every latent has told the weight
-                pull = torch.where(pull.isfinite().all(), pull, 0.0)
-                pull = pull * (rate / (1 + pull.square().mean()).sqrt())
-                self.loc = self.loc - share * (root @ pull)
-                along = root * pull
-                # R tril(eεᵀ): sums of the columns from each one on.
-                below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
-                change = below * (noise / (1 + noise.square().sum()))
-                shrink = (change.diagonal() / root.diagonal()).amax().clamp(min=0.5)
-                self.root = self.root - share * (change * (0.5 / shrink)).tril()
+        root = self.root
+        # Every latent has told the weight.
+        for share, noise, by_value, apart in _by_pairs(heard, total / len(self.loc)):
+            pull = _bounded(root.mT @ by_value, rate)
+            self.loc = self.loc - share * (root @ pull)
+            along = root * (pull if apart is None else _bounded(root.mT @ apart, rate))
+            # R tril(eεᵀ): sums of the columns from each one on.
+            below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
+            change = below * (noise / (1 + noise.square().sum()))
+            shrink = (change.diagonal() / root.diagonal()).amax().clamp(min=0.5)
+            self.root = self.root - share * (change * (0.5 / shrink)).tril()
+
+
+def _bounded(pull: Tensor, rate: float) -> Tensor:
+    """ρe, of a root mean square below 1; 0 if e is not finite."""
+    pull = torch.where(pull.isfinite().all(), pull, 0.0)
+    return pull * (rate / (1 + pull.square().mean()).sqrt())
 
 
 class Shifted(Gaussian):
@@ -212,15 +243,13 @@ class Following(StepsOnBackward):
         shift = self.offset + self.slope @ (drawn.value - drawn.loc)
         if not torch.is_grad_enabled():
             return Shifted(q, shift.split(self.sizes, -1))
-        heard = Heard(q, self.unit)
+        heard = Heard((q, drawn.root), self.unit, mirrors=drawn.mirrors)
         shift = Lift.apply(shift, self.unit)
         noise = drawn.noise
-        away = torch.linalg.solve_triangular(drawn.root.mT, noise[:, None], upper=True)[:, 0]
-        along = away / (1 + noise.square().sum())
 
         def hear(grad: Optional[Tensor]) -> None:
             if grad is not None:
-                heard.draws[id(along)] = along, grad.detach()
+                heard.draws[id(noise)] = noise, grad.detach()
                 self.note(heard)
 
         if shift.requires_grad:
@@ -231,14 +260,16 @@ class Following(StepsOnBackward):
         return 1.0  # a step's length is bounded by its own size
 
     def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
-        for own, grad in heard.draws.values():
-            level, window = self.level, min(self.steps_taken + 1, _WINDOW)
-            for share, along, by_shift in by_draws(own, grad):
-                natural = side_by_side(heard.base.covariance_times(by_shift.split(self.sizes, -1)))
-                apart = natural / total[..., None] - level
-                square = (by_shift * natural).sum(-1) / total.square()
-                fine = (apart.isfinite().all(-1) & (total > 0))[..., None]
-                apart = torch.where(fine, apart, 0.0)
+        q, root = heard.base
+        level, window = self.level, min(self.steps_taken + 1, _WINDOW)
+        for share, noise, by_shift, difference in _by_pairs(heard, torch.where(total > 0, total, torch.nan)[..., None]):
+            told = by_shift if difference is None else difference
+            natural = side_by_side(q.covariance_times(told.split(self.sizes, -1)))
+            apart = natural - level if difference is None else natural
+            apart = torch.where(apart.isfinite().all(-1, keepdim=True), apart, 0.0)
+            if difference is None:
                 self.level = self.level + share * (apart / window)
-                step = (rate / (1 + square).sqrt())[..., None, None] * apart[..., None] * along
-                self.slope = self.slope - share * step
+            square = (told * natural).sum(-1, keepdim=True).nan_to_num()
+            along = torch.linalg.solve_triangular(root.mT, noise[:, None], upper=True)[:, 0]
+            along = along / (1 + noise.square().sum())
+            self.slope = self.slope - share * ((rate / (1 + square).sqrt() * apart)[..., None] * along)

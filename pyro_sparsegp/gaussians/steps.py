@@ -100,6 +100,8 @@ class Heard:
     :param crosses: of pairs of them the keys, the features of both, and the gradient by their covariances.
     :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
     :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
+    :param mirrors: whether the pass was at the mirror image of the draw before, all else the same.
+    :param image: what the next pass says, if it was at the mirror image of this one's draw.
     """
 
     base: Any
@@ -110,6 +112,8 @@ class Heard:
     crosses: dict[int, dict[str, Any]] = field(default_factory=dict)
     draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     by_draws: bool = False
+    mirrors: bool = False
+    image: Optional[Heard] = None
     number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
 
     def __post_init__(self) -> None:
@@ -129,7 +133,8 @@ class Heard:
 
     def weight(self, batch_shape: torch.Size) -> Tensor:
         """c, of the batch's shape."""
-        return _summed([*self.weights.values(), *self.inner.values()], batch_shape)
+        own = _summed([*self.weights.values(), *self.inner.values()], batch_shape)
+        return own if self.image is None else own + self.image.weight(batch_shape)
 
     def curved(self) -> list[dict[str, Any]]:
         """The rows with gradients by variances. Those of functions that have covariances too, φ₁, …, φ_K with the
@@ -165,11 +170,14 @@ class Heard:
 
 def _whole(heard: list[Heard]) -> list[Heard]:
     """The passes that hold a divergence, with what was heard of those just before, of the same q, that do not: a layer
-    below a family on sites is drawn in one run of the guide and held in the next, which has the divergence.
+    below a family on sites is drawn in one run of the guide and held in the next, which has the divergence. One at the
+    mirror image of the draw before goes with that.
     """
     whole: list[Heard] = []
     for one in sorted(heard, key=attrgetter("number"), reverse=True):
         if one.weights or one.inner:
+            if whole and whole[0].mirrors and not one.mirrors:
+                one.image = whole.pop(0)
             whole.insert(0, one)
         elif whole:
             whole[0].rows.update(one.rows)

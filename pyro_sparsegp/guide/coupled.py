@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import attrgetter
-from typing import Any, Optional, Union
+from typing import Any, Optional, TypeVar, Union
 
 import pyro.distributions as dist
 import torch
@@ -17,11 +17,14 @@ from ..gaussians import Drawn, DrawnGaussian
 from ..modules import at_path
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.facts import Structure
+from ..program.traces import RandomState
 from ..warned import Warned, warn_once
 from .joint import follow
 from .latents import MeanFieldLatents
 
 __all__ = ["CoupledLatents"]
+
+_T = TypeVar("_T")
 
 _OF_ROWS = "has a value for each row"
 
@@ -66,6 +69,8 @@ class CoupledLatents(MeanFieldLatents):
     """Some latents have one Gaussian in unconstrained space, z ~ N(a, RRᵀ), drawn when it is first asked for: by one of
     them or by a GP site, whose coefficients given z have a mean linear in it. Both learn by natural steps.
     """
+
+    _mirrors = False  # whether draws are the mirror images of those before
 
     coupled: Union[bool, Collection[str]]
     _parts: dict[str, _Part]
@@ -210,8 +215,24 @@ class CoupledLatents(MeanFieldLatents):
             loc, root = self.together.loc, self.together.root
             return Drawn(loc, root, torch.zeros_like(loc), loc)
         if self._run.drawn is None:
-            self._run.drawn = self.together(torch.randn_like(self.together.loc))
+            noise = torch.randn_like(self.together.loc)
+            self._run.drawn = self.together(-noise if self._mirrors else noise, self._mirrors)
         return self._run.drawn
+
+    def with_mirrored(self, evaluate: Callable[[], _T]) -> list[_T]:
+        """What is evaluated in runs of this guide; and again, if latents are coupled, with the same random numbers, the
+        same rows of a mini-batch among them, but the latents' draw a + Rε at its mirror image, a − Rε.
+        """
+        if self.structure is None or not self.structure.coupled:
+            return [evaluate()]
+        state = RandomState(self.like)
+        found = [evaluate()]
+        state.restore()
+        self._mirrors = True
+        try:
+            return [*found, evaluate()]
+        finally:
+            self._mirrors = False
 
     def _get_params(self, name: str, prior: Any) -> tuple[Tensor, Tensor]:
         if not self._is_coupled(name):
@@ -256,7 +277,7 @@ class CoupledLatents(MeanFieldLatents):
         value = biject_to(msg["infer"]["prior"].support).inv(msg["value"])
         noise = part.drawn.noise.clone()
         noise[part.rows] = part.noise_of(value).detach()
-        self._run.drawn = self.together(noise)
+        self._run.drawn = self.together(noise, self._mirrors)
 
 
 def _without_ones(shape: torch.Size) -> list[int]:

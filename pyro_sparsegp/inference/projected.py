@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 from pyro import poutine
 from pyro.infer import ELBO
 from pyro.infer.util import torch_item
@@ -31,7 +31,7 @@ class ProjectedLikelihood(ELBO):
     hyperparameters trained by it generalise worse (figures S1 and S2): the default,
     :class:`~pyro_sparsegp.TraceQuadrature_ELBO`, is the better choice.
 
-    :param num_particles: draws of other latents, averaged.
+    :param num_particles: draws of other latents, averaged; of those that are coupled, each with its mirror image.
     """
 
     def __init__(self, num_particles: int = 1, **kwargs: Any) -> None:
@@ -62,8 +62,9 @@ class ProjectedLikelihood(ELBO):
         unwrapped = poutine.unwrap(guide)
         if not isinstance(unwrapped, AutoSparseGP) or model != unwrapped.model:
             raise ValueError("ProjectedLikelihood needs an AutoSparseGP guide and that guide's own model")
-        total = sum((self._one(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)), torch.zeros(()))
-        return -total / self.num_particles
+        evaluate = partial(self._one, unwrapped, guide, args, kwargs)
+        found = [value for _ in range(self.num_particles) for value in unwrapped.with_mirrored(evaluate)]
+        return -sum(found[1:], found[0]) / len(found)
 
     def _get_trace(self, model: Callable, guide: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError("ProjectedLikelihood has no traces to average")

@@ -65,7 +65,7 @@ class TraceQuadrature_ELBO(ELBO):
     8th, … replay, tells.
 
     :param num_nodes: K, nodes an axis.
-    :param num_particles: draws of other latents, averaged.
+    :param num_particles: draws of other latents, averaged; of those that are coupled, each with its mirror image.
     :param compile: ``True``, ``"inductor"`` or ``"cudagraph"``: steps of training are compiled.
     """
 
@@ -259,8 +259,9 @@ class TraceQuadrature_ELBO(ELBO):
 
     def _minus_bound(self, unwrapped: AutoSparseGP, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
-        bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
-        return -sum(bounds[1:], bounds[0]) / self.num_particles
+        evaluate = partial(self._bound, unwrapped, guide, args, kwargs)
+        bounds = [bound for _ in range(self.num_particles) for bound in unwrapped.with_mirrored(evaluate)]
+        return -sum(bounds[1:], bounds[0]) / len(bounds)
 
     def _get_trace(self, model: Callable, guide: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError("TraceQuadrature_ELBO runs the model for all nodes at once; it has no single trace")
