@@ -516,8 +516,8 @@ MUTANTS = [
     Mutant(
         "slope-learns-the-mean",
         "Following.step",
-        "apart = natural / total[..., None] - level",
-        "apart = natural / total[..., None]",
+        "apart = natural - level if difference is None else natural",
+        "apart = natural",
         ("test_coupled.py::test_a_gradient_that_stays_is_the_means_and_moves_the_slope_once",),
     ),
     Mutant(

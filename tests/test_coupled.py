@@ -224,8 +224,8 @@ def test_mini_batches_arrive():
     guide = _train(model, families.SVGP(12, natural=True, trainable=False), data, steps=700)
     sd = (guide.together.root @ guide.together.root.T).diagonal().sqrt()
     exact = _exact(*data)[1].diagonal()[: 1 + GROUPS].sqrt()
-    assert (sd > 0.5 * exact).all()
-    assert (sd < 1.5 * exact).all()
+    assert (sd > 0.8 * exact).all()
+    assert (sd < 1.2 * exact).all()
 
 
 def _sum():
@@ -382,6 +382,82 @@ def test_a_gradient_that_stays_is_the_means_and_moves_the_slope_once():
         slopes.append(following.slope)
     torch.testing.assert_close(slopes[1], slopes[0])
     assert not torch.allclose(slopes[2], slopes[1])
+
+
+@pytest.mark.parametrize("stays", [0.0, 1e3])
+def test_what_a_batch_says_of_means_moves_neither_root_nor_slope(stays):
+    # Two mirrored draws by hand, under a gradient that both share, of any size.
+    torch.manual_seed(0)
+    q, following = _natural(), Following([3, 2], (), torch.zeros(()), torch.zeros(2), rate=0.1)
+    together = DrawnGaussian(torch.randn(2), torch.rand(2) + 0.5, rate=0.1)
+    together.root = root = torch.tensor([[2.0, 0.0], [0.5, 1.0]])
+    following.centre, loc, noise = together.loc, together.loc, torch.randn(2)
+    curved, along, shared = torch.diag(torch.tensor([1.0, 3.0])), torch.randn(5, 2), torch.randn(7)
+    total = 0.0
+    for each, mirrors in ((noise, False), (-noise, True)):
+        drawn = together(each, mirrors)
+        shifted = following(q, drawn)
+        by_shift = along @ (drawn.value - loc).detach() + stays * shared[:5]
+        density = 0.5 * (drawn.value - loc) @ curved @ (drawn.value - loc) + stays * shared[5:] @ drawn.value
+        weights = drawn.weigh((2,)).sum() + shifted.weigh(())
+        total = total + 0.5 * (density + (by_shift * torch.cat(list(shifted.shift))).sum() + weights)
+    total.backward()
+    together.settle()
+    following.settle()
+    assert together.steps == following.steps == 1
+    pull = root.T @ curved @ root @ noise
+    pull = pull * 0.1 / (1 + pull.square().mean()).sqrt()
+    outer = torch.outer(pull, noise)
+    half = outer.tril(-1) + 0.5 * outer.diagonal().diag()
+    torch.testing.assert_close(together.root, root - root @ half / (1 + noise.square().sum()))
+    apart = along @ root @ noise
+    natural = q.covariance_matrix @ apart
+    away = torch.linalg.solve(root.T, noise) / (1 + noise.square().sum())
+    torch.testing.assert_close(following.slope, -0.1 / (1 + apart @ natural).sqrt() * torch.outer(natural, away))
+    torch.testing.assert_close(following.level, torch.zeros(5))
+    mean = stays * root.T @ shared[5:]
+    torch.testing.assert_close(together.loc, loc - root @ mean * 0.1 / (1 + mean.square().mean()).sqrt())
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_objective_runs_each_draw_and_its_mirror_image_at_the_same_rows(held):
+    data, seen = _data(), []
+
+    def model(x, group, y):
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        with pyro.plate("groups", GROUPS):
+            g = pyro.sample("g", dist.Normal(0.0, 1.0))
+        e = pyro.sample("e", dist.Normal(0.0, 1.0))
+        plate = pyro.plate("data", N, subsample_size=6)
+        f = pyro.sample("f", GaussianProcess(_kernel(), x[plate.indices]))
+        with plate as rows:
+            seen.append((c.detach(), g.detach(), e.detach(), rows))
+            pyro.sample("y", dist.Normal(f + c + e + g[group[rows]], NOISE), obs=y[rows])
+
+    guide = AutoSparseGP(model, families.SVGP(5), coupled=("c", "g"))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
+    for _ in range(3):
+        svi.step(*data)
+    guide.together.settle()
+    before, root = guide.together.loc.clone(), guide.together.root.clone()
+    seen.clear()
+    if held:
+        with poutine.condition(data={"g": torch.ones(GROUPS)}):
+            svi.step(*data)
+    else:
+        svi.step(*data)
+    (c, g, e, rows), (image, other, same, again) = seen[0], seen[-1]
+    assert len({float(one[0]) for one in seen}) == 2
+    torch.testing.assert_close(rows, again)
+    torch.testing.assert_close(e, same)
+    torch.testing.assert_close(c + image, 2 * before[0])
+    if held:
+        torch.testing.assert_close(g, other)
+        return
+    torch.testing.assert_close(g + other, 2 * before[1:])
+    guide.together.settle()
+    assert not torch.equal(guide.together.loc, before)
+    assert not torch.equal(guide.together.root, root)
 
 
 @pytest.mark.slow  # that a step's length is bounded, in units of q, is seen in the test above

@@ -47,7 +47,7 @@ _WINDOW = 10  # steps that the running mean is over
 
 def _rising(step: int) -> float:
     """ρ of step t: m and S learn first."""
-    return 0.25 * min(1.0, (step / 20) ** 2)
+    return 0.5 * min(1.0, (step / 20) ** 2)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class DrawnGaussian(StepsOnBackward):
 
     :param loc: a at the start, ``(D,)``.
     :param scale: the standard deviations at the start, ``(D,)``.
-    :param rate: ρ in (0, 1], or a function of the number of steps taken; by default it rises to 0.25 in 20 steps, so
+    :param rate: ρ in (0, 1], or a function of the number of steps taken; by default it rises to 0.5 in 20 steps, so
         that the coefficients that follow learn first.
     """
 
