@@ -260,7 +260,10 @@ class TraceQuadrature_ELBO(ELBO):
     def _minus_bound(self, unwrapped: AutoSparseGP, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
         evaluate = partial(self._bound, unwrapped, guide, args, kwargs)
-        bounds = [bound for _ in range(self.num_particles) for bound in unwrapped.with_mirrored(evaluate)]
+        if unwrapped.structure is not None and unwrapped.structure.coupled:
+            bounds = [bound for _ in range(self.num_particles) for bound in unwrapped.with_mirrored(evaluate)]
+        else:
+            bounds = [evaluate() for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / len(bounds)
 
     def _get_trace(self, model: Callable, guide: Any, args: Any, kwargs: Any) -> Any:
