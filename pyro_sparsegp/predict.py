@@ -19,7 +19,7 @@ from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
 from .program.groups import grouped, plate_sizes, warn_of_groups
 from .program.traces import as_process, is_observation, whole_plates
-from .warned import Warned
+from .warned import Warned, warn_once
 from .whitening import Whitening, unwhiten
 
 __all__ = ["predict"]
@@ -90,7 +90,7 @@ def _from_guide(
     structure = None if model is guide.model else guide.structure
     if structure is not None:
         _require_free(model, guide, args, kwargs)
-    draws = guide.draws(num, *args, joint=joint, **kwargs)
+    draws, warned = guide.draws(num, *args, joint=joint, **kwargs), Warned()
     for _ in range(num):
         try:
             values = next(draws)
@@ -105,6 +105,7 @@ def _from_guide(
         with whole_plates():
             trace = poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs)
         _require_own_rows({name: site for name, site in trace.nodes.items() if name not in latent})
+        _warn_of_held(guide, trace.nodes, warned)
         yield _values(trace)
 
 
@@ -119,6 +120,21 @@ def _require_free(model: Callable, guide: AutoSparseGP, args: tuple, kwargs: dic
                 f"the model given to predict holds site {name!r} at a value, of which the guide's draws of other sites "
                 "know nothing: make the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), "
                 "...), and train it."
+            )
+
+
+def _warn_of_held(guide: AutoSparseGP, sites: Mapping[str, Any], warned: Warned) -> None:
+    """Tell of latents that the guide's own model held at a value, and this one draws."""
+    assert guide.structure is not None
+    for name in guide.structure.rows:
+        if name in sites and not sites[name]["is_observed"] and guide.is_given(name, sites[name]):
+            warn_once(
+                warned,
+                "held",
+                name,
+                f"the guide was trained with site {name!r} held at a value, which the model given to predict draws "
+                "from its prior, apart from all that was learned: give predict the guide's own model.",
+                stacklevel=5,
             )
 
 

@@ -11,7 +11,7 @@ from pyro.infer import SVI, Trace_ELBO
 from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, kernels, predict
-from pyro_sparsegp.families import SGPR, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
+from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
 
 from .models import estimate, one_function, train
 
@@ -376,3 +376,19 @@ def test_a_positive_latent_learns_by_drawn_elbos():
     guide = AutoSparseGP(model, SGPR(8))
     losses = train(model, guide, x, y, steps=40, loss=Trace_ELBO())
     assert sum(losses[-10:]) < sum(losses[:10])
+
+
+@pytest.mark.parametrize("family", [SVGP(6), SGPR(6)], ids=lambda family: type(family).__name__)
+def test_a_latent_that_training_held_is_not_drawn_from_its_prior_in_silence(family):
+    """Data held by pyro.condition are another matter: they are to be predicted."""
+    x, y = data()
+    held = pyro.condition(program("before"), {"c": torch.tensor(0.0)})
+    guide = AutoSparseGP(held, family)
+    guide(x, y)
+    with pytest.warns(UserWarning, match="trained with site 'c' held at a value"):
+        predict(program("before"), guide, x, num_samples=2)
+    predict(held, guide, x, num_samples=2)
+    pyro.clear_param_store()
+    guide = AutoSparseGP(pyro.condition(program("before"), {"y": y}), family)
+    guide(x)
+    predict(program("before"), guide, x[:3], num_samples=2)
