@@ -337,6 +337,10 @@ def test_natural_rates_fall_where_the_model_draws_rows(each):
     assert (min(shares) < 0.5) == (each is not None)
 
 
+def rates_of(optim):
+    return {group["lr"] for one in optim.optim_objs.values() for group in one.param_groups}
+
+
 def test_rates_fall_to_the_end():
     """Of all parameters; those of hyperparameters begin at twice the rate, in a guide that has met no data."""
     x, y = fit_worker.rows(40)
@@ -344,19 +348,11 @@ def test_rates_fall_to_the_end():
     optim, rates = FallingAdam(0.1), []
 
     def rule(iterates):  # after the next step's rates are set
-        rates.append({group["lr"] for one in optim.optim_objs.values() for group in one.param_groups})
+        rates.append(rates_of(optim))
         return False
 
-    fit(
-        fit_worker.regression,
-        guide,
-        (x, y),
-        steps=40,
-        optim=optim,
-        stopping=rule,
-        warm_start=False,
-        progress=False,
-    )
+    settings = {"optim": optim, "warm_start": False, "progress": False}
+    fit(fit_worker.regression, guide, (x, y), steps=40, stopping=rule, **settings)
     assert len(rates) == 40
     for step, found in enumerate(rates, 1):
         expected = {FallingAdam.factor(step, 40, far) for far in (False, True)}
@@ -366,12 +362,12 @@ def test_rates_fall_to_the_end():
 
 
 def test_hyperparameters_that_data_have_led_take_the_rate_of_the_rest():
-    """Not twice it: of a guide that was called before, of one that has had a warm start, and of a fit gone on with."""
+    """Not twice it: of a guide that was called before, and of one that has had a warm start."""
     x, y = fit_worker.rows(40)
     found = []
 
     def rule(iterates):
-        found.append({group["lr"] for one in optim.optim_objs.values() for group in one.param_groups})
+        found.append(rates_of(optim))
         return True
 
     for called, warmed in ((True, False), (False, True)):
@@ -379,16 +375,8 @@ def test_hyperparameters_that_data_have_led_take_the_rate_of_the_rest():
         guide, optim = AutoSparseGP(fit_worker.regression, SVGP(4)), FallingAdam(0.1)
         if called:
             guide(x, y)
-        fit(
-            fit_worker.regression,
-            guide,
-            (x, y),
-            steps=40,
-            optim=optim,
-            stopping=rule,
-            warm_start=warmed,
-            progress=False,
-        )
+        settings = {"optim": optim, "warm_start": warmed, "progress": False}
+        fit(fit_worker.regression, guide, (x, y), steps=40, stopping=rule, **settings)
     assert [len(rates) for rates in found] == [1, 1]
 
 

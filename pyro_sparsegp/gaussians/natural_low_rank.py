@@ -427,11 +427,9 @@ class NaturalLowRank(StepsOnBackward):
     @torch.no_grad()
     def _known(self, q: LowRankGaussian) -> Optional[tuple[Tensor, Tensor]]:
         _, b, roots = q.parts
-        return (
-            None
-            if roots is None
-            else (self._groups.over([each_times(root, part) for root, part in zip(roots, b)]), q.inner)
-        )
+        if roots is None:
+            return None
+        return self._groups.over([each_times(root, part) for root, part in zip(roots, b)]), q.inner
 
     @torch.no_grad()
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:

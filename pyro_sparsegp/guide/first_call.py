@@ -332,36 +332,28 @@ def check_parameters(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
     guide.calls = FirstCalls()
     probe = guide.probe(args, kwargs)
     known = _check_known(guide)
-    _warn_of_rows(guide.structure, probe.posteriors)
+    _warn_of_data_latents(guide, probe.posteriors)
     require_registered(guide.model, probe, guide.trace, (args, kwargs))
     _leave_units(guide, probe.posteriors)
     _follow(guide, probe.posteriors)
     guide._checked_parameters = known  # else a training call will tell
 
 
-def _warn_of_rows(found: Structure, posteriors: Mapping[str, Marginals]) -> None:
+def _warn_of_data_latents(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
     """Tell of latents that each datum has one of beside f; those that may be a GP's inputs are another matter."""
-    rows = [name for name, latent in found.latents.items() if _is_of_rows(latent, found)]
-    if rows and posteriors and not any(posterior.process.x.requires_grad for posterior in posteriors.values()):
+    found = guide.structure
+    assert found is not None
+    numbers = {name: math.prod(found.latents[name]["shape"] or ()) for name in guide.local_latents}
+    most = max(found.rows.values(), default=math.inf)
+    names = [name for name, number in numbers.items() if number >= most]
+    if names and posteriors and not any(posterior.process.x.requires_grad for posterior in posteriors.values()):
         warnings.warn(
-            f"latent site {rows[0]!r} has a value for each datum, and q leaves out that it gains what GP sites "
+            f"latent site {names[0]!r} has a value for each datum, and q leaves out that it gains what GP sites "
             f"{', '.join(map(repr, found.gps))} lose at that datum: the intervals of both are too narrow, several "
             "times where it is wide. Integrate it out in the likelihood: of a Normal by its variance, of others by "
             "quadrature in pyro.factor.",
             stacklevel=6,
         )
-
-
-def _is_of_rows(latent: Mapping[str, Any], found: Structure) -> bool:
-    plates = latent["plates"]
-    shape = latent["shape"]
-    return (
-        bool(plates)
-        and set(plates) <= set(found.data_plates)
-        and shape is not None
-        and bool(found.rows)
-        and (math.prod(shape) >= max(found.rows.values()))
-    )
 
 
 def _leave_units(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:

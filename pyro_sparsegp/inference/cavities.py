@@ -13,6 +13,8 @@ from ..numerics.linalg import over_lower, over_upper, solve_lower
 __all__ = ["Cavity", "cavity_of", "is_valid", "log_normaliser_of", "parabola", "prior_of"]
 
 _WIDEST = 4.0  # a cavity's variance, over the prior's
+_LOOKS = 3  # for a parabola's top
+_ANOTHER = 1e-2  # of a log density's size, by which it differs from a parabola that it is not
 
 
 @dataclass
@@ -100,10 +102,6 @@ def parabola(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tens
         slope, curvature = torch.where(same, tilt + bend * away, slope), torch.where(same, bend, curvature)
         gaussian, doubtful = gaussian | (same & clear), same & unclear
     return slope, curvature, gaussian
-
-
-_LOOKS = 3
-_ANOTHER = 1e-2  # of a log density's size, by which it differs from a parabola that it is not
 
 
 def _by_five_nodes(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tensor) -> tuple[Tensor, ...]:
