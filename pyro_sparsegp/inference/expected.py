@@ -29,6 +29,7 @@ from torch import Tensor
 from ..guide import AutoSparseGP
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import dependence as dependences
+from ..program.affine import is_affine, others_move, parameter_of
 from ..program.facts import Structure
 from ..program.registration import Probe
 from ..program.traces import (
@@ -97,7 +98,7 @@ class Expectations:
         total: Any = 0.0
         for name in self.sites:
             site: Any = model_trace.nodes[name]
-            shift = _parameter(moved.nodes[name]["fn"]) - _parameter(site["fn"])
+            shift = parameter_of(moved.nodes[name]["fn"]) - parameter_of(site["fn"])
             expectation = _expectation(site["fn"], site["value"], shift.square())
             total = total + scale_and_mask(expectation, site["scale"], site["mask"]).sum()
         return total
@@ -127,15 +128,6 @@ def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:
 def joint_or_marginal_draw(q: SparsePosterior, coupled: bool) -> Tensor:
     """A draw of a site's values: joint where densities couple them, else of the marginals."""
     return SparsePosterior.rsample(q) if coupled else q.marginals.rsample()
-
-
-def _parameter(fn: Any) -> Tensor:
-    fn = bare(fn)
-    return getattr(fn, _normal_parameter(fn))
-
-
-def _normal_parameter(fn: Any) -> str:
-    return "loc" if isinstance(fn, torch.distributions.Normal) else fn.normal_parameter
 
 
 def _is_normal_around(site: Any, f: Tensor) -> bool:
@@ -243,7 +235,7 @@ def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[
     up = {gp: held[gp] + probe.posteriors[gp].process.variance.sqrt() for gp in kinds}
     with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
         moved: Any = held_trace(guide.model, held | up, args, kwargs).nodes
-    if any(_others_move(nodes[name], moved[name]) for name in values):
+    if any(others_move(nodes[name], moved[name]) for name in values):
         return None
     return Expectations(tuple(values), tuple(kinds), replace(found, dependence={}, interactions=[]), values)
 
@@ -256,7 +248,7 @@ def _owning_sites(run: Run, start: Start, name: str) -> Any:
     """The GP sites whose values the parameter of site ``name`` is made of; or why it is not normal and independent."""
 
     def parameter(moved: dict[str, Tensor]) -> Tensor:
-        return _parameter(run(moved).nodes[name]["fn"])
+        return parameter_of(run(moved).nodes[name]["fn"])
 
     def alone(gp: str, value: Tensor) -> dict[str, Tensor]:
         return {name: parameter({gp: value})}
@@ -270,16 +262,10 @@ def _owning_sites(run: Run, start: Start, name: str) -> Any:
         for gp, (f, spread) in start.items()
     }
     base = run({})
-    middle = _parameter(base.nodes[name]["fn"])
-    up, down, far = (parameter(along(size)) for size in (1.0, -1.0, 3.0))
-    tolerance = (1e-7 if middle.dtype == torch.float64 else 1e-3) * (up - down).abs() + 100 * torch.finfo(
-        middle.dtype
-    ).eps * (middle.abs() + far.abs())
-    if not (
-        ((up + down - 2 * middle).abs() <= tolerance) & ((far - middle - 3 * (up - middle)).abs() <= 3 * tolerance)
-    ).all():
+    middle = parameter_of(base.nodes[name]["fn"])
+    if not is_affine(middle, lambda size: parameter(along(size))):
         return "this is not an affine function of function values"
-    if _others_move(base.nodes[name], run(along(1.0)).nodes[name]):
+    if others_move(base.nodes[name], run(along(1.0)).nodes[name]):
         return "another of its parameters, or its scale or mask, depends on function values too"
     # Independent functions (a GP site has one for each output) are numbered across sites.
     owner = torch.full(middle.shape, -1, device=middle.device)  # of each entry: its function
@@ -303,20 +289,6 @@ def _owning_sites(run: Run, start: Start, name: str) -> Any:
         if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
             return "entries of one term depend on one another, being values of the same function"
     return owning
-
-
-def _others_move(before: Any, after: Any) -> bool:
-    def parts(site: Any) -> list[Any]:
-        fn = bare(site["fn"])
-        names = [name for name in fn.arg_constraints if name != _normal_parameter(fn)]
-        return [*(getattr(fn, name) for name in names), site["scale"], site["mask"], site["value"]]
-
-    def same(a: Any, b: Any) -> bool:
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-        return a is b or a == b
-
-    return not all(same(a, b) for a, b in zip(parts(before), parts(after)))
 
 
 def _rest(found: Structure, run: Run, start: Start, sites: set[str]) -> Structure:
