@@ -305,7 +305,7 @@ def _expect_joint_draws(guide: Saved) -> None:
         coefficients = getattr(guide.modules_by_site()[name], "coefficients", None)
         if isinstance(coefficients, NaturalGaussian):
             coefficients.hold_by_draws()
-    if coupled:
+    if coupled and not guide.structure.affine:
         warnings.warn(
             f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
             "different inputs: they are drawn jointly, at a cost cubic in the number of inputs, and not integrated "

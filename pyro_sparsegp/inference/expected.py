@@ -12,7 +12,7 @@ that is what trains most often: the model runs once, at m, and nothing is mapped
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Optional, Protocol, runtime_checkable
@@ -27,9 +27,10 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 
 from ..guide import AutoSparseGP
+from ..numerics.linalg import solve_lower
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import dependence as dependences
-from ..program.affine import is_affine, others_move, parameter_of
+from ..program.affine import NORMAL, is_affine, others_move, parameter_of
 from ..program.facts import Structure
 from ..program.registration import Probe
 from ..program.traces import (
@@ -70,12 +71,16 @@ class Expectations:
     :param gps: the GP sites that these depend on.
     :param rest: how all other densities depend on function values; GP sites that none depends on are left out.
     :param values: the GP sites whose values are the parameter as they are, by site; then all sites are of that kind.
+    :param affine: whether all sites are normal around affine functions of the values of several inputs.
+    :param at_means: whether one run at q's means tells of all densities of function values.
     """
 
     sites: tuple[str, ...]
     gps: tuple[str, ...]
     rest: Structure
     values: Optional[dict[str, str]] = None
+    affine: bool = False
+    at_means: bool = False
 
     def total(
         self,
@@ -91,33 +96,35 @@ class Expectations:
         :param values: those of all sites in them.
         """
         model_trace, guide_trace = traces
+        sites: Any = model_trace.nodes
+        variances: dict[str, Tensor] = {}
         if self.values is not None:
-            return self._total_at_values(model_trace, guide_trace)
-        up = {name: q.mean + q.stddev for name in self.gps for q in [posterior_at(guide_trace, name)]}
-        moved = held_trace(model, values | up, args, kwargs)
+            for name, gp in self.values.items():
+                variances[name] = posterior_at(guide_trace, gp).variance
+        elif self.affine:
+            posteriors = {name: posterior_at(guide_trace, name) for name in self.gps}
+            variances = location_variances(model, posteriors, self.sites, (model_trace, values), args, kwargs)
+        else:
+            up = {name: q.mean + q.stddev for name in self.gps for q in [posterior_at(guide_trace, name)]}
+            moved: Any = held_trace(model, values | up, args, kwargs).nodes
+            for name in self.sites:
+                variances[name] = (parameter_of(moved[name]["fn"]) - parameter_of(sites[name]["fn"])).square()
         total: Any = 0.0
-        for name in self.sites:
-            site: Any = model_trace.nodes[name]
-            shift = parameter_of(moved.nodes[name]["fn"]) - parameter_of(site["fn"])
-            expectation = _expectation(site["fn"], site["value"], shift.square())
+        for name, variance in variances.items():
+            site = sites[name]
+            expectation = _expectation(site["fn"], site["value"], variance)
             total = total + scale_and_mask(expectation, site["scale"], site["mask"]).sum()
         return total
 
     def hold(self, model_trace: poutine.Trace) -> bool:
         """Whether a run has the sites as they were found: asked where a parameter is a GP site's values themselves."""
         sites: Any = model_trace.nodes
+        if self.affine:
+            return all(name in sites and type(bare(sites[name]["fn"])) in NORMAL for name in self.sites)
         return all(
             name in sites and _is_normal_around(sites[name], sites[gp]["value"])
             for name, gp in (self.values or {}).items()
         )
-
-    def _total_at_values(self, model_trace: poutine.Trace, guide_trace: poutine.Trace) -> Tensor:
-        total: Any = 0.0
-        for name, gp in (self.values or {}).items():
-            site: Any = model_trace.nodes[name]
-            expectation = _expectation(site["fn"], site["value"], posterior_at(guide_trace, gp).variance)
-            total = total + scale_and_mask(expectation, site["scale"], site["mask"]).sum()
-        return total
 
 
 def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:
@@ -139,6 +146,53 @@ def _is_normal_around(site: Any, f: Tensor) -> bool:
     return loc.shape == f.shape and loc.stride() == f.stride() and loc.data_ptr() == f.data_ptr()
 
 
+def location_variances(
+    model: Callable,
+    posteriors: dict[str, SparsePosterior],
+    names: Iterable[str],
+    at: tuple[poutine.Trace, dict[str, Tensor]],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> dict[str, Tensor]:
+    """The variances under q of locations Af + b, by site: Σ over GP sites of diag(A Cov(f) Aᵀ), with A off the program
+    by autograd; of a multivariate normal, those of the locations over its scale, L⁻¹(Af + b).
+
+    :param at: a run at the means, and its values.
+    """
+    trace, values = at
+    trains = torch.is_grad_enabled()  # A may have parameters
+    with torch.enable_grad(), pyro.validation_enabled(False):
+        means = {gp: values[gp].detach().requires_grad_() for gp in posteriors}
+        held: Any = held_trace(model, values | means, args, kwargs, trace).nodes
+        jacobians = {name: _jacobian(parameter_of(held[name]["fn"]), list(means.values()), trains) for name in names}
+    found = {}
+    for name, rows in jacobians.items():
+        fn = bare(held[name]["fn"])
+        parts = [
+            posteriors[gp].variance_of(_over_scale(fn, row).movedim(0, -2))
+            for gp, row in zip(means, rows)
+            if row is not None
+        ]
+        variances = [part.reshape(-1, part.shape[-1]).sum(0) for part in parts]
+        found[name] = sum(variances[1:], variances[0]).reshape(fn.loc.shape)
+    return found
+
+
+def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Tensor], ...]:
+    """∂ value / ∂ each, ``(K, ...)``; ``None`` where there is none."""
+    one = torch.eye(value.numel(), dtype=value.dtype, device=value.device).reshape(-1, *value.shape)
+    return torch.autograd.grad(
+        value, by, one, retain_graph=True, create_graph=again, allow_unused=True, is_grads_batched=True
+    )
+
+
+def _over_scale(fn: Any, rows: Tensor) -> Tensor:
+    """L⁻¹A of a multivariate normal, A of another."""
+    if isinstance(fn, torch.distributions.Normal):
+        return rows
+    return solve_lower(fn.scale_tril, rows.reshape(*fn.loc.shape, -1)).reshape(rows.shape)
+
+
 def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
     if isinstance(fn, torch.distributions.Independent):
         return sum_rightmost(_expectation(fn.base_dist, value, variance), fn.reinterpreted_batch_ndims)
@@ -148,6 +202,8 @@ def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
         return _expectation(fn.base_dist, value, variance)
     if isinstance(fn, torch.distributions.Normal):
         return fn.log_prob(value) - variance / (2 * fn.scale.square())
+    if isinstance(fn, dist.MultivariateNormal):
+        return fn.log_prob(value) - 0.5 * variance.sum(-1)
     return fn.expected_log_prob(value, variance)
 
 
@@ -163,6 +219,10 @@ def find_expectations(
     """
     assert guide.structure is not None
     found = guide.structure
+    if found.affine:
+        gps = tuple(name for name, kind in found.dependence.items() if kind != dependences.NONE)
+        rest = replace(found, dependence={}, interactions=[])
+        return Expectations(tuple(found.downstream), gps, rest, affine=True, at_means=True)
     outer = [name for name in found.gps if name not in found.inner]
     zero = guide.like.new_zeros(())
     probe = guide.probe(args, kwargs)
@@ -237,7 +297,8 @@ def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[
         moved: Any = held_trace(guide.model, held | up, args, kwargs).nodes
     if any(others_move(nodes[name], moved[name]) for name in values):
         return None
-    return Expectations(tuple(values), tuple(kinds), replace(found, dependence={}, interactions=[]), values)
+    rest = replace(found, dependence={}, interactions=[])
+    return Expectations(tuple(values), tuple(kinds), rest, values, at_means=True)
 
 
 Run = Callable[[dict[str, Tensor]], poutine.Trace]
@@ -263,7 +324,7 @@ def _owning_sites(run: Run, start: Start, name: str) -> Any:
     }
     base = run({})
     middle = parameter_of(base.nodes[name]["fn"])
-    if not is_affine(middle, lambda size: parameter(along(size))):
+    if not is_affine(middle, *(parameter(along(size)) for size in (1.0, -1.0, 3.0))):
         return "this is not an affine function of function values"
     if others_move(base.nodes[name], run(along(1.0)).nodes[name]):
         return "another of its parameters, or its scale or mask, depends on function values too"

@@ -275,7 +275,7 @@ class TraceQuadrature_ELBO(ELBO):
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
             self._expectations[guide] = find_expectations(guide, args, kwargs, warn)
         expected = self._expectations[guide]
-        if expected is not None and expected.values is not None:
+        if expected is not None and expected.at_means:
             with pyro.validation_enabled(False):
                 at_means: dict[str, Optional[Tensor]] = dict.fromkeys(expected.gps)
                 model_trace, guide_trace, values = guide.at_nodes(at_means, wrapped, args, kwargs)

@@ -127,6 +127,12 @@ class Marginals(TorchDistribution):
         mine, its = self.coefficients.share, other.coefficients.share
         return mine.row_covariance(self.features, its, other.features)
 
+    def variance_of(self, rows: Tensor) -> Tensor:
+        """Var[Af] = diag(A(k(x, x) + Φ(S − I)Φᵀ)Aᵀ), ``(..., K)``, for a matrix A, ``(..., K, N)``, at O(KN²)."""
+        prior = (rows @ self.process.kernel(self.process.x) * rows).sum(-1)
+        _, change = self.coefficients.moments([rows @ phi for phi in self.features])
+        return above_rounding(prior + change, prior)
+
     @property
     def marginals(self) -> dist.Normal:
         """Independent normals with this posterior's mean and variance, batch shape ``(..., N)``."""

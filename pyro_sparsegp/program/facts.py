@@ -13,6 +13,7 @@ from pyro import poutine
 from torch import Tensor
 
 from ..process import GaussianProcess
+from .affine import are_normal_around_affine
 from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, adds_up, finite, group_size, same
 from .likelihood import mapped
 from .traces import as_process, log_densities
@@ -48,6 +49,8 @@ class Structure:
     :param crossed: pairs of them that meet in terms of densities at different inputs or outputs.
     :param network: whether the program runs a network, so that each of its runs may be long.
     :param summed: pairs of GP sites of separate posteriors that enter densities by a sum of them alone, f + cg.
+    :param affine: whether values at several inputs meet in densities, and all of these are normal around affine
+        functions of values.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -69,6 +72,7 @@ class Structure:
     crossed: list[list[str]] = field(default_factory=list)
     network: bool = False
     summed: list[list[str]] = field(default_factory=list)
+    affine: bool = False
 
     @property
     def follows_networks(self) -> bool:
@@ -145,6 +149,8 @@ def explore(
             found.interactions.append([f, g])
     found.crossed = _crossed(found, moves, program)
     found.summed = _summed(found, moves, program)
+    if COUPLED in found.dependence.values() and not (found.inner or found.joint or found.enumerated or slopes):
+        found.affine = are_normal_around_affine(found.downstream, starts, held)
     for name in slopes:
         quadratic, meeting = moves.quadratic(name, gradients[name])
         if quadratic:
