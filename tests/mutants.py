@@ -278,6 +278,20 @@ MUTANTS = [
     ),
     # Bases.
     Mutant(
+        "affine-without-scale",
+        "_over_scale",
+        "return solve_lower(fn.scale_tril, rows.reshape(*fn.loc.shape, -1)).reshape(rows.shape)",
+        "return rows",
+        ("test_affine.py::test_one_step_under_precise_correlated_noise_is_the_collapsed_bound",),
+    ),
+    Mutant(
+        "affine-without-other-parameters",
+        "are_normal_around_affine",
+        'if others_move(*sites[:2]) or not is_affine(*(parameter_of(site["fn"]) for site in sites)):',
+        'if not is_affine(*(parameter_of(site["fn"]) for site in sites)):',
+        ("test_affine.py::test_other_densities_are_drawn_from_and_warned_of",),
+    ),
+    Mutant(
         "transposed-solve",
         "InducingFeatures.__call__",
         "found.append(over_upper(right, row[-1]))",
