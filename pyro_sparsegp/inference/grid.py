@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Collection
 from typing import Any, Optional
 
-import numpy as np
 import pyro
 import torch
 from pyro import poutine
@@ -17,52 +16,16 @@ from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP
 from ..posterior.drawing import NodeSite
-from ..program.dependence import COUPLED, DATAWISE
+from ..program.dependence import COUPLED
 from ..program.facts import Structure
 from ..program.traces import held_trace
 from ..warned import warn_once
+from .axes import MAX_AXES, quadrature_axes
 from .expected import Expectations, joint_or_marginal_draw, posterior_at
 
-__all__ = ["Grid", "divergence", "log_density_minus_kl", "mapped", "one_by_one", "quadrature_axes", "weighted_sum"]
-
-_MAX_AXES = 2
+__all__ = ["Grid", "divergence", "log_density_minus_kl", "mapped", "one_by_one", "weighted_sum"]
 
 Ran = tuple[poutine.Trace, poutine.Trace, dict[str, Tensor]]  # the model's trace, the guide's, all sites' values
-
-
-def quadrature_axes(structure: Structure) -> dict[str, tuple[int, ...]]:
-    """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
-
-    Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
-    meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-    so is a group that would need more than two axes, and sites of one posterior that meet across rows.
-    """
-    width = {}
-    for name, kind in structure.dependence.items():
-        if name in structure.inner or kind == COUPLED or (structure.joint and not structure.meets_by_rows(name)):
-            continue
-        outputs = int(np.prod(structure.gps[name]["batch_shape"], dtype=int))
-        width[name] = outputs if kind == DATAWISE else 1
-    meets: dict[str, set[str]] = {name: set() for name in width}
-    for f, g in structure.interactions:
-        if f in width and g in width:
-            meets[f].add(g)
-            meets[g].add(f)
-    for name in (
-        width if structure.joint else ()
-    ):  # sites of one posterior are correlated even where a third stands between them
-        meets[name] |= (set(structure.company(name)) & set(width)) - {name}
-    axes: dict[str, tuple[int, ...]] = {}
-    for name in width:
-        taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
-        free = (axis for axis in itertools.count() if axis not in taken)
-        axes[name] = tuple(itertools.islice(free, width[name]))
-    too_many = {name for name, used in axes.items() if max(used) >= _MAX_AXES}
-    while True:  # a group is drawn as a whole
-        spread = {other for name in too_many for other in meets[name]} - too_many
-        if not spread:
-            return {name: used for name, used in axes.items() if name not in too_many}
-        too_many |= spread
 
 
 class Grid:
@@ -95,7 +58,7 @@ class Grid:
                 self.guide.warned,
                 "integrated by draws",
                 ", ".join(drawn),
-                f"GP sites {', '.join(drawn)} meet in densities of more than {_MAX_AXES} function values: these are "
+                f"GP sites {', '.join(drawn)} meet in densities of more than {MAX_AXES} function values: these are "
                 "integrated by Monte Carlo, one draw a particle, not by quadrature.",
                 stacklevel=6,
             )

@@ -26,10 +26,11 @@ from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.traces import RandomState, require_again
 from ..warned import warn_once
+from .axes import quadrature_axes
 from .compiled import BACKENDS, CompiledSteps
 from .expected import Expectations, find_expectations
 from .first_steps import meet, skip
-from .grid import Grid, log_density_minus_kl, mapped, one_by_one, quadrature_axes
+from .grid import Grid, log_density_minus_kl, mapped, one_by_one
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
 

@@ -1,0 +1,49 @@
+"""Which function values meet in densities, and so take axes of their own of a product grid."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from ..program.dependence import COUPLED, DATAWISE
+from ..program.facts import Structure
+
+__all__ = ["MAX_AXES", "quadrature_axes"]
+
+MAX_AXES = 2  # of a grid of nodes
+
+
+def quadrature_axes(structure: Structure) -> dict[str, tuple[int, ...]]:
+    """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
+
+    Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
+    meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
+    so is a group that would need more than two axes, and sites of one posterior that meet across rows.
+    """
+    width = {}
+    for name, kind in structure.dependence.items():
+        if name in structure.inner or kind == COUPLED or (structure.joint and not structure.meets_by_rows(name)):
+            continue
+        outputs = int(np.prod(structure.gps[name]["batch_shape"], dtype=int))
+        width[name] = outputs if kind == DATAWISE else 1
+    meets: dict[str, set[str]] = {name: set() for name in width}
+    for f, g in structure.interactions:
+        if f in width and g in width:
+            meets[f].add(g)
+            meets[g].add(f)
+    for name in (
+        width if structure.joint else ()
+    ):  # sites of one posterior are correlated even where a third stands between them
+        meets[name] |= (set(structure.company(name)) & set(width)) - {name}
+    axes: dict[str, tuple[int, ...]] = {}
+    for name in width:
+        taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
+        free = (axis for axis in itertools.count() if axis not in taken)
+        axes[name] = tuple(itertools.islice(free, width[name]))
+    too_many = {name for name, used in axes.items() if max(used) >= MAX_AXES}
+    while True:  # a group is drawn as a whole
+        spread = {other for name in too_many for other in meets[name]} - too_many
+        if not spread:
+            return {name: used for name, used in axes.items() if name not in too_many}
+        too_many |= spread
