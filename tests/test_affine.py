@@ -223,3 +223,111 @@ def test_a_model_that_changes_is_drawn_from():
         assert elbo.loss(model, guide, *args) == elbo.loss(model, guide, *args)
         kind[0] = dist.Laplace
         assert elbo.loss(model, guide, *args) != elbo.loss(model, guide, *args)
+
+
+def row_sums(x, y=None):
+    """Three functions, of which two share a posterior or not, offsets and a gain."""
+    slope = pyro.param("slope", torch.tensor(0.5, dtype=x.dtype))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    g = pyro.sample("g", GaussianProcess(kernels.RBF(0.3), x))
+    h = pyro.sample("h", GaussianProcess(kernels.RBF(1.0), x))
+    with pyro.plate("rows", len(x)), poutine.mask(mask=torch.arange(len(x)) != 2):
+        pyro.sample("y", dist.Normal(f - 0.5 * g + slope * x[:, 0] * h, 0.2), obs=y)
+
+
+def mixed_rows(x, y=None):
+    """Two outputs of three functions, with correlated noise."""
+    mixing = pyro.param("mixing", torch.tensor([[1.0, 0.5, 0.0], [0.2, -1.0, 0.3]], dtype=x.dtype))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([3]).to_event(1))
+    both = None if y is None else torch.stack([y, -y], -1)
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.MultivariateNormal((mixing @ f).mT, scale_tril=0.2 * correlated(2, x.dtype)), obs=both)
+
+
+def by_groups(x, y=None):
+    """Values of two sites that meet across rows."""
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    g = pyro.sample("g", GaussianProcess(kernels.RBF(0.3), x[: ROWS // 2]))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(f + g[torch.arange(ROWS) // 2], 0.2), obs=y)
+
+
+ONE = {("f", "g", "h"): SVGP(5)}
+
+
+@pytest.mark.parametrize(
+    ("model", "families"),
+    [(row_sums, SVGP(5)), (row_sums, ONE), (mixed_rows, SVGP(5)), (by_groups, SVGP(5, natural=False))],
+)
+def test_values_of_a_row_have_exact_expectations_too(model, families):
+    """As by many joint draws of the posterior, each with its mirror image, of which the last bit is quadratic."""
+    x, *_ = data()
+    y = torch.sin(6 * x[:, 0])
+    guide, elbo = AutoSparseGP(model, families), TraceQuadrature_ELBO()
+    svi = SVI(model, guide, FusedAdam({"lr": 0.01}), elbo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="GP sites .* by their sum")
+        for _ in range(5):
+            svi.step(x, y)
+    with torch.no_grad():
+        found = elbo.loss(model, guide, x, y)
+        assert elbo.loss(model, guide, x, y) == found  # nothing is drawn
+        posteriors = guide.posterior(x)
+        # E log N = log N at the means − ½ tr(Σ⁻¹ Cov(location)), with the location linear in the sites' values
+        names = list(posteriors)
+        sizes = [posteriors[name].mean.numel() for name in names]
+        means = {name: q.mean for name, q in posteriors.items()}
+
+        def location(vector):
+            values = {name: part.reshape(means[name].shape) for name, part in zip(names, vector.split(sizes))}
+            fn = poutine.trace(poutine.condition(model, values)).get_trace(x, y).nodes["y"]["fn"]
+            return fn.loc.flatten()
+
+        zero = torch.zeros(sum(sizes), dtype=x.dtype)
+        matrix = torch.stack([location(one) - location(zero) for one in torch.eye(sum(sizes), dtype=x.dtype)], -1)
+        covariance = torch.block_diag(
+            *[
+                part
+                for q in posteriors.values()
+                for part in q.covariance_matrix.reshape(-1, q.mean.shape[-1], q.mean.shape[-1])
+            ]
+        )
+        if families is ONE:
+            blocks = [
+                [a.covariance_matrix if a is b else a.covariance_with(b) for b in posteriors.values()]
+                for a in posteriors.values()
+            ]
+            covariance = torch.cat([torch.cat(row, -1) for row in blocks], -2)
+        spread = matrix @ covariance @ matrix.mT
+        trace = poutine.trace(poutine.condition(model, means)).get_trace(x, y)
+        trace.compute_log_prob(site_filter=lambda name, site: name == "y")
+        if model is mixed_rows:
+            weight = torch.block_diag(*[torch.linalg.inv(0.04 * correlated(2) @ correlated(2).mT)] * ROWS)
+        else:
+            weight = torch.eye(ROWS, dtype=x.dtype) / 0.04
+        if model is row_sums:
+            weight[2, 2] = 0.0
+        expected = trace.nodes["y"]["log_prob_sum"] - 0.5 * (weight * spread).sum()
+        divergence = posteriors["f"].kl if families is ONE else sum(q.kl.sum() for q in posteriors.values())
+        assert found == pytest.approx((divergence - expected).item(), rel=1e-8)
+
+
+def test_a_program_that_draws_rows_in_some_steps_is_integrated_by_one_run():
+    """Whose second run would be of other rows: their offsets are no part of a variance."""
+    x = torch.rand(40, 1, dtype=torch.float64)
+    offset, draws = 5 * torch.arange(40.0, dtype=torch.float64), [False]
+
+    def model():
+        rows = torch.randperm(40)[:20] if draws[0] else torch.arange(20)
+        f = pyro.sample("f", GaussianProcess(KERNEL, x[rows]))
+        with pyro.plate("rows", 40, subsample=rows):
+            pyro.sample("y", dist.Normal(f + offset[rows], 0.3), obs=offset[rows])
+
+    guide, elbo = AutoSparseGP(model, SVGP(5)), TraceQuadrature_ELBO()
+    guide()
+    with torch.no_grad():
+        still = elbo.loss(model, guide)
+        draws[0] = True
+        moved = [elbo.loss(model, guide) for _ in range(10)]
+    assert max(moved) < 2 * still  # by offsets' differences it is some 10 times as much

@@ -197,7 +197,7 @@ def test_three_sites_are_drawn_row_by_row():
         g = pyro.sample("g", GaussianProcess(KG, x[:, 1:]))
         h = pyro.sample("h", GaussianProcess(kernels.RBF(1.0), x))
         with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f + g - h, NOISE), obs=y)
+            pyro.sample("y", dist.Laplace(f + g - h, NOISE), obs=y)
 
     with pytest.warns(UserWarning, match="more than 2 function values"):
         guide = _trained(model, families.SVGP(**EXACT), x, y, steps=5, names=names)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from ..program.dependence import COUPLED, DATAWISE
 from ..program.facts import Structure
 
-__all__ = ["MAX_AXES", "quadrature_axes"]
+__all__ = ["MAX_AXES", "at_axes", "quadrature_axes"]
 
 MAX_AXES = 2  # of a grid of nodes
 
 
-def quadrature_axes(structure: Structure) -> dict[str, tuple[int, ...]]:
+def quadrature_axes(structure: Structure, most: int = MAX_AXES) -> dict[str, tuple[int, ...]]:
     """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
 
     Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
     meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-    so is a group that would need more than two axes, and sites of one posterior that meet across rows.
+    so is a group that would need more axes than two, or ``most``, and sites of one posterior that meet across rows.
     """
     width = {}
     for name, kind in structure.dependence.items():
@@ -41,9 +44,14 @@ def quadrature_axes(structure: Structure) -> dict[str, tuple[int, ...]]:
         taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
         free = (axis for axis in itertools.count() if axis not in taken)
         axes[name] = tuple(itertools.islice(free, width[name]))
-    too_many = {name for name, used in axes.items() if max(used) >= MAX_AXES}
+    too_many = {name for name, used in axes.items() if max(used) >= most}
     while True:  # a group is drawn as a whole
         spread = {other for name in too_many for other in meets[name]} - too_many
         if not spread:
             return {name: used for name, used in axes.items() if name not in too_many}
         too_many |= spread
+
+
+def at_axes(node: Sequence[Tensor] | Tensor, used: tuple[int, ...]) -> Tensor:
+    """The part of a grid's node on a GP site's axes: a scalar, or of several one an output."""
+    return node[used[0]] if len(used) == 1 else torch.stack([node[axis] for axis in used])

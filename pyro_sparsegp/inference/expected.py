@@ -12,7 +12,7 @@ that is what trains most often: the model runs once, at m, and nothing is mapped
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Optional, Protocol, runtime_checkable
@@ -27,10 +27,9 @@ from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 
 from ..guide import AutoSparseGP
-from ..numerics.linalg import solve_lower
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import dependence as dependences
-from ..program.affine import NORMAL, is_affine, others_move, parameter_of
+from ..program.affine import NORMAL, are_normal_around_affine, is_affine, others_move, parameter_of
 from ..program.facts import Structure
 from ..program.registration import Probe
 from ..program.traces import (
@@ -43,8 +42,12 @@ from ..program.traces import (
     repeatable,
     without_event,
 )
+from .axes import quadrature_axes
+from .locations import variances_by_axes, variances_by_rows
 
-__all__ = ["Expectations", "ExpectedLogProb", "find_expectations"]
+__all__ = ["AroundValues", "Expectations", "ExpectedLogProb", "find_expectations"]
+
+_MOST_AXES = 8  # each of which takes a run of the model
 
 
 @runtime_checkable
@@ -63,24 +66,23 @@ class ExpectedLogProb(Protocol):
         """
 
 
+Run = Callable[[dict[str, Tensor]], Any]
+
+
 @dataclass(frozen=True)
 class Expectations:
     """What was found out about one model.
 
+    :cvar at_means: whether one run at q's means tells of all densities of function values.
     :param sites: the sites whose distributions bring their expectations.
     :param gps: the GP sites that these depend on.
     :param rest: how all other densities depend on function values; GP sites that none depends on are left out.
-    :param values: the GP sites whose values are the parameter as they are, by site; then all sites are of that kind.
-    :param affine: whether all sites are normal around affine functions of the values of several inputs.
-    :param at_means: whether one run at q's means tells of all densities of function values.
     """
 
+    at_means: ClassVar[bool] = False
     sites: tuple[str, ...]
     gps: tuple[str, ...]
     rest: Structure
-    values: Optional[dict[str, str]] = None
-    affine: bool = False
-    at_means: bool = False
 
     def total(
         self,
@@ -96,35 +98,83 @@ class Expectations:
         :param values: those of all sites in them.
         """
         model_trace, guide_trace = traces
+
+        def run(moved: dict[str, Tensor]) -> Any:
+            with pyro.validation_enabled(False):
+                return held_trace(model, values | moved, args, kwargs, model_trace).nodes
+
         sites: Any = model_trace.nodes
-        variances: dict[str, Tensor] = {}
-        if self.values is not None:
-            for name, gp in self.values.items():
-                variances[name] = posterior_at(guide_trace, gp).variance
-        elif self.affine:
-            posteriors = {name: posterior_at(guide_trace, name) for name in self.gps}
-            variances = location_variances(model, posteriors, self.sites, (model_trace, values), args, kwargs)
-        else:
-            up = {name: q.mean + q.stddev for name in self.gps for q in [posterior_at(guide_trace, name)]}
-            moved: Any = held_trace(model, values | up, args, kwargs).nodes
-            for name in self.sites:
-                variances[name] = (parameter_of(moved[name]["fn"]) - parameter_of(sites[name]["fn"])).square()
         total: Any = 0.0
-        for name, variance in variances.items():
+        for name, variance in self.variances(run, sites, guide_trace).items():
             site = sites[name]
             expectation = _expectation(site["fn"], site["value"], variance)
             total = total + scale_and_mask(expectation, site["scale"], site["mask"]).sum()
         return total
 
-    def hold(self, model_trace: poutine.Trace) -> bool:
-        """Whether a run has the sites as they were found: asked where a parameter is a GP site's values themselves."""
-        sites: Any = model_trace.nodes
-        if self.affine:
-            return all(name in sites and type(bare(sites[name]["fn"])) in NORMAL for name in self.sites)
+    def variances(self, run: Run, sites: Any, guide_trace: poutine.Trace) -> dict[str, Tensor]:
+        """Those of the parameters under q, by site.
+
+        :param run: gives the sites of a run with GP sites at values, all else held.
+        :param sites: of the run at the means.
+        """
+        up = {}
+        for name in self.gps:
+            q = posterior_at(guide_trace, name)
+            up[name] = q.mean + q.stddev
+        moved = run(up)
+        shifts = {name: parameter_of(moved[name]["fn"]) - parameter_of(sites[name]["fn"]) for name in self.sites}
+        return {name: shift.square() for name, shift in shifts.items()}
+
+    def hold(self, sites: Any) -> bool:
+        """Whether a run's sites are as they were found."""
+        return all(name in sites and type(bare(sites[name]["fn"])) in NORMAL for name in self.sites)
+
+
+@dataclass(frozen=True)
+class AroundValues(Expectations):
+    """Sites that are normal around GP sites' values as they are.
+
+    :param values: these GP sites, by site.
+    """
+
+    at_means: ClassVar[bool] = True
+    values: dict[str, str]
+
+    def variances(self, run: Run, sites: Any, guide_trace: poutine.Trace) -> dict[str, Tensor]:
+        found = {}
+        for name, gp in self.values.items():
+            found[name] = posterior_at(guide_trace, gp).variance
+        return found
+
+    def hold(self, sites: Any) -> bool:
         return all(
-            name in sites and _is_normal_around(sites[name], sites[gp]["value"])
-            for name, gp in (self.values or {}).items()
+            name in sites and _is_normal_around(sites[name], sites[gp]["value"]) for name, gp in self.values.items()
         )
+
+
+@dataclass(frozen=True)
+class AroundRows(Expectations):
+    """Sites that are normal around affine functions of the values of one row.
+
+    :param axes: which of these are independent under q once they are standardised, by GP site.
+    """
+
+    at_means: ClassVar[bool] = True
+    axes: dict[str, tuple[int, ...]]
+
+    def variances(self, run: Run, sites: Any, guide_trace: poutine.Trace) -> dict[str, Tensor]:
+        posteriors = {gp: posterior_at(guide_trace, gp) for gp in self.gps}
+        return variances_by_axes(run, posteriors, self.axes, {name: bare(sites[name]["fn"]) for name in self.sites})
+
+
+@dataclass(frozen=True)
+class AroundFunctions(Expectations):
+    """Sites that are normal around affine functions of the values of several inputs."""
+
+    at_means: ClassVar[bool] = True
+
+    def variances(self, run: Run, sites: Any, guide_trace: poutine.Trace) -> dict[str, Tensor]:
+        return variances_by_rows(run, {gp: posterior_at(guide_trace, gp) for gp in self.gps}, self.sites)
 
 
 def posterior_at(guide_trace: poutine.Trace, name: str) -> Any:
@@ -144,53 +194,6 @@ def _is_normal_around(site: Any, f: Tensor) -> bool:
         return False
     loc = fn.loc
     return loc.shape == f.shape and loc.stride() == f.stride() and loc.data_ptr() == f.data_ptr()
-
-
-def location_variances(
-    model: Callable,
-    posteriors: dict[str, SparsePosterior],
-    names: Iterable[str],
-    at: tuple[poutine.Trace, dict[str, Tensor]],
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> dict[str, Tensor]:
-    """The variances under q of locations Af + b, by site: Σ over GP sites of diag(A Cov(f) Aᵀ), with A off the program
-    by autograd; of a multivariate normal, those of the locations over its scale, L⁻¹(Af + b).
-
-    :param at: a run at the means, and its values.
-    """
-    trace, values = at
-    trains = torch.is_grad_enabled()  # A may have parameters
-    with torch.enable_grad(), pyro.validation_enabled(False):
-        means = {gp: values[gp].detach().requires_grad_() for gp in posteriors}
-        held: Any = held_trace(model, values | means, args, kwargs, trace).nodes
-        jacobians = {name: _jacobian(parameter_of(held[name]["fn"]), list(means.values()), trains) for name in names}
-    found = {}
-    for name, rows in jacobians.items():
-        fn = bare(held[name]["fn"])
-        parts = [
-            posteriors[gp].variance_of(_over_scale(fn, row).movedim(0, -2))
-            for gp, row in zip(means, rows)
-            if row is not None
-        ]
-        variances = [part.reshape(-1, part.shape[-1]).sum(0) for part in parts]
-        found[name] = sum(variances[1:], variances[0]).reshape(fn.loc.shape)
-    return found
-
-
-def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Tensor], ...]:
-    """∂ value / ∂ each, ``(K, ...)``; ``None`` where there is none."""
-    one = torch.eye(value.numel(), dtype=value.dtype, device=value.device).reshape(-1, *value.shape)
-    return torch.autograd.grad(
-        value, by, one, retain_graph=True, create_graph=again, allow_unused=True, is_grads_batched=True
-    )
-
-
-def _over_scale(fn: Any, rows: Tensor) -> Tensor:
-    """L⁻¹A of a multivariate normal, A of another."""
-    if isinstance(fn, torch.distributions.Normal):
-        return rows
-    return solve_lower(fn.scale_tril, rows.reshape(*fn.loc.shape, -1)).reshape(rows.shape)
 
 
 def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
@@ -222,7 +225,7 @@ def find_expectations(
     if found.affine:
         gps = tuple(name for name, kind in found.dependence.items() if kind != dependences.NONE)
         rest = replace(found, dependence={}, interactions=[])
-        return Expectations(tuple(found.downstream), gps, rest, affine=True, at_means=True)
+        return AroundFunctions(tuple(found.downstream), gps, rest)
     outer = [name for name in found.gps if name not in found.inner]
     zero = guide.like.new_zeros(())
     probe = guide.probe(args, kwargs)
@@ -232,7 +235,7 @@ def find_expectations(
         if is_observation(site) and isinstance(bare(site["fn"]), ExpectedLogProb)
     ]
     if not candidates:
-        return _around_values(guide, probe, args, kwargs)
+        return _around_values(guide, probe, args, kwargs) or _around_rows(guide, probe, args, kwargs)
     with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
         nodes = dict.fromkeys(outer, zero)
         trace, guide_trace, values = guide.at_nodes(nodes, guide, args, kwargs)
@@ -298,14 +301,39 @@ def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[
     if any(others_move(nodes[name], moved[name]) for name in values):
         return None
     rest = replace(found, dependence={}, interactions=[])
-    return Expectations(tuple(values), tuple(kinds), rest, values, at_means=True)
+    return AroundValues(tuple(values), tuple(kinds), rest, values)
 
 
-Run = Callable[[dict[str, Tensor]], poutine.Trace]
+def _around_rows(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[str, Any]) -> Optional[Expectations]:
+    """What there is to know of a model of whose densities none but normal ones around affine functions of a row's
+    values depend on them. A network runs once a step, not once more for each axis.
+
+    :param probe: of the guide's last run.
+    """
+    found = guide.structure
+    assert found is not None
+    sites: Any = guide.trace.nodes
+    kinds = [name for name, kind in found.dependence.items() if kind != dependences.NONE]
+    axes = quadrature_axes(replace(found, dependence={name: found.dependence[name] for name in kinds}), _MOST_AXES)
+    if found.inner or found.enumerated or found.network or not kinds or set(axes) != set(kinds):
+        return None
+    if any(name not in sites or type(bare(sites[name]["fn"])) not in NORMAL for name in found.downstream):
+        return None
+    held = free_values(guide.trace)
+    starts = {name: (held[name], probe.posteriors[name].process.variance.sqrt()) for name in kinds}
+    with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
+        run = partial(_run, guide.model, held, args, kwargs)
+        if not are_normal_around_affine(found.downstream, starts, run):
+            return None
+    rest = replace(found, dependence={}, interactions=[])
+    return AroundRows(tuple(found.downstream), tuple(kinds), rest, axes)
+
+
+Traced = Callable[[dict[str, Tensor]], poutine.Trace]
 Start = dict[str, tuple[Tensor, Tensor]]  # values and spread of each GP site
 
 
-def _owning_sites(run: Run, start: Start, name: str) -> Any:
+def _owning_sites(run: Traced, start: Start, name: str) -> Any:
     """The GP sites whose values the parameter of site ``name`` is made of; or why it is not normal and independent."""
 
     def parameter(moved: dict[str, Tensor]) -> Tensor:
@@ -352,7 +380,7 @@ def _owning_sites(run: Run, start: Start, name: str) -> Any:
     return owning
 
 
-def _rest(found: Structure, run: Run, start: Start, sites: set[str]) -> Structure:
+def _rest(found: Structure, run: Traced, start: Start, sites: set[str]) -> Structure:
     """The structure of all densities but those of ``sites``."""
     skip = sites | set(found.gps)
 

@@ -20,7 +20,7 @@ from ..program.dependence import COUPLED
 from ..program.facts import Structure
 from ..program.traces import held_trace
 from ..warned import warn_once
-from .axes import MAX_AXES, quadrature_axes
+from .axes import MAX_AXES, at_axes, quadrature_axes
 from .expected import Expectations, joint_or_marginal_draw, posterior_at
 
 __all__ = ["Grid", "divergence", "log_density_minus_kl", "mapped", "one_by_one", "weighted_sum"]
@@ -103,10 +103,7 @@ class Grid:
         return torch.as_tensor(log_density_minus_kl(*args))  # 0.0 of a model that is masked as a whole
 
     def _at(self, node: tuple[Tensor, ...]) -> dict[str, Any]:
-        return {
-            name: node[used[0]] if len(used) == 1 else torch.stack([node[axis] for axis in used])
-            for name, used in self.axes.items()
-        }
+        return {name: at_axes(node, used) for name, used in self.axes.items()}
 
 
 def mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:

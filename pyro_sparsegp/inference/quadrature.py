@@ -28,7 +28,7 @@ from ..program.traces import RandomState, require_again
 from ..warned import warn_once
 from .axes import quadrature_axes
 from .compiled import BACKENDS, CompiledSteps
-from .expected import Expectations, find_expectations
+from .expected import AroundValues, Expectations, find_expectations
 from .first_steps import meet, skip
 from .grid import Grid, log_density_minus_kl, mapped, one_by_one
 
@@ -280,9 +280,11 @@ class TraceQuadrature_ELBO(ELBO):
             with pyro.validation_enabled(False):
                 at_means: dict[str, Optional[Tensor]] = dict.fromkeys(expected.gps)
                 model_trace, guide_trace, values = guide.at_nodes(at_means, wrapped, args, kwargs)
-                if expected.hold(model_trace):
+                state = None if self._settled or isinstance(expected, AroundValues) else RandomState(guide.like)
+                if expected.hold(model_trace.nodes):
                     total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
-                    return total + log_density_minus_kl(model_trace, guide_trace, expected.sites)
+                    if state is None or not state.has_moved:  # else a second run was of rows of its own, say
+                        return total + log_density_minus_kl(model_trace, guide_trace, expected.sites)
             self._expectations[guide] = expected = None
         structure = guide.structure if expected is None else expected.rest
         grid = Grid(guide, wrapped, (args, kwargs), structure, expected)

@@ -11,7 +11,7 @@ from pyro import poutine
 from torch import Tensor
 
 from .bare import bare
-from .traces import is_observation
+from .traces import RandomState, is_observation
 
 __all__ = ["NORMAL", "are_normal_around_affine", "is_affine", "others_move", "parameter_of"]
 
@@ -66,13 +66,16 @@ def are_normal_around_affine(
     :param held: runs the program with GP sites at values, all else held.
     """
     generator = torch.Generator().manual_seed(0)
-    step = {
-        gp: spread * (0.5 + torch.rand(f.shape, generator=generator, dtype=f.dtype).to(f.device))
-        for gp, (f, spread) in starts.items()
-    }
+    step = {}
+    for gp, (f, spread) in starts.items():
+        some = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
+        step[gp] = some * (0.5 + torch.rand(f.shape, generator=generator, dtype=f.dtype).to(f.device))
+    state = RandomState(next(iter(step.values())))
     runs: list[Any] = [
         held({gp: f + size * step[gp] for gp, (f, _) in starts.items()}).nodes for size in (0.0, 1.0, -1.0, 3.0)
     ]
+    if state.has_moved:  # of rows that the program draws, say, which others runs have not
+        return False
     for name in names:
         sites = [nodes[name] for nodes in runs]
         if not is_observation(sites[0]) or type(bare(sites[0]["fn"])) not in NORMAL:

@@ -1,0 +1,81 @@
+"""The variances under q of normal densities' locations that are affine functions of GP sites' values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..numerics.linalg import solve_lower
+from ..posterior.drawing import NodeSite
+from ..posterior.sparse_posterior import SparsePosterior
+from ..program.affine import parameter_of
+from ..program.bare import bare
+from .axes import at_axes
+
+__all__ = ["variances_by_axes", "variances_by_rows"]
+
+
+Run = Callable[[dict[str, Tensor]], Any]
+
+
+def variances_by_rows(run: Run, posteriors: dict[str, SparsePosterior], names: Iterable[str]) -> dict[str, Tensor]:
+    """The variances under q of locations Af + b, by site: Σ over GP sites of diag(A Cov(f) Aᵀ), with A off the program
+    by autograd; of a multivariate normal, those of the locations over its scale, L⁻¹(Af + b).
+
+    :param run: gives the sites of a run with GP sites at values, all else held.
+    """
+    trains = torch.is_grad_enabled()  # A may have parameters
+    with torch.enable_grad():
+        means = {gp: posterior.mean.detach().requires_grad_() for gp, posterior in posteriors.items()}
+        held = run(means)
+        jacobians = {name: _jacobian(parameter_of(held[name]["fn"]), list(means.values()), trains) for name in names}
+    found = {}
+    for name, rows in jacobians.items():
+        fn = bare(held[name]["fn"])
+        parts = [
+            posteriors[gp].variance_of(_over_scale(fn, row).movedim(0, -2))
+            for gp, row in zip(means, rows)
+            if row is not None
+        ]
+        variances = [part.reshape(-1, part.shape[-1]).sum(0) for part in parts]
+        found[name] = sum(variances[1:], variances[0]).reshape(fn.loc.shape)
+    return found
+
+
+def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Tensor], ...]:
+    """∂ value / ∂ each, ``(K, ...)``; ``None`` where there is none."""
+    one = torch.eye(value.numel(), dtype=value.dtype, device=value.device).reshape(-1, *value.shape)
+    return torch.autograd.grad(
+        value, by, one, retain_graph=True, create_graph=again, allow_unused=True, is_grads_batched=True
+    )
+
+
+def _over_scale(fn: Any, rows: Tensor) -> Tensor:
+    """L⁻¹A of a multivariate normal, A of another."""
+    if isinstance(fn, torch.distributions.Normal):
+        return rows
+    return solve_lower(fn.scale_tril, rows.reshape(*fn.loc.shape, -1)).reshape(rows.shape)
+
+
+def variances_by_axes(
+    run: Run, posteriors: dict[str, NodeSite], axes: dict[str, tuple[int, ...]], locations: dict[str, Any]
+) -> dict[str, Tensor]:
+    """The variances under q of locations μ(t) by site, Σ (μ(e) − μ(0))² over the axes e of standardised t, values
+    being an affine function of t; of a multivariate normal, those of L⁻¹μ.
+
+    :param run: gives the sites of a run with GP sites at values, all else held.
+    :param locations: by site, its distribution at t = 0.
+    """
+    found: dict[str, Tensor] = {}
+    num = 1 + max(axis for used in axes.values() for axis in used)
+    mean = next(iter(posteriors.values())).mean
+    for one in torch.eye(num, dtype=mean.dtype, device=mean.device):
+        nodes = {gp: at_axes(one, used) for gp, used in axes.items()}
+        held = run({gp: posterior.at_nodes(nodes).rsample() for gp, posterior in posteriors.items()})
+        for name, fn in locations.items():
+            square = _over_scale(fn, parameter_of(held[name]["fn"]) - fn.loc).square()
+            found[name] = found[name] + square if name in found else square
+    return found
