@@ -208,9 +208,9 @@ def run_seats(options):
         rows.append([name, *cells])
     text = (
         f"Mean test log-likelihood after {steps} natural steps of SVGP(M) on batches of {BATCH}, two seeds, float32, "
-        "Adam at 0.03 for all that is not q: sites keep their meaning about (L + ηsI)w when hyperparameters move, which "
-        "is u at η = 0 and w where η is large. The default is 0.03: about u along well-conditioned directions, about w "
-        "along others.\n\n" + paper0.table(["problem", *(f"η = {eta:g}" for eta in etas)], rows)
+        "Adam at 0.03 for all that is not q: sites keep their meaning about (L + ηsI)w when hyperparameters move, "
+        "which is u at η = 0 and w where η is large. The default is 0.03: about u along well-conditioned directions, "
+        "about w along others.\n\n" + paper0.table(["problem", *(f"η = {eta:g}" for eta in etas)], rows)
     )
     write(options, "What sites are about", "seats --data DIR", text)
 
