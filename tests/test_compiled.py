@@ -145,6 +145,39 @@ def test_each_shape_has_a_trace():
     require_same(points, SVGP(5), batches(points, 9, sizes=(20, 20, 13)))
 
 
+def test_another_dtype_is_traced_anew():
+    x, y = data(points)
+    results = []
+    for compile in (False, True):
+        guide, _ = fresh(compile)
+        loss = TraceQuadrature_ELBO(2, compile=compile)
+        svi = pyro.infer.SVI(points, guide, pyro.optim.SGD({"lr": 1e-4}), loss)  # whose state has no dtype
+        losses = [svi.step(x, y) for _ in range(4)]
+        guide.float()
+        losses += [svi.step(x.float(), y.float()) for _ in range(4)]
+        results.append(losses)
+    assert results[0] == pytest.approx(results[1], rel=1e-6)
+    assert {replay.dtype for replay in loss._compiled[guide]._replays.values()} == {torch.float32, torch.float64}
+
+
+@pytest.mark.parametrize("by", ["an argument", "an attribute"])
+def test_another_program_is_traced_anew(by):
+    x, y = data()
+    chosen = SimpleNamespace(heavy=False)
+
+    def model(x, y=None, heavy=False):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            likelihood = dist.StudentT(4.0, f, 0.3) if heavy or chosen.heavy else dist.Normal(f, 0.3)
+            return pyro.sample("y", likelihood, obs=y)
+
+    def before(i):
+        chosen.heavy = by == "an attribute" and i >= 4
+
+    steps = [((x, y), {"heavy": by == "an argument" and i >= 4}) for i in range(8)]
+    require_same(model, SVGP(5), steps, before=before)
+
+
 def test_gradients_add_up():
     x, y = data(points)
     pyro.set_rng_seed(0)

@@ -1,5 +1,7 @@
 """What a GPU would refuse or wait for, on a pretended one: mixed devices, copies from the host, numbers read back."""
 
+import itertools
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -42,7 +44,7 @@ SMALL = {
 }
 ADDITIVE = {name for name in SMALL if name.startswith(("MeanField", "Coupled", "Additive"))}
 # Reads of a step beyond three, which are known and not mended: the test holds them where they are.
-MORE = {("SparseEP", "bernoulli"): 8}
+MORE = {"SparseEP": 5}
 
 
 def model_of(name, likelihood):
@@ -65,11 +67,8 @@ def model_of(name, likelihood):
     return model
 
 
-CASES = [(name, "normal") for name in SMALL if name != "SparseEP"]
-CASES += [(name, "bernoulli") for name in ("SVGP", "SVGP by natural steps", "SGPR", "SparseEP")]
-
-
-@pytest.mark.parametrize(("name", "likelihood"), CASES)
+@pytest.mark.parametrize("likelihood", ["normal", "bernoulli"])
+@pytest.mark.parametrize("name", SMALL)
 def test_a_family_stays_on_its_device(name, likelihood):
     x, y = data(num=24)
     y = (y > 0.5).double() if likelihood == "bernoulli" else y
@@ -86,9 +85,11 @@ def test_a_family_stays_on_its_device(name, likelihood):
                 else pyro.infer.SVI(model, guide, optim, TraceQuadrature_ELBO(4))
             )
             trainer.step(x, y)
-            before = len(device.events)
-            trainer.step(x, y)
-            step = device.events[before:]
+            edges = [len(device.events)]
+            for _ in range(2):
+                trainer.step(x, y)
+                edges.append(len(device.events))
+            steps = [device.events[start:end] for start, end in itertools.pairwise(edges)]
             with torch.no_grad():
                 posterior = guide.posterior(x[:10])["f"]
                 posterior.mean, posterior.variance  # noqa: B018
@@ -96,9 +97,10 @@ def test_a_family_stays_on_its_device(name, likelihood):
     finally:
         pyro.enable_validation(True)
     assert not [event for event in device.events if event[0] == "mix"]
-    assert not [event for event in step if event[0] == "copy"]
-    reads = [event for event in step if event[0] == "read"]
-    assert len(reads) <= MORE.get((name, likelihood), 3), reads
+    for step in steps:  # the second and the third
+        assert not [event for event in step if event[0] == "copy"]
+        reads = [event for event in step if event[0] == "read"]
+        assert len(reads) <= MORE.get(name, 3), reads
 
 
 def test_the_pretended_device_notes_what_it_should():

@@ -86,12 +86,10 @@ class Refinement:
 
         :param keep: whether sites are going to be refined: those without which cavities exist are weakened.
         """
-        phi = run.phi.detach()
         for share in (0.5, 0.5, 0.5, 0.0, None):
-            factor, loc, pull = self._posterior(run)
-            cavity = cavity_of(phi, run.rows, self.power * run.precision, self.power * run.linear, loc, factor)
+            factor, loc, pull, cavity, invalid = self._posterior(run)
             # Other data's negative sites have grown since these were refined.
-            if not keep or share is None or not self._any(~cavity.valid):
+            if not keep or share is None or not invalid:
                 break
             self.status.setdefault(run.name, Status()).cut += 1
             self._weaken(run, share)
@@ -151,8 +149,8 @@ class Refinement:
         for kept, new in zip(self.factors[run.name], factor):
             kept[..., run.index] = new
 
-    def _posterior(self, run: SiteRun) -> tuple[Tensor, Tensor, Tensor]:
-        """The Cholesky factor of q's precision, q's mean, and their product."""
+    def _posterior(self, run: SiteRun) -> tuple[Tensor, Tensor, Tensor, Cavity, bool]:
+        """The Cholesky factor of q's precision, q's mean, their product, the cavities, and whether some are none."""
         module = run.module
         if run.index is None:
             gram, pull = self.workers.sum(*module.sums(run.rows, run.precision, run.linear))
@@ -160,7 +158,9 @@ class Refinement:
             gram, pull = module.gram, module.pull
         eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         factor, info = torch.linalg.cholesky_ex(gram + eye)
-        if info.any():
+        loc, cavity = self._cavities(run, factor, pull)
+        failed, invalid = self._which(info.ne(0), ~cavity.valid)
+        if failed:
             # Negative precisions of some sites outweigh the rest: without these sites q exists.
             self.status.setdefault(run.name, Status()).cut += 1
             warn_once(
@@ -175,7 +175,15 @@ class Refinement:
             )
             gram, pull = self._weaken(run, 0.0)
             factor = cholesky(gram + eye, 0.0, f"q's precision at site {run.name!r}")
-        return factor, torch.cholesky_solve(pull[..., None], factor)[..., 0], pull
+            loc, cavity = self._cavities(run, factor, pull)
+            (invalid,) = self._which(~cavity.valid)
+        return factor, loc, pull, cavity, invalid
+
+    def _cavities(self, run: SiteRun, factor: Tensor, pull: Tensor) -> tuple[Tensor, Cavity]:
+        """q's mean, and the cavities."""
+        loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
+        sites = self.power * run.precision, self.power * run.linear
+        return loc, cavity_of(run.phi.detach(), run.rows, *sites, loc, factor)
 
     def _weaken(self, run: SiteRun, share: float) -> tuple[Tensor, Tensor]:
         """Leave this share of all sites of negative precision; Σ νφφᵀ and Σ bφ then."""
@@ -215,19 +223,24 @@ class Refinement:
         rate = (self.damping * pace.now * torch.ones_like(more)).minimum(0.5 / down)
         rate = rate.minimum(3 / far.clamp(min=tiny))
         rate = torch.where(state.gaussian & usable, 1.0, rate)
-        new = self._valid(run, rate * more, rate * shift)
         status = self.status.setdefault(run.name, Status())
         status.sites = run.num
-        status.skipped, status.negative = (~usable).sum(), (new[0] < 0).sum()
+        status.skipped = (~usable).sum()
         moves = torch.maximum((more * spread.square()).abs(), ((shift - more * mean) * spread).abs())
         status.change = moves.amax() if moves.numel() else moves.sum()
+        # Sites that are exact may move by as much as they like.
+        moves = torch.where(state.gaussian, 0.0, moves).reshape(-1, moves.shape[-1]).amax(0)
+        more, shift = rate * more, rate * shift
+        negative = (run.precision + more < 0).any().to(moves)
+        most = self.workers.largest(torch.stack([negative, moves.amax() if moves.numel() else moves.sum()]))
+        has_negative, change = most.tolist()
+        new = self._valid(run, more, shift) if has_negative else (run.precision + more, run.linear + shift)
+        status.negative = (new[0] < 0).sum()
         if self.workers.num > 1:
             counts = status.skipped.to(moves), status.negative.to(moves), moves.new_tensor(float(run.num))
             status.skipped, status.negative, status.sites = self.workers.sum(*counts)
             status.change = self.workers.largest(status.change)
-        # Sites that are exact may move by as much as they like.
-        moves = torch.where(state.gaussian, 0.0, moves).reshape(-1, moves.shape[-1]).amax(0)
-        return self._careful(run, *new, moves, cut=status.cut > status.cuts_seen)
+        return self._careful(run, *new, moves, change, cut=status.cut > status.cuts_seen)
 
     @torch.no_grad()
     def _valid(self, run: SiteRun, more: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,8 +248,6 @@ class Refinement:
         the data given had no covariance.
         """
         phi = run.phi.detach()
-        if not self._any(run.precision + more < 0):
-            return run.precision + more, run.linear + shift
         held, _ = run.module.sums(run.rows, run.precision, run.linear)
         share = more.new_ones(*more.shape[:-1], 1)
         for _ in range(8):
@@ -251,7 +262,7 @@ class Refinement:
             factor, info = torch.linalg.cholesky_ex(gram + eye)
             spread = row_squares(over_upper(phi, factor))
             ok = (info == 0)[..., None] & is_valid(1 - self.power * precision * spread, spread, phi).all(-1, True)
-            if not self._any(~ok):
+            if not any(self._which(~ok)):
                 break
             share = torch.where(ok, share, share / 4)
         else:
@@ -259,21 +270,22 @@ class Refinement:
             return run.precision + up, run.linear + torch.where(more < 0, 0.0, shift)
         return precision, linear
 
-    def _any(self, flags: Tensor) -> bool:
-        """Whether any is true, in any process."""
-        return bool(self.workers.largest(flags.any().float()))
+    def _which(self, *flags: Tensor) -> list[bool]:
+        """Of each of some flags, whether any is true in any process; at one look at numbers."""
+        found = self.workers.largest(torch.stack([flag.any() for flag in flags]).float())
+        return [bool(value) for value in found.tolist()]
 
     def _careful(
-        self, run: SiteRun, precision: Tensor, linear: Tensor, moves: Tensor, cut: bool
+        self, run: SiteRun, precision: Tensor, linear: Tensor, moves: Tensor, change: float, cut: bool
     ) -> tuple[Tensor, Tensor]:
         """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there.
 
         Mini-batches, whose data have others' visits since their own last one, go on from where they are.
 
         :param moves: of each site given, ``(B,)``.
+        :param change: the largest of them, in any process.
         """
         pace, status = self.paces[run.name], self.status[run.name]
-        change = float(self.workers.largest(moves.amax() if moves.numel() else moves.sum()))
         start, status.cuts_seen = pace.start, status.cut
         before = pace.change
         if run.index is not None:

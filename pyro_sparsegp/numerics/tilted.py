@@ -97,10 +97,12 @@ def tilted(
     if before is not None:
         doubt = torch.maximum(doubt, (log_z - before).abs())
     elsewhere = at[0].abs() > reach * at[1]
-    if elsewhere.any():
+    far, sure = torch.stack([elsewhere.any(), (doubt <= _DOUBT).all()]).tolist()  # one look at numbers
+    if far:
         there = power * _finite(log_density(mean[None]))[0]
         doubt = torch.where(elsewhere, torch.maximum(doubt, (there - peak).exp() * stretch / total), doubt)
-    if not (doubt <= _DOUBT).all():
+        sure = bool((doubt <= _DOUBT).all())
+    if not sure:
         return _in_panels(log_density, mean, variance, at, power)
     return _found(mean, variance, away, values, weights / total, log_z, at[0] + at[1] * first, second * at[1].square())
 

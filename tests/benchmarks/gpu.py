@@ -61,7 +61,7 @@ def called(arguments: list[str], seconds: float) -> tuple[int, str]:
 
 def tests(options: argparse.Namespace, seconds: float) -> list[str]:
     """The tests on the device."""
-    chosen = ["-k", "device", "tests/test_linalg.py"] if options.short else ["-m", "cuda"]
+    chosen = ["-k", "cuda_graph", "tests/test_compiled.py"] if options.short else ["-m", "cuda"]
     status, text = called(["-m", "pytest", "-q", "--no-header", *chosen], seconds)
     shown = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR")) or " in " in line]
     return ["```", f"exit status {status}", *shown[-30:], "```"]
