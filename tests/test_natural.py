@@ -891,7 +891,7 @@ def test_low_rank_storage_is_linear_in_the_number_of_terms():
 def test_low_rank_training_goes_on_where_it_was():
     x, y = data(poisson)
     guide, svi = svi_of(poisson, CoupledPrecision(4, rank=2, natural=True), TraceQuadrature_ELBO(8))
-    losses = [svi.step(x, y) for _ in range(8)]
+    losses = [svi.step(x, y) for _ in range(30)]  # after 8 one draw of the data in ten has a higher loss
     assert losses[-1] < losses[0]
     other = AutoSparseGP(poisson, CoupledPrecision(4, rank=2, natural=True))
     other.load_state_dict(copy.deepcopy(guide.state_dict()))
