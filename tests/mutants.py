@@ -301,9 +301,16 @@ MUTANTS = [
     Mutant(
         "affine-without-other-parameters",
         "are_normal_around_affine",
-        'if others_move(*sites[:2]) or not is_affine(*(parameter_of(site["fn"]) for site in sites)):',
-        'if not is_affine(*(parameter_of(site["fn"]) for site in sites)):',
+        "if any(others_move(sites[0.0], site) for site in sites.values()):",
+        "if False:",
         ("test_affine.py::test_other_densities_are_drawn_from_and_warned_of",),
+    ),
+    Mutant(
+        "affine-near-the-prior",
+        "affine",
+        "MOVES = (0.0, 1.0, -1.0, 30.0, -30.0)",
+        "MOVES = (0.0, 1.0, -1.0, 3.0)",
+        ("test_affine.py::test_bent_functions_of_a_value_are_integrated",),
     ),
     Mutant(
         "transposed-solve",

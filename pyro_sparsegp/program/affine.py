@@ -13,8 +13,9 @@ from torch import Tensor
 from .bare import bare
 from .traces import RandomState, is_observation
 
-__all__ = ["NORMAL", "are_normal_around_affine", "is_affine", "others_move", "parameter_of"]
+__all__ = ["MOVES", "NORMAL", "are_normal_around_affine", "is_affine", "others_move", "parameter_of"]
 
+MOVES = (0.0, 1.0, -1.0, 30.0, -30.0)
 NORMAL = (dist.Normal, dist.MultivariateNormal)  # of which E log p is known, whatever the covariance of the location
 
 
@@ -30,13 +31,19 @@ def _name_of(fn: Any) -> str:
     return "loc" if isinstance(fn, (torch.distributions.Normal, dist.MultivariateNormal)) else fn.normal_parameter
 
 
-def is_affine(middle: Tensor, up: Tensor, down: Tensor, far: Tensor) -> bool:
-    """Whether a parameter is an affine function of what was moved, to judge by it there and 1, −1 and 3 moves away."""
-    tolerance = (1e-7 if middle.dtype == torch.float64 else 1e-3) * (up - down).abs() + 100 * torch.finfo(
-        middle.dtype
-    ).eps * (middle.abs() + far.abs())
-    back, beyond = (up + down - 2 * middle).abs(), (far - middle - 3 * (up - middle)).abs()
-    return bool(((back <= tolerance) & (beyond <= 3 * tolerance)).all())
+def is_affine(at: Mapping[float, Tensor]) -> bool:
+    """Whether a parameter is an affine function of what was moved.
+
+    :param at: it after so many moves, of :data:`MOVES`: of 30 deviations too, by which values that are cut off come to
+        an end.
+    """
+    middle, one = at[0.0], at[1.0] - at[0.0]
+    relative, eps = 1e-7 if middle.dtype == torch.float64 else 1e-3, torch.finfo(middle.dtype).eps
+    for size, there in at.items():
+        tolerance = abs(size) * relative * one.abs() + 100 * eps * (middle.abs() + there.abs())
+        if not ((there - middle - size * one).abs() <= tolerance).all():
+            return False
+    return True
 
 
 def others_move(before: Any, after: Any) -> bool:
@@ -71,15 +78,17 @@ def are_normal_around_affine(
         some = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
         step[gp] = some * (0.5 + torch.rand(f.shape, generator=generator, dtype=f.dtype).to(f.device))
     state = RandomState(next(iter(step.values())))
-    runs: list[Any] = [
-        held({gp: f + size * step[gp] for gp, (f, _) in starts.items()}).nodes for size in (0.0, 1.0, -1.0, 3.0)
-    ]
+    runs: dict[float, Any] = {
+        size: held({gp: f + size * step[gp] for gp, (f, _) in starts.items()}).nodes for size in MOVES
+    }
     if state.has_moved:  # of rows that the program draws, say, which others runs have not
         return False
     for name in names:
-        sites = [nodes[name] for nodes in runs]
-        if not is_observation(sites[0]) or type(bare(sites[0]["fn"])) not in NORMAL:
+        sites = {size: nodes[name] for size, nodes in runs.items()}
+        if not is_observation(sites[0.0]) or type(bare(sites[0.0]["fn"])) not in NORMAL:
             return False
-        if others_move(*sites[:2]) or not is_affine(*(parameter_of(site["fn"]) for site in sites)):
+        if any(others_move(sites[0.0], site) for site in sites.values()):
+            return False
+        if not is_affine({size: parameter_of(site["fn"]) for size, site in sites.items()}):
             return False
     return True
