@@ -565,7 +565,7 @@ MUTANTS = [
     Mutant(
         "nan-reaches-the-parameters",
         "TraceQuadrature_ELBO._check_gradients",
-        "broken = [name for name, grad in named if not grad.isfinite().all()]",
+        "broken = [name for name, grad in grads.items() if not grad.isfinite().all()]",
         "broken: list[str] = []",
         ("test_quadrature.py::test_a_nan_gradient_never_reaches_the_parameters",),
     ),

@@ -392,6 +392,41 @@ class TestTilted:
         torch.testing.assert_close(found.variance, (weights * (f - expected) ** 2).sum(0), atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("batch", [40, 15])
+def test_a_step_whose_first_jitter_is_too_small_is_as_one_that_looks_at_once(batch):
+    """K_ZZ's flag is read with q's, before anything is learned by it; then the model runs again, on the same rows."""
+    x, y = classes(40)
+    found = []
+    for looks in (False, True):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        long = []
+
+        def model(x, y=None, long=long):
+            noise = pyro.param("noise", x.new_tensor(0.3), constraint=constraints.positive)
+            plate = pyro.plate("data", 40, subsample_size=batch)
+            with plate as rows:
+                pass
+            kernel = kernels.RBF(20.0 if long else 0.8)
+            f = pyro.sample("f", GaussianProcess(kernel, x[rows], jitter=1e-17))
+            with plate:
+                pyro.sample("y", dist.Normal(f, noise), obs=y[rows])
+
+        guide, ep = start(model, x)
+        ep._looks = looks
+        losses = [ep.step(x, y) for _ in range(3)]
+        long.append(True)
+        with pytest.warns(NumericalWarning, match="jitter"):
+            losses += [ep.step(x, y) for _ in range(3)]
+        assert ep._looks
+        module = guide.gps.f
+        module.settle()
+        found.append((torch.tensor(losses), module.precision, module.gram, pyro.param("noise").detach()))
+    for one, other in zip(*found):
+        assert one.isfinite().all()
+        assert torch.equal(one, other)
+
+
 class TestMiniBatches:
     @pytest.mark.parametrize("given", [False, True])
     def test_reach_the_fixed_point_of_all_data(self, given):

@@ -518,6 +518,18 @@ def test_a_graph_that_is_differentiated_twice_is_one_step():
         torch.testing.assert_close(a, b)
 
 
+def test_signs_of_curvatures_are_those_of_the_last_way_back():
+    module = NaturalGaussian([3], (), torch.zeros(()))
+    q = module()
+    _, change = q.moments([torch.randn(4, 3)])
+    (change.sum() + q.kl()).backward(retain_graph=True)
+    (row,) = q.heard.curved()
+    assert not row["signed"]
+    torch.autograd.backward(change, -torch.ones(4))
+    (row,) = q.heard.curved()
+    assert row["signed"]
+
+
 def test_gradients_that_are_not_finite_change_nothing():
     x, y = data()
     model = gaussian(KERNEL)

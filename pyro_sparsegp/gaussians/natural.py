@@ -445,7 +445,7 @@ class NaturalGaussian(StepsOnBackward):
             phi = row["whole"] if "whole" in row else heard.whole(row)
             curvature = 2 * row["by_change"]
             grams.append(2 * row["by_covariance"] if "by_covariance" in row else phi.mT @ (phi * curvature[..., None]))
-            if (curvature < 0).any():
+            if row["signed"]:
                 more = phi.mT @ (phi * (-curvature).clamp(min=0)[..., None])
                 cut = more if cut is None else cut + more
         for centred, grad in heard.draws.values():

@@ -15,7 +15,6 @@ so that what is left stays positive definite. The mean that is kept is not found
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Optional
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, flags_kept, root_of_inverse, solve_lower, solve_upper
-from ..numerics.processes import joined, largest
+from ..numerics.processes import is_shared, joined, largest
 from .factor_analysis import (
     Columns,
     Formed,
@@ -499,7 +498,7 @@ class NaturalLowRank(StepsOnBackward):
         """P̂, formed where it is small, and where curvatures are negative or shown by draws."""
         groups, low_rank = self._groups, self._groups.over(here.low_rank)
         curved = heard.curved()
-        signed = bool(heard.draws) or _any_below_zero([row["by_change"] for row in curved])
+        signed = bool(heard.draws) or _any_signed(curved)
         if not signed and sum(self.sizes) <= _FEW:
             grams = [row["by_covariance"] if "by_covariance" in row else self._gram(heard, row) for row in curved]
             data = 2 * each * sum(grams[1:], grams[0]) if grams else torch.zeros_like(low_rank @ low_rank.mT)
@@ -556,9 +555,9 @@ class NaturalLowRank(StepsOnBackward):
         return _Base(list(self._gaussian(near, rest, blocks, low_rank, self.unit).parts[0]), blocks, low_rank, seats)
 
 
-def _any_below_zero(parts: Sequence[Tensor]) -> bool:
-    """Whether a number of these is, in any of the processes."""
-    if not parts:
+def _any_signed(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether a row's curvatures are, in any of the processes."""
+    if not rows:
         return False
-    lowest = functools.reduce(torch.minimum, [part.amin() for part in parts])
-    return bool(largest(-lowest) > 0)
+    signed = any(row["signed"] for row in rows)
+    return bool(largest(rows[0]["by_change"].new_tensor(float(signed))) > 0) if is_shared() else signed

@@ -38,6 +38,8 @@ __all__ = [
     "StepsOnBackward",
     "cautious",
     "listen",
+    "read_with_signs",
+    "rows_heard",
     "running",
     "softened",
     "steppers",
@@ -97,7 +99,8 @@ class Heard:
     :param weights: c, the gradients of the objective by the divergence.
     :param inner: those whose divergence is in the draws' gradients already.
     :param rows: of each call of moments its features, and the gradients by_mean and by_change; and by_loc, Φᵀg, and
-        by_covariance, ΦᵀHΦ, where these are made in any case.
+        by_covariance, ΦᵀHΦ, where these are made in any case; and signed, whether a curvature is negative, once that
+        has been looked at.
     :param crosses: of pairs of them the keys, the features of both, and the gradient by their covariances.
     :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
     :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
@@ -138,15 +141,16 @@ class Heard:
         return own if self.image is None else own + self.image.weight(batch_shape)
 
     def curved(self) -> list[dict[str, Any]]:
-        """The rows with gradients by variances. Those of functions that have covariances too, φ₁, …, φ_K with the
-        gradients H, K × K, are turned to the axes of H, Σ_j e_jφ_j with the eigenvalues: a curvature that is positive
-        stays so.
+        """The rows with gradients by variances, and whether curvatures are signed. Those of functions that have
+        covariances too, φ₁, …, φ_K with the gradients H, K × K, are turned to the axes of H, Σ_j e_jφ_j with the
+        eigenvalues: a curvature that is positive stays so.
         """
-        alone = {key: row for key, row in self.rows.items() if "by_change" in row}
-        if not self.crosses:
-            return list(alone.values())
-        turned = []
-        for group in _connected([cross["keys"] for cross in self.crosses.values()]):
+        alone = {}
+        for key, row in self.rows.items():
+            if "by_change" in row:
+                alone[key] = row
+        turned: list[dict[str, Any]] = []
+        for group in _connected([cross["keys"] for cross in self.crosses.values()]) if self.crosses else ():
             own = [cross for cross in self.crosses.values() if cross["keys"][0] in group]
             features = {key: phi for cross in own for key, phi in zip(cross["keys"], cross["features"])}
             keys = list(features)
@@ -162,7 +166,9 @@ class Heard:
             for k in range(len(keys)):
                 parts = [[axes[..., i, k, None] * phi for phi in features[key]] for i, key in enumerate(keys)]
                 turned.append({"features": [sum(blocks) for blocks in zip(*parts)], "by_change": values[..., k]})
-        return [*alone.values(), *turned]
+        curved = [*alone.values(), *turned]
+        read_with_signs([], curved)
+        return curved
 
     def weight_inside(self, batch_shape: torch.Size) -> Optional[Tensor]:
         """The part of c whose divergence is in the draws' gradients already."""
@@ -186,6 +192,31 @@ def _whole(heard: list[Heard]) -> list[Heard]:
             whole[0].draws.update(one.draws)
             whole[0].by_draws |= one.by_draws
     return whole
+
+
+def rows_heard(guide: torch.nn.Module) -> list[dict[str, Any]]:
+    """The rows of all passes for which a guide's posteriors are to take a step."""
+    rows: list[dict[str, Any]] = []
+    for module in guide.modules():
+        if isinstance(module, StepsOnBackward):
+            for heard in module._heard.values():
+                rows.extend(heard.rows.values())
+    return rows
+
+
+def read_with_signs(numbers: list[Tensor], rows: Iterable[dict[str, Any]]) -> list[float]:
+    """Some numbers, ``()`` each, read at one look with the signs of rows' curvatures that are not known yet."""
+    num, unknown = len(numbers), []
+    for row in rows:
+        if "by_change" in row and "signed" not in row:
+            unknown.append(row)
+            numbers.append((row["by_change"] < 0).any())
+    if not numbers:
+        return []
+    found: list[float] = torch.stack(numbers).tolist()
+    for row, signed in zip(unknown, found[num:]):
+        row["signed"] = bool(signed)
+    return found[:num]
 
 
 def _connected(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
@@ -452,6 +483,7 @@ def listen(
         if grad is None:
             return
         row[name] = grad.detach()
+        row.pop("signed", None)  # of a pass before through the same graph
         heard.rows[id(row)] = row
         module.note(heard)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Optional
 
 import pyro
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..numerics.linalg import cholesky, solve_lower
+from ..numerics.linalg import cholesky, flags_kept, solve_lower
 from ..numerics.tilted import log_normaliser
 from ..program.dependence import ELEMENTWISE, NONE
 from ..program.terms import Terms
+from ..program.traces import RandomState
 from .cavities import cavity_of, log_normaliser_of, prior_of
 from .distributed import Workers
-from .refinement import Pace, Refinement, State, Status
+from .refinement import NoFactorError, Pace, Refinement, State, Status
 from .site_runs import SiteRun, SiteRuns
 
 __all__ = ["ExpectationPropagation"]
@@ -120,6 +122,7 @@ class ExpectationPropagation:
         self.num_nodes, self.tolerance, self.max_sweeps = num_nodes, float(tolerance), max_sweeps
         self.workers = Workers(group)
         self._agreed = self._checked = False
+        self._looks = False  # at each Cholesky factorisation, since one has failed
         self._sites = SiteRuns(guide, needs_all=gradient == "exact")
         self._refined = Refinement(self.damping, self.power, num_nodes, self.workers, guide.warned)
 
@@ -196,15 +199,20 @@ class ExpectationPropagation:
         with torch.set_grad_enabled(train), poutine.trace(param_only=True) as capture:
             guide.prepare(*args, **kwargs)
             self._check_fit()
-            processes, values, trace = guide.priors(args, kwargs)
-            if sweeps:
-                guide.require_data()
-            assert guide.structure is not None
-            terms = Terms(guide.model, guide.structure, values, processes, args, kwargs, self._sites.findings)
-            runs = [
-                self._sites.read(name, process, terms, trace, indices, (args, kwargs))
-                for name, process in processes.items()
-            ]
+            random = RandomState(guide.like)
+            kept = [(module, module.memory) for module in guide.modules_by_site().values()]
+            looking: AbstractContextManager[list[Tensor]] = nullcontext([]) if self._looks else flags_kept()
+            with looking as flags:
+                processes, values, trace = guide.priors(args, kwargs)
+                if sweeps:
+                    guide.require_data()
+                assert guide.structure is not None
+                terms = Terms(guide.model, guide.structure, values, processes, args, kwargs, self._sites.findings)
+                runs = [
+                    self._sites.read(name, process, terms, trace, indices, (args, kwargs))
+                    for name, process in processes.items()
+                ]
+            runs[0].flags = flags
         sites: Any = capture.trace.nodes
         parameters = list(dict.fromkeys(site["value"].unconstrained() for site in sites.values()))
         if self.workers.num > 1 and not self._agreed:
@@ -213,7 +221,14 @@ class ExpectationPropagation:
             return self._work(args, kwargs, indices, sweeps, train)
         # With sites that say nothing yet, log Z tells more of the prior than of the data.
         untouched = self.schedule == "inner" and any(run.module.empty and run.index is None for run in runs)
-        loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, (args, kwargs))
+        try:
+            loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, (args, kwargs))
+        except NoFactorError:  # of any process, which all have told each other
+            random.restore()
+            for module, memory in kept:
+                module.memory = memory
+            self._looks = True
+            return self._work(args, kwargs, indices, sweeps, train)
         if train:
             if loss is not None and loss.requires_grad:
                 loss.backward()
@@ -265,31 +280,26 @@ class ExpectationPropagation:
         """Refine the sites up to ``sweeps`` times; the loss before the last, with its graph, and as a number."""
         for i in range(max(sweeps, 1)):
             states = [self._refined.state(run, terms, keep=sweeps > 0) for run in runs]
-            proposals = [self._refined.propose(run, state) for run, state in zip(runs, states)] if sweeps else []
-            if i + 1 >= sweeps or all(self._refined.status[run.name].change <= self.tolerance for run in runs):
+            moves = [self._refined.propose(run, state) for run, state in zip(runs, states)] if sweeps else []
+            last = i + 1 >= sweeps or all(self._refined.status[run.name].change <= self.tolerance for run in runs)
+            loss, total = self._loss(runs, states, terms, train and last)
+            value, *told = torch.cat([total.reshape(1), *[move.told for move in moves]]).tolist()
+            self._require_finite(value, call)
+            for run, move in zip(runs, moves):
+                own, told = told[: len(move.told)], told[len(move.told) :]
+                self._refined.keep(run, *self._refined.accept(run, move, own))
+                self._sites.known(run)
+            if last:
                 break
-            self._require_finite(self._loss(runs, states, terms, False)[1], call)
-            for run, proposal in zip(runs, proposals):
-                self._keep(run, *proposal)
-        loss, total = self._loss(runs, states, terms, train)
-        value = self._require_finite(total, call)
-        for run, proposal in zip(runs, proposals):
-            self._keep(run, *proposal)
         return loss, value
 
-    def _keep(self, run: SiteRun, *sites: Tensor) -> None:
-        self._refined.keep(run, *sites)
-        self._sites.known(run)
-
-    def _require_finite(self, total: Tensor, call: tuple[tuple, dict[str, Any]]) -> float:
-        value = float(total)
+    def _require_finite(self, value: float, call: tuple[tuple, dict[str, Any]]) -> None:
         if not math.isfinite(value):
             raise ValueError(
                 f"−log Z_EP is {value}: {self.guide.explain_nan(*call[0], **call[1])}. The parameters are as they "
                 "were before this step; look for NaN in the data (leave missing rows out with poutine.mask), data "
                 "outside of a density's support, or too large a learning rate."
             )
-        return value
 
     # The objective.
 

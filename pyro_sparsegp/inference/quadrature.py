@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..bases.policies import UserPolicy
 from ..gaussians.sites import KeptSites
-from ..gaussians.steps import AscentError
+from ..gaussians.steps import AscentError, read_with_signs, rows_heard
 from ..guide import AutoSparseGP
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
@@ -169,8 +169,7 @@ class TraceQuadrature_ELBO(ELBO):
             try:
                 with flags_kept() as flags:
                     loss = self._minus_bound(unwrapped, guide, args, kwargs)
-                failed = [flag.any().to(loss.dtype) for flag in flags]
-                read: list[float] = torch.stack([loss.detach(), *failed]).tolist()
+                read: list[float] = torch.stack([loss.detach(), *map(Tensor.any, flags)]).tolist()
                 if not any(read[1:]) and math.isfinite(read[0]):
                     return loss, read[0]
             except AscentError:
@@ -217,10 +216,11 @@ class TraceQuadrature_ELBO(ELBO):
             )
 
     def _check_gradients(self, guide: Any) -> None:
-        named = [(name, p.grad) for name, p in guide.named_parameters() if p.grad is not None]
-        if not named or torch.stack([grad.sum() for _, grad in named]).isfinite().all():
+        """Raise if they are not finite. What natural steps ask of the numbers is read at the same look."""
+        grads = {name: p.grad for name, p in guide.named_parameters() if p.grad is not None}
+        if all(map(math.isfinite, read_with_signs([*map(Tensor.sum, grads.values())], rows_heard(guide)))):
             return
-        broken = [name for name, grad in named if not grad.isfinite().all()]
+        broken = [name for name, grad in grads.items() if not grad.isfinite().all()]
         if not broken:
             return  # a sum that overflows
         for parameter in guide.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -18,7 +19,11 @@ from .cavities import Cavity, cavity_of, is_valid, log_normaliser_of, parabola
 from .distributed import Workers
 from .site_runs import SiteRun
 
-__all__ = ["Pace", "Refinement", "State", "Status"]
+__all__ = ["Move", "NoFactorError", "Pace", "Refinement", "State", "Status"]
+
+
+class NoFactorError(Exception):
+    """A matrix that runs of GP sites are made of has no Cholesky factor with the first jitter."""
 
 
 @dataclass
@@ -31,6 +36,23 @@ class State:
     loc: Tensor  # q's mean
     factor: Tensor  # of q's precision
     log_normaliser: Tensor  # G(q) − G(p)
+
+
+@dataclass
+class Move:
+    """Where sites are refined to, damped, and what is to be known of that.
+
+    :param more: what is added to their precisions.
+    :param shift: to their linear terms.
+    :param sizes: of each datum's move, in standard deviations, ``(B,)``; 0 where its site is exact.
+    :param told: the largest in any process of: whether precisions become negative, the sizes, and those of the data's
+        last visits.
+    """
+
+    more: Tensor
+    shift: Tensor
+    sizes: Tensor
+    told: Tensor
 
 
 _SLOWEST = 1 / 64
@@ -150,7 +172,10 @@ class Refinement:
             kept[..., run.index] = new
 
     def _posterior(self, run: SiteRun) -> tuple[Tensor, Tensor, Tensor, Cavity, bool]:
-        """The Cholesky factor of q's precision, q's mean, their product, the cavities, and whether some are none."""
+        """The Cholesky factor of q's precision, q's mean, their product, the cavities, and whether some are none.
+
+        :raises NoFactorError: if the run itself is not fit.
+        """
         module = run.module
         if run.index is None:
             gram, pull = self.workers.sum(*module.sums(run.rows, run.precision, run.linear))
@@ -159,7 +184,9 @@ class Refinement:
         eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         factor, info = torch.linalg.cholesky_ex(gram + eye)
         loc, cavity = self._cavities(run, factor, pull)
-        failed, invalid = self._which(info.ne(0), ~cavity.valid)
+        failed, invalid, *unfit = self._which(info, ~cavity.valid, *run.flags)
+        if any(unfit):
+            raise NoFactorError
         if failed:
             # Negative precisions of some sites outweigh the rest: without these sites q exists.
             self.status.setdefault(run.name, Status()).cut += 1
@@ -201,8 +228,8 @@ class Refinement:
         return module.gram, module.pull
 
     @torch.no_grad()
-    def propose(self, run: SiteRun, state: State) -> tuple[Tensor, Tensor]:
-        """The refined sites, damped."""
+    def propose(self, run: SiteRun, state: State) -> Move:
+        """The refined sites, damped: nothing is read back."""
         cavity, at = state.cavity, state.at
         residual = run.residual.detach()
         variance = cavity.variance + residual
@@ -227,20 +254,33 @@ class Refinement:
         status.sites = run.num
         status.skipped = (~usable).sum()
         moves = torch.maximum((more * spread.square()).abs(), ((shift - more * mean) * spread).abs())
-        status.change = moves.amax() if moves.numel() else moves.sum()
+        status.change = self.workers.largest(_most(moves))
         # Sites that are exact may move by as much as they like.
         moves = torch.where(state.gaussian, 0.0, moves).reshape(-1, moves.shape[-1]).amax(0)
         more, shift = rate * more, rate * shift
-        negative = (run.precision + more < 0).any().to(moves)
-        most = self.workers.largest(torch.stack([negative, moves.amax() if moves.numel() else moves.sum()]))
-        has_negative, change = most.tolist()
+        told = [(run.precision + more < 0).any().to(moves), _most(moves)]
+        if run.index is not None:
+            if pace.moves is None or pace.moves.shape[-1] != run.num:
+                pace.moves = moves.new_full((run.num,), math.inf)
+            told.append(pace.moves[run.index].amax())
+        return Move(more, shift, moves, self.workers.largest(torch.stack(told)))
+
+    @torch.no_grad()
+    def accept(self, run: SiteRun, move: Move, told: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """The sites to be kept.
+
+        :param told: the numbers of the move's.
+        """
+        has_negative, change, *visited = told
+        more, shift, sizes = move.more, move.shift, move.sizes
         new = self._valid(run, more, shift) if has_negative else (run.precision + more, run.linear + shift)
+        status = self.status[run.name]
         status.negative = (new[0] < 0).sum()
         if self.workers.num > 1:
-            counts = status.skipped.to(moves), status.negative.to(moves), moves.new_tensor(float(run.num))
+            counts = status.skipped.to(sizes), status.negative.to(sizes), sizes.new_tensor(float(run.num))
             status.skipped, status.negative, status.sites = self.workers.sum(*counts)
-            status.change = self.workers.largest(status.change)
-        return self._careful(run, *new, moves, change, cut=status.cut > status.cuts_seen)
+        before = visited[0] if visited else self.paces[run.name].change
+        return self._careful(run, *new, sizes, change, before, cut=status.cut > status.cuts_seen)
 
     @torch.no_grad()
     def _valid(self, run: SiteRun, more: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
@@ -276,7 +316,7 @@ class Refinement:
         return [bool(value) for value in found.tolist()]
 
     def _careful(
-        self, run: SiteRun, precision: Tensor, linear: Tensor, moves: Tensor, change: float, cut: bool
+        self, run: SiteRun, precision: Tensor, linear: Tensor, moves: Tensor, change: float, before: float, cut: bool
     ) -> tuple[Tensor, Tensor]:
         """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there.
 
@@ -284,14 +324,12 @@ class Refinement:
 
         :param moves: of each site given, ``(B,)``.
         :param change: the largest of them, in any process.
+        :param before: that of the last sweep, or of these data's last visits.
         """
         pace, status = self.paces[run.name], self.status[run.name]
         start, status.cuts_seen = pace.start, status.cut
-        before = pace.change
         if run.index is not None:
-            if pace.moves is None or pace.moves.shape[-1] != run.num:
-                pace.moves = moves.new_full((run.num,), math.inf)
-            before = float(self.workers.largest(pace.moves[run.index].amax()))
+            assert pace.moves is not None
             pace.moves[run.index] = moves
         astray = cut or change > max(2 * before, 0.5)
         if start is not None and astray and run.index is None:
@@ -326,6 +364,10 @@ class Refinement:
                 self.seen[run.name] = 0
                 self._resum(module)
         run.rows, run.precision, run.linear = rows, precision, linear
+
+
+def _most(moves: Tensor) -> Tensor:
+    return moves.amax() if moves.numel() else moves.sum()
 
 
 def _less_negative(precision: Tensor, linear: Tensor, share: float) -> tuple[Tensor, Tensor]:

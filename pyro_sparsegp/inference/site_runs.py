@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Optional
@@ -40,6 +41,7 @@ class SiteRun:
     linear: Tensor
     order: Optional[Tensor] = None  # the sites' numbers where all data are given in another order
     data: Optional[tuple[Objects, Tensor]] = None  # all data given, if not those of the call before, and fingerprints
+    flags: Sequence[Tensor] = ()  # of Cholesky factorisations that runs are made of, to be looked at with this one's
 
     @property
     def numbers(self) -> Optional[Tensor]:
