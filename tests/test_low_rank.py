@@ -219,14 +219,17 @@ def test_negative_curvatures_are_cut_where_they_must_be(least):
 
 
 def test_sites_that_are_drawn_learn_their_precision():
-    """A density that couples all values is drawn from; q goes to P = I + ΦᵀAᵀAΦ/σ², the terms against each other."""
+    """A density that couples all values, and hides that it is normal, is drawn from.
+
+    q goes to P = I + ΦᵀAᵀAΦ/σ², the terms against each other.
+    """
     x = torch.linspace(0, 1, 12)[:, None].expand(12, 2)
     mixing = torch.eye(12) + 0.3 * torch.ones(12, 12) / 12
     kernel = kernels.RBF(0.4)[0] + kernels.RBF(0.5)[1]
 
     def model(y):
         f = pyro.sample("f", GaussianProcess(kernel, x))
-        return pyro.sample("y", dist.MultivariateNormal(mixing @ f, 0.09 * torch.eye(12)), obs=y)
+        pyro.factor("y", dist.MultivariateNormal(mixing @ f, 0.09 * torch.eye(12)).log_prob(y))
 
     z = torch.linspace(0, 1, 3)[:, None].expand(3, 2)
     family = CoupledPrecision([z, z], rank=6, trainable=False, rate=lambda t: max(0.02, 0.1 / (1 + t / 40)))
