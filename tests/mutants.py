@@ -287,8 +287,22 @@ MUTANTS = [
     Mutant(
         "affine-without-other-parameters",
         "are_normal_around_affine",
-        'if others_move(*sites[:2]) or not is_affine(*(parameter_of(site["fn"]) for site in sites)):',
-        'if not is_affine(*(parameter_of(site["fn"]) for site in sites)):',
+        "if follow or any(others_move(start[name], site) for site in sites[1:]):",
+        "if follow:",
+        ("test_affine.py::test_what_a_first_call_does_not_see_move_is_integrated",),
+    ),
+    Mutant(
+        "affine-near-the-prior-mean",
+        "are_normal_around_affine",
+        "turned[gp] = _WIDE * step[gp] * (sign - 0.5).sign()",
+        "turned[gp] = step[gp] * (sign - 0.5).sign()",
+        ("test_affine.py::test_other_densities_are_drawn_from_and_warned_of",),
+    ),
+    Mutant(
+        "affine-at-a-parameter-of-zero",
+        "_enters",
+        "return any(bool(slope.requires_grad or slope.any()) for slope in slopes if slope is not None)",
+        "return any(bool(slope.any()) for slope in slopes if slope is not None)",
         ("test_affine.py::test_other_densities_are_drawn_from_and_warned_of",),
     ),
     Mutant(

@@ -32,6 +32,7 @@ from ..program.handlers import AtMeans, observes
 from ..program.registration import has_network, require_registered
 from ..program.traces import (
     all_sites,
+    as_leaves,
     as_process,
     first_tensor,
     free_values,
@@ -254,7 +255,7 @@ def _explore(
     posteriors: Mapping[str, SparsePosterior],
 ) -> None:
     """Learn how densities depend on GP sites' values, and raise where a family on sites does not fit."""
-    values = free_values(trace)
+    values = as_leaves(free_values(trace))
 
     def held(moved: dict[str, Tensor]) -> poutine.Trace:
         return held_trace(guide.model, values | moved, args, kwargs)
