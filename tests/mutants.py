@@ -67,6 +67,23 @@ MUTANTS = [
         ("test_low_rank.py::test_negative_curvatures_are_cut_where_they_must_be",),
     ),
     Mutant(
+        "a-cut-step-goes-as-far",
+        "NaturalGaussian.step",
+        "loc = base.loc + cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0], heard, cut=is_cut)",
+        "loc = base.loc + cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0], heard)",
+        (
+            "test_natural.py::test_a_mean_goes_less_far_where_negative_curvatures_are_cut",
+            "test_joint.py::test_a_mean_and_its_noise_begin_together",
+        ),
+    ),
+    Mutant(
+        "a-cut-low-rank-step-goes-as-far",
+        "NaturalLowRank.step",
+        "shift = cautious(shift[..., 0], heard, groups.order, target.cut)[..., None]",
+        "shift = cautious(shift[..., 0], heard, groups.order)[..., None]",
+        ("test_low_rank.py::test_negative_curvatures_are_cut_where_they_must_be",),
+    ),
+    Mutant(
         "half-a-factor-is-taken",
         "NaturalLowRank.step",
         "fine = (0 * size == failed) & (each > 0).all()  # 0 times a number that is finite is 0",

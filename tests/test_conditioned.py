@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -361,6 +362,29 @@ def test_handlers_around_are_seen_as_the_objective_sees_them():
     centred = pyro.poutine.reparam(model, config={"c": LocScaleReparam(0.0)})
     guide = AutoSparseGP(centred, SGPR(x, trainable=False))
     assert math.isfinite(train(centred, guide, x, y, steps=3)[-1])
+
+
+@pytest.mark.parametrize("family", [SGPR, partial(SVGP, natural=False)])
+@pytest.mark.parametrize("objective", [TraceQuadrature_ELBO, Trace_ELBO])
+def test_a_latent_held_by_a_handler_around_the_step_has_its_prior_density(family, objective):
+    """Not that of its posterior, of which the guide learns nothing then; where the bound runs the model once, too."""
+    x, y = data(20)
+
+    def model(x, y=None):
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        f = pyro.sample("f", GaussianProcess(KERNEL * c.exp(), x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide = started(model, family(x, trainable=False), x, y)
+    held = AutoSparseGP(pyro.poutine.condition(model, {"c": torch.tensor(0.3)}), family(x, trainable=False))
+    held(x, y)
+    losses = []
+    for each in (guide, held):
+        torch.manual_seed(0)
+        with pyro.poutine.condition(data={"c": torch.tensor(0.3)}), torch.no_grad():
+            losses.append(objective().loss(each.model, each, x, y))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
 def test_a_positive_latent_learns_by_drawn_elbos():

@@ -12,11 +12,12 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, fit, kernels, predict
 from pyro_sparsegp.diagnostics import predictive_scores
 from pyro_sparsegp.diagnostics.export.draws import GuideSource
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.gaussians import FullCholesky, Whole
+from pyro_sparsegp.inference.fit import log_score
 from pyro_sparsegp.inference.quadrature import quadrature_axes
 
 N, NOISE = 14, 0.3
@@ -226,6 +227,71 @@ def product(x, y=None):
     g = pyro.sample("g", GaussianProcess(KG, x[:, 1:], mean=x.new_full((), 1.0)))
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.Normal(f * g, 0.1), obs=y)
+
+
+def _noisy(num, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(num, 1, generator=generator)
+    noise = (0.05 + 0.4 * x[:, 0] ** 2) * torch.randn(num, generator=generator)
+    return x, torch.sin(8 * x[:, 0]) + noise
+
+
+def _mean_and_noise(x, y=None, size=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.25), x))
+    g = pyro.sample("g", GaussianProcess(kernels.RBF(0.5), x, mean=-1.5))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+
+def _losses(sites, data, steps, batch=None):
+    """The loss under the prior, and those of training on all rows or on batches."""
+    pyro.set_rng_seed(0)
+    x, y = data
+    num = len(x)
+    svi = SVI(
+        _mean_and_noise, AutoSparseGP(_mean_and_noise, sites), pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(20)
+    )
+    losses = [svi.evaluate_loss(x, y, size=num)]
+    for _ in range(steps):
+        rows = torch.randperm(num)[: batch or num]
+        losses.append(svi.step(x[rows], y[rows], size=num))
+    return losses
+
+
+NOISY = {"SVGP": families.SVGP, "CoupledPrecision": families.CoupledPrecision}
+
+
+@pytest.mark.parametrize("kind", NOISY)
+def test_a_mean_and_its_noise_begin_together(kind):
+    """Of y ~ N(f, exp g) each row has a negative curvature across the two, along which there is a slope."""
+    prior, *losses = _losses({("f", "g"): NOISY[kind](8, trainable=False)}, _noisy(60, seed=9), 10)
+    assert max(losses) < 0.1 * prior
+    assert losses[-1] < -7
+
+
+@pytest.mark.slow  # test_a_mean_and_its_noise_begin_together sees the explosion in ten steps
+@pytest.mark.parametrize("batch", [None, 60])
+@pytest.mark.parametrize("kind", NOISY)
+def test_a_mean_and_its_noise_learn_together(kind, batch):
+    """As with a posterior each."""
+    data = _noisy(400, seed=0)
+    prior, *losses = _losses({("f", "g"): NOISY[kind](15)}, data, 150, batch)
+    _, *apart = _losses({name: families.SVGP(15) for name in "fg"}, data, 150, batch)
+    assert max(losses) < 10 * prior  # a batch's first step forgets those before
+    last, other = (sum(found[-20:]) / 20 for found in (losses, apart))
+    assert last == pytest.approx(other, abs=0.1 if batch is None else 20)  # of batches each has some hundred
+
+
+@pytest.mark.slow  # test_a_mean_and_its_noise_begin_together sees the explosion in ten steps
+def test_batches_fit_a_mean_and_its_noise_together():
+    (x, y), held_out = _noisy(400, seed=0), _noisy(200, seed=50)
+    scores = []
+    for sites in ({("f", "g"): families.SVGP(15)}, {name: families.SVGP(15) for name in "fg"}):
+        pyro.set_rng_seed(0)
+        guide = AutoSparseGP(_mean_and_noise, sites)
+        fit(_mean_and_noise, guide, (x, y), steps=300, batch_size=60, progress=False)
+        scores.append(log_score(_mean_and_noise, guide, *held_out))
+    assert scores[0] == pytest.approx(scores[1], abs=0.02)
 
 
 @pytest.mark.parametrize(

@@ -207,12 +207,15 @@ def test_negative_curvatures_are_cut_where_they_must_be(least):
     heard = module().heard
     zero = torch.zeros(())
     features = phi[:, torch.argsort(order)].split((3, 2, 3), -1)
-    heard.rows[0] = {"features": features, "by_mean": torch.zeros(12), "by_change": 0.5 * curvature}
+    slope = 100 * torch.randn(12)
+    heard.rows[0] = {"features": features, "by_mean": slope, "by_change": 0.5 * curvature}
     module.step(heard, zero + 1, zero + 1, 0.3, False)
     found = assembled(module._each("block"), module._each("low_rank"))[order][:, order]
     kept = curvature if least > -1 else curvature.clamp(min=0)
     best = 0.7 * before + 0.3 * (torch.eye(8) + phi.mT @ (phi * kept[:, None]))
     torch.testing.assert_close(found, best, atol=1e-3, rtol=0)
+    moved = phi @ torch.cat(module._each("loc"))[order] / phi.norm(dim=1)
+    assert moved.abs().max().item() == pytest.approx(3.0 if least > -1 else 0.5)  # deviations of the prior
 
 
 def test_sites_that_are_drawn_learn_their_precision():

@@ -86,7 +86,12 @@ def _lifted(matrix: Tensor, least: Tensor) -> Tensor:
 
 
 class Target(Protocol):
-    """P̂."""
+    """P̂.
+
+    :ivar cut: whether negative curvatures were cut; ``None`` if there were none.
+    """
+
+    cut: Optional[Tensor]
 
     def times(self, v: Tensor) -> Tensor:
         """P̂v for columns v."""
@@ -108,6 +113,8 @@ class Products:
     :param kept: 1 − ρ.
     :param rows: of each batch of rows Φ, and ρ·2h as a column.
     """
+
+    cut: Optional[Tensor] = None
 
     def __init__(
         self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
@@ -165,6 +172,8 @@ class Formed:
     :param data: ρΦᵀ2HΦ.
     """
 
+    cut: Optional[Tensor] = None
+
     def __init__(self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, data: Tensor) -> None:
         self.groups = groups
         self.matrix = low_rank @ low_rank.mT
@@ -178,9 +187,9 @@ class Formed:
         """Add a symmetric matrix, or its positive part where it would leave less than half of what there is."""
         (curvature,) = joined(curvature)
         rest = (0.5 * self.matrix + curvature).nan_to_num()
-        short = torch.linalg.cholesky_ex(rest).info != 0
+        self.cut = torch.linalg.cholesky_ex(rest).info != 0
         known = curvature.nan_to_num()
-        self.matrix.add_(torch.where(short[..., None, None], known + lift_to(known, 0.0), curvature))
+        self.matrix.add_(torch.where(self.cut[..., None, None], known + lift_to(known, 0.0), curvature))
 
     def times(self, v: Tensor) -> Tensor:
         return self.matrix @ v

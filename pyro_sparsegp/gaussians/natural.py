@@ -189,9 +189,10 @@ class NaturalGaussian(StepsOnBackward):
     wait for q's).
 
     Three guards keep a step where its quadratic model holds. If it would leave less than half of the precision
-    anywhere, for which it takes likelihoods that are not log-concave, or draws, negative curvatures are cut to 0. The
-    mean moves no function value by more than three standard deviations of the prior: counts of 1,000 under an
-    exponential link would else be jumped to at e¹⁰⁰⁰. Gradients that are not finite change nothing.
+    anywhere, for which it takes likelihoods that are not log-concave, several functions, or draws, negative curvatures
+    are cut to 0. The mean moves no function value by more than three standard deviations of the prior, or half of one
+    where curvatures are cut: counts of 1,000 under an exponential link would else be jumped to at e¹⁰⁰⁰. Gradients that
+    are not finite change nothing.
 
     :param kind: the free posterior with the same layout of factors. These share the whole of G: their means are solved
         for together (a step with each one's own mean diverges where they are coupled).
@@ -408,12 +409,14 @@ class NaturalGaussian(StepsOnBackward):
             return torch.mul(base.gram, -each * c).addcmul_(target, each.expand_as(target)).add_(here[0])
 
         new = moved(target)
+        is_cut = None
         if cut is not None:
             # What is left above half of the prior's precision, and above half of the precision there is.
             eye = torch.eye(target.shape[-1], dtype=target.dtype, device=target.device)
             rest = new + 0.5 * eye, new + 0.5 * (eye - here[0])
             short = sum(torch.linalg.cholesky_ex(part.nan_to_num()).info.abs() for part in rest)
-            target = torch.where((short > 0)[..., None, None], target + cut, target)
+            is_cut = short > 0
+            target = torch.where(is_cut[..., None, None], target + cut, target)
             new = moved(target)
         # P⁻¹r − m of the new P and r without their difference, which rounds to nothing where P is large.
         pull = -each[..., 0] * (slope + c[..., 0] * base.loc)
@@ -421,7 +424,7 @@ class NaturalGaussian(StepsOnBackward):
             pull = pull + (plus_one(here[0]) @ (here[1] - base.loc)[..., None])[..., 0]
             pull = pull if here[2] is None else pull + here[2]
         factor, info = factorised(_with_factor(plus_one(new)))
-        loc = base.loc + cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0], heard)
+        loc = base.loc + cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0], heard, cut=is_cut)
         fine = new.sum((-2, -1)).isfinite() & loc.isfinite().all(-1) & (each[..., 0, 0] > 0) & (info == 0)
         self.gram = torch.where(fine[..., None, None], new, here[0]).expand(self.gram.shape)
         self.loc = torch.where(fine[..., None], loc, here[1]).expand(self.loc.shape)

@@ -477,7 +477,7 @@ class NaturalLowRank(StepsOnBackward):
                 blocks, low_rank = sweep(groups, target, aims, found, low_rank)
             right = -each * (weight * groups.over(base.loc) + self._slope(heard, inside))
             shift = target.solve(right, aims, blocks, low_rank, self.iterations)
-        shift = cautious(shift[..., 0], heard, groups.order)[..., None]
+        shift = cautious(shift[..., 0], heard, groups.order, target.cut)[..., None]
         loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
         low = groups.cut(low_rank)
         failed = sum(flag.count_nonzero() for flag in flags)

@@ -46,6 +46,7 @@ __all__ = [
 KNOWN = 9  # steps that a start with a known mean counts for
 _BY_MARGINALS = 0.1  # the largest rate where marginals are drawn from: at 1 a first draw throws an inner layer away
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
+_CLOSER = 6  # times as close where negative curvatures are cut, half a deviation
 
 Rate = Union[float, Callable[[int], float]]
 
@@ -516,11 +517,14 @@ class _Softened(Function):
         return change + scale[..., None, None] * eye
 
 
-def cautious(shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None) -> Tensor:
+def cautious(
+    shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None, cut: Optional[Tensor] = None
+) -> Tensor:
     """A step of m, ``(..., M)``, shortened where it would move function values by more than three of the prior's
-    deviations.
+    deviations, or half of one where negative curvatures are cut: a slope along them meets the prior's precision alone.
 
     :param order: of the blocks, where it is not their own.
+    :param cut: whether they are, ``(...)``; ``None`` is nowhere.
     """
     farthest = []
     for row in heard.rows.values():
@@ -531,4 +535,6 @@ def cautious(shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None)
     if heard.draws:  # whose inputs are not known
         farthest.append(shift.abs().amax(-1, keepdim=True))
     most = functools.reduce(torch.maximum, farthest) if farthest else torch.zeros_like(shift[..., :1])
+    if cut is not None:
+        most = torch.where(cut[..., None], _CLOSER * most, most)
     return shift * (_FARTHEST / largest(most.clamp(min=_FARTHEST)))

@@ -368,6 +368,10 @@ class GPSites(CoupledLatents):
         for site in guide_trace.nodes.values():
             if isinstance(without_event(site["fn"])[0], Site):
                 site["fn"] = _paired(site["fn"])
+        for name, site in list(model_trace.nodes.items()):
+            if site["type"] == "sample" and site["is_observed"] and "prior" in site["infer"]:
+                # A latent that a handler around the guide gave its value.
+                model_trace.nodes[name] = {**site, "fn": site["infer"]["prior"]}
         return model_trace, guide_trace
 
 
