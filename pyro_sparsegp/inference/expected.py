@@ -43,6 +43,7 @@ from ..program.traces import (
     repeatable,
     without_event,
 )
+from ..program.zeros import OffZero
 from .axes import quadrature_axes
 from .locations import variances_by_axes, variances_by_rows
 
@@ -273,7 +274,7 @@ def find_expectations(
 def _run(
     model: Callable, values: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], moved: dict[str, Tensor]
 ) -> poutine.Trace:
-    return held_trace(model, values | moved, args, kwargs)
+    return held_trace(OffZero()(model), values | moved, args, kwargs)
 
 
 def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[str, Any]) -> Optional[Expectations]:
