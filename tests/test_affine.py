@@ -297,7 +297,13 @@ def of_few_factors(x, mixing, y=None):
     pyro.sample("y", dist.LowRankMultivariateNormal(mixing @ f, mixing[:, :2], 0.01 + mixing[:, 0] ** 2), obs=y)
 
 
-@pytest.mark.parametrize("model", [pooled, of_few_factors])
+def sparse(x, mixing, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("sums", SUMS):
+        pyro.sample("y", dist.Normal((mixing.to_sparse() @ f[:, None])[:, 0], 0.1), obs=y)
+
+
+@pytest.mark.parametrize("model", [pooled, of_few_factors, sparse])
 def test_one_step_leads_to_the_evidence(model):
     x, mixing, y = args = data()
     guide = AutoSparseGP(model, SVGP(x))
@@ -308,6 +314,7 @@ def test_one_step_leads_to_the_evidence(model):
         noise = noise * torch.eye(SUMS, dtype=x.dtype)
     else:
         matrix, noise = mixing, torch.diag(0.01 + mixing[:, 0] ** 2) + mixing[:, :2] @ mixing[:, :2].mT
+        noise = 0.01 * torch.eye(SUMS, dtype=x.dtype) if model is sparse else noise
     evidence = dist.MultivariateNormal(torch.zeros(SUMS, dtype=x.dtype), matrix @ KERNEL(x) @ matrix.mT + noise)
     assert svi.evaluate_loss(*args) == pytest.approx(-evidence.log_prob(y).item(), abs=1e-5)
 
