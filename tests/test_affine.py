@@ -443,3 +443,19 @@ def test_a_program_that_draws_rows_in_some_steps_is_integrated_by_one_run():
         draws[0] = True
         moved = [elbo.loss(model, guide) for _ in range(10)]
     assert max(moved) < 2 * still  # by offsets' differences it is some 10 times as much
+
+
+def test_a_layer_below_sums_is_drawn_jointly():
+    """Inputs that meet in a sum of the layer above meet in it, too; it was drawn from its marginals."""
+
+    def model(x, mixing, y=None):
+        g = pyro.sample("g", GaussianProcess(KERNEL, x, mean=x[:, 0]))
+        h = pyro.sample("h", GaussianProcess(KERNEL, g[..., None], mean=g))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), h[..., None]))
+        with pyro.plate("sums", SUMS):
+            pyro.sample("y", dist.Normal(f @ mixing.mT, NOISE), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(5))
+    with pytest.warns(UserWarning, match="couples values of the GP sites g, h, f"):
+        guide(*data())
+    assert set(guide.structure.dependence.values()) == {"coupled"}
