@@ -229,9 +229,26 @@ def beyond_autograd(x, mixing, y=None):
         pyro.sample("y", dist.Normal(mixing @ f + (mixing @ f).detach(), NOISE), obs=y)
 
 
+def cut_off(x, mixing, y=None):
+    """Far below the prior."""
+    f = pyro.sample("f", GaussianProcess(KERNEL, x, mean=5.0))
+    with pyro.plate("sums", SUMS):
+        pyro.sample("y", dist.Normal(mixing @ f.clamp(min=0), NOISE), obs=y)
+
+
 @pytest.mark.parametrize(
     "model",
-    [curved, noise_of_f, heavy, beside_a_factor, bent, curved_by_a_parameter, curved_by_a_latent, beyond_autograd],
+    [
+        cut_off,
+        curved,
+        noise_of_f,
+        heavy,
+        beside_a_factor,
+        bent,
+        curved_by_a_parameter,
+        curved_by_a_latent,
+        beyond_autograd,
+    ],
 )
 def test_other_densities_are_drawn_from_and_warned_of(model):
     guide = AutoSparseGP(model, SVGP(5))
@@ -423,6 +440,30 @@ def test_values_of_a_row_have_exact_expectations_too(model, families):
         expected = trace.nodes["y"]["log_prob_sum"] - 0.5 * (weight * spread).sum()
         divergence = posteriors["f"].kl if families is ONE else sum(q.kl.sum() for q in posteriors.values())
         assert found == pytest.approx((divergence - expected).item(), rel=1e-8)
+
+
+@pytest.mark.parametrize("bend", [torch.relu, torch.abs, lambda f: torch.maximum(f, f.new_tensor(-8.0)), torch.sinh])
+def test_bent_functions_of_a_value_are_integrated(bend):
+    """Bends that data lead to, far from the prior: E (y − b(f))² by a fine grid."""
+    x, *_ = data()
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x, mean=5.0))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Normal(bend(f), 0.5), obs=y)
+
+    y = torch.zeros(ROWS, dtype=x.dtype)
+    guide, elbo = AutoSparseGP(model, SVGP(5, natural=False)), TraceQuadrature_ELBO(100)
+    svi = SVI(model, guide, FusedAdam({"lr": 0.3}), elbo)
+    for _ in range(20):
+        svi.step(x, y)
+    with torch.no_grad():
+        q = guide.posterior(x)["f"]
+        nodes = torch.linspace(-8, 8, 4001, dtype=x.dtype)[:, None]
+        values = dist.Normal(bend(q.mean + q.stddev * nodes), 0.5).log_prob(y)
+        weights = dist.Normal(0.0, 1.0).log_prob(nodes).exp()
+        expected = (values * weights / weights.sum()).sum()
+        assert -elbo.loss(model, guide, x, y) == pytest.approx((expected - q.kl).item(), rel=1e-2)
 
 
 def test_a_program_that_draws_rows_in_some_steps_is_integrated_by_one_run():

@@ -215,7 +215,7 @@ def test_negative_curvatures_are_cut_where_they_must_be(least):
     best = 0.7 * before + 0.3 * (torch.eye(8) + phi.mT @ (phi * kept[:, None]))
     torch.testing.assert_close(found, best, atol=1e-3, rtol=0)
     moved = phi @ torch.cat(module._each("loc"))[order] / phi.norm(dim=1)
-    assert moved.abs().max().item() == pytest.approx(3.0 if least > -1 else 0.5)  # deviations of the prior
+    assert moved.abs().max().item() == pytest.approx(3.0)  # deviations of the prior
 
 
 def test_sites_that_are_drawn_learn_their_precision():

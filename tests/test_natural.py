@@ -730,23 +730,6 @@ def test_negative_curvature_of_heavy_tails():
     assert loss == pytest.approx(best_loss(model, SVGP(x[:10], natural=False, trainable=False), x, y), abs=1e-3)
 
 
-@pytest.mark.parametrize("least", [-0.05, -100.0])
-def test_a_mean_goes_less_far_where_negative_curvatures_are_cut(least):
-    """A slope along them meets the prior's precision alone."""
-    module = NaturalGaussian([5], (), torch.zeros(()))
-    phi, slope, curvature = torch.randn(12, 5), 100 * torch.randn(12), torch.linspace(least, 1.0, 12)
-    heard = module().heard
-    heard.rows[0] = {"features": [phi], "by_mean": slope, "by_change": 0.5 * curvature}
-    module.step(heard, torch.ones(()), torch.ones(()), 0.3, False)
-    kept = curvature if least > -1 else curvature.clamp(min=0)
-    gram = 0.3 * phi.mT @ (phi * kept[:, None])
-    torch.testing.assert_close(module.gram, gram)
-    newton = torch.linalg.solve(torch.eye(5) + gram, -phi.mT @ slope)
-    torch.testing.assert_close(module.loc / module.loc.norm(), newton / newton.norm())
-    moved = phi @ module.loc / phi.norm(dim=1)
-    assert moved.abs().max().item() == pytest.approx(3.0 if least > -1 else 0.5)
-
-
 def test_layers_of_a_deep_gp():
     x, y = data(num=80)
 

@@ -191,8 +191,8 @@ class NaturalGaussian(StepsOnBackward):
     Three guards keep a step where its quadratic model holds. If it would leave less than half of the precision
     anywhere, for which it takes likelihoods that are not log-concave, several functions, or draws, negative curvatures
     are cut to 0. The mean moves no function value by more than three standard deviations of the prior, or half of one
-    where curvatures are cut: counts of 1,000 under an exponential link would else be jumped to at e¹⁰⁰⁰. Gradients that
-    are not finite change nothing.
+    where curvatures of several functions are cut: counts of 1,000 under an exponential link would else be jumped to at
+    e¹⁰⁰⁰. Gradients that are not finite change nothing.
 
     :param kind: the free posterior with the same layout of factors. These share the whole of G: their means are solved
         for together (a step with each one's own mean diverges where they are coupled).

@@ -524,7 +524,8 @@ def cautious(
     deviations, or half of one where negative curvatures are cut: a slope along them meets the prior's precision alone.
 
     :param order: of the blocks, where it is not their own.
-    :param cut: whether they are, ``(...)``; ``None`` is nowhere.
+    :param cut: whether they are, ``(...)``; ``None`` is nowhere. Asked for where several functions of this posterior
+        meet in densities, such as a mean and its log-noise.
     """
     farthest = []
     for row in heard.rows.values():
@@ -535,6 +536,6 @@ def cautious(
     if heard.draws:  # whose inputs are not known
         farthest.append(shift.abs().amax(-1, keepdim=True))
     most = functools.reduce(torch.maximum, farthest) if farthest else torch.zeros_like(shift[..., :1])
-    if cut is not None:
+    if cut is not None and heard.crosses:
         most = torch.where(cut[..., None], _CLOSER * most, most)
     return shift * (_FARTHEST / largest(most.clamp(min=_FARTHEST)))

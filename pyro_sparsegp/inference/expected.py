@@ -6,8 +6,9 @@ function of one function value (so transposing, indexing, scaling and adding off
 term come from different outputs or GP sites. Then θ at the means of q is θ's mean, and what it changes by one standard
 deviation further up is its standard deviation, whatever the model did to get there.
 
-A normal likelihood whose mean is f itself is taken the same way, E[log N(y | f, s²)] = log N(y | m, s²) − v/2s², since
-that is what trains most often: the model runs once, at m, and nothing is mapped over nodes.
+Normal likelihoods are taken the same way where they are all that depends on function values, E[log N(y | μ, s²)] =
+log N(y | E μ, s²) − Var[μ]/2s², whatever values μ is an affine function of: f itself, since that is what trains most
+often, for which the model runs once, at q's mean; several values of a row; values of several inputs, such as averages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from torch import Tensor
 from ..guide import AutoSparseGP
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import dependence as dependences
-from ..program.affine import NORMAL, are_normal_around_affine, is_affine, others_follow, others_move, parameter_of
+from ..program.affine import (
+    MOVES,
+    NORMAL,
+    are_normal_around_affine,
+    is_affine,
+    others_follow,
+    others_move,
+    parameter_of,
+)
 from ..program.facts import Structure
 from ..program.registration import Probe
 from ..program.traces import (
@@ -47,7 +56,7 @@ from ..program.zeros import OffZero
 from .axes import quadrature_axes
 from .locations import variances_by_axes, variances_by_rows
 
-__all__ = ["AroundValues", "Expectations", "ExpectedLogProb", "find_expectations"]
+__all__ = ["AroundValues", "AtMeans", "Expectations", "ExpectedLogProb", "find_expectations"]
 
 _MOST_AXES = 8  # each of which takes a run of the model
 
@@ -75,13 +84,11 @@ Run = Callable[[dict[str, Tensor]], Any]
 class Expectations:
     """What was found out about one model.
 
-    :cvar at_means: whether one run at q's means tells of all densities of function values.
     :param sites: the sites whose distributions bring their expectations.
     :param gps: the GP sites that these depend on.
     :param rest: how all other densities depend on function values; GP sites that none depends on are left out.
     """
 
-    at_means: ClassVar[bool] = False
     sites: tuple[str, ...]
     gps: tuple[str, ...]
     rest: Structure
@@ -127,19 +134,23 @@ class Expectations:
         shifts = {name: parameter_of(moved[name]["fn"]) - parameter_of(sites[name]["fn"]) for name in self.sites}
         return {name: shift.square() for name, shift in shifts.items()}
 
+
+@dataclass(frozen=True)
+class AtMeans(Expectations):
+    """Sites that are normal, around affine functions of function values: no other density depends on these."""
+
     def hold(self, sites: Any) -> bool:
         """Whether a run's sites are as they were found."""
         return all(name in sites and type(bare(sites[name]["fn"])) in NORMAL for name in self.sites)
 
 
 @dataclass(frozen=True)
-class AroundValues(Expectations):
+class AroundValues(AtMeans):
     """Sites that are normal around GP sites' values as they are.
 
     :param values: these GP sites, by site.
     """
 
-    at_means: ClassVar[bool] = True
     values: dict[str, str]
 
     def variances(self, run: Run, sites: Any, guide_trace: poutine.Trace) -> dict[str, Tensor]:
@@ -155,13 +166,12 @@ class AroundValues(Expectations):
 
 
 @dataclass(frozen=True)
-class AroundRows(Expectations):
+class AroundRows(AtMeans):
     """Sites that are normal around affine functions of the values of one row.
 
     :param axes: which of these are independent under q once they are standardised, by GP site.
     """
 
-    at_means: ClassVar[bool] = True
     axes: dict[str, tuple[int, ...]]
 
     def variances(self, run: Run, sites: Any, guide_trace: poutine.Trace) -> dict[str, Tensor]:
@@ -170,10 +180,8 @@ class AroundRows(Expectations):
 
 
 @dataclass(frozen=True)
-class AroundFunctions(Expectations):
+class AroundFunctions(AtMeans):
     """Sites that are normal around affine functions of the values of several inputs."""
-
-    at_means: ClassVar[bool] = True
 
     def variances(self, run: Run, sites: Any, guide_trace: poutine.Trace) -> dict[str, Tensor]:
         return variances_by_rows(run, {gp: posterior_at(guide_trace, gp) for gp in self.gps}, self.sites)
@@ -356,7 +364,7 @@ def _owning_sites(run: Traced, start: Start, name: str) -> Any:
     }
     base = run({})
     middle = parameter_of(base.nodes[name]["fn"])
-    if not is_affine(middle, *(parameter(along(size)) for size in (1.0, -1.0, 3.0))):
+    if not is_affine({size: parameter(along(size)) for size in MOVES}):
         return "this is not an affine function of function values"
     if others_move(base.nodes[name], run(along(1.0)).nodes[name]):
         return "another of its parameters, or its scale or mask, depends on function values too"

@@ -28,7 +28,7 @@ from ..program.traces import RandomState, require_again
 from ..warned import warn_once
 from .axes import quadrature_axes
 from .compiled import BACKENDS, CompiledSteps
-from .expected import AroundValues, Expectations, find_expectations
+from .expected import AroundValues, AtMeans, Expectations, find_expectations
 from .first_steps import meet, skip
 from .grid import Grid, log_density_minus_kl, mapped, one_by_one
 
@@ -276,7 +276,7 @@ class TraceQuadrature_ELBO(ELBO):
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
             self._expectations[guide] = find_expectations(guide, args, kwargs, warn)
         expected = self._expectations[guide]
-        if expected is not None and expected.at_means:
+        if isinstance(expected, AtMeans):
             with pyro.validation_enabled(False):
                 at_means: dict[str, Optional[Tensor]] = dict.fromkeys(expected.gps)
                 model_trace, guide_trace, values = guide.at_nodes(at_means, wrapped, args, kwargs)

@@ -13,11 +13,11 @@ from torch import Tensor
 from .bare import bare
 from .traces import RandomState, is_observation
 
-__all__ = ["NORMAL", "are_normal_around_affine", "is_affine", "others_follow", "others_move", "parameter_of"]
+__all__ = ["MOVES", "NORMAL", "are_normal_around_affine", "is_affine", "others_follow", "others_move", "parameter_of"]
 
 # of which E log p is known, whatever the covariance of the location
 NORMAL = (dist.Normal, dist.MultivariateNormal, dist.LowRankMultivariateNormal)
-_WIDE = 10.0  # times as far, to find where a function bends that is affine around the prior mean
+MOVES = (0.0, 1.0, -1.0, 30.0, -30.0)
 
 
 def parameter_of(fn: Any) -> Tensor:
@@ -32,13 +32,21 @@ def _name_of(fn: Any) -> str:
     return "loc" if isinstance(fn, (torch.distributions.Normal, *NORMAL)) else fn.normal_parameter
 
 
-def is_affine(middle: Tensor, up: Tensor, down: Tensor, far: Tensor) -> bool:
-    """Whether a parameter is an affine function of what was moved, to judge by it there and 1, −1 and 3 moves away."""
-    moved, rounding = (up - down).abs(), torch.finfo(middle.dtype).eps
-    tolerance = (1e-7 if middle.dtype == torch.float64 else 1e-3) * moved
-    tolerance = tolerance + rounding * (100 * (middle.abs() + far.abs()) + 30 * moved.mean())
-    back, beyond = (up + down - 2 * middle).abs(), (far - middle - 3 * (up - middle)).abs()
-    return bool(((back <= tolerance) & (beyond <= 3 * tolerance)).all())
+def is_affine(at: Mapping[float, Tensor]) -> bool:
+    """Whether a parameter is an affine function of what was moved.
+
+    :param at: it after so many moves, of :data:`MOVES`: of 30 deviations too, by which values that are cut off come to
+        an end.
+    """
+    middle, one = at[0.0], at[1.0] - at[0.0]
+    relative, eps = 1e-7 if middle.dtype == torch.float64 else 1e-3, torch.finfo(middle.dtype).eps
+    for size, there in at.items():
+        tolerance = abs(size) * relative * one.abs() + eps * (
+            100 * (middle.abs() + there.abs()) + 30 * abs(size) * one.abs().mean()
+        )
+        if not ((there - middle - size * one).abs() <= tolerance).all():
+            return False
+    return True
 
 
 def others_move(before: Any, after: Any) -> bool:
@@ -117,34 +125,32 @@ def are_normal_around_affine(
     :param held: runs the program with GP sites at values, all else held at leaves of autograd's.
     """
     generator = torch.Generator().manual_seed(0)
-    step, turned = {}, {}
+    step = {}
     for gp, (f, spread) in starts.items():
         some = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
         uneven, sign = torch.rand((2, *f.shape), generator=generator, dtype=f.dtype).to(f.device)
-        step[gp] = some * (0.5 + uneven)
-        turned[gp] = _WIDE * step[gp] * (sign - 0.5).sign()
+        step[gp] = some * (0.5 + uneven) * (sign - 0.5).sign()
     state = RandomState(next(iter(step.values())))
-
-    def at(size: float, along: dict[str, Tensor]) -> Any:
-        return held({gp: f + size * along[gp] for gp, (f, _) in starts.items()}).nodes
-
     with torch.enable_grad():
         moving = {gp: (f + step[gp]).detach().requires_grad_() for gp, (f, _) in starts.items()}
         graph: Any = held(moving).nodes
-    start, moved = at(0.0, step), [at(-1.0, step), at(3.0, step), *(at(size, turned) for size in (1.0, -1.0, 3.0))]
+    runs: dict[float, Any] = {
+        size: graph if size == 1.0 else held({gp: f + size * step[gp] for gp, (f, _) in starts.items()}).nodes
+        for size in MOVES
+    }
     if state.has_moved:  # of rows that the program draws, say, which others runs have not
         return False
     moves = [(moving[gp], step[gp]) for gp in starts]
     for name in names:
-        sites = [start[name], graph[name], *(nodes[name] for nodes in moved)]
-        if not is_observation(start[name]) or any(type(bare(site["fn"])) not in NORMAL for site in sites):
+        sites = {size: nodes[name] for size, nodes in runs.items()}
+        if not is_observation(sites[0.0]) or any(type(bare(site["fn"])) not in NORMAL for site in sites.values()):
             return False
         follow = others_follow(graph[name]["fn"], list(moving.values()))
-        if follow or any(others_move(start[name], site) for site in sites[1:]):
+        if follow or any(others_move(sites[0.0], site) for site in sites.values()):
             return False
-        middle, up, *rest = (parameter_of(site["fn"]) for site in sites)
-        if not (is_affine(middle, up, *rest[:2]) and is_affine(middle, *rest[2:])):
+        parameters = {size: parameter_of(site["fn"]) for size, site in sites.items()}
+        if not is_affine({size: parameter.detach() for size, parameter in parameters.items()}):
             return False
-        if not _is_computed_affinely(up, (up - middle).detach(), moves):
+        if not _is_computed_affinely(parameters[1.0], (parameters[1.0] - parameters[0.0]).detach(), moves):
             return False
     return True

@@ -1,6 +1,6 @@
 """A step of additive families by the number of terms, in one run.
 
-python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--points 16] [--rounds 15] [--out table.md]
+python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--points 16] [--rounds 15] [--compile] [--out table.md]
 
 A sum of RBF kernels on a column each, some points a term, a Gaussian likelihood and mini-batches of 500 rows, float32,
 one thread. Medians of CPU time over interleaved rounds.
@@ -33,7 +33,7 @@ def families(points: int) -> dict[str, Family]:
     }
 
 
-def measure(terms: int, points: int, rounds: int) -> dict[str, float]:
+def measure(terms: int, points: int, rounds: int, compiled: bool = False) -> dict[str, float]:
     """The time of a step of each, in ms."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
@@ -51,7 +51,9 @@ def measure(terms: int, points: int, rounds: int) -> dict[str, float]:
     steps = {}
     for name, family in families(points).items():
         guide = AutoSparseGP(model, family)
-        steps[name] = pyro.infer.SVI(model, guide, FusedAdam({"lr": 0.005}), TraceQuadrature_ELBO()).step
+        steps[name] = pyro.infer.SVI(
+            model, guide, FusedAdam({"lr": 0.005}), TraceQuadrature_ELBO(compile=compiled)
+        ).step
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 3):
         for name, step in steps.items():
@@ -68,10 +70,12 @@ def main() -> None:
     parser.add_argument("--terms", type=int, nargs="*", default=[4, 8, 16, 32])
     parser.add_argument("--points", type=int, nargs="*", default=[16])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compile", action="store_true", help="compiled steps, without Inductor")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     asked = f"--terms {' '.join(map(str, options.terms))} --points {' '.join(map(str, options.points))}"
+    asked += " --compile" if options.compile else ""
     lines = [
         "# A step of additive families",
         "",
@@ -84,7 +88,7 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     for points in options.points:
         for terms in options.terms:
-            found = measure(terms, points, options.rounds)
+            found = measure(terms, points, options.rounds, options.compile)
             lines.append(f"| {points} | {terms} | " + " | ".join(f"{value:.1f}" for value in found.values()) + " |")
             print(lines[-1], flush=True)
     if options.out:
