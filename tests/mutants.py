@@ -301,9 +301,16 @@ MUTANTS = [
     Mutant(
         "affine-without-other-parameters",
         "are_normal_around_affine",
-        "if any(others_move(sites[0.0], site) for site in sites.values()):",
-        "if False:",
-        ("test_affine.py::test_other_densities_are_drawn_from_and_warned_of",),
+        "if follow or any(others_move(sites[0.0], site) for site in sites.values()):",
+        "if follow:",
+        ("test_affine.py::test_what_a_first_call_does_not_see_move_is_integrated",),
+    ),
+    Mutant(
+        "affine-at-a-parameter-of-zero",
+        "_enters",
+        "return any(bool(slope.requires_grad or slope.any()) for slope in slopes if slope is not None)",
+        "return any(bool(slope.any()) for slope in slopes if slope is not None)",
+        ("test_affine.py::test_what_a_first_call_does_not_see_move_is_integrated",),
     ),
     Mutant(
         "affine-near-the-prior",

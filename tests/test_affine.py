@@ -199,6 +199,36 @@ def beside_a_factor(x, mixing, y=None):
     pyro.factor("bend", -(f.square().sum() ** 2))
 
 
+def bent(x, mixing, y=None):
+    """Only six standard deviations of the prior below its mean."""
+    f = pyro.sample("f", GaussianProcess(KERNEL, x, mean=6.0))
+    with pyro.plate("sums", SUMS):
+        pyro.sample("y", dist.Normal(mixing @ torch.where(f > 0, f, 0.0), NOISE), obs=y)
+
+
+def curved_by_a_parameter(x, mixing, y=None):
+    """That starts at 0."""
+    bend = pyro.param("bend", torch.tensor(0.0, dtype=x.dtype))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("sums", SUMS):
+        pyro.sample("y", dist.Normal(mixing @ (f + bend * f * f), NOISE), obs=y)
+
+
+def curved_by_a_latent(x, mixing, y=None):
+    """Whose median is 0."""
+    bend = pyro.sample("bend", dist.Normal(torch.zeros((), dtype=x.dtype), 1.0))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("sums", SUMS):
+        pyro.sample("y", dist.Normal(mixing @ (f + bend * f * f), NOISE), obs=y)
+
+
+def beyond_autograd(x, mixing, y=None):
+    """Whose slopes are not those that autograd knows."""
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("sums", SUMS):
+        pyro.sample("y", dist.Normal(mixing @ f + (mixing @ f).detach(), NOISE), obs=y)
+
+
 def cut_off(x, mixing, y=None):
     """Far below the prior."""
     f = pyro.sample("f", GaussianProcess(KERNEL, x, mean=5.0))
@@ -206,12 +236,104 @@ def cut_off(x, mixing, y=None):
         pyro.sample("y", dist.Normal(mixing @ f.clamp(min=0), NOISE), obs=y)
 
 
-@pytest.mark.parametrize("model", [cut_off, curved, noise_of_f, heavy, beside_a_factor])
+@pytest.mark.parametrize(
+    "model",
+    [
+        cut_off,
+        curved,
+        noise_of_f,
+        heavy,
+        beside_a_factor,
+        bent,
+        curved_by_a_parameter,
+        curved_by_a_latent,
+        beyond_autograd,
+    ],
+)
 def test_other_densities_are_drawn_from_and_warned_of(model):
     guide = AutoSparseGP(model, SVGP(5))
     with pytest.warns(UserWarning, match="couples values of the GP site f"):
         guide(*data())
     assert not guide.structure.affine
+
+
+def noise_by_a_parameter(x, y=None):
+    bend = pyro.param("bend", torch.tensor(0.0, dtype=x.dtype))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(f, 0.2 * (bend * f).exp()), obs=y)
+
+
+def noise_by_a_latent(x, y=None):
+    bend = pyro.sample("bend", dist.Normal(torch.zeros((), dtype=x.dtype), 0.1))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(f, 0.2 * (bend * f).exp()), obs=y)
+
+
+def bends_by_a_parameter(x, y=None):
+    bend = pyro.param("bend", torch.tensor(0.0, dtype=x.dtype))
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(f + bend * f**2, 0.2), obs=y)
+
+
+def bends_below(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x, mean=4.0))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(f.relu(), 0.2), obs=y)
+
+
+def switches(x, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("rows", len(x)):
+        pyro.sample("y", dist.Normal(2 * f, torch.where(f > -3, 0.2, 0.5)), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model", [noise_by_a_parameter, noise_by_a_latent, bends_by_a_parameter, bends_below, switches]
+)
+def test_what_a_first_call_does_not_see_move_is_integrated(model):
+    """A parameter of 0 that moves later, or a bend that the prior seldom reaches."""
+    x, *_ = data()
+    guide, elbo = AutoSparseGP(model, SVGP(5)), TraceQuadrature_ELBO()
+    elbo.loss(model, guide, x, torch.sin(6 * x[:, 0]))
+    assert elbo._expectations[guide] is None
+
+
+def pooled(x, mixing, y=None):
+    """By a function of torch's whose second derivative is zeros, not nothing."""
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("sums", SUMS):
+        loc = torch.nn.functional.avg_pool1d(f[None, None], ROWS // SUMS)[0, 0]
+        pyro.sample("y", dist.Normal(loc, pyro.param("noise", torch.tensor(0.1, dtype=x.dtype))), obs=y)
+
+
+def of_few_factors(x, mixing, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    pyro.sample("y", dist.LowRankMultivariateNormal(mixing @ f, mixing[:, :2], 0.01 + mixing[:, 0] ** 2), obs=y)
+
+
+def sparse(x, mixing, y=None):
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    with pyro.plate("sums", SUMS):
+        pyro.sample("y", dist.Normal((mixing.to_sparse() @ f[:, None])[:, 0], 0.1), obs=y)
+
+
+@pytest.mark.parametrize("model", [pooled, of_few_factors, sparse])
+def test_one_step_leads_to_the_evidence(model):
+    x, mixing, y = args = data()
+    guide = AutoSparseGP(model, SVGP(x))
+    svi = SVI(model, guide, FusedAdam({"lr": 1e-9}), TraceQuadrature_ELBO())
+    svi.step(*args)
+    if model is pooled:
+        matrix, noise = torch.eye(SUMS, dtype=x.dtype).repeat_interleave(ROWS // SUMS, 1) * SUMS / ROWS, 0.01
+        noise = noise * torch.eye(SUMS, dtype=x.dtype)
+    else:
+        matrix, noise = mixing, torch.diag(0.01 + mixing[:, 0] ** 2) + mixing[:, :2] @ mixing[:, :2].mT
+        noise = 0.01 * torch.eye(SUMS, dtype=x.dtype) if model is sparse else noise
+    evidence = dist.MultivariateNormal(torch.zeros(SUMS, dtype=x.dtype), matrix @ KERNEL(x) @ matrix.mT + noise)
+    assert svi.evaluate_loss(*args) == pytest.approx(-evidence.log_prob(y).item(), abs=1e-5)
 
 
 def test_a_model_that_changes_is_drawn_from():
@@ -362,3 +484,19 @@ def test_a_program_that_draws_rows_in_some_steps_is_integrated_by_one_run():
         draws[0] = True
         moved = [elbo.loss(model, guide) for _ in range(10)]
     assert max(moved) < 2 * still  # by offsets' differences it is some 10 times as much
+
+
+def test_a_layer_below_sums_is_drawn_jointly():
+    """Inputs that meet in a sum of the layer above meet in it, too; it was drawn from its marginals."""
+
+    def model(x, mixing, y=None):
+        g = pyro.sample("g", GaussianProcess(KERNEL, x, mean=x[:, 0]))
+        h = pyro.sample("h", GaussianProcess(KERNEL, g[..., None], mean=g))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), h[..., None]))
+        with pyro.plate("sums", SUMS):
+            pyro.sample("y", dist.Normal(f @ mixing.mT, NOISE), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(5))
+    with pytest.warns(UserWarning, match="couples values of the GP sites g, h, f"):
+        guide(*data())
+    assert set(guide.structure.dependence.values()) == {"coupled"}

@@ -32,6 +32,7 @@ from ..program.handlers import AtMeans, observes
 from ..program.registration import has_network, require_registered
 from ..program.traces import (
     all_sites,
+    as_leaves,
     as_process,
     first_tensor,
     free_values,
@@ -41,6 +42,7 @@ from ..program.traces import (
     piecewise_constant,
     repeatable,
 )
+from ..program.zeros import OffZero, off_zero
 from .correction import show_all_rows
 from .joint import groups_of, require_alike, require_outer
 from .networks import Calls, FirstCalls, rows_to_follow
@@ -254,10 +256,10 @@ def _explore(
     posteriors: Mapping[str, SparsePosterior],
 ) -> None:
     """Learn how densities depend on GP sites' values, and raise where a family on sites does not fit."""
-    values = free_values(trace)
+    values, model = as_leaves(off_zero(free_values(trace), trace)), OffZero()(guide.model)
 
     def held(moved: dict[str, Tensor]) -> poutine.Trace:
-        return held_trace(guide.model, values | moved, args, kwargs)
+        return held_trace(model, values | moved, args, kwargs)
 
     processes = {name: posterior.process for name, posterior in posteriors.items()}
     modules = guide.site_modules()

@@ -30,11 +30,20 @@ from torch import Tensor
 from ..guide import AutoSparseGP
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program import dependence as dependences
-from ..program.affine import MOVES, NORMAL, are_normal_around_affine, is_affine, others_move, parameter_of
+from ..program.affine import (
+    MOVES,
+    NORMAL,
+    are_normal_around_affine,
+    is_affine,
+    others_follow,
+    others_move,
+    parameter_of,
+)
 from ..program.facts import Structure
 from ..program.registration import Probe
 from ..program.traces import (
     all_sites,
+    as_leaves,
     bare,
     free_values,
     held_trace,
@@ -43,6 +52,7 @@ from ..program.traces import (
     repeatable,
     without_event,
 )
+from ..program.zeros import OffZero
 from .axes import quadrature_axes
 from .locations import variances_by_axes, variances_by_rows
 
@@ -205,7 +215,7 @@ def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
         return _expectation(fn.base_dist, value, variance)
     if isinstance(fn, torch.distributions.Normal):
         return fn.log_prob(value) - variance / (2 * fn.scale.square())
-    if isinstance(fn, dist.MultivariateNormal):
+    if isinstance(fn, NORMAL):
         return fn.log_prob(value) - 0.5 * variance.sum(-1)
     return fn.expected_log_prob(value, variance)
 
@@ -272,7 +282,7 @@ def find_expectations(
 def _run(
     model: Callable, values: dict[str, Tensor], args: tuple, kwargs: dict[str, Any], moved: dict[str, Tensor]
 ) -> poutine.Trace:
-    return held_trace(model, values | moved, args, kwargs)
+    return held_trace(OffZero()(model), values | moved, args, kwargs)
 
 
 def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[str, Any]) -> Optional[Expectations]:
@@ -294,10 +304,12 @@ def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[
         values[name] = owners[0]
     if set(values.values()) != set(kinds):
         return None
-    held = free_values(guide.trace)
-    up = {gp: held[gp] + probe.posteriors[gp].process.variance.sqrt() for gp in kinds}
-    with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
+    held = as_leaves(free_values(guide.trace))
+    up = {gp: (held[gp] + probe.posteriors[gp].process.variance.sqrt()).detach().requires_grad_() for gp in kinds}
+    with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False), torch.enable_grad():
         moved: Any = held_trace(guide.model, held | up, args, kwargs).nodes
+        if any(others_follow(moved[name]["fn"], list(up.values())) for name in values):
+            return None
     if any(others_move(nodes[name], moved[name]) for name in values):
         return None
     rest = replace(found, dependence={}, interactions=[])
@@ -319,7 +331,7 @@ def _around_rows(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[st
         return None
     if any(name not in sites or type(bare(sites[name]["fn"])) not in NORMAL for name in found.downstream):
         return None
-    held = free_values(guide.trace)
+    held = as_leaves(free_values(guide.trace))
     starts = {name: (held[name], probe.posteriors[name].process.variance.sqrt()) for name in kinds}
     with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
         run = partial(_run, guide.model, held, args, kwargs)

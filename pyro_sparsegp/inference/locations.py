@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -48,9 +49,11 @@ def variances_by_rows(run: Run, posteriors: dict[str, SparsePosterior], names: I
 def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Tensor], ...]:
     """∂ value / ∂ each, ``(K, ...)``; ``None`` where there is none."""
     one = torch.eye(value.numel(), dtype=value.dtype, device=value.device).reshape(-1, *value.shape)
-    return torch.autograd.grad(
-        value, by, one, retain_graph=True, create_graph=again, allow_unused=True, is_grads_batched=True
-    )
+    back = partial(torch.autograd.grad, value, by, retain_graph=True, create_graph=again, allow_unused=True)
+    try:
+        return back(one, is_grads_batched=True)
+    except RuntimeError:  # of a sparse A, say, of which torch has no product with several rows at once
+        return tuple(None if rows[0] is None else torch.stack(rows) for rows in zip(*map(back, one)))
 
 
 def _over_scale(fn: Any, rows: Tensor) -> Tensor:

@@ -120,6 +120,7 @@ def explore(
     :returns: the log densities at the start, by site.
     """
     starts = {}
+    above: dict[str, set[str]] = {}  # the layers that a GP site's values enter
     for name, process in processes.items():  # off the mean, where a model may be degenerate
         spread = process.variance.sqrt()
         starts[name] = process.mean + 0.1 * spread, spread
@@ -137,11 +138,13 @@ def explore(
         found.dependence[name] = moves.kind(name, list(seen.values()))
         whole = moves.whole[name]
         moved = {key for key, part in seen.items() if not same(part[0], part[whole])}
-        if any(kind != _DENSITY for kind, _ in moved):
+        above[name] = {layer for kind, layer in moved if kind != _DENSITY}
+        if above[name]:
             found.inner.append(name)
             if found.dependence[name] == COUPLED:
                 _find_groups(found, name, starts, moves, program)
         found.downstream += [o for o in densities if (_DENSITY, o) in moved and o not in found.downstream]
+    _couple_below(found, above)
     for f, g in itertools.combinations(starts, 2):
         both = _without(outputs, f, g).values()
         corners = 0, moves.both[f, g], moves.whole[f], moves.whole[g]
@@ -158,6 +161,15 @@ def explore(
         if meeting:
             found.meeting.append(name)
     return {name: part[0] for name, part in densities.items()}
+
+
+def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
+    """Inputs that meet above an inner layer, as in sums of the layer on it, meet in that layer too."""
+    coupled = {name for name in above if name not in found.inner and found.dependence[name] == COUPLED}
+    for name in reversed(above):  # a layer stands before those that it enters
+        if above[name] & coupled:
+            coupled.add(name)
+            found.dependence[name] = COUPLED
 
 
 def _without(outputs: dict[tuple[str, str], Tensor], *names: str) -> dict[tuple[str, str], Tensor]:
