@@ -292,6 +292,13 @@ MUTANTS = [
     ),
     # Bases.
     Mutant(
+        "affine-sums-apart",
+        "_of_one_posterior",
+        "groups.setdefault(id(posterior if share is None else share.whole), []).append(gp)",
+        "groups.setdefault(id(posterior), []).append(gp)",
+        ("test_affine.py::test_sums_of_functions_of_one_posterior_have_exact_expectations",),
+    ),
+    Mutant(
         "affine-without-scale",
         "_over_scale",
         "return solve_lower(fn.scale_tril, rows.reshape(*fn.loc.shape, -1)).reshape(rows.shape)",

@@ -58,6 +58,48 @@ def two_sites(x, mixing, y=None):
         pyro.sample("y", dist.Normal(mixing @ f + mixing @ g[0] - 0.5 * mixing @ g[1], NOISE), obs=y)
 
 
+def shared(x, mixing, y=None):
+    """Of two functions with one posterior, and one apart."""
+    f = pyro.sample("f", GaussianProcess(KERNEL, x))
+    g = pyro.sample("g", GaussianProcess(kernels.RBF(0.3), x))
+    h = pyro.sample("h", GaussianProcess(kernels.RBF(0.5), x))
+    with pyro.plate("sums", SUMS):
+        pyro.sample("y", dist.Normal(mixing @ (f - 0.5 * g) + 0.7 * mixing @ h, NOISE), obs=y)
+
+
+@pytest.mark.parametrize("kind", [SVGP, CoupledPrecision])
+@pytest.mark.parametrize("natural", [True, False])
+def test_sums_of_functions_of_one_posterior_have_exact_expectations(kind, natural):
+    """With the covariance of the two, by autograd's gradients too."""
+    x, mixing, y = data()
+    guide = AutoSparseGP(shared, {("f", "g"): kind(5, natural=natural), "h": SVGP(5, natural=natural)})
+    elbo = TraceQuadrature_ELBO()
+    svi = SVI(shared, guide, FusedAdam({"lr": 0.02}), elbo)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="GP sites .* by their sum")
+        losses = [svi.step(x, mixing, y) for _ in range(8)]
+    assert guide.structure.affine
+    assert losses[-1] < losses[0]
+    rows = {"f": mixing, "g": -0.5 * mixing, "h": 0.7 * mixing}
+
+    def dense_bound():
+        q = guide.posterior(x, mixing, y)
+        mean = sum(rows[name] @ q[name].mean for name in rows)
+        cross = rows["f"] @ q["f"].covariance_with(q["g"]) @ rows["g"].mT
+        spread = sum(rows[name] @ q[name].covariance_matrix @ rows[name].mT for name in rows) + 2 * cross
+        fit = dist.Normal(mean, NOISE).log_prob(y).sum() - 0.5 * spread.trace() / NOISE**2
+        return fit - q["f"].kl - q["h"].kl
+
+    parameters = list(guide.parameters())
+    ours, whole = (
+        [value, *torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)]
+        for value in (-elbo.differentiable_loss(shared, guide, x, mixing, y), dense_bound())
+    )
+    for one, other in zip(ours, whole):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 def dense(model, posteriors, args):
     """The bound by whole covariances, and the model's own log density at the means."""
     x, mixing, _ = args

@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import solve_lower
+from ..numerics.linalg import above_rounding, solve_lower
 from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.affine import parameter_of
@@ -36,14 +36,38 @@ def variances_by_rows(run: Run, posteriors: dict[str, SparsePosterior], names: I
     found = {}
     for name, rows in jacobians.items():
         fn = bare(held[name]["fn"])
-        parts = [
-            posteriors[gp].variance_of(_over_scale(fn, row).movedim(0, -2))
-            for gp, row in zip(means, rows)
-            if row is not None
-        ]
-        variances = [part.reshape(-1, part.shape[-1]).sum(0) for part in parts]
-        found[name] = sum(variances[1:], variances[0]).reshape(fn.loc.shape)
+        weights = {gp: _over_scale(fn, row).movedim(0, -2) for gp, row in zip(means, rows) if row is not None}
+        priors = {gp: posteriors[gp].prior_variance_of(row) for gp, row in weights.items()}
+        parts = []
+        for group in _of_one_posterior({gp: posteriors[gp] for gp in weights}):
+            prior = _summed([priors[gp] for gp in group])
+            variance = above_rounding(prior + _change({gp: weights[gp] for gp in group}, posteriors), prior)
+            parts.append(variance.reshape(-1, variance.shape[-1]).sum(0))
+        found[name] = _summed(parts).reshape(fn.loc.shape)
     return found
+
+
+def _of_one_posterior(posteriors: dict[str, SparsePosterior]) -> list[list[str]]:
+    """GP sites, those of one posterior together."""
+    groups: dict[int, list[str]] = {}
+    for gp, posterior in posteriors.items():
+        share = posterior.coefficients.share
+        groups.setdefault(id(posterior if share is None else share.whole), []).append(gp)
+    return list(groups.values())
+
+
+def _change(weights: dict[str, Tensor], posteriors: dict[str, SparsePosterior]) -> Tensor:
+    """diag(Ψ(S − I)Ψᵀ) of the features Ψ = AΦ of a sum over the GP sites of one posterior."""
+    features = {gp: [row @ phi for phi in posteriors[gp].features] for gp, row in weights.items()}
+    first = posteriors[next(iter(weights))].coefficients
+    if first.share is None:
+        return first.moments(next(iter(features.values())))[1]
+    padded = [posteriors[gp].coefficients.share.padded(blocks) for gp, blocks in features.items()]
+    return first.share.whole.q.moments([_summed(list(blocks)) for blocks in zip(*padded)])[1]
+
+
+def _summed(parts: list[Tensor]) -> Tensor:
+    return sum(parts[1:], parts[0])
 
 
 def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Tensor], ...]:

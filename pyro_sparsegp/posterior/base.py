@@ -127,11 +127,9 @@ class Marginals(TorchDistribution):
         mine, its = self.coefficients.share, other.coefficients.share
         return mine.row_covariance(self.features, its, other.features)
 
-    def variance_of(self, rows: Tensor) -> Tensor:
-        """Var[Af] = diag(A(k(x, x) + Φ(S − I)Φᵀ)Aᵀ), ``(..., K)``, for a matrix A, ``(..., K, N)``, at O(KN²)."""
-        prior = (rows @ self.process.kernel(self.process.x) * rows).sum(-1)
-        _, change = self.coefficients.moments([rows @ phi for phi in self.features])
-        return above_rounding(prior + change, prior)
+    def prior_variance_of(self, rows: Tensor) -> Tensor:
+        """diag(Ak(x, x)Aᵀ), ``(..., K)``, for a matrix A, ``(..., K, N)``, at O(KN²)."""
+        return (rows @ self.process.kernel(self.process.x) * rows).sum(-1)
 
     @property
     def marginals(self) -> dist.Normal:

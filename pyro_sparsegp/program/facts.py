@@ -152,7 +152,7 @@ def explore(
             found.interactions.append([f, g])
     found.crossed = _crossed(found, moves, program)
     found.summed = _summed(found, moves, program)
-    if COUPLED in found.dependence.values() and not (found.inner or found.joint or found.enumerated or slopes):
+    if COUPLED in found.dependence.values() and not (found.inner or found.enumerated or slopes):
         found.affine = are_normal_around_affine(found.downstream, starts, held)
     for name in slopes:
         quadratic, meeting = moves.quadratic(name, gradients[name])
