@@ -206,17 +206,17 @@ def rows_heard(guide: torch.nn.Module) -> list[dict[str, Any]]:
 
 def read_with_signs(numbers: list[Tensor], rows: Iterable[dict[str, Any]]) -> list[float]:
     """Some numbers, ``()`` each, read at one look with the signs of rows' curvatures that are not known yet."""
-    num, unknown = len(numbers), []
+    unknown, signs = [], []
     for row in rows:
         if "by_change" in row and "signed" not in row:
             unknown.append(row)
-            numbers.append((row["by_change"] < 0).any())
-    if not numbers:
+            signs.append((row["by_change"] < 0).any())
+    if not (numbers or signs):
         return []
-    found: list[float] = torch.stack(numbers).tolist()
-    for row, signed in zip(unknown, found[num:]):
+    found: list[float] = torch.stack([*numbers, *signs]).tolist()
+    for row, signed in zip(unknown, found[len(numbers) :]):
         row["signed"] = bool(signed)
-    return found[:num]
+    return found[: len(numbers)]
 
 
 def _connected(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:

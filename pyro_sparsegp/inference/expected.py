@@ -13,10 +13,11 @@ often, for which the model runs once, at q's mean; several values of a row; valu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Optional, Protocol, runtime_checkable
+from typing import Any, ClassVar, Optional, Protocol, Union, runtime_checkable
 
 import pyro
 import pyro.distributions as dist
@@ -54,9 +55,9 @@ from ..program.traces import (
 )
 from ..program.zeros import OffZero
 from .axes import quadrature_axes
-from .locations import variances_by_axes, variances_by_rows
+from .locations import Run, variances_by_axes, variances_by_rows
 
-__all__ = ["AroundValues", "AtMeans", "Expectations", "ExpectedLogProb", "find_expectations"]
+__all__ = ["AroundValues", "AtMeans", "Brought", "Expectations", "ExpectedLogProb", "find_expectations"]
 
 _MOST_AXES = 8  # each of which takes a run of the model
 
@@ -77,21 +78,16 @@ class ExpectedLogProb(Protocol):
         """
 
 
-Run = Callable[[dict[str, Tensor]], Any]
-
-
 @dataclass(frozen=True)
-class Expectations:
+class Expectations(ABC):
     """What was found out about one model.
 
-    :param sites: the sites whose distributions bring their expectations.
+    :param sites: the sites whose expectations are known.
     :param gps: the GP sites that these depend on.
-    :param rest: how all other densities depend on function values; GP sites that none depends on are left out.
     """
 
     sites: tuple[str, ...]
     gps: tuple[str, ...]
-    rest: Structure
 
     def total(
         self,
@@ -120,12 +116,25 @@ class Expectations:
             total = total + scale_and_mask(expectation, site["scale"], site["mask"]).sum()
         return total
 
+    @abstractmethod
     def variances(self, run: Run, sites: Any, guide_trace: poutine.Trace) -> dict[str, Tensor]:
         """Those of the parameters under q, by site.
 
         :param run: gives the sites of a run with GP sites at values, all else held.
         :param sites: of the run at the means.
         """
+
+
+@dataclass(frozen=True)
+class Brought(Expectations):
+    """Sites whose distributions bring their expectations.
+
+    :param rest: how all other densities depend on function values; GP sites that none depends on are left out.
+    """
+
+    rest: Structure
+
+    def variances(self, run: Run, sites: Any, guide_trace: poutine.Trace) -> dict[str, Tensor]:
         up = {}
         for name in self.gps:
             q = posterior_at(guide_trace, name)
@@ -223,7 +232,7 @@ def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
 @torch.no_grad()
 def find_expectations(
     guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], warn: Callable[[str, str], None]
-) -> Optional[Expectations]:
+) -> Optional[Union[AtMeans, Brought]]:
     """The sites of a model whose distributions bring their expectations, and may be asked for them; or ``None``.
 
     :param warn: told, by name and in words, about sites whose parameter is not of the kind wanted: they are
@@ -233,9 +242,7 @@ def find_expectations(
     assert guide.structure is not None
     found = guide.structure
     if found.affine:
-        gps = tuple(name for name, kind in found.dependence.items() if kind != dependences.NONE)
-        rest = replace(found, dependence={}, interactions=[])
-        return AroundFunctions(tuple(found.downstream), gps, rest)
+        return AroundFunctions(tuple(found.downstream), tuple(found.entering))
     outer = [name for name in found.gps if name not in found.inner]
     zero = guide.like.new_zeros(())
     probe = guide.probe(args, kwargs)
@@ -276,7 +283,7 @@ def find_expectations(
         if not owners:
             return None
         rest = _rest(found, run, start, set(owners))
-    return Expectations(tuple(owners), tuple(sorted(set().union(*owners.values()))), rest)
+    return Brought(tuple(owners), tuple(sorted(set().union(*owners.values()))), rest)
 
 
 def _run(
@@ -285,7 +292,7 @@ def _run(
     return held_trace(OffZero()(model), values | moved, args, kwargs)
 
 
-def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[str, Any]) -> Optional[Expectations]:
+def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[str, Any]) -> Optional[AtMeans]:
     """What there is to know of a model of whose densities none but normal ones around GP sites' values depend on them.
 
     :param probe: of the guide's last run.
@@ -293,7 +300,7 @@ def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[
     found = guide.structure
     assert found is not None
     nodes: Any = guide.trace.nodes
-    kinds = {name: kind for name, kind in found.dependence.items() if kind != dependences.NONE}
+    kinds = {name: found.dependence[name] for name in found.entering}
     if found.inner or found.interactions or found.enumerated or set(kinds.values()) != {dependences.ELEMENTWISE}:
         return None
     values: dict[str, str] = {}
@@ -312,11 +319,10 @@ def _around_values(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[
             return None
     if any(others_move(nodes[name], moved[name]) for name in values):
         return None
-    rest = replace(found, dependence={}, interactions=[])
-    return AroundValues(tuple(values), tuple(kinds), rest, values)
+    return AroundValues(tuple(values), tuple(kinds), values)
 
 
-def _around_rows(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[str, Any]) -> Optional[Expectations]:
+def _around_rows(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[str, Any]) -> Optional[AtMeans]:
     """What there is to know of a model of whose densities none but normal ones around affine functions of a row's
     values depend on them. A network runs once a step, not once more for each axis.
 
@@ -325,8 +331,8 @@ def _around_rows(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[st
     found = guide.structure
     assert found is not None
     sites: Any = guide.trace.nodes
-    kinds = [name for name, kind in found.dependence.items() if kind != dependences.NONE]
-    axes = quadrature_axes(replace(found, dependence={name: found.dependence[name] for name in kinds}), _MOST_AXES)
+    kinds = {name: found.dependence[name] for name in found.entering}
+    axes = quadrature_axes(replace(found, dependence=kinds), _MOST_AXES)
     if found.inner or found.enumerated or found.network or not kinds or set(axes) != set(kinds):
         return None
     if any(name not in sites or type(bare(sites[name]["fn"])) not in NORMAL for name in found.downstream):
@@ -337,8 +343,7 @@ def _around_rows(guide: AutoSparseGP, probe: Probe, args: tuple, kwargs: dict[st
         run = partial(_run, guide.model, held, args, kwargs)
         if not are_normal_around_affine(found.downstream, starts, run):
             return None
-    rest = replace(found, dependence={}, interactions=[])
-    return AroundRows(tuple(found.downstream), tuple(kinds), rest, axes)
+    return AroundRows(tuple(found.downstream), tuple(kinds), axes)
 
 
 Traced = Callable[[dict[str, Tensor]], poutine.Trace]
@@ -358,15 +363,13 @@ def _owning_sites(run: Traced, start: Start, name: str) -> Any:
         return {gp: f + size * step[gp] for gp, (f, _) in start.items()}
 
     generator = torch.Generator().manual_seed(0)
-    step = {
-        gp: spread * (0.5 + torch.rand(f.shape, generator=generator, dtype=f.dtype).to(f.device))
-        for gp, (f, spread) in start.items()
-    }
-    base = run({})
-    middle = parameter_of(base.nodes[name]["fn"])
-    if not is_affine({size: parameter(along(size)) for size in MOVES}):
+    step = {gp: dependences.uneven(f, spread, generator) for gp, (f, spread) in start.items()}
+    sites: dict[float, Any] = {size: run(along(size)).nodes[name] for size in MOVES}
+    base = sites[0.0]
+    middle = parameter_of(base["fn"])
+    if not is_affine({size: parameter_of(site["fn"]) for size, site in sites.items()}):
         return "this is not an affine function of function values"
-    if others_move(base.nodes[name], run(along(1.0)).nodes[name]):
+    if others_move(base, sites[1.0]):
         return "another of its parameters, or its scale or mask, depends on function values too"
     # Independent functions (a GP site has one for each output) are numbered across sites.
     owner = torch.full(middle.shape, -1, device=middle.device)  # of each entry: its function
@@ -384,7 +387,7 @@ def _owning_sites(run: Traced, start: Start, name: str) -> Any:
         rows = f.shape[-1]
         owner = torch.where(moves, functions + found // rows, owner)
         functions += f.numel() // rows
-    event_dim = middle.dim() - len(bare(base.nodes[name]["fn"]).batch_shape)
+    event_dim = middle.dim() - len(bare(base["fn"]).batch_shape)
     if event_dim:
         ordered = owner.flatten(-event_dim).sort(-1).values
         if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():

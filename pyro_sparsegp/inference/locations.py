@@ -16,8 +16,7 @@ from ..program.affine import parameter_of
 from ..program.bare import bare
 from .axes import at_axes
 
-__all__ = ["variances_by_axes", "variances_by_rows"]
-
+__all__ = ["Run", "variances_by_axes", "variances_by_rows"]
 
 Run = Callable[[dict[str, Tensor]], Any]
 

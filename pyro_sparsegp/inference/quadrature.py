@@ -28,7 +28,7 @@ from ..program.traces import RandomState, require_again
 from ..warned import warn_once
 from .axes import quadrature_axes
 from .compiled import BACKENDS, CompiledSteps
-from .expected import AroundValues, AtMeans, Expectations, find_expectations
+from .expected import AroundValues, AtMeans, Brought, find_expectations
 from .first_steps import meet, skip
 from .grid import Grid, log_density_minus_kl, mapped, one_by_one
 
@@ -93,7 +93,7 @@ class TraceQuadrature_ELBO(ELBO):
         self._met: WeakSet[AutoSparseGP] = WeakSet()  # guides whose posteriors have met data
         self._levels: WeakKeyDictionary[AutoSparseGP, tuple[float, float]] = WeakKeyDictionary()
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
-        self._expectations: WeakKeyDictionary[AutoSparseGP, Optional[Expectations]] = WeakKeyDictionary()
+        self._expectations: WeakKeyDictionary[AutoSparseGP, Union[AtMeans, Brought, None]] = WeakKeyDictionary()
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats.

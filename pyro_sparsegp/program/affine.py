@@ -11,6 +11,7 @@ from pyro import poutine
 from torch import Tensor
 
 from .bare import bare
+from .dependence import uneven
 from .traces import RandomState, is_observation
 
 __all__ = ["MOVES", "NORMAL", "are_normal_around_affine", "is_affine", "others_follow", "others_move", "parameter_of"]
@@ -127,9 +128,8 @@ def are_normal_around_affine(
     generator = torch.Generator().manual_seed(0)
     step = {}
     for gp, (f, spread) in starts.items():
-        some = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
-        uneven, sign = torch.rand((2, *f.shape), generator=generator, dtype=f.dtype).to(f.device)
-        step[gp] = some * (0.5 + uneven) * (sign - 0.5).sign()
+        sign = (torch.rand(f.shape, generator=generator, dtype=f.dtype).to(f.device) - 0.5).sign()
+        step[gp] = sign * uneven(f, spread, generator)
     state = RandomState(next(iter(step.values())))
     with torch.enable_grad():
         moving = {gp: (f + step[gp]).detach().requires_grad_() for gp, (f, _) in starts.items()}

@@ -26,6 +26,7 @@ __all__ = [
     "interact",
     "owners",
     "same",
+    "uneven",
 ]
 
 NONE = "none"  # nothing downstream depends on the values
@@ -160,3 +161,9 @@ def adds_up(start: Tensor, moved: Tensor, part: Tensor, rest: Tensor) -> bool:
     error = (part + rest - start - moved).abs()
     size = start.abs() + moved.abs() + part.abs() + rest.abs()
     return bool(((error <= _tolerance(start.dtype) * size) | ~error.isfinite()).all())
+
+
+def uneven(value: Tensor, spread: Tensor, generator: torch.Generator) -> Tensor:
+    """How far each of a GP site's values is moved: 0.5 to 1.5 times its deviation, or the largest one where it is 0."""
+    floor = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
+    return floor * (0.5 + torch.rand(value.shape, generator=generator, dtype=value.dtype).to(value.device))

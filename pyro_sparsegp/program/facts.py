@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..process import GaussianProcess
 from .affine import are_normal_around_affine
-from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, adds_up, finite, group_size, same
+from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, adds_up, finite, group_size, same, uneven
 from .likelihood import mapped
 from .traces import as_process, log_densities
 
@@ -73,6 +73,11 @@ class Structure:
     network: bool = False
     summed: list[list[str]] = field(default_factory=list)
     affine: bool = False
+
+    @property
+    def entering(self) -> list[str]:
+        """The GP sites whose values densities depend on."""
+        return [name for name, kind in self.dependence.items() if kind != NONE]
 
     @property
     def follows_networks(self) -> bool:
@@ -252,9 +257,7 @@ class _Moves:
         self.along: dict[str, tuple[int, int, int]] = {}
         self.single: dict[str, list[int]] = {}
         for name, (value, spread) in starts.items():
-            floor = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
-            uneven = 0.5 + torch.rand(value.shape, generator=generator, dtype=value.dtype).to(value.device)
-            self.step[name] = size * floor * uneven
+            self.step[name] = size * uneven(value, spread, generator)
             self.whole[name] = self._add({name: value + self.step[name]})
             self.parts[name] = []
             for kind, shape in ((ELEMENTWISE, value.shape), (DATAWISE, (*[1] * (value.dim() - 1), value.shape[-1]))):
