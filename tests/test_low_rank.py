@@ -51,7 +51,7 @@ def symmetric(blocks):
 @pytest.mark.parametrize("batch", [(), (2,)])
 def test_parts_of_the_inverse(batch):
     blocks, low_rank, pull = pieces(batch)
-    m, v, trace, log_det, b, inner, t, *roots = _MeanAndParts.apply(GROUPS, low_rank, pull, *blocks)
+    m, v, trace, log_det, b, inner, t, *roots = _MeanAndParts.apply(GROUPS, pull.new_zeros(()), low_rank, pull, *blocks)
     precision = dense(blocks, low_rank)
     torch.testing.assert_close(m, torch.linalg.solve(precision, pull))
     torch.testing.assert_close(trace, torch.linalg.inv(precision).diagonal(dim1=-2, dim2=-1).sum(-1))
@@ -67,7 +67,7 @@ def test_gradients_of_the_parts():
     inputs = [part.requires_grad_() for part in (low_rank, pull, *blocks)]
 
     def parts(low_rank, pull, *blocks):
-        return _MeanAndParts.apply(GROUPS, low_rank, pull, *symmetric(blocks))
+        return _MeanAndParts.apply(GROUPS, pull.new_zeros(()), low_rank, pull, *symmetric(blocks))
 
     assert torch.autograd.gradcheck(parts, inputs, check_forward_ad=True)
 
@@ -150,6 +150,22 @@ def test_a_sweep_comes_nearer():
         values.append(divergence())
     assert all(after <= before + 1e-9 for before, after in itertools.pairwise(values))
     assert values[-1] < 1e-2 * values[0]
+
+
+def test_a_sweep_from_what_a_forward_pass_has():
+    """V and A of the inverse, as _MeanAndParts gives them, in the place of D⁻¹B; against the sweep's own formulas."""
+    blocks, low_rank, pull = pieces()
+    whole = dense(blocks, low_rank) + 0.1 * torch.ones(8, 8).double()
+    goal = Formed(GROUPS, blocks, low_rank, torch.tensor([[1.0]]).double(), 0.1 * torch.ones(8, 8).double())
+    _, v, _, _, _, inner, *_ = _MeanAndParts.apply(GROUPS, pull.new_zeros(()), low_rank, pull, *blocks)
+    given, new = sweep(GROUPS, goal, goal.blocks(), blocks, low_rank, (v, inner))
+    own, same = sweep(GROUPS, goal, goal.blocks(), blocks, low_rank)
+    beta = torch.linalg.solve(dense(blocks, low_rank), low_rank).mT  # (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹ = BᵀP⁻¹
+    moment = torch.eye(RANK).double() - beta @ low_rank + beta @ whole @ beta.mT
+    expected = whole @ beta.mT @ torch.linalg.solve(moment, beta @ whole)
+    for d, b in ((given, new), (own, same)):
+        torch.testing.assert_close(b @ b.mT, expected)
+        torch.testing.assert_close(d[0][1], (whole - expected)[3:6, 3:6])
 
 
 def test_root_of_a_precision():

@@ -14,7 +14,7 @@ from typing import Any, Optional, Protocol
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, lift_to, over_upper, rounding
+from ..numerics.linalg import cholesky, lift_to, over_upper, rounding, solve_lower
 from ..numerics.processes import joined
 from .groups import Groups, each_times
 
@@ -231,14 +231,16 @@ def sweep(
     D ← blockdiag(P̂ − BβP̂), which rounding may leave indefinite; then B ← BE^½, the expansion.
 
     :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
-    :param known: D⁻¹B and the factor of I + BᵀD⁻¹B.
+    :param known: V = D⁻¹BA⁻ᵀ and A, the factor of I + BᵀD⁻¹B.
     """
     if known is None:
         inverse = Inverse(groups, blocks, low_rank)
-        known = inverse.scaled, inverse.inner
-    scaled, inner = known
-    within = torch.cholesky_inverse(inner)
-    beta = scaled @ within  # βᵀ
+        inner = inverse.inner
+    else:
+        v, inner = known
+    root = solve_lower(inner, eye_like(inner))  # A⁻¹
+    within = root.mT @ root
+    beta = inverse.scaled @ within if known is None else v @ root  # βᵀ
     seen = target.times(beta)
     moment = within + beta.mT @ seen
     moment = _lifted(moment, rounding(moment) * moment.diagonal(dim1=-2, dim2=-1))

@@ -64,8 +64,8 @@ class _Listening(Listening, LowRankGaussian):
 
 
 class _MeanAndParts(Function):
-    """(B, r, D) ↦ m = P⁻¹r for P = blockdiag(D) + BBᵀ, and of S = P⁻¹ = RRᵀ − VVᵀ = R(I − TᵀT)Rᵀ V, tr S, log|S|, and
-    the parts RᵀB, A, T and R.
+    """(unit, B, r, D) ↦ m = P⁻¹r for P = blockdiag(D) + BBᵀ, and of S = P⁻¹ = RRᵀ − VVᵀ = R(I − TᵀT)Rᵀ V, tr S,
+    log|S|, and the parts RᵀB, A, T and R.
 
     R_bR_bᵀ = D_b⁻¹, AAᵀ = I + BᵀRRᵀB, T = A⁻¹BᵀR and V = RTᵀ, with lower triangular R_b and A. On the way back, with
     tril½ the lower triangle with its diagonal halved, symm X = X + Xᵀ, u = Sm̄ and the gradients τ by tr S and λ by
@@ -74,11 +74,11 @@ class _MeanAndParts(Function):
         b̄ = [A⁻ᵀ(T̄ + (symm(tril½(AᵀĀ − T̄Tᵀ)) − 2λI)T)]ᵀ + the gradient by RᵀB itself,   r̄ = u,
         B̄ = Rb̄ − u(Bᵀm)ᵀ − m(Bᵀu)ᵀ,   D̄ = −½R(symm(tril½(Rᵀ(R̄ + Bb̄ᵀ))) + 2λI)Rᵀ − ½ symm(umᵀ),
 
-    blocks on the diagonal. Autograd would go back through two factorisations.
+    blocks on the diagonal. Autograd would go back through two factorisations. The unit is that of :class:`.steps.Lift`.
     """
 
     @staticmethod
-    def forward(groups: Groups, low_rank: Tensor, pull: Tensor, *blocks: Tensor) -> tuple[Tensor, ...]:
+    def forward(groups: Groups, unit: Tensor, low_rank: Tensor, pull: Tensor, *blocks: Tensor) -> tuple[Tensor, ...]:
         roots = [root_of_inverse(d, False, "a block of a low-rank precision") for d in blocks]
         b = times_blocks(groups, [root.mT for root in roots], low_rank)
         gram = b.mT @ b
@@ -95,7 +95,7 @@ class _MeanAndParts(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.groups, low_rank, *_ = inputs
+        ctx.groups, _, low_rank, *_ = inputs
         m, v, _, _, _, inner, t, *roots = output
         ctx.save_for_backward(low_rank, m, v, inner, t, *roots)
         ctx.save_for_forward(low_rank, m, v, inner, t, *roots)
@@ -127,10 +127,12 @@ class _MeanAndParts(Function):
             both.diagonal(dim1=-2, dim2=-1).add_(log_det[..., None])
             outer = each_times(left, right.mT)
             by_blocks.append(-0.5 * (each_times(each_times(root, both), root.mT) + outer + outer.mT))
-        return None, by_low_rank, u, *by_blocks
+        return None, m.new_zeros(()), by_low_rank, u, *by_blocks
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, dlow: Optional[Tensor], dpull: Optional[Tensor], *dblocks: Optional[Tensor]) -> Any:
+    def jvp(
+        ctx: Any, _: Any, __: Any, dlow: Optional[Tensor], dpull: Optional[Tensor], *dblocks: Optional[Tensor]
+    ) -> Any:
         groups = ctx.groups
         low_rank, m, v, inner, t, *roots = ctx.saved_tensors
         dlow = torch.zeros_like(low_rank) if dlow is None else dlow
@@ -214,8 +216,8 @@ def _both_halves(matrix: Tensor) -> Tensor:
 
 @dataclass
 class _Base:
-    """Of a forward pass: m, D and B, stacked by the blocks' sizes, and L + ηsI of each block that these belong to;
-    D⁻¹B and the factor of I + BᵀD⁻¹B, where they are there.
+    """Of a forward pass: m, D and B, stacked by the blocks' sizes, and L + ηsI of each block that these belong to; V
+    and A of :func:`sweep`, where they are there.
     """
 
     loc: Columns
@@ -392,8 +394,8 @@ class NaturalLowRank(StepsOnBackward):
     ) -> LowRankGaussian:
         if self.base and rest is not None:
             over = self._groups.over
-            lifted = Lift.apply(over(low_rank), unit)
-            m, v, trace, log_det, b, inner, t, *roots = _MeanAndParts.apply(self._groups, lifted, over(rest), *blocks)
+            parts = _MeanAndParts.apply(self._groups, unit, over(low_rank), over(rest), *blocks)
+            m, v, trace, log_det, b, inner, t, *roots = parts
             loc, b, t = (self._groups.cut(part) for part in (m, b, t.mT))
             loc = [a + part for a, part in zip(near, loc)]
             t = [part.mT for part in t]
@@ -418,17 +420,10 @@ class NaturalLowRank(StepsOnBackward):
         if not torch.is_grad_enabled():
             return q
         here = [[part.detach() for part in parts] for parts in (q.parts[0], blocks, low_rank)]
-        base = _Base(here[0], here[1], here[2], seats, self._known(q))
+        base = _Base(here[0], here[1], here[2], seats, (q.low_rank.detach(), q.inner.detach()))
         listening = _Listening.__new__(_Listening)
         listening.__dict__.update(q.__dict__)
         return listening.heard_by(self, Heard(base, unit))
-
-    @torch.no_grad()
-    def _known(self, q: LowRankGaussian) -> Optional[tuple[Tensor, Tensor]]:
-        _, b, roots = q.parts
-        if roots is None:
-            return None
-        return self._groups.over([each_times(root, part) for root, part in zip(roots, b)]), q.inner
 
     @torch.no_grad()
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:

@@ -171,7 +171,7 @@ class LowRankGaussian(Gaussian):
         new = cls.__new__(cls)
         new.groups, new.sizes, new.batch_shape = groups, groups.sizes, loc[0].shape[:-3]
         new._loc, new._b, new._trils, new.inner, new._t = loc, b, trils, inner, list(t)
-        new._low_rank, new._trace, new._log_det = low_rank, trace, log_det
+        new.low_rank, new._trace, new._log_det = low_rank, trace, log_det
         return new
 
     def with_loc(self, loc: Sequence[Tensor]) -> Self:
@@ -200,7 +200,7 @@ class LowRankGaussian(Gaussian):
         return None if self._trils is None else self.groups.unstack(self._trils)
 
     @functools.cached_property
-    def _low_rank(self) -> Tensor:
+    def low_rank(self) -> Tensor:
         """V = LTᵀ of all blocks, ``(..., ΣM, R)``: S = LLᵀ − VVᵀ."""
         trils = self._trils
         parts = [t.mT for t in self._t] if trils is None else [tril @ t.mT for tril, t in zip(trils, self._t)]
@@ -226,15 +226,15 @@ class LowRankGaussian(Gaussian):
         """As :meth:`moments`, of :meth:`beside`; ``told`` may be given sums over its rows on the way back."""
         loc = self.groups.over(self._loc)
         if self._trils is None:
-            return (phi @ loc)[..., 0], -row_squares(phi @ self._low_rank)
+            return (phi @ loc)[..., 0], -row_squares(phi @ self.low_rank)
         if phi.dim() > 2 or self.batch_shape:
-            return _moments(self.groups, phi, loc, self._low_rank, *self._trils)
-        return _Moments.apply(self.groups, told, phi, loc, self._low_rank, *self._trils)[:2]
+            return _moments(self.groups, phi, loc, self.low_rank, *self._trils)
+        return _Moments.apply(self.groups, told, phi, loc, self.low_rank, *self._trils)[:2]
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         phi = self.groups.stack(features)
         flat = _flat(phi)
-        coupled = flat @ self._low_rank
+        coupled = flat @ self.low_rank
         change = -coupled @ coupled.mT
         if self._trils is not None:
             v = _flat(self._scaled(phi))
@@ -263,7 +263,7 @@ class LowRankGaussian(Gaussian):
     @functools.cached_property
     def _trace(self) -> Tensor:
         """tr S."""
-        trace = -self._low_rank.square().sum((-2, -1))
+        trace = -self.low_rank.square().sum((-2, -1))
         if self._trils is None:
             trace = trace + sum(self.sizes)
         for tril in self._trils or ():
