@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "low-rank-trace",
         "LowRankGaussian.kl",
-        "trace = -self._low_rank.square().sum((-2, -1))",
-        "trace = self._low_rank.square().sum((-2, -1))",
+        "trace = -self.low_rank.square().sum((-2, -1))",
+        "trace = self.low_rank.square().sum((-2, -1))",
         ("test_posteriors.py::TestAgainstDense::test_kl",),
     ),
     Mutant(

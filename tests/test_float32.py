@@ -27,15 +27,14 @@ def precise_data(length=0.3, num=1000):
     return x, y.float().double(), x[:100]
 
 
-def learned(x, y=None):
-    length = pyro.param("length", x.new_tensor(0.3), constraint=dist.constraints.positive)
-    noise = pyro.param("noise", x.new_tensor(NOISE), constraint=dist.constraints.positive)
-    f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(f, noise), obs=y)
+def bound_and_gradients(x, y, z, start_length, start_noise):
+    def learned(x, y=None):
+        length = pyro.param("length", x.new_tensor(start_length), constraint=dist.constraints.positive)
+        noise = pyro.param("noise", x.new_tensor(start_noise), constraint=dist.constraints.positive)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
 
-
-def bound_and_gradients(x, y, z):
     pyro.clear_param_store()
     guide = AutoSparseGP(learned, SGPR(z))
     guide(x, y)
@@ -46,15 +45,20 @@ def bound_and_gradients(x, y, z):
 
 
 def test_the_bound_its_gradient_and_means_are_those_of_float64():
+    """Gradients where they are large: near the data's own length they are a small difference of large numbers, of which
+    rounding is a half on some machines.
+    """
     x, y, z = precise_data()
-    bound, gradients, mean = bound_and_gradients(x, y, z)
-    single, found, single_mean = bound_and_gradients(x.float(), y.float(), z.float())
+    bound, _, mean = bound_and_gradients(x, y, z, 0.3, NOISE)
+    single, _, single_mean = bound_and_gradients(x.float(), y.float(), z.float(), 0.3, NOISE)
     assert single == pytest.approx(bound, abs=30)  # 105 at the jitter of 1e-6, of some 2,900
+    assert (single_mean - mean).abs().max() < NOISE
+    _, gradients, _ = bound_and_gradients(x, y, z, 0.36, 2 * NOISE)
+    _, found, _ = bound_and_gradients(x.float(), y.float(), z.float(), 0.36, 2 * NOISE)
     hyperparameters = [(one, other) for one, other in zip(found, gradients) if not other.dim()]
     assert len(hyperparameters) == 2
     for one, other in hyperparameters:
-        assert (one - other).abs() < 0.5 * other.abs()
-    assert (single_mean - mean).abs().max() < NOISE
+        assert (one - other).abs() < 0.1 * other.abs()  # 0.045 at worst of five draws of the data
 
 
 def test_inducing_features_in_float32():
