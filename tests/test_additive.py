@@ -124,7 +124,8 @@ def test_work_is_linear_in_the_number_of_terms(base, what, monkeypatch):
     """Of the KL, and of the marginals of the sum: the terms are added up before squaring, table 1's NC²M² is spared;
     but where coefficients are so few that a natural step forms P̂.
     """
-    monkeypatch.setattr(natural_low_rank, "_FEW", 0)
+    for limit in ("_FEW", "_SMALL"):
+        monkeypatch.setattr(natural_low_rank, limit, 0)
     found = [work(CoupledPrecision(Z, rank=RANK, base=base), terms, what) for terms in TERMS]
     assert straight([products for products, _ in found])
     assert all(largest <= 40 * 8 * terms for terms, (_, largest) in zip(TERMS, found))
@@ -137,7 +138,8 @@ def test_work_is_linear_in_the_number_of_terms(base, what, monkeypatch):
 @pytest.mark.parametrize("base", ["block", "identity"])
 def test_a_step_makes_no_dense_matrix_of_all_coefficients(base, monkeypatch):
     """But where they are few."""
-    monkeypatch.setattr(natural_low_rank, "_FEW", 0)
+    for limit in ("_FEW", "_SMALL"):
+        monkeypatch.setattr(natural_low_rank, limit, 0)
     terms = 24
     x = torch.rand(20, terms)
     y = torch.randn(20)

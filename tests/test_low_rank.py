@@ -10,7 +10,7 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
-from pyro_sparsegp.gaussians import factor_analysis
+from pyro_sparsegp.gaussians import factor_analysis, natural_low_rank
 from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, sweep
 from pyro_sparsegp.gaussians.groups import Groups
 from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank, _MeanAndParts, _Turned
@@ -116,6 +116,72 @@ def test_sites_under_another_factor():
         return _Turned.apply(turn, pull, low_rank, block, gain)[:3]
 
     assert torch.autograd.gradcheck(turned, [turn], check_forward_ad=True)
+
+
+def small_module(monkeypatch, most):
+    """q of three blocks, of which the last has no L, with sites about a given one."""
+    monkeypatch.setattr(natural_low_rank, "_SMALL", most)
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).double()
+
+    module = NaturalLowRank((3, 2, 3, 4), (), torch.zeros(()).double(), rank=RANK)
+    module._put_each("loc", [normal(num) for num in module.sizes])
+    module._put_each("low_rank", [normal(num, RANK) for num in module.sizes])
+    halves = [normal(num, num) for num in module.sizes]
+    module._put_blocks([0.3 * torch.eye(len(a)).double() + a @ a.mT for a in halves])
+    before, now = ([normal(num, num).tril() + 3 * torch.eye(num).double() for num in (3, 2, 3)] for _ in range(2))
+    module._sit(module._seats([*before, None]))
+    return module, [part.requires_grad_() for part in now], normal
+
+
+def told_by_small(module, anchors, phi, what):
+    """What a forward pass gives of one kind, weighed."""
+    q = module([*anchors, None])
+    weights = torch.linspace(-1, 1, len(phi[0])).double()
+    if what == "moments":
+        mean, change = q.moments(phi)
+        return weights @ mean.square() + weights @ change.square()
+    if what == "kl":
+        return q.kl()
+    if what == "loc":
+        return torch.cat(q.loc).square().sum()
+    if what == "all":
+        return told_by_small(module, anchors, phi, "moments") + q.kl() + q.mean(phi).square().sum()
+    if what == "draws":
+        torch.manual_seed(0)
+        w = q.rsample(torch.Size([5]))
+        return torch.cat(w, -1).square().sum() + q.log_ratio(w).sum()
+    return q.covariance_matrix.square().sum() + q.marginal([0, 2]).covariance_matrix.square().sum()
+
+
+@pytest.mark.parametrize("what", ["moments", "kl", "loc", "all", "draws", "covariance"])
+def test_small_posteriors_are_the_same_by_their_covariance(what, monkeypatch):
+    """Values, and gradients by L forwards and backwards, of S as one matrix and of its parts."""
+    found = []
+    for most in (256, 0):
+        module, anchors, normal = small_module(monkeypatch, most)
+        phi = [normal(6, num) for num in module.sizes]
+        assert (module([*anchors, None]).covariance is None) == (most == 0)
+        value = told_by_small(module, anchors, phi, what)
+        changes = [normal(*part.shape).tril() for part in anchors]
+        with torch.autograd.forward_ad.dual_level():
+            duals = [torch.autograd.forward_ad.make_dual(a.detach(), c) for a, c in zip(anchors, changes)]
+            forwards = torch.autograd.forward_ad.unpack_dual(told_by_small(module, duals, phi, what)).tangent
+        backwards = [grad.tril() for grad in torch.autograd.grad(value, anchors)]
+        assert all(grad.abs().max() > 1e-3 for grad in backwards)
+        torch.testing.assert_close(forwards, sum((g * c).sum() for g, c in zip(backwards, changes)))
+        found.append([value, *backwards])
+    torch.testing.assert_close(*found)
+
+
+def test_a_small_posterior_is_drawn_from_after_a_step(monkeypatch):
+    """Its parts, made when they are asked for, are those of its own pass, not of what has been learned since."""
+    module, anchors, normal = small_module(monkeypatch, 256)
+    q, wanted = module([*anchors, None]), module([*anchors, None]).covariance_matrix
+    module._put_each("low_rank", [normal(num, RANK) for num in module.sizes])
+    torch.testing.assert_close(q.covariance_matrix, wanted)
 
 
 def test_precision_formed_or_not():

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..numerics.linalg import cholesky, lift_to, over_upper, rounding, solve_lower
 from ..numerics.processes import joined
-from .groups import Groups, each_times
+from .groups import Groups, each_times, plus_each_times
 
 __all__ = [
     "Columns",
@@ -50,7 +50,7 @@ def above_one(matrix: Tensor, made_of: Optional[Tensor] = None) -> tuple[Tensor,
     size = values[..., -1:] if made_of is None else made_of.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
     least = (_SHARE * torch.finfo(matrix.dtype).eps * size).clamp(min=0, max=1)
     lacks = ((lowest - values).clamp(min=0)[..., None, :] for lowest in (least, 1.0))
-    positive, above = (matrix + each_times(vectors * lack, vectors.mT) for lack in lacks)
+    positive, above = (plus_each_times(matrix, vectors * lack, vectors.mT) for lack in lacks)
     above.diagonal(dim1=-2, dim2=-1).sub_(1)
     return positive, above
 
@@ -176,11 +176,12 @@ class Formed:
 
     def __init__(self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, data: Tensor) -> None:
         self.groups = groups
-        self.matrix = low_rank @ low_rank.mT
+        (data,) = joined(data)
+        scaled = kept * low_rank
+        self.matrix = torch.addmm(data, scaled, low_rank.mT) if data.dim() == 2 else data + scaled @ low_rank.mT
         self._own = groups.diagonal(self.matrix)
         for own, d in zip(self._own, blocks):
-            own.add_(d)
-        self.matrix.mul_(kept).add_(joined(data)[0])
+            own.add_(kept[..., None] * d)
         self.matrix.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
 
     def add(self, curvature: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..numerics.linalg import Unbound
 from ..numerics.shapes import broadcast_shapes
 
-__all__ = ["Groups", "each_times", "stacked", "total"]
+__all__ = ["Groups", "each_times", "plus_each_times", "stacked", "total"]
 
 
 class Groups:
@@ -81,6 +81,11 @@ class Groups:
 def each_times(a: Tensor, b: Tensor) -> Tensor:
     """A_cB_c of stacked matrices, ``(..., C, ·, ·)``: of small ones without a batch ``@`` takes twice as long."""
     return torch.bmm(a, b) if a.dim() == b.dim() == 3 else a @ b
+
+
+def plus_each_times(more: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """C_c + A_cB_c, as :func:`each_times`."""
+    return torch.baddbmm(more, a, b) if more.dim() == a.dim() == b.dim() == 3 else more + a @ b
 
 
 def stacked(blocks: Sequence[Tensor]) -> Tensor:

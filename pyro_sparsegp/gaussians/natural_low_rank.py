@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, flags_kept, root_of_inverse, solve_lower, solve_upper
+from ..numerics.linalg import cholesky, flags_kept, root_of_inverse, solve_lower, solve_upper, turn_of
 from ..numerics.processes import is_shared, joined, largest
 from .factor_analysis import (
     Columns,
@@ -57,6 +57,11 @@ Seats = list[Optional[Tensor]]
 class _Listening(Listening, LowRankGaussian):
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         phi = self.beside(features)
+        if self.covariance is not None and phi.dim() == 2:
+            covariance = self.covariance.view_as(self.covariance)  # whose gradient is of these rows alone
+            mean, change = self.moments_by(phi, covariance)
+            self.key = listen(self.module, self.heard, features, mean, change, covariance, phi)
+            return mean, change
         sums: Optional[dict[str, Tensor]] = None if sum(self.sizes) > _FEW else {}
         mean, change = self.moments_beside(phi, sums)
         self.key = listen(self.module, self.heard, features, mean, change, whole=phi, sums=sums)
@@ -79,18 +84,10 @@ class _MeanAndParts(Function):
 
     @staticmethod
     def forward(groups: Groups, unit: Tensor, low_rank: Tensor, pull: Tensor, *blocks: Tensor) -> tuple[Tensor, ...]:
-        roots = [root_of_inverse(d, False, "a block of a low-rank precision") for d in blocks]
-        b = times_blocks(groups, [root.mT for root in roots], low_rank)
-        gram = b.mT @ b
-        gram.diagonal(dim1=-2, dim2=-1).add_(1)
-        inner = cholesky(gram, 0.0, "I + BᵀD⁻¹B")
-        t = solve_lower(inner, b.mT)
-        v = times_blocks(groups, roots, t.mT)
+        roots, b, inner, t, v, log_det = _parts(groups, low_rank, blocks)
         trace = -v.square().sum((-2, -1))
-        log_det = -2 * inner.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         for root in roots:
             trace = trace + root.square().sum((-3, -2, -1))
-            log_det = log_det + 2 * root.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
         return _times_covariance(groups, roots, t, pull), v, trace, log_det, b, inner, t, *roots
 
     @staticmethod
@@ -161,6 +158,88 @@ class _MeanAndParts(Function):
         raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
 
 
+class _Known(Function):
+    """(near, rest, B, D) ↦ m = near + S·rest, S = (blockdiag(D) + BBᵀ)⁻¹ as one matrix, tr S, log|S|, and V and A of
+    :class:`_MeanAndParts`, unbatched, where hyperparameters move sites along with L alone; rest is ``None`` for 0.
+
+    P − K = Tᵀ(P₀ − K)T and Pm = Tᵀr₀ with T = L₀⁻¹L and a K of blocks on the diagonal have, for E = L⁻¹dL,
+    dP = Eᵀ(P − K) + (P − K)E and d(Pm) = EᵀPm, and (P − K)S = I − KS, which leaves one product of matrices of all
+    coefficients on the way back: with V = S̄ + tI, the gradients a by m, t by the trace and l by log|S|, and u = Sa,
+
+        Ē = −2(VS + lI + ½amᵀ) + 2K(SVS + lS + ½(umᵀ + muᵀ)),
+
+    of which the lower triangles of blocks on the diagonal count. It goes to the zeros of
+    :func:`~..numerics.linalg.turn_of`, as in :mod:`.natural`. The unit is that of :class:`.steps.Lift`.
+
+    :param parts: D, K and the zeros, or ``None``, of each group of blocks.
+    """
+
+    @staticmethod
+    def forward(
+        groups: Groups, unit: Tensor, near: Tensor, rest: Optional[Tensor], low_rank: Tensor, *parts: Optional[Tensor]
+    ) -> tuple[Tensor, ...]:
+        roots, _, inner, _, v, log_det = _parts(groups, low_rank, parts[::3])
+        covariance = torch.mm(-v, v.mT)
+        for own, root in zip(groups.diagonal(covariance), roots):
+            own.add_(each_times(root, root.mT))
+        trace = covariance.diagonal().sum()
+        return near.clone() if rest is None else near + covariance @ rest, covariance, trace, log_det, v, inner
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.groups, *_ = inputs
+        tensors = output[0], output[1], *inputs[6::3]
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(*output[4:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, a: Optional[Tensor], by_covariance: Optional[Tensor], by_trace: Any, by_log_det: Any, *_: Any
+    ) -> Any:
+        groups = ctx.groups
+        loc, covariance, *kept = ctx.saved_tensors
+        unit = loc.new_zeros(())
+        needs = ctx.needs_input_grad[7::3]
+        if not any(needs):
+            return None, unit, *[None] * (3 + 3 * len(kept))
+        half = torch.zeros_like(covariance) if by_covariance is None else by_covariance @ covariance
+        half = half if by_trace is None else torch.addcmul(half, covariance, by_trace)
+        log_det = unit if by_log_det is None else by_log_det
+        a = torch.zeros_like(loc) if a is None else a
+        wholes = covariance, half.mT, covariance @ a, a, loc
+        cuts = zip(needs, kept, groups.diagonal(half), groups.diagonal(covariance), *map(groups.cut, wholes))
+        found: list[Optional[Tensor]] = []
+        for is_moved, k, own, s, rows, columns, u, by_loc, m in cuts:
+            outer = each_times(u, m.mT)
+            inner = torch.baddbmm(s * log_det, rows, columns.mT).add_(outer + outer.mT, alpha=0.5)
+            by_turn = torch.baddbmm(own, k, inner, alpha=-1).baddbmm_(by_loc, m.mT, alpha=0.5)
+            by_turn.diagonal(dim1=-2, dim2=-1).add_(log_det)
+            found += None, None, -2 * by_turn if is_moved else None
+        return None, unit, None, None, None, *found
+
+    @staticmethod
+    def jvp(ctx: Any, *changes: Optional[Tensor]) -> Any:
+        groups = ctx.groups
+        loc, covariance, *kept = ctx.saved_tensors
+        turn = torch.zeros_like(covariance)
+        for own, change in zip(groups.diagonal(turn), changes[7::3]):
+            own.add_(0 if change is None else change)
+        scaled, back = times_blocks(groups, kept, covariance), covariance @ turn.mT
+        change = back @ scaled - back
+        change = change + change.mT
+        along = turn @ loc
+        mean = back @ times_blocks(groups, kept, loc) + scaled.mT @ along - along
+        log_det = 2 * ((scaled * turn).sum() - turn.diagonal().sum())
+        return mean, change, change.diagonal().sum(), log_det, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
+
+
 class _Turned(Function):
     """T ↦ Tᵀp, TᵀB and D + TᵀGT − G for a symmetric G, of which T alone has a gradient, GT(D̄ + D̄ᵀ) + pp̄ᵀ + BB̄ᵀ."""
 
@@ -195,6 +274,22 @@ class _Turned(Function):
         raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
 
 
+def _parts(
+    groups: Groups, low_rank: Tensor, blocks: Sequence[Any]
+) -> tuple[Columns, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """R, RᵀB, A, T, V and log|S| of :class:`_MeanAndParts`."""
+    roots = [root_of_inverse(d, False, "a block of a low-rank precision") for d in blocks]
+    b = times_blocks(groups, [root.mT for root in roots], low_rank)
+    gram = b.mT @ b
+    gram.diagonal(dim1=-2, dim2=-1).add_(1)
+    inner = cholesky(gram, 0.0, "I + BᵀD⁻¹B")
+    t = solve_lower(inner, b.mT)
+    log_det = -2 * inner.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    for root in roots:
+        log_det = log_det + 2 * root.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
+    return roots, b, inner, t, times_blocks(groups, roots, t.mT), log_det
+
+
 def _times_covariance(groups: Groups, roots: Columns, t: Tensor, v: Tensor) -> Tensor:
     """R(I − TᵀT)Rᵀv."""
     scaled = times_blocks(groups, [root.mT for root in roots], v)
@@ -212,6 +307,30 @@ def _both_halves(matrix: Tensor) -> Tensor:
     """The lower triangle and its transpose: the matrix itself, where it is symmetric."""
     half = _half(matrix)
     return half + half.mT
+
+
+class _Kept(NamedTuple):
+    """What is kept of q, stacked by the blocks' sizes: m, D and B, the part of D that is turned, and the L + ηsI that
+    these belong to.
+    """
+
+    loc: Columns
+    blocks: Columns
+    low_rank: Columns
+    gains: Columns
+    seats: Columns
+
+
+class _Seen(NamedTuple):
+    """The same sites under another L: a and b with m = a + P⁻¹b, ``None`` for b = 0, D, B, and K, the part of D that
+    stays.
+    """
+
+    near: Columns
+    rest: Optional[Columns]
+    blocks: Columns
+    low_rank: Columns
+    kept: Columns
 
 
 @dataclass
@@ -364,14 +483,14 @@ class NaturalLowRank(StepsOnBackward):
         self._put_each("loc", loc.split(self.sizes, -1))
         self.skip(KNOWN)
 
-    def _seen_from(self, seats: Optional[Seats]) -> tuple[Columns, Optional[Columns], Columns, Columns]:
-        """a and b with m = a + P⁻¹b, ``None`` for b = 0, and D and B of the same sites under another L.
+    def _kept(self) -> _Kept:
+        return _Kept(*(self._stacked(name) for name in _BUFFERS))
 
-        Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀE − ET⁻¹)m, with the part E of D that is not turned.
-        """
-        near, blocks, low_rank = self._stacked("loc"), self._stacked("block"), self._stacked("low_rank")
-        gains, before = self._stacked("gain"), self._stacked("seat")
-        rest: Columns = [torch.zeros_like(m) for m in near]
+    def _seen_from(self, seats: Optional[Seats], kept: Optional[_Kept] = None) -> _Seen:
+        """Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of D that is not turned."""
+        locs, blocks, low_rank, gains, before = map(list, self._kept() if kept is None else kept)
+        near, rest = list(locs), [torch.zeros_like(m) for m in locs]
+        stays = [d - gain for d, gain in zip(blocks, gains)] if self.base else []
         any_moved = False
         for i, (then, now) in enumerate(zip(before, seats or ())):
             if now is None or not then.numel():
@@ -380,18 +499,17 @@ class NaturalLowRank(StepsOnBackward):
             turn = solve_lower(then, moved) + eye_like(then)
             near[i] = loc - solve_lower(now, each_times(moved, loc))
             if self.base:
-                kept = blocks[i] - gains[i]
-                along, low_rank[i], blocks[i], _ = _Turned.apply(
-                    turn, each_times(kept, loc), low_rank[i], blocks[i], gains[i]
+                turned = _Turned.apply if turn.requires_grad else _Turned.forward
+                along, low_rank[i], blocks[i], _ = turned(
+                    turn, each_times(stays[i], loc), low_rank[i], blocks[i], gains[i]
                 )
-                rest[i] = along - each_times(kept, near[i])
+                rest[i] = along - each_times(stays[i], near[i])
             else:
                 rest[i], low_rank[i] = turn.mT @ loc - near[i], turn.mT @ low_rank[i]
-        return near, rest if any_moved else None, blocks, low_rank
+        return _Seen(near, rest if any_moved else None, blocks, low_rank, stays)
 
-    def _gaussian(
-        self, near: Columns, rest: Optional[Columns], blocks: Columns, low_rank: Columns, unit: Tensor
-    ) -> LowRankGaussian:
+    def _gaussian(self, seen: _Seen, unit: Tensor) -> LowRankGaussian:
+        near, rest, blocks, low_rank, _ = seen
         if self.base and rest is not None:
             over = self._groups.over
             parts = _MeanAndParts.apply(self._groups, unit, over(low_rank), over(rest), *blocks)
@@ -411,25 +529,47 @@ class NaturalLowRank(StepsOnBackward):
             return q
         return q.with_loc([m + part for m, part in zip(loc, q.covariance_times_columns(rest))])
 
+    def _small(self, seats: Optional[Seats], unit: Tensor) -> tuple[LowRankGaussian, _Seen, tuple[Tensor, Tensor]]:
+        """q(w) by S as one matrix, the sites that it is of, and V and A."""
+        groups, kept = self._groups, self._kept()
+        seen = self._seen_from(None if seats is None else [at if at is None else at.detach() for at in seats], kept)
+        turns: Seats = [None] * len(kept.seats)
+        for i, (then, now) in enumerate(zip(kept.seats, seats or ())):
+            if now is not None and then.numel():
+                turns[i] = turn_of(now)
+        rest = None if seen.rest is None else groups.over(seen.rest)
+        parts = [part for each in zip(seen.blocks, seen.kept, turns) for part in each]
+        loc, covariance, trace, log_det, v, inner = _Known.apply(
+            groups, unit, groups.over(seen.near), rest, groups.over(seen.low_rank), *parts
+        )
+
+        def of_parts() -> LowRankGaussian:
+            return self._gaussian(self._seen_from(seats, kept), unit)
+
+        q = LowRankGaussian.of_covariance(groups, groups.cut(loc), covariance, trace, log_det, of_parts)
+        return q, seen, (v, inner)
+
     def forward(self, anchor: Any = None) -> LowRankGaussian:
         self.settle()
-        seats = self._seats(anchor)
-        near, rest, blocks, low_rank = self._seen_from(seats)
-        unit = self.unit
-        q = self._gaussian(near, rest, blocks, low_rank, unit)
+        seats, unit = self._seats(anchor), self.unit
         if not torch.is_grad_enabled():
-            return q
-        here = [[part.detach() for part in parts] for parts in (q.parts[0], blocks, low_rank)]
-        base = _Base(here[0], here[1], here[2], seats, (q.low_rank.detach(), q.inner.detach()))
+            return self._gaussian(self._seen_from(seats), unit)
+        if self.base and not self.batch_shape and sum(self.sizes) <= _SMALL:
+            q, seen, known = self._small(seats, unit)
+        else:
+            seen = self._seen_from(seats)
+            q = self._gaussian(seen, unit)
+            known = q.low_rank.detach(), q.inner.detach()
+        loc, blocks, low_rank = ([part.detach() for part in parts] for parts in (q.columns, seen.blocks, seen.low_rank))
         listening = _Listening.__new__(_Listening)
         listening.__dict__.update(q.__dict__)
-        return listening.heard_by(self, Heard(base, unit))
+        return listening.heard_by(self, Heard(_Base(loc, blocks, low_rank, seats, known), unit))
 
     @torch.no_grad()
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
         """P − I and Pm under L, ``(..., M, M)``; those of the prior, 0, where no step has been taken."""
         self.settle()
-        near, rest, blocks, low_rank = self._seen_from(self._seats(anchor))
+        near, rest, blocks, low_rank, _ = self._seen_from(self._seats(anchor))
         whole = assembled(self._groups.unstack(blocks), self._groups.unstack(low_rank))
         r = whole @ torch.cat(self._groups.unstack(near), -2)
         r = r if rest is None else r + torch.cat(self._groups.unstack(rest), -2)
@@ -546,8 +686,8 @@ class NaturalLowRank(StepsOnBackward):
 
     def _from(self, seats: Optional[Seats]) -> _Base:
         """What there is, under another L."""
-        near, rest, blocks, low_rank = self._seen_from(seats)
-        return _Base(list(self._gaussian(near, rest, blocks, low_rank, self.unit).parts[0]), blocks, low_rank, seats)
+        seen = self._seen_from(seats)
+        return _Base(list(self._gaussian(seen, self.unit).columns), seen.blocks, seen.low_rank, seats)
 
 
 def _any_signed(rows: Sequence[dict[str, Any]]) -> bool:

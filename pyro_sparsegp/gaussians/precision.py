@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Self
 
 import torch
@@ -34,7 +34,7 @@ from ..numerics.linalg import (
 )
 from .base import Coefficients, Gaussian
 from .groups import Groups, each_times, total
-from .product import DenseFactor, Product
+from .product import CovarianceMoments, DenseFactor, Product
 
 __all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions"]
 
@@ -130,6 +130,9 @@ class LowRankGaussian(Gaussian):
     :param trils: L_b, ``(..., M_b, M_b)`` each, or ``None`` for the identity.
     """
 
+    covariance: Optional[Tensor] = None  # S in the order of the groups, where it is formed
+    _of_parts: Callable[[], LowRankGaussian]
+
     def __init__(self, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]) -> None:
         groups = Groups([block.shape[-1] for block in loc])
         self._set(groups, groups.columns(loc), groups.stack(b), None if trils is None else groups.stack(trils))
@@ -174,6 +177,31 @@ class LowRankGaussian(Gaussian):
         new.low_rank, new._trace, new._log_det = low_rank, trace, log_det
         return new
 
+    @classmethod
+    def of_covariance(
+        cls,
+        groups: Groups,
+        loc: Sequence[Tensor],
+        covariance: Tensor,
+        trace: Tensor,
+        log_det: Tensor,
+        of_parts: Callable[[], LowRankGaussian],
+    ) -> Self:
+        """By an unbatched S, formed, tr S and log|S|; ``of_parts`` gives the rest, which draws want, when it is asked
+        for.
+        """
+        new = cls.__new__(cls)
+        new.groups, new.sizes, new.batch_shape, new._loc = groups, groups.sizes, loc[0].shape[:-3], loc
+        new.covariance, new._trace, new._log_det, new._of_parts = covariance, trace, log_det, of_parts
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("_b", "_trils", "_t", "inner") or "_of_parts" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        rest = self._of_parts()
+        self._b, self._trils, self._t, self.inner = rest._b, rest._trils, rest._t, rest.inner
+        return vars(self)[name]
+
     def with_loc(self, loc: Sequence[Tensor]) -> Self:
         """The same covariance round another mean, columns stacked by the blocks' sizes."""
         new = copy.copy(self)
@@ -188,6 +216,11 @@ class LowRankGaussian(Gaussian):
     @property
     def loc(self) -> list[Tensor]:
         return self.groups.vectors(self._loc)
+
+    @property
+    def columns(self) -> Sequence[Tensor]:
+        """m, as columns stacked by the blocks' sizes."""
+        return self._loc
 
     @property
     def b(self) -> list[Tensor]:
@@ -224,12 +257,18 @@ class LowRankGaussian(Gaussian):
 
     def moments_beside(self, phi: Tensor, told: Optional[dict[str, Tensor]] = None) -> tuple[Tensor, Tensor]:
         """As :meth:`moments`, of :meth:`beside`; ``told`` may be given sums over its rows on the way back."""
+        if self.covariance is not None and phi.dim() == 2:
+            return self.moments_by(phi, self.covariance)
         loc = self.groups.over(self._loc)
         if self._trils is None:
             return (phi @ loc)[..., 0], -row_squares(phi @ self.low_rank)
         if phi.dim() > 2 or self.batch_shape:
             return _moments(self.groups, phi, loc, self.low_rank, *self._trils)
         return _Moments.apply(self.groups, told, phi, loc, self.low_rank, *self._trils)[:2]
+
+    def moments_by(self, phi: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`moments_beside`, of Φ, ``(N, ΣM)``, from a given S."""
+        return CovarianceMoments.apply(phi, self.groups.over(self._loc)[:, 0], covariance)[:2]
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         phi = self.groups.stack(features)

@@ -35,6 +35,7 @@ __all__ = [
     "BlockCholesky",
     "CholeskyIdentity",
     "CovarianceFactor",
+    "CovarianceMoments",
     "DenseFactor",
     "Diagonal",
     "DiagonalFactor",
@@ -164,7 +165,7 @@ class _DenseMoments(Function):
         return (*_dense_moments(phi, loc, root), phi @ root), (0, 0, 0)
 
 
-class _CovarianceMoments(Function):
+class CovarianceMoments(Function):
     """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ, m and a symmetric S. The gradient by S, Φᵀ diag(c) Φ, is half of a
     natural step's sum of sites.
     """
@@ -346,7 +347,7 @@ class CovarianceFactor(DenseFactor):
 
     def moments_by(self, phi: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`moments` of Φ, ``(N, M)``, from a given S."""
-        return _CovarianceMoments.apply(phi, self.loc, covariance)[:2]
+        return CovarianceMoments.apply(phi, self.loc, covariance)[:2]
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         return self._trace, self._log_det
