@@ -188,6 +188,26 @@ def test_gradients(base):
     assert torch.autograd.gradcheck(value, (*numbers, torch.rand(4, 1, requires_grad=True)), fast_mode=True)
 
 
+@pytest.mark.parametrize("base", CLOSED)
+def test_gradients_in_all_ways(base):
+    """Forwards, twice, and mapped, of two sets of inputs, far from the origin."""
+
+    def value(length, low, high, x, z):
+        kernel = Anova(base(length), low, high)
+        return torch.cat([kernel(x, z).flatten(), kernel(z).flatten()])
+
+    x, z = 50 + torch.rand(4, 1), 50 + torch.rand(3, 1)
+    numbers = [torch.tensor(v) for v in (0.6, 49.9, 51.2)]
+    inputs = [part.double().requires_grad_() for part in (*numbers, x, z)]
+    assert torch.autograd.gradcheck(value, inputs, check_forward_ad=True, fast_mode=True)
+    if base is not kernels.Matern12:  # which has a kink on the diagonal
+        assert torch.autograd.gradgradcheck(value, inputs, fast_mode=True)
+    lengths = torch.tensor([0.4, 0.9]).double()
+    rest = [part.detach() for part in inputs[1:]]
+    mapped = torch.func.vmap(lambda length: value(length, *rest))(lengths)
+    assert_close(mapped, torch.stack([value(length, *rest) for length in lengths]))
+
+
 def test_matern12_has_gradients_at_its_kink():
     length, x = torch.tensor(0.6, requires_grad=True), X.clone().requires_grad_()
     Anova(kernels.Matern12(length), LOW, HIGH)(x).sum().backward()

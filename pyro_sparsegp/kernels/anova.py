@@ -29,14 +29,15 @@ _ROOT = math.sqrt(math.pi / 2)
 
 
 class _Profile(NamedTuple):
-    """A stationary kernel g of the scaled distance a ≥ 0: 1 − g, and g integrated once and twice from 0.
+    """A stationary kernel g of the scaled distance a ≥ 0: g − 1 and −dg/da, and g integrated once and twice from 0.
 
     :param root: a is this many times the distance in length scales.
+    :param parts: takes a of either sign, of which −dg/da is odd.
     :param taylor: coefficients of a, a², … in g, for a < ``_SMALL``.
     """
 
     root: float
-    deficit: Callable[[Tensor], Tensor]
+    parts: Callable[[Tensor], tuple[Tensor, Tensor]]
     once: Callable[[Tensor], Tensor]
     twice: Callable[[Tensor], Tensor]
     taylor: tuple[float, ...]
@@ -57,7 +58,7 @@ class _Profile(NamedTuple):
 
     def lost_slope(self, a: Tensor) -> Tensor:
         """1 − g(|a|)."""
-        return self.deficit(a.abs())
+        return -self.parts(a)[0]
 
     def spread_value(self, a: Tensor) -> Tensor:
         """As :meth:`spread`, by plain operations."""
@@ -112,37 +113,117 @@ def _exponential(polynomial: Callable[[int], float]) -> tuple[float, ...]:
     return tuple((-1) ** k * polynomial(k) / math.factorial(k) for k in range(1, _ORDER + 1))
 
 
+def _rbf(a: Tensor) -> tuple[Tensor, Tensor]:
+    less = torch.expm1(-0.5 * a.square())
+    return less, torch.addcmul(a, a, less)
+
+
+def _matern12(a: Tensor) -> tuple[Tensor, Tensor]:
+    less = torch.expm1(-a.abs())
+    return less, a.sign() * (1 + less)
+
+
+def _matern32(a: Tensor) -> tuple[Tensor, Tensor]:
+    size = a.abs()
+    power = (-size).exp()
+    return torch.addcmul(torch.expm1(-size), size, power), a * power
+
+
+def _matern52(a: Tensor) -> tuple[Tensor, Tensor]:
+    size = a.abs()
+    power = (-size).exp()
+    less = torch.addcmul(torch.expm1(-size), size, power)  # which cancels before the rest is added
+    third = a * power / 3
+    return torch.addcmul(less, a, third), torch.addcmul(third, size, third)
+
+
 _SMALL, _ORDER = 0.2, 11
 _PROFILES: dict[type, _Profile] = {
     RBF: _Profile(
         1.0,
-        lambda a: -torch.expm1(-0.5 * a.square()),
+        _rbf,
         lambda a: _ROOT * torch.erf(a / math.sqrt(2)),
         lambda a: _ROOT * a * torch.erf(a / math.sqrt(2)) + torch.expm1(-0.5 * a.square()),
         tuple(0.0 if k % 2 else (-0.5) ** (k // 2) / math.factorial(k // 2) for k in range(1, _ORDER + 1)),
     ),
     Matern12: _Profile(
         1.0,
-        lambda a: -torch.expm1(-a),
+        _matern12,
         lambda a: -torch.expm1(-a),
         lambda a: a + torch.expm1(-a),
         _exponential(lambda k: 1.0),
     ),
     Matern32: _Profile(
         math.sqrt(3),
-        lambda a: -torch.expm1(-a) - a * (-a).exp(),
+        _matern32,
         lambda a: -2 * torch.expm1(-a) - a * (-a).exp(),
         lambda a: 2 * a + 3 * torch.expm1(-a) + a * (-a).exp(),
         _exponential(lambda k: 1.0 - k),
     ),
     Matern52: _Profile(
         math.sqrt(5),
-        lambda a: -torch.expm1(-a) - (a + a.square() / 3) * (-a).exp(),
+        _matern52,
         lambda a: (-8 * torch.expm1(-a) - (5 * a + a.square()) * (-a).exp()) / 3,
         lambda a: (8 * a + 15 * torch.expm1(-a) + (7 * a + a.square()) * (-a).exp()) / 3,
         _exponential(lambda k: 1.0 - k + k * (k - 1) / 3),
     ),
 }
+
+
+class _Matrix(Function):
+    """p_i + q_i r_j − (1 − g(|a_ij|)) with a_ij = (x_i − z_j)/unit, and −dg/da: one node of the graph, and few passes
+    over matrices either way.
+
+    :param inverse: 1/unit, ``(..., 1)``; x, p and q are ``(..., N)``, z and r ``(..., M)``.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, z: Tensor, inverse: Tensor, p: Tensor, q: Tensor, r: Tensor, profile: _Profile
+    ) -> tuple[Tensor, Tensor]:
+        less, slope = profile.parts((x[..., :, None] - z[..., None, :]) * inverse[..., None])
+        return torch.addcmul(less + p[..., None], q[..., None], r[..., None, :]), slope
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.profile = inputs
+        ctx.save_for_backward(*tensors, output[1])
+        ctx.save_for_forward(*tensors, output[1])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Optional[Tensor], _: Any) -> Any:
+        if grad is None:
+            return (None,) * 7
+        x, z, inverse, p, q, r, slope = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward wants the slope as a function of x, z and the unit
+            slope = ctx.profile.parts((x[..., :, None] - z[..., None, :]) * inverse[..., None])[1]
+        turned = grad * slope
+        rows, columns = turned.sum(-1), turned.sum(-2)
+        by_inverse = (columns * z).sum(-1, keepdim=True) - (rows * x).sum(-1, keepdim=True)
+        found = (
+            -inverse * rows,
+            inverse * columns,
+            by_inverse,
+            grad.sum(-1),
+            (grad @ r[..., None])[..., 0],
+            (grad.mT @ q[..., None])[..., 0],
+        )
+        return *(by.sum_to_size(one.shape) for by, one in zip(found, (x, z, inverse, p, q, r))), None
+
+    @staticmethod
+    def jvp(ctx: Any, *changes: Optional[Tensor]) -> tuple[Tensor, None]:
+        *tensors, slope = ctx.saved_tensors
+        dx, dz, dinverse, dp, dq, dr = (torch.zeros_like(t) if d is None else d for t, d in zip(tensors, changes))
+        x, z, inverse, _, q, r = tensors
+        slope = ctx.profile.parts((x[..., :, None] - z[..., None, :]) * inverse[..., None])[1]
+        change = (dx[..., :, None] - dz[..., None, :]) * inverse[..., None]
+        change = change + (x[..., :, None] - z[..., None, :]) * dinverse[..., None]
+        by_ends = dp[..., None] + dq[..., None] * r[..., None, :] + q[..., None] * dr[..., None, :]
+        return by_ends - slope * change, None
 
 
 @functools.lru_cache(maxsize=32)
@@ -151,6 +232,15 @@ def _legendre(num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tenso
     nodes, weights = np.polynomial.legendre.leggauss(num)
     with torch.inference_mode(False):  # they must serve training, too
         return torch.as_tensor(nodes).to(device, dtype), torch.as_tensor(weights / 2).to(device, dtype)
+
+
+class _Ends(NamedTuple):
+    """In double precision, ``(..., 1)``: a of a distance of 1, of the interval's start and of its width, and 1 − v."""
+
+    inverse: Tensor
+    low: Tensor
+    width: Tensor
+    spread: Tensor
 
 
 class Anova(Kernel):
@@ -212,10 +302,12 @@ class Anova(Kernel):
             value = self._by_quadrature(x, z)
         else:
             other = x if z is None else z
-            unit, left, rest, v = self._deficits(profile, x)
-            right = left if z is None else self._deficits(profile, z)[1]
-            near = rest[..., None] - profile.deficit((x - other.mT).abs() / unit)
-            value = near - left[..., :, None] - right[..., None, :] * (1 + left / v)[..., :, None]
+            ends, left = self._ends(profile, x), self._deficits(profile, x)
+            right = left if z is None else self._deficits(profile, other)
+            centre = other.detach().mean(-2)  # whose distances are differences: sums of them keep their digits
+            rest, v = ends.spread.to(x), (1 - ends.spread).to(x)
+            at, others = x[..., 0] - centre, other[..., 0] - centre
+            value = _Matrix.apply(at, others, ends.inverse.to(x), rest - left, -1 - left / v, right, profile)[0]
         return value if self.variance is None else as_tensor(self.variance, x)[..., None, None] * value
 
     def diag(self, x: Tensor) -> Tensor:
@@ -225,28 +317,30 @@ class Anova(Kernel):
             mean, inverse = self._means(x)
             value = self.base.diag(x) - mean.square() * inverse[..., None]
         else:
-            _, left, rest, v = self._deficits(profile, x)
-            value = rest - left * (2 + left / v)
+            ends, left = self._ends(profile, x), self._deficits(profile, x)
+            value = ends.spread.to(x) - left * (2 + left / (1 - ends.spread).to(x))
         value = value.clamp(min=0)  # near 0 where x says most about the mean
         return value if self.variance is None else as_tensor(self.variance, x)[..., None] * value
 
     def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return as_tensor(self.low, x)[..., None], as_tensor(self.high, x)[..., None]
 
-    def _deficits(self, profile: _Profile, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The unit of a, c(x) = m(x) − v, 1 − v and v.
+    def _ends(self, profile: _Profile, x: Tensor) -> _Ends:
+        length = per_column(self.base.lengthscale, x, "the lengthscale of Anova's base")  # type: ignore[attr-defined]
+        inverse = profile.root / length.double()
+        inverse = inverse[..., 0] if inverse.dim() else inverse[None]
+        low, high = (bound * inverse for bound in self._bounds(x.double()))
+        return _Ends(inverse, low, high - low, profile.spread(high - low))
+
+    def _deficits(self, profile: _Profile, x: Tensor) -> Tensor:
+        """c(x) = m(x) − v, ``(..., N)``.
 
         k₀ = (1 − v) − (1 − k(x, x')) − c(x) − c(x') − c(x)c(x')/v: for a long length scale all of k, m and v are nearly
         1, and their differences from 1 are what k₀ is made of. They are found in double precision, of N numbers only.
         """
-        length = per_column(self.base.lengthscale, x, "the lengthscale of Anova's base")  # type: ignore[attr-defined]
-        unit = length / profile.root
-        exact = unit.double()[..., 0] if unit.dim() else unit.double()
-        low, high = (bound / exact for bound in self._bounds(x.double()))
-        at, width = x.double()[..., 0] / exact, high - low
-        rest = profile.spread(width)
-        left = rest - profile.lost(torch.stack([at - low, high - at])).sum(0) / width
-        return unit, left.to(x), rest.to(x), (1 - rest).to(x)
+        inverse, low, width, spread = self._ends(profile, x)
+        since = x.double()[..., 0] * inverse - low
+        return (spread - profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
 
     def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         nodes, weights = _legendre(self.num_nodes, x.dtype, x.device)
@@ -353,7 +447,7 @@ class Anova(Kernel):
         mean = (torch.cos(omega * (low + high) / 2 + phase) * reach * weights).sum((-2, -1))
 
         def functions(x: Tensor) -> Tensor:
-            _, left, _, v = self._deficits(profile, x)
+            left, v = self._deficits(profile, x), (1 - self._ends(profile, x).spread).to(x)
             waves = (torch.cos(x @ omega.mT + phase.mT) @ weights)[..., 0]
             value = waves - (1 + left / v) * mean[..., None]
             return value if self.variance is None else as_tensor(self.variance, x).sqrt()[..., None] * value

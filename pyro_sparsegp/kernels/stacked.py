@@ -94,21 +94,27 @@ def _stack(values: Sequence[Scalar], own: int, like: Tensor) -> Tensor:
 
 
 class _Anovas(Anova):
-    """Of one run, in which what the kernel and its diagonal take of the same inputs is found once."""
+    """Of one run, in which what does not depend on rows, and what the two inputs asked for last have, is found once."""
 
     any_dtype = True
 
     def __init__(self, base: Kernel, low: Scalar, high: Scalar) -> None:
         super().__init__(base, low, high)
-        self._last: Optional[tuple[Tensor, Any]] = None
+        self._found: Any = None
+        self._last: list[tuple[Tensor, Tensor]] = []
 
-    def _deficits(self, profile: Any, x: Tensor) -> Any:
-        if self._last is None or self._last[0] is not x:
-            found = super()._deficits(profile, x)
-            if self._last is not None and self._last[0].shape[-2] > x.shape[-2]:
-                return found  # the larger one is asked for again
-            self._last = x, found
-        return self._last[1]
+    def _ends(self, profile: Any, x: Tensor) -> Any:
+        if self._found is None:
+            self._found = super()._ends(profile, x)
+        return self._found
+
+    def _deficits(self, profile: Any, x: Tensor) -> Tensor:
+        for of, found in self._last:
+            if of is x:
+                return found
+        found = super()._deficits(profile, x)
+        self._last = [*self._last[-1:], (x, found)]
+        return found
 
 
 class _Selections(Kernel):
