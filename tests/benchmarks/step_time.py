@@ -5,9 +5,10 @@ python tests/benchmarks/step_time.py [--device cuda] [--rounds 15] [--dtypes flo
 The step is forward, backward and an update, Adam's of all parameters or, "natural", our default, natural for q(u) and
 Adam's for the rest, on 8-dimensional uniform inputs, with a Matern-3/2 kernel (a length scale a column, an output
 scale), a Gaussian likelihood and a mini-batch of a larger data set; all hyperparameters, inducing inputs and
-variational parameters are trained. Adam is torch's fused one wherever it can be had, which is all but
-pyro.contrib.gp, whose step is Pyro's. Times, of this process's CPU (on a GPU by the clock), are medians over rounds,
-ratios medians of each round's ratio, so that a machine that slows down does so for all of them.
+variational parameters are trained. "GPyTorch NGD" is its natural step for q(u), with Adam for the rest. Adam is torch's
+fused one wherever it can be had, which is all but pyro.contrib.gp, whose step is Pyro's. Times, of this process's CPU
+(on a GPU by the clock), are medians over rounds, ratios medians of each round's ratio, so that a machine that slows
+down does so for all of them.
 """
 
 import argparse
@@ -52,12 +53,13 @@ def ours(z: Tensor, natural: bool = True, compile: Union[bool, str] = False) -> 
     return pyro.infer.SVI(model, guide, FusedAdam({"lr": 0.01}), TraceQuadrature_ELBO(2, compile=compile)).step
 
 
-def gpytorchs(z: Tensor) -> Step:
-    """GPyTorch's approximate GP, as its documentation writes it."""
+def gpytorchs(z: Tensor, natural: bool = False) -> Step:
+    """GPyTorch's approximate GP, as its documentation writes it, and its natural gradients."""
 
     class Model(gpytorch.models.ApproximateGP):
         def __init__(self) -> None:
-            distribution = gpytorch.variational.CholeskyVariationalDistribution(len(z))
+            kind = "NaturalVariationalDistribution" if natural else "CholeskyVariationalDistribution"
+            distribution = getattr(gpytorch.variational, kind)(len(z))
             strategy = gpytorch.variational.VariationalStrategy(self, z, distribution, learn_inducing_locations=True)
             super().__init__(strategy)
             self.mean_module = gpytorch.means.ZeroMean()
@@ -68,13 +70,18 @@ def gpytorchs(z: Tensor) -> Step:
 
     model, likelihood = Model().to(z), gpytorch.likelihoods.GaussianLikelihood().to(z)
     objective = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=NUM)
-    optimiser = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.01, fused=True)
+    others = model.hyperparameters() if natural else model.parameters()
+    optimisers = [torch.optim.Adam([*others, *likelihood.parameters()], lr=0.01, fused=True)]
+    if natural:
+        optimisers.append(gpytorch.optim.NGD(model.variational_parameters(), num_data=NUM, lr=0.1))
 
     def step(x: Tensor, y: Tensor) -> float:
-        optimiser.zero_grad()
+        for optimiser in optimisers:
+            optimiser.zero_grad()
         loss = -objective(model(x), y)
         loss.backward()
-        optimiser.step()
+        for optimiser in optimisers:
+            optimiser.step()
         return loss.item()
 
     return step
@@ -136,11 +143,15 @@ MAKERS = {
     "natural": ours,
     "Adam": partial(ours, natural=False),
     "GPyTorch": gpytorchs,
+    "GPyTorch NGD": partial(gpytorchs, natural=True),
     "pyro.contrib.gp": contrib,
     "floor": floor,
 }
 
-RATIOS = [(own, other) for own in ("natural", "Adam") for other in ("GPyTorch", "floor")]
+RATIOS = [
+    ("natural", "GPyTorch NGD"),
+    *((own, other) for own in ("natural", "Adam") for other in ("GPyTorch", "floor")),
+]
 
 
 def measure(m: int, batch: int, dtype: torch.dtype, device: str, rounds: int) -> list[str]:
