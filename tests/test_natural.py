@@ -27,6 +27,7 @@ from pyro_sparsegp.families import (
     additive,
 )
 from pyro_sparsegp.gaussians import Diagonal, Falling, LowRankGaussian, NaturalGaussian, NaturalLowRank, from_natural
+from pyro_sparsegp.gaussians.steps import shares_of, softened
 
 from .models import bernoulli, data, gaussian, poisson, regression
 
@@ -946,6 +947,75 @@ def test_low_rank_sites_keep_their_meaning_under_another_l():
     found = torch.autograd.grad(value(torch.cat(q.loc), q.covariance_matrix), leaves)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a.tril(), b.tril(), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_each_block_is_softened_by_its_own_size(batch):
+    sizes = [3, 1, 4]
+    lower = (torch.randn(*batch, 8, 8) * torch.tensor([9.0, 9, 9, 1, 0.1, 0.1, 0.1, 0.1])[:, None]).tril()
+    shares = shares_of(sizes, lower)
+    each = torch.cat(
+        [
+            (part @ part.mT).diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).expand(*batch, len(own))
+            for own in torch.arange(8).split(sizes)
+            for part in [lower[..., own, :]]
+        ],
+        -1,
+    )
+    found = softened(lower, 0.03, shares)
+    torch.testing.assert_close(found, lower + torch.diag_embed(0.03 * each.sqrt()))
+    torch.testing.assert_close(softened(lower, 0.03, shares_of([8], lower)), softened(lower, 0.03))
+    leaf = lower.requires_grad_()
+    assert torch.autograd.gradcheck(lambda a: softened(a, 0.03, shares), leaf, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda a: softened(a, 0.03, shares), leaf)
+
+
+def test_a_state_with_one_size_for_all_blocks_keeps_it():
+    """Of releases that softened all blocks by one size: q is what it was, at other hyperparameters too."""
+    x, y = data(gaussian(ADDITIVE))
+    guide, svi = svi_of(gaussian(ADDITIVE), CoupledCovariance(4))
+    guide(x, y)
+    coefficients(guide).shares = None  # as it was then
+    for _ in range(3):
+        svi.step(x, y)
+    state = copy.deepcopy(guide.state_dict())
+    again = AutoSparseGP(guide.model, CoupledCovariance(4))
+    for _ in range(2):  # the second time into one that has been in use
+        again.load_state_dict(copy.deepcopy(state))
+        torch.testing.assert_close(again.posterior(x)["f"].variance, guide.posterior(x)["f"].variance)
+        assert coefficients(again).shares is None
+    new = AutoSparseGP(guide.model, CoupledCovariance(4))
+    new(x, y)
+    again.load_state_dict(new.state_dict())
+    assert coefficients(again).shares is not None
+
+
+@pytest.mark.parametrize("family", [CoupledCovariance, CoupledPrecision])
+def test_hyperparameters_of_a_small_effect_beside_a_large_one(family):
+    """They go where the collapsed bound has them go; with its sites softened by the large one's size, half as far."""
+    x = torch.rand(200, 2)
+    y = 20 * torch.cos(9 * x[:, 0]) + 4 * x[:, 1] ** 2 + 0.3 * torch.randn(200)
+    z = torch.linspace(0, 1, 8)[:, None]
+
+    def model(x, y):
+        scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+        length = pyro.param("length", torch.tensor(0.3), constraint=dist.constraints.positive)
+        kernel = 1000.0 * kernels.RBF(0.3)[0] + scale * kernels.RBF(length)[1]
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    found = []
+    for each in (family, AdditiveSGPR):
+        pyro.clear_param_store()
+        guide = AutoSparseGP(model, each([z, z], trainable=False))
+        optim = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.03 ** (1 / 60)})
+        svi = SVI(model, guide, optim, TraceQuadrature_ELBO(2))
+        for _ in range(60):
+            svi.step(x, y)
+        found.append([pyro.param(name).item() for name in ("scale", "length")])
+    assert found[0] == pytest.approx(found[1], rel=0.02)
+    assert found[1][0] > 1.5
 
 
 def test_a_trace_of_torch_jit_is_refused_since_it_would_leave_q_where_it_is():

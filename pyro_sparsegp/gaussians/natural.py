@@ -42,7 +42,7 @@ from ..numerics.linalg import (
 from ..numerics.processes import is_shared, joined
 from .optimal import from_natural, seen_from
 from .product import CovarianceFactor, DenseFactor, FullCholesky, IdentityFactor, Product
-from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, listen, softened
+from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, listen, shares_of, softened
 
 __all__ = ["NaturalGaussian"]
 
@@ -183,10 +183,10 @@ class NaturalGaussian(StepsOnBackward):
 
     G, ``(..., M, M)``, and r = (I + G)m, ``(..., M)``, are sums over the data (sites). G and m are buffers: no
     optimiser sees them, and gradients of hyperparameters pass through q. When these move, sites keep their meaning
-    about (L + ηsI)w, with s the root mean variance of u = Lw: about u where it is well conditioned, about w where it is
-    not. Where the process has a constant mean that moves, they are about f = μ + Lw, r ← r − GL⁻¹δ for μ ← μ + δ: what
-    f says of the data stays what it was, and the gradient by μ is that of the whole (else each step of μ would have to
-    wait for q's).
+    about (L + ηsI)w, with s the root mean variance of u = Lw in each block: about u where it is well conditioned, about
+    w where it is not. Where the process has a constant mean that moves, they are about f = μ + Lw, r ← r − GL⁻¹δ for
+    μ ← μ + δ: what f says of the data stays what it was, and the gradient by μ is that of the whole (else each step of
+    μ would have to wait for q's).
 
     Three guards keep a step where its quadratic model holds. If it would leave less than half of the precision
     anywhere, for which it takes likelihoods that are not log-concave, several functions, or draws, negative curvatures
@@ -231,6 +231,8 @@ class NaturalGaussian(StepsOnBackward):
         self.register_buffer("loc", like.new_zeros(*batch_shape, num))  # m
         self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that gram and loc belong to
         self.register_buffer("level", like.new_zeros(0))  # μ that they belong to, (..., M), where it moves
+        self.shares: Optional[Tensor]
+        self.register_buffer("shares", self._shares(), persistent=False)
 
     @staticmethod
     def takes(kind: Any) -> bool:
@@ -253,17 +255,23 @@ class NaturalGaussian(StepsOnBackward):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.setdefault(prefix + "level", self.level.new_zeros(0))  # states of before it was
-        self.softness = round(float(state_dict.pop(prefix + "softness", _ETA)), 6)  # some were saved in float32
+        softness = torch.as_tensor(state_dict.pop(prefix + "softness", _ETA)).flatten()
+        self.softness = round(float(softness[0]), 6)  # some were saved in float32
+        self.shares = self._shares() if len(softness) > 1 else None  # one of releases with one s for all blocks
         if prefix + "pull" in state_dict:  # of releases that kept r in the place of m
             state_dict[prefix + "loc"] = _mean_of(state_dict[prefix + "gram"], state_dict.pop(prefix + "pull"))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "softness"] = torch.tensor(self.softness, dtype=torch.float64)
+        shape = () if self.shares is None else (len(self.sizes),)  # a number, or one for each block's own s
+        destination[prefix + "softness"] = torch.full(shape, self.softness, dtype=torch.float64)
+
+    def _shares(self) -> Optional[Tensor]:
+        return shares_of(self.sizes, self.loc) if len(self.sizes) > 1 else None
 
     def _seat(self, anchor: Tensor) -> Tensor:
-        return softened(anchor, self.softness)
+        return softened(anchor, self.softness, self.shares)
 
     def hold_by_draws(self) -> None:
         """Before any step: curvatures will be those of draws, whose noise is not small where L is. Held about u it

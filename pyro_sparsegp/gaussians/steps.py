@@ -41,6 +41,7 @@ __all__ = [
     "read_with_signs",
     "rows_heard",
     "running",
+    "shares_of",
     "softened",
     "steppers",
 ]
@@ -511,9 +512,21 @@ def weighed(module: StepsOnBackward, heard: Heard, shape: torch.Size, inner: boo
     return zero
 
 
-def softened(anchor: Tensor, softness: float) -> Tensor:
-    """L + ηsI, s² the mean of diag(LLᵀ), by rows, as a state is read: in another order products round otherwise."""
-    return _Softened.apply(anchor, softness) if softness else anchor.contiguous()
+def softened(anchor: Tensor, softness: float, shares: Optional[Tensor] = None) -> Tensor:
+    """L + ηsI, s² the mean of diag(LLᵀ), by rows, as a state is read: in another order products round otherwise.
+
+    :param shares: of :func:`shares_of`: s² is the mean of each block on the diagonal, whose units may be far apart.
+    """
+    if not softness:
+        return anchor.contiguous()
+    if shares is None:
+        return _Softened.apply(anchor, softness)
+    return _SoftenedByBlock.apply(anchor, softness, shares.to(anchor))
+
+
+def shares_of(sizes: Sequence[int], like: Tensor) -> Tensor:
+    """Columns of norm 1, ``(ΣM, C)``, each the same number at one block's coefficients."""
+    return torch.block_diag(*[like.new_full((num, 1), num**-0.5) for num in sizes])
 
 
 class _Softened(Function):
@@ -547,6 +560,42 @@ class _Softened(Function):
         scale = (anchor * change).sum((-2, -1)) / norm
         eye = torch.eye(anchor.shape[-1], dtype=anchor.dtype, device=anchor.device)
         return change + scale[..., None, None] * eye
+
+
+class _SoftenedByBlock(Function):
+    # As _Softened, with the mean of each block.
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(anchor: Tensor, softness: float, shares: Tensor) -> Tensor:
+        total = anchor.clone(memory_format=torch.contiguous_format)
+        total.diagonal(dim1=-2, dim2=-1).add_(_sizes(anchor, shares), alpha=softness)
+        return total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        anchor, ctx.softness, shares = inputs
+        ctx.save_for_backward(anchor, shares)
+        ctx.save_for_forward(anchor, shares)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        anchor, shares = ctx.saved_tensors
+        each = (grad.diagonal(dim1=-2, dim2=-1) / _sizes(anchor, shares)) @ shares @ (ctx.softness * shares).mT
+        return torch.addcmul(grad, anchor, each[..., None]), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, *_: Any) -> Tensor:
+        anchor, shares = ctx.saved_tensors
+        each = (anchor * change).sum(-1) @ shares @ (ctx.softness * shares).mT / _sizes(anchor, shares)
+        eye = torch.eye(anchor.shape[-1], dtype=anchor.dtype, device=anchor.device)
+        return change + each[..., None] * eye
+
+
+def _sizes(anchor: Tensor, shares: Tensor) -> Tensor:
+    """s of each coefficient's block, ``(..., M)``."""
+    return (torch.linalg.vector_norm(anchor, dim=-1).square() @ shares @ shares.mT).sqrt()
 
 
 def cautious(

@@ -23,6 +23,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer import SVI
+from pyro.optim import ClippedAdam
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -137,7 +138,7 @@ def illustration(x: Tensor, y: Any = None) -> Any:
 
 
 def run_friedman(options: argparse.Namespace) -> None:
-    num, iterations = (500, 20) if options.short else (5000, 300)
+    num, steps = (500, 40) if options.short else (5000, 1000)
     pyro.set_rng_seed(0)
     x = torch.rand(num, 6)
     y = friedman(x) + torch.randn(num)
@@ -155,12 +156,11 @@ def run_friedman(options: argparse.Namespace) -> None:
         pyro.clear_param_store()
         pyro.set_rng_seed(1)
         start = time.perf_counter()
-        guide = AutoSparseGP(illustration, by_gradients(family))
-        guide(x, y)
-        bound = TraceQuadrature_ELBO(2)(illustration, guide)
-        bound(x, y)
-        parameters = {*guide.parameters(), *dict(pyro.get_param_store().named_parameters()).values()}
-        loss = lbfgs(partial(bound, x, y), list(parameters), iterations)
+        guide = AutoSparseGP(illustration, family)
+        svi = SVI(illustration, guide, ClippedAdam({"lr": 0.05, "lrd": 0.01 ** (1 / steps)}), TraceQuadrature_ELBO(2))
+        for _ in range(steps):
+            svi.step(x, y)
+        loss = svi.evaluate_loss(x, y)
         seconds = time.perf_counter() - start
         with torch.no_grad():
             q = guide.posterior(grid)["f"]
@@ -173,7 +173,8 @@ def run_friedman(options: argparse.Namespace) -> None:
     text = (
         f"Friedman's function of six columns (x6 inert), N = {num}, noise variance 1, the paper's kernel and Z. RMSE "
         f"of each effect's mean to the analytic ANOVA effect, at 2,000 uniform inputs. "
-        f"L-BFGS, {iterations} iterations.\n\n"
+        f"{steps} steps of each family's default, natural ones for q, on all rows; Adam's for hyperparameters, at 0.05 "
+        f"falling to a hundredth.\n\n"
         + table(["family", "bound", *truth, "noise variance", "seconds"], rows)
         + "\n\nSobol indices in per cent, mean and 95 % interval of draws:\n\n"
         + table(
