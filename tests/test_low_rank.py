@@ -70,6 +70,7 @@ def test_gradients_of_the_parts():
         return _MeanAndParts.apply(GROUPS, pull.new_zeros(()), low_rank, pull, *symmetric(blocks))
 
     assert torch.autograd.gradcheck(parts, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(parts, inputs)
 
 
 def moments_pieces():
@@ -116,6 +117,7 @@ def test_sites_under_another_factor():
         return _Turned.apply(turn, pull, low_rank, block, gain)[:3]
 
     assert torch.autograd.gradcheck(turned, [turn], check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(turned, [turn])
 
 
 def small_module(monkeypatch, most):
@@ -174,6 +176,29 @@ def test_small_posteriors_are_the_same_by_their_covariance(what, monkeypatch):
         torch.testing.assert_close(forwards, sum((g * c).sum() for g, c in zip(backwards, changes)))
         found.append([value, *backwards])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("most", [256, 0])
+@pytest.mark.parametrize("what", ["moments", "kl", "loc", "all", "draws"])
+def test_second_derivatives_of_posteriors(what, most, monkeypatch):
+    """By L, of S as one matrix and of its parts, against differences of gradients; also where gradients are taken by
+    L alone, of which ``once_differentiable`` says nothing.
+    """
+    module, anchors, normal = small_module(monkeypatch, most)
+    phi = [normal(6, num) for num in module.sizes]
+    changes = [normal(*part.shape).tril() for part in anchors]
+
+    def gradients(step, **kwargs):
+        moved = [a.detach() + step * c for a, c in zip(anchors, changes)]
+        leaves = [part.requires_grad_() for part in moved]
+        return leaves, torch.autograd.grad(told_by_small(module, leaves, phi, what), leaves, **kwargs)
+
+    leaves, slopes = gradients(0.0, create_graph=True)
+    found = torch.autograd.grad(sum((slope * c).sum() for slope, c in zip(slopes, changes)), leaves)
+    (_, after), (_, before) = gradients(1e-5), gradients(-1e-5)
+    for second, one, other in zip(found, after, before):
+        wanted = (one - other).tril() / 2e-5
+        torch.testing.assert_close(second.tril(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
 
 
 def test_a_small_posterior_is_drawn_from_after_a_step(monkeypatch):

@@ -73,7 +73,6 @@ class _Root(Function):
         return -root @ (inner.tril() - 0.5 * torch.diag_embed(inner.diagonal()))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by_root: Tensor) -> Tensor:
         (root,) = ctx.saved_tensors
         inner = (root.mT @ by_root).tril_()

@@ -99,7 +99,6 @@ class _MeanAndParts(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Optional[Tensor]) -> Any:
         groups = ctx.groups
         low_rank, m, v, inner, t, *roots = ctx.saved_tensors
@@ -195,7 +194,6 @@ class _Known(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, a: Optional[Tensor], by_covariance: Optional[Tensor], by_trace: Any, by_log_det: Any, *_: Any
     ) -> Any:
@@ -205,6 +203,8 @@ class _Known(Function):
         needs = ctx.needs_input_grad[7::3]
         if not any(needs):
             return None, unit, *[None] * (3 + 3 * len(kept))
+        if torch.is_grad_enabled():  # whose own gradients are to be symmetric
+            covariance = 0.5 * (covariance + covariance.mT)
         half = torch.zeros_like(covariance) if by_covariance is None else by_covariance @ covariance
         half = half if by_trace is None else torch.addcmul(half, covariance, by_trace)
         log_det = unit if by_log_det is None else by_log_det
@@ -251,14 +251,15 @@ class _Turned(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         turn, pull, low_rank, _, gain = inputs
-        ctx.save_for_backward(pull, low_rank, output[3])
+        ctx.save_for_backward(pull, low_rank, output[3], turn, gain)
         ctx.save_for_forward(turn, pull, low_rank, gain)
         ctx.mark_non_differentiable(output[3])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, by_pull: Tensor, by_low_rank: Tensor, by_block: Tensor, _: Any) -> Any:
-        pull, low_rank, turned = ctx.saved_tensors
+        pull, low_rank, turned, turn, gain = ctx.saved_tensors
+        if torch.is_grad_enabled():  # the output has no gradient
+            turned = each_times(gain, turn)
         by_turn = each_times(turned, by_block + by_block.mT)
         by_turn = by_turn + each_times(pull, by_pull.mT) + each_times(low_rank, by_low_rank.mT)
         return by_turn, None, None, None, None
