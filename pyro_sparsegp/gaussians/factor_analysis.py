@@ -46,6 +46,7 @@ def above_one(matrix: Tensor, made_of: Optional[Tensor] = None) -> tuple[Tensor,
 
     :param made_of: a matrix that A is what is left of, so that rounding is of its size.
     """
+    matrix = 0.5 * (matrix + matrix.mT)  # eigh and a factorisation read different triangles
     values, vectors = torch.linalg.eigh(matrix)
     size = values[..., -1:] if made_of is None else made_of.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
     least = (_SHARE * torch.finfo(matrix.dtype).eps * size).clamp(min=0, max=1)
