@@ -51,6 +51,13 @@ class Mutant:
 
 
 MUTANTS = [
+    Mutant(
+        "batches-are-taken-for-all-rows",
+        "AutoSparseGP._train",
+        "if self.is_training and self.note_data(run.rows, args, kwargs):",
+        "if self.is_training and self.note_data(run.rows, args, kwargs) is not None:",
+        ("test_natural.py::test_the_floor_of_the_rate_is_higher_on_all_rows",),
+    ),
     # Natural steps: what draws and precise data show.
     Mutant(
         "draws-show-no-curvature",

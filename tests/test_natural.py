@@ -795,6 +795,42 @@ def test_the_way_back_to_a_factor_that_moves_is_autograds():
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("rate", "of_all", "of_a_batch"),
+    [({}, 0.25, 0.1), ({"rate": Falling(0.05)}, 0.05, 0.05), ({"rate": 0.3}, 0.3, 0.3)],
+)
+def test_the_floor_of_the_rate_is_higher_on_all_rows(rate, of_all, of_a_batch, compiled):
+    """Of other data q takes the share ρ of the way to what they alone would have it be."""
+    x, y = data()
+    model = gaussian(KERNEL)
+    guide, svi = svi_of(model, SVGP(x[:12], trainable=False, **rate), TraceQuadrature_ELBO(2, compile=compiled))
+    for size, share in ((len(x), of_all), (3 * len(x), of_a_batch), (len(x), of_all)):
+        for _ in range(70):
+            svi.step(x, y, size)
+        before = coefficients(guide).loc.clone()
+        svi.step(x, -y, size)
+        torch.testing.assert_close(coefficients(guide).loc, (1 - 2 * share) * before, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_sites_with_one_posterior_know_that_they_have_all_rows(coupled):
+    x, y = data()
+
+    def model(x, y, size=None):
+        c = pyro.sample("c", dist.Normal(0.0, 1.0))
+        f, g = (pyro.sample(name, GaussianProcess(KERNEL, x)) for name in "fg")
+        with pyro.plate("data", size or len(x), subsample=x):
+            pyro.sample("y", dist.Normal(f + g + c, 0.5), obs=y)
+
+    guide, svi = svi_of(model, AutoSparseGP(model, {("f", "g"): SVGP(5)}, coupled=coupled))
+    for size, rate in ((len(x), 0.25), (3 * len(x), 0.1)):
+        for _ in range(12):
+            svi.step(x, y, size)
+        (q,) = [module for module in guide.modules() if isinstance(module, NaturalGaussian)]
+        assert {heard.of_all_rows for heard in q._heard.values()} == {rate == 0.25}
+
+
 @pytest.mark.parametrize("rate", [0.0, 1.5, -1])
 def test_bad_rates(rate):
     with pytest.raises(ValueError, match=r"SVGP's rate must be a number in \(0, 1\]"):

@@ -13,12 +13,12 @@ from ..gaussians import (
     BlockCholesky,
     BlockPlusLowRank,
     Coefficients,
-    Falling,
     FullCholesky,
     IdentityPlusLowRank,
     NaturalLowRank,
 )
 from ..gaussians.sites import FreeSites as FreeSitesModule
+from ..gaussians.steps import DEFAULT_RATE
 from ..kernels.algebra import term_names
 from ..process import GaussianProcess
 from .base import (
@@ -124,7 +124,7 @@ class MeanFieldAdditive(AdditiveFamily):
 
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps; with many coefficients, at a cost linear in the number of summands."""
-        rate = Falling() if self.rate is None else self.rate
+        rate = DEFAULT_RATE if self.rate is None else self.rate
         blocks: NewCoefficients = partial(NaturalLowRank, rank=0, sweeps=1, iterations=20, rate=rate, **kwargs)
         dense = super().in_natural_steps(**kwargs)
 
@@ -181,7 +181,7 @@ class CoupledPrecision(AdditiveFamily):
 
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps."""
-        rate = Falling() if self.rate is None else self.rate
+        rate = DEFAULT_RATE if self.rate is None else self.rate
         return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=rate, **kwargs)
 
 

@@ -14,10 +14,11 @@ from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
 from ..approximations.weight_space import WeightSpaceGP, has_features
 from ..bases import Basis, InducingVariables
-from ..gaussians import Coefficients, DenseFactor, Falling, NaturalGaussian, Rate
+from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate
 from ..gaussians.documented import with_inherited_arguments
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
+from ..gaussians.steps import DEFAULT_RATE
 from ..process import GaussianProcess
 
 __all__ = [
@@ -128,8 +129,8 @@ class FreeFormFamily(BasisFamily):
         optimiser; ``None``, the default, where the family can. ``False`` makes q's mean and scale parameters, as L-BFGS
         wants them.
     :param rate: of natural steps, ρ in (0, 1] or a function of the step's number: how far q goes towards what the
-        batch alone would have it be. By default it falls, max(0.1, 1/(1 + t)); where function values are drawn, as
-        those of an inner layer or by Trace_ELBO, it is 0.1 at most.
+        batch alone would have it be. By default it falls, max(0.1, 1/(1 + t)), or max(0.25, 1/(1 + t)) in steps on all
+        rows; where function values are drawn, as those of an inner layer or by Trace_ELBO, it is 0.1 at most.
     """
 
     free: ClassVar[bool] = True
@@ -198,7 +199,7 @@ class FreeFormFamily(BasisFamily):
 
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps."""
-        rate = Falling() if self.rate is None else self.rate
+        rate = DEFAULT_RATE if self.rate is None else self.rate
         return partial(NaturalGaussian, kind=self.new_coefficients(), rate=rate, **kwargs)
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:

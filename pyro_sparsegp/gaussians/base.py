@@ -30,6 +30,7 @@ class Gaussian(ABC):
     sizes: tuple[int, ...]
     batch_shape: torch.Size
     key: Optional[int] = None  # of the last marginals given, where natural steps hear of them
+    heard: Any = None  # what these hear of this pass
 
     @property
     def share(self) -> Any:

@@ -157,7 +157,7 @@ class Shifted(Gaussian):
 
     def __init__(self, q: Gaussian, shift: Sequence[Tensor], weigh: Optional[partial[Tensor]] = None) -> None:
         self.q, self.shift, self.weigh = q, list(shift), weigh
-        self.sizes, self.batch_shape = q.sizes, q.batch_shape
+        self.sizes, self.batch_shape, self.heard = q.sizes, q.batch_shape, q.heard
 
     @property
     def loc(self) -> list[Tensor]:

@@ -42,7 +42,19 @@ from ..numerics.linalg import (
 from ..numerics.processes import is_shared, joined
 from .optimal import from_natural, seen_from
 from .product import CovarianceFactor, DenseFactor, FullCholesky, IdentityFactor, Product
-from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, listen, shares_of, softened
+from .steps import (
+    DEFAULT_RATE,
+    KNOWN,
+    Heard,
+    Lift,
+    Listening,
+    Rate,
+    StepsOnBackward,
+    cautious,
+    listen,
+    shares_of,
+    softened,
+)
 
 __all__ = ["NaturalGaussian"]
 
@@ -196,7 +208,8 @@ class NaturalGaussian(StepsOnBackward):
     :param kind: the free posterior with the same layout of factors. These share the whole of G: their means are solved
         for together (a step with each one's own mean diverges where they are coupled).
     :param rate: ρ of the step (G, r) ← (1 − ρ)(G, r) + ρ(Ĝ, r̂), with (Ĝ, r̂) what the batch alone would have them
-        be, in (0, 1] or a function of the number of steps taken; by default max(0.1, 1/(1 + t)).
+        be, in (0, 1] or a function of the number of steps taken; by default max(0.1, 1/(1 + t)), or, of a step on all
+        rows, max(0.25, 1/(1 + t)).
     :param softness: η; 0 is u alone.
     """
 
@@ -213,7 +226,7 @@ class NaturalGaussian(StepsOnBackward):
         batch_shape: Sequence[int],
         like: Tensor,
         kind: Any = FullCholesky,
-        rate: Rate = Falling(),
+        rate: Rate = DEFAULT_RATE,
         softness: float = _ETA,
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)

@@ -42,12 +42,12 @@ from .nearest import assembled, nearest
 from .optimal import from_natural
 from .precision import LowRankGaussian, leading_directions
 from .product import Product
-from .steps import KNOWN, Falling, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, listen, softened
+from .steps import DEFAULT_RATE, KNOWN, Heard, Lift, Listening, Rate, StepsOnBackward, cautious, listen, softened
 
 __all__ = ["NaturalLowRank"]
 
 _FEW = 512  # coefficients up to which P̂ is formed
-_SMALL, _SLOW = 256, 0.1  # and up to which one sweep a step does for two, at rates up to this
+_SMALL, _SLOW = 256, 0.25  # and up to which one sweep a step does for two, at rates up to this
 _BUFFERS = ("loc", "block", "low_rank", "gain", "seat")
 
 Blocks = list[Tensor]
@@ -360,9 +360,9 @@ class NaturalLowRank(StepsOnBackward):
         whose precisions are those of P̂ on its diagonal; the mean is that of the whole P̂.
     :param base: whether D is free; else it is I.
     :param rate: ρ of the step P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) before it is projected, in (0, 1] or a function of the number
-        of steps taken; by default max(0.1, 1/(1 + t)).
+        of steps taken; by default as of :class:`NaturalGaussian`.
     :param sweeps: of expectation maximisation a step; by default 2, or 1 for up to 256 coefficients at rates of at
-        most 0.1, whose P̂ is near P.
+        most 0.25, whose P̂ is near P.
     :param iterations: of conjugate gradients a step.
     :param softness: η, as of :class:`NaturalGaussian`.
     """
@@ -377,7 +377,7 @@ class NaturalLowRank(StepsOnBackward):
         like: Tensor,
         rank: Optional[int] = None,
         base: bool = True,
-        rate: Rate = Falling(),
+        rate: Rate = DEFAULT_RATE,
         sweeps: Optional[int] = None,
         iterations: int = 10,
         softness: float = 0.03,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -66,6 +66,10 @@ class Share(Gaussian):
     @property
     def share(self) -> Share:
         return self
+
+    @property
+    def heard(self) -> Any:  # type: ignore[override]
+        return self.whole.q.heard
 
     @property
     def loc(self) -> list[Tensor]:

@@ -28,6 +28,7 @@ from ..numerics.processes import due, joined, largest
 from .base import Coefficients, Gaussian
 
 __all__ = [
+    "DEFAULT_RATE",
     "KNOWN",
     "AscentError",
     "Falling",
@@ -60,13 +61,19 @@ class Falling:
 
     :param least: the floor, in (0, 1].
     :param most: of the first step, in (0, 1].
+    :param whole: the floor of steps on all rows, in [0, 1], where it is the larger one: what is averaged over is no
+        batch's noise there, but hyperparameters of before.
     """
 
     least: float = 0.1
     most: float = 1.0
+    whole: float = 0.0
 
     def __call__(self, step: int) -> float:
         return max(self.least, self.most / (1 + step))
+
+
+DEFAULT_RATE = Falling(whole=0.25)
 
 
 class Lift(Function):
@@ -105,6 +112,7 @@ class Heard:
     :param crosses: of pairs of them the keys, the features of both, and the gradient by their covariances.
     :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
     :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
+    :param of_all_rows: whether the pass was on all rows, no plate subsampled.
     :param mirrors: whether the pass was at the mirror image of the draw before, all else the same.
     :param image: what the next pass says, if it was at the mirror image of this one's draw.
     """
@@ -117,6 +125,7 @@ class Heard:
     crosses: dict[int, dict[str, Any]] = field(default_factory=dict)
     draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     by_draws: bool = False
+    of_all_rows: bool = False
     mirrors: bool = False
     image: Optional[Heard] = None
     number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
@@ -291,9 +300,11 @@ class StepsOnBackward(Coefficients):
                 yield from (row[name] for name in ("by_mean", "by_change") if name in row)
             yield from (grad for _, grad in heard.draws.values())
 
-    def next_rate(self) -> float:
-        """ρ of the next step."""
+    def next_rate(self, whole: bool = False) -> float:
+        """ρ of the next step, perhaps on all rows."""
         rate = float(self.rate(self.steps_taken) if callable(self.rate) else self.rate)
+        if whole and isinstance(self.rate, Falling):
+            rate = max(rate, self.rate.whole)
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be in [0, 1], of step {self.steps_taken} it gives {rate}")
         return rate * self.share
@@ -320,7 +331,10 @@ class StepsOnBackward(Coefficients):
         """
         if not self._heard:
             return
-        rate = self.next_rate()  # which may be refused: what was heard stays
+        whole = True
+        for heard in self._heard.values():
+            whole = whole and heard.of_all_rows
+        rate = self.next_rate(whole)  # which may be refused: what was heard stays
         if (callable(self.rate) or rate != 1) and running(_LBFGS):
             raise ValueError(
                 "torch.optim.LBFGS evaluates its objective several times a step, and after each q of a guide's GP "

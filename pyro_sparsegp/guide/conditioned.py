@@ -143,14 +143,19 @@ class Conditioned(GPSites):
             module.reorder(order)
         self.data = TrainingData(self.model, args, kwargs)
 
-    def note_data(self, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> None:
-        """After a step of training: take note of its data, and check that they are what the guide is about."""
+    def note_data(self, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """After a step of training: take note of its data, and check that they are what the guide is about.
+
+        :returns: whether they are all rows, as far as plates tell.
+        """
         assert self.structure is not None
         sites: Any = self.trace.nodes
         observed = [
             name
-            for name in self.rows_here()
-            if sites[name]["is_observed"] and (sites[name]["cond_indep_stack"] or not self.is_given(name, sites[name]))
+            for name in self.structure.rows
+            if name in sites
+            and sites[name]["is_observed"]
+            and (sites[name]["cond_indep_stack"] or not self.is_given(name, sites[name]))
         ]
         self.meets_data = bool(observed)
         if observed:
@@ -162,7 +167,7 @@ class Conditioned(GPSites):
                 self._forgotten = False
                 for name in observed:
                     self.structure.rows[name] = torch.as_tensor(sites[name]["value"]).numel()
-        self.check_rows(rows.relation)
+        return self.check_rows(rows.relation) and self.meets_data
 
     def require_data(self) -> None:
         """Raise if an objective's run met no data: the model has drawn them, y=None.
@@ -203,24 +208,31 @@ class Conditioned(GPSites):
         drawn = [n for n in self.local_latents if n in sites and sites[n]["fn"] is sites[n]["infer"].get("prior")]
         _refuse_rows(drawn, f"other rows at site {observed!r} in a step of training")
 
-    def check_rows(self, relation: Optional[Relation]) -> None:
-        """Warn if a step's rows are a mini-batch that no plate scales up."""
+    def check_rows(self, relation: Optional[Relation]) -> bool:
+        """Warn if a step's rows are a mini-batch that no plate scales up.
+
+        :returns: whether they are no mini-batch, in training.
+        """
         assert self.structure is not None
         if not torch.is_grad_enabled() or not self.training:
-            return
+            return False
+        whole = True
         for name, site in all_sites(self.trace):
             rows = self.structure.rows.get(name)
             if rows is None or not site["is_observed"]:
                 continue
             for frame in site["cond_indep_stack"]:
                 if frame.full_size not in (None, frame.size):
+                    whole = False
                     break  # this plate scales them up, whatever handlers' scales are
             else:
                 num = site["value"].numel()
                 # What is given has as many numbers in every step.
                 others = num == rows and self._are_others(name, relation) and not self.is_given(name, site)
                 if num < rows or others:
+                    whole = False
                     self._warn_of_rows(name, site["scale"], num, rows)
+        return whole
 
     def _warn_of_rows(self, name: str, scale: Any, num: int, rows: int) -> None:
         """Warn of a mini-batch, unless a handler's number scales it up to the first call's rows: others are weights."""
