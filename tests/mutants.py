@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant(
         "batches-are-taken-for-all-rows",
         "AutoSparseGP._train",
-        "if self.is_training and self.note_data(run.rows, args, kwargs):",
-        "if self.is_training and self.note_data(run.rows, args, kwargs) is not None:",
+        "share = self.note_data(run.rows, args, kwargs)",
+        "share = 1.0 + 0 * self.note_data(run.rows, args, kwargs)",
         ("test_natural.py::test_the_floor_of_the_rate_is_higher_on_all_rows",),
     ),
     # Natural steps: what draws and precise data show.

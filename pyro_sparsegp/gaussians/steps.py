@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..numerics.functions import Function
 from ..numerics.linalg import side_by_side
-from ..numerics.processes import due, joined, largest
+from ..numerics.processes import due, joined, largest, total_share
 from .base import Coefficients, Gaussian
 
 __all__ = [
@@ -112,7 +112,7 @@ class Heard:
     :param crosses: of pairs of them the keys, the features of both, and the gradient by their covariances.
     :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
     :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
-    :param of_all_rows: whether the pass was on all rows, no plate subsampled.
+    :param share: of all rows, those that the pass was on, as plates tell.
     :param mirrors: whether the pass was at the mirror image of the draw before, all else the same.
     :param image: what the next pass says, if it was at the mirror image of this one's draw.
     """
@@ -125,7 +125,7 @@ class Heard:
     crosses: dict[int, dict[str, Any]] = field(default_factory=dict)
     draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     by_draws: bool = False
-    of_all_rows: bool = False
+    share: float = 0.0
     mirrors: bool = False
     image: Optional[Heard] = None
     number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
@@ -300,11 +300,14 @@ class StepsOnBackward(Coefficients):
                 yield from (row[name] for name in ("by_mean", "by_change") if name in row)
             yield from (grad for _, grad in heard.draws.values())
 
-    def next_rate(self, whole: bool = False) -> float:
-        """ρ of the next step, perhaps on all rows."""
+    def next_rate(self, share: float = 0.0) -> float:
+        """ρ of the next step.
+
+        :param share: of all rows, those that it is on here.
+        """
         rate = float(self.rate(self.steps_taken) if callable(self.rate) else self.rate)
-        if whole and isinstance(self.rate, Falling):
-            rate = max(rate, self.rate.whole)
+        if isinstance(self.rate, Falling) and rate < self.rate.whole and total_share(share, self.unit) > 0.999:
+            rate = self.rate.whole
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be in [0, 1], of step {self.steps_taken} it gives {rate}")
         return rate * self.share
@@ -331,10 +334,10 @@ class StepsOnBackward(Coefficients):
         """
         if not self._heard:
             return
-        whole = True
+        share = 1.0
         for heard in self._heard.values():
-            whole = whole and heard.of_all_rows
-        rate = self.next_rate(whole)  # which may be refused: what was heard stays
+            share = min(share, heard.share)
+        rate = self.next_rate(share)  # which may be refused: what was heard stays
         if (callable(self.rate) or rate != 1) and running(_LBFGS):
             raise ValueError(
                 "torch.optim.LBFGS evaluates its objective several times a step, and after each q of a guide's GP "

@@ -126,10 +126,11 @@ class AutoSparseGP(Saved):
         require_sizes(self.trace)
         if any(process.kernel.depends_on_rows for process in run.processes.values()):
             note_rows(self, run)
-        if self.is_training and self.note_data(run.rows, args, kwargs):
+        if self.is_training:
+            share = self.note_data(run.rows, args, kwargs)
             for posterior in run.posteriors.values():
                 if posterior.coefficients.heard is not None:
-                    posterior.coefficients.heard.of_all_rows = True
+                    posterior.coefficients.heard.share = share
         return draws
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:

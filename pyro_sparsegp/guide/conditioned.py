@@ -143,10 +143,10 @@ class Conditioned(GPSites):
             module.reorder(order)
         self.data = TrainingData(self.model, args, kwargs)
 
-    def note_data(self, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def note_data(self, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> float:
         """After a step of training: take note of its data, and check that they are what the guide is about.
 
-        :returns: whether they are all rows, as far as plates tell.
+        :returns: their share of all rows, as plates tell.
         """
         assert self.structure is not None
         sites: Any = self.trace.nodes
@@ -167,7 +167,8 @@ class Conditioned(GPSites):
                 self._forgotten = False
                 for name in observed:
                     self.structure.rows[name] = torch.as_tensor(sites[name]["value"]).numel()
-        return self.check_rows(rows.relation) and self.meets_data
+        share = self.check_rows(rows.relation)
+        return share if observed else 0.0
 
     def require_data(self) -> None:
         """Raise if an objective's run met no data: the model has drawn them, y=None.
@@ -208,31 +209,31 @@ class Conditioned(GPSites):
         drawn = [n for n in self.local_latents if n in sites and sites[n]["fn"] is sites[n]["infer"].get("prior")]
         _refuse_rows(drawn, f"other rows at site {observed!r} in a step of training")
 
-    def check_rows(self, relation: Optional[Relation]) -> bool:
+    def check_rows(self, relation: Optional[Relation]) -> float:
         """Warn if a step's rows are a mini-batch that no plate scales up.
 
-        :returns: whether they are no mini-batch, in training.
+        :returns: in training, their share of all rows, the least of all sites that hold data.
         """
         assert self.structure is not None
         if not torch.is_grad_enabled() or not self.training:
-            return False
-        whole = True
+            return 0.0
+        share = 1.0
         for name, site in all_sites(self.trace):
             rows = self.structure.rows.get(name)
             if rows is None or not site["is_observed"]:
                 continue
             for frame in site["cond_indep_stack"]:
                 if frame.full_size not in (None, frame.size):
-                    whole = False
+                    share = min(share, frame.size / frame.full_size)
                     break  # this plate scales them up, whatever handlers' scales are
             else:
                 num = site["value"].numel()
                 # What is given has as many numbers in every step.
                 others = num == rows and self._are_others(name, relation) and not self.is_given(name, site)
                 if num < rows or others:
-                    whole = False
+                    share = 0.0
                     self._warn_of_rows(name, site["scale"], num, rows)
-        return whole
+        return share
 
     def _warn_of_rows(self, name: str, scale: Any, num: int, rows: int) -> None:
         """Warn of a mini-batch, unless a handler's number scales it up to the first call's rows: others are weights."""

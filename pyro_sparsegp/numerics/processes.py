@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .functions import Function
 
-__all__ = ["Workers", "by_draws", "do_due", "due", "is_shared", "joined", "largest", "sharing"]
+__all__ = ["Workers", "by_draws", "do_due", "due", "is_shared", "joined", "largest", "sharing", "total_share"]
 
 
 class _AllReduce(Function):
@@ -166,6 +166,16 @@ def largest(value: Tensor) -> Tensor:
     """The largest of the processes' values; outside of :func:`sharing`, the value itself."""
     found = _sharing.get()
     return value if found is None else found.workers.largest(value)
+
+
+@torch.no_grad()
+def total_share(share: float, like: Tensor) -> float:
+    """The sum of the processes' shares of all rows; outside of :func:`sharing`, the share itself."""
+    found = _sharing.get()
+    if found is None or found.workers.num == 1:
+        return share
+    (total,) = found.workers.sum(like.new_full((), share))
+    return float(total)
 
 
 @torch.no_grad()

@@ -1,29 +1,46 @@
 """A step of additive families by the number of terms, in one run.
 
-python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--points 16] [--rounds 15] [--compile] [--out table.md]
+python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--points 16] [--rounds 15] [--kernel rbf] [--compile]
+    [--before CHECKOUT] [--out table.md]
 
-A sum of RBF kernels on a column each, some points a term, a Gaussian likelihood and mini-batches of 500 rows, float32,
-one thread. Medians of CPU time over interleaved rounds.
+A sum of RBF kernels, or of their Anova versions (--kernel anova), on a column each, some points a term, a Gaussian
+likelihood and mini-batches of 500 rows, float32, one thread. Medians of CPU time over interleaved rounds. With --before
+the steps of a checkout of f33cd76 (``git worktree add CHECKOUT f33cd76``), whose families learn by Adam, are timed
+beside, in a process of their own.
 """
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, FusedAdam, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, Family, MeanFieldAdditive
 
+try:
+    from pyro_sparsegp import FusedAdam
+except ImportError:  # f33cd76 has neither this nor natural steps
+    FusedAdam = None
+
 ROWS, BATCH = 5000, 500
+COUPLED = {"CoupledPrecision": CoupledPrecision, "CoupledCovariance": CoupledCovariance}
+KERNELS = {"rbf": kernels.RBF, "anova": lambda length: kernels.Anova(kernels.RBF(length))}
 
 
 def families(points: int) -> dict[str, Family]:
     """What is compared, with so many points a term."""
+    if FusedAdam is None:
+        return {f"{name}, Adam": family(points) for name, family in COUPLED.items()}
     return {
         "CoupledPrecision": CoupledPrecision(points),
         "CoupledPrecision, Adam": CoupledPrecision(points, natural=False),
@@ -33,7 +50,7 @@ def families(points: int) -> dict[str, Family]:
     }
 
 
-def measure(terms: int, points: int, rounds: int, compiled: bool = False) -> dict[str, float]:
+def measure(terms: int, points: int, rounds: int, kind: str, compiled: bool = False) -> dict[str, float]:
     """The time of a step of each, in ms."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
@@ -43,7 +60,7 @@ def measure(terms: int, points: int, rounds: int, compiled: bool = False) -> dic
     def model(x: torch.Tensor, y: torch.Tensor) -> None:
         lengths = pyro.param("lengths", torch.full((terms,), 0.3), constraint=constraints.positive)
         noise = pyro.param("noise", torch.tensor(0.1), constraint=constraints.positive)
-        kernel = sum(kernels.RBF(lengths[c])[c] for c in range(terms))
+        kernel = sum(KERNELS[kind](lengths[c])[c] for c in range(terms))
         f = pyro.sample("f", GaussianProcess(kernel, x))
         with pyro.plate("data", ROWS, subsample=x):
             pyro.sample("y", dist.Normal(f, noise), obs=y)
@@ -51,9 +68,8 @@ def measure(terms: int, points: int, rounds: int, compiled: bool = False) -> dic
     steps = {}
     for name, family in families(points).items():
         guide = AutoSparseGP(model, family)
-        steps[name] = pyro.infer.SVI(
-            model, guide, FusedAdam({"lr": 0.005}), TraceQuadrature_ELBO(compile=compiled)
-        ).step
+        elbo = TraceQuadrature_ELBO(compile=True) if compiled else TraceQuadrature_ELBO()
+        steps[name] = pyro.infer.SVI(model, guide, (FusedAdam or pyro.optim.Adam)({"lr": 0.005}), elbo).step
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 3):
         for name, step in steps.items():
@@ -64,6 +80,18 @@ def measure(terms: int, points: int, rounds: int, compiled: bool = False) -> dic
     return {name: statistics.median(found) for name, found in times.items()}
 
 
+def before(checkout: Path, *asked: Any) -> dict[str, float]:
+    """:func:`measure` by the code of a checkout of then."""
+    found = subprocess.run(
+        [sys.executable, __file__, "--there", *map(str, asked)],
+        env=os.environ | {"PYTHONPATH": str(checkout)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return {f"f33cd76: {name}": value for name, value in json.loads(found.stdout.splitlines()[-1]).items()}
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -71,24 +99,36 @@ def main() -> None:
     parser.add_argument("--points", type=int, nargs="*", default=[16])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--compile", action="store_true", help="compiled steps, without Inductor")
+    parser.add_argument("--kernel", choices=KERNELS, default="rbf")
+    parser.add_argument("--before", type=Path, help="a checkout of f33cd76")
+    parser.add_argument("--there", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.there:
+        terms, points, rounds, kind = options.there
+        print(json.dumps(measure(int(terms), int(points), int(rounds), kind)))
+        return
     asked = f"--terms {' '.join(map(str, options.terms))} --points {' '.join(map(str, options.points))}"
+    asked += f" --kernel {options.kernel}" if options.kernel != "rbf" else ""
     asked += " --compile" if options.compile else ""
+    asked += " --before CHECKOUT" if options.before else ""
+    names = [*families(1), *([f"f33cd76: {name}, Adam" for name in COUPLED] if options.before else [])]
     lines = [
         "# A step of additive families",
         "",
         f"Made by `python tests/benchmarks/additive_time.py {asked} --rounds {options.rounds}`: one thread, "
         f"torch {torch.__version__}, float32, {BATCH} rows; ms of CPU time, medians.",
         "",
-        "| points a term | terms | " + " | ".join(f"{name} (ms)" for name in families(1)) + " |",
-        "|" + "---|" * (len(families(1)) + 2),
+        "| points a term | terms | " + " | ".join(f"{name} (ms)" for name in names) + " |",
+        "|" + "---|" * (len(names) + 2),
     ]
     print("\n".join(lines), flush=True)
     for points in options.points:
         for terms in options.terms:
-            found = measure(terms, points, options.rounds, options.compile)
+            found = measure(terms, points, options.rounds, options.kernel, options.compile)
+            if options.before:
+                found |= before(options.before, terms, points, options.rounds, options.kernel)
             lines.append(f"| {points} | {terms} | " + " | ".join(f"{value:.1f}" for value in found.values()) + " |")
             print(lines[-1], flush=True)
     if options.out:
