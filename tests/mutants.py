@@ -442,7 +442,7 @@ MUTANTS = [
     ),
     Mutant(
         "second-block-sees-all",
-        "SemiCollapsedGP.given",
+        "SemiCollapsedGP.under",
         "linear = sites.linear - sites.precision * others.mean(phi[1:])",
         "linear = sites.linear",
         ("test_orthogonal.py::test_semi_collapsed_bound_is_equation_9_or_10",),
@@ -460,6 +460,27 @@ MUTANTS = [
         "if value >= (0.9 * bound if lost else bound - slack) or not math.isfinite(bound):",
         "if True:",
         ("test_meeting.py",),
+    ),
+    Mutant(
+        "features-anew-for-each-update",
+        "SiteReading.posterior",
+        "if self.answer is None:",
+        "if True:",
+        ("test_sites.py::test_features_are_made_once_for_all_updates",),
+    ),
+    Mutant(
+        "features-stay-after-a-reading",
+        "SiteReading.release",
+        "self.answer = self.last = self.expected = None",
+        "self.last = self.expected = None",
+        ("test_sites.py::test_features_of_a_reading_go_with_it",),
+    ),
+    Mutant(
+        "expectation-of-other-marginals",
+        "_expect_at",
+        "if how == at_mean and all(where.get(name) is marginal for name, marginal in marginals.items()):",
+        "if how == at_mean and where[reading.name] is marginals[reading.name]:",
+        ("test_sites.py::test_updates_within_a_step_are_those_of_as_many_steps",),
     ),
     Mutant(
         "permutation-not-followed",

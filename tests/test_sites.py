@@ -1,6 +1,7 @@
 """Posteriors from Gaussian sites: closed forms, fixed points, state, errors."""
 
 import copy
+import gc
 import itertools
 import math
 import pickle
@@ -18,8 +19,10 @@ from pyro_sparsegp.families import (
     SVGP,
     CollapsedOrthogonal,
     ComputationAware,
+    ConditionalSGPR,
     ExactWeightSpace,
     FreeSites,
+    SemiCollapsedOrthogonal,
     SiteFamily,
     WeightSpace,
 )
@@ -810,6 +813,114 @@ def test_a_second_look_finds_the_sites_where_the_first_left_them(monkeypatch):
     fresh.load_state_dict(guide.state_dict())
     assert (moved[0] - mean).abs().max() > 1e-4
     torch.testing.assert_close(look(fresh)[0], moved[0], atol=2e-4, rtol=2e-4)
+
+
+class Counted(kernels.Matern52):
+    """A kernel that notes the sizes of the matrices asked of it."""
+
+    def __init__(self, asked):
+        super().__init__(0.5)
+        self.asked = asked
+
+    def __call__(self, x, z=None):
+        self.asked.append((len(x), len(x if z is None else z)))
+        return super().__call__(x, z)
+
+
+class CountedWaves(kernels.FeatureKernel):
+    """A kernel that notes the numbers of rows at which its features are asked for."""
+
+    def __init__(self, asked):
+        self.asked = asked
+
+    def features(self, x):
+        self.asked.append(len(x))
+        return torch.cat([torch.sin(k * x) for k in range(1, 6)], -1)
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel", "others"),
+    [
+        (SGPR, Counted, {"inducing": 8}),
+        (CollapsedOrthogonal, Counted, {"inducing": 6, "orthogonal": 5}),
+        (SemiCollapsedOrthogonal, Counted, {"inducing": 6, "orthogonal": 5}),
+        (ConditionalSGPR, Counted, {"inducing": 8}),
+        (ExactWeightSpace, CountedWaves, {}),
+    ],
+)
+def test_features_are_made_once_for_all_updates(family, kernel, others, monkeypatch):
+    x, y = observations("poisson", 40)
+    asked, readings = [], []
+    expect = Reader.expect
+    monkeypatch.setattr(Reader, "expect", lambda *args: readings.append(1) or expect(*args))
+
+    def during(call, *args):
+        asked.clear()
+        readings.clear()
+        call(*args)
+        # The family of which q(w) depends on f at all rows asks for k(X, X) anew.
+        return [size for size in asked if size != (40, 40)], len(readings)
+
+    few, many = [], []
+    for found, rate, updates in ((few, 0.9, 1), (many, 0.2, 20)):
+        model = one_function(kernel(asked), lambda f: dist.Poisson(f.exp()))
+        guide = AutoSparseGP(model, family(**others, rate=rate, updates=updates))
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(10))
+        svi.step(x, y)
+        found.append(during(guide.posterior, x[:5]))
+        found.append(during(guide, x, y))
+    for (once, updates), (again, more) in zip(few, many):
+        assert more > 1.5 * updates
+        assert again == once
+
+
+def test_features_of_a_reading_go_with_it():
+    x, y = observations("poisson", 40)
+    guide = AutoSparseGP(with_likelihood(LIKELIHOODS["poisson"]), SGPR(7))
+    with torch.no_grad():
+        guide(x, y)
+        conditions = guide.conditions_now(median=True)
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (40, 7)]
+    assert [len(reading.sites.inputs) for reading in conditions.readings] == [40]
+
+
+def test_no_expectation_is_taken_twice_at_the_same_marginals(monkeypatch):
+    x, y = observations("poisson", 40)
+    model = with_likelihood(lambda f: dist.Poisson((3 * f).exp()))  # steep enough for updates that may overshoot
+    taken = []
+    expect = Reader.expect
+
+    def note(reader, name, marginals, at_mean):
+        numbers = [part.tolist() for marginal in marginals.values() for part in marginal]
+        taken.append((at_mean, torch.is_grad_enabled(), numbers))
+        return expect(reader, name, marginals, at_mean)
+
+    monkeypatch.setattr(Reader, "expect", note)
+    guide = AutoSparseGP(model, SGPR(8, rate=0.8, updates=5))
+    for call, with_gradient in ((lambda: guide(x, y), 1), (lambda: guide.posterior(x), 0)):
+        taken.clear()
+        call()
+        assert len(taken) > 5
+        assert all(one not in taken[:i] for i, one in enumerate(taken))
+        assert sum(trained for _, trained, _ in taken) == with_gradient
+
+
+def test_updates_within_a_step_are_those_of_as_many_steps():
+    """Nothing of an update before another GP site's stays for the one after it."""
+    x, y = data(regression, 40)
+
+    def model(x, y=None):
+        f, g = (pyro.sample(name, GaussianProcess(KERNEL, x)) for name in "fg")
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.StudentT(3.0, f, g.exp()), obs=y)
+
+    losses = {}
+    for updates in (1, 3):
+        guide = AutoSparseGP(model, SGPR(x[:10] + 0.01, trainable=False, updates=updates))
+        elbo = TraceQuadrature_ELBO(10)
+        losses[updates] = [elbo.loss_and_grads(model, guide, x, 3 * y) for _ in range(6 // updates)]
+    torch.testing.assert_close(losses[3], losses[1][2::3], rtol=1e-9, atol=0.0)
 
 
 @pytest.mark.parametrize("likelihood", [lambda f: dist.Normal(f, NOISE), lambda f: dist.StudentT(3.0, f, NOISE)])

@@ -79,11 +79,16 @@ class SemiCollapsedGP(OptimalGP):
         super().__init__(basis, False, *args, **kwargs)
         self.others = others
 
-    def given(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
+    def under(
+        self,
+        features: Any,
+        phi: list[Tensor],
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior],
+        sites: Sites,
+        exact: bool,
     ) -> SparsePosterior:
-        features = self.basis(process.kernel, process.jitter, name)
-        phi = features(sites.inputs)
         others = self.others()
         with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
             linear = sites.linear - sites.precision * others.mean(phi[1:])
@@ -102,18 +107,23 @@ class ConditionalGP(OptimalGP):
     def __init__(self, basis: Basis, *args: Any, **kwargs: Any) -> None:
         super().__init__(basis, False, *args, **kwargs)
 
-    def given(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
+    def under(
+        self,
+        features: Any,
+        phi: list[Tensor],
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior],
+        sites: Sites,
+        exact: bool,
     ) -> SparsePosterior:
-        inducing = self.basis(process.kernel, process.jitter, name)
-        assert isinstance(inducing, InducingFeatures)
-        (phi,) = inducing(sites.inputs)
+        assert isinstance(features, InducingFeatures)
+        (known,) = phi
         with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
-            (head,) = optimal([phi], sites.precision, sites.linear, None, name).factors
+            (head,) = optimal(phi, sites.precision, sites.linear, None, name).factors
             assert isinstance(head, DenseFactor)
             # B = ΛΦP⁻¹: E[w | r] = m − Bᵀr(X).
-            weights = sites.precision[..., None] * (phi @ head.tril @ head.tril.mT)
-        features = ConditionalFeatures(inducing, sites.inputs, weights, phi, name)
-        q = Product((*head.loc.shape[-1:], *head.loc.shape[-1:]), [ConditionalFactor(head, features.root)], [(0, 1)])
-        known = features.known if same_rows(sites.inputs, process.x) else None
-        return kind(process, features, q, name, sites, known)
+            weights = sites.precision[..., None] * (known @ head.tril @ head.tril.mT)
+        both = ConditionalFeatures(features, sites.inputs, weights, known, name)
+        q = Product((*head.loc.shape[-1:], *head.loc.shape[-1:]), [ConditionalFactor(head, both.root)], [(0, 1)])
+        return kind(process, both, q, name, sites, both.known if same_rows(sites.inputs, process.x) else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -76,6 +76,18 @@ class SiteGP(AbstractModule):
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         """The prior, before any sites are read."""
         return self.given(process, name, kind, Sites.none(process.x, process.batch_shape), False)
+
+    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Optional[Sites]], SparsePosterior]:
+        """The posterior of ``process`` as a function of sites at its inputs, while they are read; of ``None``, before
+        any are. What does not depend on them is made once, and held as long as the function is: no gradient is to pass.
+        """
+
+        def answer(sites: Optional[Sites]) -> SparsePosterior:
+            if sites is None:
+                return self.unread(process, name, SparsePosterior)
+            return self.given(process, name, SparsePosterior, sites, False)
+
+        return answer
 
     @abstractmethod
     def given(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Optional
 
 import torch
+from torch import Tensor
 
-from ..bases import Basis
+from ..bases import Basis, Features
 from ..gaussians import optimal
 from ..gaussians.sites import Sites
 from ..posterior.sparse_posterior import SparsePosterior
@@ -29,8 +31,34 @@ class OptimalGP(SiteGP):
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
     ) -> SparsePosterior:
-        features = self.basis(process.kernel, process.jitter, name)
-        phi = features(sites.inputs)
+        return self.under(*self.features_at(process, name, sites.inputs), process, name, kind, sites, exact)
+
+    def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Optional[Sites]], SparsePosterior]:
+        features, phi = self.features_at(process, name, process.x)
+
+        def answer(sites: Optional[Sites]) -> SparsePosterior:
+            if sites is None:
+                sites = Sites.none(process.x, process.batch_shape)
+            return self.under(features, phi, process, name, SparsePosterior, sites, False)
+
+        return answer
+
+    def features_at(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, list[Tensor]]:
+        """The basis under the process's kernel, and Φ at x."""
+        features: Features = self.basis(process.kernel, process.jitter, name)
+        return features, features(x)
+
+    def under(
+        self,
+        features: Any,
+        phi: list[Tensor],
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior],
+        sites: Sites,
+        exact: bool,
+    ) -> SparsePosterior:
+        """As :meth:`given`, of a basis and Φ at the sites' inputs."""
         groups = [(b,) for b in range(len(phi))] if self.blockwise else None
         # Where it is exact the bound's gradient by q(w) is 0: none has to be found.
         with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):

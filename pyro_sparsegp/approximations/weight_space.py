@@ -76,12 +76,21 @@ class WeightSpaceGP(SparseGP):
 class ExactWeightSpaceGP(OptimalGP):
     """The kernel's own features with the q(w) that is optimal for the sites, from sums over blocks of rows."""
 
-    def given(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
-    ) -> SparsePosterior:
+    def features_at(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, list[Tensor]]:
         features = self.basis(process.kernel, process.jitter, name)
-        if not is_long(sites.inputs):
-            features.explicit(sites.inputs)  # with its graph, for the marginals
+        # Kept there with its graph, for the marginals; of many rows it is never whole.
+        return features, [] if is_long(x) else [features.explicit(x).features]
+
+    def under(
+        self,
+        features: Any,
+        phi: list[Tensor],
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior],
+        sites: Sites,
+        exact: bool,
+    ) -> SparsePosterior:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
             return self._from_sums(process, name, kind, sites, features)
 

@@ -369,6 +369,7 @@ class Conditioned(GPSites):
             for reading in readings if looking else ():
                 reading.rest()
         for reading in readings:  # to look at a guide does not change how it trains
+            reading.release()
             if keep or reading.module.sites.empty or (reading.direct and self._computing_median):
                 reading.keep()
         return readings

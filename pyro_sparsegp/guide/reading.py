@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Optional, Union
 
@@ -57,6 +57,11 @@ class SiteReading:
     halved: int = 0
     stuck: bool = False  # no update raises the bound
     alone: bool = False  # the sites are the likelihood itself
+    # Of passes over all rows, while the sites are read: what gives posteriors, the last one and its marginals, and the
+    # last expectation and the marginals that it is at. All are without gradients.
+    answer: Optional[Callable[[Optional[Sites]], SparsePosterior]] = None
+    last: Optional[tuple[Sites, SparsePosterior, Marginal]] = None
+    expected: Optional[tuple[Mapping[str, Marginal], bool, Expectation]] = None
 
     @classmethod
     def of(cls, name: str, process: GaussianProcess, module: SiteGP, found: Structure) -> SiteReading:
@@ -84,8 +89,22 @@ class SiteReading:
 
     def marginal(self) -> Marginal:
         """The marginals of the sites as they are."""
-        posterior = self.posterior(None if self.unread else _detached(self.sites))
-        return posterior.mean.detach(), posterior.variance.detach()
+        return self.look()[1]
+
+    def look(self) -> tuple[SparsePosterior, Marginal]:
+        """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
+        if self.last is None or self.last[0] is not self.sites:
+            self.last = None  # before the next is made: of projections of data each holds a Φ of its own
+            self.last = (self.sites, *self.posterior(None if self.unread else _detached(self.sites)))
+        return self.last[1:]
+
+    def move(self, sites: Sites, posterior: SparsePosterior, marginal: Marginal) -> None:
+        """Have these sites, whose posterior is known."""
+        self.sites, self.unread, self.last = sites, False, (sites, posterior, marginal)
+
+    def release(self) -> None:
+        """Let go of what is as large as the data, or larger, but for the sites: they are read."""
+        self.answer = self.last = self.expected = None
 
     @property
     def at_mean(self) -> bool:
@@ -128,16 +147,19 @@ class SiteReading:
         """Whether one reading gives the best sites, the other GP sites' posteriors as they are."""
         return self.quadratic and not self.meeting
 
-    def posterior(self, sites: Optional[Sites]) -> SparsePosterior:
-        """The posterior of these sites; ``None`` is the start, noise as large as the process around its mean: under the
-        prior a likelihood that is not log-concave would be met where it is flat.
+    def posterior(self, sites: Optional[Sites]) -> tuple[SparsePosterior, Marginal]:
+        """The posterior of these sites, and its marginals; ``None`` is the start, noise as large as the process around
+        its mean: under the prior a likelihood that is not log-concave would be met where it is flat.
         """
         with torch.no_grad():
+            if self.answer is None:
+                self.answer = self.module.by_sites(self.process, self.name)
             if sites is None:
-                prior = self.module.unread(self.process, self.name, SparsePosterior).variance.detach()
+                prior = self.answer(None).variance
                 noise = prior.mean(-1, keepdim=True).clamp(min=torch.finfo(prior.dtype).tiny).expand(prior.shape)
                 sites = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
-            return self.module(self.process, self.name, SparsePosterior, sites)
+            posterior = self.answer(sites)
+            return posterior, (posterior.mean, posterior.variance)
 
 
 def settle_again(
@@ -295,9 +317,10 @@ def _update(
             marginals[reading.name] = reading.marginal()
         return
     # The update may overshoot. What was kept may be of an earlier step: look at the posterior as it is now.
-    posterior = reading.posterior(None if reading.unread else _detached(reading.sites))
-    mean, variance = marginals[reading.name] = posterior.mean.detach(), posterior.variance.detach()
-    found = _expect(reader, reading, marginals)
+    posterior, now = reading.look()
+    if marginals[reading.name] is not now:
+        mean, variance = marginals[reading.name] = now
+        found = _expect(reader, reading, marginals)
     start, bound = reading.sites, float((found.value - posterior.kl.sum()).detach())
     slack = (1e-6 if mean.dtype == torch.float64 else 1e-5) * (1 + abs(bound))
     if isinstance(reading.module, ProjectedGP):  # the sites of a free q are not quite the best ones for projected data
@@ -305,12 +328,13 @@ def _update(
     lost = not bound > -_WIDE * mean.numel()  # so far off that any step raises the bound
     for _ in range(_ATTEMPTS):
         sites = _at_modes(reader, reading, marginals) if lost else proposed()
-        posterior = reading.posterior(_detached(sites))
-        moved = {**marginals, reading.name: (posterior.mean.detach(), posterior.variance.detach())}
+        posterior, now = reading.posterior(_detached(sites))
+        moved = {**marginals, reading.name: now}
         with torch.no_grad():
             value = float(_expect(reader, reading, moved).value - posterior.kl.sum())
         if value >= (0.9 * bound if lost else bound - slack) or not math.isfinite(bound):
-            reading.sites, reading.unread, marginals[reading.name] = sites, False, moved[reading.name]
+            reading.move(sites, posterior, now)
+            marginals[reading.name] = now
             reading.pace = min(1.0, 1.5 * reading.pace)
             return
         if not lost:
@@ -354,8 +378,15 @@ def _expect(reader: Reader, reading: SiteReading, marginals: Mapping[str, Margin
 
 
 def _expect_at(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal], at_mean: bool) -> Expectation:
+    trained = torch.is_grad_enabled()
+    if reading.expected is not None and not trained:  # the next update begins where the last attempt was
+        where, how, found = reading.expected
+        if how == at_mean and all(where.get(name) is marginal for name, marginal in marginals.items()):
+            return found
     detached = {name: (mean.detach(), variance.detach()) for name, (mean, variance) in marginals.items()}
-    return reader.expect(reading.name, detached, at_mean)
+    found = reader.expect(reading.name, detached, at_mean)
+    reading.expected = None if trained else (dict(marginals), at_mean, found)
+    return found
 
 
 @torch.no_grad()
