@@ -489,3 +489,22 @@ def test_a_parameter_that_another_takes_the_place_of():
         losses += [svi.step(x, y) for _ in range(4)]
         results.append(losses)
     assert results[0] == pytest.approx(results[1], rel=1e-12)
+
+
+def test_a_forgotten_size_is_told_of():
+    """The first step's rows are all that is known; the second's are others, and no plate scales them up."""
+    x, y = data()
+    half = len(x) // 2
+
+    def model(x, y):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(5))
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2, compile=True))
+    svi.step(x[:half], y[:half])
+    with pytest.warns(UserWarning, match="if this is a mini-batch, give the plate the full size"):
+        svi.step(x[1 : half + 1], y[1 : half + 1])
+    svi.step(x[2 : half + 2], y[2 : half + 2])
+    svi.step(x[3 : half + 3], y[3 : half + 3])

@@ -1,5 +1,6 @@
 """Natural steps: the optimum in one of them, what they leave alone, and that q's own gradients pass through."""
 
+import contextlib
 import copy
 import dataclasses
 import pickle
@@ -829,6 +830,71 @@ def test_sites_with_one_posterior_know_that_they_have_all_rows(coupled):
             svi.step(x, y, size)
         (q,) = [module for module in guide.modules() if isinstance(module, NaturalGaussian)]
         assert {heard.share for heard in q._heard.values()} == {share}
+
+
+def shares(model, *steps):
+    """The shares of all rows that a guide's steps are told, each step's as its natural step has it."""
+    guide, svi = svi_of(model, SVGP(5))
+    found = []
+    for arguments in steps:
+        svi.step(*arguments)
+        (heard,) = guide.gps.f.coefficients._heard.values()
+        found.append(heard.share)
+    return found
+
+
+def rows_under(plate):
+    """A model whose data stand under what ``plate(x, size)`` gives."""
+
+    def model(x, y, size=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with plate(x, size):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:site 'y' observes")
+def test_a_batch_that_a_handler_scales_is_not_all_rows():
+    x, y = data()
+
+    @contextlib.contextmanager
+    def scaled(x, size):
+        with poutine.scale(scale=(size or len(x)) / len(x)), pyro.plate("data", len(x)):
+            yield
+
+    model = rows_under(scaled)
+    half = len(x) // 2
+    batches = [(x[:half], y[:half], len(x)), (x[half : 2 * half], y[half : 2 * half], len(x))]
+    assert shares(model, *batches) == [0.0, 0.0]
+    assert shares(model, (x, y), (x, y)) == [1.0, 1.0]
+    assert shares(poutine.scale(rows_under(lambda x, size: pyro.plate("data", len(x))), 0.1), (x, y)) == [1.0]
+
+
+@pytest.mark.filterwarnings("ignore:site 'y' observes")
+def test_rows_that_no_plate_scales_are_not_all_rows_once_they_were_others():
+    x, y = data()
+    half = len(x) // 2
+    model = rows_under(lambda x, size: pyro.plate("data", len(x)))
+    batches = [(x[i : i + half], y[i : i + half]) for i in (0, 1, 2, 3)]
+    assert shares(model, *batches) == [1.0, 0.0, 0.0, 0.0]  # of the first alone it is not known
+    assert shares(model, batches[0], (x, y)) == [1.0, 0.0]  # nor of more
+
+
+@pytest.mark.filterwarnings("error")
+def test_data_beside_a_batch_that_is_scaled_are_told_of_by_nobody():
+    x, y = data()
+
+    def model(x, y, size):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", size, subsample=x):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+        with pyro.plate("other", 5):
+            pyro.sample("z", dist.Normal(torch.zeros(5), 1.0), obs=torch.ones(5))
+
+    half = len(x) // 2
+    batches = [(x[i : i + half], y[i : i + half], 2 * half) for i in (0, 1, 2)]
+    assert shares(model, *batches) == [0.5, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.5, -1])

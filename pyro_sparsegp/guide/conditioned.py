@@ -53,6 +53,7 @@ class Conditioned(GPSites):
         self._predicting: Optional[Predicting] = None
         self._kinds: Optional[dict[str, type]] = None  # of distributions at sites that hold data
         self._looks = 0
+        self._unscaled: set[str] = set()  # sites whose rows were others than before, and no plate scaled them
 
     @property
     def is_training(self) -> bool:
@@ -217,8 +218,10 @@ class Conditioned(GPSites):
         assert self.structure is not None
         if not torch.is_grad_enabled() or not self.training:
             return 0.0
-        share = 1.0
+        share, scale, unscaled = 1.0, 1.0, []
         for name, site in all_sites(self.trace):
+            if name in self.structure.gps:
+                scale = site["scale"]  # of all that is scored, if that is scaled
             rows = self.structure.rows.get(name)
             if rows is None or not site["is_observed"]:
                 continue
@@ -227,12 +230,18 @@ class Conditioned(GPSites):
                     share = min(share, frame.size / frame.full_size)
                     break  # this plate scales them up, whatever handlers' scales are
             else:
-                num = site["value"].numel()
-                # What is given has as many numbers in every step.
-                others = num == rows and self._are_others(name, relation) and not self.is_given(name, site)
-                if num < rows or others:
-                    share = 0.0
-                    self._warn_of_rows(name, site["scale"], num, rows)
+                unscaled.append((name, site, rows))
+        scaled = share < 1
+        for name, site, rows in unscaled:
+            num = site["value"].numel()
+            # What is given has as many numbers in every step; so have data beside a batch that is scaled up.
+            asked = num == rows and not scaled and self._are_others(name, relation)
+            if num < rows or (asked and not self.is_given(name, site)):
+                self._unscaled.add(name)
+                self._warn_of_rows(name, site["scale"], num, rows)
+            # A handler's scale is of a batch; of other numbers of rows than at first it is not known what they are.
+            if num != rows or name in self._unscaled or not _equal(site["scale"], scale):
+                share = 0.0
         return share
 
     def _warn_of_rows(self, name: str, scale: Any, num: int, rows: int) -> None:
@@ -434,6 +443,11 @@ class Conditioned(GPSites):
             }
             for reading in self.conditions_now(median=True).readings
         }
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two scales are one number; tensors are not asked, which would be read back from a device."""
+    return isinstance(one, (int, float)) and isinstance(other, (int, float)) and math.isclose(one, other)
 
 
 def _refuse_rows(local: Sequence[str], what: str) -> None:

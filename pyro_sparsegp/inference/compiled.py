@@ -42,10 +42,11 @@ class CompiledSteps:
     r"""The steps of one guide under one objective, each kind of arguments traced once.
 
     A kind is what a step's arguments are but for the numbers in their tensors. Its first step runs as it is: it
-    initialises, checks and warns. Its second is traced, later ones are replayed. A replay is taken back, and the step
-    run as it is with the same random numbers, where a Cholesky factorisation failed or something is not finite: so
-    errors, escalated jitters and warnings are those of a step that is not compiled. The 1st, 2nd, 4th, 8th, … replay
-    is compared with such a step, too.
+    initialises, checks and warns. So does its second, if it brings other rows, of which it is asked whether a plate
+    scales them up. The next is traced, later ones are replayed. A replay is taken back, and the step run as it is with
+    the same random numbers, where a Cholesky factorisation failed or something is not finite: so errors, escalated
+    jitters and warnings are those of a step that is not compiled. The 1st, 2nd, 4th, 8th, … replay is compared with
+    such a step, too.
 
     :param loss: the objective as a tensor, of (model, guide, \*args).
     :param backend: what runs the trace: ``True``, ``"inductor"`` or ``"cudagraph"``.
@@ -55,6 +56,7 @@ class CompiledSteps:
         self._loss, self._backend = loss, backend
         self._replays: dict[Any, _Replay] = {}
         self._met: set[Any] = set()
+        self._asked: set[Any] = set()
         self._traces = self._checked = self._failures = 0
         self._off = False
 
@@ -84,6 +86,11 @@ class CompiledSteps:
                 replay = self._replays.pop(kind)
                 return None
             if replay is None:
+                if kind not in self._asked:
+                    self._asked.add(kind)
+                    relation = bare.relation(args, kwargs)
+                    if relation is not None and relation.others:
+                        return None  # which asks whether a plate scales them up, as no later step will
                 if self._traces >= _MOST_TRACES:
                     raise CannotTraceError(f"it was traced {_MOST_TRACES} times, and changes again")
                 self._traces += 1

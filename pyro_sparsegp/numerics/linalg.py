@@ -487,8 +487,8 @@ def _tril_of_lower(lower: Tensor, other: Tensor) -> Tensor:
 
 # LAPACK's matrices lie in memory by columns: where right hand sides do, a transposition away, no copy has to turn them.
 # Those of AL⁻ᵀ do in LX = Aᵀ (1.4 to 3 times as quick as XLᵀ = A in float32 on one AMD EPYC, alike on another); many of
-# L⁻¹B do in XLᵀ = Bᵀ. In LX = Aᵀ an L by rows, LAPACK's transpose, is 1.3 to 1.9 times as quick as one by columns there,
-# its copy included.
+# L⁻¹B do in XLᵀ = Bᵀ. In LX = Aᵀ an L by rows, LAPACK's transpose, is there 1.3 to 1.9 times as quick as one by
+# columns, its copy included.
 
 
 def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
