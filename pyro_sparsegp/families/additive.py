@@ -18,7 +18,6 @@ from ..gaussians import (
     NaturalLowRank,
 )
 from ..gaussians.sites import FreeSites as FreeSitesModule
-from ..gaussians.steps import DEFAULT_RATE
 from ..kernels.algebra import term_names
 from ..process import GaussianProcess
 from .base import (
@@ -124,8 +123,9 @@ class MeanFieldAdditive(AdditiveFamily):
 
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps; with many coefficients, at a cost linear in the number of summands."""
-        rate = DEFAULT_RATE if self.rate is None else self.rate
-        blocks: NewCoefficients = partial(NaturalLowRank, rank=0, sweeps=1, iterations=20, rate=rate, **kwargs)
+        blocks: NewCoefficients = partial(
+            NaturalLowRank, rank=0, sweeps=1, iterations=20, rate=self.natural_rate, **kwargs
+        )
         dense = super().in_natural_steps(**kwargs)
 
         def made(sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> Coefficients:
@@ -181,8 +181,7 @@ class CoupledPrecision(AdditiveFamily):
 
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps."""
-        rate = DEFAULT_RATE if self.rate is None else self.rate
-        return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=rate, **kwargs)
+        return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=self.natural_rate, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)

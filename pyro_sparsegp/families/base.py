@@ -197,10 +197,14 @@ class FreeFormFamily(BasisFamily):
         """The posterior over the coefficients as it is learned, by gradients or by natural gradients."""
         return self.in_natural_steps() if self.is_natural else self.parameterised(self.new_coefficients())
 
+    @property
+    def natural_rate(self) -> Rate:
+        """ρ of natural steps: the one given, or the default."""
+        return DEFAULT_RATE if self.rate is None else self.rate
+
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps."""
-        rate = DEFAULT_RATE if self.rate is None else self.rate
-        return partial(NaturalGaussian, kind=self.new_coefficients(), rate=rate, **kwargs)
+        return partial(NaturalGaussian, kind=self.new_coefficients(), rate=self.natural_rate, **kwargs)
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
         module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)

@@ -9,7 +9,6 @@ from torch import Tensor
 from ..approximations.weight_space import ExactWeightSpaceGP
 from ..bases import Basis, ExplicitFeatures
 from ..gaussians import FullCholesky, NaturalAtRows
-from ..gaussians.steps import DEFAULT_RATE
 from ..process import GaussianProcess
 from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily
 
@@ -63,8 +62,7 @@ class WeightSpace(OnFeatures, FreeFormFamily):
 
     def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
         """That posterior, by natural steps that follow the features."""
-        rate = DEFAULT_RATE if self.rate is None else self.rate
-        return partial(NaturalAtRows, kind=self.new_coefficients(), rate=rate, **kwargs)
+        return partial(NaturalAtRows, kind=self.new_coefficients(), rate=self.natural_rate, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)

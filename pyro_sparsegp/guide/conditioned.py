@@ -235,8 +235,8 @@ class Conditioned(GPSites):
         for name, site, rows in unscaled:
             num = site["value"].numel()
             # What is given has as many numbers in every step; so have data beside a batch that is scaled up.
-            asked = num == rows and not scaled and self._are_others(name, relation)
-            if num < rows or (asked and not self.is_given(name, site)):
+            others = num == rows and not scaled and self._are_others(name, relation)
+            if num < rows or (others and not self.is_given(name, site)):
                 self._unscaled.add(name)
                 self._warn_of_rows(name, site["scale"], num, rows)
             # A handler's scale is of a batch; of other numbers of rows than at first it is not known what they are.
