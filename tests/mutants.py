@@ -678,13 +678,6 @@ MUTANTS = [
         ("test_group_classes.py::test_plates_within_each_other",),
     ),
     Mutant(
-        "kept-rows-twice",
-        "Absorbing.__init__",
-        "gram, pull = gram - gone[0], pull - gone[1]",
-        "pass",
-        ("test_absorb.py::test_rows_that_are_kept",),
-    ),
-    Mutant(
         "nearest-without-blocks",
         "nearest",
         "blocks = _within(precision - b @ b.mT, sizes)",

@@ -20,7 +20,6 @@ from pyro_sparsegp.families import (
     SparseEP,
     WeightSpace,
 )
-from pyro_sparsegp.guide.kept_rows import some_of
 
 from .models import data, gaussian, heteroscedastic, one_function, regression
 
@@ -328,111 +327,11 @@ def test_bad_arguments_leave_the_guide_as_it_is():
         guide.absorb(x)
     with pytest.raises(ValueError):
         guide.absorb(x, torch.full_like(y, torch.inf))
+    with pytest.raises(ValueError, match=r"no memory= any more: .* keep some of its rows yourself"):
+        guide.absorb(x, y, memory=5)
+    with pytest.raises(ValueError, match=r"relearn has left: .* keep some of its rows yourself"):
+        guide.relearn(len, 1)
     assert torch.equal(guide.posterior(x)["f"].mean, before)
-
-
-def drifting(num, where, generator):
-    """Rows from one place after another."""
-    x = where + 0.25 * torch.rand(num, 1, generator=generator)
-    return x, torch.sin(12 * x[:, 0] ** 2) + 0.1 * torch.randn(num, generator=generator)
-
-
-def learned(x, y=None, size=None):
-    length = pyro.sample("length", dist.LogNormal(-1.0, 1.0))
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
-    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern52(length), x))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Normal(f, noise), obs=y)
-
-
-def _held_out(guide, x, y):
-    q, noise = guide.posterior(x)["f"], guide.median(x)["noise"]
-    return dist.Normal(q.mean, (q.variance + noise**2).sqrt()).log_prob(y).mean().item()
-
-
-def test_rows_that_are_kept_hold_what_moving_hyperparameters_would_lose():
-    """Rows come from one place after another, and hyperparameters learn on the way."""
-    generator = torch.Generator().manual_seed(0)
-    pieces = [drifting(40, 0.25 * i, generator) for i in range(6)]
-    tests = [drifting(40, 0.25 * i, generator) for i in range(6)]
-    x_test, y_test = (torch.cat(part) for part in zip(*tests))
-    z = torch.linspace(0, 1.6, 22)[:, None]
-
-    def streamed(memory):
-        pyro.set_rng_seed(0)
-        guide = AutoSparseGP(learned, SVGP(z, trainable=False), point_estimates=True)
-        svi = svi_of(learned, guide)
-        for i, (x, y) in enumerate(pieces):
-            if memory:
-                guide.absorb(x, y, memory=memory)
-                guide.relearn(lambda x, y: svi.step(x, y, size=guide.memory.seen), 10)
-                continue
-            for _ in range(10):
-                svi.step(x, y, size=40 * (i + 1))
-            guide.absorb(x, y)
-        return _held_out(guide, x_test, y_test)
-
-    found = {memory: streamed(memory) for memory in (0, 40)}
-    fixed = AutoSparseGP(learned, SVGP(z, trainable=False), point_estimates=True)
-    for x, y in pieces:
-        fixed.absorb(x, y)
-    found["fixed"] = _held_out(fixed, x_test, y_test)
-    assert found[40] > max(found[0], found["fixed"]) + 0.5
-
-
-def test_rows_that_are_kept():
-    x, y = data()
-    model = gaussian(KERNEL)
-    family = SVGP(x[:12], trainable=False)
-    kept, plain = (AutoSparseGP(model, family) for _ in range(2))
-    for piece in PIECES:
-        kept.absorb(x[piece], y[piece], memory=10)
-        plain.absorb(x[piece], y[piece])
-    same_posterior(kept, plain, x)  # hyperparameters have not moved
-    assert (kept.memory.num, kept.memory.seen) == (10, 60)
-    rows = [(x == one).all(-1).nonzero().item() for one in kept.memory.args[0]]
-    assert len(set(rows)) == 10
-    assert torch.equal(y[rows], kept.memory.args[1])
-    assert kept.relearn(lambda x, y: len(x), 2) == [10, 10]
-    same_posterior(kept, plain, x)
-    other = AutoSparseGP(model, family)
-    other.load_state_dict(kept.state_dict())
-    for guide in (kept, other):
-        guide.absorb(x[:5] + 0.1, y[:5])
-    same_posterior(kept, other, x, atol=0)
-    assert other.memory.num == 10
-    with pytest.warns(UserWarning, match="observes 5 values in this step"):
-        svi_of(model, kept).step(x[:5], y[:5])
-    with pytest.raises(ValueError, match=r"steps of training have moved .* guide.relearn\(svi.step, 20\)"):
-        kept.absorb(x, y)
-    kept.absorb(x[:5], y[:5], memory=0)
-    assert kept.memory is None
-    with pytest.raises(ValueError, match="relearn takes steps on rows that absorb has kept"):
-        kept.relearn(len, 1)
-    with pytest.raises(ValueError, match="forget= or memory=, not both"):
-        kept.absorb(x, y, memory=5, forget=0.1)
-    with pytest.raises(ValueError, match=r"first dimension they are; one has the shape \(3, 60\) for 60 rows"):
-        _several_outputs().absorb(x, torch.stack([y, y, y]), memory=5)
-    with pytest.raises(ValueError, match=r"'f' has the family CoupledPrecision, .* take CoupledCovariance"):
-        AutoSparseGP(gaussian(ADDITIVE), CoupledPrecision(4)).absorb(x, y, memory=5)
-
-
-def _several_outputs():
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([3]).to_event(1))
-        with pyro.plate("outputs", 3, dim=-2), pyro.plate("data", len(x), dim=-1):
-            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
-
-    return AutoSparseGP(model, SVGP(12))
-
-
-def test_kept_rows_are_a_sample_of_all():
-    """As many of the old rows as their number among all asks for, whatever the number seen."""
-    shares = torch.tensor([float((some_of(20, seen, 100, 20) < 20).sum()) for seen in range(2000, 2400)])
-    assert abs(shares.mean() - 20 * 2200 / 2300) < 0.2
-    assert some_of(0, 0, 5, 10).sort().values.tolist() == [0, 1, 2, 3, 4]
-    assert len(set(some_of(10, 10, 5, 15).tolist())) == 15
 
 
 def test_a_column_of_data_is_refused_at_any_call():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any
 
 from torch import Tensor
 
@@ -26,17 +26,9 @@ class Absorbing(SiteGP):
     :param module: of the site, whose q(w) learns by natural steps.
     :param process: the prior at the new rows.
     :param forget: the share of (G₀, r₀) that is dropped.
-    :param less: a part of (G₀, r₀) that comes anew, and the L that it belongs to.
     """
 
-    def __init__(
-        self,
-        module: SparseGP,
-        process: GaussianProcess,
-        name: str,
-        forget: float,
-        less: Optional[tuple[Tensor, Tensor, Tensor]] = None,
-    ) -> None:
+    def __init__(self, module: SparseGP, process: GaussianProcess, name: str, forget: float) -> None:
         batch_shape: Sequence[int] = module.batch_shape
         super().__init__(KeptSites(process.x, batch_shape, process.x.shape[-1]), batch_shape, module.family, rate=0.7)
         self.features = module.basis(process.kernel, process.jitter, name)
@@ -45,9 +37,6 @@ class Absorbing(SiteGP):
         self.phi = self.features(process.x)
         self._free = (module,)  # in a tuple: none of its parts
         gram, pull = self._coefficients.sums(self._anchor)
-        if less is not None:
-            gone = self._coefficients.seen_from(less, self._anchor)
-            gram, pull = gram - gone[0], pull - gone[1]
         self._sums = (1 - forget) * gram, (1 - forget) * pull
 
     @property
@@ -58,15 +47,10 @@ class Absorbing(SiteGP):
     def _coefficients(self) -> Any:  # a NaturalGaussian, or a NaturalLowRank, of which no part is asked for
         return self._free[0].coefficients
 
-    def _of(self, sites: Sites, rows: Any = slice(None)) -> tuple[Tensor, Tensor]:
-        """ΦᵀΛΦ and Φᵀλ(z − μ) of some rows."""
-        phi = side_by_side(self.phi)[..., rows, :]
-        precision, linear = sites.precision[..., rows], sites.linear[..., rows]
-        return weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
-
     def _with(self, sites: Sites) -> tuple[Tensor, Tensor]:
-        (gram, pull), (more, further) = self._sums, self._of(sites)
-        return gram + more, pull + further
+        # G₀ + ΦᵀΛΦ and r₀ + Φᵀλ(z − μ)
+        phi, (gram, pull) = side_by_side(self.phi), self._sums
+        return gram + weighted_gram(phi, sites.precision), pull + (phi.mT @ sites.linear[..., None])[..., 0]
 
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
@@ -77,7 +61,3 @@ class Absorbing(SiteGP):
     def finish(self, sites: Sites) -> None:
         """Leave the sum with the module."""
         self._coefficients.put_sums(self._anchor, *self._with(sites))
-
-    def part(self, sites: Sites, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What some rows are of the sum, and the L that it belongs to, once it is finished."""
-        return *self._of(sites, rows), self._coefficients.seat.clone()

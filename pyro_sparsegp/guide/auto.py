@@ -18,7 +18,7 @@ from ..program.data import TrainingData
 from ..program.handlers import observes
 from ..program.traces import all_sites, free_values, is_free, repeatable, whole_plates
 from ..warned import warn_once
-from .absorb import absorb, relearn
+from .absorb import absorb
 from .correction import note_rows, warn_of_unseen
 from .first_call import ObservesNothingError, check_parameters, explain_nan, initialise
 from .joint import Families
@@ -26,6 +26,11 @@ from .runs import LARGEST_JOINT, AtNodes, BySite, Look, Priors, Train
 from .state import Saved
 
 __all__ = ["AutoSparseGP"]
+
+_KEEP_ROWS = (
+    "to learn hyperparameters on a stream keep some of its rows yourself, take SVI steps on them, "
+    "svi.step(x, y, size=N) for N rows in all, then absorb them anew, guide.absorb(x, y, forget=1.0)."
+)
 
 
 class AutoSparseGP(Saved):
@@ -157,7 +162,7 @@ class AutoSparseGP(Saved):
             with torch.enable_grad(), whole_plates(), repeatable(self.like):
                 check_parameters(self, args, kwargs)
 
-    def absorb(self, *args: Any, forget: float = 0.0, memory: Optional[int] = None, **kwargs: Any) -> None:
+    def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
 
         Under natural steps q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) holds what all rows so far say in the sums (G₀, r₀),
@@ -173,30 +178,21 @@ class AutoSparseGP(Saved):
         :param args: the arguments of the model, with the new rows; plates have the new rows' number.
         :param forget: the share of (G₀, r₀) dropped before, for functions that drift; 0.1 at each call gives the last
             ten most of the weight.
-        :param memory: how many rows to keep, in ``guide.memory``: each row absorbed so far is among them with the same
-            probability. Later calls and :meth:`relearn` absorb them anew, under the hyperparameters as they are then
-            (after Chang et al., 2023). By default as many as before, at first none; 0 drops them.
         :param kwargs: keyword arguments of the model.
         :raises ValueError: naming the site and the remedy, where q is no such sum (families on sites, expectation
             propagation, ``natural=False``), or where the likelihood does not factorise over the rows.
         """
+        if "memory" in kwargs:
+            raise ValueError(f"absorb takes no memory= any more: {_KEEP_ROWS}")
         self._ready(args, kwargs)
-        absorb(self, args, kwargs, forget, memory)
+        absorb(self, args, kwargs, forget)
 
-    def relearn(self, step: Callable[..., Any], num_steps: int) -> list[Any]:
-        """Learn hyperparameters on the rows that :meth:`absorb` has kept, the sums that make q held, and absorb these
-        rows anew under the new hyperparameters, in the place of what they were (after Chang et al., 2023).
+    def relearn(self, *args: Any, **kwargs: Any) -> None:
+        """It has left.
 
-        Sums of rows that were not kept stay what they say about u = Lw, the values at the inducing inputs.
-
-        :param step: one step of an optimiser on the kept rows, called as the model is: ``svi.step`` for a model whose
-            plate has their number; ``lambda x, y: svi.step(x, y, size=guide.memory.seen)``, as in mini-batches, has
-            them stand for all rows seen.
-        :param num_steps: how many.
-        :returns: what each step returned.
-        :raises ValueError: if no rows were kept, or if steps of training have moved q since.
+        :raises ValueError: always, with what to do instead.
         """
-        return relearn(self, step, num_steps)
+        raise ValueError(f"guide.relearn has left: {_KEEP_ROWS}")
 
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, other latents at their posterior median.

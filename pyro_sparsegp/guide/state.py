@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -18,7 +18,6 @@ from ..program.facts import Structure
 from ..program.registration import held_parameters
 from .conditioned import Conditioned
 from .joint import groups_of
-from .kept_rows import KeptRows
 from .networks import Calls
 
 __all__ = ["Saved"]
@@ -36,7 +35,6 @@ class Saved(Conditioned):
         take_name(self, unique_name("AutoSparseGP"))
         self._checked_parameters = False
         self._loaded = False  # and not called since
-        self.memory: Optional[KeptRows] = None  # of what was absorbed
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """All that makes the guide: a freshly made one, of the same model, is this one after ``load_state_dict``.
@@ -63,8 +61,6 @@ class Saved(Conditioned):
         state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.structure)}
         if self.data is not None and self.is_about_rows and self.data.is_plain:
             state["data"] = {"args": self.data.args, "kwargs": self.data.kwargs}
-        if self.memory is not None:
-            state["memory"] = vars(self.memory)
         return state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -74,15 +70,13 @@ class Saved(Conditioned):
         saved = state_dict.get(prefix + "_extra_state")
         if saved:
             tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+            # "memory" is of rows that absorb kept, in states of earlier releases.
             found = {key: value for key, value in saved.items() if key not in ("name", "data", "memory")}
             self._rebuild(Structure(**found), tensors)
             self.data = None
             if "data" in saved:
                 data = TrainingData(self.model, saved["data"]["args"], saved["data"]["kwargs"])
                 self.data = data.mapped(partial(_placed, like=self.like), self.model)
-            self.memory = None
-            if "memory" in saved:
-                self.memory = KeptRows(**saved["memory"]).mapped(partial(_placed, like=self.like))
             if "name" in saved:
                 self._resume_name(saved["name"])
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -129,7 +123,7 @@ class Saved(Conditioned):
 
     def forget(self) -> None:
         """Be as a guide that was never called."""
-        self.data = self.memory = None
+        self.data = None
         for name in ("gps", "joints", "locs", "scales", "together"):
             if name in self._modules:
                 delattr(self, name)
@@ -158,8 +152,6 @@ class Saved(Conditioned):
                 module.sites.marginals = None
         if self.data is not None:
             self.data = self.data.mapped(args[0], self.model)
-        if self.memory is not None:
-            self.memory = self.memory.mapped(args[0])
         return super()._apply(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
