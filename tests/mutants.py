@@ -673,7 +673,7 @@ MUTANTS = [
     Mutant(
         "enumeration-shares",
         "SummedOut._shares",
-        "share = total / reduced(rows, self.shared).evaluate().clamp(min=1)",
+        "share = total / self.sums.reduced(rows, self.shared).evaluate().clamp(min=1)",
         "share = total",
         ("test_group_classes.py::test_plates_within_each_other",),
     ),

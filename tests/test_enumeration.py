@@ -301,12 +301,15 @@ def test_what_cannot_be_summed_out():
             z = pyro.sample("z", dist.Poisson(1.0), infer=PARALLEL)
             pyro.sample("y", dist.Normal(f + z, 0.2), obs=y)
 
-    def scaled(x, y):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Bernoulli(0.2), infer=PARALLEL)
-            with poutine.scale(scale=2.0):
-                pyro.sample("y", dist.Normal(f + z, 0.2), obs=y)
+    def scaled(scale):
+        def weighted(x, y):
+            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+            with pyro.plate("data", len(x)):
+                z = pyro.sample("z", dist.Bernoulli(0.2), infer=PARALLEL)
+                with poutine.scale(scale=scale):
+                    pyro.sample("y", dist.Normal(f + z, 0.2), obs=y)
+
+        return weighted
 
     def plain(x, y):
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
@@ -316,7 +319,9 @@ def test_what_cannot_be_summed_out():
 
     refused("GP site 'f' depends on the discrete site 'z'", process)
     refused("site 'z' is to be enumerated, but Poisson cannot list its values", infinite)
-    refused("site 'y' is scaled by 2 and the discrete site 'z'", scaled)
+    refused("site 'y' is scaled by 2 and the discrete site 'z'", scaled(2.0))
+    # As written Σ_z p(z) p(y | z)²; where it was (Σ_z p(z) p(y | z))², the loss of one program was 27.657 for 27.587.
+    refused("site 'y' is scaled by a tensor and the discrete site 'z'", scaled(torch.full((8,), 2.0)))
     refused("site 'z' is discrete and not observed.*infer={'enumerate': 'parallel'}", plain)
 
 
