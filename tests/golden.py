@@ -231,7 +231,7 @@ def latent_inputs(x, y=None):
 
 
 def anova(x, y=None):
-    kernel = kernels.Anova([kernels.RBF(0.4), kernels.Matern32(0.6)], [1.0, 0.5])
+    kernel = kernels.Anova(kernels.RBF(0.4))[0] + 0.5 * kernels.Anova(kernels.Matern32(0.6))[1] + kernels.Constant(1.0)
     f = pyro.sample("f", GaussianProcess(kernel, x))
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
@@ -331,8 +331,8 @@ def cases() -> dict[str, tuple]:
     add(heteroscedastic, "joint", {"SVGP": lambda: {("f", "g"): SVGP(6)}})
     add(sums, "sums", few)
     add(sums, "sums_joint", {k: (lambda k=k: {("f", "g"): ALL[k]()}) for k in ("SVGP", "CoupledPrecision")})
-    add(averages, "averages", few)
-    add(coloured, "coloured", few)
+    add(averages, "averages", {name: ALL[name] for name in ("SVGP", "OrthogonalInducing")})
+    add(coloured, "coloured", {name: ALL[name] for name in ("SVGP", "CoupledPrecision")})
     add(classes, "classes", few)
     add(robust, "robust", {"SVGP": FREE["SVGP"]})
     add(outputs, "outputs", few)
