@@ -469,17 +469,6 @@ def test_mini_batches():
     assert _bound(guide, x, y) == pytest.approx(_exact(SUM)[2], abs=1.0)
 
 
-def test_compiled_steps_are_the_same():
-    data = _data()
-    losses = []
-    for compiled in (False, True):
-        pyro.set_rng_seed(0)
-        guide = AutoSparseGP(_model(), {("f", "g"): families.SVGP(6)})
-        svi = SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2, compile=compiled))
-        losses.append([svi.step(*data) for _ in range(6)])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-
-
 def test_draws_of_a_run_are_shared_and_new_for_who_has_had_them():
     pyro.set_rng_seed(0)
     whole = Whole(FullCholesky((2, 3), (), torch.zeros(()))(), {"f": [0], "g": [1]})

@@ -134,8 +134,7 @@ class Heard:
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise ValueError(
                 "q of a guide's GP site learns by natural steps, which torch.jit does not trace: q would never "
-                "move. Take TraceQuadrature_ELBO(compile=True) in the place of JitTrace_ELBO and the like, or give the "
-                "family natural=False."
+                "move. Take TraceQuadrature_ELBO, or give the family natural=False."
             )
 
     def whole(self, row: dict[str, Any], order: Optional[Sequence[int]] = None) -> Tensor:

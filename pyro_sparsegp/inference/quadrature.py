@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,7 +26,6 @@ from ..posterior.drawing import OTHER_LATENTS
 from ..program.traces import RandomState, require_again
 from ..warned import warn_once
 from .axes import quadrature_axes
-from .compiled import BACKENDS, CompiledSteps
 from .expected import AroundValues, AtMeans, Brought, find_expectations
 from .first_steps import meet, skip
 from .grid import Grid, log_density_minus_kl, mapped, one_by_one
@@ -54,25 +52,11 @@ class TraceQuadrature_ELBO(ELBO):
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
-    With ``compile=True`` a step of training, ``svi.step``, is traced to a graph of torch's operations, forward and
-    backward, when arguments of its kind (shapes, dtypes, numbers) come for the second time, and replayed without Python
-    from then on; ``compile="inductor"`` has :func:`torch.compile` make code of the graph, which takes a C++ compiler
-    and up to a minute, and is quicker still; ``compile="cudagraph"`` has a GPU launch all of the graph's kernels by one
-    call (elsewhere it is ``True``). Losses, gradients and errors are those without. What the model reads
-    besides (parameters, buffers, tensors and numbers in closures, globals, attributes) is looked up or compared at each
-    step. What a trace can't hold warns once, says why, and runs as without: families on sites, control flow by values,
-    NumPy's random numbers, handlers around the step or the guide, batch normalisation. Of anything else that changes
-    from step to step beyond reach, such as a file, only a check by a step that is not compiled, at the 1st, 2nd, 4th,
-    8th, … replay, tells.
-
     :param num_nodes: K, nodes an axis.
     :param num_particles: draws of other latents, averaged; of those that are coupled, each with its mirror image.
-    :param compile: ``True``, ``"inductor"`` or ``"cudagraph"``: steps of training are compiled.
     """
 
-    def __init__(
-        self, num_nodes: int = 20, num_particles: int = 1, compile: Union[bool, str] = False, **kwargs: Any
-    ) -> None:
+    def __init__(self, num_nodes: int = 20, num_particles: int = 1, **kwargs: Any) -> None:
         if not isinstance(num_nodes, int) or num_nodes < 1:
             raise ValueError(f"TraceQuadrature_ELBO's num_nodes must be a whole number of at least 1, got {num_nodes}")
         if kwargs.get("vectorize_particles"):
@@ -80,12 +64,13 @@ class TraceQuadrature_ELBO(ELBO):
                 "TraceQuadrature_ELBO does not take vectorize_particles=True: function values are event dimensions "
                 "that become batch dimensions of the data. Use vectorize_particles=False, or more num_nodes."
             )
-        if compile not in BACKENDS:
-            raise ValueError(f"TraceQuadrature_ELBO's compile must be one of {BACKENDS}, got {compile!r}")
+        if kwargs.pop("compile", False):
+            raise ValueError(
+                "TraceQuadrature_ELBO no longer takes compile: leave it out, steps run as they are; a network of the "
+                "model's may be given to torch.compile."
+            )
         super().__init__(num_particles=num_particles, **kwargs)
-        self.num_nodes, self.compile = num_nodes, compile
-        self._settled = False  # no other way through a model is tried than the one that was found
-        self._compiled: WeakKeyDictionary[AutoSparseGP, CompiledSteps] = WeakKeyDictionary()
+        self.num_nodes = num_nodes
         nodes, weights = np.polynomial.hermite_e.hermegauss(num_nodes)  # for the weight exp(−t²/2)
         self._nodes = torch.from_numpy(nodes)
         self._weights = torch.from_numpy(weights / weights.sum())
@@ -116,12 +101,10 @@ class TraceQuadrature_ELBO(ELBO):
         """
         unwrapped: Any = poutine.unwrap(guide)
         met = None if unwrapped in self._met else self._meet(model, guide, args, kwargs)
-        value = self._replayed(model, guide, unwrapped, args, kwargs) if self.compile else None
-        if value is None:
-            loss, value = met or self._evaluated(model, guide, unwrapped, args, kwargs)
-            if loss.requires_grad:
-                loss.backward(retain_graph=self.retain_graph)
-                self._check_gradients(unwrapped)
+        loss, value = met or self._evaluated(model, guide, unwrapped, args, kwargs)
+        if loss.requires_grad:
+            loss.backward(retain_graph=self.retain_graph)
+            self._check_gradients(unwrapped)
         if unwrapped not in self._met:  # a mask leaves all of this batch out
             skip(unwrapped)
         self._watch(unwrapped, value)
@@ -180,18 +163,6 @@ class TraceQuadrature_ELBO(ELBO):
             restore()
         loss = self.differentiable_loss(model, guide, *args, **kwargs)
         return loss, self._value(loss, guide, args, kwargs)
-
-    def _replayed(
-        self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> Optional[float]:
-        """The loss of a compiled step, if this one is."""
-        if not torch.is_grad_enabled() or not isinstance(unwrapped, AutoSparseGP) or model != unwrapped.model:
-            return None
-        if unwrapped not in self._compiled:
-            plain = copy.copy(self)
-            plain._settled, plain._compiled = True, WeakKeyDictionary()
-            self._compiled[unwrapped] = CompiledSteps(plain.differentiable_loss, self.compile)
-        return self._compiled[unwrapped].step(model, guide, unwrapped, args, kwargs)
 
     def _watch(self, guide: Any, value: float) -> None:
         """Warn once if the loss has risen a hundredfold where q is in coordinates in which Adam's steps overshoot."""
@@ -280,7 +251,7 @@ class TraceQuadrature_ELBO(ELBO):
             with pyro.validation_enabled(False):
                 at_means: dict[str, Optional[Tensor]] = dict.fromkeys(expected.gps)
                 model_trace, guide_trace, values = guide.at_nodes(at_means, wrapped, args, kwargs)
-                state = None if self._settled or isinstance(expected, AroundValues) else RandomState(guide.like)
+                state = None if isinstance(expected, AroundValues) else RandomState(guide.like)
                 if expected.hold(model_trace.nodes):
                     total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
                     if state is None or not state.has_moved:  # else a second run was of rows of its own, say
@@ -330,7 +301,7 @@ class TraceQuadrature_ELBO(ELBO):
 
         def second() -> Tensor:
             held = twice()
-            state = None if self._settled or guide.on_sites or outside else RandomState(guide.like)
+            state = None if guide.on_sites or outside else RandomState(guide.like)
             values = mapped(held, nodes, num_axes)
             if state is not None and state.has_moved:
                 raise _DrewError
@@ -345,8 +316,6 @@ class TraceQuadrature_ELBO(ELBO):
         if first is None:
             # Families on sites read the model while the guide runs: that run stays outside of vmap.
             first = 1 if guide.on_sites or outside or _repeats(guide, ways[:2]) else 0
-        if self._settled:
-            return ways[first]()
         for way in range(first, len(ways)):
             state = RandomState(guide.like)
             try:

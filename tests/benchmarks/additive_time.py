@@ -1,6 +1,6 @@
 """A step of additive families by the number of terms, in one run.
 
-python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--points 16] [--rounds 15] [--kernel rbf] [--compile]
+python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--points 16] [--rounds 15] [--kernel rbf]
     [--before CHECKOUT] [--out table.md]
 
 A sum of RBF kernels, or of their Anova versions (--kernel anova), on a column each, some points a term, a Gaussian
@@ -50,7 +50,7 @@ def families(points: int) -> dict[str, Family]:
     }
 
 
-def measure(terms: int, points: int, rounds: int, kind: str, compiled: bool = False) -> dict[str, float]:
+def measure(terms: int, points: int, rounds: int, kind: str) -> dict[str, float]:
     """The time of a step of each, in ms."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
@@ -68,7 +68,7 @@ def measure(terms: int, points: int, rounds: int, kind: str, compiled: bool = Fa
     steps = {}
     for name, family in families(points).items():
         guide = AutoSparseGP(model, family)
-        elbo = TraceQuadrature_ELBO(compile=True) if compiled else TraceQuadrature_ELBO()
+        elbo = TraceQuadrature_ELBO()
         steps[name] = pyro.infer.SVI(model, guide, (FusedAdam or pyro.optim.Adam)({"lr": 0.005}), elbo).step
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 3):
@@ -98,7 +98,6 @@ def main() -> None:
     parser.add_argument("--terms", type=int, nargs="*", default=[4, 8, 16, 32])
     parser.add_argument("--points", type=int, nargs="*", default=[16])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--compile", action="store_true", help="compiled steps, without Inductor")
     parser.add_argument("--kernel", choices=KERNELS, default="rbf")
     parser.add_argument("--before", type=Path, help="a checkout of f33cd76")
     parser.add_argument("--there", nargs=4, help=argparse.SUPPRESS)
@@ -111,7 +110,6 @@ def main() -> None:
         return
     asked = f"--terms {' '.join(map(str, options.terms))} --points {' '.join(map(str, options.points))}"
     asked += f" --kernel {options.kernel}" if options.kernel != "rbf" else ""
-    asked += " --compile" if options.compile else ""
     asked += " --before CHECKOUT" if options.before else ""
     names = [*families(1), *([f"f33cd76: {name}, Adam" for name in COUPLED] if options.before else [])]
     lines = [
@@ -126,7 +124,7 @@ def main() -> None:
     print("\n".join(lines), flush=True)
     for points in options.points:
         for terms in options.terms:
-            found = measure(terms, points, options.rounds, options.kernel, options.compile)
+            found = measure(terms, points, options.rounds, options.kernel)
             if options.before:
                 found |= before(options.before, terms, points, options.rounds, options.kernel)
             lines.append(f"| {points} | {terms} | " + " | ".join(f"{value:.1f}" for value in found.values()) + " |")

@@ -1,10 +1,9 @@
 """All that wants a GPU, in one command that takes at most 25 minutes, and its page.
 
-python tests/benchmarks/gpu.py [--data DIR] [--parts tests steps compiled paper1 cagp] [--minutes 25] [--out gpu.md]
+python tests/benchmarks/gpu.py [--data DIR] [--parts tests steps paper1 cagp] [--minutes 25] [--out gpu.md]
 
 * tests: those marked ``cuda``;
 * steps: the step table of step_time.py, against GPyTorch, pyro.contrib.gp and a hand-written step;
-* compiled: that of compiled.py, eager and compiled steps;
 * paper1: the six regression sets of Shi, Titsias and Mnih (2020) at M = 1024 and 1024 + 1024, families as they come,
   beside the paper's figures; DIR holds ``<set>.npz`` with X and y, without it the part is left out;
 * cagp: ComputationAware with sparse actions on 100,000 rows.
@@ -37,11 +36,10 @@ from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP, ComputationAware, Family, OrthogonalInducing
 
 HERE = Path(__file__).parent
-SHARES = {"tests": 0.16, "steps": 0.12, "compiled": 0.12, "paper1": 0.44, "cagp": 0.16}
+SHARES = {"tests": 0.16, "steps": 0.24, "paper1": 0.44, "cagp": 0.16}
 TITLES = {
     "tests": "Tests marked `cuda`",
     "steps": "A step of training (step_time.py)",
-    "compiled": "Eager and compiled steps (compiled.py)",
     "paper1": "Regression at 1024 and 1024 + 1024",
     "cagp": "ComputationAware on many rows",
 }
@@ -61,7 +59,7 @@ def called(arguments: list[str], seconds: float) -> tuple[int, str]:
 
 def tests(options: argparse.Namespace, seconds: float) -> list[str]:
     """The tests on the device."""
-    chosen = ["-k", "cuda_graph", "tests/test_compiled.py"] if options.short else ["-m", "cuda"]
+    chosen = ["-k", "cuda", "tests/test_device.py"] if options.short else ["-m", "cuda"]
     status, text = called(["-m", "pytest", "-q", "--no-header", *chosen], seconds)
     shown = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR")) or " in " in line]
     return ["```", f"exit status {status}", *shown[-30:], "```"]
@@ -79,13 +77,6 @@ def steps(options: argparse.Namespace, seconds: float) -> list[str]:
     sizes = ["16,32"] if options.short else ["128,256", "512,1024", "1024,1024"]
     rounds = "2" if options.short else "10"
     return table_of("step_time.py", ["--device", options.device, "--rounds", rounds, "--sizes", *sizes], seconds)
-
-
-def compiled(options: argparse.Namespace, seconds: float) -> list[str]:
-    """compiled.py's table."""
-    sizes = ["12,32"] if options.short else ["12,200", "128,256", "512,1024", "1024,1024"]
-    rounds = "2" if options.short else "10"
-    return table_of("compiled.py", ["--device", options.device, "--rounds", rounds, "--sizes", *sizes], seconds)
 
 
 def synchronised(device: str) -> float:

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Union
 
 import gpytorch
 import pyro
@@ -38,7 +37,7 @@ SIZES = [(12, 200), (128, 256), (512, 1024), (1024, 1024)]
 Step = Callable[[Tensor, Tensor], float]
 
 
-def ours(z: Tensor, natural: bool = True, compile: Union[bool, str] = False) -> Step:
+def ours(z: Tensor, natural: bool = True) -> Step:
     """pyro_sparsegp, with the hyperparameters as parameters."""
 
     def model(x: Tensor, y: Tensor) -> None:
@@ -50,7 +49,7 @@ def ours(z: Tensor, natural: bool = True, compile: Union[bool, str] = False) -> 
             pyro.sample("y", dist.Normal(f, noise), obs=y)
 
     guide = AutoSparseGP(model, SVGP(z, natural=natural))
-    return pyro.infer.SVI(model, guide, FusedAdam({"lr": 0.01}), TraceQuadrature_ELBO(2, compile=compile)).step
+    return pyro.infer.SVI(model, guide, FusedAdam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step
 
 
 def gpytorchs(z: Tensor, natural: bool = False) -> Step:
