@@ -279,24 +279,6 @@ def test_factors_are_no_data():
     )
 
 
-def test_ribbons_without_observations():
-    pytest.importorskip("matplotlib").use("Agg")
-    pytest.importorskip("arviz_plots")
-    nodes = torch.linspace(0, 1, 10)[:, None]
-
-    def void(nodes):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), nodes))
-        with pyro.plate("window", len(nodes)):
-            pyro.factor("void", -f.exp())
-
-    guide = AutoSparseGP(void, SVGP(5))
-    guide(nodes)
-    tree = diagnostics.to_datatree(void, guide, nodes, num_samples=20, predict=nodes[:7])
-    assert diagnostics.plot_ribbon(tree) is not None
-    with pytest.raises(ValueError, match="y_obs must be one of"):
-        diagnostics.plot_ribbon(tree, y_obs="void")
-
-
 def test_what_stands_in_the_wrong_place_is_named():
     """A guide, its posterior, SVI or a tree where another of them is wanted: what came, and what to give."""
     x, y = data(12)
@@ -305,7 +287,6 @@ def test_what_stands_in_the_wrong_place_is_named():
     svi.step(x, y)
     posterior = guide.posterior(x)
     tree = diagnostics.to_datatree(gaussian, guide, x, y, num_samples=2)
-    history, losses = diagnostics.History(guide), [1.0, 2.0]
     first = "takes the model first.*got a guide in its place"
     for call, message in (
         (lambda: diagnostics.to_datatree(guide, gaussian, x, y), first),
@@ -317,18 +298,12 @@ def test_what_stands_in_the_wrong_place_is_named():
         (lambda: diagnostics.sbc(gaussian, lambda x, y: guide), "sbc cannot call the model: missing.*'x'"),
         (lambda: diagnostics.to_datatree(gaussian, guide), "cannot call the model: missing.*'x'.*training data"),
         (lambda: diagnostics.to_datatree(gaussian, posterior["f"], x, y), "posterior of GP site 'f'.*give the guide"),
-        (lambda: diagnostics.loo_large(gaussian, posterior, x, y), "mapping of posteriors.*give the guide"),
+        (lambda: diagnostics.loo_large(gaussian, posterior, x, y), "got BySite.*give the guide"),
         (lambda: diagnostics.predictive_scores(gaussian, tree, x, y), "got a DataTree"),
         (lambda: diagnostics.psis(guide, x, y), r"\(model, guide, x, y\); got a guide first and 2 more"),
         (lambda: diagnostics.loo(svi), "got a guide's SVI object first and 0 more"),
         (lambda: diagnostics.compare({"a": guide}), "compare, for 'a', needs a tree.*got a guide"),
         (lambda: diagnostics.compare([tree]), "mapping of names to trees"),
-        (lambda: diagnostics.resample(guide), "resample needs a tree.*got a guide"),
-        (lambda: diagnostics.plot_ribbon(posterior["f"]), "plot_ribbon needs a tree.*got the posterior of GP site 'f'"),
-        (lambda: diagnostics.add_history(guide, history), "add_history needs a tree.*got a guide"),
-        (lambda: diagnostics.add_history(tree, losses), "add_history needs a History, or several, got float"),
-        (lambda: diagnostics.History(posterior), "History needs a guide.*got a mapping of posteriors"),
-        (lambda: diagnostics.StoppingRule()(losses), "looks at a History, got list"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -15,7 +15,7 @@ from .models import data, regression, train
 
 pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
-backend = pytest.importorskip("pyro_sparsegp.diagnostics.export.backend")
+backend = pytest.importorskip("pyro_sparsegp.diagnostics.backend")
 
 ROOT = Path(__file__).parents[1]
 
@@ -53,7 +53,7 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch):
     x, y = data(num=30)
     guide = AutoSparseGP(regression, SVGP(5))
     guide(x, y)
-    for module in ("arviz", "arviz_base", "arviz_stats", "arviz_stats.base", "arviz_plots", "matplotlib.pyplot"):
+    for module in ("arviz", "arviz_base", "arviz_stats", "arviz_stats.base", "arviz_plots", "matplotlib"):
         monkeypatch.setitem(sys.modules, module, None)
     tree = diagnostics.to_datatree(regression, guide, x, y, num_samples=30, predict=x)
     # neither trees nor scores need ArviZ
@@ -63,8 +63,7 @@ def test_what_is_missing_is_named_with_its_remedy(monkeypatch):
         ("arviz_stats", lambda: diagnostics.loo(tree)),
         ("arviz_stats", lambda: diagnostics.loo_large(regression, guide, x, y, observations=3, num_samples=30)),
         ("arviz_stats", lambda: diagnostics.compare({"a": tree})),
-        ("arviz_plots", lambda: diagnostics.plot_ribbon(tree, "f", columns=[0])),
-        ("matplotlib", lambda: diagnostics.plot_ribbon(tree, "f")),
+        ("matplotlib", lambda: diagnostics.plot_effects(guide.posterior(x)["f"])),
     ):
         with pytest.raises(ImportError, match=rf"needs {module}.*pip install \"pyro-sparsegp\[diagnostics\]\""):
             call()

@@ -10,7 +10,7 @@ import torch
 from pyro import poutine
 
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.diagnostics.export import backend
+from pyro_sparsegp.diagnostics import backend
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace, SparseEP, WeightSpace
 
 from .models import (
@@ -29,6 +29,7 @@ from .models import (
 
 pytest.importorskip("xarray")
 stats = pytest.importorskip("arviz_stats")
+arviz_base = pytest.importorskip("arviz_base")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
 
 KERNEL = kernels.RBF(0.1)
@@ -57,8 +58,8 @@ def exact_loo(x, y, kernel=KERNEL, noise=NOISE):
 pytestmark = pytest.mark.filterwarnings("ignore:Estimated shape parameter")
 
 
-# test_loo_is_the_exact_processes holds the integrated densities, test_resample_follows_the_weights_and_refuses_bad_ones
-# that few points have a large k-hat and many a small one.
+# test_loo_is_the_exact_processes holds the integrated densities, test_psis_refuses that few points have a
+# large k-hat.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_the_table_of_integrated_and_sampled_densities():
@@ -97,7 +98,7 @@ def test_the_table_of_integrated_and_sampled_densities():
 
 def test_the_exact_target_is_the_marginal_likelihood():
     """For a Gaussian likelihood log p(y | w) is N(y; h, ρ + σ²I); its average over the prior's w is log p(y)."""
-    from pyro_sparsegp.diagnostics.export.sources import as_source
+    from pyro_sparsegp.diagnostics.sources import as_source
 
     x, y = smooth_data(30)
     guide = on_a_grid(6, x, y)
@@ -106,7 +107,9 @@ def test_the_exact_target_is_the_marginal_likelihood():
     q = draw.posteriors["f"]
     rho = KERNEL(x) - q.features[0] @ q.features[0].mT
     dense = dist.MultivariateNormal(draw.moments["f"][0], rho + NOISE**2 * torch.eye(30)).log_prob(y)
-    torch.testing.assert_close(source.log_joint_exact(draw) - draw.log_prior, dense, atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(
+        source.log_joints(draw, source.densities(draw))["lp_exact"] - draw.log_prior, dense, atol=1e-3, rtol=1e-5
+    )
     # lp − log_q averages to log p(y) through its exponential
     guide = on_a_grid(12, x, y)
     tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=25, exact=True, posterior_predictive=False)
@@ -118,8 +121,8 @@ def test_the_exact_target_is_the_marginal_likelihood():
 @pytest.mark.parametrize("name", ["bernoulli", "poisson"])
 def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     """The estimate of p(y | w) averages to brute force over the residual's draws."""
-    from pyro_sparsegp.diagnostics.export.sources import as_source
-    from pyro_sparsegp.diagnostics.trust.marginal import log_marginal
+    from pyro_sparsegp.diagnostics.marginal import log_marginal
+    from pyro_sparsegp.diagnostics.sources import as_source
 
     likelihood = {"bernoulli": lambda f: dist.Bernoulli(logits=f), "poisson": lambda f: dist.Poisson((1 + f).exp())}[
         name
@@ -153,7 +156,7 @@ def test_projected_data_have_the_exact_density_of_their_joint_draws():
 
 
 def test_weights_mend_hyperparameters():
-    """Resampling towards the exact model moves a mean-field posterior of the length to its exact one, by quadrature."""
+    """Draws anew by the weights towards the exact model: a mean-field posterior of the length becomes the exact one."""
 
     def model(x, y=None):
         length = pyro.sample("length", dist.LogNormal(-2.0, 0.7))
@@ -170,7 +173,8 @@ def test_weights_mend_hyperparameters():
     tree = diagnostics.to_datatree(model, guide, x, y, num_samples=70, exact=True, seed=1, posterior_predictive=False)
     found = diagnostics.psis(tree, target="exact")
     assert found.khat < 0.7
-    new = diagnostics.resample(tree, found, seed=0)
+    found.require()
+    new = arviz_base.extract(tree, num_samples=70, weights=np.exp(found.log_weights), random_seed=0)
     grid = torch.linspace(-5, 1, 200)
     log_posterior = torch.stack(
         [
@@ -180,33 +184,11 @@ def test_weights_mend_hyperparameters():
     ) + dist.Normal(-2.0, 0.7).log_prob(grid)
     share = torch.softmax(log_posterior, 0)
     mean, sd = (share * grid).sum(), (share * (grid - (share * grid).sum()).square()).sum().sqrt()
-    draws = np.log(new.posterior["length"].values)
+    draws = np.log(new["length"].values)
     assert abs(draws.mean() - mean) < 0.25 * sd + 0.02
     assert abs(draws.std() / sd - 1) < 0.25
     before = np.log(tree.posterior["length"].values)
     assert abs(before.std() - sd) > 3 * abs(draws.std() - sd)
-    assert new.posterior.sizes["draw"] == 70
-    assert "sample_stats" not in new.children
-    np.testing.assert_allclose(new.observed_data["y"], y)
-
-
-def test_resample_follows_the_weights_and_refuses_bad_ones():
-    x, y = smooth_data(40)
-    guide = on_a_grid(12, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=50, exact=True, posterior_predictive=False)
-    history = diagnostics.History()
-    history.record(1.0)
-    tree = diagnostics.add_history(tree, history)
-    found = diagnostics.psis(tree, target="exact")
-    new = diagnostics.resample(tree, found, num_samples=5000, seed=0)
-    assert new["vi_history"].identical(tree["vi_history"])  # iterates, not draws
-    old = tree.posterior["f_w"].values[0, :, 0]
-    counts = np.array([(new.posterior["f_w"].values[0, :, 0] == value).sum() for value in old])
-    np.testing.assert_allclose(counts, 5000 * np.exp(found.log_weights.values[0]), atol=1)
-    poor = on_a_grid(5, x, y)
-    tree = diagnostics.to_datatree(poor.model, poor, x, y, num_samples=40, exact=True, posterior_predictive=False)
-    with pytest.raises(ValueError, match=r"k-hat towards the target 'exact' is .* inducing"):
-        diagnostics.resample(tree, "exact")
 
 
 def test_psis_refuses():
@@ -232,7 +214,10 @@ def test_psis_refuses():
     mcmc = diagnostics.to_datatree(guide.model, samples, x, y)
     with pytest.raises(ValueError, match="need no weights"):
         diagnostics.psis(mcmc)
-    assert diagnostics.psis(guide.model, guide, x, y, num_samples=25, target="exact").target == "exact"
+    poor = on_a_grid(4, x, y)
+    found = diagnostics.psis(poor.model, poor, x, y, num_samples=40, target="exact")
+    with pytest.raises(ValueError, match=r"k-hat towards the target 'exact' is .* inducing"):
+        found.require()
 
 
 def test_chains_are_weighted_together():
@@ -257,6 +242,38 @@ def test_loo_is_the_exact_processes():
     assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.8
     with pytest.raises(ValueError, match="depend on each other"):
         diagnostics.loo(tree, target="exact")
+
+
+@pytest.mark.parametrize("weight", [4.0, 0.25, "rows"])
+def test_weights_of_rows_are_divided_out(weight):
+    """Of ``poutine.scale``: each row's likelihood is left out to its own power, as of an exact GP whose noise has the
+    variance σ²/wₙ; the density that is predicted is the row's own.
+    """
+    kernel, x, _ = kernels.RBF(0.4), *smooth_data(40)
+    y = torch.sin(6 * x[:, 0]) + NOISE * torch.randn(40)
+    w = torch.linspace(0.25, 4, 40) if weight == "rows" else torch.full((40,), weight)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        with pyro.plate("data", len(x)), poutine.scale(scale=w):
+            pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide = on_a_grid(20, x, y, model)
+    precision = torch.linalg.inv(kernel(x) + torch.diag(NOISE**2 / w))
+    mean, variance = y - precision @ y / precision.diagonal(), 1 / precision.diagonal() - NOISE**2 / w
+    exact = float(dist.Normal(mean, (variance + NOISE**2).sqrt()).log_prob(y).sum())
+    tree = diagnostics.to_datatree(model, guide, x, y, num_samples=400, posterior_predictive=False, exact=True, seed=0)
+    np.testing.assert_allclose(tree.log_likelihood["y_weight"], w)
+    for target in ("vfe", "exact"):  # which are the weighted data's
+        assert diagnostics.psis(tree, target=target).khat < 0.5
+    samples = {"f": guide.posterior(x)["f"].rsample((400,)).detach()}  # as MCMC would have them: q is exact here
+    assert abs(diagnostics.loo(diagnostics.to_datatree(model, samples, x, y)).elpd - exact) < 0.7
+    part = diagnostics.loo_large(model, guide, x, y, num_samples=400, observations=30)
+    assert abs(part.elpd - exact) < 0.5 + 4 * part.subsampling_se
+    for found in (diagnostics.loo(tree), diagnostics.loo_large(model, guide, x, y, num_samples=400)):
+        assert abs(found.elpd - exact) < 0.5
+    stock = stats.loo(tree, reff=1.0).elpd
+    assert abs(stock - exact) > 1 or weight == "rows"  # one likelihood divided out, and not its power
 
 
 def test_comparison_is_one_call():
@@ -393,7 +410,7 @@ def test_scores_of_a_gaussian_likelihood_are_closed_form():
 
 def test_scores_of_mixtures_are_those_of_the_mixture(monkeypatch):
     """Of draws of hyperparameters: each has a normal, and the scores are the equal mixture's, by integration."""
-    from pyro_sparsegp.diagnostics.trust import scorers
+    from pyro_sparsegp.diagnostics import scorers
 
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
@@ -414,7 +431,7 @@ def test_scores_of_mixtures_are_those_of_the_mixture(monkeypatch):
 
 
 def test_scores_by_draws_are_those_of_the_distribution():
-    from pyro_sparsegp.diagnostics.trust.scorers import Draws
+    from pyro_sparsegp.diagnostics.scorers import Draws
 
     y = torch.linspace(-2, 2, 5)
     scorer = Draws(None, y, "y")

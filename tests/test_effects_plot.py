@@ -118,7 +118,7 @@ def test_a_guide_of_one_column():
     for given, message in (
         (guide, r"got a guide: give guide.posterior\(x\)\['f'\]"),
         (svi, r"got a guide's SVI object: give its guide.posterior\(x\)\['f'\]"),
-        (guide.posterior(x), r"got a mapping of posteriors of the sites \['f'\]: give one of them"),
+        (guide.posterior(x), "got BySite: give guide.posterior"),
         (guide.model, "got function: give guide.posterior"),
     ):
         with pytest.raises(ValueError, match=message):

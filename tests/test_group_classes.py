@@ -236,7 +236,7 @@ def _inferred(model, x, y):
 
 
 def test_pointwise_densities_add_up_by_group():
-    source = pytest.importorskip("pyro_sparsegp.diagnostics.export.draws").GuideSource
+    source = pytest.importorskip("pyro_sparsegp.diagnostics.draws").GuideSource
     x, y = data()
     _, _, guide = bound(indexed, SVGP(8), x, GROUP, y)
     source = source(guide, (x, GROUP, y), {}, False, 8192)

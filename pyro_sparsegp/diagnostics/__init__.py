@@ -1,33 +1,42 @@
 """Diagnostics: every posterior leaves as a standard ArviZ object, and says whether to trust it."""
 
-from .export.prior import prior_predictive
-from .export.tree import to_datatree
-from .plots.effects import plot_effects
-from .plots.ribbons import plot_ribbon
+from typing import Any
+
+from .calibration import sbc
+from .effects import plot_effects
+from .leave_one_out import compare, loo, loo_large
 from .sampler import HMC, NUTS
-from .trust.calibration import sbc
-from .trust.comparison import compare, loo, loo_large
-from .trust.convergence import History, StoppingRule, add_history
-from .trust.scores import PredictiveScores, predictive_scores
-from .trust.weights import PSIS, psis, resample
+from .scores import PredictiveScores, predictive_scores
+from .tree import prior_predictive, to_datatree
+from .weights import PSIS, psis
 
 __all__ = [
     "HMC",
     "NUTS",
     "PSIS",
-    "History",
     "PredictiveScores",
-    "StoppingRule",
-    "add_history",
     "compare",
     "loo",
     "loo_large",
     "plot_effects",
-    "plot_ribbon",
     "predictive_scores",
     "prior_predictive",
     "psis",
-    "resample",
     "sbc",
     "to_datatree",
 ]
+
+_LOSSES = 'keep the losses in a list; arviz_base.from_dict({"vi_history": {"elbo": [[-loss for loss in losses]]}})'
+_LEFT = {
+    "History": _LOSSES,
+    "StoppingRule": "fit(stopping=...) takes any function of the losses; arviz_stats.rhat looks at iterates",
+    "add_history": f'{_LOSSES}["vi_history"] is a group for tree["vi_history"]',
+    "plot_ribbon": 'arviz_plots.plot_lm(tree, group="predictions", ...), or guide.posterior(x_new)["f"] and matplotlib',
+    "resample": "arviz_base.extract(tree, num_samples=..., weights=np.exp(psis(tree).log_weights))",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LEFT:
+        raise ImportError(f"pyro_sparsegp.diagnostics has no {name} any more. In its place: {_LEFT[name]}.")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,8 +45,7 @@ class FitResult:
     :param seconds: of the loop.
     :param best_state: the guide's ``state_dict`` as ``"guide"`` and the model's parameters, at the best score, or at
         the end if nothing was scored. The guide is in that state.
-    :param iterates: losses and small parameters step by step, which
-        :func:`~pyro_sparsegp.diagnostics.add_history` takes from here.
+    :param iterates: losses and small parameters step by step.
     """
 
     steps: int
@@ -122,8 +121,7 @@ def fit(
     :param score: ``score(model, guide, *held_out)``, larger is better; by default the mean log predictive density.
     :param score_every: steps from one score to the next.
     :param patience: scores without a new best, after which training stops.
-    :param stopping: a :class:`~pyro_sparsegp.diagnostics.StoppingRule`, or another callable that is given the iterates
-        after each step and says whether to stop.
+    :param stopping: a callable that is given the iterates after each step and says whether to stop.
     :param checkpoint: a file for all that the fit is, written so that it is never half there; the folder must exist.
     :param checkpoint_every: seconds from one to the next; 0 is after each step.
     :param resume: whether to go on from ``checkpoint``, if that file is there: on a CPU, with the same arguments, the

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 
-from ..export import backend
-from ..export.arguments import guide_of, is_tree, kind_of, require_tree
-from ..export.tree import to_datatree
+from .backend import smooth, xarray
+from .given import guide_of, is_tree, kind_of
+from .tree import to_datatree
 
-if TYPE_CHECKING:
-    import xarray
-else:
-    xarray = backend.Later("xarray")
-
-__all__ = ["PSIS", "TARGETS", "log_weights_of", "psis", "resample"]
+__all__ = ["LIMIT", "PSIS", "log_weights_of", "psis", "tree_of"]
 
 TARGETS = ("vfe", "fitc", "exact")
 LIMIT = 0.7
@@ -26,6 +21,9 @@ LIMIT = 0.7
 @dataclass(frozen=True)
 class PSIS:
     """Pareto-smoothed importance weights of the draws of a tree.
+
+    ``arviz_base.extract(tree, num_samples=1000, weights=np.exp(found.log_weights))`` draws anew by them, which moves a
+    posterior's draws to the target where k-hat allows it.
 
     :param log_weights: ``xarray.DataArray`` ``(chain, draw)``, normalised over all draws.
     :param pareto_k: k-hat of each chain's weights, ``xarray.DataArray`` ``(chain,)``; −∞ where all weights are equal.
@@ -62,7 +60,7 @@ class PSIS:
             }[self.target]
             raise ValueError(
                 f"k-hat towards the target {self.target!r} is {self.khat:.2f}, above {LIMIT}: the posterior is too far "
-                f"from the target for importance weights to mend. To come closer: {remedy}."
+                f"from the target for importance weights to mend it. To come closer: {remedy}."
             )
 
     def __repr__(self) -> str:
@@ -100,63 +98,16 @@ def psis(
     :param kwargs: of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or where the tree was made for another target.
     """
-    tree = _tree(tree_or_model, args, target, kwargs)
+    tree = tree_of(tree_or_model, args, target, kwargs)
     target = target or tree.sample_stats.attrs["target"]
     raw = log_weights_of(tree, target)
-    xr = backend.xarray()
-    # Weights of several chains: each towards the same p, from a q of its own.
-    pairs = [backend.smooth(chain) for chain in raw.values]
-    smoothed = np.stack([weights + _log_mean(chain) for (weights, _), chain in zip(pairs, raw.values)])
-    khats = [khat for _, khat in pairs]
-    smoothed = smoothed - np.logaddexp.reduce(smoothed.ravel())
-    size = raw.sizes["draw"]
-    return PSIS(
-        raw.copy(data=smoothed),
-        xr.DataArray(khats, dims=["chain"], coords={"chain": raw.chain}),
-        target,
-        min(1 - 1 / np.log10(size), LIMIT) if size > 10 else 0.0,
-    )
-
-
-def resample(
-    tree: xarray.DataTree,
-    weights: Union[PSIS, str, None] = None,
-    num_samples: Optional[int] = None,
-    seed: Optional[int] = None,
-) -> xarray.DataTree:
-    """A tree of draws drawn anew by their importance weights: closer to the target than the posterior is.
-
-    Systematic, by one uniform number for all, so that a draw of weight w appears ⌊Sw⌋ or ⌈Sw⌉ times. All chains become
-    one; ``sample_stats``, ``lp`` and ``log_q`` among them, goes, for the new draws are from neither.
-
-    :param tree: of :func:`to_datatree`.
-    :param weights: of :func:`psis`, or a target; by default the tree's own.
-    :param num_samples: how many; as many as there are, if not given.
-    :param seed: of the draws.
-    :raises ValueError: if k-hat is above 0.7.
-    """
-    require_tree("resample", tree)
-    found = weights if isinstance(weights, PSIS) else psis(tree, target=weights)
-    found.require()
-    chains, draws = found.log_weights.shape
-    num = chains * draws if num_samples is None else num_samples
-    edges = np.cumsum(np.exp(found.log_weights.values.ravel()))
-    points = (np.arange(num) + np.random.default_rng(seed).uniform()) / num * edges[-1]
-    chosen = np.minimum(np.searchsorted(edges, points, side="right"), chains * draws - 1)
-    chain, draw = np.unravel_index(chosen, (chains, draws))
-    xr = backend.xarray()
-    index = {name: xr.DataArray(values, dims="draw") for name, values in (("chain", chain), ("draw", draw))}
-    datasets = {}
-    for name, group in tree.children.items():
-        dataset = group.to_dataset()
-        if name == "sample_stats":
-            continue
-        if "draw" in dataset.dims and name != "vi_history":  # whose draws are iterates
-            dataset = dataset.isel(index).drop_vars(["chain", "draw"]).expand_dims(chain=[0])
-            dataset = dataset.assign_coords(draw=np.arange(num)).assign_attrs(resampled_towards=found.target)
-            dataset = dataset.transpose("chain", "draw", ...)
-        datasets[name] = dataset
-    return xr.DataTree.from_dict(datasets, name=tree.name)
+    # Each chain's weights are smoothed apart, towards the same p from a q of its own: their means are kept.
+    pairs = [smooth(chain) for chain in raw.values]
+    means = np.logaddexp.reduce(raw.values, axis=1) - np.log(raw.sizes["draw"])
+    smoothed = np.stack([weights for weights, _ in pairs]) + means[:, None]
+    khat = xarray.DataArray([khat for _, khat in pairs], dims=["chain"], coords={"chain": raw.chain})
+    good_k = min(1 - 1 / np.log10(raw.sizes["draw"]), LIMIT)
+    return PSIS(raw.copy(data=smoothed - np.logaddexp.reduce(smoothed.ravel())), khat, target, good_k)
 
 
 def log_weights_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
@@ -173,46 +124,34 @@ def log_weights_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
         raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")
     own = stats.attrs["target"]
     name = "lp" if target == ("exact" if own == "exact" else "vfe") else f"lp_{target}"
-    if name in stats:
-        _require_finite(name, target, stats[name].values)
-        return stats[name] - stats["log_q"]
-    raise ValueError(
-        f"the tree has draws and densities for the target {own!r}, not for {target!r}"
-        + (": make it by to_datatree(..., exact=True), in O(N³) a draw." if target == "exact" else ".")
-    )
-
-
-def _require_finite(name: str, target: str, values: np.ndarray) -> None:
-    bad = ~np.isfinite(values)
-    if not bad.any():
-        return
-    why = "the log densities under the posterior's draws are not finite"
-    if target == "vfe":
-        why = (
-            "E[log p(y | f)] is infinite where the likelihood has no density at some function values that the "
-            'posterior allows; the target "fitc" takes integrated densities'
+    if name not in stats:
+        raise ValueError(
+            f"the tree has draws and densities for the target {own!r}, not for {target!r}"
+            + (": make it by to_datatree(..., exact=True), in O(N³) a draw." if target == "exact" else ".")
         )
-    raise ValueError(
-        f"{name}, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "
-        f"draws: {why}. Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
-    )
+    bad = ~np.isfinite(stats[name].values)
+    if bad.any():
+        raise ValueError(
+            f"{name}, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "
+            "draws: the likelihood has no density at some function values that the posterior allows. "
+            + 'E[log p(y | f)] is then infinite; the target "fitc" takes integrated densities. ' * (target == "vfe")
+            + "Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
+        )
+    return stats[name] - stats["log_q"]
 
 
-def _tree(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]) -> xarray.DataTree:
+def tree_of(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]) -> xarray.DataTree:
+    """A tree that was given, or one made of a model, a guide and the training arguments."""
     if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
         if args or kwargs:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")
-        require_tree("this function", tree_or_model)
+        if "sample" in tree_or_model["posterior"].sizes:
+            raise ValueError('this tree has all draws along "sample": give the one with chains and draws')
         return tree_or_model
     if not callable(tree_or_model) or not args or guide_of(tree_or_model) is not None:
         raise ValueError(
             "give a tree made by to_datatree, or model, guide and the training arguments, in this order: "
             f"(model, guide, x, y); got {kind_of(tree_or_model)} first and {len(args)} more"
         )
-    kwargs.setdefault("exact", target == "exact")
-    kwargs.setdefault("posterior_predictive", False)
+    kwargs = {"exact": target == "exact", "posterior_predictive": False, **kwargs}
     return to_datatree(tree_or_model, *args, **kwargs)
-
-
-def _log_mean(values: np.ndarray) -> float:
-    return float(np.logaddexp.reduce(values) - np.log(values.size))

@@ -10,11 +10,10 @@ import torch
 from pyro.distributions import OrderedLogistic
 from torch import Tensor
 
-from ...distributions.probit import Probit
-from ...program.traces import bare
-from ..export.draws import Draw
-from ..export.sources import Source
-from .pointwise import PointwiseReader
+from ..distributions.probit import Probit
+from ..program.traces import bare
+from .densities import DensityReader
+from .draws import Draw
 
 __all__ = ["Scorer", "scorer_for"]
 
@@ -22,12 +21,15 @@ _LAGS = 16  # pairs of draws for each draw, in the CRPS of a mixture
 
 
 class Scorer:
-    """Collects an observed site's scores over draws."""
+    """Collects an observed site's scores over draws: the log score, and those of a kind of likelihood.
 
-    method: str
+    Observations of several classes at once, which have neither an order nor a probability each, have the log score.
+    """
 
-    def __init__(self, source: Source, y: Tensor, site: str) -> None:
-        self.source, self.y, self.site = source, y, site
+    method = "log score"
+
+    def __init__(self, reader: DensityReader, y: Tensor, site: str) -> None:
+        self.reader, self.y, self.site = reader, y, site
         self.num = 0
         self.log_score: Any = None
 
@@ -45,19 +47,13 @@ class Scorer:
         return {}
 
 
-class LogScore(Scorer):
-    """Observations of several classes at once, which have neither an order nor a probability each."""
-
-    method = "log score"
-
-
 class Gaussian(Scorer):
     """Predictions that are normal given hyperparameters: y ~ N(m, v), with m and v linear in the moments of f."""
 
     method = "gaussian"
 
-    def __init__(self, source: Source, y: Tensor, site: str, gp: str) -> None:
-        super().__init__(source, y, site)
+    def __init__(self, reader: DensityReader, y: Tensor, site: str, gp: str) -> None:
+        super().__init__(reader, y, site)
         self.gp = gp
         self.recent: list[tuple[Tensor, Tensor]] = []
         self.distance = self.pit = self.own = self.between = torch.zeros(())
@@ -65,7 +61,7 @@ class Gaussian(Scorer):
 
     def add(self, draw: Draw, log_density: Tensor) -> None:
         super().add(draw, log_density)
-        m, v = _predictive_moments(self.source.reader, draw, self.site, self.gp)
+        m, v = _predictive_moments(self.reader, draw, self.site, self.gp)
         self.distance = self.distance + _expected_distance(self.y - m, v)
         self.pit = self.pit + dist.Normal(0.0, 1.0).cdf((self.y - m) / v.sqrt())
         self.own = self.own + _expected_distance(torch.zeros_like(m), 2 * v)
@@ -104,18 +100,16 @@ class Classes(Scorer):
     uniform where predictions are right.
     """
 
-    def __init__(self, source: Source, node: Any, site: str, num: int, ordered: bool) -> None:
-        super().__init__(source, node["value"], site)
+    def __init__(self, reader: DensityReader, y: Tensor, site: str, num: int, ordered: bool) -> None:
+        super().__init__(reader, y, site)
         self.method = "ordered" if ordered else "categorical"
-        self.classes = [torch.full_like(node["value"], k) for k in range(num)]
+        self.classes = [torch.full_like(y, k) for k in range(num)]
         self.log_probs: Any = None
 
     def add(self, draw: Draw, log_density: Tensor) -> None:
         super().add(draw, log_density)
-        reader = self.source.reader
-        log_probs = torch.stack(
-            [reader.density(self.site, {**draw.held, self.site: y}, draw.moments) for y in self.classes]
-        ).double()
+        held = [{**draw.held, self.site: y} for y in self.classes]
+        log_probs = torch.stack([self.reader.density(self.site, each, draw.moments) for each in held]).double()
         self.log_probs = log_probs if self.log_probs is None else torch.logaddexp(self.log_probs, log_probs)
 
     def others(self) -> dict[str, Tensor]:
@@ -137,33 +131,61 @@ class Draws(Scorer):
 
     method = "draws"
 
-    def __init__(self, source: Source, y: Tensor, site: str) -> None:
-        super().__init__(source, y, site)
+    def __init__(self, reader: DensityReader, y: Tensor, site: str) -> None:
+        super().__init__(reader, y, site)
         self.draws: list[Tensor] = []
 
     def add(self, draw: Draw, log_density: Tensor) -> None:
         super().add(draw, log_density)
-        self.draws.append(draw.data[self.site]["fn"].sample().to(self.y))
+        self.draws.append(draw.sites[self.site]["fn"].sample().to(self.y))
 
     def others(self) -> dict[str, Tensor]:
         y, num = self.y, self.num
         if num < 2 or self.draws[0].shape != y.shape:
             return {name: torch.full_like(self.log_score, torch.nan) for name in ("crps", "pit")}
-        below = equal = distance = torch.zeros_like(y)
-        for drawn in self.draws:
-            below, equal = below + (drawn < y), equal + (drawn == y)
-            distance = distance + (drawn - y).abs()
+        below = sum((drawn < y).to(y) for drawn in self.draws)
+        equal = sum((drawn == y).to(y) for drawn in self.draws)
+        distance = sum((drawn - y).abs() for drawn in self.draws)
         # Σ|yᵢ − yⱼ| over pairs by ranks, some rows at a time; the fair estimate, without bias in S.
-        rank = 2 * torch.arange(num, dtype=torch.float64) - num + 1
+        rank = (2 * torch.arange(num, dtype=torch.float64, device=y.device) - num + 1)[:, None]
         columns = [part.flatten() for part in self.draws]
-        between = torch.empty(y.numel(), dtype=torch.float64)
-        size = max(1, 2**23 // num)
-        for start in range(0, y.numel(), size):
-            ordered = torch.stack([part[start : start + size] for part in columns]).sort(0).values.double()
-            between[start : start + size] = (rank[:, None].to(ordered) * ordered).sum(0).cpu()
+        between = torch.cat(
+            [
+                (rank * torch.stack(rows).sort(0).values.double()).sum(0)
+                for rows in zip(*(column.split(max(1, 2**23 // num)) for column in columns))
+            ]
+        )
         spread = between.to(y).reshape(y.shape) / (num * (num - 1))
         pit = (below + torch.rand_like(y) * (equal + 1)) / (num + 1)
         return {"crps": distance / num - spread, "pit": pit.clamp(0, 1)}
+
+
+def scorer_for(reader: DensityReader, draw: Draw, site: str, ordered: Optional[bool] = None) -> Scorer:
+    """The scorer for an observed site, with as much in closed form as its likelihood allows."""
+    node = draw.sites[site]
+    y = node["value"].to(next(iter(draw.moments.values()))[0]) if draw.moments else node["value"]
+    fn, is_single = bare(node["fn"]), not node["fn"].event_shape
+    if isinstance(fn, torch.distributions.Categorical):
+        has_order = isinstance(fn, OrderedLogistic) if ordered is None else ordered
+        return (
+            Classes(reader, node["value"], site, fn.logits.shape[-1], has_order)
+            if is_single
+            else Scorer(reader, y, site)
+        )
+    if ordered is not None:
+        raise ValueError(f"ordered is for classes; the distribution of site {site!r} is {type(fn).__name__}")
+    plan = (reader.plans or {}).get(site)
+    gp = plan.quadratic if plan is not None and list(plan.aligned.values()) == [True] else None
+    if gp is not None and is_single and isinstance(fn, torch.distributions.Normal):
+        return Gaussian(reader, y, site, gp)  # a parabola in f, so that the mean is linear in it and the variance fixed
+    return (Bernoulli if isinstance(fn, (torch.distributions.Bernoulli, Probit)) else Draws)(reader, y, site)
+
+
+def _predictive_moments(reader: DensityReader, draw: Draw, site: str, gp: str) -> tuple[Tensor, Tensor]:
+    """m(h) and v + (m(h + 1) − m(h))² d, of y ~ N(m(f), v) with m linear."""
+    h, d = draw.moments[gp]
+    here, moved = (reader.site({**draw.held, **draw.functions, gp: f}, site)["fn"] for f in (h, h + 1))
+    return here.mean, here.variance + (moved.mean - here.mean).square() * d
 
 
 def _expected_distance(delta: Tensor, variance: Tensor) -> Tensor:
@@ -172,47 +194,3 @@ def _expected_distance(delta: Tensor, variance: Tensor) -> Tensor:
     z = delta / scale
     normal = dist.Normal(0.0, 1.0)
     return 2 * scale * normal.log_prob(z).exp() + delta * (2 * normal.cdf(z) - 1)
-
-
-def scorer_for(source: Source, draw: Draw, site: str, ordered: Optional[bool] = None) -> Scorer:
-    """The scorer for an observed site, with as much in closed form as its likelihood allows."""
-    node = draw.data[site]
-    y = node["value"].to(next(iter(draw.moments.values()))[0]) if draw.moments else node["value"]
-    fn = bare(node["fn"])
-    if isinstance(fn, torch.distributions.Categorical):
-        if node["fn"].event_shape:
-            return LogScore(source, y, site)
-        has_order = isinstance(fn, OrderedLogistic) if ordered is None else ordered
-        return Classes(source, node, site, fn.logits.shape[-1], has_order)
-    if ordered is not None:
-        raise ValueError(f"ordered is for classes; the distribution of site {site!r} is {type(fn).__name__}")
-    plan = (source.reader.plans or {}).get(site)
-    if plan is not None and list(plan.aligned.values()) == [True] and not node["fn"].event_shape:
-        gp = plan.quadratic
-        normal = isinstance(fn, torch.distributions.Normal)
-        if normal and gp is not None and _is_linear(source.reader, draw, site, gp):
-            return Gaussian(source, y, site, gp)
-    if isinstance(fn, (torch.distributions.Bernoulli, Probit)):
-        return Bernoulli(source, y, site)
-    return Draws(source, y, site)
-
-
-def _normal_at(reader: PointwiseReader, draw: Draw, site: str, gp: str, f: Tensor) -> tuple[Tensor, Tensor]:
-    fn = reader.site({**draw.held, **draw.functions, gp: f}, site)["fn"]
-    return fn.mean, fn.variance
-
-
-def _predictive_moments(reader: PointwiseReader, draw: Draw, site: str, gp: str) -> tuple[Tensor, Tensor]:
-    h, d = draw.moments[gp]
-    mean, variance = _normal_at(reader, draw, site, gp, h)
-    moved, _ = _normal_at(reader, draw, site, gp, h + 1)
-    return mean, variance + (moved - mean).square() * d
-
-
-def _is_linear(reader: PointwiseReader, draw: Draw, site: str, gp: str) -> bool:
-    h, _ = draw.moments[gp]
-    points = [_normal_at(reader, draw, site, gp, h + step) for step in (-1.0, 0.0, 1.0)]
-    (low, v), (middle, _), (high, w) = points
-    tolerance = 1e-6 if h.dtype == torch.float64 else 1e-3
-    bent = (low + high - 2 * middle).abs() > tolerance * (high - low).abs()
-    return not bent.any() and torch.allclose(v, w)

@@ -8,9 +8,9 @@ import pyro
 import torch
 from torch import Tensor
 
-from ...posterior.sparse_posterior import SparsePosterior
-from ...program.likelihood import derivatives
-from .pointwise import Moments, PointwiseReader
+from ..posterior.sparse_posterior import SparsePosterior
+from ..program.likelihood import derivatives
+from .densities import DensityReader, Moments
 
 __all__ = ["log_marginal"]
 
@@ -18,9 +18,8 @@ _STEPS = 12
 _HALVINGS = 6
 
 
-@torch.no_grad()
 def log_marginal(
-    reader: PointwiseReader,
+    reader: DensityReader,
     held: dict[str, Tensor],
     posteriors: dict[str, SparsePosterior],
     moments: dict[str, Moments],
@@ -35,50 +34,46 @@ def log_marginal(
     :param held: values of all else.
     :param moments: h and d of the GP sites.
     """
-    with pyro.validation_enabled(False):
+    with torch.no_grad(), pyro.validation_enabled(False):
         return _Integral(reader, held, posteriors, moments).estimate()
 
 
 class _Integral:
-    def __init__(
-        self, reader: PointwiseReader, held: dict[str, Tensor], posteriors: Any, moments: dict[str, Moments]
-    ) -> None:
+    def __init__(self, reader: DensityReader, held: dict[str, Tensor], posteriors: Any, moments: Any) -> None:
         self.reader, self.held = reader, held
         self.centres = {name: mean for name, (mean, _) in moments.items()}
         self.roots = {name: posteriors[name].residual_tril for name in moments}
 
     def values(self, noise: dict[str, Tensor]) -> dict[str, Tensor]:
+        """f = h + Rε of each GP site."""
         return {n: self.centres[n] + (self.roots[n] @ noise[n][..., None])[..., 0] for n in noise}
 
     def log_density(self, values: dict[str, Tensor]) -> Tensor:
         return self.reader.total({**self.held, **values})
 
-    def curvature(self, name: str, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def newton(self, name: str, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Where one site's ε has its largest density under a parabola at these values, and the root of I + RᵀΛR."""
         first, second = derivatives(lambda f: self.log_density({**values, name: f}), values[name])
-        return first, (-second).clamp(min=0)
-
-    def objective(self, noise: dict[str, Tensor]) -> Tensor:
-        prior = sum(0.5 * part.square().sum() for part in noise.values())
-        return self.log_density(self.values(noise)) - prior
-
-    def factor(self, name: str, precision: Tensor) -> Tensor:
-        root = self.roots[name]
+        root, precision = self.roots[name], (-second).clamp(min=0)
         eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
-        return torch.linalg.cholesky(eye + root.mT @ (precision[..., None] * root))
+        factor = torch.linalg.cholesky(eye + root.mT @ (precision[..., None] * root))
+        pull = first + precision * (values[name] - self.centres[name])
+        return torch.cholesky_solve(root.mT @ pull[..., None], factor)[..., 0], factor
 
     def mode(self) -> dict[str, Tensor]:
+        """Newton's iteration, its steps halved until the density grows."""
+
+        def objective(noise: dict[str, Tensor]) -> Tensor:
+            return self.log_density(self.values(noise)) - sum(0.5 * part.square().sum() for part in noise.values())
+
         noise = {name: torch.zeros_like(centre) for name, centre in self.centres.items()}
-        best = self.objective(noise)
+        best = objective(noise)
         for _ in range(_STEPS):
-            values, target = self.values(noise), {}
-            for name in noise:
-                first, precision = self.curvature(name, values)
-                pull = first + precision * (values[name] - self.centres[name])
-                right = (self.roots[name].mT @ pull[..., None])[..., 0]
-                target[name] = torch.cholesky_solve(right[..., None], self.factor(name, precision))[..., 0]
+            values = self.values(noise)
+            target = {name: self.newton(name, values)[0] for name in noise}
             for halving in range(_HALVINGS):
                 moved = {n: eps + (target[n] - eps) * 0.5**halving for n, eps in noise.items()}
-                value = self.objective(moved)
+                value = objective(moved)
                 if value > best:
                     break
             else:
@@ -89,12 +84,12 @@ class _Integral:
         return noise
 
     def estimate(self) -> Tensor:
+        """log p(y | f) + log p(ε) − log q(ε) at one ε."""
         centre = self.mode()
         at_mode = self.values(centre)
         drawn, log_ratio = {}, torch.zeros((), dtype=torch.float64)
         for name, eps in centre.items():
-            factor = self.factor(name, self.curvature(name, at_mode)[1])
-            eta = torch.randn_like(eps)
+            factor, eta = self.newton(name, at_mode)[1], torch.randn_like(eps)
             drawn[name] = eps + torch.linalg.solve_triangular(factor.mT, eta[..., None], upper=True)[..., 0]
             log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum()
             log_ratio = log_ratio + (0.5 * (eta.square().sum() - drawn[name].square().sum()) - log_det).double()

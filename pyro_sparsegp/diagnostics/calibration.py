@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 import pyro
@@ -16,23 +14,14 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from tqdm import tqdm
 
-from ...guide import AutoSparseGP
-from ...predict import predict
-from ...program.traces import as_process, is_observation, whole_plates
-from ..export import backend
-from ..export.arguments import guide_of, kind_of, require_arguments, require_model
-from ..export.draws import sites_of
-from ..export.labels import Labels, attributes
-
-if TYPE_CHECKING:
-    import xarray
-else:
-    xarray = backend.Later("xarray")
+from ..predict import predict
+from ..program.traces import as_process, is_observation, whole_plates
+from .backend import xarray
+from .draws import sites_of
+from .given import guide_of, kind_of, require_arguments, require_model
+from .groups import attributes, name_of
 
 __all__ = ["sbc"]
-
-_State = tuple[Callable, Callable, tuple, dict[str, Any], dict[str, str], int, tuple[int, ...], int]
-_state: list[_State] = []  # of a worker process
 
 
 def sbc(
@@ -92,103 +81,94 @@ def sbc(
         )
     if (isinstance(rows, int) and rows < 1) or (not isinstance(rows, int) and not len(rows)):
         raise ValueError(f"sbc's rows must be how many, at least 1, or a sequence of row numbers, got {rows!r}")
-    backend.xarray()
-    chosen = (rows,) if isinstance(rows, int) else tuple(rows)
-    state = (model, fit, args, kwargs, dict(observed or {}), num_samples, chosen, -1 if isinstance(rows, int) else 0)
-    bar = tqdm(total=num_simulations, desc="simulations", disable=not progress)
-    found: list[dict[str, np.ndarray]] = [{}] * num_simulations
-    seeds = [seed + s for s in range(num_simulations)]
-    with bar if progress else nullcontext():
-        if processes == 1:
-            _start(state)
-            try:
-                with torch.random.fork_rng(), pyro.get_param_store().scope():  # the caller's stays as it is
-                    for s, one in enumerate(map(_simulate, seeds)):
-                        found[s] = one
-                        bar.update()
-            finally:
-                _state.clear()
-        else:
-            context = multiprocessing.get_context("fork")
-            _start(state)  # a forked process inherits it: nothing has to be pickled
-            try:
-                with ProcessPoolExecutor(processes, mp_context=context, initializer=_single_thread) as pool:
-                    jobs = {pool.submit(_simulate, one): s for s, one in enumerate(seeds)}
-                    for job in as_completed(jobs):
-                        found[jobs[job]] = job.result()
-                        bar.update()
-            finally:
-                _state.clear()
-    labels = Labels(None, None)
-    arrays = {name: np.stack([one[name] for one in found])[None] for name in found[0]}
-    named = {name: ([f"{name}_dim_{i}" for i in range(a.ndim - 2)], a) for name, a in arrays.items()}
-    dataset = labels.dataset(named, sampled=True)
-    dataset = dataset.assign_attrs(attributes(num_samples=num_samples, model=getattr(model, "__name__", "model")))
-    return backend.xarray().DataTree.from_dict({"prior_sbc": dataset})
+
+    def simulate(seed: int) -> dict[str, np.ndarray]:
+        torch.manual_seed(seed)
+        return _ranks(model, fit, args, kwargs, dict(observed or {}), num_samples, rows)
+
+    seeds = range(seed, seed + num_simulations)
+    shown = {"total": num_simulations, "desc": "simulations", "disable": not progress}
+    if processes == 1:
+        with torch.random.fork_rng(), pyro.get_param_store().scope():  # the caller's stays as it is
+            found = list(tqdm(map(simulate, seeds), **shown))
+    else:  # a forked process inherits what it is started with: nothing has to be pickled
+        with multiprocessing.get_context("fork").Pool(processes, _begin, (simulate,)) as pool:
+            found = list(tqdm(pool.imap(_simulate, seeds), **shown))
+    stacked = {name: np.stack([one[name] for one in found])[None] for name in found[0]}
+    variables = {
+        name: (["chain", "draw", *(f"{name}_dim_{i}" for i in range(array.ndim - 2))], array)
+        for name, array in stacked.items()
+    }
+    sizes = {dim: size for dims, array in variables.values() for dim, size in zip(dims, array.shape)}
+    attrs = attributes(num_samples=num_samples, model=name_of(model))
+    coords = {dim: np.arange(size) for dim, size in sizes.items()}
+    return xarray.DataTree.from_dict({"prior_sbc": xarray.Dataset(variables, coords=coords, attrs=attrs)})
 
 
-def _start(state: _State) -> None:
-    _state[:] = [state]
+_worker: list[Callable] = []  # what a worker process does for each seed
 
 
-def _single_thread() -> None:
+def _begin(simulate: Callable) -> None:
+    _worker[:] = [simulate]
     torch.set_num_threads(1)
 
 
 def _simulate(seed: int) -> dict[str, np.ndarray]:
+    return _worker[0](seed)
+
+
+def _ranks(
+    model: Callable,
+    fit: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    observed: dict[str, str],
+    num_samples: int,
+    rows: Union[int, Sequence[int]],
+) -> dict[str, np.ndarray]:
     """The normalised ranks of one simulation."""
-    model, fit, args, kwargs, observed, num_samples, rows, evenly = _state[0]
-    torch.manual_seed(seed)
     with torch.no_grad(), whole_plates():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-    truth: dict[str, Tensor] = {}
-    functions: dict[str, Tensor] = {}
-    data: dict[str, Tensor] = {}
-    plates = set()
-    last = None
-    for name, site in sites_of(trace):
-        if site_is_subsample(site) or is_observation(site):
-            continue
-        if as_process(site["fn"])[0] is not None:
-            functions[name] = site["value"]
-        else:
-            truth[name] = site["value"]
-            last = name
-    # The data are the sites that the guide will know as observed; until then, those named, or the last one.
-    names = list(observed) or ([last] if last is not None else [])
-    for name in names:
-        if name not in truth:
-            raise ValueError(f"observed names {name!r}, which is no site of the model: it has {sorted(truth)}")
-        data[observed.get(name, name)] = truth.pop(name)
-        plates |= {frame.name for frame in trace.nodes[name]["cond_indep_stack"]}
-    if not data:
+    sites = {n: site for n, site in sites_of(trace) if not site_is_subsample(site) and not is_observation(site)}
+    functions = {n: site["value"] for n, site in sites.items() if as_process(site["fn"])[0] is not None}
+    truth = {n: site["value"] for n, site in sites.items() if n not in functions}
+    names = list(observed) or list(truth)[-1:]  # by default the last site is taken for the data
+    unknown = [name for name in names if name not in truth]
+    if unknown:
+        raise ValueError(f"observed names {unknown[0]!r}, which is no site of the model: it has {sorted(truth)}")
+    if not names:
         raise ValueError(
             "the model has no site that could be data: call sbc with arguments that leave observations out"
         )
+    data = {observed.get(name, name): truth.pop(name) for name in names}
     pyro.clear_param_store()
     try:
-        guide = fit(*args, **kwargs, **data)
+        result = fit(*args, **kwargs, **data)
     except TypeError as error:
         raise ValueError(
             f"fit could not be called with the simulated data as {sorted(data)} ({error}); give observed={{site: "
             "argument}}"
         ) from error
-    guide = getattr(guide, "guide", guide)  # of an ExpectationPropagation, say
-    if not isinstance(guide, AutoSparseGP):
-        raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {kind_of(guide)}")
-    for name in list(truth):  # latents of single data have no posterior at new inputs, points have none at all
-        frames = {frame.name for frame in trace.nodes[name]["cond_indep_stack"]}
-        points = guide.point_estimates
-        if frames & plates or points is True or (not isinstance(points, bool) and name in points):
-            truth.pop(name)
+    guide = guide_of(result)
+    if guide is None:
+        raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {kind_of(result)}")
+    # Latents of single data have no posterior at new inputs, points have none at all.
+    plates = {frame.name for name in names for frame in sites[name]["cond_indep_stack"]}
+    points = guide.point_estimates
+    ranked = [
+        name
+        for name in truth
+        if not plates & {frame.name for frame in sites[name]["cond_indep_stack"]}
+        and not (points if isinstance(points, bool) else name in points)
+    ]
     draws = predict(model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
-    ranks = {name: _rank(draws[name], value) for name, value in truth.items()}
+    ranks = {name: _rank(draws[name], truth[name]) for name in ranked}
     for name, value in functions.items():
         num = value.shape[-1]
-        if not evenly and not all(-num <= row < num for row in rows):
-            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {num - 1}, got {list(rows)}")
-        which = list(np.linspace(0, num - 1, min(rows[0], num)).round().astype(int)) if evenly else list(rows)
-        ranks[name] = _rank(draws[name][..., which], value[..., which])
+        chosen = np.linspace(0, num - 1, min(rows, num)).round().astype(int) if isinstance(rows, int) else rows
+        if not all(-num <= row < num for row in chosen):
+            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {num - 1}, got {list(chosen)}")
+        ranks[name] = _rank(draws[name][..., list(chosen)], value[..., list(chosen)])
     return ranks
 
 

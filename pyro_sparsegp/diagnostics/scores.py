@@ -5,25 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...program.masks import unmasked, unmasked_rows
-from ..export import backend
-from ..export.draws import seeded
-from ..export.labels import Labels, attributes
-from ..export.sources import as_source, nothing_unmasked, observed_site
-from .scorers import Scorer, scorer_for
-
-if TYPE_CHECKING:
-    import pandas
-    import xarray
-else:
-    pandas = backend.Later("pandas")
-    xarray = backend.Later("xarray")
+from ..program.masks import unmasked, unmasked_rows
+from .backend import pandas, xarray
+from .draws import seeded
+from .given import nothing_unmasked
+from .groups import attributes, plate_names
+from .scorers import scorer_for
+from .sources import as_source, observed_site
 
 __all__ = ["PredictiveScores", "predictive_scores"]
 
@@ -83,14 +77,12 @@ class PredictiveScores:
     @property
     def summary(self) -> pandas.DataFrame:
         """Means over observations with their standard errors, a ``pandas.DataFrame``."""
-        import pandas as pd
-
         columns = {name: self._observed(name) for name in _SCORES if name in self.pointwise}
         levels = self._levels
         if levels is not None:
             columns |= {f"coverage_{100 * prob:g}%": _within(levels, prob) for prob in self.probs}
         rows = {name: (values.mean(), values.std() / math.sqrt(values.size)) for name, values in columns.items()}
-        return pd.DataFrame.from_dict(rows, orient="index", columns=["mean", "se"])
+        return pandas.DataFrame.from_dict(rows, orient="index", columns=["mean", "se"])
 
     def __repr__(self) -> str:
         return f"PredictiveScores(method={self.method!r})\n{self.summary}"
@@ -143,33 +135,31 @@ def predictive_scores(
     :param kwargs: the model's further arguments.
     :raises ValueError: where the guide or the arguments do not fit.
     """
-    xr = backend.xarray()
     if not all(0 < prob < 1 for prob in probs):
         raise ValueError(f"probs must lie strictly between 0 and 1, got {list(probs)}")
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
     source = as_source(model, guide, args, kwargs, chunk_size=chunk_size, marginal=True)
     site = observed_site(source, var_name)
     with seeded(seed), torch.no_grad():
-        scorer: Optional[Scorer] = None
-        for _ in range(num_samples):
+        for s in range(num_samples):
             draw = source.draw()
             log_density = source.densities(draw).integrated[site]
-            if scorer is None:
-                scorer = scorer_for(source, draw, site, ordered)
+            if s == 0:
+                scorer = scorer_for(source.reader, draw, site, ordered)
             scorer.add(draw, log_density.double())
-        if scorer is None:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-        values = scorer.finish()
-    labels = Labels(None, None)
-    labels.learn(draw.data)
-    dims = labels.of(site, log_density.shape)
-    arrays = {name: value.cpu().numpy() for name, value in _where_observed(values, draw.data[site]).items()}
+        values = _where_observed(scorer.finish(), draw.sites[site])
+    known = plate_names(site, draw.sites[site])
     # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
-    more = {name: [f"{site}_output_{i}" for i in range(a.ndim - len(dims))] for name, a in arrays.items()}
-    dataset = labels.dataset({name: ([*dims, *more[name]], a) for name, a in arrays.items()}, sampled=False)
+    dims = known if len(known) == log_density.dim() else [f"{site}_dim_{i}" for i in range(log_density.dim())]
+    more = [f"{site}_output_{i}" for i in range(draw.sites[site]["value"].dim() - len(dims))]
+    arrays = {name: value.cpu().numpy() for name, value in values.items()}
+    coords = {dim: np.arange(size) for dim, size in zip(dims, log_density.shape)}
+    dataset = xarray.Dataset({name: ([*dims, *more][: a.ndim], a) for name, a in arrays.items()}, coords=coords)
     if len(dims) == 1:  # an observation each, of which the masked ones are left out
         dataset = dataset.isel({dims[0]: np.flatnonzero(dataset["log_score"].notnull())})
     dataset = dataset.assign_attrs(attributes(observed=site, method=scorer.method, posterior=source.name))
-    return PredictiveScores(xr.DataTree.from_dict({"predictive_scores": dataset}), scorer.method, tuple(probs))
+    return PredictiveScores(xarray.DataTree.from_dict({"predictive_scores": dataset}), scorer.method, tuple(probs))
 
 
 def _where_observed(scores: dict[str, Tensor], node: Any) -> dict[str, Tensor]:

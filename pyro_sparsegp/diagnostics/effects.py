@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from ...kernels import Constant, White
-from ...kernels.algebra import Scaled
-from ...posterior.sparse_posterior import SparsePosterior
-from ..export import backend
-from ..export.arguments import require_posterior
-
-if TYPE_CHECKING:
-    import matplotlib.figure
-else:
-    matplotlib = backend.Later("matplotlib")
+from ..kernels import Constant, White
+from ..kernels.algebra import Scaled
+from ..posterior.sparse_posterior import SparsePosterior
+from .backend import matplotlib
+from .given import guide_of, kind_of
 
 __all__ = ["plot_effects"]
 
@@ -55,7 +50,12 @@ def plot_effects(
     :returns: a matplotlib figure.
     :raises ValueError: naming a term that cannot be shown, for several outputs, or for anything but a posterior.
     """
-    require_posterior("plot_effects", posterior)
+    if not isinstance(posterior, SparsePosterior):
+        whose = "" if guide_of(posterior) in (None, posterior) else "its "
+        raise ValueError(
+            f"plot_effects needs the posterior of one GP site, got {kind_of(posterior)}: give {whose}"
+            "guide.posterior(x)['f'], x being the inputs and 'f' the site"
+        )
     if posterior.batch_shape:
         raise ValueError(
             f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}; plot_effects is for a single one"
@@ -74,10 +74,11 @@ def plot_effects(
             raise ValueError(f"term {name!r} reads {len(read[name])} columns; plot_effects shows terms of one or two")
     if not names:
         raise ValueError(f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}")
-    plt = backend.pyplot()
     rows = -(-len(names) // num_columns)
     wide = min(num_columns, len(names))
-    figure, axes = plt.subplots(rows, wide, figsize=(4 * wide, 3 * rows), squeeze=False, layout="constrained")
+    figure, axes = matplotlib.pyplot.subplots(
+        rows, wide, figsize=(4 * wide, 3 * rows), squeeze=False, layout="constrained"
+    )
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     quantile = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor((1 + prob) / 2)))

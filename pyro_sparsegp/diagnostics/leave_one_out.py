@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 import torch
 
-from ...program.masks import unmasked_rows
-from ..export import backend
-from ..export.arguments import is_tree, kind_of, require_tree
-from ..export.backend import FEWEST
-from ..export.draws import seeded
-from ..export.labels import Labels
-from ..export.samples import SampleSource
-from ..export.sources import as_source, nothing_unmasked, observed_site, target_of
-from .weights import LIMIT, _tree, log_weights_of
-
-if TYPE_CHECKING:
-    import arviz_stats.utils
-    import pandas
-    import xarray
-else:
-    arviz_stats = backend.Later("arviz_stats")
-    pandas = backend.Later("pandas")
-    xarray = backend.Later("xarray")
+from ..program.masks import unmasked_rows
+from .backend import FEWEST, arviz_stats, pandas, smooth, xarray
+from .draws import seeded
+from .given import kind_of, nothing_unmasked, require_tree
+from .groups import plate_names
+from .sources import SampleSource, as_source, observed_site
+from .weights import LIMIT, log_weights_of, tree_of
 
 __all__ = ["compare", "loo", "loo_large"]
 
@@ -41,9 +30,11 @@ def loo(
     """PSIS-LOO of a posterior, with the weights of its draws towards the target: an ``arviz_stats.ELPDData``.
 
     ``loo(tree)`` of a tree made by :func:`to_datatree`, or ``loo(model, guide, *args, num_samples=...)``. The weight
-    of a draw in the leave-one-out posterior of datum n is p/q / p(yₙ | draw) (Magnusson, Andersen, Jonasson and
-    Vehtari, 2019, eq. 8), smoothed. Draws by MCMC have p/q = 1. Hyperparameters that are points are left as they are,
-    for each datum left out: nothing here judges them. Nor does a low k-hat say that q is wide enough (:func:`psis`).
+    of a draw in the leave-one-out posterior of datum n is p/q / p(yₙ | draw)^wₙ (Magnusson, Andersen, Jonasson and
+    Vehtari, 2019, eq. 8), smoothed; wₙ is the row's weight (``poutine.scale``), by default 1, and the density of a row
+    is counted once whatever its weight. Draws by MCMC have p/q = 1. Hyperparameters that are points are left as they
+    are, for each datum left out: nothing here judges them. Nor does a low k-hat say that q is wide enough
+    (:func:`psis`).
 
     :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
         training arguments.
@@ -54,42 +45,36 @@ def loo(
     :returns: with two attributes more, ``target``, the one used, and ``khat`` of p/q (NaN where it was not asked for,
         −∞ of MCMC); ``warning`` is set where k-hat is above 0.7.
     """
-    stats = backend.arviz_stats()
     if target not in (None, "vfe", "fitc", "none"):
         why = "; given w the data depend on each other under it, and leave no terms to leave out" * (target == "exact")
         raise ValueError(f"loo's target must be 'vfe', 'fitc' or 'none', got {target!r}{why}")
-    tree = _tree(tree_or_model, args, target, kwargs)
+    stock = arviz_stats.loo  # which gives arrays their .azstats, too
+    tree = tree_of(tree_or_model, args, target, kwargs)
     size = tree.posterior.sizes["chain"] * tree.posterior.sizes["draw"]
     if size < FEWEST:
         raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
-    _require_terms(tree, var_name)
+    terms = _terms(tree, var_name)
     sample_stats = tree.children.get("sample_stats")
-    approximate = sample_stats is not None and "log_q" in sample_stats
-    used, khat = "none", np.nan if approximate else -np.inf
-    log_weights: Any = None
-    if sample_stats is not None and approximate and target != "none":
-        wanted = target or sample_stats.attrs["target"]
-        log_weights = log_weights_of(tree, wanted)
-        used, khat = _choose(log_weights.values, wanted, target is not None)
-    if used == "none":
-        # r_eff of independent draws is 1; stock ArviZ estimates it from chains, of which MCMC may have one.
-        independent = sample_stats is None or approximate or tree.posterior.sizes["chain"] == 1
-        try:
-            found = stats.loo(tree, pointwise=True, var_name=var_name, reff=1.0 if independent else None)
-        except ValueError as error:
-            if "tail values" not in str(error):
-                raise
-            of = "" if var_name is None else f" of {var_name!r}"
-            raise ValueError(
-                f"leaving out an observation{of} gives the largest weights, which are smoothed, all to draws "
-                "that are equal: there are too few draws, or a chain stood still. Take more, num_samples=..."
-            ) from error
-    else:
-        with np.errstate(all="ignore"):
-            found = stats.loo_approximate_posterior(
-                tree, log_p=log_weights, log_q=log_weights * 0.0, pointwise=True, var_name=var_name
-            )
-    return _flagged(found, used, khat)
+    log_ratio: Any = 0.0
+    used, khat, reff = "none", -np.inf, 1.0
+    if sample_stats is not None and "log_q" in sample_stats:
+        khat = np.nan
+        if target != "none":
+            wanted = target or sample_stats.attrs["target"]
+            found = log_weights_of(tree, wanted)
+            used, khat = _choose(found.values, wanted, target is not None)
+            log_ratio = 0.0 if used == "none" else found
+    elif tree.posterior.sizes["chain"] > 1:  # of MCMC; of one chain stock ArviZ takes draws for independent as well
+        ess = tree.posterior.to_dataset().azstats.ess(method="mean")
+        reff = np.hstack([ess[name].values.ravel() for name in ess.data_vars]).mean() / size
+    weights = terms.coords.get(f"{terms.name}_weight", 1.0)
+    with np.errstate(all="ignore"):
+        # psislw takes log q − log p: p(yₙ | draw)^wₙ q/p.
+        log_weights, pareto_k = (weights * terms.astype("float64") - log_ratio).azstats.psislw(
+            r_eff=reff, dim=["chain", "draw"]
+        )
+        result = stock(tree, pointwise=True, var_name=terms.name, log_weights=log_weights, pareto_k=pareto_k)
+    return _flagged(result, used, khat)
 
 
 def compare(
@@ -105,15 +90,15 @@ def compare(
     :returns: a ``pandas.DataFrame``, best first.
     :raises ValueError: where a result is neither.
     """
-    stats = backend.arviz_stats()
     if not isinstance(results, Mapping):
         raise ValueError(f"compare needs a mapping of names to trees, {{'a': tree}}, got {kind_of(results)}")
-    for name, result in results.items():
-        if not is_tree(result) and not hasattr(result, "elpd"):
-            require_tree(f"compare, for {name!r},", result)
+    stock = arviz_stats.compare
     elpds: dict[str, Any] = dict(results)
-    elpds |= {name: loo(result, target=target) for name, result in elpds.items() if is_tree(result)}
-    return stats.compare(elpds, **kwargs)
+    for name, result in elpds.items():
+        if not hasattr(result, "elpd"):
+            require_tree(f"compare, for {name!r},", result)
+    elpds = {name: one if hasattr(one, "elpd") else loo(one, target=target) for name, one in elpds.items()}
+    return stock(elpds, **kwargs)
 
 
 def loo_large(
@@ -149,7 +134,7 @@ def loo_large(
     :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as of
         :func:`loo`.
     """
-    stats, xr = backend.arviz_stats(), backend.xarray()
+    stock = arviz_stats.loo_subsample
     if target not in (None, "vfe", "fitc", "none"):
         raise ValueError(f"loo_large's target must be 'vfe', 'fitc' or 'none', got {target!r}")
     if num_samples < FEWEST:
@@ -157,86 +142,91 @@ def loo_large(
     source = as_source(model, guide, args, kwargs, False, chunk_size)
     if isinstance(source, SampleSource):
         raise ValueError("loo_large streams draws of a guide; of MCMC, whose draws hold f itself, use loo")
-    site = observed_site(source, var_name)
-    wanted = target or ""
-    running: Any = None
-    chosen = np.empty(0)
-    labels = Labels(None, None)
-    log_weights = np.empty(num_samples)
+    name = observed_site(source, var_name)
+    log_ratio = np.empty(num_samples)
     with seeded(seed):
         for s in range(num_samples):
             draw = source.draw()
             densities = source.densities(draw)
-            terms = densities.integrated[site].double()
-            if running is None:
-                wanted = target or target_of(source)
-                labels.learn(draw.data)
-                rows = _rows(draw.data[site], terms)
+            terms = densities.integrated[name].double()
+            if s == 0:
+                wanted = source.target if target in (None, "none") else target
+                seen = unmasked_rows(draw.sites[name])
+                rows = (torch.ones_like(terms) if seen is None else seen.expand(terms.shape)).flatten().nonzero()[:, 0]
                 if not len(rows):
-                    raise nothing_unmasked(site)
+                    raise nothing_unmasked(name)
                 observations = min(400, len(rows)) if observations is None else observations
                 if not 1 <= observations <= len(rows):
                     raise ValueError(f"observations must be between 1 and {len(rows)}, got {observations}")
                 subset = np.sort(np.random.default_rng(seed).choice(len(rows), observations, replace=False))
-                kept = torch.from_numpy(rows).to(terms.device)
                 running = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=terms.device)
-                chosen = np.empty((num_samples, observations))
-            terms = terms.flatten()[kept]
+                chosen = np.empty((observations, num_samples))
+            terms = terms.flatten()[rows]
             running = torch.logaddexp(running, terms)
-            chosen[s] = terms[torch.from_numpy(subset).to(terms.device)].cpu().numpy()
-            log_joint = source.log_joint_fitc if wanted == "fitc" else source.log_joint
-            log_p = log_joint(draw, densities)
-            assert draw.log_q is not None
-            log_weights[s] = float(log_p - draw.log_q)
-    lpd = (running - np.log(num_samples)).cpu().numpy()
-    used, khat = ("none", np.nan) if target == "none" else _choose(log_weights[None], wanted, target is not None)
-    # ArviZ reads m columns of the log likelihood. The others are never written: they take no memory.
-    log_likelihood = np.zeros((len(rows), num_samples), dtype=np.float64)
-    log_likelihood[subset] = chosen.T
-    dims, coords = ["chain", "draw"], {"chain": [0], "draw": np.arange(num_samples)}
-    dim = "obs" if terms.dim() != 1 else f"{site}_row"
-    tree = xr.DataTree.from_dict(
-        {
-            "posterior": xr.Dataset({"log_weight": (dims, log_weights[None])}, coords=coords),
-            "log_likelihood": xr.Dataset({site: ([*dims, dim], log_likelihood.T[None])}, coords=coords),
-            "observed_data": xr.Dataset({site: ([dim], lpd)}),
-        }
-    )
-    weights = tree.posterior["log_weight"]
-    correction = {} if used == "none" else {"log_p": weights, "log_q": weights * 0.0}
-    with np.errstate(all="ignore"):
-        found = stats.loo_subsample(
+            chosen[:, s] = terms[torch.from_numpy(subset).to(terms.device)].cpu().numpy()
+            log_joint = source.log_joints(draw, densities)["lp_fitc" if wanted == "fitc" else "lp"]
+            log_ratio[s] = float(log_joint - draw.log_q)
+    used, khat = ("none", np.nan) if target == "none" else _choose(log_ratio[None], wanted, target is not None)
+    scale = torch.as_tensor(source.reader.scales[name]).expand(densities.integrated[name].shape).flatten()
+    weights = scale[rows.to(scale.device)].double().cpu().numpy()[subset]
+    dim = plate_names(name, draw.sites[name])[0] if densities.integrated[name].dim() == 1 else "obs"
+    dims, coords = ["chain", "draw", dim], {"chain": [0], "draw": np.arange(num_samples)}
+    lpd = xarray.DataArray((running - np.log(num_samples)).cpu().numpy(), dims=[dim])
+
+    def whole(values: np.ndarray) -> xarray.DataArray:
+        # ArviZ reads m columns of N. The others are never written: they take no memory.
+        array = np.zeros((len(rows), num_samples))
+        array[subset] = values
+        return xarray.DataArray(array.T[None], dims=dims, coords=coords)
+
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        # ArviZ's k-hats, and its word on them, are of weights that leave out p/q and wₙ: these take their place.
+        warnings.filterwarnings("ignore", "Estimated shape parameter")
+        ratio = weights[:, None] * chosen - (0.0 if used == "none" else log_ratio)
+        log_weights, pareto_k = arviz_stats.base.array_stats.psislw(ratio, axis=-1)
+        tree = xarray.DataTree.from_dict(
+            {
+                "log_likelihood": whole(chosen).to_dataset(name=name),
+                "observed_data": lpd.to_dataset(name=name),
+                "posterior": xarray.Dataset(coords=coords),
+            }
+        )
+        found = stock(
             tree,
             observations=subset,
             pointwise=True,
-            var_name=site,
+            var_name=name,
             reff=1.0,
             method="plpd",
-            log_lik_fn=lambda observed, data: xr.DataArray(lpd, dims=[dim]),
-            **correction,
+            log_lik_fn=lambda observed, data: lpd,
+            log_weights=whole(log_weights),
         )
+    found.pareto_k[{dim: subset}] = pareto_k
+    found.warning, found.approx_posterior = bool((pareto_k > found.good_k).any()), used != "none"
     return _flagged(found, used, khat)
 
 
-def _require_terms(tree: xarray.DataTree, var_name: Optional[str]) -> None:
-    """Raise where a tree has no log likelihood of a site, or one that has no rows."""
-    sizes: dict[Any, int] = {}
-    if "log_likelihood" in tree.children:
-        sizes = {name: terms.size for name, terms in tree["log_likelihood"].data_vars.items()}
-    if not sizes or var_name not in (None, *sizes):
+def _terms(tree: xarray.DataTree, var_name: Optional[str]) -> xarray.DataArray:
+    """The log likelihood of one observed site.
+
+    :raises ValueError: where the tree has none, several and no name is given, or none of its rows.
+    """
+    group = tree["log_likelihood"].data_vars if "log_likelihood" in tree.children else {}
+    if not group or var_name not in (*group, *([None] if len(group) == 1 else [])):
         raise ValueError(
-            (f"loo found no log likelihood of {var_name!r}" if var_name else "loo found no log likelihood")
-            + f" in the tree, it has {list(sizes)}: make it by to_datatree with log_likelihood=True, of a model with "
-            "observed sites. A pyro.factor holds no observations that could be left out."
+            f"loo found no log likelihood of {var_name!r} in the tree, it has {list(group)}: name one, var_name=..., "
+            "or make the tree by to_datatree with log_likelihood=True, of a model with observed sites. A pyro.factor "
+            "holds no observations that could be left out."
         )
-    site = next(iter(sizes)) if len(sizes) == 1 else var_name
-    if site is not None and not sizes[site]:
-        raise nothing_unmasked(site)
+    terms = group[var_name or next(iter(group))]
+    if not terms.size:
+        raise nothing_unmasked(str(terms.name))
+    return terms
 
 
 def _choose(log_weights: np.ndarray, wanted: str, asked: bool) -> tuple[str, float]:
     """The target to be used, and k-hat of the weights towards the one wanted."""
-    khat = float(np.max([backend.smooth(chain)[1] for chain in log_weights]))
+    khat = float(np.max([smooth(chain)[1] for chain in log_weights]))
     if khat <= LIMIT:
         return wanted, khat
     khat = np.inf if np.isnan(khat) else khat
@@ -261,8 +251,3 @@ def _flagged(found: Any, used: str, khat: float) -> Any:
     found.target, found.khat = used, khat
     found.warning = bool(found.warning) or khat > LIMIT
     return found
-
-
-def _rows(site: Any, terms: torch.Tensor) -> np.ndarray:
-    rows = unmasked_rows(site)
-    return np.arange(terms.numel()) if rows is None else np.flatnonzero(rows.expand(terms.shape).cpu().numpy())

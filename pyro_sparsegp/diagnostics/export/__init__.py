@@ -1,1 +1,0 @@
-"""Posteriors as ArviZ's trees."""

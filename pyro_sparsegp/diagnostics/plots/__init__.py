@@ -1,1 +1,0 @@
-"""Pictures that ArviZ does not have."""

@@ -1,0 +1,314 @@
+"""Posteriors and priors as ``xarray.DataTree`` in ArviZ's schema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Optional, Union
+
+import torch
+from pyro import poutine
+from pyro.infer.inspect import get_dependencies
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from ..predict import bare_model
+from ..program.traces import as_process, is_observation, whole_plates
+from .backend import xarray
+from .draws import LARGEST_JOINT, Draw, GuideSource, Source, is_factor, seeded, sites_of
+from .given import require_arguments, require_model
+from .groups import Table, constant_data, name_of
+from .sources import SampleSource, as_source
+
+__all__ = ["prior_predictive", "to_datatree"]
+
+Arguments = Union[Tensor, tuple, Mapping[str, Any]]
+Call = tuple[tuple, dict[str, Any]]
+
+
+def to_datatree(
+    model: Callable,
+    guide: Any,
+    *args: Any,
+    num_samples: int = 1000,
+    predict: Optional[Arguments] = None,
+    prior: int = 0,
+    include_f: bool = False,
+    exact: bool = False,
+    log_likelihood: bool = True,
+    posterior_predictive: bool = True,
+    coords: Optional[Mapping[str, Any]] = None,
+    dims: Optional[Mapping[str, Sequence[str]]] = None,
+    dtype: str = "float32",
+    chunk_size: int = 8192,
+    seed: Optional[int] = None,
+    name: Optional[str] = None,
+    **kwargs: Any,
+) -> xarray.DataTree:
+    """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
+
+    Groups: ``posterior`` (hyperparameters; of each GP site f the coefficients ``f_w`` of its basis, N(0, I) a priori),
+    ``posterior_predictive``, ``log_likelihood``, ``log_prior``, ``sample_stats``, ``observed_data``,
+    ``constant_data``, with ``predict`` also ``predictions`` and ``predictions_constant_data``, with ``prior`` also
+    ``prior`` and ``prior_predictive``; what is drawn has dimensions ``(chain, draw, ...)``. One fit is one chain:
+    several guides of the same model, restarts, become chains.
+
+    The log likelihood is integrated over what a draw leaves open, log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ; of MCMC, whose
+    draws hold f itself, log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Weights of rows (``poutine.scale``) are not in it: they
+    are its coordinate ``{site}_weight``, which :func:`loo` takes into account and stock ArviZ does not.
+    ``sample_stats`` has ``diverging`` of an ``MCMC``, and
+    what else :class:`NUTS` keeps (``energy``, ``tree_depth`` ...); of a guide ``log_q``, the log density of (θ, w)
+    under it, and ``lp``, what is set against it in importance weights, both in float64:
+
+    * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe" that the evidence lower bound is for;
+    * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, that of expectation propagation;
+    * ``lp_exact``, with ``exact=True``: log p(θ) p(w) + log p(y | w, θ) under the exact prior, in O(N³).
+
+    Draws are of the posterior that the guide predicts with. Where a kernel's variance correction changes q(w)
+    (:class:`~pyro_sparsegp.families.ExactWeightSpace`), it is the changed one, and "fitc" its target.
+
+    :class:`~pyro_sparsegp.families.ComputationAware` knows w, and is uncertain of f given w: it needs ``exact=True``,
+    and then has joint draws of f in place of w, with one target, p(θ) p(f) p(y | f), and the log likelihood of MCMC.
+    Memory is that of the arrays returned plus ``chunk_size`` rows of features; each draw costs one prediction of the
+    training data and a few runs of the model.
+
+    :param model: the model.
+    :param guide: a fitted guide, several of them in a list, an object that has a guide (SVI, expectation
+        propagation), an ``MCMC`` that has run, or its samples.
+    :param args: the model's training arguments, all rows, with observations.
+    :param num_samples: draws of each guide; MCMC has as many as its samples.
+    :param predict: the model's arguments at new inputs, observations left out: a tensor, a tuple or a mapping.
+    :param prior: how many draws of the prior and of its predictions to add (:func:`prior_predictive`); 0 adds none.
+    :param include_f: keep function values at the training inputs, ``(chain, draw, N)``.
+    :param exact: whether to do what takes O(N³) a draw.
+    :param log_likelihood: whether to compute it, and ``lp``.
+    :param posterior_predictive: whether to draw it.
+    :param coords: coordinate values by dimension.
+    :param dims: names of a variable's dimensions, instead of the plates' names and ``{variable}_dim_{i}``.
+    :param dtype: of all groups but ``sample_stats``.
+    :param chunk_size: rows whose features are held in memory at once.
+    :param seed: makes the draws repeatable and leaves the global generators alone.
+    :param name: the tree's name.
+    :param kwargs: the model's further arguments.
+    :raises ValueError: where the result, the arguments or the labels do not fit.
+    """
+    _require_number("num_samples", num_samples, 1)
+    _require_number("prior", prior, 0)
+    if "sample_dims" in kwargs:
+        raise ValueError(
+            "to_datatree takes no sample_dims=: stack the groups, tree.map_over_datasets(lambda group: "
+            'group.stack(sample=["chain", "draw"]) if "draw" in group.dims else group)'
+        )
+    sources = [
+        as_source(model, result, args, kwargs, exact, chunk_size)
+        for result in (guide if isinstance(guide, (list, tuple)) else [guide])
+    ]
+    chains, num_samples = _shape(sources, num_samples)
+    for site in sources[0].names:
+        if "/" in site:
+            raise ValueError(
+                f"site {site!r} has a slash in its name, which no variable of a DataTree may have: rename it in the "
+                f"model, to {site.replace('/', '_')!r} say."
+            )
+    new = None if predict is None else _arguments(predict)
+    kept = {"include_f": include_f, "log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
+    attrs = {"model": name_of(model), "posterior": sources[0].name, "family": _families(sources[0]), "name": name}
+    table = Table((chains, num_samples), dtype, dims, coords)
+    with seeded(seed):
+        for chain in range(chains):
+            source = sources[chain % len(sources)]
+            for s in range(num_samples):
+                draw = source.draw()
+                if not table.names:
+                    table.learn(draw.sites, draw.functions)
+                    _add_data(table, model, source, draw, new)
+                for group, variable, value in _values(source, draw, new, **kept):
+                    table.put(group, variable, (chain, s), value)
+                if chain == s == 0:  # wrong labels are found before the other draws are made
+                    table.require_used(table.datasets())
+    groups = table.datasets(**attrs)
+    own = sources[0].attributes if isinstance(sources[0], SampleSource) else {}
+    groups["posterior"].attrs |= own
+    if "sample_stats" in groups:
+        groups["sample_stats"].attrs |= {"target": sources[0].target, **own}
+    if prior:
+        before = Table((1, prior), dtype, dims, coords)
+        with seeded(seed):
+            _draw_prior(before, bare_model(model), args, kwargs, sources[0].data, include_f)
+        groups |= {g: dataset for g, dataset in before.datasets(**attrs).items() if g.startswith("prior")}
+    return xarray.DataTree.from_dict(groups, name=name)
+
+
+def _values(
+    source: Source,
+    draw: Draw,
+    new: Optional[Call],
+    include_f: bool,
+    log_likelihood: bool,
+    posterior_predictive: bool,
+) -> Iterator[tuple[str, str, Tensor]]:
+    """One draw's values: group, variable and value."""
+    for variable, value in draw.values.items():
+        yield "posterior", variable, value
+    for site, w in draw.coefficients.items():
+        yield "posterior", f"{site}_w", w
+    for site, f in draw.functions.items() if include_f else ():
+        yield "posterior", site, f
+    for variable, log_prior in draw.log_priors.items():
+        yield "log_prior", variable, log_prior
+    for site in source.data if posterior_predictive else ():
+        yield "posterior_predictive", site, draw.sites[site]["fn"].sample()
+    if log_likelihood:
+        densities = source.densities(draw)
+        for site in source.data:
+            yield "log_likelihood", site, densities.integrated[site]
+        for target, log_joint in source.log_joints(draw, densities).items():
+            yield "sample_stats", target, log_joint
+    if draw.log_q is not None:
+        yield "sample_stats", "log_q", draw.log_q
+    for stat, value in draw.stats.items():
+        yield "sample_stats", stat, value
+    for site, value in {} if new is None else source.at(*new, draw).items():
+        yield "predictions", site, value
+
+
+def _add_data(table: Table, model: Callable, source: Source, draw: Draw, new: Optional[Call]) -> None:
+    """The groups that have no draws."""
+    observed = {site: draw.sites[site]["value"] for site in source.data}
+    table.fix("observed_data", observed)
+    table.fix("constant_data", constant_data(model, source.args, source.kwargs, observed))
+    if new is not None:
+        table.fix("predictions_constant_data", constant_data(model, *new, {}))
+
+
+def _shape(sources: Sequence[Source], num_samples: int) -> tuple[int, int]:
+    """How many chains and draws: each guide is a chain, MCMC has its own."""
+    if not sources:
+        raise ValueError("to_datatree was given an empty list of guides")
+    sampled = [source for source in sources if isinstance(source, SampleSource)]
+    if sampled and len(sources) > 1:
+        raise ValueError("to_datatree takes one MCMC result, whose chains it keeps, or a list of guides")
+    return (sampled[0].shape[0], sampled[0].shape[1]) if sampled else (len(sources), num_samples)
+
+
+def _arguments(predict: Arguments) -> Call:
+    if isinstance(predict, Mapping):
+        return (), dict(predict)
+    if not isinstance(predict, (Tensor, tuple, list)):
+        raise ValueError(
+            "predict must be the model's arguments at new inputs, a tensor, a tuple or a mapping, got "
+            f"{type(predict).__name__}"
+        )
+    return (predict,) if isinstance(predict, Tensor) else tuple(predict), {}
+
+
+def _families(source: Source) -> Optional[dict[str, Any]]:
+    if not isinstance(source, GuideSource):
+        return None
+    return {name: spec["family"] for name, spec in source.structure.gps.items()}
+
+
+def _require_number(argument: str, given: Any, least: int) -> None:
+    if not isinstance(given, int) or given < least:
+        raise ValueError(f"{argument} must be a whole number of at least {least}, got {given!r}")
+
+
+def prior_predictive(
+    model: Callable,
+    *args: Any,
+    num_samples: int = 500,
+    include_f: bool = False,
+    observed: Optional[Collection[str]] = None,
+    coords: Optional[Mapping[str, Any]] = None,
+    dims: Optional[Mapping[str, Sequence[str]]] = None,
+    dtype: str = "float32",
+    seed: Optional[int] = None,
+    name: Optional[str] = None,
+    **kwargs: Any,
+) -> xarray.DataTree:
+    """Draws from the prior, as an ``xarray.DataTree`` with ``prior``, ``prior_predictive``, ``observed_data`` and
+    ``constant_data``.
+
+    Observations among the arguments are kept for comparison, and drawn anew; they may be left out. Function values are
+    exact joint draws, in O(N³); choose some of the rows where N is beyond a few thousand.
+
+    :param model: the model.
+    :param args: its arguments.
+    :param num_samples: how many draws.
+    :param include_f: keep function values, ``(chain, draw, N)``.
+    :param observed: names of the sites that hold data. By default those that do with these arguments; where
+        observations are left out, those on which no other site depends.
+    :param coords: coordinate values by dimension.
+    :param dims: names of a variable's dimensions.
+    :param dtype: of all groups.
+    :param seed: makes the draws repeatable and leaves the global generators alone.
+    :param name: the tree's name.
+    :param kwargs: the model's further arguments.
+    :raises ValueError: where an argument of the model is missing, or ``observed``, ``dims`` or ``coords`` name what is
+        not there, or N is so large that joint draws are out of the question.
+    """
+    _require_number("num_samples", num_samples, 1)
+    if isinstance(observed, str):
+        raise ValueError(f"observed must be a collection of names, got the string {observed!r}: give [{observed!r}]")
+    require_model("prior_predictive", "then its arguments: (model, x)", model)
+    remedy = (
+        "Give the observations, which are kept for comparison and drawn anew, or None in their place if the model "
+        "passes them on as obs: model(x, None)."
+    )
+    require_arguments("prior_predictive", remedy, model, args, kwargs)
+    table = Table((1, num_samples), dtype, dims, coords)
+    with seeded(seed):
+        _draw_prior(table, model, args, kwargs, observed, include_f)
+    groups = table.datasets(model=name_of(model), name=name)
+    table.require_used(groups)
+    return xarray.DataTree.from_dict(groups, name=name)
+
+
+@torch.no_grad()
+def _draw_prior(
+    table: Table,
+    model: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    observed: Optional[Collection[str]],
+    include_f: bool,
+) -> None:
+    """The groups of :func:`prior_predictive`."""
+    with whole_plates(), poutine.block():
+        with _Sizes():
+            first = dict(sites_of(poutine.trace(model).get_trace(*args, **kwargs)))
+        seen = {n: site["value"] for n, site in first.items() if is_observation(site) and not is_factor(site)}
+        unknown = sorted(set(observed or ()) - set(first))
+        if unknown:
+            raise ValueError(f"observed names {unknown}, which are no sites of the model: it has {list(first)}")
+        data = {*seen, *(observed or ())} or _last_of(model, first, args, kwargs)
+        functions = {n for n, site in first.items() if as_process(site["fn"])[0] is not None}
+        for s in range(table.shape[1]):
+            sites = dict(sites_of(poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)))
+            if s == 0:
+                table.learn({n: sites[n] for n in sites if n in data}, {n: sites[n]["value"] for n in functions})
+                table.fix("observed_data", seen)
+                table.fix("constant_data", constant_data(model, args, kwargs, seen))
+            for variable, site in sites.items():
+                if not site_is_subsample(site) and (include_f or variable not in functions):
+                    group = "prior_predictive" if variable in data else "prior"
+                    table.put(group, variable, (0, s), site["value"])
+
+
+def _last_of(model: Callable, sites: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> set[str]:
+    """Sites on which no other depends: with observations left out, these are the data."""
+    dependencies: Any = get_dependencies(model, args, kwargs)["prior_dependencies"]
+    upstream = {name for site, names in dependencies.items() for name in names if name != site}
+    processes = {name for name, site in sites.items() if as_process(site["fn"])[0] is not None}
+    return set(dependencies) - upstream - processes
+
+
+class _Sizes(poutine.messenger.Messenger):
+    """Refuses processes too large to be drawn from."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        process, _ = as_process(msg["fn"])
+        if process is not None and process.event_shape[0] > 2 * LARGEST_JOINT:
+            raise ValueError(
+                f"GP site {msg['name']!r} has {process.event_shape[0]} inputs: exact draws from its prior take O(N³) "
+                f"time and O(N²) memory each. Give at most {2 * LARGEST_JOINT} of the rows."
+            )

@@ -1,1 +1,0 @@
-"""Whether to trust a posterior."""
