@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.func import jacrev, jvp
 
-from pyro_sparsegp import kernels
 from pyro_sparsegp.gaussians.natural import _Known
 from pyro_sparsegp.gaussians.product import CovarianceFactor, DenseFactor, FullCholesky
 from pyro_sparsegp.numerics import linalg
@@ -147,23 +146,6 @@ def test_what_natural_parameters_say(size):
     change = (torch.randn_like(root).tril(),)
     for one, other in zip(jvp(found, (root,), change)[1], jvp(expected, (root,), change)[1]):
         close(one, other)
-
-
-@pytest.mark.parametrize("kind", [kernels.RBF, kernels.Matern12, kernels.Matern32, kernels.Matern52])
-def test_large_covariances_made_by_rows(kind):
-    rows = 300 * torch.get_num_threads()
-    x, z = torch.rand(rows, 2), torch.rand(301, 2, requires_grad=True)
-    length, variance = torch.rand(2).add(0.5).requires_grad_(), torch.tensor(1.7, requires_grad=True)
-    leaves = (z, length, variance)
-    whole = (variance * kind(length))(x, z)
-    pieces = torch.cat([(variance * kind(length))(part, z) for part in x.split(50)])
-    close(whole, pieces)
-    for one, other in zip(gradients(whole, leaves), gradients(pieces, leaves)):
-        close(one, other)
-    points = torch.cat([z] * torch.get_num_threads())
-    itself = (variance * kind(length))(points)
-    assert (itself.diagonal() == variance).all()
-    torch.testing.assert_close(itself, (variance * kind(length))(points, points.clone()), atol=1e-6, rtol=1e-6)
 
 
 def test_the_parameter_of_a_lower_triangle():

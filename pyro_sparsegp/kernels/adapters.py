@@ -20,6 +20,8 @@ __all__ = ["from_function", "from_gpytorch", "from_pyro"]
 
 
 class _FromFunction(Kernel):
+    any_dtype = False
+
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor], variance: Callable[[Tensor], Tensor]) -> None:
         self.function, self.variance = function, variance
 
@@ -51,6 +53,8 @@ def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[
 
 
 class _FromPyro(Kernel):
+    any_dtype = False
+
     def __init__(self, module: Any) -> None:
         self.module = module
         self._frozen = _freeze(module)
@@ -111,6 +115,8 @@ def from_pyro(kernel: Any) -> Kernel:
 
 
 class _FromGPyTorch(Kernel):
+    any_dtype = False
+
     def __init__(self, module: Any) -> None:
         self.module = module
 

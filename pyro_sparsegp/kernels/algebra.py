@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import numbers
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from ..numerics.linalg import side_by_side
 from ..numerics.shapes import broadcast_shapes
-from .base import CovarianceFunction, Explicit, Scalar, as_tensor, batch_of, describe, positive
+from .base import CovarianceFunction, Explicit, Scalar, as_tensor, describe, positive
 from .draws import PriorFunctions, SourceFunctions, of_each
 
-__all__ = ["Constant", "Foreign", "Kernel", "Product", "Scaled", "Select", "Sum", "as_kernel", "term_names"]
+__all__ = ["Constant", "Foreign", "Kernel", "Product", "Scaled", "Select", "Sum", "as_kernel", "in_batch", "term_names"]
 
 _NUMBERS = (int, float, numbers.Real, Tensor)  # NumPy's scalars are numbers.Real
 
@@ -58,6 +59,8 @@ class Foreign(Kernel):
 
     It may declare ``batch_shape``, ``columns`` and ``features(x)``.
     """
+
+    any_dtype = False
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -103,181 +106,126 @@ def as_kernel(value: Any, name: str) -> Kernel:
     return Foreign(value)
 
 
-class Sum(Kernel):
+class Compound(Kernel):
+    """A kernel made of others, :attr:`parts`, by one rule for their matrices and diagonals and one for their features.
+
+    :param parts: the kernels, which are given the columns that :meth:`own_columns` takes.
+    """
+
+    def __init__(self, parts: Sequence[Any], what: str) -> None:
+        self.parts = tuple(as_kernel(part, what.format(i)) for i, part in enumerate(parts))
+        if not parts:
+            raise ValueError(f"{type(self).__name__} needs at least one kernel, got none")
+
+    @abstractmethod
+    def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
+        """Of the parts' matrices, ``(..., N, M)``, or diagonals, ``(..., N)``, the kernel's.
+
+        :param dims: 2 or 1: how many dimensions are of rows.
+        """
+
+    @abstractmethod
+    def combine_features(self, features: Sequence[Tensor]) -> Tensor:
+        """Of the parts' features, ``(..., N, R_c)``, the kernel's."""
+
+    def own_columns(self, x: Tensor) -> Tensor:
+        """What the parts read of inputs, ``(..., N, D)``."""
+        return x
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        x, z = self.own_columns(x), None if z is None else self.own_columns(z)
+        return self.combine([part(x, z) for part in self.parts], 2)
+
+    def diag(self, x: Tensor) -> Tensor:
+        x = self.own_columns(x)
+        return self.combine([part.diag(x) for part in self.parts], 1)
+
+    def features(self, x: Tensor) -> Optional[Tensor]:
+        x = self.own_columns(x)
+        found = [part.features(x) for part in self.parts]
+        return None if any(phi is None for phi in found) else self.combine_features(found)  # type: ignore[arg-type]
+
+    def explicit(self, x: Tensor) -> Optional[Explicit]:
+        x = self.own_columns(x)
+        found = [part.explicit(x) for part in self.parts]
+        known = [part for part in found if part is not None]
+        if len(known) < len(found):
+            return None
+        features = self.combine_features([part.features for part in known])
+        heights = tuple(height for part in known for height in part.heights)
+        return Explicit(features, self.combine([part.diagonal for part in known], 1), heights)
+
+    def relative_to(self, rows: Tensor) -> Kernel:
+        return super().relative_to(self.own_columns(rows))
+
+    def check_inputs(self, x: Tensor) -> None:
+        super().check_inputs(self.own_columns(x))
+
+    @property
+    def columns(self) -> Optional[tuple[int, ...]]:
+        read = [part.columns for part in self.parts]
+        return None if None in read else tuple(sorted({column for own in read if own for column in own}))
+
+
+class Sum(Compound):
     """k(x, x') = Σ_c k_c(x, x'); nested sums are flattened, ``terms`` lists the summands.
 
     :param kernels: k_1, …, k_C.
     """
 
-    any_dtype = True
-
     def __init__(self, *kernels: Kernel) -> None:
-        flat: list[Kernel] = []
-        for i, kernel in enumerate(kernels):
-            flat.extend(as_kernel(kernel, f"Sum's term {i}").terms)
-        if not flat:
-            raise ValueError("Sum needs at least one kernel, got none")
-        self._terms = tuple(flat)
+        super().__init__(kernels, "Sum's term {}")
+        self.parts = tuple(term for kernel in self.parts for term in kernel.terms)
 
     @property
     def terms(self) -> tuple[Kernel, ...]:
-        return self._terms
+        return self.parts
 
-    @property
-    def parts(self) -> tuple[Kernel, ...]:
-        return self._terms
+    def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
+        return functools.reduce(torch.add, values)
 
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        total = self._terms[0](x, z)
-        for term in self._terms[1:]:
-            total = total + term(x, z)
-        return total
-
-    def diag(self, x: Tensor) -> Tensor:
-        total = self._terms[0].diag(x)
-        for term in self._terms[1:]:
-            total = total + term.diag(x)
-        return total
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return broadcast_shapes(*(term.batch_shape for term in self._terms))
-
-    @property
-    def columns(self) -> Optional[tuple[int, ...]]:
-        return _union(self._terms)
-
-    def on_columns(self, num: int) -> Kernel:
-        return _changed(self, _terms=tuple(term.on_columns(num) for term in self._terms))
-
-    def features(self, x: Tensor) -> Optional[Tensor]:
-        parts = [term.features(x) for term in self._terms]
-        return None if any(part is None for part in parts) else side_by_side([p for p in parts if p is not None])
-
-    def explicit(self, x: Tensor) -> Optional[Explicit]:
-        parts = [found for term in self._terms if (found := term.explicit(x)) is not None]
-        if len(parts) < len(self._terms):
-            return None
-        diagonal = functools.reduce(torch.add, (part.diagonal for part in parts))
-        return Explicit(side_by_side([part.features for part in parts]), diagonal, _heights(parts))
-
-    @property
-    def depends_on_rows(self) -> bool:
-        return any(term.depends_on_rows for term in self._terms)
-
-    def relative_to(self, rows: Tensor) -> Kernel:
-        return (
-            _changed(self, _terms=tuple(term.relative_to(rows) for term in self._terms))
-            if self.depends_on_rows
-            else self
-        )
-
-    def check_inputs(self, x: Tensor) -> None:
-        for term in self._terms:
-            term.check_inputs(x)
+    def combine_features(self, features: Sequence[Tensor]) -> Tensor:
+        return side_by_side(features)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        x = _expand(x, self.batch_shape)
-        draws = [term.prior_functions(num, num_features, x) for term in self._terms]
-        if any(draw is None for draw in draws):
+        x = in_batch(x, self.batch_shape)
+        draws = [draw for term in self.terms if (draw := term.prior_functions(num, num_features, x)) is not None]
+        if len(draws) < len(self.terms):
             return None
-
-        def functions(x: Tensor) -> Tensor:
-            total = draws[0](x)  # type: ignore[misc]
-            for draw in draws[1:]:
-                total = total + draw(x)  # type: ignore[misc]
-            return total
-
-        return functions
+        return lambda x: functools.reduce(torch.add, (draw(x) for draw in draws))
 
     def __repr__(self) -> str:
-        return " + ".join(map(repr, self._terms))
+        return " + ".join(map(repr, self.terms))
 
 
-class Product(Kernel):
+class Product(Compound):
     """k(x, x') = Π_c k_c(x, x'); an interaction where the factors read different columns.
 
     :param kernels: k_1, …, k_C.
     """
 
-    any_dtype = True
-
     def __init__(self, *kernels: Kernel) -> None:
-        flat: list[Kernel] = []
-        for i, kernel in enumerate(kernels):
-            kernel = as_kernel(kernel, f"Product's factor {i}")
-            flat.extend(kernel.factors if isinstance(kernel, Product) else (kernel,))
-        if not flat:
-            raise ValueError("Product needs at least one kernel, got none")
-        self.factors: tuple[Kernel, ...] = tuple(flat)
-
-    @property
-    def parts(self) -> tuple[Kernel, ...]:
-        return self.factors
-
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        total = self.factors[0](x, z)
-        for factor in self.factors[1:]:
-            total = total * factor(x, z)
-        return total
-
-    def diag(self, x: Tensor) -> Tensor:
-        total = self.factors[0].diag(x)
-        for factor in self.factors[1:]:
-            total = total * factor.diag(x)
-        return total
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return broadcast_shapes(*(factor.batch_shape for factor in self.factors))
-
-    @property
-    def columns(self) -> Optional[tuple[int, ...]]:
-        return _union(self.factors)
-
-    def on_columns(self, num: int) -> Kernel:
-        return _changed(self, factors=tuple(factor.on_columns(num) for factor in self.factors))
-
-    def features(self, x: Tensor) -> Optional[Tensor]:
-        product: Optional[Tensor] = None
-        for factor in self.factors:
-            phi = factor.features(x)
-            if phi is None:
-                return None
-            product = phi if product is None else _all_products(product, phi)
-        return product
-
-    def explicit(self, x: Tensor) -> Optional[Explicit]:
-        parts = [found for factor in self.factors if (found := factor.explicit(x)) is not None]
-        if len(parts) < len(self.factors):
-            return None
-        phi = functools.reduce(_all_products, (part.features for part in parts))
-        return Explicit(phi, functools.reduce(torch.mul, (part.diagonal for part in parts)), _heights(parts))
-
-    @property
-    def depends_on_rows(self) -> bool:
-        return any(factor.depends_on_rows for factor in self.factors)
-
-    def relative_to(self, rows: Tensor) -> Kernel:
-        return (
-            _changed(self, factors=tuple(factor.relative_to(rows) for factor in self.factors))
-            if self.depends_on_rows
-            else self
+        super().__init__(kernels, "Product's factor {}")
+        self.parts = tuple(
+            f for kernel in self.parts for f in (kernel.factors if isinstance(kernel, Product) else [kernel])
         )
 
-    def check_inputs(self, x: Tensor) -> None:
-        for factor in self.factors:
-            factor.check_inputs(x)
+    @property
+    def factors(self) -> tuple[Kernel, ...]:
+        """k_1, …, k_C."""
+        return self.parts
+
+    def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
+        return functools.reduce(torch.mul, values)
+
+    def combine_features(self, features: Sequence[Tensor]) -> Tensor:
+        # φ(x)ᵀφ(x') = Π_c φ_c(x)ᵀφ_c(x') for φ all products of the factors' features.
+        return functools.reduce(lambda a, b: (a[..., :, None] * b[..., None, :]).flatten(-2), features)
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         # The spectral measure of a product is the convolution of the factors': add independent draws.
-        total: Optional[Tensor] = None
-        for factor in self.factors:
-            omega = factor.frequencies(shape, x)
-            if omega is None:
-                return None
-            total = omega if total is None else total + omega
-        return total
+        found = [omega for factor in self.factors if (omega := factor.frequencies(shape, x)) is not None]
+        return functools.reduce(torch.add, found) if len(found) == len(self.factors) else None
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
         # Features and frequencies leave out a diagonal term; a factor that has one has no draw.
@@ -289,97 +237,77 @@ class Product(Kernel):
         return " * ".join(_bracketed(factor, Sum) for factor in self.factors)
 
 
-class Scaled(Kernel):
-    """k(x, x') = s·k₀(x, x'); ``s * k`` makes it.
-
-    :param kernel: k₀.
-    :param variance: s > 0, ``(...,)``.
-    """
-
-    any_dtype = True
-
-    def __init__(self, kernel: Kernel, variance: Scalar) -> None:
-        self.kernel = as_kernel(kernel, "Scaled's kernel")
-        self.variance = positive(variance, "the variance that scales a kernel")
+class _Modified(Compound):
+    """A kernel made of one other, k₀, whose name and source it has."""
 
     @property
-    def parts(self) -> tuple[Kernel, ...]:
-        return (self.kernel,)
+    def kernel(self) -> Kernel:
+        """k₀."""
+        return self.parts[0]
 
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        variance = as_tensor(self.variance, x)[..., None, None]
-        scaled = getattr(self.kernel, "scaled", None)  # a kernel may have a cheaper way than a product
-        return variance * self.kernel(x, z) if scaled is None else scaled(variance, x, z)
+    def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
+        return values[0]
 
-    def diag(self, x: Tensor) -> Tensor:
-        return as_tensor(self.variance, x)[..., None] * self.kernel.diag(x)
+    def combine_features(self, features: Sequence[Tensor]) -> Tensor:
+        return features[0]
 
     @property
     def name(self) -> Optional[str]:
         return self._name or self.kernel.name
 
     @property
-    def batch_shape(self) -> torch.Size:
-        return broadcast_shapes(batch_of(self.variance, 0), self.kernel.batch_shape)
+    def source(self) -> Optional[Any]:
+        return self.kernel.source
 
-    @property
-    def columns(self) -> Optional[tuple[int, ...]]:
-        return self.kernel.columns
+    def source_inputs(self, x: Tensor) -> Tensor:
+        return self.kernel.source_inputs(self.own_columns(x))
 
-    def on_columns(self, num: int) -> Kernel:
-        return _changed(self, kernel=self.kernel.on_columns(num))
+    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
+        return self.kernel.frequencies(shape, self.own_columns(x))
 
-    def features(self, x: Tensor) -> Optional[Tensor]:
-        phi = self.kernel.features(x)
-        return None if phi is None else as_tensor(self.variance, x).sqrt()[..., None, None] * phi
 
-    def explicit(self, x: Tensor) -> Optional[Explicit]:
-        found = self.kernel.explicit(x)
-        if found is None:
-            return None
-        variance = as_tensor(self.variance, x)
-        root = variance.sqrt()[..., None, None]
-        return Explicit(root * found.features, variance[..., None] * found.diagonal, found.heights)
+class Scaled(_Modified):
+    """k(x, x') = s·k₀(x, x'); ``s * k`` makes it.
 
-    @property
-    def depends_on_rows(self) -> bool:
-        return self.kernel.depends_on_rows
+    :param kernel: k₀.
+    :param variance: s > 0, ``(...,)``.
+    """
 
-    def relative_to(self, rows: Tensor) -> Kernel:
-        return _changed(self, kernel=self.kernel.relative_to(rows)) if self.depends_on_rows else self
+    event_dims = (("variance", 0),)
+
+    def __init__(self, kernel: Kernel, variance: Scalar) -> None:
+        super().__init__([kernel], "Scaled's kernel")
+        self.variance = positive(variance, "the variance that scales a kernel")
+
+    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return self.kernel.scaled(as_tensor(self.variance, x)[..., None, None], x, z)
+
+    def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
+        variance = as_tensor(self.variance, values[0])
+        return variance[(..., *[None] * dims)] * values[0]
+
+    def combine_features(self, features: Sequence[Tensor]) -> Tensor:
+        return as_tensor(self.variance, features[0]).sqrt()[..., None, None] * features[0]
 
     @property
     def source(self) -> Optional[Any]:
         found = self.kernel.source
         return None if found is None else Scaled(found, self.variance)
 
-    def source_inputs(self, x: Tensor) -> Tensor:
-        return self.kernel.source_inputs(x)
-
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
-        return as_tensor(self.variance, x)[..., None, None] * self.kernel.from_source(x, z)
-
-    def check_inputs(self, x: Tensor) -> None:
-        self.kernel.check_inputs(x)
-
-    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
-        return self.kernel.frequencies(shape, x)
+        return self.combine([self.kernel.from_source(x, z)], 2)
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        draw = self.kernel.prior_functions(num, num_features, _expand(x, self.batch_shape))
+        draw = self.kernel.prior_functions(num, num_features, in_batch(x, self.batch_shape))
         if draw is None:
             return None
-
-        def scaled(draw: PriorFunctions) -> PriorFunctions:
-            return lambda x: as_tensor(self.variance, x).sqrt()[..., None] * draw(x)
-
-        return of_each(scaled, draw)
+        return of_each(lambda f: lambda x: as_tensor(self.variance, x).sqrt()[..., None] * f(x), draw)
 
     def __repr__(self) -> str:
         return f"{describe(self.variance)} * {_bracketed(self.kernel, Sum)}"
 
 
-class Select(Kernel):
+class Select(_Modified):
     """k(x, x') = k₀(x[dims], x'[dims]): the kernel k₀ on some columns of the inputs.
 
     :param kernel: k₀.
@@ -387,17 +315,20 @@ class Select(Kernel):
         once there are inputs.
     """
 
-    any_dtype = True
-
     def __init__(self, kernel: Kernel, dims: Union[int, slice, Sequence[int]]) -> None:
-        self.kernel = as_kernel(kernel, "Select's kernel")
+        super().__init__([kernel], "Select's kernel")
         if isinstance(dims, slice) and dims.stop is not None and min(dims.stop, dims.start or 0) >= 0:
             dims = range(dims.stop)[dims]
         if not isinstance(dims, slice):
-            dims = (int(dims),) if isinstance(dims, (int, numbers.Integral)) else tuple(int(d) for d in dims)
+            dims = (int(dims),) if isinstance(dims, (int, numbers.Integral)) else tuple(map(int, dims))
             if not dims or len(set(dims)) < len(dims):
                 raise ValueError(f"k[dims] needs distinct column numbers, got {dims}")
         self._dims: Union[slice, tuple[int, ...]] = dims
+
+    @property
+    def _known(self) -> bool:
+        """Whether the columns have numbers before there are inputs."""
+        return not isinstance(self._dims, slice) and min(self._dims) >= 0
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -405,9 +336,9 @@ class Select(Kernel):
 
         :raises ValueError: where they are not known before the inputs are.
         """
-        if isinstance(self._dims, slice) or min(self._dims) < 0:
+        if not self._known:
             raise ValueError(f"the columns of k[{self._written}] have numbers once there are inputs: k.on_columns(D)")
-        return self._dims
+        return self._dims  # type: ignore[return-value]
 
     def _numbers(self, num: int) -> tuple[int, ...]:
         """The numbers of the columns, of ``num``."""
@@ -430,72 +361,38 @@ class Select(Kernel):
 
     def on_columns(self, num: int) -> Kernel:
         dims = self._numbers(num)
-        return _changed(self, _dims=dims, kernel=self.kernel.on_columns(len(dims)))
-
-    @property
-    def parts(self) -> tuple[Kernel, ...]:
-        return (self.kernel,)
+        new = self.with_parts([self.kernel.on_columns(len(dims))])
+        if dims == self._dims:
+            return new
+        new = copy.copy(new)
+        new._dims = dims
+        return new
 
     def code_columns(self, num: int) -> frozenset[int]:
         dims = self._numbers(num)
         return frozenset(dims[i] for i in self.kernel.code_columns(len(dims)))
 
     def own_columns(self, x: Tensor) -> Tensor:
-        """The columns of inputs, ``(..., N, D)``, that k₀ reads."""
         dims = self._numbers(x.shape[-1])
         if dims == tuple(range(dims[0], dims[-1] + 1)):
             return x[..., dims[0] : dims[-1] + 1]
         return torch.stack([x[..., d] for d in dims], -1)  # an index list would be copied to the device
 
-    def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.kernel(self.own_columns(x), None if z is None else self.own_columns(z))
-
-    def diag(self, x: Tensor) -> Tensor:
-        return self.kernel.diag(self.own_columns(x))
-
-    @property
-    def name(self) -> Optional[str]:
-        return self._name or self.kernel.name
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.kernel.batch_shape
+    def scaled(self, variance: Tensor, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        return self.kernel.scaled(variance, self.own_columns(x), None if z is None else self.own_columns(z))
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
-        if isinstance(self._dims, slice) or min(self._dims) < 0:
+        if not self._known:
             return None
         inner = self.kernel.columns
-        return tuple(sorted(self._dims if inner is None else (self._dims[i] for i in inner)))
-
-    def features(self, x: Tensor) -> Optional[Tensor]:
-        return self.kernel.features(self.own_columns(x))
-
-    def explicit(self, x: Tensor) -> Optional[Explicit]:
-        return self.kernel.explicit(self.own_columns(x))
-
-    @property
-    def depends_on_rows(self) -> bool:
-        return self.kernel.depends_on_rows
-
-    def relative_to(self, rows: Tensor) -> Kernel:
-        return _changed(self, kernel=self.kernel.relative_to(self.own_columns(rows))) if self.depends_on_rows else self
-
-    @property
-    def source(self) -> Optional[Any]:
-        return self.kernel.source
-
-    def source_inputs(self, x: Tensor) -> Tensor:
-        return self.kernel.source_inputs(self.own_columns(x))
+        return tuple(sorted(self.dims if inner is None else (self.dims[i] for i in inner)))
 
     def from_source(self, x: Tensor, z: Tensor) -> Tensor:
         return self.kernel.from_source(self.own_columns(x), z)
 
-    def check_inputs(self, x: Tensor) -> None:
-        self.kernel.check_inputs(self.own_columns(x))
-
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
-        omega = self.kernel.frequencies(shape, self.own_columns(x))
+        omega = super().frequencies(shape, x)
         if omega is None:
             return None
         full = omega.new_zeros(*omega.shape[:-1], x.shape[-1])
@@ -510,6 +407,7 @@ class Select(Kernel):
         def sliced(x: Tensor) -> Tensor:
             return draw(self.own_columns(x))
 
+        # The source's inputs, patches, are not columns of f's.
         return SourceFunctions(sliced, draw.source) if isinstance(draw, SourceFunctions) else sliced
 
     def __repr__(self) -> str:
@@ -523,30 +421,21 @@ class Constant(Kernel):
     :param variance: s > 0, ``(...,)``.
     """
 
-    any_dtype = True
+    event_dims = (("variance", 0),)
 
     def __init__(self, variance: Scalar = 1.0) -> None:
         self.variance = positive(variance, "Constant's variance")
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        variance = as_tensor(self.variance, x)[..., None, None]
-        batch = broadcast_shapes(self.batch_shape, x.shape[:-2], () if z is None else z.shape[:-2])
-        return variance.expand(*batch, x.shape[-2], (x if z is None else z).shape[-2])
+        z = x if z is None else z
+        batch = broadcast_shapes(self.batch_shape, x.shape[:-2], z.shape[:-2])
+        return as_tensor(self.variance, x)[..., None, None].expand(*batch, x.shape[-2], z.shape[-2])
 
     def diag(self, x: Tensor) -> Tensor:
-        variance = as_tensor(self.variance, x)[..., None]
-        return variance.expand(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2])
+        return self(x, x[..., :1, :])[..., 0]
 
     def features(self, x: Tensor) -> Tensor:
-        root = as_tensor(self.variance, x).sqrt()[..., None, None]
-        return root.expand(*broadcast_shapes(self.batch_shape, x.shape[:-2]), x.shape[-2], 1)
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return batch_of(self.variance, 0)
-
-    def _repr_arguments(self) -> str:
-        return describe(self.variance)
+        return self(x, x[..., :1, :]).sqrt()
 
 
 def term_names(kernel: Any) -> tuple[str, ...]:
@@ -561,48 +450,15 @@ def term_names(kernel: Any) -> tuple[str, ...]:
 
 
 def _kind(kernel: Any) -> str:
-    while isinstance(kernel, (Scaled, Select)):
+    while isinstance(kernel, _Modified):
         kernel = kernel.kernel
     return type(kernel.function if isinstance(kernel, Foreign) else kernel).__name__.lower()
-
-
-def _changed(kernel: Kernel, /, **parts: Any) -> Kernel:
-    """The kernel with other parts; itself if they are the same."""
-    if all(_is(getattr(kernel, name), part) for name, part in parts.items()):
-        return kernel
-    new = copy.copy(kernel)
-    vars(new).update(parts)
-    return new
-
-
-def _is(one: Any, other: Any) -> bool:
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is, one, other))
-    return one is other or (isinstance(one, int) and one == other)
 
 
 def _bracketed(kernel: Kernel, types: Any) -> str:
     return f"({kernel!r})" if isinstance(kernel, types) else repr(kernel)
 
 
-def _all_products(a: Tensor, b: Tensor) -> Tensor:
-    # The features of a product are all products of the factors' features.
-    return (a[..., :, None] * b[..., None, :]).flatten(-2)
-
-
-def _heights(parts: Sequence[Explicit]) -> tuple[Tensor, ...]:
-    return tuple(height for part in parts for height in part.heights)
-
-
-def _expand(x: Tensor, batch: torch.Size) -> Tensor:
+def in_batch(x: Tensor, batch: torch.Size) -> Tensor:
+    """Inputs ``(..., N, D)`` that have a kernel's batch dimensions."""
     return x.expand(*broadcast_shapes(batch, x.shape[:-2]), *x.shape[-2:])
-
-
-def _union(kernels: Sequence[Kernel]) -> Optional[tuple[int, ...]]:
-    used: set[int] = set()
-    for kernel in kernels:
-        read = kernel.columns
-        if read is None:
-            return None
-        used.update(read)
-    return tuple(sorted(used))

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.shapes import broadcast_shapes
-from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel
-from .base import Explicit, Scalar, as_tensor, batch_of, describe, per_column
+from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel, in_batch
+from .base import Scalar, as_tensor, describe, per_column
 from .draws import PriorFunctions
 from .stationary import RBF, Matern12, Matern32, Matern52
 
@@ -33,84 +32,29 @@ class _Profile(NamedTuple):
 
     :param root: a is this many times the distance in length scales.
     :param parts: takes a of either sign, of which −dg/da is odd.
-    :param taylor: coefficients of a, a², … in g, for a < ``_SMALL``.
     """
 
     root: float
     parts: Callable[[Tensor], tuple[Tensor, Tensor]]
     once: Callable[[Tensor], Tensor]
     twice: Callable[[Tensor], Tensor]
-    taylor: tuple[float, ...]
 
     def lost(self, a: Tensor) -> Tensor:
         """∫₀ᵃ 1 − g, an odd function of a."""
-        return _Sloped.apply(a, self.lost_value, self.lost_slope)
+        size = a.abs()
+        near, far = size.clamp(max=_NEAR), size.clamp(min=_NEAR)
+        return a.sign() * torch.where(size < _NEAR, near * self._mean(near, 0), far - self.once(far))
 
     def spread(self, a: Tensor) -> Tensor:
-        """1 − v: the mean of 1 − g over pairs of points of an interval of length a."""
-        return _Sloped.apply(a, self.spread_value, self.spread_slope)
+        """1 − v: the mean of 1 − g over pairs of points of an interval of length a, (2/a²)∫₀ᵃ (a − s)(1 − g(s)) ds."""
+        near, far = a.clamp(max=_NEAR), a.clamp(min=_NEAR)
+        return torch.where(a < _NEAR, 2 * self._mean(near, 1), 1 - 2 * self.twice(far) / far.square())
 
-    def lost_value(self, a: Tensor) -> Tensor:
-        """As :meth:`lost`, by plain operations."""
-        size = a.abs()
-        series = size * _series(tuple(-c / (k + 1) for k, c in enumerate(self.taylor, 1)), size)
-        return a.sign() * torch.where(size < _SMALL, series, size - self.once(size))
-
-    def lost_slope(self, a: Tensor) -> Tensor:
-        """1 − g(|a|)."""
-        return -self.parts(a)[0]
-
-    def spread_value(self, a: Tensor) -> Tensor:
-        """As :meth:`spread`, by plain operations."""
-        series = _series(tuple(-2 * c / ((k + 1) * (k + 2)) for k, c in enumerate(self.taylor, 1)), a)
-        return torch.where(a < _SMALL, series, 1 - 2 * self.twice(a) / a.square())
-
-    def spread_slope(self, a: Tensor) -> Tensor:
-        """Of 1 − v = (2/a²)∫₀ᵃ (a − s)(1 − g(s)) ds, (2/a)(∫₀ᵃ (1 − g)/a − (1 − v))."""
-        return 2 / a * (self.lost(a) / a - self.spread(a))
-
-
-class _Sloped(Function):
-    """A function whose slope is known, in the place of that of a series and of a cancellation."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(a: Tensor, value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Tensor:
-        return value(a)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        a, _, ctx.slope = inputs
-        ctx.save_for_backward(a)
-        ctx.save_for_forward(a)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (a,) = ctx.saved_tensors
-        return grad * ctx.slope(a), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor, *_: Any) -> Tensor:
-        (a,) = ctx.saved_tensors
-        return change * ctx.slope(a)
-
-
-def _series(coefficients: tuple[float, ...], a: Tensor) -> Tensor:
-    """Σ_k c_k aᵏ from k = 1, where a is small; elsewhere some number."""
-    small = a.clamp(max=_SMALL)[..., None].expand(*a.shape, len(coefficients))
-    return small.cumprod(-1) @ _table(coefficients, a.dtype, a.device)  # ten times as quick as powers
-
-
-@functools.lru_cache(maxsize=32)
-def _table(coefficients: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept, so that a step copies nothing; made outside of inference mode, as it must serve training, too."""
-    with torch.inference_mode(False):
-        return torch.tensor(coefficients, dtype=dtype, device=device)
-
-
-def _exponential(polynomial: Callable[[int], float]) -> tuple[float, ...]:
-    return tuple((-1) ** k * polynomial(k) / math.factorial(k) for k in range(1, _ORDER + 1))
+    def _mean(self, a: Tensor, power: int) -> Tensor:
+        """The mean of (1 − t)ᵖ(1 − g(at)) over t in [0, 1], for a up to ``_NEAR``, where closed forms cancel."""
+        nodes, weights = _legendre(_NUM_NEAR, a.dtype, a.device)
+        t = 0.5 + 0.5 * nodes
+        return -self.parts(a[..., None] * t)[0] @ (weights * (1 - t) ** power)
 
 
 def _rbf(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,35 +81,27 @@ def _matern52(a: Tensor) -> tuple[Tensor, Tensor]:
     return torch.addcmul(less, a, third), torch.addcmul(third, size, third)
 
 
-_SMALL, _ORDER = 0.2, 11
+_NEAR, _NUM_NEAR = 0.5, 6  # up to this distance a rule of six nodes leaves 1e-13 of the integrals
+_FINE = 512  # nodes of the mean of a sample function, whose waves may be short
 _PROFILES: dict[type, _Profile] = {
     RBF: _Profile(
         1.0,
         _rbf,
         lambda a: _ROOT * torch.erf(a / math.sqrt(2)),
         lambda a: _ROOT * a * torch.erf(a / math.sqrt(2)) + torch.expm1(-0.5 * a.square()),
-        tuple(0.0 if k % 2 else (-0.5) ** (k // 2) / math.factorial(k // 2) for k in range(1, _ORDER + 1)),
     ),
-    Matern12: _Profile(
-        1.0,
-        _matern12,
-        lambda a: -torch.expm1(-a),
-        lambda a: a + torch.expm1(-a),
-        _exponential(lambda k: 1.0),
-    ),
+    Matern12: _Profile(1.0, _matern12, lambda a: -torch.expm1(-a), lambda a: a + torch.expm1(-a)),
     Matern32: _Profile(
         math.sqrt(3),
         _matern32,
         lambda a: -2 * torch.expm1(-a) - a * (-a).exp(),
         lambda a: 2 * a + 3 * torch.expm1(-a) + a * (-a).exp(),
-        _exponential(lambda k: 1.0 - k),
     ),
     Matern52: _Profile(
         math.sqrt(5),
         _matern52,
         lambda a: (-8 * torch.expm1(-a) - (5 * a + a.square()) * (-a).exp()) / 3,
         lambda a: (8 * a + 15 * torch.expm1(-a) + (7 * a + a.square()) * (-a).exp()) / 3,
-        _exponential(lambda k: 1.0 - k + k * (k - 1) / 3),
     ),
 }
 
@@ -265,7 +201,7 @@ class Anova(Kernel):
     :raises ValueError: for an empty interval, or a base that reads other columns than its first.
     """
 
-    any_dtype = True
+    event_dims = (("variance", 0), ("low", 0), ("high", 0))
 
     def __init__(self, base: Kernel, low: Scalar = 0.0, high: Scalar = 1.0, num_nodes: int = 64) -> None:
         base = as_kernel(base, "Anova's base")
@@ -277,122 +213,104 @@ class Anova(Kernel):
         base = base.on_columns(1)
         if base.depends_on_rows:
             raise ValueError(f"Anova's base must not have a diagonal that depends on the rows given, as {base!r} has")
-        for bound, value in (("low", low), ("high", high)):
-            if not isinstance(value, Tensor) and not math.isfinite(value):
-                raise ValueError(f"Anova's {bound} must be finite, got {value}")
-        if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low < high:
-            raise ValueError(f"Anova needs low < high, got {low} and {high}")
+        bounds = [bound for bound in (low, high) if not isinstance(bound, Tensor)]
+        if sorted(set(bounds)) != bounds or not all(map(math.isfinite, bounds)):
+            raise ValueError(f"Anova needs finite bounds, low < high, got {low} and {high}")
         if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
             raise ValueError(f"Anova's num_nodes must be a whole number of at least 1, got {num_nodes!r}")
         self.variance: Optional[Scalar] = None
         while isinstance(base, Scaled):
             self.variance = base.variance if self.variance is None else self.variance * base.variance
             base = base.kernel
-        self.base, self.low, self.high, self.num_nodes = base, low, high, num_nodes
+        self.parts, self.low, self.high, self.num_nodes = (base,), low, high, num_nodes
+
+    @property
+    def base(self) -> Kernel:
+        """k, without its variance."""
+        return self.parts[0]
 
     @property
     def in_closed_form(self) -> bool:
         """Whether its integrals are."""
         return type(self.base) in _PROFILES
 
+    def _times_variance(self, value: Tensor, dims: int, power: float = 1.0) -> Tensor:
+        """``value``, of which the last ``dims`` dimensions are no batch, times the variance's power."""
+        if self.variance is None:
+            return value
+        return as_tensor(self.variance, value)[(..., *[None] * dims)] ** power * value
+
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         _require_one(x)
-        profile = _PROFILES.get(type(self.base))
-        if profile is None:
-            value = self._by_quadrature(x, z)
-        else:
-            other = x if z is None else z
-            ends, left = self._ends(profile, x), self._deficits(profile, x)
-            right = left if z is None else self._deficits(profile, other)
-            centre = other.detach().mean(-2)  # whose distances are differences: sums of them keep their digits
-            rest, v = ends.spread.to(x), (1 - ends.spread).to(x)
-            at, others = x[..., 0] - centre, other[..., 0] - centre
-            value = _Matrix.apply(at, others, ends.inverse.to(x), rest - left, -1 - left / v, right, profile)[0]
-        return value if self.variance is None else as_tensor(self.variance, x)[..., None, None] * value
+        other = x if z is None else z
+        if not self.in_closed_form:
+            left, inverse = self._means(x)
+            right = left if z is None else self._means(z)[0]
+            value = self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
+            return self._times_variance(value, 2)
+        ends, left = self._ends(x), self._deficits(x)
+        right = left if z is None else self._deficits(other)
+        # Distances are differences from a point near all: those of sums far from the origin would lose digits.
+        centre = other.detach().mean(-2)
+        rest, v = ends.spread.to(x), (1 - ends.spread).to(x)
+        at, others = x[..., 0] - centre, other[..., 0] - centre
+        numbers = at, others, ends.inverse.to(x), rest - left, -1 - left / v, right
+        return self._times_variance(_Matrix.apply(*numbers, self._profile)[0], 2)
 
     def diag(self, x: Tensor) -> Tensor:
         _require_one(x)
-        profile = _PROFILES.get(type(self.base))
-        if profile is None:
+        if self.in_closed_form:
+            spread, left = self._ends(x).spread, self._deficits(x)
+            value = spread.to(x) - left * (2 + left / (1 - spread).to(x))
+        else:
             mean, inverse = self._means(x)
             value = self.base.diag(x) - mean.square() * inverse[..., None]
-        else:
-            ends, left = self._ends(profile, x), self._deficits(profile, x)
-            value = ends.spread.to(x) - left * (2 + left / (1 - ends.spread).to(x))
-        value = value.clamp(min=0)  # near 0 where x says most about the mean
-        return value if self.variance is None else as_tensor(self.variance, x)[..., None] * value
+        return self._times_variance(value.clamp(min=0), 1)  # near 0 where x says most about the mean
+
+    @property
+    def _profile(self) -> _Profile:
+        return _PROFILES[type(self.base)]
 
     def _bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return as_tensor(self.low, x)[..., None], as_tensor(self.high, x)[..., None]
 
-    def _ends(self, profile: _Profile, x: Tensor) -> _Ends:
+    def _ends(self, x: Tensor) -> _Ends:
         length = per_column(self.base.lengthscale, x, "the lengthscale of Anova's base")  # type: ignore[attr-defined]
-        inverse = profile.root / length.double()
+        inverse = self._profile.root / length.double()
         inverse = inverse[..., 0] if inverse.dim() else inverse[None]
         low, high = (bound * inverse for bound in self._bounds(x.double()))
-        return _Ends(inverse, low, high - low, profile.spread(high - low))
+        return _Ends(inverse, low, high - low, self._profile.spread(high - low))
 
-    def _deficits(self, profile: _Profile, x: Tensor) -> Tensor:
+    def _deficits(self, x: Tensor) -> Tensor:
         """c(x) = m(x) − v, ``(..., N)``.
 
         k₀ = (1 − v) − (1 − k(x, x')) − c(x) − c(x') − c(x)c(x')/v: for a long length scale all of k, m and v are nearly
         1, and their differences from 1 are what k₀ is made of. They are found in double precision, of N numbers only.
         """
-        inverse, low, width, spread = self._ends(profile, x)
+        inverse, low, width, spread = self._ends(x)
         since = x.double()[..., 0] * inverse - low
-        return (spread - profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
+        return (spread - self._profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
 
-    def _nodes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        nodes, weights = _legendre(self.num_nodes, x.dtype, x.device)
+    def _nodes(self, x: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        nodes, weights = _legendre(num, x.dtype, x.device)
         low, high = self._bounds(x)
         return ((low + high) / 2 + (high - low) / 2 * nodes)[..., None], weights
 
     def _means(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """m(x), ``(..., N)``, and 1/v, ``(...,)``, or 0 where all functions have mean zero already."""
-        phi = self.base.features(x)
-        if phi is not None:
-            towards, inverse = self._mean_feature(x)
-            return (phi @ towards[..., None])[..., 0], inverse
-        nodes, weights = self._nodes(x)
+        nodes, weights = self._nodes(x, self.num_nodes)
         v = (self.base(nodes, nodes) @ weights) @ weights
         known = v > 100 * torch.finfo(x.dtype).eps * (self.base.diag(nodes) @ weights)
         return self.base(x, nodes) @ weights, known / torch.where(known, v, 1.0)
-
-    def _mean_feature(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """u, the mean of the base's features φ, ``(..., R)``, and 1/‖u‖² or 0: m(x) = uᵀφ(x), v = ‖u‖²."""
-        nodes, weights = self._nodes(x)
-        phi = self.base.features(nodes)
-        assert phi is not None
-        towards = weights @ phi
-        v = towards.square().sum(-1)
-        known = v > (100 * torch.finfo(x.dtype).eps) ** 2 * (phi.square().sum(-1) @ weights)
-        return towards, known / torch.where(known, v, 1.0)
-
-    def _by_quadrature(self, x: Tensor, z: Optional[Tensor]) -> Tensor:
-        left, inverse = self._means(x)
-        right = left if z is None else self._means(z)[0]
-        return self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        own = (batch_of(value, 0) for value in (self.variance, self.low, self.high) if value is not None)
-        return broadcast_shapes(self.base.batch_shape, *own)
-
-    @property
-    def parts(self) -> tuple[Kernel, ...]:
-        return (self.base,)
 
     def check_inputs(self, x: Tensor) -> None:
         """Refuse a base of which nothing is left.
 
         :raises ValueError: if no function of the base but 0 has mean zero, as of ``Linear`` on [0, 1].
         """
-        self.base.check_inputs(x)
-        nodes, _ = self._nodes(x.detach())
-        phi, left = (
-            self.base.features(nodes),
-            Anova(self.base, self.low, self.high, self.num_nodes).features(nodes),
-        )
+        super().check_inputs(x)
+        nodes, _ = self._nodes(x.detach(), self.num_nodes)
+        phi, left = self.base.features(nodes), self._projected(nodes)
         if phi is None or left is None:
             return
         if left.square().amax() <= (100 * torch.finfo(x.dtype).eps) ** 2 * phi.square().amax():
@@ -403,54 +321,36 @@ class Anova(Kernel):
             )
 
     def features(self, x: Tensor) -> Optional[Tensor]:
-        found = self._projected(x)
-        return None if found is None else found[0]
-
-    def explicit(self, x: Tensor) -> Optional[Explicit]:
-        found = self._projected(x)
-        if found is None:
-            return None
-        phi, taken = found
-        diagonal = (self.base.diag(x) - taken).clamp(min=0)
-        return Explicit(phi, diagonal if self.variance is None else as_tensor(self.variance, x)[..., None] * diagonal)
-
-    def _projected(self, x: Tensor) -> Optional[tuple[Tensor, Tensor]]:
-        """Features φ − u(uᵀφ)/‖u‖², and m(x)²/v."""
         _require_one(x)
-        phi = self.base.features(x)
-        if phi is None:
+        phi = self._projected(x)
+        return None if phi is None else self._times_variance(phi, 2, 0.5)
+
+    def _projected(self, x: Tensor) -> Optional[Tensor]:
+        """φ − u(uᵀφ)/‖u‖², ``(..., N, R)``, u the mean of the base's features φ: m(x) = uᵀφ(x), v = ‖u‖²."""
+        phi, (nodes, weights) = self.base.features(x), self._nodes(x, self.num_nodes)
+        at_nodes = None if phi is None else self.base.features(nodes)
+        if phi is None or at_nodes is None:
             return None
-        towards, inverse = self._mean_feature(x)
-        mean = (phi @ towards[..., None])[..., 0]
-        share = mean * inverse[..., None]
-        phi = phi - share[..., None] * towards[..., None, :]
-        if self.variance is not None:
-            phi = as_tensor(self.variance, x).sqrt()[..., None, None] * phi
-        return phi, mean * share
+        mean = weights @ at_nodes
+        v = mean.square().sum(-1)
+        known = v > (100 * torch.finfo(x.dtype).eps) ** 2 * (at_nodes.square().sum(-1) @ weights)
+        share = phi @ (mean * (known / torch.where(known, v, 1.0))[..., None])[..., None]
+        return phi - share * mean[..., None, :]
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> Optional[PriorFunctions]:
-        if self.base.prior_functions(1, 1, x) is None:
-            return None  # features and frequencies leave out a diagonal term
-        if self.base.features(x[..., :1, :]) is not None:
-            return super().prior_functions(num, num_features, x)
-        profile = _PROFILES.get(type(self.base))
-        batch = broadcast_shapes(self.batch_shape, x.shape[:-2])
-        omega = None if profile is None else self.base.frequencies((num, *batch, num_features), x)
-        if profile is None or omega is None:
+        draw = self.base.prior_functions(num, num_features, in_batch(x, self.batch_shape))
+        if draw is None:
             return None
-        phase = 2 * math.pi * torch.rand(num, *batch, num_features, 1, dtype=x.dtype, device=x.device)
-        weights = torch.randn(num, *batch, num_features, 1, dtype=x.dtype, device=x.device)
-        weights = weights * math.sqrt(2 / num_features)
-        low, high = (bound[..., None] for bound in self._bounds(x))
-        # The mean of cos(ωs + φ) over the interval, in closed form: cos at the centre times sin(h)/h, h = ω(b − a)/2.
-        reach = torch.sinc(omega * (high - low) / (2 * math.pi))
-        mean = (torch.cos(omega * (low + high) / 2 + phase) * reach * weights).sum((-2, -1))
+        nodes, weights = self._nodes(x, _FINE)
+        mean = (draw(nodes) @ weights)[..., None]
 
-        def functions(x: Tensor) -> Tensor:
-            left, v = self._deficits(profile, x), (1 - self._ends(profile, x).spread).to(x)
-            waves = (torch.cos(x @ omega.mT + phase.mT) @ weights)[..., 0]
-            value = waves - (1 + left / v) * mean[..., None]
-            return value if self.variance is None else as_tensor(self.variance, x).sqrt()[..., None] * value
+        def functions(x: Tensor) -> Tensor:  # f₀ = f − f̄ m(x)/v
+            if self.in_closed_form:
+                ratio = 1 + self._deficits(x) / (1 - self._ends(x).spread).to(x)
+            else:
+                m, inverse = self._means(x)
+                ratio = m * inverse[..., None]
+            return self._times_variance(draw(x) - ratio * mean, 1, 0.5)
 
         return functions
 
@@ -471,19 +371,13 @@ def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:
 
     Empty for a constant; ``None`` where the kernel is no product of :class:`Anova` kernels on different columns.
     """
-    if isinstance(kernel, Scaled):
-        return centred_on(kernel.kernel)
     if isinstance(kernel, Anova):
         return {0: (kernel.low, kernel.high)}
-    if isinstance(kernel, Select):
-        inner = centred_on(kernel.kernel)
-        return None if inner is None else {kernel.dims[column]: bounds for column, bounds in inner.items()}
-    if isinstance(kernel, Product):
-        found: dict[int, tuple[Scalar, Scalar]] = {}
-        for factor in kernel.factors:
-            inner = centred_on(factor)
-            if inner is None or found.keys() & inner.keys():
-                return None
-            found |= inner
-        return found
-    return {} if isinstance(kernel, Constant) else None
+    if not isinstance(kernel, (Scaled, Select, Product)):
+        return {} if isinstance(kernel, Constant) else None
+    found: dict[int, tuple[Scalar, Scalar]] = {}
+    for inner in map(centred_on, kernel.parts):
+        if inner is None or found.keys() & inner.keys():
+            return None
+        found |= inner
+    return {kernel.dims[column]: box for column, box in found.items()} if isinstance(kernel, Select) else found

@@ -22,6 +22,7 @@ from .draws import PriorFunctions
 __all__ = ["CovarianceFunction", "Explicit"]
 
 Scalar = Union[float, int, Tensor]
+EventDims = tuple[tuple[str, int], ...]
 
 
 def as_tensor(value: Scalar, like: Tensor) -> Tensor:
@@ -100,24 +101,29 @@ class CovarianceFunction(ABC):
         new._name = str(name)
         return new
 
+    event_dims: EventDims = ()  # of each hyperparameter, how many last dimensions are its own
+
     @property
     def batch_shape(self) -> torch.Size:
-        """The broadcast leading batch dimensions of the hyperparameters."""
-        return torch.Size()
+        """The broadcast leading batch dimensions of the hyperparameters, those of :attr:`parts` among them."""
+        own = [batch_of(getattr(self, name), dims) for name, dims in self.event_dims]
+        return broadcast_shapes(*own, *(part.batch_shape for part in self.parts))
 
     @property
     def terms(self) -> tuple[Any, ...]:
         """The summands of the kernel; of all but a :class:`Sum`, the kernel itself."""
         return (self,)
 
-    any_dtype: ClassVar[bool] = (
-        False  # whether k(x) has the dtype of x, whatever that of hyperparameters; not inherited
-    )
+    any_dtype: ClassVar[bool] = True  # whether k(x) has the dtype of x, whatever that of hyperparameters
+    parts: tuple[Any, ...] = ()  # the kernels of the same inputs, or of some of their columns, that this one is made of
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The kernels that this one is made of; of most, none."""
-        return ()
+    def with_parts(self, parts: Sequence[Any]) -> Any:
+        """The kernel made of other parts; itself if they are the same objects."""
+        if all(part is own for part, own in zip(parts, self.parts)):
+            return self
+        new = copy.copy(self)
+        new.parts = tuple(parts)
+        return new
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
@@ -126,7 +132,11 @@ class CovarianceFunction(ABC):
 
     def on_columns(self, num: int) -> Any:
         """The kernel for inputs of ``num`` columns, in which ``k[2:]`` and ``k[-1]`` have numbers."""
-        return self
+        return self.with_parts([part.on_columns(num) for part in self.parts])
+
+    def scaled(self, variance: Tensor, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
+        """v·k(x, z) for a variance v, ``(..., 1, 1)``; a kernel may have a cheaper way than a product."""
+        return variance * self(x, z)
 
     def code_columns(self, num: int) -> frozenset[int]:
         """The columns, of ``num``, that hold whole numbers which name something: inducing inputs keep them."""
@@ -141,20 +151,22 @@ class CovarianceFunction(ABC):
         phi = self.features(x)
         return None if phi is None else Explicit(phi, self.diag(x))
 
-    def check_inputs(self, x: Tensor) -> None:  # noqa: B027
+    def check_inputs(self, x: Tensor) -> None:
         """Refuse training inputs that the kernel can't mean; asked once, at a guide's first call. By default none.
 
         :raises ValueError: saying what is wrong with them.
         """
+        for part in self.parts:
+            part.check_inputs(x)
 
     @property
     def depends_on_rows(self) -> bool:
         """Whether the diagonal term at a row depends on which other rows are given, as that of a ``DeepBasis``."""
-        return False
+        return any(part.depends_on_rows for part in self.parts)
 
     def relative_to(self, rows: Tensor) -> Any:
         """The kernel with the diagonal term that it has in the company of ``rows``, ``(N, D)``, the training inputs."""
-        return self
+        return self.with_parts([part.relative_to(rows) for part in self.parts])
 
     @property
     def source(self) -> Optional[Any]:
@@ -205,7 +217,8 @@ class CovarianceFunction(ABC):
         return functions
 
     def _repr_arguments(self) -> str:
-        return ""
+        first, *others = [(name, describe(getattr(self, name))) for name, _ in self.event_dims] or [("", "")]
+        return ", ".join([first[1], *(f"{name}={value}" for name, value in others)])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._repr_arguments()})"
@@ -239,27 +252,24 @@ def unknown_codes(codes: Tensor, num: int) -> list[float]:
 
 
 def in_any_dtype(kernel: Any) -> bool:
-    """Whether k(x) has the dtype of x, whatever that of hyperparameters.
-
-    The kernel's own class must say so: one derived from it may hold a network, which takes inputs of its dtype only.
-    """
-    return bool(vars(type(kernel)).get("any_dtype")) and all(map(in_any_dtype, kernel.parts))
+    """Whether k(x) has the dtype of x, whatever that of hyperparameters: of this library's own classes it is known."""
+    # One derived from them may hold a network, which takes inputs of its dtype only (test_float32.py, `Mine`).
+    ours = type(kernel).__module__.startswith(f"{__package__}.")
+    return ours and type(kernel).any_dtype and all(map(in_any_dtype, kernel.parts))
 
 
 def hyperparameters(kernel: Any) -> str:
     """What numbers a kernel is made of, such as "RBF's lengthscale is nan", for an error."""
     found = []
-    for label, value in getattr(kernel, "__dict__", {}).items():
-        if isinstance(value, (CovarianceFunction, tuple)):
-            parts = value if isinstance(value, tuple) else (value,)
-            kernels = [part for part in parts if isinstance(part, CovarianceFunction)]
-            found += [text for part in kernels if (text := hyperparameters(part))]
-        elif isinstance(value, (float, Tensor)) and not label.startswith("_"):
+    for label, value in vars(kernel).items():
+        parts = value if isinstance(value, tuple) else (value,)
+        found += [hyperparameters(part) for part in parts if isinstance(part, CovarianceFunction)]
+        if isinstance(value, (float, Tensor)) and not label.startswith("_"):
             low, high = (float(end) for end in torch.as_tensor(value).detach().aminmax())
             found.append(
                 f"{type(kernel).__name__}'s {label} is {f'{low:.3g} to {high:.3g}' if low < high else f'{low:.3g}'}"
             )
-    return ", ".join(found)
+    return ", ".join(filter(None, found))
 
 
 def white_share(kernel: Any, x: Tensor) -> Tensor:

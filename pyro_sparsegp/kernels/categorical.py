@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
-from .base import Scalar, as_tensor, batch_of, describe, positive, unknown_codes
+from .base import Scalar, as_tensor, describe, positive, unknown_codes
 
 __all__ = ["Categorical"]
 
@@ -26,7 +26,7 @@ class Categorical(Kernel):
     :raises ValueError: if L is no whole number of at least 1.
     """
 
-    any_dtype = True
+    event_dims = (("variance", 0),)
 
     def __init__(self, num_levels: int, variance: Scalar = 1.0) -> None:
         if isinstance(num_levels, bool) or not isinstance(num_levels, int) or num_levels < 1:
@@ -60,10 +60,6 @@ class Categorical(Kernel):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
         return None  # a new level's effect must be remembered: exact conditioning does
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return batch_of(self.variance, 0)
 
     def _repr_arguments(self) -> str:
         return f"{self.num_levels}, {describe(self.variance)}"

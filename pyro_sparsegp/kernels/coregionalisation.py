@@ -35,8 +35,6 @@ class Coregionalisation(FeatureKernel):
     :raises ValueError: naming the argument, if the shapes do not fit.
     """
 
-    any_dtype = True
-
     def __init__(self, mixing: Tensor, own: Optional[Tensor] = None) -> None:
         if not isinstance(mixing, Tensor) or mixing.dim() < 2 or not mixing.numel():
             shape = tuple(mixing.shape) if isinstance(mixing, Tensor) else type(mixing).__name__

@@ -52,6 +52,8 @@ class DeepBasis(FeatureKernel):
         training mode (dropout, batch normalisation) or weights (``PyroSample``) that differ from call to call.
     """
 
+    any_dtype = False
+
     def __init__(self, network: Callable[[Tensor], Tensor], variance_correction: bool = True) -> None:
         if not callable(network) or isinstance(network, type):
             raise ValueError(f"DeepBasis's network must be a module or a callable (N, D) -> (N, r), got {network!r}")

@@ -35,8 +35,6 @@ class Derivative(Kernel):
     :raises ValueError: if k is no kernel, or its diagonal depends on the other rows.
     """
 
-    any_dtype = True
-
     def __init__(self, kernel: Any) -> None:
         if not isinstance(kernel, CovarianceFunction):
             raise ValueError(f"Derivative's kernel must be a kernel of pyro_sparsegp.kernels, got {kernel!r}")
@@ -49,7 +47,12 @@ class Derivative(Kernel):
             raise ValueError(
                 f"Derivative of {kernel!r}: Matern12's functions have no derivative; take Matern32 or a smoother one."
             )
-        self.kernel = kernel
+        self.parts = (kernel,)
+
+    @property
+    def kernel(self) -> Any:
+        """k."""
+        return self.parts[0]
 
     @staticmethod
     def at(x: Tensor, j: Union[int, Tensor] = 0) -> Tensor:
@@ -124,6 +127,9 @@ class Derivative(Kernel):
     def code_columns(self, num: int) -> frozenset[int]:
         return self.kernel.code_columns(num - 1) | {num - 1}
 
+    def on_columns(self, num: int) -> Any:
+        return self.with_parts([self.kernel.on_columns(num - 1)])
+
     def check_inputs(self, x: Tensor) -> None:
         columns = x.shape[-1] - 1
         some = unknown_codes(x[..., -1].detach(), columns + 1)
@@ -133,14 +139,6 @@ class Derivative(Kernel):
                 f"that column; got {some or 'no other column'}. Make inputs by Derivative.at(x, j)."
             )
         self.kernel.check_inputs(x[..., :-1])
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        return (self.kernel,)
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return self.kernel.batch_shape
 
     def _repr_arguments(self) -> str:
         return repr(self.kernel)

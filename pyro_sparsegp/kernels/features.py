@@ -16,7 +16,6 @@ import functools
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from ..numerics.linalg import row_squares
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
-from .base import Explicit, Scalar, as_tensor, batch_of, describe, per_column, positive
+from .base import Explicit, Scalar, as_tensor, describe, per_column, positive
 
 __all__ = ["FeatureKernel", "Linear", "Polynomial", "RandomFourier", "White"]
 
@@ -54,20 +53,13 @@ class Linear(FeatureKernel):
     :param variance: v > 0, prior variance of the slopes: a number, ``(..., 1)`` or one per column, ``(..., D)``.
     """
 
-    any_dtype = True
+    event_dims = (("variance", 1),)
 
     def __init__(self, variance: Scalar = 1.0) -> None:
         self.variance = positive(variance, "Linear's variance")
 
     def features(self, x: Tensor) -> Tensor:
         return x * per_column(self.variance, x, "Linear's variance").sqrt()
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return batch_of(self.variance, 1)
-
-    def _repr_arguments(self) -> str:
-        return describe(self.variance)
 
 
 class Polynomial(FeatureKernel):
@@ -77,7 +69,7 @@ class Polynomial(FeatureKernel):
     :param bias: b ≥ 0, ``(...,)``.
     """
 
-    any_dtype = True
+    event_dims = (("bias", 0),)
 
     def __init__(self, degree: int = 2, bias: Scalar = 1.0) -> None:
         if int(degree) != degree or degree < 1:
@@ -105,10 +97,6 @@ class Polynomial(FeatureKernel):
             columns.append(math.sqrt(count) * functools.reduce(torch.mul, (a[..., i] for i in powers)))
         return torch.stack(columns, -1)
 
-    @property
-    def batch_shape(self) -> torch.Size:
-        return batch_of(self.bias, 0)
-
     def _repr_arguments(self) -> str:
         return f"{self.degree}, bias={describe(self.bias)}"
 
@@ -125,7 +113,7 @@ class RandomFourier(FeatureKernel):
     :param lengthscale: ℓ > 0: a number, ``(..., 1)`` or one per column, ``(..., D)``.
     """
 
-    any_dtype = True
+    event_dims = (("lengthscale", 1),)
 
     def __init__(self, frequencies: Tensor, lengthscale: Scalar = 1.0) -> None:
         if not isinstance(frequencies, Tensor) or frequencies.dim() != 2:
@@ -164,13 +152,6 @@ class RandomFourier(FeatureKernel):
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
 
-    def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
-        return None  # its features are exact
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return batch_of(self.lengthscale, 1)
-
     def _repr_arguments(self) -> str:
         return f"{describe(self.omega)}, {describe(self.lengthscale)}"
 
@@ -185,7 +166,7 @@ class White(FeatureKernel):
     :param variance: s > 0, ``(...,)``.
     """
 
-    any_dtype = True
+    event_dims = (("variance", 0),)
 
     def __init__(self, variance: Scalar = 1.0) -> None:
         self.variance = positive(variance, "White's variance")
@@ -204,10 +185,3 @@ class White(FeatureKernel):
 
     def prior_functions(self, num: int, num_features: int, x: Tensor) -> None:
         return None  # a draw must remember where it was evaluated: exact conditioning does
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return batch_of(self.variance, 0)
-
-    def _repr_arguments(self) -> str:
-        return describe(self.variance)

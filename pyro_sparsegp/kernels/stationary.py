@@ -14,57 +14,15 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.functions import Function
+from ..numerics.functions import Function, aligned
+from ..numerics.linalg import wider
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
-from .base import Scalar, as_tensor, batch_of, describe, per_column, positive
+from .base import EventDims, Scalar, as_tensor, per_column, positive
 
 __all__ = ["RBF", "Matern12", "Matern32", "Matern52", "Periodic", "RationalQuadratic", "Stationary"]
 
-
-_CACHED = 1 << 16  # numbers of a matrix that are made at a time
 _FEW = 16  # columns: up to here the product of inputs, even in float64, costs little beside the passes over it
-
-
-def _sides(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrices whose product is ‖xₙ − zₘ‖², ``(..., N, D + 2)`` and ``(..., D + 2, M)``."""
-    # In float32 the product would leave few digits of distances that are small beside the inputs' range.
-    dtype = torch.float64 if x.dtype == torch.float32 and x.shape[-1] <= _FEW and x.device.type != "mps" else x.dtype
-    a, b = x.to(dtype), z.to(dtype)
-    a2, b2 = a.square().sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
-    left = torch.cat([a, a2, torch.ones_like(a2)], -1)
-    return left, torch.cat([-2 * b, torch.ones_like(b2), b2], -1).mT
-
-
-class _SquaredDistance(Function):
-    # One node of the graph in the place of a dozen.
-
-    @staticmethod
-    def forward(x: Tensor, z: Tensor) -> Tensor:
-        left, right = _sides(x, z)
-        return (left @ right).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], Optional[Tensor]]:
-        x, z = ctx.saved_tensors
-        by_x = _towards(grad, x, z) if ctx.needs_input_grad[0] else None
-        return by_x, _towards(grad.mT, z, x) if ctx.needs_input_grad[1] else None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor]) -> Tensor:
-        x, z = ctx.saved_tensors
-        change = _change_of_distance(x, z, dx, dz)
-        return torch.zeros_like(x[..., :1] @ z[..., :1].mT) if change is None else change
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, z: Tensor) -> Any:
-        dims = max(t.dim() - (dim is not None) for t, dim in zip((x, z), in_dims))
-        return _SquaredDistance.apply(_leading(x, in_dims[0], dims), _leading(z, in_dims[1], dims)), 0
 
 
 def _towards(grad: Tensor, one: Tensor, other: Tensor) -> Tensor:
@@ -72,94 +30,48 @@ def _towards(grad: Tensor, one: Tensor, other: Tensor) -> Tensor:
     return 2 * (grad.sum(-1, keepdim=True) * one - grad @ other).sum_to_size(one.shape)
 
 
-def _change_of_distance(x: Tensor, z: Tensor, dx: Optional[Tensor], dz: Optional[Tensor]) -> Optional[Tensor]:
-    parts = []
-    if dx is not None:
-        parts.append(2 * ((x * dx).sum(-1, keepdim=True) - dx @ z.mT))
-    if dz is not None:
-        parts.append(2 * ((z * dz).sum(-1)[..., None, :] - x @ dz.mT))
-    return sum(parts[1:], parts[0]) if parts else None
-
-
-def _leading(t: Tensor, dim: Optional[int], dims: int) -> Tensor:
-    """A tensor with its mapped dimension first, and then as many as are wanted."""
-    t = t[None] if dim is None else t.movedim(dim, 0)
-    return t.reshape(t.shape[0], *[1] * (dims + 1 - t.dim()), *t.shape[1:])
+def _moved(one: Tensor, other: Tensor, change: Tensor) -> Tensor:
+    """The change of inputs' squared distances to others."""
+    return 2 * ((one * change).sum(-1, keepdim=True) - change @ other.mT)
 
 
 def squared_distance(x: Tensor, z: Tensor) -> Tensor:
     """‖xₙ − zₘ‖², ``(..., N, M)``, by one matrix product; rounding may leave it slightly negative."""
-    return _SquaredDistance.apply(x, z)
+    # In float32 the product would leave few digits of distances that are small beside the inputs' range.
+    a, b = (part.to(wider(part) if part.shape[-1] <= _FEW else part.dtype) for part in (x, z))
+    a2, b2 = a.square().sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
+    left = torch.cat([a, a2, torch.ones_like(a2)], -1)  # (x, ‖x‖², 1)ᵀ(−2z, 1, ‖z‖²)
+    return (left @ torch.cat([-2 * b, torch.ones_like(b2), b2], -1).mT).to(x.dtype)
 
 
-class _NotNegative(Function):
-    """s without what rounding takes below 0; derivatives pass, as s has no value there."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(s: Tensor) -> Tensor:
-        return s.clamp(min=0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor) -> Tensor:
-        return change.clone()
-
-
-def _clean(s: Tensor, same: bool) -> Tensor:
-    s = _NotNegative.apply(s)
-    if same:  # the distance of a point to itself is 0, not rounding error
-        s = s * (1 - torch.eye(s.shape[-1], dtype=s.dtype, device=s.device))
-    return s
+def _clean(x: Tensor, z: Optional[Tensor]) -> Tensor:
+    """s, not below 0; without z, of x with itself, where the diagonal is 0 and no rounding error."""
+    s = squared_distance(x, x if z is None else z)
+    # Derivatives pass where rounding has left less than 0, as s has no value there (test_derivative.py, `coincident`).
+    s = s + (s.clamp(min=0) - s).detach()
+    return s if z is not None else s * (1 - torch.eye(s.shape[-1], dtype=s.dtype, device=s.device))
 
 
 class _Covariance(Function):
     """v·g(‖xₙ − zₘ‖²) of a :class:`Stationary` class, and v·dg/ds; without z it is x, so the diagonal is s = 0.
 
     The variance v, ``(..., 1, 1)`` or ``None`` for 1, is a factor in place: a product outside would cost three
-    more matrices a step. On a CPU large matrices are made a few rows at a time, so that what is in between stays in
-    the cache.
+    more matrices a step.
     """
 
     @staticmethod
     def forward(
         x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: type[Stationary]
     ) -> tuple[Tensor, Tensor]:
-        left, right = _sides(x, x if z is None else z)
-        num = x.shape[-2]
-        size = num if z is None else z.shape[-2]
-        rows = _CACHED * torch.get_num_threads() // max(size, 1) + 1
-        plain = x.dim() == 2 and (z is None or z.dim() == 2) and (variance is None or variance.dim() == 2)
-        if not plain or rows >= num or x.device.type != "cpu":
-            s = (left @ right).to(x.dtype).clamp_(min=0)
-            if z is None:
-                s.diagonal(dim1=-2, dim2=-1).zero_()
-            value, slope = profile.value_and_slope(s)
-            if variance is None:
-                return value, slope
-            if variance.numel() == 1 and variance.dim() <= value.dim():
-                return value.mul_(variance), slope.mul_(variance)
-            return value * variance, slope * variance
-        value, slope = x.new_empty(num, size), x.new_empty(num, size)
-        for i in range(0, num, rows):
-            s = (left[i : i + rows] @ right).to(x.dtype).clamp_(min=0)
-            if z is None:
-                s.diagonal(i).zero_()
-            parts = profile.value_and_slope(s)
-            for whole, part in zip((value, slope), parts):
-                if variance is None:
-                    whole[i : i + rows] = part
-                else:
-                    torch.mul(part, variance, out=whole[i : i + rows])
-        return value, slope
+        s = squared_distance(x, x if z is None else z).clamp_(min=0)
+        if z is None:
+            s.diagonal(dim1=-2, dim2=-1).zero_()
+        value, slope = profile.value_and_slope(s)
+        if variance is None:
+            return value, slope
+        if variance.numel() == 1 and variance.dim() <= value.dim():
+            return value.mul_(variance), slope.mul_(variance)
+        return value * variance, slope * variance
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -177,17 +89,13 @@ class _Covariance(Function):
         if grad is None:
             return None, None, None, None
         if torch.is_grad_enabled():  # double backward wants value and slope as functions of x, z and v
-            slope = ctx.profile.slope(_clean(squared_distance(x, other), z is None))
+            slope = ctx.profile.slope(_clean(x, z))
             slope = slope if variance is None else slope * variance
-            if ctx.needs_input_grad[2]:
-                by_variance = (grad * _Covariance.apply(x, z, None, ctx.profile)[0]).sum_to_size(variance.shape)
-        elif ctx.needs_input_grad[2]:
-            if variance.numel() == 1:
-                by_variance = (torch.dot(grad.reshape(-1), value.reshape(-1)) / variance.reshape(())).reshape(
-                    variance.shape
-                )
-            else:
-                by_variance = (grad * value).sum_to_size(variance.shape) / variance
+            value = None if variance is None else _Covariance.apply(x, z, None, ctx.profile)[0] * variance
+        if ctx.needs_input_grad[2]:
+            # A product of matrices sums without one more matrix in between.
+            total = grad.flatten(-2)[..., None, :] @ value.flatten(-2)[..., None]
+            by_variance = total.sum_to_size(variance.shape) / variance
         grad = grad * slope
         by_x = _towards(grad, x, other) if ctx.needs_input_grad[0] else None
         if z is None:
@@ -197,13 +105,13 @@ class _Covariance(Function):
     @staticmethod
     def jvp(ctx: Any, dx: Optional[Tensor], dz: Optional[Tensor], dv: Optional[Tensor], *_: Any) -> tuple[Tensor, None]:
         x, z, variance = ctx.saved_tensors
-        other = x if z is None else z
-        clean = _clean(squared_distance(x, other), z is None)
-        total = torch.zeros_like(clean) if variance is None else torch.zeros_like(clean * variance)
-        change = _change_of_distance(x, other, dx, dx if z is None else dz)
-        if change is not None:
-            slope = ctx.profile.slope(clean)
-            total = total + change * (slope if variance is None else slope * variance)
+        s, (other, dz) = _clean(x, z), (x, dx) if z is None else (z, dz)
+        change = torch.zeros_like(s)
+        if dx is not None:
+            change = change + _moved(x, other, dx)
+        if dz is not None:
+            change = change + _moved(other, x, dz).mT
+        total = change * ctx.profile.slope(s) if variance is None else change * ctx.profile.slope(s) * variance
         if dv is not None:
             total = total + dv * _Covariance.apply(x, z, None, ctx.profile)[0]
         return total, None
@@ -212,38 +120,8 @@ class _Covariance(Function):
     def vmap(
         info: Any, in_dims: Any, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor], profile: type[Stationary]
     ) -> Any:
-        given = list(zip((x, z, variance), in_dims))
-        dims = max(t.dim() - (dim is not None) for t, dim in given if t is not None)
-        found = [t if t is None else _leading(t, dim, dims) for t, dim in given]
-        if any(dim is not None for dim in in_dims[:2]):
-            return _Covariance.apply(*found, profile), (0, 0)
-        value, slope = _Covariance.apply(*found, profile)
+        value, slope = _Covariance.apply(*aligned(in_dims, (x, z, variance)), profile)
         return (value, slope.expand_as(value)), (0, 0)
-
-
-class _Radial(Function):
-    # g(s) of a Stationary class, s ≥ 0: autograd's own slope at 0 is 0·∞.
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(s: Tensor, profile: type[Stationary]) -> tuple[Tensor, Tensor]:
-        return profile.value_and_slope(s.clone())
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        s, ctx.profile = inputs
-        ctx.save_for_backward(s)
-        ctx.save_for_forward(s)
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.profile.slope(ctx.saved_tensors[0]), None
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, None]:
-        return change * ctx.profile.slope(ctx.saved_tensors[0]), None
 
 
 class Stationary(Kernel):
@@ -252,18 +130,20 @@ class Stationary(Kernel):
     :param lengthscale: ℓ > 0 in the units of the inputs: a number, ``(..., 1)`` or one per column, ``(..., D)``.
     """
 
+    event_dims: EventDims = (("lengthscale", 1),)
+
     def __init__(self, lengthscale: Scalar = 1.0) -> None:
         self.lengthscale = positive(lengthscale, f"{type(self).__name__}'s lengthscale")
 
     @staticmethod
-    @abstractmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
         """g(s) and dg/ds, in new memory or in that of s."""
+        raise NotImplementedError
 
     @staticmethod
-    @abstractmethod
     def slope(s: Tensor) -> Tensor:
         """dg/ds by differentiable operations."""
+        raise NotImplementedError
 
     @staticmethod
     @abstractmethod
@@ -292,15 +172,8 @@ class Stationary(Kernel):
     def diag(self, x: Tensor) -> Tensor:
         return x.new_ones(()).expand(broadcast_shapes((*self.batch_shape, 1), x.shape[:-1]))
 
-    @property
-    def batch_shape(self) -> torch.Size:
-        return batch_of(self.lengthscale, 1)
-
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         return self.unit_frequencies(shape, x) / per_column(self.lengthscale, x, f"{type(self).__name__}'s lengthscale")
-
-    def _repr_arguments(self) -> str:
-        return describe(self.lengthscale)
 
 
 class RBF(Stationary):
@@ -308,8 +181,6 @@ class RBF(Stationary):
 
     :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
     """
-
-    any_dtype = True
 
     @staticmethod
     def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -345,8 +216,6 @@ class Matern12(_Matern):
     :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
     """
 
-    any_dtype = True
-
     twice_nu = 1
 
     @staticmethod
@@ -367,8 +236,6 @@ class Matern32(_Matern):
     :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
     """
 
-    any_dtype = True
-
     twice_nu = 3
 
     @staticmethod
@@ -388,8 +255,6 @@ class Matern52(_Matern):
     :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
     """
 
-    any_dtype = True
-
     twice_nu = 5
 
     @staticmethod
@@ -401,7 +266,8 @@ class Matern52(_Matern):
 
     @staticmethod
     def slope(s: Tensor) -> Tensor:
-        return _Radial.apply((5 / 3) * s, Matern32)[0] * (-5 / 6)
+        a = _safe_sqrt(5 * s)
+        return (-5 / 6) * (1 + a) * (-a).exp()
 
 
 def _safe_sqrt(s: Tensor) -> Tensor:
@@ -417,7 +283,7 @@ class RationalQuadratic(Stationary):
     :param alpha: α > 0, ``(...,)``.
     """
 
-    any_dtype = True
+    event_dims = (("lengthscale", 1), ("alpha", 0))
 
     def __init__(self, lengthscale: Scalar = 1.0, alpha: Scalar = 1.0) -> None:
         super().__init__(lengthscale)
@@ -426,18 +292,10 @@ class RationalQuadratic(Stationary):
     # The profile is smooth at s = 0 and has a parameter: plain autograd serves.
 
     def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
-        s = _clean(squared_distance(x, x if z is None else z), z is None)
+        s = _clean(x, z)
         alpha = as_tensor(self.alpha, s)[..., None, None]
         value = (-alpha * (s / (2 * alpha)).log1p()).exp()
         return value if variance is None else variance * value
-
-    @staticmethod
-    def value_and_slope(s: Tensor) -> tuple[Tensor, Tensor]:
-        raise TypeError("RationalQuadratic's profile depends on alpha; call the kernel")
-
-    @staticmethod
-    def slope(s: Tensor) -> Tensor:
-        raise TypeError("RationalQuadratic's profile depends on alpha; call the kernel")
 
     @staticmethod
     def unit_frequencies(shape: Sequence[int], x: Tensor) -> Tensor:
@@ -453,13 +311,6 @@ class RationalQuadratic(Stationary):
         omega = super().frequencies(shape, x)
         return None if omega is None else tau.sqrt()[..., None] * omega
 
-    @property
-    def batch_shape(self) -> torch.Size:
-        return broadcast_shapes(batch_of(self.lengthscale, 1), batch_of(self.alpha, 0))
-
-    def _repr_arguments(self) -> str:
-        return f"{describe(self.lengthscale)}, alpha={describe(self.alpha)}"
-
 
 class Periodic(RBF):
     """k = exp(−2 Σ_d sin²(π(x_d − x'_d)/p_d)/ℓ_d²) (MacKay, 1998): an RBF on the circle of circumference p.
@@ -468,14 +319,11 @@ class Periodic(RBF):
     :param period: p > 0 in the units of the inputs, shaped like ``lengthscale``.
     """
 
-    any_dtype = True
+    event_dims = (("lengthscale", 1), ("period", 1))
 
     def __init__(self, lengthscale: Scalar = 1.0, period: Scalar = 1.0) -> None:
         super().__init__(lengthscale)
         self.period = positive(period, "Periodic's period")
-
-    def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
-        return _Covariance.apply(x, z, variance, RBF)[0]
 
     def scale(self, x: Tensor) -> Tensor:
         angle = x * (2 * math.pi / per_column(self.period, x, "Periodic's period"))
@@ -484,10 +332,3 @@ class Periodic(RBF):
 
     def frequencies(self, shape: Sequence[int], x: Tensor) -> Optional[Tensor]:
         return None  # a discrete spectrum; sample paths fall back on exact conditioning
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        return broadcast_shapes(batch_of(self.lengthscale, 1), batch_of(self.period, 1))
-
-    def _repr_arguments(self) -> str:
-        return f"{describe(self.lengthscale)}, period={describe(self.period)}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 
-__all__ = ["Function", "mapped_first"]
+__all__ = ["Function", "aligned", "mapped_first"]
 
 
 class Function(torch.autograd.Function):
@@ -33,6 +33,15 @@ def mapped_first(info: Any, in_dims: Sequence[Optional[int]], tensors: Sequence[
         tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
         for tensor, dim in zip(tensors, in_dims)
     ]
+
+
+def aligned(in_dims: Sequence[Optional[int]], tensors: Sequence[Optional[Tensor]]) -> list[Optional[Tensor]]:
+    """For a rule of ``vmap``: the tensors with the mapped dimension first, of size 1 where there is none, and the same
+    number of dimensions; what is ``None`` stays so.
+    """
+    first = [t if t is None else t[None] if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims)]
+    dims = max(t.dim() for t in first if t is not None)
+    return [None if t is None else t.reshape(t.shape[0], *[1] * (dims - t.dim()), *t.shape[1:]) for t in first]
 
 
 class _Primal:
