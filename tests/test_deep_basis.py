@@ -492,8 +492,8 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
 
 
-def test_streamed_level_comes_from_the_pass_that_is_made_anyway(small_blocks):
-    """A step passes over the rows once for q(w), once for the bound, and once more on the way back."""
+def test_passes_of_a_step(small_blocks):
+    """Over the rows: for the level of the variance correction, for q(w), for the bound, and on the way back."""
     network, (x, y) = Watched(mlp()), data(num=48)
     model = deep(network)
     guide = AutoSparseGP(model, ExactWeightSpace())
@@ -502,7 +502,7 @@ def test_streamed_level_comes_from_the_pass_that_is_made_anyway(small_blocks):
     calls = []
     network.register_forward_hook(lambda *_: calls.append(len(_[1][0])))
     loss.loss_and_grads(model, guide, x, y)
-    assert sum(calls) == 3 * 48 + 2  # and the largest row, found and with its gradient
+    assert sum(calls) == 4 * 48 + 1  # and the largest row, with its gradient
 
 
 # Mini-batches, and which rows predictions know.

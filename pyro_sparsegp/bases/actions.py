@@ -6,6 +6,7 @@ rows with λ = 0 drop out. The posterior depends on the span of S alone (lemma S
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,6 @@ from ..numerics.linalg import cholesky
 __all__ = ["Actions", "BlockActions", "DenseActions", "chunk_memory", "kernel_times", "safe_root", "white"]
 
 _MEMORY = 2**21  # numbers in one block of a kernel matrix: what a CPU's caches like
-_GROUPS = 32  # of rows, in tiles of a kernel matrix
 
 
 class Actions(ABC):
@@ -93,51 +93,29 @@ class BlockActions(Actions):
         return _sums(columns.index_select(-2, self.order) * self.weights[..., None], self.sizes, -2)
 
     def gram(self, kernel: Any) -> Tensor:
-        # Tiles above the diagonal serve both of their sides: half of the kernel's entries are enough.
-        num = self.inputs.shape[-2]
-        side = int(chunk_memory(self.inputs) ** 0.5)
-        groups = min(-(-num // side), _GROUPS, len(self.sizes))
-        if groups < 2 or self.sizes[0] > 4 * side:
+        # k is symmetric: rows of blocks against the columns from them on give both sides of the diagonal.
+        num, ends = self.inputs.shape[-2], list(itertools.accumulate(self.sizes))
+        most = chunk_memory(self.inputs)
+        if num * num <= most or num * self.sizes[0] > 16 * most:  # all at once; or blocks so large that rows are cut
             products = kernel_times(kernel, self.inputs, self)
         else:
-            edges = [0]
-            for size in self.sizes:
-                edges.append(edges[-1] + size)
-            cuts = [round(g * len(self.sizes) / groups) for g in range(groups + 1)]
-            grid: list[list[Tensor]] = [[None] * groups for _ in range(groups)]  # type: ignore[list-item]
-            for g in range(groups):
-                for h in range(g, groups):
-                    self._tiles(kernel, edges, cuts, g, h, grid)
-            products = torch.cat([torch.cat(row, -1) for row in grid], -2)
+            above, below = [], []
+            step = max(1, most // (num * self.sizes[0]))
+            for first in range(0, len(ends), step):
+                sizes, after = self.sizes[first : first + step], self.sizes[first + step :]
+                start, stop = ends[first] - sizes[0], ends[min(first + step, len(ends)) - 1]
+
+                def strip(x: Tensor, z: Tensor, left: Tensor, right: Tensor, sizes: Any = (sizes, after)) -> Any:
+                    block = kernel(x, z)
+                    side = _sums(block * right[..., None, :], sizes[0] + sizes[1], -1)
+                    return side, _sums((block * left[..., None])[..., x.shape[-2] :], sizes[0], -2).mT
+
+                rows, rest = self.inputs[start:stop], self.inputs[start:]
+                side, under = dropping(strip, rows, rest, self.weights[..., start:stop], self.weights[..., start:])
+                above.append(torch.nn.functional.pad(side, (first, 0)))
+                below.append(torch.nn.functional.pad(under, (0, 0, stop, 0)))
+            products = torch.cat(above, -2) + torch.cat(below, -1)
         return products.index_select(-2, self.order.argsort())
-
-    def _tiles(self, kernel: Any, edges: list[int], cuts: list[int], g: int, h: int, grid: list[list[Tensor]]) -> None:
-        columns = slice(edges[cuts[h]], edges[cuts[h + 1]])
-        wanted = max(1, chunk_memory(self.inputs) // (columns.stop - columns.start) // self.sizes[0])
-        right, below = [], []
-        for start in range(cuts[g], cuts[g + 1], wanted):
-            stop = min(start + wanted, cuts[g + 1])
-            rows = slice(edges[start], edges[stop])
-
-            def tile(
-                x: Tensor, z: Tensor, by_row: Tensor, by_column: Tensor, own: list[int] = self.sizes[start:stop]
-            ) -> tuple[Tensor, ...]:
-                block = kernel(x, z)
-                side = _sums(block * by_column[..., None, :], self.sizes[cuts[h] : cuts[h + 1]], -1)
-                return (side,) if g == h else (side, _sums(block * by_row[..., None], own, -2).mT)
-
-            arguments = (
-                self.inputs[rows],
-                self.inputs[columns],
-                self.weights[..., rows],
-                self.weights[..., columns],
-            )
-            found = dropping(tile, *arguments)
-            right.append(found[0])
-            below.extend(found[1:])
-        grid[g][h] = torch.cat(right, -2)
-        if g != h:
-            grid[h][g] = torch.cat(below, -1)
 
 
 class DenseActions(Actions):

@@ -30,8 +30,8 @@ class AdditiveFeatures(Features):
 
     :param kernel: Σ_c k_c.
     :param sizes: the sizes of all blocks.
-    :param alone: of summands, their features under k_c.
-    :param together: of summands that differ by numbers only, which they are, and the features of all of them at once.
+    :param groups: numbers of summands, and their features: one summand's under k_c, or those of summands that differ by
+        numbers only, stacked.
     :param part: makes such a summand's own features, of c and its L.
     """
 
@@ -39,85 +39,74 @@ class AdditiveFeatures(Features):
         self,
         kernel: Any,
         sizes: tuple[int, ...],
-        alone: dict[int, Features],
-        together: Sequence[tuple[Sequence[int], InducingFeatures]] = (),
-        part: Optional[Callable[[int, Tensor], Features]] = None,
+        groups: Sequence[tuple[Sequence[int], Any]],
+        part: Callable[[int, Tensor], Features],
     ) -> None:
         super().__init__(kernel, sizes)
-        self.alone, self.together, self._part = alone, list(together), part
+        self.groups, self._part = groups, part
+        # What is asked of summands that are all in one stack stays one tensor.
+        self._stack = groups[0][1] if len(groups) == 1 and len(groups[0][0]) > 1 else None
+
+    def _in_order(self, ask: Callable[[Any], Sequence[Any]]) -> list[Any]:
+        """What features give, a list of one entry a block each, summand by summand."""
+        found: dict[int, Sequence[Any]] = {}
+        for members, features in self.groups:
+            given = ask(features)
+            stacked = len(members) > 1
+            found.update(zip(members, [[part] for part in given[0].unbind(-3)] if stacked else [given]))
+        return [each for c in range(len(found)) for each in found[c]]
 
     @functools.cached_property
     def parts(self) -> list[Features]:
         """Each summand's features."""
-        found = dict(self.alone)
-        for members, features in self.together:
-            assert self._part is not None
-            found.update((c, self._part(c, factor)) for c, factor in zip(members, features.factor.unbind(-3)))
+        found: dict[int, Features] = {}
+        for members, features in self.groups:
+            alone = len(members) == 1
+            parts = [features] if alone else map(self._part, members, features.factor.unbind(-3))
+            found.update(zip(members, parts))
         return [found[c] for c in range(len(found))]
 
     def __call__(self, x: Tensor) -> list[Tensor]:
         if x.dim() != 2:
             return [block for part in self.parts for block in part(x)]
-        if not self.alone and len(self.together) == 1:
-            return Unbound(*self.together[0][1](x))
-        found: dict[int, list[Tensor]] = {}
-        for members, features in self.together:
-            (phi,) = features(x)
-            found.update((c, [part]) for c, part in zip(members, phi.unbind(-3)))
-        found.update((c, part(x)) for c, part in self.alone.items())
-        return [block for c in range(len(found)) for block in found[c]]
+        return self._in_order(lambda features: features(x)) if self._stack is None else Unbound(*self._stack(x))
 
     def marginals(
         self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
     ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         mean, change = coefficients.moments(self(x) if known is None else known)
-        return mean, change, self._diagonal(x) if kernel is self.kernel and x.dim() == 2 else None
-
-    def _diagonal(self, x: Tensor) -> Optional[Tensor]:
-        """k(x, x), ``(..., N)``; ``None`` where no summands are taken together."""
-        if not self.together:
-            return None
-        parts = [features.kernel.diag(x).sum(-2) for _, features in self.together]
-        return functools.reduce(torch.add, [*parts, *(part.kernel.diag(x) for part in self.alone.values())])
+        stacked = any(len(members) > 1 for members, _ in self.groups)
+        if kernel is not self.kernel or x.dim() != 2 or not stacked:
+            return mean, change, None
+        own = [features.kernel.diag(x) for _, features in self.groups]
+        parts = [part.sum(-2) if len(members) > 1 else part for part, (members, _) in zip(own, self.groups)]
+        return mean, change, functools.reduce(torch.add, parts)
 
     @property
     def anchor(self) -> Optional[Tensor]:
-        found = {c: part.anchor for c, part in self.alone.items()}
-        for members, features in self.together:
-            found.update(zip(members, features.factor.unbind(-3)))
-        given = [anchor for anchor in found.values() if anchor is not None]
+        found = self._in_order(lambda features: [features.anchor])
+        given = [anchor for anchor in found if anchor is not None]
         if not given:
             return None
         like, batch = given[0], broadcast_shapes(*(anchor.shape[:-2] for anchor in given))
-        sizes = {c: sum(part.sizes) for c, part in self.alone.items()}
         own = [
-            torch.eye(sizes[c], dtype=like.dtype, device=like.device) if anchor is None else anchor
-            for c, anchor in sorted(found.items(), key=lambda each: each[0])
+            torch.eye(sum(part.sizes), dtype=like.dtype, device=like.device) if anchor is None else anchor
+            for part, anchor in zip(self.parts, found)
         ]
         return on_diagonal(own, like.new_zeros(*batch, sum(self.sizes), sum(self.sizes)))
 
     @property
     def anchors(self) -> Sequence[Optional[Tensor]]:
-        if not self.alone and len(self.together) == 1:
-            return Unbound(self.together[0][1].factor)
-        found: dict[int, Sequence[Optional[Tensor]]] = {c: part.anchors for c, part in self.alone.items()}
-        for members, features in self.together:
-            found.update((c, [factor]) for c, factor in zip(members, features.factor.unbind(-3)))
-        return [anchor for c in range(len(found)) for anchor in found[c]]
+        return self._in_order(lambda f: f.anchors) if self._stack is None else Unbound(self._stack.factor)
 
     @property
     def ones(self) -> Optional[Tensor]:
         """Of the blocks that have values of theirs, each has its share of 1."""
-        found = {c: part.ones for c, part in self.alone.items()}
-        for members, features in self.together:
-            found.update((c, features.ones) for c in members)
-        given = [part for part in found.values() if part is not None]
+        found = [part.ones for part in self.parts]
+        given = [part for part in found if part is not None]
         if not given:
             return None
-        parts = [
-            given[0].new_zeros(sum(self.alone[c].sizes)) if part is None else part
-            for c, part in sorted(found.items(), key=lambda each: each[0])
-        ]
+        parts = [given[0].new_zeros(sum(p.sizes)) if one is None else one for p, one in zip(self.parts, found)]
         return torch.cat(parts) / len(given)
 
     def components(self) -> list[Component]:
@@ -174,36 +163,36 @@ class Additive(Basis):
                 "guide was initialised or saved; their order and names must not change."
             )
         bases = self.parts
-        together = []
-        alone = dict(enumerate(terms))
-        for members in _alike(bases, terms):
-            features = _together([terms[c] for c in members], [bases[c] for c in members], jitter, name)
-            together.append((members, features))
-            for c in members:
-                del alone[c]
 
         def part(c: int, factor: Tensor) -> Features:
-            return InducingFeatures(terms[c], bases[c].variables(), [[factor]])
+            return InducingFeatures(terms[c], bases[c].variables(), factor)
 
-        found = {c: bases[c](term, jitter, f"{name}, term {c}") for c, term in alone.items()}
-        sizes = tuple(size for basis in bases for size in basis.sizes)
-        return AdditiveFeatures(kernel, sizes, found, together, part)
+        groups: list[tuple[Sequence[int], Any]] = []
+        for members in _alike(bases, terms):
+            c = members[0]
+            if len(members) == 1:
+                groups.append((members, bases[c](terms[c], jitter, f"{name}, term {c}")))
+            else:
+                some = [terms[c] for c in members], [bases[c] for c in members]
+                groups.append((members, _together(*some, jitter, name)))
+        return AdditiveFeatures(kernel, self.sizes, groups, part)
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "additive", "names": list(self.names), "parts": [part.spec() for part in self.parts]}
 
 
 def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[list[int]]:
-    """Which summands differ by numbers only, and have values at as many inputs each for a basis."""
+    """Summands that differ by numbers only, with values at as many inputs each for a basis; others by themselves."""
     found: dict[Any, list[int]] = {}
     for c, (basis, term) in enumerate(zip(bases, terms)):
-        if type(basis) is not InducingPoints or len(basis.sizes) > 1 or basis.of_source[0]:
-            continue
-        z, shared = basis.inputs[0], structure(term)
-        if isinstance(z, Tensor) and shared is not None:
-            cut = basis.columns is not None and z.shape[-1] == len(basis.columns)
-            found.setdefault((shared, z.shape, z.dtype, basis.jitter, cut), []).append(c)
-    return [members for members in found.values() if len(members) > 1]
+        key: Any = c
+        if type(basis) is InducingPoints and len(basis.sizes) == 1 and not basis.of_source[0]:
+            z, shared = basis.inputs[0], structure(term)
+            if isinstance(z, Tensor) and shared is not None:
+                cut = basis.columns is not None and z.shape[-1] == len(basis.columns)
+                key = shared, z.shape, z.dtype, basis.jitter, cut
+        found.setdefault(key, []).append(c)
+    return list(found.values())
 
 
 def _together(

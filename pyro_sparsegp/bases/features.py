@@ -70,7 +70,6 @@ class KernelFeatures(Features):
         super().__init__(kernel, (size,) if size else ())
         self.size, self.rows = size, rows
         self._known: Optional[tuple[Tensor, Explicit]] = None  # at the last inputs
-        self._highest: Optional[tuple[Tensor, Tensor]] = None  # the last inputs of a gram, and its rows of largest φ
 
     def explicit(self, x: Tensor) -> Explicit:
         """Φ and the kernel's diagonal at x; kept for the next call at the same x.
@@ -114,34 +113,22 @@ class KernelFeatures(Features):
             and Xie, 2025, eq. 12).
         """
 
-        def sums(rows: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, ...]:
+        def sums(rows: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
             found = self._explicit(self.kernel, rows) if is_long(x) else self.explicit(x)
             phi = found.features
             if absorb:
                 residual = (found.diagonal - row_squares(phi)).clamp(min=0)
                 shrunk = 1 / (1 + precision * residual)
                 precision, linear = precision * shrunk, linear * shrunk
-            peaks = [part for height in found.heights for part in torch.max(height.detach(), -1)]
-            return weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0], *peaks
+            return weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
 
         if not is_long(x):
-            gram, right, *_ = sums(x, precision, linear)
-            return gram, right
-        totals: list[Tensor] = []
-        heights: list[Tensor] = []
-        highest: list[Tensor] = []
+            return sums(x, precision, linear)
+        totals: Any = (0, 0)
         for rows in chunks_of(x):
-            gram, right, *peaks = dropping(sums, x[rows], precision[..., rows], linear[..., rows])
-            values, found = peaks[::2], [x[rows].index_select(0, index.reshape(1)) for index in peaks[1::2]]
-            if not totals:
-                totals, heights, highest = [gram, right], values, found
-                continue
-            totals = [totals[0] + gram, totals[1] + right]
-            # Where each maximum is found; nothing is read back from the device.
-            highest = [torch.where(new > old, row, top) for new, old, row, top in zip(values, heights, found, highest)]
-            heights = [torch.maximum(new, old) for new, old in zip(values, heights)]
-        self._highest = (x, torch.cat(highest)) if highest else None
-        return totals[0], totals[1]
+            gram, right = dropping(sums, x[rows], precision[..., rows], linear[..., rows])
+            totals = totals[0] + gram, totals[1] + right
+        return totals
 
     def marginals(
         self, kernel: Any, x: Tensor, coefficients: Gaussian, known: Optional[list[Tensor]] = None
@@ -151,10 +138,7 @@ class KernelFeatures(Features):
         if not is_long(x):
             found = self.explicit(x)
             return (*coefficients.moments([found.features]), found.diagonal)
-        if self._highest is not None and self._highest[0] is x:
-            settled = self.kernel.relative_to(self._highest[1])
-        else:
-            settled = self.kernel.relative_to(x)
+        settled = self.kernel.relative_to(x)  # a diagonal that depends on the rows is that in the company of all
 
         def moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             found = self._explicit(settled, rows)
@@ -162,18 +146,6 @@ class KernelFeatures(Features):
 
         mean, change, diagonal = by_rows(moments, x)
         return mean, change, diagonal
-
-    def split(self, x: Tensor, coefficients: Gaussian) -> tuple[Tensor, Tensor, Tensor]:
-        """Φm, diag(ΦSΦᵀ) and the residual k(x, x) − ‖φ‖², ``(..., N)`` each; the kernel's diagonal must be settled."""
-
-        def parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            found = self._explicit(self.kernel, rows)
-            squares = row_squares(found.features)
-            mean, change = coefficients.moments([found.features])
-            return mean, (squares + change).clamp(min=0), (found.diagonal - squares).clamp(min=0)
-
-        mean, variance, residual = by_rows(parts, x)
-        return mean, variance, residual
 
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
         return by_rows(lambda rows: (super(KernelFeatures, self).function(rows, w),), x)[0]

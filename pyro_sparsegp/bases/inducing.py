@@ -1,8 +1,8 @@
 """Inducing points: the basis of values at inputs Z, in one set or in nested sets (Z, O, …).
 
 Nested sets are the block Cholesky of their union (Shi, Titsias and Mnih, 2020, section 3.1): the first block
-whitens f(Z), the second what f(O) adds to it, and so on. That is the Cholesky factor of the union, cut into
-blocks, so one set and many are the same code, whatever domain each set lives in.
+whitens f(Z), the second what f(O) adds to it, and so on. That is the Cholesky factor of the union, so one set and
+many are the same code, whatever domain each set lives in.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..kernels.base import hyperparameters
-from ..numerics.linalg import Whitening, cholesky, default_jitter, over_upper, side_by_side, solve_lower, whitening
+from ..numerics.linalg import Whitening, default_jitter, over_upper, side_by_side, solve_lower, whitening
 from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs, coarse_to_fine
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
@@ -31,26 +31,19 @@ _LAGGING = 1e-8  # the least where q(w) is free and inputs are learned: 1e-6 is 
 
 
 class InducingFeatures(CrossFeatures):
-    """φ(x) = L⁻¹k_uf(x) with LLᵀ = K_uu, for u the union of the sets.
-
-    L is held in blocks, L_bc = (K_bc − Σ_i<c L_bi L_ciᵀ)L_cc⁻ᵀ and L_bbL_bbᵀ = K_bb − Σ_i<b L_bi L_biᵀ: the numbers of
-    the union's factor, at half of its cost on the way back, where a factor's size counts.
+    """φ(x) = L⁻¹k_uf(x) with LLᵀ = K_uu, for u the union of the sets, a block of φ for each set.
 
     :param kernel: k, the kernel of f.
     :param variables: the sets.
-    :param rows: L's blocks, ``rows[b][c]`` is L_bc, ``(..., M_b, M_c)`` for c ≤ b.
-    :param whitened: B ↦ BL⁻ᵀ, if it is known, as of one set it is.
+    :param factor: L, ``(..., M, M)``.
+    :param whitened: B ↦ BL⁻ᵀ, if it is known.
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        variables: Sequence[Variables],
-        rows: Sequence[Sequence[Tensor]],
-        whitened: Optional[Whitening] = None,
+        self, kernel: Any, variables: Sequence[Variables], factor: Tensor, whitened: Optional[Whitening] = None
     ) -> None:
         super().__init__(kernel, tuple([part.size for part in variables]))
-        self.variables, self.rows, self._whitened = list(variables), rows, whitened
+        self.variables, self.factor, self._whitened = list(variables), factor, whitened
         self._joined = _join(self.variables)
 
     @property
@@ -60,30 +53,15 @@ class InducingFeatures(CrossFeatures):
         assert isinstance(values, Values)
         return values.z
 
-    @functools.cached_property
-    def factor(self) -> Tensor:
-        """L, ``(..., M, M)``."""
-        if len(self.rows) == 1:
-            return self.rows[0][0]
-        total = sum(self.sizes)
-        rows = [torch.nn.functional.pad(part, (0, total - part.shape[-1])) for part in map(side_by_side, self.rows)]
-        return side_by_side([part.mT for part in rows]).mT
-
     def covariance_with(self, x: Tensor) -> Tensor:
         """K_fu, ``(..., N, M)``."""
-        if len(self._joined) == 1:
-            return checked(self._joined[0].cross(self.cross, x), self._joined[0], "cross", x.shape[-2])
-        return side_by_side([checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined])
+        parts = [checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined]
+        return parts[0] if len(parts) == 1 else side_by_side(parts)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
-        if self._whitened is not None:
-            return [self._whitened(self.covariance_with(x))]
-        found: list[Tensor] = []
-        for row, right in zip(self.rows, self.covariance_with(x).split(self.sizes, -1)):
-            for phi, left in zip(found, row):
-                right = right - phi @ left.mT
-            found.append(over_upper(right, row[-1]))
-        return found
+        cross = self.covariance_with(x)
+        phi = over_upper(cross, self.factor) if self._whitened is None else self._whitened(cross)
+        return [phi] if len(self.sizes) == 1 else list(phi.split(self.sizes, -1))
 
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
         # K_fu(L⁻ᵀw) in the place of (K_fu L⁻ᵀ)w: no N x M solve, and digits lost to the condition of L.
@@ -102,7 +80,7 @@ class InducingFeatures(CrossFeatures):
     def ones(self) -> Optional[Tensor]:
         if not all(isinstance(part, Values) for part in self.variables):
             return None
-        return self.rows[0][0].new_ones(sum(self.sizes))
+        return self.factor.new_ones(sum(self.sizes))
 
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
         values = [part.of(draw) for part in self._joined]
@@ -141,31 +119,36 @@ class InducingPoints(Basis):
     ) -> None:
         super().__init__()
         self.sizes = tuple(z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets)
-        self.of_source = tuple(of_source) if of_source is not None else (False,) * len(sets)
+        self.of_source = (False,) * len(sets) if of_source is None else tuple(of_source)
         first = next((z for z in sets if isinstance(z, Tensor)), None)
         self.trainable, self.columns = trainable, columns
         self.width = width or (None if first is None else first.shape[-1])
         self.jitter = default_jitter(first.dtype) if jitter is None and first is not None else jitter
-        if columns is not None and first is not None:  # on the device, so that a step copies nothing there
-            self.register_buffer("column_index", torch.tensor(columns, device=first.device), persistent=False)
         self.codes = tuple(sorted(codes)) if trainable else ()
-        if self.codes and first is not None:
-            held = [i in self.codes for i in range(self.width or first.shape[-1])]
-            self.register_buffer("held", torch.tensor(held, device=first.device), persistent=False)
         self.units = None if units is None else tuple(units)
+        if first is not None:  # on the device, so that a step copies nothing there
+            self._keep("column_index", columns, first.new_tensor, dtype=torch.int64)
+            held = [i in self.codes for i in range(self.width or 0)] if self.codes else None
+            self._keep("held", held, first.new_tensor, dtype=torch.bool)
+            cut = columns is not None and first.shape[-1] == len(columns)
+            self._keep("unit", [units[c] for c in columns or ()] if units and cut else units, first.new_tensor)
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
                 continue
-            if self.units is not None and not self.of_source[i]:
-                cut = columns is not None and z.shape[-1] == len(columns) != len(self.units)
-                own = [self.units[c] for c in columns] if cut and columns is not None else self.units
-                self.register_buffer(f"unit_{i}", z.new_tensor(own), persistent=False)
-            z = self._in_units(i, z.detach().clone())
+            unit = self._unit(i)
+            z = z.detach().clone() if unit is None else z.detach() / unit
             if trainable:
                 setattr(self, f"inputs_{i}", PyroParam(z))
             else:
                 self.register_buffer(f"inputs_{i}", z)
+
+    def _keep(self, name: str, values: Any, tensor: Callable, **kwargs: Any) -> None:
+        self.register_buffer(name, None if values is None else tensor(values, **kwargs), persistent=False)
+
+    def _unit(self, i: int) -> Optional[Tensor]:
+        """The unit of a set's inputs, ``(d,)``."""
+        return None if self.units is None or self.of_source[i] else self.unit
 
     @classmethod
     def chosen(
@@ -204,17 +187,10 @@ class InducingPoints(Basis):
                     )
         of_source = [is_of_source(given) for given in sets]
         found: list[Any] = [_own(z, x, trainable) if isinstance(z, InducingVariables) else None for z in sets]
-        for wanted in (False, True):
-            here = [i for i, given in enumerate(sets) if found[i] is None and of_source[i] == wanted]
-            if not here:
-                continue
+        for domain, rows, cut in ((kernel, x, columns), (source, patches, None)):
+            here = [i for i, z in enumerate(found) if z is None and of_source[i] == (domain is not kernel)]
             some: list[Any] = [sets[i] for i in here]
-            if wanted:
-                assert patches is not None
-                chosen = choose_inputs(source, patches, some, init, name)
-            else:
-                chosen = choose_inputs(kernel, x, some, init, name, columns)
-            for i, z in zip(here, chosen):
+            for i, z in zip(here, choose_inputs(domain, rows, some, init, name, cut) if here else ()):  # type: ignore
                 found[i] = z
         jitter = _jitter(kernel, x, of_source, found, free and trainable)
         codes = kernel.code_columns(x.shape[-1])
@@ -228,22 +204,17 @@ class InducingPoints(Basis):
         """
         for i, (given, part) in enumerate(zip(self.inputs, self.variables())):
             if isinstance(given, Tensor):
-                self.place(i, given[coarse_to_fine(part.covariance(kernel))])
+                kept = getattr(self, f"inputs_{i}")
+                kept.copy_(kept[coarse_to_fine(part.covariance(kernel))])
         return self
-
-    @torch.no_grad()
-    def place(self, i: int, z: Tensor) -> None:
-        """Put the inputs of a set elsewhere."""
-        getattr(self, f"inputs_{i}").copy_(self._in_units(i, z))
 
     @torch.no_grad()
     def leave_units(self) -> None:
         """Learn inputs in units of 1, for x whose range moves, as a network's outputs do."""
-        for i in range(len(self.sizes)):
-            if f"unit_{i}" in self._buffers:
-                getattr(self, f"inputs_{i}").mul_(self._buffers[f"unit_{i}"])
-                delattr(self, f"unit_{i}")
-        self.units = None
+        for i, given in enumerate(self.inputs):
+            if isinstance(given, Tensor):
+                getattr(self, f"inputs_{i}").copy_(given)
+        self.units = self.unit = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Inputs that were learned can be held from here on, and the other way round.
@@ -252,10 +223,6 @@ class InducingPoints(Basis):
             if prefix + there in state_dict and prefix + here not in state_dict:
                 state_dict[prefix + here] = state_dict.pop(prefix + there)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _in_units(self, i: int, z: Tensor) -> Tensor:
-        unit = self._buffers.get(f"unit_{i}")
-        return z if unit is None else z / unit
 
     def split(self, num: int) -> tuple[InducingPoints, InducingPoints]:
         """The first ``num`` sets and the others, as bases of their own."""
@@ -271,19 +238,10 @@ class InducingPoints(Basis):
         """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
         found = []
         for i in range(len(self.sizes)):
-            found.append(getattr(self, f"inputs_{i}", None))
-            if found[-1] is None:
-                found[-1] = getattr(self, f"variables_{i}")
-            elif self.units is not None and f"unit_{i}" in self._buffers:
-                found[-1] = found[-1] * self._buffers[f"unit_{i}"]
+            z = getattr(self, f"inputs_{i}", None)
+            unit = self._unit(i)
+            found.append(getattr(self, f"variables_{i}") if z is None else z if unit is None else z * unit)
         return found
-
-    def _embed(self, z: Tensor) -> Tensor:
-        if self.columns is None or z.shape[-1] == self.width != len(self.columns):
-            return z
-        # The kernel never reads the other columns; what stands there does not matter.
-        full = z.new_zeros(z.shape[0], self.width or len(self.columns))
-        return full.index_copy(1, self.column_index, z)
 
     def variables(self) -> list[Variables]:
         """The sets."""
@@ -294,8 +252,11 @@ class InducingPoints(Basis):
             elif of_source:
                 found.append(SourceValues(given))
             else:
-                z = self._embed(given)
-                found.append(Values(torch.where(self.held, z.detach(), z) if self.codes else z))
+                if self.columns is not None and given.shape[-1] == len(self.columns) != self.width:
+                    # The kernel never reads the other columns; what stands there does not matter.
+                    full = given.new_zeros(given.shape[0], self.width or 0)
+                    given = full.index_copy(1, self.column_index, given)
+                found.append(Values(torch.where(self.held, given.detach(), given) if self.codes else given))
         return found
 
     def forward(self, kernel: Any, jitter: Optional[float], name: str) -> InducingFeatures:
@@ -355,34 +316,22 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
     :param jitter: relative, of K_uu; ``None`` is that of the dtype.
     :param name: the site's, for errors.
     """
-    made_of = functools.partial(hyperparameters, kernel)
     # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
     exact = widened(kernel, variables)
     dtype = None if exact is variables else variables[0].z.dtype  # type: ignore[attr-defined]
     rows: list[list[Tensor]] = []
-    scale: Optional[Tensor] = None  # of the jitter: that of the first set for all
-    for b, part in enumerate(exact):
-        rest = checked(part.covariance(kernel), part, "covariance", part.size)
-        if scale is None:
-            scale = rest.detach().diagonal(dim1=-2, dim2=-1).mean(-1)
-        if len(exact) == 1:
-            what = f"{'K_ZZ' if isinstance(part, Values) else 'K_uu'} of site {name!r}"
-            whole = whitening(rest, jitter, what, scale, made_of, dtype)
-            return InducingFeatures(kernel, variables, [[whole.factor]], whole)
-        row: list[Tensor] = []
-        for c, other in enumerate(exact[:b]):
-            right = between(kernel, part, other)
-            for left, above in zip(row, rows[c]):
-                right = right - left @ above.mT
-            row.append(over_upper(right, rows[c][c]))
-            rest = rest - row[-1] @ row[-1].mT
-        what = "K_ZZ" if isinstance(part, Values) and not b else "K_uu" if not b else f"what set {b} adds to K_uu"
-        narrow = None if b + 1 < len(exact) else dtype  # other blocks follow from this one
-        row.append(cholesky(rest, jitter, f"{what} of site {name!r}", scale, made_of, narrow))
-        rows.append(row)
-    if exact is not variables:
-        rows = [[block.to(dtype) for block in row] for row in rows]
-    return InducingFeatures(kernel, variables, rows)
+    sets = _join(exact)
+    for b, part in enumerate(sets):
+        own = checked(part.covariance(kernel), part, "covariance", part.size)
+        rows.append([*(between(kernel, part, other) for other in sets[:b]), own])
+    whole = rows[0][0]
+    for b in range(1, len(sets)):
+        below = side_by_side(rows[b][:-1])
+        whole = side_by_side([side_by_side([whole, below.mT]).mT, side_by_side([below, rows[b][-1]]).mT]).mT
+    scale = whole.detach().diagonal(dim1=-2, dim2=-1)[..., : exact[0].size].mean(-1)  # of the first set for all
+    what = f"{'K_ZZ' if all(isinstance(part, Values) for part in sets) else 'K_uu'} of site {name!r}"
+    whitened = whitening(whole, jitter, what, scale, functools.partial(hyperparameters, kernel), dtype)
+    return InducingFeatures(kernel, variables, whitened.factor, whitened)
 
 
 def _jitter(kernel: Any, x: Tensor, of_source: Sequence[bool], sets: Sequence[Any], lags: bool) -> float:

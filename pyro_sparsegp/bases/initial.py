@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,6 @@ __all__ = [
 ]
 
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
-_AT_ONCE = 64  # rows that are drawn before the variance that is left is known again
 
 Initialiser = Callable[[Any, Tensor, int], Tensor]
 
@@ -30,8 +28,7 @@ def random_pivots(kernel: Any, x: Tensor, num: int) -> Tensor:
 
     A randomly pivoted Cholesky factorisation of k(x, x) (Chen, Epperly, Tropp and Webber, 2025), in O(N·num²) on at
     most max(4096, 4·num) random rows. Where M points are too few for the data, :func:`greedy_variance` takes the rows
-    that are far from all others; these draws follow the density of the rows as well. Some are drawn at once, and those
-    left out that the others of these made less likely (Epperly, Tropp and Webber, 2024). Once the variance is used up,
+    that are far from all others; these draws follow the density of the rows as well. Once the variance is used up,
     and beyond 2048 points, the rest are random rows.
 
     :param kernel: the prior's kernel at the first call's hyperparameters.
@@ -39,7 +36,8 @@ def random_pivots(kernel: Any, x: Tensor, num: int) -> Tensor:
     :param num: how many points.
     :returns: ``(num, D)``.
     """
-    return _among(x, num, lambda some, few: _drawn(kernel, some, few))
+    # The largest of values over standard exponential draws is at one in proportion to the values (Gumbel-max).
+    return _pivots(kernel, x, num, lambda remaining: remaining / torch.empty_like(remaining).exponential_())
 
 
 def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
@@ -54,84 +52,32 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
     :param num: how many points.
     :returns: ``(num, D)``.
     """
-    return _among(x, num, lambda some, few: _largest(kernel, some, few))
+    return _pivots(kernel, x, num, lambda remaining: remaining)
 
 
 @torch.no_grad()
-def _among(x: Tensor, num: int, choose: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """A choice among random rows that are enough for it, with random rows for the points that are too many for it."""
+def _pivots(kernel: Any, x: Tensor, num: int, score: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows of x, each the one of the highest score of the variances that are left."""
     x = x[torch.randperm(x.shape[0], device=x.device)]
     rest = max(num - _PIVOTS, 0)  # rows that the choice does not see: none is taken twice
     few = num - rest
-    chosen = choose(x[rest:][: max(4096, 4 * few)], few)
-    return torch.cat([chosen, x[:rest]]) if rest else chosen
-
-
-def _drawn(kernel: Any, x: Tensor, num: int) -> Tensor:
+    some = x[rest:][: max(4096, 4 * few)]
     # With batches of hyperparameters or outputs, one set of inputs serves all: work with the mean kernel.
-    remaining = _flat_mean(kernel.diag(x), 1).clone()
-    exhausted = 1e-6 * remaining.max()
-    rows = x.new_zeros(num, x.shape[0])
-    chosen = torch.zeros(num, dtype=torch.int64, device=x.device)
-    m = 0
-    while m < num:
-        remaining = torch.where(remaining > exhausted, remaining, 0.0).index_fill(0, chosen[:m], 0.0)
-        if not remaining.any():
-            chosen[m:] = torch.rand_like(remaining).index_fill(0, chosen[:m], -1.0).topk(num - m).indices
-            break
-        drawn = torch.multinomial(remaining, _AT_ONCE, replacement=True)
-        own = _flat_mean(kernel(x[drawn], x[drawn]), 2) - rows[:m, drawn].T @ rows[:m, drawn]
-        kept, factor = _thinned(drawn, own, remaining[drawn], exhausted, num - m)
-        i = slice(m, m + len(kept))
-        block = _flat_mean(kernel(x[kept], x), 2) - rows[:m, kept].T @ rows[:m]
-        rows[i], chosen[i] = torch.linalg.solve_triangular(factor, block, upper=False), kept
-        remaining = (remaining - rows[i].square().sum(0)).clamp(min=0)
-        m += len(kept)
-    return x[chosen]
-
-
-def _thinned(drawn: Tensor, covariance: Tensor, before: Tensor, least: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Of rows that were drawn in proportion to their variances, those that would be drawn one after the other: each is
-    kept with the probability of what those kept before it leave of its variance. And the Cholesky factor of these.
-
-    :param drawn: their numbers, ``(B,)``.
-    :param covariance: of these rows, ``(B, B)``.
-    :param before: the variances, ``(B,)``.
-    :param least: a variance that counts as none.
-    :param most: how many are kept.
-    """
-    numbers, left = drawn.tolist(), covariance.double().cpu().numpy()
-    bars, floor = (torch.rand_like(before) * before).tolist(), float(least)
-    kept: dict[int, int] = {}  # by their numbers: none twice
-    columns = []
-    for i, number in enumerate(numbers):
-        if len(kept) < most and (not i or (number not in kept and left[i, i] > max(bars[i], floor))):
-            kept[number] = i
-            columns.append(left[:, i] / max(left[i, i], floor) ** 0.5)
-            left = left - columns[-1][:, None] * columns[-1]
-    places = torch.tensor([*kept.values()], device=drawn.device)
-    factor = torch.as_tensor(np.stack(columns, -1)).to(before)
-    return drawn[places], factor[places].tril()
-
-
-def _largest(kernel: Any, x: Tensor, num: int) -> Tensor:
-    remaining = _flat_mean(kernel.diag(x), 1).clone()
+    remaining = _flat_mean(kernel.diag(some), 1).clone()
     exhausted = 1e-6 * remaining.max()
     noise = torch.rand_like(remaining)
-    chosen: list[Tensor] = []
-    rows = x.new_zeros(num, x.shape[0])
+    chosen = [x[:rest]]
+    rows = x.new_zeros(few, len(some))
     taken = torch.zeros_like(remaining, dtype=torch.bool)
-    for m in range(num):
+    for m in range(few):
         # Scores stay on the device: used-up rows rank by noise below all others, taken ones last.
-        score = torch.where(remaining > exhausted, remaining, noise - 1).masked_fill(taken, -2.0)
-        i = score.argmax()
-        chosen.append(x[i])
-        taken = taken | (torch.arange(x.shape[0], device=x.device) == i)
-        column = _flat_mean(kernel(x[i][None], x), 2)[0]
-        row = (column - rows[:m].T @ rows[:m, i]) / remaining[i].clamp(min=exhausted).sqrt()
-        rows[m] = row
-        remaining = (remaining - row.square()).clamp(min=0)
-    return torch.stack(chosen)
+        i = torch.where(remaining > exhausted, score(remaining), noise - 1).masked_fill(taken, -2.0).argmax()
+        chosen.append(some[i][None])
+        taken = taken | (torch.arange(len(some), device=x.device) == i)
+        column = _flat_mean(kernel(some[i][None], some), 2)[0]
+        rows[m] = (column - rows[:m].T @ rows[:m, i]) / remaining[i].clamp(min=exhausted).sqrt()
+        remaining = (remaining - rows[m].square()).clamp(min=0)
+    return torch.cat([*chosen[1:], chosen[0]])
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Union
+from typing import Any, Optional
 
 import torch
 from pyro.nn import PyroParam
@@ -24,10 +24,29 @@ _LOOK = 8  # iterations between looks at whether conjugate gradients are done
 
 
 class Policy(AbstractModule):
-    """Chooses the actions for a kernel and sites."""
+    """Chooses the actions for a kernel and sites.
+
+    :param num: how many.
+    """
+
+    rows: Optional[int] = None  # of the data that its actions belong to; any, if they are made anew
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.num = num
+
+    def forward(self, kernel: Any, sites: Sites, name: str) -> Actions:
+        """The actions of a run."""
+        if self.rows not in (None, sites.inputs.shape[-2]):
+            raise ValueError(
+                f"the actions of site {name!r} are for {self.rows} rows, the guide's first call; got "
+                f"{sites.inputs.shape[-2]}. Make a new guide for other data, or use another policy."
+            )
+        return self.actions(kernel, sites, name)
 
     @abstractmethod
-    def forward(self, kernel: Any, sites: Sites, name: str) -> Actions: ...
+    def actions(self, kernel: Any, sites: Sites, name: str) -> Actions:
+        """As :meth:`forward`, at rows that they belong to."""
 
     def reorder(self, order: Tensor) -> None:
         """Follow the data into another order: row n is what row ``order[n]`` was."""
@@ -42,39 +61,27 @@ class BlockPolicy(Policy):
     :param num: the number of blocks.
     """
 
-    def __init__(self, inputs: Tensor, num: int, batch_shape: Sequence[int], order: Union[Tensor, None] = None) -> None:
-        super().__init__()
-        rows = inputs.shape[-2]
+    def __init__(self, inputs: Tensor, num: int, batch_shape: Sequence[int], order: Optional[Tensor] = None) -> None:
+        super().__init__(num)
+        self.rows = inputs.shape[-2]
         self.register_buffer("order", local_blocks(inputs, num) if order is None else order)
-        self.num = num
-        self.block_sizes = _sizes(rows, num)
-        self.values = PyroParam(inputs.new_ones(*batch_shape, rows))
+        self.values: Any = PyroParam(inputs.new_ones(*batch_shape, self.rows))
 
     def reorder(self, order: Tensor) -> None:
         self.order: Tensor = order.argsort()[self.order]
 
-    def forward(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
-        if sites.inputs.shape[-2] != len(self.order):
-            raise ValueError(
-                f"the sparse actions of site {name!r} are for {len(self.order)} rows, the guide's first call; got "
-                f"{sites.inputs.shape[-2]}. Make a new guide for other data, or use another policy."
-            )
-        values: Any = self.values
-        return BlockActions(sites, values, self.order, self.block_sizes)
+    def actions(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
+        return BlockActions(sites, self.values, self.order, _sizes(len(self.order), self.num))
 
 
 class _Detached(Policy):
     """A policy whose directions are constants of the step: the bound's gradient is that at fixed actions."""
 
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.num = num
-
     @abstractmethod
     def directions(self, kernel: Any, sites: Sites) -> Tensor:
         """T, ``(..., N, i)``: orthonormal columns, or zeros."""
 
-    def forward(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
+    def actions(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
         with torch.no_grad():
             directions = self.directions(kernel, sites)
         return DenseActions(sites, directions)
@@ -152,18 +159,14 @@ class RandomPolicy(_Detached):
 
     def __init__(self, inputs: Tensor, num: int, draw: bool = True) -> None:
         super().__init__(num)
-        shape = inputs.shape[-2], min(num, inputs.shape[-2])
+        self.rows = inputs.shape[-2]
+        shape = self.rows, min(num, self.rows)
         self.register_buffer("draws", torch.randn(shape).to(inputs) if draw else inputs.new_zeros(shape))
 
     def reorder(self, order: Tensor) -> None:
         self.draws: Tensor = self.draws[order]
 
     def directions(self, kernel: Any, sites: Sites) -> Tensor:
-        if len(self.draws) != sites.inputs.shape[-2]:
-            raise ValueError(
-                f"the random actions are for {len(self.draws)} rows, the guide's first call; got "
-                f"{sites.inputs.shape[-2]}. Make a new guide for other data."
-            )
         return _orthonormal(self.draws, sites.precision)
 
 
@@ -174,8 +177,7 @@ class UserPolicy(Policy):
     """
 
     def __init__(self, policy: Callable[[Any, Sites], Tensor], num: int) -> None:
-        super().__init__()
-        self.num = num
+        super().__init__(num)
         if isinstance(policy, torch.nn.Module):
             self.policy = copy.deepcopy(policy)  # each guide owns its parameters
         else:
@@ -191,7 +193,7 @@ class UserPolicy(Policy):
                     module._buffers[name] = torch.empty_like(saved, device=saved.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def forward(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
+    def actions(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
         matrix = self.policy(kernel, sites)
         rows = sites.inputs.shape[-2]
         if not isinstance(matrix, Tensor) or matrix.dim() < 2 or matrix.shape[-2:] != (rows, self.num):
