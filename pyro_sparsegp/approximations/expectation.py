@@ -51,7 +51,6 @@ class ExpectationGP(AbstractModule):
         self.register_buffer("pull", like.new_zeros(*batch_shape, size))
         self.register_buffer("anchor", like.new_zeros(0, 0))
         self.register_buffer("fingerprints", torch.zeros(3, 0, dtype=torch.int64, device=like.device))
-        self._unsummed: Optional[tuple[Tensor, Optional[Tensor]]] = None  # Φ of all data, not summed yet, and its L
 
     def order_of(self, found: Tensor, name: str) -> Optional[Tensor]:
         """The sites' numbers of data in the order of a call, ``(N,)``; ``None`` if it is theirs, or not known.
@@ -90,18 +89,14 @@ class ExpectationGP(AbstractModule):
     ) -> SparsePosterior:
         """The posterior of ``process``, at its inputs and under its hyperparameters."""
         features = self.basis(process.kernel, process.jitter, name)
-        self.settle()
-        gram, pull = self._seen_from(features.anchor)
+        gram, pull = seen_from(self.gram, self.pull, self.anchor, features.anchor)
         return kind(process, features, from_natural(gram, pull, features.sizes, None, name), name)
 
-    def _seen_from(self, anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        """Σ νφφᵀ and Σ bφ of the same sites under another L."""
-        return seen_from(self.gram, self.pull, self.anchor, anchor)
-
-    def _as_rows(self, phi: Tensor, anchor: Optional[Tensor]) -> Tensor:
-        if anchor is None:
-            return phi
-        return over_lower(phi, anchor)
+    def predict(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
+    ) -> SparsePosterior:
+        """The posterior at new inputs."""
+        return self(process, name, kind)
 
     def features_of(self, rows: Tensor) -> Tensor:
         """Rows υ as features φ under the L of :attr:`gram`."""
@@ -109,9 +104,11 @@ class ExpectationGP(AbstractModule):
 
     @torch.no_grad()
     def keep_all(self, phi: Tensor, anchor: Optional[Tensor], precision: Tensor, linear: Tensor) -> None:
-        """Take over sites of all data at once; their sums are taken when they are asked for."""
+        """Take over sites of all data at once."""
         self.precision, self.linear = precision, linear
-        self._unsummed = phi, anchor
+        self.gram, self.pull = self.sums(phi, precision, linear)
+        self.rows = phi if anchor is None else over_lower(phi, anchor)
+        self.anchor = phi.new_zeros(0, 0) if anchor is None else anchor
 
     @torch.no_grad()
     def keep_some(self, index: Tensor, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +121,7 @@ class ExpectationGP(AbstractModule):
         old = self.features_of(self.rows[..., index, :])
         gram = weighted_gram(phi, precision) - weighted_gram(old, self.precision[..., index])
         pull = phi.mT @ linear[..., None] - old.mT @ self.linear[..., index, None]
-        self.rows[..., index, :] = self._as_rows(phi, self.anchor if self.anchor.numel() else None)
+        self.rows[..., index, :] = over_lower(phi, self.anchor) if self.anchor.numel() else phi
         self.precision[..., index] = precision
         self.linear[..., index] = linear
         return gram, pull[..., 0]
@@ -135,7 +132,6 @@ class ExpectationGP(AbstractModule):
 
         :param phi: features of some of them: of their shape but for the number.
         """
-        self._unsummed = None
         self.precision = phi.new_zeros(*self.batch_shape, num)
         self.linear = torch.zeros_like(self.precision)
         self.gram, self.pull = torch.zeros_like(self.gram), torch.zeros_like(self.pull)
@@ -147,58 +143,36 @@ class ExpectationGP(AbstractModule):
     @torch.no_grad()
     def look_from(self, anchor: Optional[Tensor]) -> None:
         """Have :attr:`gram` and :attr:`pull` as they are seen from ``anchor``."""
-        self.settle()
-        self.gram, self.pull = self._seen_from(anchor)
+        self.gram, self.pull = seen_from(self.gram, self.pull, self.anchor, anchor)
         if anchor is not None:
             self.anchor = anchor
 
     @property
     def memory(self) -> Any:
         """All that is kept, for a look from elsewhere that is to be taken back."""
-        return {name: self._buffers[name] for name in _BUFFERS}, self._unsummed
+        return {name: self._buffers[name] for name in _BUFFERS}
 
     @memory.setter
     def memory(self, saved: Any) -> None:
-        buffers, self._unsummed = saved
-        self._buffers.update(buffers)
+        self._buffers.update(saved)
 
     def sums(self, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
         """Σ νφφᵀ and Σ bφ, of the batch's shape."""
         gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
         return gram.expand(self.gram.shape), pull.expand(self.pull.shape)
 
-    @torch.no_grad()
-    def settle(self) -> None:
-        """Take the sums that are due."""
-        if self._unsummed is not None:
-            phi, anchor = self._unsummed
-            self._unsummed = None
-            self.gram, self.pull = self.sums(phi, self.precision, self.linear)
-            self.rows = self._as_rows(phi, anchor)
-            self.anchor = phi.new_zeros(0, 0) if anchor is None else anchor
-
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""
         return {"basis": self.basis.spec(), "batch_shape": list(self.batch_shape), "family": self.family}
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.settle()
-        super()._save_to_state_dict(*args, **kwargs)
-
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.settle()
         dtype = self.gram.dtype
         super()._apply(*args, **kwargs)
         if self.gram.dtype != dtype:  # so will be the data's
             self.fingerprints = self.fingerprints[:, :0]
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        self.settle()
-        return super().__getstate__()
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._unsummed = None
         state_dict.setdefault(prefix + "fingerprints", self.fingerprints[:, :0])  # older files have none
         for name in _BUFFERS:
             if prefix + name in state_dict:

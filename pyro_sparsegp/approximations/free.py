@@ -45,6 +45,7 @@ class SparseGP(AbstractModule):
     following: Optional[Following]  # of other latents
     kept_rows: Optional[Tensor]  # inputs of a network, (K, d), whose outputs there say how features move
     network: list[str]  # its parameters' names
+    rows: Optional[Tensor]  # inputs of training, where the kernel's diagonal depends on them
 
     def __init__(
         self, basis: Basis, coefficients: Coefficients, batch_shape: Sequence[int], family: dict[str, Any]
@@ -54,7 +55,9 @@ class SparseGP(AbstractModule):
         self.batch_shape = torch.Size(batch_shape)
         self.following = None
         self.network = []
+        self.num_rows = 0  # inputs of training in all, where a plate tells
         self.register_buffer("kept_rows", None)
+        self.register_buffer("rows", None)
 
     def forward(
         self,
@@ -84,6 +87,23 @@ class SparseGP(AbstractModule):
         if drawn is not None and self.following is not None:
             q = self.following(q, drawn)
         return kind(process, features, q, name)
+
+    def predict(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior, *args: Any
+    ) -> SparsePosterior:
+        """The posterior at new inputs, where a kernel's diagonal that depends on the rows is that beside training's."""
+        return self(process if self.rows is None else process.relative_to(self.rows), name, kind, *args)
+
+    @property
+    def num_seen(self) -> int:
+        """How many inputs of training it knows, of those that the kernel's diagonal depends on."""
+        return 0 if self.rows is None else self.rows.shape[-2]
+
+    def see(self, x: Tensor) -> None:
+        """Take note of inputs of training, for a kernel whose diagonal depends on them: most rows count, then last."""
+        if x.shape[-2] >= self.num_seen:
+            x.data_ptr()  # raises under torch.func.vmap, whose tensors can't be kept: the run is then made outside
+            self.rows = x.detach()
 
     def hold(self, features: Any, process: GaussianProcess) -> None:
         """Have sites be about f at the rows that are kept, where the process's network has them now; about w, where
@@ -148,6 +168,8 @@ class SparseGP(AbstractModule):
         if self.coefficients.placed:
             with torch.no_grad():  # not a call, which Pyro would take for one before the guide has the module
                 self.coefficients.start(self.basis.forward(process.kernel, process.jitter, name).anchor, None)
+        if process.kernel.depends_on_rows:
+            self.see(process.x)
 
     def inform(self, process: GaussianProcess, name: str) -> None:
         """Start the covariance of q(w) at what noise as large as the process would leave of it at these inputs."""
@@ -165,10 +187,17 @@ class SparseGP(AbstractModule):
         return [(root * phi).double() for phi in features(x)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        rows = state_dict.get(prefix + "kept_rows")
-        if self.kept_rows is not None and rows is not None and not rows.is_floating_point():
-            self.kept_rows = self.kept_rows.to(rows.dtype)  # codes, of an embedding
+        kept, rows = (state_dict.get(prefix + name) for name in ("kept_rows", "rows"))
+        if self.kept_rows is not None and kept is not None and not kept.is_floating_point():
+            self.kept_rows = self.kept_rows.to(kept.dtype)  # codes, of an embedding
+        self.rows = None if rows is None else torch.empty_like(rows, device=next(self.parameters(), rows).device)
+        self.num_rows = int(state_dict.pop(prefix + "num_rows", 0))  # older files have none
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.num_rows:
+            destination[prefix + "num_rows"] = torch.tensor(self.num_rows)
 
     def spec(self) -> dict[str, Any]:
         """What is needed to make the module anew before its state is loaded, in plain Python."""

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..bases import Basis, InducingPoints
 from ..bases.conditional import ConditionalFeatures
 from ..bases.decoupled import DecoupledFeatures
-from ..bases.inducing import InducingFeatures
-from ..gaussians import Coefficients, DenseFactor, Product, ShiftFactor, optimal
+from ..gaussians import Coefficients, DenseFactor, Gaussian, Product, ShiftFactor, optimal
 from ..gaussians.conditional import ConditionalFactor
 from ..gaussians.sites import Sites
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .free import SparseGP
-from .on_sites import same_rows
-from .optimal import OptimalGP
+from .optimal import OptimalGP, gradients_unless
 
-__all__ = ["ConditionalGP", "DecoupledGP", "SemiCollapsedGP"]
+__all__ = ["BlockwiseGP", "ConditionalGP", "DecoupledGP", "SemiCollapsedGP"]
 
 
 class DecoupledGP(SparseGP):
@@ -66,6 +63,12 @@ class DecoupledGP(SparseGP):
         return super().spec() | {"means": self.means.spec()}
 
 
+class BlockwiseGP(OptimalGP):
+    """Nested inducing points with the independent posteriors of their sets that are optimal for the sites."""
+
+    blockwise = True
+
+
 class SemiCollapsedGP(OptimalGP):
     """Nested inducing points whose first set has the posterior that is optimal for the sites and for the other sets'.
 
@@ -76,26 +79,16 @@ class SemiCollapsedGP(OptimalGP):
     """
 
     def __init__(self, basis: Basis, others: Coefficients, *args: Any, **kwargs: Any) -> None:
-        super().__init__(basis, False, *args, **kwargs)
+        super().__init__(basis, *args, **kwargs)
         self.others = others
 
-    def under(
-        self,
-        features: Any,
-        phi: list[Tensor],
-        process: GaussianProcess,
-        name: str,
-        kind: type[SparsePosterior],
-        sites: Sites,
-        exact: bool,
-    ) -> SparsePosterior:
+    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
         others = self.others()
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
+        with gradients_unless(exact):
             linear = sites.linear - sites.precision * others.mean(phi[1:])
             first = optimal(phi[:1], sites.precision, linear, None, name)
         groups = [(0,), *(tuple(block + 1 for block in group) for group in others.groups)]
-        q = Product((*first.sizes, *others.sizes), [*first.factors, *others.factors], groups)
-        return kind(process, features, q, name, sites, phi if same_rows(sites.inputs, process.x) else None)
+        return features, phi, Product((*first.sizes, *others.sizes), [*first.factors, *others.factors], groups)
 
 
 class ConditionalGP(OptimalGP):
@@ -104,26 +97,12 @@ class ConditionalGP(OptimalGP):
     (Shi, Titsias and Mnih, 2020, appendix A.)
     """
 
-    def __init__(self, basis: Basis, *args: Any, **kwargs: Any) -> None:
-        super().__init__(basis, False, *args, **kwargs)
-
-    def under(
-        self,
-        features: Any,
-        phi: list[Tensor],
-        process: GaussianProcess,
-        name: str,
-        kind: type[SparsePosterior],
-        sites: Sites,
-        exact: bool,
-    ) -> SparsePosterior:
-        assert isinstance(features, InducingFeatures)
+    def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
         (known,) = phi
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not exact):
+        with gradients_unless(exact):
             (head,) = optimal(phi, sites.precision, sites.linear, None, name).factors
             assert isinstance(head, DenseFactor)
             # B = ΛΦP⁻¹: E[w | r] = m − Bᵀr(X).
             weights = sites.precision[..., None] * (known @ head.tril @ head.tril.mT)
         both = ConditionalFeatures(features, sites.inputs, weights, known, name)
-        q = Product((*head.loc.shape[-1:], *head.loc.shape[-1:]), [ConditionalFactor(head, both.root)], [(0, 1)])
-        return kind(process, both, q, name, sites, both.known if same_rows(sites.inputs, process.x) else None)
+        return both, both.known, Product(both.sizes, [ConditionalFactor(head, both.root)], [(0, 1)])

@@ -14,7 +14,7 @@ from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 
-__all__ = ["SiteGP", "same_rows", "shapes_of_rows"]
+__all__ = ["SiteGP", "same_rows"]
 
 
 class SiteGP(AbstractModule):
@@ -66,7 +66,7 @@ class SiteGP(AbstractModule):
     @property
     def forgets(self) -> bool:
         """Whether it may be given other training data: it has no parameters for each row."""
-        return isinstance(self.sites, KeptSites)
+        return self.num_rows is None
 
     def forget(self) -> None:
         """Forget what was read off the training data."""
@@ -89,6 +89,29 @@ class SiteGP(AbstractModule):
 
         return answer
 
+    def predict(
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior] = SparsePosterior,
+        sites: Optional[Sites] = None,
+    ) -> SparsePosterior:
+        """The posterior at new inputs, where a kernel's diagonal that depends on the rows is that beside the sites'."""
+        if sites is None and self.sites.empty:
+            return self.unread(process, name, kind)
+        sites = self.sites() if sites is None else sites
+        return self.given(process.relative_to(sites.inputs), name, kind, sites, False)
+
+    @property
+    def num_rows(self) -> Optional[int]:
+        """Of the training data, if parameters belong to each; otherwise ``None``."""
+        return len(self.sites.inputs) if isinstance(self.sites, FreeSites) else None
+
+    def spec(self) -> dict[str, Any]:
+        """What is needed to make the module anew before its state is loaded, in plain Python."""
+        shapes = {"columns": self.sites.inputs.shape[-1], "rows": self.num_rows}
+        return {"batch_shape": list(self.batch_shape), "family": self.family, **shapes}
+
     @abstractmethod
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
@@ -101,14 +124,3 @@ def same_rows(inputs: Tensor, x: Tensor) -> bool:
     if inputs is x or inputs.shape != x.shape:
         return inputs is x
     return inputs.data_ptr() == x.data_ptr() or torch.equal(inputs, x)
-
-
-def shapes_of_rows(module: SiteGP) -> dict[str, Any]:
-    """The shapes of what belongs to single rows, for :meth:`SiteGP.spec`."""
-    values = getattr(getattr(module, "policy", None), "draws", None)
-    if values is None:
-        values = getattr(getattr(module, "policy", None), "order", None)
-    if values is None and isinstance(module.sites, FreeSites):
-        values = module.sites.inputs
-    rows = None if values is None else len(values)
-    return {"columns": module.sites.inputs.shape[-1], "rows": rows}

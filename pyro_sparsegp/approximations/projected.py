@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 from torch import Tensor
 
-from ..bases.actions import DenseActions
-from ..bases.policies import BlockPolicy, Policy, RandomPolicy
-from ..bases.projection import ProjectedFeatures, project
+from ..bases.actions import Actions, DenseActions
+from ..bases.policies import Policy
+from ..bases.projection import project
 from ..gaussians import ProjectedGaussian
 from ..gaussians.sites import Sites
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from .on_sites import SiteGP, same_rows, shapes_of_rows
+from .on_sites import SiteGP, same_rows
 
 __all__ = ["ProjectedGP"]
 
@@ -32,12 +32,11 @@ class ProjectedGP(SiteGP):
     def given(
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
     ) -> SparsePosterior:
-        features, products = project(process.kernel, self.policy(process.kernel, sites, name), name)
-        return self._posterior(process, name, kind, sites, features, products)
+        return self._posterior(process, name, kind, sites, self.policy(process.kernel, sites, name))
 
     @property
-    def forgets(self) -> bool:
-        return super().forgets and not isinstance(self.policy, (BlockPolicy, RandomPolicy))
+    def num_rows(self) -> Optional[int]:
+        return self.policy.rows
 
     def reorder(self, order: Tensor) -> None:
         super().reorder(order)
@@ -46,7 +45,7 @@ class ProjectedGP(SiteGP):
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         sites = Sites.none(process.x[:1], process.batch_shape)
         actions = DenseActions(sites, sites.linear[..., None])
-        return self._posterior(process, name, kind, sites, *project(process.kernel, actions, name))
+        return self._posterior(process, name, kind, sites, actions)
 
     def _posterior(
         self,
@@ -54,10 +53,9 @@ class ProjectedGP(SiteGP):
         name: str,
         kind: type[SparsePosterior],
         sites: Sites,
-        features: ProjectedFeatures,
-        products: Tensor,
+        actions: Actions,
     ) -> SparsePosterior:
-        actions = features.actions
+        features, products = project(process.kernel, actions, name)
         here = same_rows(sites.inputs, process.x)
 
         def values(f: Tensor) -> Tensor:
@@ -69,9 +67,4 @@ class ProjectedGP(SiteGP):
         return kind(process, features, coefficients, name, sites, features.of(products) if here else None)
 
     def spec(self) -> dict[str, Any]:
-        """What is needed to make the module anew before its state is loaded, in plain Python."""
-        return {
-            "basis": {"kind": "projection"},
-            "batch_shape": list(self.batch_shape),
-            "family": self.family,
-        } | shapes_of_rows(self)
+        return {"basis": {"kind": "projection"}, **super().spec()}

@@ -127,11 +127,11 @@ class InducingPoints(Basis):
         self.codes = tuple(sorted(codes)) if trainable else ()
         self.units = None if units is None else tuple(units)
         if first is not None:  # on the device, so that a step copies nothing there
-            self._keep("column_index", columns, first.new_tensor, dtype=torch.int64)
+            self._keep("column_index", columns, first, torch.int64)
             held = [i in self.codes for i in range(self.width or 0)] if self.codes else None
-            self._keep("held", held, first.new_tensor, dtype=torch.bool)
+            self._keep("held", held, first, torch.bool)
             cut = columns is not None and first.shape[-1] == len(columns)
-            self._keep("unit", [units[c] for c in columns or ()] if units and cut else units, first.new_tensor)
+            self._keep("unit", [units[c] for c in columns or ()] if units and cut else units, first, first.dtype)
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
@@ -143,8 +143,9 @@ class InducingPoints(Basis):
             else:
                 self.register_buffer(f"inputs_{i}", z)
 
-    def _keep(self, name: str, values: Any, tensor: Callable, **kwargs: Any) -> None:
-        self.register_buffer(name, None if values is None else tensor(values, **kwargs), persistent=False)
+    def _keep(self, name: str, values: Any, like: Tensor, dtype: torch.dtype) -> None:
+        value = None if values is None else torch.tensor(values, dtype=dtype, device=like.device)
+        self.register_buffer(name, value, persistent=False)
 
     def _unit(self, i: int) -> Optional[Tensor]:
         """The unit of a set's inputs, ``(d,)``."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
-from ..approximations.weight_space import WeightSpaceGP, has_features
 from ..bases import Basis, InducingVariables
 from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate
 from ..gaussians.documented import with_inherited_arguments
@@ -208,8 +207,6 @@ class FreeFormFamily(BasisFamily):
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
         module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
-        if not isinstance(module, WeightSpaceGP):
-            require_own_diagonal(process.kernel, name)
         module.start(process, name)
         return module
 
@@ -222,8 +219,7 @@ class FreeFormFamily(BasisFamily):
     def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
         require_basis(basis, name)
         coefficients = self.chosen_coefficients()(basis.sizes, batch_shape, like)
-        kind = WeightSpaceGP if has_features(basis) else SparseGP
-        return kind(basis, coefficients, batch_shape, self.declared())
+        return SparseGP(basis, coefficients, batch_shape, self.declared())
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,7 +262,6 @@ class SiteFamily(Family):
 class OptimalFamily(SiteFamily, BasisFamily):
     """A basis with the posterior of its coefficients that is optimal for the sites."""
 
-    blockwise: ClassVar[bool] = False  # independent blocks of coefficients
     module: ClassVar[type[OptimalGP]] = OptimalGP
 
     def build(self, process: GaussianProcess, name: str) -> OptimalGP:
@@ -289,7 +284,7 @@ class OptimalFamily(SiteFamily, BasisFamily):
         self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
     ) -> OptimalGP:
         require_basis(basis, name)
-        return self.module(basis, self.blockwise, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+        return self.module(basis, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
 
 
 @dataclass(frozen=True, eq=False)

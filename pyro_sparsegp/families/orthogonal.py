@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Optional, Union
 from torch import Tensor
 
 from ..approximations.free import SparseGP
-from ..approximations.nested import ConditionalGP, DecoupledGP, SemiCollapsedGP
+from ..approximations.nested import BlockwiseGP, ConditionalGP, DecoupledGP, SemiCollapsedGP
 from ..approximations.optimal import OptimalGP
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
 from ..gaussians.sites import FreeSites as FreeSitesModule
@@ -132,7 +132,7 @@ class CollapsedOrthogonal(OnNestedPoints, SGPR):
     :param orthogonal: the second set, or a list of further sets.
     """
 
-    blockwise: ClassVar[bool] = True
+    module: ClassVar = BlockwiseGP
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,8 +179,4 @@ class ConditionalSGPR(SGPR):
     :param inducing: their number M, or the inputs ``(M, D)``.
     """
 
-    def _assemble(
-        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
-    ) -> OptimalGP:
-        require_basis(basis, name)
-        return ConditionalGP(basis, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
+    module: ClassVar = ConditionalGP

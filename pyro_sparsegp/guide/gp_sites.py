@@ -23,7 +23,6 @@ from torch import Tensor
 from ..approximations.expectation import ExpectationGP, require_refined
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
-from ..approximations.weight_space import WeightSpaceGP
 from ..families import ExpectationFamily, Family, SiteFamily
 from ..gaussians import Share
 from ..gaussians.steps import running
@@ -125,12 +124,10 @@ class GPSites(CoupledLatents):
         """Those of families on sites."""
         return {name: module for name, module in self.modules_by_site().items() if isinstance(module, SiteGP)}
 
-    def corrected_modules(self) -> dict[str, WeightSpaceGP]:
+    def corrected_modules(self) -> dict[str, SparseGP]:
         """Those of kernels whose diagonal depends on the rows of training, some of which they have seen."""
         modules = self.modules_by_site()
-        return {
-            name: module for name, module in modules.items() if isinstance(module, WeightSpaceGP) and module.num_seen
-        }
+        return {name: module for name, module in modules.items() if isinstance(module, SparseGP) and module.num_seen}
 
     def build(self, name: str, process: GaussianProcess) -> Any:
         """Make the module of a GP site."""

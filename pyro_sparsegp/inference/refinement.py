@@ -352,7 +352,6 @@ class Refinement:
         if run.index is None:
             module.keep_all(run.in_order(rows, -2), anchor, run.in_order(precision), run.in_order(linear))
             if self.workers.num > 1:
-                module.settle()
                 module.gram, module.pull = self.workers.sum(module.gram, module.pull)
         else:
             if module.empty:
