@@ -541,3 +541,37 @@ def test_a_layer_below_sums_is_drawn_jointly():
     with pytest.warns(UserWarning, match="couples values of the GP sites g, h, f"):
         guide(*data())
     assert set(guide.structure.dependence.values()) == {"coupled"}
+
+
+def test_a_latent_below_a_sum_keeps_its_width():
+    """b ~ Normal(mean of f, 0.5), y ~ Normal(f + b, 0.3): the mean field's bound and width, from the joint precision."""
+    num, kernel = 8, kernels.Matern32(0.4)
+    x = torch.linspace(0, 1, num, dtype=torch.float64)[:, None]
+    y = torch.sin(6 * x[:, 0]) + 0.5
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernel, x))
+        b = pyro.sample("b", dist.Normal(f.mean(), 0.5))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f + b, 0.3), obs=y)
+
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, SVGP(x.clone(), trainable=False))
+    losses, scales = [], []
+    for rate, steps, particles in ((0.05, 100, 1), (0.01, 150, 2)):
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": rate}), TraceQuadrature_ELBO(num_particles=particles))
+        for _ in range(steps):
+            losses.append(svi.step(x, y))
+            scales.append(guide.scales.b.item())
+    away = torch.eye(num, num + 1, dtype=x.dtype)
+    away[:, -1] = 1
+    below = torch.full((1, num + 1), -1 / num, dtype=x.dtype)
+    below[:, -1] = 1
+    precision = below.mT @ below / 0.25 + away.mT @ away / 0.09
+    precision[:num, :num] += torch.linalg.inv(kernel(x))
+    loading = away[:, :num] + 1 / num
+    covariance = loading @ kernel(x) @ loading.mT + 0.25 + 0.09 * torch.eye(num, dtype=x.dtype)
+    evidence = dist.MultivariateNormal(torch.zeros(num, dtype=x.dtype), covariance).log_prob(y)
+    lost = precision[:num, :num].logdet() + precision[-1, -1].log() - precision.logdet()
+    assert sum(losses[-100:]) / 100 == pytest.approx(float(0.5 * lost - evidence), abs=0.15)
+    assert sum(scales[-100:]) / 100 == pytest.approx(float(precision[-1, -1] ** -0.5), rel=0.1)
