@@ -6,7 +6,7 @@ from typing import Any
 from . import families, kernels
 from ._version import __version__
 from .guide import AutoSparseGP
-from .inference import ExpectationPropagation, FitResult, FusedAdam, ProjectedLikelihood, TraceQuadrature_ELBO, fit
+from .inference import ExpectationPropagation, FitResult, ProjectedLikelihood, TraceQuadrature_ELBO, fit
 from .numerics.linalg import NumericalWarning
 from .outputs import mix_outputs
 from .posterior.sparse_posterior import SparsePosterior
@@ -19,7 +19,6 @@ __all__ = [
     "AutoSparseGP",
     "ExpectationPropagation",
     "FitResult",
-    "FusedAdam",
     "GaussianProcess",
     "NumericalWarning",
     "ProjectedLikelihood",
@@ -41,4 +40,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "diagnostics":  # imported when it is first used
         return import_module(".diagnostics", __name__)
+    if name == "FusedAdam":
+        raise ImportError("FusedAdam has left: pyro.optim.Adam({'lr': 0.03, 'fused': True}) takes the same steps")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

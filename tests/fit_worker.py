@@ -52,9 +52,8 @@ def arguments(case):
     torch.set_default_dtype(torch.float64)
     pyro.set_rng_seed(3)
     x, y = rows()
-    if case in ("tensors", "cold"):
-        options = {"batch_size": 20, "warm_start": case == "tensors"}
-        return regression, AutoSparseGP(regression, SVGP(8)), (x, y), options
+    if case == "tensors":
+        return regression, AutoSparseGP(regression, SVGP(8)), (x, y), {"batch_size": 20}
     if case == "loader":
         network = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Tanh(), torch.nn.Dropout(0.2))
         model = deep_kernel(network)
@@ -84,8 +83,8 @@ def run(case, **keywords):
 def killed_after(step):
     """A stopping rule that kills the process."""
 
-    def rule(iterates):
-        if len(iterates) == step:
+    def rule(losses):
+        if len(losses) == step:
             os.kill(os.getpid(), signal.SIGKILL)
         return False
 

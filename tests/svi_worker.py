@@ -58,7 +58,7 @@ def run(data, mode, group=None, start=0.0):
     else:
         # Of all rows, the rate's floor of steps on all of them is reached.
         size, steps = (None, 8) if mode == "whole" else (NUM, 3)
-        result = fit(model, guide, data, size=size, steps=steps, group=group, warm_start=False, progress=False)
+        result = fit(model, guide, data, size=size, steps=steps, group=group, progress=False)
         losses = result.losses.tolist()
     q = guide.posterior(torch.linspace(0, 4, 5)[:, None])["f"]
     return {

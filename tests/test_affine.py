@@ -9,7 +9,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI
 
-from pyro_sparsegp import AutoSparseGP, FusedAdam, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SVGP, CoupledPrecision, OrthogonalInducing, OrthogonallyDecoupled
 
 ROWS, SUMS, NOISE = 12, 4, 0.1
@@ -74,7 +74,7 @@ def test_sums_of_functions_of_one_posterior_have_exact_expectations(kind, natura
     x, mixing, y = data()
     guide = AutoSparseGP(shared, {("f", "g"): kind(5, natural=natural), "h": SVGP(5, natural=natural)})
     elbo = TraceQuadrature_ELBO()
-    svi = SVI(shared, guide, FusedAdam({"lr": 0.02}), elbo)
+    svi = SVI(shared, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="GP sites .* by their sum")
@@ -134,7 +134,7 @@ def test_the_bound_and_its_gradients_are_those_of_whole_covariances(model, famil
     args = data()
     family = type(family)(**{**vars(family), "natural": False})
     guide = AutoSparseGP(model, family)
-    svi, elbo = SVI(model, guide, FusedAdam({"lr": 0.05}), TraceQuadrature_ELBO()), TraceQuadrature_ELBO()
+    svi, elbo = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO()), TraceQuadrature_ELBO()
     for _ in range(5):
         svi.step(*args)
     parameters = [*guide.parameters(), *(value for _, value in pyro.get_param_store().named_parameters())]
@@ -163,7 +163,7 @@ def exact(x, mixing, y):
 def test_one_step_leads_to_the_exact_posterior():
     args = data()
     guide = AutoSparseGP(aggregated, SVGP(args[0]))
-    svi = SVI(aggregated, guide, FusedAdam({"lr": 1e-9}), TraceQuadrature_ELBO())
+    svi = SVI(aggregated, guide, pyro.optim.Adam({"lr": 1e-9}), TraceQuadrature_ELBO())
     svi.step(*args)
     mean, sd, loss = exact(*args)
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_one_step_under_precise_correlated_noise_is_the_collapsed_bound():
 
     z = torch.linspace(0, 1, 9, dtype=torch.float64)[:, None]
     guide = AutoSparseGP(model, SVGP(z))
-    svi = SVI(model, guide, FusedAdam({"lr": 1e-12}), TraceQuadrature_ELBO())
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-12}), TraceQuadrature_ELBO())
     for _ in range(2):
         svi.step(x, y)
     gram, cross = KERNEL(x), KERNEL(x, z)
@@ -207,7 +207,7 @@ def test_other_ways_of_training_arrive_there(how):
         if how == "fit":
             fit(aggregated, guide, args, steps=40, progress=False)
         else:
-            svi = SVI(aggregated, guide, FusedAdam({"lr": 1e-9}), TraceQuadrature_ELBO())
+            svi = SVI(aggregated, guide, pyro.optim.Adam({"lr": 1e-9}), TraceQuadrature_ELBO())
             for _ in range(30):
                 svi.step(*args)
     *_, loss = exact(*data())
@@ -365,7 +365,7 @@ def sparse(x, mixing, y=None):
 def test_one_step_leads_to_the_evidence(model):
     x, mixing, y = args = data()
     guide = AutoSparseGP(model, SVGP(x))
-    svi = SVI(model, guide, FusedAdam({"lr": 1e-9}), TraceQuadrature_ELBO())
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-9}), TraceQuadrature_ELBO())
     svi.step(*args)
     if model is pooled:
         matrix, noise = torch.eye(SUMS, dtype=x.dtype).repeat_interleave(ROWS // SUMS, 1) * SUMS / ROWS, 0.01
@@ -434,7 +434,7 @@ def test_values_of_a_row_have_exact_expectations_too(model, families):
     x, *_ = data()
     y = torch.sin(6 * x[:, 0])
     guide, elbo = AutoSparseGP(model, families), TraceQuadrature_ELBO()
-    svi = SVI(model, guide, FusedAdam({"lr": 0.01}), elbo)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message="GP sites .* by their sum")
@@ -495,7 +495,7 @@ def test_bent_functions_of_a_value_are_integrated(bend):
 
     y = torch.zeros(ROWS, dtype=x.dtype)
     guide, elbo = AutoSparseGP(model, SVGP(5, natural=False)), TraceQuadrature_ELBO(100)
-    svi = SVI(model, guide, FusedAdam({"lr": 0.3}), elbo)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.3}), elbo)
     for _ in range(20):
         svi.step(x, y)
     with torch.no_grad():

@@ -1,7 +1,6 @@
 """Scores, log likelihoods and leave-one-out of data of which masks leave some out."""
 
 import functools
-import math
 import warnings
 
 import numpy as np
@@ -13,7 +12,6 @@ from pyro import poutine
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, diagnostics, kernels
 from pyro_sparsegp.families import SVGP
-from pyro_sparsegp.inference.held_out import log_score
 
 from .models import train
 
@@ -48,7 +46,6 @@ def test_a_mask_of_a_distribution_leaves_rows_out():
     with_masks = diagnostics.predictive_scores(model, guide, x, y, seen, num_samples=1)
     without = diagnostics.predictive_scores(model, guide, x[seen], y[seen], seen[seen], num_samples=1)
     np.testing.assert_allclose(with_masks.summary, without.summary, rtol=1e-6)
-    assert log_score(model, guide, x, y, seen) == pytest.approx(without.summary["mean"]["log_score"], rel=1e-6)
     tree = diagnostics.to_datatree(model, guide, x, y, seen, num_samples=4)
     np.testing.assert_array_equal(tree.log_likelihood["data"], seen.nonzero()[:, 0])
     assert diagnostics.loo_large(model, guide, x, y, seen, num_samples=25, target="none").n_data_points == seen.sum()
@@ -138,25 +135,6 @@ def test_rows_of_discrete_latents_are_left_out(in_groups):
     assert trees[0].log_likelihood["y"].shape[-1] == seen.sum()
 
 
-@pytest.mark.parametrize("out", [False, torch.tensor(False)], ids=["number", "tensor"])
-def test_sites_that_are_left_out_whole_are_not_scored(out):
-    def model(x, y, z_seen):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            with poutine.mask(mask=z_seen):
-                pyro.sample("z", dist.Normal(f, 1.0), obs=y)
-            pyro.sample("y", dist.Normal(f, 0.2).mask(y_seen), obs=y)
-
-    x, Y, _ = data()
-    y_seen = True
-    guide = fitted(model, x, Y[:, 0], True)
-    both, one = (log_score(model, guide, x, Y[:, 0], z_seen) for z_seen in (True, out))
-    z = diagnostics.predictive_scores(model, guide, x, Y[:, 0], True, num_samples=1, var_name="z").summary
-    assert one == pytest.approx(both - z["mean"]["log_score"], rel=1e-6)
-    y_seen = out
-    assert log_score(model, guide, x, Y[:, 0], out) == -math.inf
-
-
 @pytest.mark.parametrize("several", [False, True])
 def test_a_site_that_is_left_out_whole_is_named(several):
     def model(x, y, seen):
@@ -176,15 +154,6 @@ def test_a_site_that_is_left_out_whole_is_named(several):
             score(model, guide, x, y, none, **options)
         if several:
             score(model, guide, x, y, none, num_samples=30, var_name="z")
-
-
-def test_a_density_of_all_rows_is_scored():
-    def model(x, y):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        pyro.sample("y", dist.Normal(f, 0.2).to_event(1), obs=y)
-
-    x, Y, _ = data()
-    assert math.isfinite(log_score(model, fitted(model, x, Y[:, 0]), x, Y[:, 0]))
 
 
 def test_scores_of_one_draw_have_no_coverage():

@@ -11,7 +11,6 @@ from pyro.infer import MCMC, NUTS
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels, predict
 from pyro_sparsegp.diagnostics import to_datatree
 from pyro_sparsegp.families import SGPR, SVGP
-from pyro_sparsegp.inference.held_out import log_score
 
 from .models import train
 
@@ -46,9 +45,6 @@ def test_groups_in_the_plate_of_data_are_told_of():
     with pytest.warns(UserWarning, match=MESSAGE):
         predict(guide.model, guide, t[:4], num_samples=2)
     predict(guide.model, guide, t, num_samples=2)  # once
-    guide.warned.clear()
-    with pytest.warns(UserWarning, match=MESSAGE):
-        log_score(guide.model, guide, t[:4], y[:, :4])  # of data that are held out
     guide.warned.clear()
     with pytest.warns(UserWarning, match=MESSAGE):
         to_datatree(guide.model, guide, t, y, predict=t[:4], num_samples=2)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+import inspect
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -13,24 +17,31 @@ import numpy as np
 import torch
 from pyro import poutine
 from pyro.infer import ELBO, SVI
-from pyro.optim import PyroOptim
+from pyro.optim import PyroLRScheduler, PyroOptim
 from torch import Tensor
+from tqdm.auto import tqdm
 
+from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from . import checkpoint as files
-from .batches import Batch, Batches, as_batches, placed_arguments
-from .distributed import SharedOptim, Workers
+from .batches import Batch, LoadedBatches, TensorBatches, as_batches
+from .distributed import SharedOptim, Workers, agree, joined, sharing
 from .expectation import ExpectationPropagation
-from .feeding import FIRST
-from .fitting import Fitting, HeldOut
-from .held_out import log_score
-from .history import Iterates
 from .quadrature import TraceQuadrature_ELBO
-from .recipe import FallingAdam
+from .recipe import FallingAdam, falling
 
 __all__ = ["FitResult", "fit"]
 
 Data = Union[Tensor, np.ndarray, tuple, Mapping[str, Any], Iterable]
+
+_FIRST = 8192  # rows of the guide's first call, where batches have fewer
+_SCORE = "score rows that were held out after the fit, diagnostics.predictive_scores(model, guide, x, y)"
+_LEFT = {  # since 0.1.0: what took the place of arguments and results
+    "warm_start": "leave it out; or fit SGPR to some 2,000 rows first and give its values as init_loc_fn and inducing",
+    **dict.fromkeys(("held_out", "score", "score_every", "patience"), _SCORE),
+    **dict.fromkeys(("scored", "scores", "best_score", "best_state"), _SCORE),
+    **dict.fromkeys(("history", "iterates"), "losses has the loss of each step; note more in a loop over svi.step"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,27 +51,16 @@ class FitResult:
     :param steps: how many it took, those before a resumption among them.
     :param reason: why it stopped.
     :param losses: of each step, ``(steps,)``, in nats: minus the bound, or −log Z of expectation propagation.
-    :param scored: the numbers of steps after which held-out data were scored, ``(K,)``.
-    :param scores: their scores, ``(K,)``, larger is better.
     :param seconds: of the loop.
-    :param best_state: the guide's ``state_dict`` as ``"guide"`` and the model's parameters, at the best score, or at
-        the end if nothing was scored. The guide is in that state.
-    :param iterates: losses and small parameters step by step.
     """
 
     steps: int
     reason: str
     losses: np.ndarray = field(repr=False)
-    scored: np.ndarray = field(repr=False)
-    scores: np.ndarray = field(repr=False)
     seconds: float
-    best_state: dict[str, Any] = field(repr=False)
-    iterates: Iterates = field(repr=False)
 
-    @property
-    def best_score(self) -> Optional[float]:
-        """The largest held-out score."""
-        return float(self.scores.max()) if len(self.scores) else None
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"FitResult has no {name}" + (f": {_LEFT[name]}" if name in _LEFT else ""))
 
 
 def fit(
@@ -75,25 +75,19 @@ def fit(
     optim: Optional[PyroOptim] = None,
     loss: Optional[ELBO] = None,
     method: Union[SVI, ExpectationPropagation, None] = None,
-    warm_start: Optional[bool] = None,
-    held_out: Union[Tensor, tuple, Mapping[str, Any], None] = None,
-    score: Callable[..., float] = log_score,
-    score_every: int = 100,
-    patience: int = 10,
-    stopping: Optional[Callable[[Iterates], bool]] = None,
+    stopping: Optional[Callable[[list[float]], bool]] = None,
     checkpoint: Union[str, Path, None] = None,
     checkpoint_every: float = 60.0,
     resume: bool = False,
-    history: Collection[str] = ("locs.", "scales."),
     group: Optional[Any] = None,
     device: Union[str, torch.device, None] = None,
     progress: bool = True,
+    **left: Any,
 ) -> FitResult:
     """Fit a guide, and the model's own parameters, to data.
 
     It is a loop over ``svi.step(*batch, size=N)``, or ``ep.step``, and no more: a loop of one's own does the same. A
-    Ctrl-C or a SIGTERM lets the step that runs come to its end and writes the checkpoint; after Ctrl-C the result so
-    far is returned, after SIGTERM the process exits.
+    Ctrl-C lets the step that runs come to its end, writes the checkpoint and returns the result so far.
 
     >>> result = fit(model, guide, (x, y), batch_size=1024, steps=2000, checkpoint="fit.pt")  # doctest: +SKIP
 
@@ -106,81 +100,52 @@ def fit(
     :param steps: how many in all; 2,000 if ``epochs`` are not given either.
     :param epochs: passes over the data, in the place of ``steps``.
     :param batch_size: rows a step, drawn anew without replacement in each epoch; by default all of them.
-    :param size: how many rows there are in all, for an iterable that does not say. A ``DataLoader`` of single rows
-        says: its data set's, or those that a ``SubsetRandomSampler`` draws from. Another number than a first epoch has
-        is warned of.
+    :param size: how many rows there are in all, where ``data`` do not say; of all processes.
     :param optim: a Pyro optimiser; one with a schedule (``PyroLRScheduler``) takes its step after each of the fit's. By
         default Adam with rates that fall to the end of the steps, smaller ones for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
     :param method: an ``SVI`` or an :class:`ExpectationPropagation` of one's own, in the place of these two.
-    :param warm_start: whether a fresh guide starts with the hyperparameters and inducing inputs that the collapsed
-        bound has on a subset of rows, where that applies: one GP site, its inducing points under a free-form family, a
-        Gaussian likelihood, no network in the model. By default where a step, of n rows and M points, costs four times
-        one of the subset's: n M² ≥ 4 min(N, 2048) min(M, 128)².
-    :param held_out: the model's arguments with other observations, scored as training goes on.
-    :param score: ``score(model, guide, *held_out)``, larger is better; by default the mean log predictive density.
-    :param score_every: steps from one score to the next.
-    :param patience: scores without a new best, after which training stops.
-    :param stopping: a callable that is given the iterates after each step and says whether to stop.
+    :param stopping: is given the losses so far after each step, and says whether to stop.
     :param checkpoint: a file for all that the fit is, written so that it is never half there; the folder must exist.
     :param checkpoint_every: seconds from one to the next; 0 is after each step.
     :param resume: whether to go on from ``checkpoint``, if that file is there: on a CPU, with the same arguments, the
         result is the same bit for bit as that of a fit that was not cut off.
-    :param history: names, or beginnings of names, of the guide's small parameters that are kept step by step.
     :param group: a ``torch.distributed`` process group, under ``torchrun``: each process gives its own rows, and all
-        end up with the parameters of one process with the joined batches. ``size`` of an iterable is that of all
-        processes. Checkpoints are written by each process: give each its own file.
+        end up with the parameters of one process with the joined batches. Checkpoints are written by each process:
+        give each its own file.
     :param device: where batches are moved.
     :param progress: whether to show a bar with the bound, the rate and the time left.
+    :param left: arguments that have left raise, saying what took their place.
     :raises ValueError: naming the argument that does not fit.
     """
-    counts = {"steps": steps, "epochs": epochs, "score_every": score_every, "patience": patience}
-    counts |= {"batch_size": batch_size, "size": size}
-    _require_arguments(model, guide, counts, checkpoint, checkpoint_every, resume)
-    workers = Workers(group)
-    method = _method(model, guide, optim, loss, method, group)
-    place = None if device is None else torch.device(device)
-    alone = workers.num == getattr(method, "workers", workers).num == 1
-    batches = as_batches(data, batch_size, size, place, int(torch.randint(2**62, ())), alone)
-    _require_rows(guide, batches, batch_size, workers)
-    # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches.
-    whole = guide.on_sites and not guide.takes_batches
-    first = batches.some(max(FIRST, batches.size or 0) if whole else FIRST)
-    total = _total(steps, epochs, batches, workers.num)
-    path = None if checkpoint is None else Path(checkpoint)
-    scored = None
-    if held_out is not None:
-        shown = placed_arguments(held_out, "held_out", place)
-        _require_alike(*shown, first)
-        scored = HeldOut(*shown, score, score_every, patience)
-    fitting = Fitting(model, guide, method, batches, first, total, workers, scored, stopping, path, history)
-    if resume and path is not None and path.exists():
-        fitting.resume(files.read(path))
-    else:
-        fitting.begin(warm_start, batch_size)
-    reason = fitting.run(checkpoint_every, progress)
-    now = fitting.now
-    return FitResult(
-        now.step,
-        reason,
-        fitting.iterates.losses,
-        np.array(now.scored, dtype=int),
-        np.array(now.scores),
-        now.seconds,
-        now.best or files.parameters_state(guide, model),
-        fitting.iterates,
-    )
-
-
-def _require_rows(guide: AutoSparseGP, batches: Batches, batch_size: Optional[int], workers: Workers) -> None:
-    if guide.on_sites and not guide.takes_batches and not batches.whole:
+    for name in left:
+        if name not in _LEFT:
+            raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
+        raise ValueError(f"{name}= has left fit: {_LEFT[name]}.")
+    if not isinstance(guide, AutoSparseGP) or model != guide.model:
+        raise ValueError(f"guide must be an AutoSparseGP of the model given, got {type(guide).__name__}")
+    if resume and checkpoint is None:
+        raise ValueError("resume=True goes on from the file checkpoint, and none is given")
+    method, place = _method(model, guide, optim, loss, method, group), None if device is None else torch.device(device)
+    batches = as_batches(data, batch_size, size, place, int(torch.randint(2**62, ())))
+    if guide.on_sites and not guide.takes_batches and (not batches.whole or group is not None):
         raise ValueError(
-            f"{'batch_size' if batch_size is not None else 'data'}: the guide's family needs all rows in each step; "
-            "give all data in tensors and no batch_size, or take a family such as SVGP; or ComputationAware(..., "
-            "batches=True), whose guide is first called on the rows that its actions act on, guide(x[rows], y[rows])"
+            "batch_size, data and group: the guide's family needs all rows in each step; give all data in tensors, or "
+            "take a family such as SVGP; or ComputationAware(..., batches=True), whose guide is first called on the "
+            "rows that its actions act on, guide(x[rows], y[rows])"
         )
-    if guide.on_sites and workers.num > 1:
-        raise ValueError("group: the guide's family needs all rows in each process; take a family such as SVGP")
+    if steps is not None and epochs is not None:
+        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
+    total = (2000 if steps is None else steps) if epochs is None else epochs * len(batches)
+    loop = _Loop(
+        model, guide, method, batches, total, Workers(group), stopping, None if checkpoint is None else Path(checkpoint)
+    )
+    if resume and loop.path is not None and loop.path.exists():
+        loop.resume()
+    else:
+        loop.begin(batch_size or 1)
+    reason = loop.run(checkpoint_every, progress)
+    return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds)
 
 
 def _method(
@@ -191,75 +156,227 @@ def _method(
     method: Union[SVI, ExpectationPropagation, None],
     group: Optional[Any],
 ) -> Union[SVI, ExpectationPropagation]:
+    """What takes the steps."""
+    by_expectation = guide.by_expectation if method is None else isinstance(method, ExpectationPropagation)
     if method is not None:
         if optim is not None or loss is not None:
             raise ValueError("method has an optimiser and a loss of its own: leave optim and loss out")
-        if not isinstance(method, (SVI, ExpectationPropagation)):
-            raise ValueError(f"method must be an SVI or an ExpectationPropagation, got {type(method).__name__}")
         if method.model != model or poutine.unwrap(method.guide) is not guide:
             raise ValueError("method must be of the model and the guide that fit is given")
-        if group is not None and isinstance(method, ExpectationPropagation):
-            raise ValueError("group: give it to ExpectationPropagation(..., group=group), which shares its own steps")
-        if group is not None and not isinstance(method.optim, SharedOptim):
-            raise ValueError("group: method must be an SVI with SharedOptim(optim) for its optimiser")
+        if group is not None and (by_expectation or not isinstance(method.optim, SharedOptim)):
+            raise ValueError(
+                "group: method must be an SVI with SharedOptim(optim) for its optimiser; expectation propagation "
+                "shares its own steps, ExpectationPropagation(..., group=group)"
+            )
         return method
-    if optim is not None and not isinstance(optim, PyroOptim):
-        raise ValueError(
-            f"optim must be a Pyro optimiser, such as pyro.optim.Adam({{'lr': 0.01}}), got {type(optim).__name__}"
-        )
-    if loss is not None and not isinstance(loss, ELBO):
-        raise ValueError(f"loss must be an ELBO, such as TraceQuadrature_ELBO(), got {type(loss).__name__}")
     optim = FallingAdam() if optim is None else optim
-    if guide.by_expectation:
-        if loss is not None:
-            raise ValueError("loss: the guide's family is trained by expectation propagation, which has its own")
+    if by_expectation:
         return ExpectationPropagation(model, guide, optim, group=group)
     return SVI(model, guide, optim if group is None else SharedOptim(optim), loss or TraceQuadrature_ELBO())
 
 
-def _require_arguments(
-    model: Any, guide: Any, counts: dict[str, Any], checkpoint: Any, checkpoint_every: Any, resume: bool
-) -> None:
-    if not isinstance(guide, AutoSparseGP):
-        raise ValueError(f"guide must be an AutoSparseGP, got {type(guide).__name__}")
-    if model != guide.model:
-        raise ValueError("model must be the guide's own; it was given another")
-    steps, epochs = counts["steps"], counts["epochs"]
-    if steps is not None and epochs is not None:
-        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
-    for argument, number in counts.items():
-        if number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, numbers.Integral) or number < 1:
-            raise ValueError(f"{argument} must be a whole number of at least 1, got {number!r}")
-    if not (isinstance(checkpoint_every, (int, float)) and checkpoint_every >= 0):
-        raise ValueError(f"checkpoint_every must be a number of seconds of at least 0, got {checkpoint_every!r}")
-    if resume and checkpoint is None:
-        raise ValueError("resume=True goes on from the file checkpoint, and none is given")
-    if checkpoint is not None and not Path(checkpoint).absolute().parent.is_dir():
-        raise ValueError(f"checkpoint {os.fspath(checkpoint)!r} is in a folder that does not exist")
-    if checkpoint is not None and Path(checkpoint).is_dir():
-        raise ValueError(f"checkpoint {os.fspath(checkpoint)!r} is a folder: name a file in it")
+class _Loop:
+    """A fit: one step after the other until there is a reason to stop.
 
+    :param method: takes a step.
+    :param total: how many steps.
+    :param path: of the checkpoint.
+    """
 
-def _require_alike(args: tuple, kwargs: dict[str, Any], batch: Batch) -> None:
-    """Raise where tensors to be scored have other columns or another dtype than those of training."""
-    pairs = [(f"argument {i}", *both) for i, both in enumerate(zip(args, batch.args))]
-    pairs += [(f"argument {name!r}", kwargs[name], batch.kwargs[name]) for name in kwargs if name in batch.kwargs]
-    for what, given, known in pairs:
-        if not (isinstance(given, Tensor) and isinstance(known, Tensor)) or not known.dim():
-            continue
-        if given.dtype != known.dtype or given.shape[1:] != known.shape[1:] or given.dim() != known.dim():
+    def __init__(
+        self,
+        model: Callable,
+        guide: AutoSparseGP,
+        method: Union[SVI, ExpectationPropagation],
+        batches: Union[TensorBatches, LoadedBatches],
+        total: int,
+        workers: Workers,
+        stopping: Optional[Callable[[list[float]], bool]],
+        path: Optional[Path],
+    ) -> None:
+        self.model, self.guide, self.method, self.batches, self.total = model, guide, method, batches, total
+        self.workers, self.stopping, self.path = workers, stopping, path
+        self.losses: list[float] = []
+        self.seconds, self.epoch, self.place = 0.0, 0, 0
+        self.optim = getattr(method.optim, "optim", method.optim)  # that of several processes holds the user's
+        call = model.forward if isinstance(model, torch.nn.Module) else model
+        self.takes = inspect.signature(call).parameters
+        self.size = batches.size
+        if workers.num > 1 and isinstance(batches, TensorBatches):
+            self.size = int(workers.sum(torch.tensor(float(batches.num), dtype=torch.float64))[0])
+        # A model that makes do without is not told what it sees.
+        alone = batches.whole and workers.num == 1 and self.size == getattr(batches, "num", None)
+        self.tells = "size" in self.takes and not (alone and self.takes["size"].default is not inspect.Parameter.empty)
+        if self.tells and self.size is None:
+            raise ValueError("size: the model takes the number of all rows, and data does not say it; give size=N")
+
+    def begin(self, few: int) -> None:
+        """A guide's first call, on rows that stand for all."""
+        args, kwargs = self.call(self._first())
+        with poutine.block():
+            self.guide.prepare(*args, **kwargs)
+            more = isinstance(self.batches, TensorBatches) and self.batches.num > _FIRST
+            if more and self.guide.corrected_modules():
+                # Their diagonal is relative to all training inputs: test_a_deep_basis_has_seen_all_rows.
+                args, kwargs = self.call(self.batches.everything())
+                self.guide(*args, **kwargs)
+        if not self.batches.whole:
+            self._require_scaled(self.batches.first(few))
+        if self.workers.num > 1:
+            agree(self.guide, self.workers.group)
+
+    def _first(self) -> Batch:
+        # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches.
+        on_all = self.guide.on_sites and not self.guide.takes_batches
+        return self.batches.first(max(_FIRST, self.batches.size or 0) if on_all else _FIRST)
+
+    def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
+        """The model's arguments."""
+        more: dict[str, Any] = {"size": self.size} if self.tells else {}
+        if "indices" in self.takes and batch.indices is not None:
+            more["indices"] = batch.indices
+        by_place = list(self.takes)[: len(batch.args)]
+        return batch.args, {name: value for name, value in more.items() if name not in by_place} | batch.kwargs
+
+    @torch.no_grad()
+    def _require_scaled(self, batch: Batch) -> None:
+        """Raise if a batch's observations are not scaled up to all rows."""
+        (args, kwargs), random = self.call(batch), files.random_state()
+        with poutine.block():
+            drawn = poutine.trace(self.guide).get_trace(*args, **kwargs)
+            trace = poutine.trace(poutine.replay(self.model, trace=drawn)).get_trace(*args, **kwargs)
+        files.set_random_state(random)  # processes have other rows, and the same draws after them
+        for name, site in trace.nodes.items():
+            frames = site["cond_indep_stack"] if site["type"] == "sample" and site["is_observed"] else ()
+            full = [frame.full_size for frame in frames if frame.size == batch.num]
+            if full and self.size is not None and batch.num < self.size and self.size not in full:
+                raise ValueError(
+                    f"data has {self.size} rows, and a batch's {batch.num} at site {name!r} are in a plate of "
+                    f"{full[0]}: give the plate the number of all rows, def model(x, y=None, size=None) with "
+                    "pyro.plate('data', size or len(x), subsample=x), to which fit gives it as size"
+                )
+
+    def _mark(self) -> dict[str, Any]:
+        """What a checkpoint and the fit that goes on from it have alike."""
+        rows, each = self.batches.size, getattr(self.batches, "batch_size", None)
+        return {"optimiser": self.optim.pt_optim_constructor.__name__, "rows": rows, "batch_size": each}
+
+    def keep(self) -> None:
+        """Write the checkpoint."""
+        if self.path is not None:
+            where = {"losses": self.losses, "seconds": self.seconds, "epoch": self.epoch, "place": self.place}
+            where |= {"seed": self.batches.seed, "mark": self._mark()}
+            files.write(files.snapshot(self.guide, self.model, self.method) | where, self.path)
+
+    def resume(self) -> None:
+        """Go on from the checkpoint."""
+        assert self.path is not None
+        saved = files.read(self.path, self._mark())
+        self.losses, self.seconds, self.epoch, self.place = (saved[k] for k in ("losses", "seconds", "epoch", "place"))
+        self.batches.seed = saved["seed"]
+        files.restore(saved, self.guide, self.model, self.method, self.call(self._first()))
+
+    def run(self, checkpoint_every: float, progress: bool) -> str:
+        """Take the steps.
+
+        :returns: why it stopped.
+        """
+        began, written = time.monotonic() - self.seconds, time.monotonic()
+        reason = f"all {self.total} steps were taken"
+        with _interrupts() as interrupts, self._bar(progress) as bar:
+            stream = self._stream()
+            self._set_rates()
+            while len(self.losses) < self.total:
+                self.losses.append(self._step(next(stream)))
+                self._set_rates()  # of the next, before the checkpoint, which has them
+                self.seconds = time.monotonic() - began
+                bar.update()
+                recent = self.losses[-50:]
+                bar.set_postfix_str(f"loss {math.fsum(recent) / len(recent):.5g}", refresh=False)
+                why = self._why_stop(interrupts)
+                if why or time.monotonic() - written >= checkpoint_every:
+                    self.keep()
+                    written = time.monotonic()
+                if why:
+                    return why
+            self.keep()
+        return reason
+
+    @contextmanager
+    def _bar(self, progress: bool) -> Iterator[Any]:
+        """The bar; and natural steps' own rates after it, whatever ends the steps."""
+        taken = len(self.losses)
+        try:
+            with tqdm(total=self.total, initial=taken, disable=not progress, unit="step", desc="fit") as bar:
+                yield bar
+        finally:
+            self._share(1.0)
+
+    def _stream(self) -> Iterator[Batch]:
+        """Batches without end, from the place that the fit has reached."""
+        while True:
+            for batch in self.batches.epoch(self.epoch, self.place):
+                self.place += 1
+                yield batch
+            self.epoch, self.place = self.epoch + 1, 0
+
+    def _set_rates(self) -> None:
+        step = len(self.losses)
+        if isinstance(self.optim, FallingAdam):
+            self.optim.at(step, self.total)
+            if not self.batches.whole:  # q, too, is beside the optimum by the noise of its last batches
+                self._share(falling(step, self.total))
+
+    def _share(self, part: float) -> None:
+        for module in steppers(self.guide):
+            module.settle()  # the step that is due, at its own rate
+            module.share = part
+
+    def _step(self, batch: Batch) -> float:
+        """One step of the method; the loss of all processes' batch."""
+        args, kwargs = self.call(batch)
+        if isinstance(self.method, ExpectationPropagation):
+            value = self.method.step(*args, indices=batch.indices, **kwargs)
+        else:
+            with sharing(self.workers.group if self.workers.num > 1 else None, batch.weight):
+                value = self.method.step(*args, **kwargs)
+                value = float(joined(torch.tensor(value, dtype=torch.float64))[0])
+        if not math.isfinite(value):
             raise ValueError(
-                f"held_out: {what} is {given.dtype} of shape {tuple(given.shape)}, in training {known.dtype} of shape "
-                f"{tuple(known.shape)}: give it the same columns and dtype."
+                f"the loss is {value} at step {len(self.losses)}: training has failed there. Look for NaN or infinite "
+                "data, take a smaller learning rate, or work in float64."
             )
+        if isinstance(self.optim, PyroLRScheduler):
+            plateau = self.optim.pt_scheduler_constructor is torch.optim.lr_scheduler.ReduceLROnPlateau
+            self.optim.step(*([value] if plateau else []))
+        return value
+
+    def _why_stop(self, interrupts: list[int]) -> str:
+        """Why the step that was taken is the last, if it is: a reason that any process has is one for all."""
+        reason = "the stopping rule says so" if self.stopping is not None and self.stopping(self.losses) else ""
+        reason = "interrupted" if interrupts else reason
+        stops = self.workers.largest(self.guide.like.new_tensor(float(bool(reason)))) if self.workers.num > 1 else 0
+        return reason or ("another process stopped" if stops else "")
 
 
-def _total(steps: Optional[int], epochs: Optional[int], batches: Batches, among: int) -> int:
-    if epochs is None:
-        return 2000 if steps is None else steps
-    each = batches.num_batches(among)
-    if each is None:
-        raise ValueError("epochs: data does not say how many batches it has; give size=N, or steps")
-    return epochs * each
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A Ctrl-C is noted in this list, since a step that is cut in two would leave some parameters before it and some
+    after; a second one raises :class:`KeyboardInterrupt` at once.
+    """
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield noted
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -7,23 +7,31 @@ import re
 from typing import Any
 
 import pyro
+import torch
+from pyro.optim import PyroOptim
 from torch import Tensor
 
-from .fused_adam import FusedAdam
-
-__all__ = ["FallingAdam", "share"]
+__all__ = ["FallingAdam", "falling"]
 
 _WARM = 3  # steps over which rates rise, while Adam's second moments are of few gradients
-_FAR = 40  # steps after which rates of what may have been far off are those of the rest
 _HELD = 0.4  # share of the steps in which rates stay
 _LAST = 0.01  # of a rate, at the end
 _POINTS = 256  # inducing inputs of a set from which on each takes smaller steps
 _NETWORK = 0.2  # of the rate, for a network's biases and other vectors
 _INPUTS = re.compile(r"\.gps\..*\.basis\.(.*\.)?inputs_\d+$")
-_POSTERIOR = re.compile(r"\.gps\.")
 
 
-class FallingAdam(FusedAdam):
+def falling(step: int, steps: int) -> float:
+    """The share of its rate that a step takes: 1 over the first part, then by a cosine to a hundredth.
+
+    >>> [round(falling(step, 1000), 3) for step in (0, 400, 700, 999)]
+    [1.0, 1.0, 0.505, 0.01]
+    """
+    past = (step / max(steps, 1) - _HELD) / (1 - _HELD)
+    return _LAST + (1 - _LAST) * 0.5 * (1 + math.cos(math.pi * min(max(past, 0.0), 1.0)))
+
+
+class FallingAdam(PyroOptim):
     """Adam (Kingma and Ba, 2015) whose rates stay for the first part of the steps and fall by a cosine to a hundredth.
 
     Noise of mini-batches moves parameters in proportion to the rate: a fit whose rate stays ends up beside the
@@ -32,53 +40,37 @@ class FallingAdam(FusedAdam):
     :param lr: of all parameters, before it falls; of the M inducing inputs of a set √(256/M) of it, if there are more
         than 256. Adam's steps of each are as long as the rate whatever its gradient says, which is mostly noise of the
         batch where there are many: the features of a row are moved by the sum. A network's unit is moved by the sum
-        of the steps of its n weights, which start at some 1/√n: they take 1/√n of the rate, its vectors a fifth. Of a
-        model that has met no data, what is neither of a GP site's posterior nor of a network, hyperparameters above
-        all, may be far off: it takes twice the rate at first, and less of that until 40 steps.
+        of the steps of its n weights, which start at some 1/√n: they take 1/√n of the rate, its vectors a fifth.
     """
 
     def __init__(self, lr: float = 0.05) -> None:
-        super().__init__({"lr": lr, "betas": (0.9, 0.99)})
-        self._factors = {False: 1.0, True: 1.0}  # of what may be far off, or not
+        super().__init__(torch.optim.Adam, {"lr": lr, "betas": (0.9, 0.99)})
+        self._factor = 1.0
 
-    def at(self, step: int, steps: int, far: bool = False) -> None:
-        """Set the rates of the step with this number, of so many.
-
-        :param far: whether hyperparameters may have been far off at the first.
-        """
-        self._factors = {may_be: self.factor(step, steps, far and may_be) for may_be in (False, True)}
+    def at(self, step: int, steps: int) -> None:
+        """Set the rates of the step with this number, of so many."""
+        self._factor = min(1.0, (step + 1) / _WARM) * falling(step, steps)
         for optimiser in self.optim_objs.values():
             for group in optimiser.param_groups:
-                group["lr"] = self._factors[group["far"]] * group["initial_lr"]
+                group["lr"] = self._factor * group["initial_lr"]
 
     def _get_optim(self, param: Any) -> Any:
-        optimiser, (part, far) = super()._get_optim(param), _of_rate(param)
+        optimiser, part = super()._get_optim(param), _of_rate(param)
         for group in optimiser.param_groups:
-            group["initial_lr"], group["far"] = part * group["lr"], far
-            group["lr"] = self._factors[far] * group["initial_lr"]
+            group["fused"] = param.device.type in ("cpu", "cuda")  # half the time of a step
+            group["initial_lr"] = part * group["lr"]
+            group["lr"] = self._factor * group["initial_lr"]
         return optimiser
 
-    @staticmethod
-    def factor(step: int, steps: int, far: bool = False) -> float:
-        """The share of the first rate that a step takes.
 
-        >>> [round(FallingAdam.factor(step, 1000), 3) for step in (0, 2, 400, 700, 999)]
-        [0.333, 1.0, 1.0, 0.505, 0.01]
-        >>> [round(FallingAdam.factor(step, 1000, far=True), 3) for step in (0, 2, 20, 40)]
-        [0.667, 1.95, 1.5, 1.0]
-        """
-        more = max(0.0, 1 - step / _FAR) if far else 0.0
-        return (1 + more) * min(1.0, (step + 1) / _WARM) * share(step, steps)
-
-
-def _of_rate(param: Tensor) -> tuple[float, bool]:
-    """The share of the rate that a parameter takes, and whether it may be far off at first."""
+def _of_rate(param: Tensor) -> float:
+    """The share of the rate that a parameter takes."""
     name = pyro.get_param_store().param_name(param) or ""
     if _INPUTS.search(name):
-        return math.sqrt(_POINTS / max(param.shape[-2], _POINTS)), False
+        return math.sqrt(_POINTS / max(param.shape[-2], _POINTS))
     if param.dim() and _is_of_network(name):  # a number beside it is a hyperparameter
-        return (param[0].numel() ** -0.5 if param.dim() > 1 else _NETWORK), False
-    return 1.0, not _POSTERIOR.search(name)
+        return param[0].numel() ** -0.5 if param.dim() > 1 else _NETWORK
+    return 1.0
 
 
 def _is_of_network(name: str) -> bool:
@@ -86,9 +78,3 @@ def _is_of_network(name: str) -> bool:
     module, registered, _ = name.partition("$$$")
     named = pyro.get_param_store().named_parameters() if registered else ()
     return any(key.startswith(module + registered) and p.dim() > 1 and len(p) > 1 for key, p in named)
-
-
-def share(step: int, steps: int) -> float:
-    """The share of its rate that a step takes: 1 over the first part, then by a cosine to a hundredth."""
-    past = (step / max(steps, 1) - _HELD) / (1 - _HELD)
-    return _LAST + (1 - _LAST) * 0.5 * (1 + math.cos(math.pi * min(max(past, 0.0), 1.0)))

@@ -1,23 +1,16 @@
 """A step of additive families by the number of terms, in one run.
 
 python tests/benchmarks/additive_time.py [--terms 4 8 16 32] [--points 16] [--rounds 15] [--kernel rbf]
-    [--before CHECKOUT] [--out table.md]
+    [--out table.md]
 
 A sum of RBF kernels, or of their Anova versions (--kernel anova), on a column each, some points a term, a Gaussian
-likelihood and mini-batches of 500 rows, float32, one thread. Medians of CPU time over interleaved rounds. With --before
-the steps of a checkout of f33cd76 (``git worktree add CHECKOUT f33cd76``), whose families learn by Adam, are timed
-beside, in a process of their own.
+likelihood and mini-batches of 500 rows, float32, one thread. Medians of CPU time over interleaved rounds.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -27,20 +20,12 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, Family, MeanFieldAdditive
 
-try:
-    from pyro_sparsegp import FusedAdam
-except ImportError:  # f33cd76 has neither this nor natural steps
-    FusedAdam = None
-
 ROWS, BATCH = 5000, 500
-COUPLED = {"CoupledPrecision": CoupledPrecision, "CoupledCovariance": CoupledCovariance}
 KERNELS = {"rbf": kernels.RBF, "anova": lambda length: kernels.Anova(kernels.RBF(length))}
 
 
 def families(points: int) -> dict[str, Family]:
     """What is compared, with so many points a term."""
-    if FusedAdam is None:
-        return {f"{name}, Adam": family(points) for name, family in COUPLED.items()}
     return {
         "CoupledPrecision": CoupledPrecision(points),
         "CoupledPrecision, Adam": CoupledPrecision(points, natural=False),
@@ -68,8 +53,7 @@ def measure(terms: int, points: int, rounds: int, kind: str) -> dict[str, float]
     steps = {}
     for name, family in families(points).items():
         guide = AutoSparseGP(model, family)
-        elbo = TraceQuadrature_ELBO()
-        steps[name] = pyro.infer.SVI(model, guide, (FusedAdam or pyro.optim.Adam)({"lr": 0.005}), elbo).step
+        steps[name] = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.005}), TraceQuadrature_ELBO()).step
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 3):
         for name, step in steps.items():
@@ -80,18 +64,6 @@ def measure(terms: int, points: int, rounds: int, kind: str) -> dict[str, float]
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def before(checkout: Path, *asked: Any) -> dict[str, float]:
-    """:func:`measure` by the code of a checkout of then."""
-    found = subprocess.run(
-        [sys.executable, __file__, "--there", *map(str, asked)],
-        env=os.environ | {"PYTHONPATH": str(checkout)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return {f"f33cd76: {name}": value for name, value in json.loads(found.stdout.splitlines()[-1]).items()}
-
-
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,19 +71,12 @@ def main() -> None:
     parser.add_argument("--points", type=int, nargs="*", default=[16])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kernel", choices=KERNELS, default="rbf")
-    parser.add_argument("--before", type=Path, help="a checkout of f33cd76")
-    parser.add_argument("--there", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.there:
-        terms, points, rounds, kind = options.there
-        print(json.dumps(measure(int(terms), int(points), int(rounds), kind)))
-        return
     asked = f"--terms {' '.join(map(str, options.terms))} --points {' '.join(map(str, options.points))}"
     asked += f" --kernel {options.kernel}" if options.kernel != "rbf" else ""
-    asked += " --before CHECKOUT" if options.before else ""
-    names = [*families(1), *([f"f33cd76: {name}, Adam" for name in COUPLED] if options.before else [])]
+    names = list(families(1))
     lines = [
         "# A step of additive families",
         "",
@@ -125,8 +90,6 @@ def main() -> None:
     for points in options.points:
         for terms in options.terms:
             found = measure(terms, points, options.rounds, options.kernel)
-            if options.before:
-                found |= before(options.before, terms, points, options.rounds, options.kernel)
             lines.append(f"| {points} | {terms} | " + " | ".join(f"{value:.1f}" for value in found.values()) + " |")
             print(lines[-1], flush=True)
     if options.out:

@@ -29,7 +29,7 @@ from pyro.contrib import gp
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, FusedAdam, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
 NUM, DIM = 100_000, 8
@@ -49,7 +49,7 @@ def ours(z: Tensor, natural: bool = True) -> Step:
             pyro.sample("y", dist.Normal(f, noise), obs=y)
 
     guide = AutoSparseGP(model, SVGP(z, natural=natural))
-    return pyro.infer.SVI(model, guide, FusedAdam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step
+    return pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2)).step
 
 
 def gpytorchs(z: Tensor, natural: bool = False) -> Step:
