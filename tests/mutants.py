@@ -124,8 +124,8 @@ MUTANTS = [
     ),
     Mutant(
         "natural-rates-stay",
-        "Fitting._set_rate",
-        "self._share(share(self.now.step, self.total))",
+        "_Loop._set_rates",
+        "self._share(falling(step, self.total))",
         "self._share(1.0)",
         ("test_fit.py::test_mini_batches_leave_the_mean_where_all_rows_have_it",),
     ),

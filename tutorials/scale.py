@@ -167,7 +167,7 @@ print(f"the truth's own log density {best:.3f}")
 # ## Cut off, and resumed
 #
 # `checkpoint=` is written every minute and at the end, never half, and holds parameters, optimiser, random numbers and
-# where in the data the fit was. Here a rule stops a fit in the middle, as Ctrl-C or a SIGTERM of a cluster would; the
+# where in the data the fit was. Here a rule stops a fit in the middle, as Ctrl-C would; the
 # same call in a new process, with `resume=True`, goes on from there.
 
 # %%
@@ -178,8 +178,8 @@ uncut = fit(model, whole, maps, **short)
 file = folder / "fit.pt"
 
 
-def cut_off(iterates):
-    return len(iterates.losses) == steps // 2
+def cut_off(losses):
+    return len(losses) == steps // 2
 
 
 first = fit(model, new(), maps, checkpoint=file, stopping=cut_off, **short)

@@ -173,7 +173,8 @@ class LoadedBatches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from one on."""
-        for part in (self.source, self.sampler):
+        parts: Any = (self.source, self.sampler)
+        for part in parts:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(number)
             if isinstance(getattr(part, "generator", None), torch.Generator):

@@ -212,16 +212,15 @@ class _Loop:
 
     def begin(self, few: int) -> None:
         """A guide's first call, on rows that stand for all."""
-        args, kwargs = self.call(self._first())
+        (args, kwargs), batches = self.call(self._first()), self.batches
         with poutine.block():
             self.guide.prepare(*args, **kwargs)
-            more = isinstance(self.batches, TensorBatches) and self.batches.num > _FIRST
-            if more and self.guide.corrected_modules():
+            if isinstance(batches, TensorBatches) and batches.num > _FIRST and self.guide.corrected_modules():
                 # Their diagonal is relative to all training inputs: test_a_deep_basis_has_seen_all_rows.
-                args, kwargs = self.call(self.batches.everything())
+                args, kwargs = self.call(batches.everything())
                 self.guide(*args, **kwargs)
-        if not self.batches.whole:
-            self._require_scaled(self.batches.first(few))
+        if not batches.whole:
+            self._require_scaled(batches.first(few))
         if self.workers.num > 1:
             agree(self.guide, self.workers.group)
 
@@ -259,7 +258,7 @@ class _Loop:
     def _mark(self) -> dict[str, Any]:
         """What a checkpoint and the fit that goes on from it have alike."""
         rows, each = self.batches.size, getattr(self.batches, "batch_size", None)
-        return {"optimiser": self.optim.pt_optim_constructor.__name__, "rows": rows, "batch_size": each}
+        return {"optimiser": getattr(self.optim.pt_optim_constructor, "__name__", ""), "rows": rows, "batch_size": each}
 
     def keep(self) -> None:
         """Write the checkpoint."""
