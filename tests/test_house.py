@@ -110,7 +110,7 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 # Lines of each room, with docstrings and blanks.
 LINES = {
-    "root": 865,
+    "root": 866,
     "numerics": 1295,
     "kernels": 3308,
     "gaussians": 4942,
@@ -121,17 +121,17 @@ LINES = {
     "distributions": 238,
     "program": 3205,
     "guide": 3809,
-    "inference": 5539,
+    "inference": 3622,
     "diagnostics": 3915,
     "interop": 342,
 }
-ALL_LINES = 33027
+ALL_LINES = 30717
 STATEMENTS = 20216
 BRANCHES_PER_1000_LINES = 132
 COMMENTS = 0.005  # at least
 FILE_LINES = 699
 FUNCTION_BRANCHES = 26
-TEST_LINES = 34700
+TEST_LINES = 33122
 
 
 @functools.cache
