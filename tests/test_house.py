@@ -121,17 +121,17 @@ LINES = {
     "distributions": 238,
     "program": 3205,
     "guide": 3809,
-    "inference": 3622,
+    "inference": 3525,
     "diagnostics": 3915,
     "interop": 342,
 }
-ALL_LINES = 30717
+ALL_LINES = 29900
 STATEMENTS = 20216
 BRANCHES_PER_1000_LINES = 132
 COMMENTS = 0.005  # at least
 FILE_LINES = 699
 FUNCTION_BRANCHES = 26
-TEST_LINES = 33122
+TEST_LINES = 33000
 
 
 @functools.cache
