@@ -53,9 +53,9 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "batches-are-taken-for-all-rows",
-        "AutoSparseGP._train",
-        "share = self.note_data(run.rows, args, kwargs)",
-        "share = 1.0 + 0 * self.note_data(run.rows, args, kwargs)",
+        "AutoSparseGP.__call__",
+        "share = note_step(self, run, args, kwargs)",
+        "share = 1.0 + 0 * note_step(self, run, args, kwargs)",
         ("test_natural.py::test_the_floor_of_the_rate_is_higher_on_all_rows",),
     ),
     # Natural steps: what draws and precise data show.
@@ -145,8 +145,8 @@ MUTANTS = [
     ),
     Mutant(
         "quadratic-once-and-for-all",
-        "Conditioned._look_again",
-        "if before is None or (kinds == before and self._looks not in _LOOKS):",
+        "_look_again",
+        "if before is None or (kinds == before and core.looks not in _LOOKS):",
         "if before is None or kinds == before:",
         ("test_sites.py::test_a_likelihood_that_is_gaussian_at_first_only",),
     ),
@@ -521,8 +521,8 @@ MUTANTS = [
     Mutant(
         "draws-at-the-median",
         "AutoSparseGP.draws",
-        "conditions = self.conditions_now(False, known)",
-        "conditions = self.conditions_now(True, known)",
+        "conditions = conditions_now(self, False, known)",
+        "conditions = conditions_now(self, True, known)",
         ("test_conditioned.py::test_every_way_to_ask_conditions_on_the_draw",),
     ),
     # Objectives.
@@ -750,14 +750,14 @@ MUTANTS = [
     ),
     Mutant(
         "batches-hold-kernels",
-        "Conditioned.conditions_of_call",
-        "kept, same, keep = self._predicting, rows.same and rows.inputs, rows.keep or rows.batch",
-        "kept, same, keep = self._predicting, rows.same and rows.inputs, rows.keep",
+        "rows_of",
+        "return Rows(same, inputs, steps and (same or (guide.takes_batches and not fewer)), relation)",
+        "return Rows(same, inputs, steps and same, relation)",
         ("test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient",),
     ),
     Mutant(
         "batches-read-where-q-was",
-        "Conditioned.condition",
+        "condition",
         "module.sites.marginals = None  # those of another step",
         "pass",
         ("test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows",),

@@ -13,7 +13,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .optimal import OptimalGP, gradients_unless
 
-__all__ = ["ExactWeightSpaceGP", "elsewhere"]
+__all__ = ["ExactWeightSpaceGP"]
 
 
 class ExactWeightSpaceGP(OptimalGP):
@@ -49,8 +49,3 @@ class ExactWeightSpaceGP(OptimalGP):
         features = self.basis(settled.kernel, process.jitter, name)
         gram, pull = features.gram(sites.inputs, sites.precision, sites.linear, absorb=True)
         return kind(settled, features, from_natural(gram, pull, features.sizes, None, name), name, sites)
-
-
-def elsewhere(module: Any) -> Any:
-    """How a GP site's module answers at new inputs."""
-    return module.predict

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..approximations.weight_space import ExactWeightSpaceGP
 from ..gaussians import ProjectedGaussian
 from ..guide import AutoSparseGP
-from ..guide.conditioned import Predicting
+from ..guide.conditions import Predicting
 from ..numerics.linalg import solve_lower
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess

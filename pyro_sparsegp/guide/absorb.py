@@ -26,24 +26,24 @@ from ..program.traces import (
     whole_plates,
 )
 from .first_call import require_separate_sites
+from .known import KnownGuide
 from .reading import SiteReading, settle
 from .runs import Priors
-from .state import Saved
 
 __all__ = ["absorb"]
 
 _MOST = 200  # updates of sites
 
 
-def absorb(guide: Saved, args: tuple, kwargs: dict[str, Any], forget: float) -> None:
+def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float) -> None:
     """As :meth:`AutoSparseGP.absorb`, of a guide that has been called."""
     if not (isinstance(forget, (int, float)) and 0 <= forget <= 1):
         raise ValueError(f"absorb's forget is a share of what was learned, in [0, 1], got {forget!r}")
     _require_sums(guide)
-    run = Priors()
+    run = Priors(guide)
     with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like), poutine.block(), whole_plates():
-        guide.perform(run, args, kwargs)
-        trace = guide.trace
+        run.perform(args, kwargs)
+        trace = run.trace
         if not any(is_observation(site) for _, site in all_sites(trace)):
             raise ValueError("absorb is given no observations: call it as the model with the new data, absorb(x, y).")
         require_whole(trace)
@@ -74,16 +74,15 @@ def absorb(guide: Saved, args: tuple, kwargs: dict[str, Any], forget: float) -> 
                 )
 
 
-def _require_sums(guide: Saved) -> None:
+def _require_sums(guide: KnownGuide) -> None:
     """Raise where what the guide learned is no sum over rows."""
-    assert guide.structure is not None
-    for what, names in (("a value for each row", guide.local_latents), ("a joint q", guide.structure.coupled)):
+    for what, names in (("a value for each row", guide.local_latents), ("a joint q", guide.facts.coupled)):
         if names:
             raise ValueError(
                 f"absorb adds rows to the posteriors of GP sites, all else held; latent site {names[0]!r} has {what}. "
                 "Train on old and new rows together."
             )
-    for group in guide.structure.joint:
+    for group in guide.facts.joint:
         raise ValueError(f"absorb: GP sites {group} have one posterior; train on old and new rows together.")
     for name, module in guide.modules_by_site().items():
         family, take = module.family["name"], "SVGP or OrthogonalInducing"
@@ -102,10 +101,9 @@ def _require_sums(guide: Saved) -> None:
         raise ValueError(f"absorb: GP site {name!r} has the family {family}, {why}; or take {take}.")
 
 
-def _facts(guide: Saved, run: Priors, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> Structure:
+def _facts(guide: KnownGuide, run: Priors, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> Structure:
     """How the densities of the new rows depend on GP sites' values."""
-    assert guide.structure is not None
-    found = Structure(gps=guide.structure.gps, enumerated=guide.structure.enumerated)
+    found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated)
     values = free_values(trace)
 
     def held(moved: dict[str, Tensor]) -> poutine.Trace:

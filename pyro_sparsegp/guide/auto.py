@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Optional, Union
+from contextlib import contextmanager
+from typing import Any, Optional, TypeVar, Union
 
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
 
-from ..modules import drop_stored
+from ..approximations.expectation import require_refined
+from ..approximations.on_sites import SiteGP
+from ..families import ExpectationFamily, SiteFamily
+from ..gaussians.sites import KeptSites, Sites
+from ..modules import drop_stored, take_name, unique_name
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import require_sizes
-from ..program.data import TrainingData
 from ..program.handlers import observes
-from ..program.traces import all_sites, free_values, is_free, repeatable, whole_plates
-from ..warned import warn_once
+from ..program.registration import Probe, held_parameters
+from ..program.traces import all_sites, as_process, free_values, is_free, repeatable, whole_plates
+from ..warned import Warned
 from .absorb import absorb
+from .conditions import Predicting, conditions_now, conditions_of_call
 from .correction import note_rows, warn_of_unseen
-from .first_call import ObservesNothingError, check_parameters, explain_nan, initialise
-from .joint import Families
-from .runs import LARGEST_JOINT, AtNodes, BySite, Look, Priors, Train
-from .state import Saved
+from .coupled import warn_of_medians, with_mirrored
+from .first_call import ObservesNothingError, check_parameters, explain_nan, initialise, require_arguments
+from .joint import by_name
+from .known import Core, Families
+from .messenger import SiteMessenger
+from .rows import are_known_rows, note_step, require_data, rows_of, warn_of_batches
+from .runs import LARGEST_JOINT, BySite, Posteriors, Priors, Run, probed
+from .state import extra_state, rebuild, resume_name
 
 __all__ = ["AutoSparseGP"]
+
+_T = TypeVar("_T")
 
 _KEEP_ROWS = (
     "to learn hyperparameters on a stream keep some of its rows yourself, take SVI steps on them, "
@@ -33,7 +45,7 @@ _KEEP_ROWS = (
 )
 
 
-class AutoSparseGP(Saved):
+class AutoSparseGP(SiteMessenger):
     """A guide for a Pyro model with Gaussian process sites: a sparse variational family for each of them.
 
     q(c, f) = q(c) Π_f q(f | c), with c the other latents, q(c) a product of normals in unconstrained space, and for
@@ -87,17 +99,27 @@ class AutoSparseGP(Saved):
         coupled: Union[bool, Collection[str]] = False,
         amortized_plates: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(
-            model,
-            families,
-            point_estimates,
-            independent_draws,
-            coupled,
-            init_loc_fn=init_loc_fn,
-            init_scale=init_scale,
-            amortized_plates=amortized_plates,
-        )
+        require_arguments(model, families, independent_draws, coupled)
+        super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, amortized_plates=amortized_plates)
+        self.families, self.by_name = families, by_name(families)
+        given = self.declared_families()
+        # Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once.
+        self.on_sites = any(isinstance(family, SiteFamily) for family in given)
+        # Whether a GP site has a family of expectation propagation, which ExpectationPropagation trains.
+        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in given)
+        self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
+        self.independent_draws = tuple(independent_draws)
+        self.coupled = coupled if isinstance(coupled, bool) else tuple(coupled)
+        self.warned: Warned = set()
+        self.core: Optional[Core] = None  # what was learnt
+        self.run: Optional[Run] = None  # that it is on
+        self.kept: Optional[Predicting] = None
+        self.mirrors = False  # whether draws of coupled latents are the mirror images of those before
+        self.from_draws: Collection[str] = ()
+        self._like = torch.empty(0)
         self._nodes: Optional[Mapping[str, Optional[Tensor]]] = None  # of the quadrature that calls
+        # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
+        take_name(self, unique_name("AutoSparseGP"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw every site, running the model once.
@@ -105,62 +127,59 @@ class AutoSparseGP(Saved):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
-        if self._nodes is not None:  # at_nodes calls, perhaps through a wrapper
-            rows = self.rows_of(args, kwargs)
-            conditions = self.conditions_of_call(rows, args, kwargs)
-            self.meets_data = True  # unless a step of training finds otherwise
-            draws = self._train(AtNodes(self._nodes, rows, conditions, all_joint=not self.training), args, kwargs)
-            if not self.meets_data:
-                self.require_data()
-            return draws
-        self.prepare(*args, **kwargs)
-        rows = self.rows_of(args, kwargs)
-        self.require_refined(lambda: rows.fewer or not observes(self.model, self.observed, self.like, args, kwargs))
-        run = Train(
+        nodes, has_data = self._nodes, True  # at_nodes calls, perhaps through a wrapper
+        if nodes is None:
+            self.prepare(*args, **kwargs)
+        rows = rows_of(self, args, kwargs)
+        if nodes is None:
+            require_refined(self.modules_by_site(), lambda: rows.fewer or not self._observes(args, kwargs))
+            if self.corrected_modules() or self.facts.enumerated:
+                has_data = self._observes(args, kwargs)
+        few = LARGEST_JOINT if rows.fewer and nodes is None else 0
+        run = Posteriors(
+            self,
+            conditions_of_call(self, rows, args, kwargs),
             rows,
-            self.conditions_of_call(rows, args, kwargs),
-            joint_up_to=torch.inf if not self.training else LARGEST_JOINT if rows.fewer else 0,
-            observing=self._observing(args, kwargs),
-            sums_out=self._has_data(args, kwargs),
+            joint_up_to=few if self.training else torch.inf,
+            nodes=nodes,
+            new_inputs=self.kept is not None or not has_data,
         )
-        return self._train(run, args, kwargs)
-
-    def _train(self, run: Train, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        with self.held(run.conditions):
-            draws = self.perform_explained(run, args, kwargs)
-        require_sizes(self.trace)
+        run.sums_out = has_data
+        draws = run.perform(args, kwargs)
+        require_sizes(run.trace)
         if any(process.kernel.depends_on_rows for process in run.processes.values()):
             note_rows(self, run)
         if self.is_training:
-            share = self.note_data(run.rows, args, kwargs)
+            share = note_step(self, run, args, kwargs)
             for posterior in run.posteriors.values():
                 if posterior.coefficients.heard is not None:
                     posterior.coefficients.heard.share = share
         return draws
 
+    def _observes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        return observes(self.model, self.observed, self.like, args, kwargs)
+
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
-        self._wake(args, kwargs)
-        if torch.is_grad_enabled() and not self._checked_parameters:
-            check_parameters(self, args, kwargs)
-        self._check_loaded(args, kwargs)
+        core = self._wake(args, kwargs)
+        if torch.is_grad_enabled() and not core.checked:
+            check_parameters(self, core, args, kwargs)
+        self._check_loaded(core, args, kwargs)
 
-    def _wake(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
+    def _wake(self, args: tuple, kwargs: dict[str, Any]) -> Core:
+        if self.core is None:
+            return initialise(self, args, kwargs)
+        if self.core.loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
             drop_stored(self._pyro_name)
-        if self.structure is None:
-            initialise(self, args, kwargs)
-            self.data = TrainingData(self.model, args, kwargs)
+        return self.core
 
-    def _check_loaded(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _check_loaded(self, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
         """Check the parameters at the first call after a state was loaded, whatever the call is for."""
-        if not self._loaded:
-            return
-        self._loaded = False
-        if not self._checked_parameters and not torch.is_inference_mode_enabled():
+        if core.loaded and not core.checked and not torch.is_inference_mode_enabled():
             # The graph is what shows where parameters come from; what the call draws later stays as it would be.
             with torch.enable_grad(), whole_plates(), repeatable(self.like):
-                check_parameters(self, args, kwargs)
+                check_parameters(self, core, args, kwargs)
+        core.loaded = False
 
     def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
@@ -188,10 +207,7 @@ class AutoSparseGP(Saved):
         absorb(self, args, kwargs, forget)
 
     def relearn(self, *args: Any, **kwargs: Any) -> None:
-        """It has left.
-
-        :raises ValueError: always, with what to do instead.
-        """
+        """It has left: raises a ValueError with what to do instead."""
         raise ValueError(f"guide.relearn has left: {_KEEP_ROWS}")
 
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
@@ -206,21 +222,17 @@ class AutoSparseGP(Saved):
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         :raises KeyError: where what is returned is asked for a site that is none of the GP sites.
         """
-        run = self._at_medians(args, kwargs)
-        self._look(run, True, args, kwargs)
-        self.warn_of_medians(run.posteriors)
-        return BySite(run.posteriors)
+        posteriors = self.posterior_at_medians(*args, **kwargs)
+        warn_of_medians(self, posteriors)
+        return posteriors
 
     def posterior_at_medians(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """:meth:`posterior`, for those who want it given these medians."""
-        run = self._at_medians(args, kwargs)
-        self._look(run, True, args, kwargs)
-        return BySite(run.posteriors)
-
-    def _at_medians(self, args: tuple, kwargs: dict[str, Any]) -> Look:
         self._ready(args, kwargs)
-        known = self.are_known_rows(args, kwargs)
-        return Look(self.conditions_now(median=True), draws_data=False, rows_known=known)
+        known = are_known_rows(self, args, kwargs)
+        run = Posteriors(self, conditions_now(self, median=True))
+        run.draws_data, run.own_rows, run.at_medians = False, known, True
+        return BySite(self._predicted(run, args, kwargs).posteriors)
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""
@@ -236,38 +248,86 @@ class AutoSparseGP(Saved):
         if isinstance(num, bool) or not isinstance(num, int) or num < 1:
             raise ValueError(f"the number of draws must be a whole number of at least 1, got {num!r}")
         self._ready(args, kwargs)
-        conditions, known = None, self.are_known_rows(args, kwargs)
+        conditions, known = None, are_known_rows(self, args, kwargs)
         for _ in range(num):
             if conditions is None or self.has_random_latents:
-                conditions = self.conditions_now(False, known)
-            yield self._look(Look(conditions, joint, self._warn_of_size, rows_known=known), False, args, kwargs)
+                conditions = conditions_now(self, False, known)
+            run = Posteriors(self, conditions, joint_up_to=torch.inf if joint else -1)
+            run.own_rows = known
+            yield self._predicted(run, args, kwargs).values
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
         try:
-            self._wake(args, kwargs)
+            core = self._wake(args, kwargs)
         except ObservesNothingError as error:
             raise ValueError(
                 "this guide has seen no data, so that it has no posterior to look at or to predict with: train it "
                 "first, svi.step(x, y) or fit(model, guide, (x, y), steps=500), or load a saved state."
             ) from error
-        self.require_refined()
-        self._check_loaded(args, kwargs)
+        require_refined(self.modules_by_site(), lambda: True)
+        self._check_loaded(core, args, kwargs)
 
-    def _look(self, run: Look, median: bool, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        with self.on(run, median), poutine.block(), whole_plates(), self.held(run.conditions):
-            draws = self.perform(run, args, kwargs)
+    def _predicted(self, run: Posteriors, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
+        with poutine.block(), whole_plates():
+            run.perform(args, kwargs)
         warn_of_unseen(self, run)
-        return draws
+        return run
 
-    def _warn_of_size(self, name: str, num: int) -> None:
-        warn_once(
-            self.warned,
-            "large joint draw",
-            name,
-            f"{num} values of GP site {name!r} are drawn jointly, at O(N³) time and O(N²) memory a draw; "
-            "predict(..., joint=False) draws them independently, in O(N).",
-            stacklevel=4,
-        )
+    def forget_data(self) -> None:
+        """Forget the training data: the next call with observations brings those that families on sites are about.
+
+        Parameters stay. Families with parameters for each row (FreeSites, sparse actions) need a new guide.
+
+        :raises ValueError: naming the GP site of such a family.
+        """
+        for name, module in self.site_modules().items():
+            if not module.forgets:
+                raise ValueError(
+                    f"GP site {name!r} has the family {module.family['name']}, with parameters for each row of its "
+                    "training data: make a new guide for other data."
+                )
+        for module in self.site_modules().values():
+            module.forget()
+        if self.core is not None:
+            self.core.data, self.core.forgotten = None, True
+
+    @property
+    def site_status(self) -> dict[str, dict[str, Any]]:
+        """For each GP site whose Gaussian sites are read off the model: how many there are; whether they are exact
+        (the likelihood is Gaussian in f); how many had negative curvature, which was cut to 0, at the last reading;
+        how many updates of training were cut since they lowered the bound; and whether those of the posterior, other
+        latents at their medians, have converged: another would move no marginal by 0.001 standard deviations.
+        """
+        if self.core is None:
+            raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
+        return {
+            reading.name: {
+                "sites": reading.sites.precision.numel(),
+                "exact": reading.quadratic,
+                "truncated": int(reading.truncated),
+                "halved": reading.module.sites.halved,
+                "converged": reading.change <= 1e-3,
+            }
+            for reading in conditions_now(self, median=True).readings
+        }
+
+    # For objectives, and what else runs it.
+
+    def require_data(self) -> None:
+        """Raise if the last run met no data, where the first call did."""
+        require_data(self)
+
+    @contextmanager
+    def predicting(self, kept: Predicting) -> Iterator[None]:
+        """Take the inputs of calls for new ones, though there be observations at them.
+
+        :param kept: what is the same in all of these calls.
+        """
+        before, self.kept = self.kept, kept
+        try:
+            yield
+        finally:
+            self.kept = before
 
     def at_nodes(
         self, nodes: Mapping[str, Optional[Tensor]], wrapped: Callable, args: tuple, kwargs: dict[str, Any]
@@ -293,30 +353,96 @@ class AutoSparseGP(Saved):
         :returns: the GP sites' priors under them; the values of latents and the plates' row numbers; the run's trace.
         """
         relation = self.relation(args, kwargs)
-        run = Priors(relation is None or not self.local_latents or (relation.inputs and relation.order is None))
-        self.perform(run, args, kwargs)
-        require_sizes(self.trace)
-        self.check_rows(relation)
+        run = Priors(self, relation is None or not self.local_latents or (relation.inputs and relation.order is None))
+        run.perform(args, kwargs)
+        require_sizes(run.trace)
+        warn_of_batches(self, relation)
         values = {
             name: torch.as_tensor(site["value"])
-            for name, site in all_sites(self.trace)
+            for name, site in all_sites(run.trace)
             if is_free(site) and name not in run.processes
         }
-        return run.processes, values, self.trace
+        return run.processes, values, run.trace
+
+    def probe(self, args: tuple, kwargs: dict[str, Any]) -> Probe:
+        """A run with the latents at their medians and the same random numbers, with its graph."""
+        return probed(self, args, kwargs)
 
     def explain_nan(self, *args: Any, **kwargs: Any) -> str:
         """Which sites' log densities are NaN or infinite at these arguments, for an error."""
         return explain_nan(self, args, kwargs)
 
-    # What a call is.
+    def with_mirrored(self, evaluate: Callable[[], _T]) -> list[_T]:
+        """What is evaluated in runs of this guide; twice if latents are coupled, at draws that mirror each other."""
+        return with_mirrored(self, evaluate)
 
-    def _observing(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a call's rows are those of training, asked only where kernels' diagonals depend on them."""
-        if self._predicting is not None or not self.corrected_modules():
-            return self._predicting is None
-        return observes(self.model, self.observed, self.like, args, kwargs)
+    def posterior_given(self, name: str, prior: Any, sites: Optional[Sites], new_rows: bool) -> SparsePosterior:
+        """The posterior of a GP site under a prior of other inputs, given the sites of a draw.
 
-    def _has_data(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a call observes anything, asked only where discrete latents are summed out of its densities."""
-        assert self.structure is not None
-        return not self.structure.enumerated or observes(self.model, self.observed, self.like, args, kwargs)
+        :param sites: of a family on sites, those the draw was conditioned on.
+        :param new_rows: whether the inputs are new, not those of training.
+        """
+        process, _ = as_process(prior)
+        if process is None:
+            raise ValueError(f"site {name!r} is no GP site")
+        module = self.module_of(name)
+        self.check_site(name, process, module)
+        give = module.predict if new_rows else module
+        return give(process, name, SparsePosterior, sites) if isinstance(module, SiteGP) else give(process, name)
+
+    # State.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """All that makes the guide: a freshly made one, of the same model, is this one after ``load_state_dict``.
+
+        With a family on sites, or latents under the data plate, it holds the training data too, N(D + 1) numbers for
+        the arguments (x, y): a draw from the posterior conditions on them, given a draw of the other latents. In
+        memory the guide keeps the arguments of the last training call themselves, no copies. Arguments other than
+        tensors, numbers, strings and lists, tuples and dictionaries of them are left out, and with them the data: then
+        call the loaded guide with the data once, ``guide(x, y)``.
+        """
+        return super().state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.core is not None and not self.core.loaded:
+            conditions_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What is known of the program, in plain Python, the name of the guide's parameters in Pyro's store, and the
+        training data where prediction needs them.
+        """
+        return extra_state(self)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        rebuild(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _pyro_set_supermodule(self, name: str, context: Any) -> None:
+        # Its name is its own inside another module, too: two of these may hold guides under one attribute's name.
+        super()._pyro_set_supermodule(self._pyro_name, context)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._like = args[0](self._like)
+        for module in self.site_modules().values():
+            if isinstance(module.sites, KeptSites):
+                module.sites.marginals = None
+        if self.core is not None and self.core.data is not None:
+            self.core.data = self.core.data.mapped(args[0], self.model)
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
+        for parameter in [*self.parameters(), *(held for held, *_ in held_parameters(self.model))]:
+            parameter.__dict__.pop("unconstrained", None)
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.trace = poutine.Trace()
+        # A copy is a guide of its own, with a name of its own.
+        if not resume_name(self, self._pyro_name):
+            take_name(self, unique_name("AutoSparseGP"))

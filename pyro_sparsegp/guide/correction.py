@@ -9,43 +9,44 @@ from pyro import poutine
 
 from ..program.traces import all_sites, is_observation, whole_plates
 from ..warned import warn_once
-from .conditioned import Conditioned
-from .runs import Priors, Run, Train
+from .known import KnownGuide
+from .runs import Posteriors, Priors, Run
 
 __all__ = ["note_rows", "show_all_rows", "warn_of_unseen"]
 
 
-def show_all_rows(guide: Conditioned, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> None:
+def show_all_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> None:
     """At a first call: show them the rows that plates with a ``subsample_size`` left out."""
     modules = guide.corrected_modules()
     frames = [frame for _, site in all_sites(trace) if is_observation(site) for frame in site["cond_indep_stack"]]
     if not modules or not any(frame.full_size is not None and frame.size < frame.full_size for frame in frames):
         return
-    run = Priors()
+    run = Priors(guide)
     with torch.no_grad(), poutine.block(), whole_plates():
-        guide.perform(run, args, kwargs)
+        run.perform(args, kwargs)
     for name, module in modules.items():
         module.see(run.processes[name].x)
     guide.trace = trace
 
 
-def note_rows(guide: Conditioned, run: Train) -> None:
+def note_rows(guide: KnownGuide, run: Posteriors) -> None:
     """After a run: take note of the rows of training, and of how many there are in all."""
-    if not run.observing:
+    if run.new_inputs:
         warn_of_unseen(guide, run)
-    if not run.observing or not guide.is_training:
+    if run.new_inputs or not guide.is_training:
         return
     for name, module in guide.corrected_modules().items():
         if name not in run.processes:
             continue
         x = run.processes[name].x
         module.see(x)
-        frames = [frame for site in guide.rows_here() for frame in guide.trace.nodes[site]["cond_indep_stack"]]
+        sites: Any = run.trace.nodes
+        frames = [frame for site in guide.facts.rows if site in sites for frame in sites[site]["cond_indep_stack"]]
         sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size is not None]
         module.num_rows = max(sizes, default=module.num_rows)
 
 
-def warn_of_unseen(guide: Conditioned, run: Run) -> None:
+def warn_of_unseen(guide: KnownGuide, run: Run) -> None:
     """Warn where a prediction's diagonal is relative to a part of the rows of training."""
     for name, module in guide.corrected_modules().items():
         if module.num_seen < module.num_rows and name in run.processes:
@@ -56,5 +57,5 @@ def warn_of_unseen(guide: Conditioned, run: Run) -> None:
                 f"the kernel of GP site {name!r} has a variance correction relative to the training inputs; the guide "
                 f"has seen at most {module.num_seen} of {module.num_rows} of them in one call. Call it once with all "
                 "of them, guide(x, y), before or after training.",
-                stacklevel=4,
+                stacklevel=5,
             )

@@ -21,14 +21,15 @@ from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
 from ..modules import at_path
 from ..posterior.base import Marginals
-from ..posterior.drawing import ExpectedSite
+from ..posterior.drawing import OTHER_LATENTS, ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks
+from ..program.data import TrainingData
 from ..program.dependence import COUPLED, NONE
 from ..program.facts import Structure, explore
 from ..program.groups import grouped, plate_sizes
-from ..program.handlers import AtMeans, observes
+from ..program.handlers import AtMeans, is_blocked, observes
 from ..program.registration import has_network, require_registered
 from ..program.traces import (
     all_sites,
@@ -44,18 +45,46 @@ from ..program.traces import (
 )
 from ..program.zeros import OffZero, off_zero
 from .correction import show_all_rows
-from .joint import groups_of, require_alike, require_outer
+from .coupled import couple, coupled_among
+from .joint import groups_of, join, require_alike, require_families, require_outer
+from .known import Core, KnownGuide
 from .networks import Calls, FirstCalls, rows_to_follow
-from .runs import NumbersRun, Setup
-from .state import Saved
+from .runs import Setup, probed
 
-__all__ = ["ObservesNothingError", "check_parameters", "explain_nan", "initialise", "require_separate_sites"]
+__all__ = [
+    "ObservesNothingError",
+    "check_parameters",
+    "explain_nan",
+    "initialise",
+    "require_arguments",
+    "require_separate_sites",
+]
 
 _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing"
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
 
-def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
+def require_arguments(model: Any, families: Any, independent_draws: Any, coupled: Any) -> None:
+    """Raise if a guide's arguments are none.
+
+    :raises ValueError: naming the argument.
+    """
+    if not callable(model):
+        raise ValueError(f"AutoSparseGP's model must be callable, got {type(model).__name__}")
+    if is_blocked(model):
+        raise ValueError(
+            "AutoSparseGP's model is under poutine.block, as for a part of AutoGuideList or EasyGuide: a GP site's "
+            "posterior is made of its prior, which depends on the sites hidden there. Give AutoSparseGP the whole "
+            f"model, and SVI this guide alone; {OTHER_LATENTS}."
+        )
+    require_families(families)
+    if isinstance(independent_draws, str):
+        raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
+    if isinstance(coupled, str) or not isinstance(coupled, (bool, Collection)):
+        raise ValueError(f"coupled must be True or a collection of names, such as ({coupled!r},)")
+
+
+def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
     """Make a guide's parameters, and learn how the model depends on its GP sites.
 
     :raises ValueError: naming the site and the remedy, if it is no model that the guide can learn from.
@@ -73,29 +102,32 @@ def initialise(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
             if _observes_nothing(guide, args, kwargs):
                 raise ObservesNothingError from error
             raise
-        trace = guide.trace
+        trace = run.trace
         checks.require_sizes(trace)
         _require_sites(guide, trace, run.posteriors)
-        found = guide.structure = _describe(guide, trace, run.posteriors)
-        found.enumerated = list(guide.enumerated)
-        found.joint = groups_of(guide.families)
-        require_alike(found.joint, run.processes)
+        facts = _describe(guide, trace, run.posteriors)
+        facts.enumerated = [] if run.enumeration is None else run.enumeration.names
+        facts.joint = groups_of(guide.families)
+        guide.core = Core(facts)
+        require_alike(facts.joint, run.processes)
         show_all_rows(guide, args, kwargs, trace)
-        checks.require_left_out(guide.model, found.gps, guide.like, trace, args, kwargs)
-        _explore(guide, found, args, kwargs, trace, run.posteriors)
-        require_outer(found)
+        checks.require_left_out(guide.model, facts.gps, guide.like, trace, args, kwargs)
+        _explore(guide, facts, args, kwargs, trace, run.posteriors)
+        require_outer(facts)
         for name, posterior in run.posteriors.items():
             family = guide.family_of(name)
-            if isinstance(family, FreeFormFamily) and family.start == "data" and name not in found.inner:
-                guide.modules_by_site()[name].inform(posterior.process, name)
-        guide.join(found, run.processes)
-        found.coupled = guide.coupled_among(found)
-        guide.couple(found, guide.modules_by_site())
+            if isinstance(family, FreeFormFamily) and family.start == "data" and name not in facts.inner:
+                guide.module_of(name).inform(posterior.process, name)
+        join(guide, facts, run.processes)
+        facts.coupled = coupled_among(guide, facts)
+        couple(guide, facts)
         _expect_joint_draws(guide)
-        _warn_of_sums(found)
+        _warn_of_sums(facts)
+        guide.core.data = TrainingData(guide.model, args, kwargs)
     except BaseException:
         guide.forget()
         raise
+    return guide.core
 
 
 class _FlatInputsError(Exception):
@@ -119,14 +151,14 @@ class ObservesNothingError(ValueError):
         super().__init__(*args or (_NOTHING,))
 
 
-def _observes_nothing(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _observes_nothing(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> bool:
     try:
         return not observes(guide.model, None, guide.like, args, kwargs)
     except Exception:  # the model's own error will be shown
         return False
 
 
-def _set_up(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> Setup:
+def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Setup:
     """The first run. Latents start at their medians; but those that a GP's inputs are made of, all rows of which would
     then stand in one place, start at draws.
     """
@@ -138,15 +170,15 @@ def _set_up(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> Setup:
         return guide.build(name, process)
 
     with torch.no_grad(), poutine.block():
-        run = Setup(build)
+        run = Setup(guide, build)
         try:
-            guide.perform_explained(run, args, kwargs)
+            run.perform(args, kwargs)
         except _FlatInputsError as flat:
             names = _entering(guide, flat, args, kwargs)
             guide.forget()
             guide.from_draws = names
-            run = Setup(guide.build)
-            guide.perform_explained(run, args, kwargs)
+            run = Setup(guide, guide.build)
+            run.perform(args, kwargs)
             guide.from_draws = ()
     return run
 
@@ -160,7 +192,7 @@ def _is_latent(site: Any) -> bool:
     return is_free(site) and not site_is_subsample(site) and as_process(site["infer"].get("prior"))[0] is None
 
 
-def _entering(guide: Saved, flat: _FlatInputsError, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+def _entering(guide: KnownGuide, flat: _FlatInputsError, args: tuple, kwargs: dict[str, Any]) -> list[str]:
     """The latents that flat columns of a GP's inputs move with, of a run that stopped there."""
     with torch.enable_grad(), pyro.validation_enabled(False), repeatable(guide.like), AtMeans():
         values = {}
@@ -180,7 +212,7 @@ def _entering(guide: Saved, flat: _FlatInputsError, args: tuple, kwargs: dict[st
     return [name for name, gradient in zip(values, found) if gradient is not None and bool(gradient.any())]
 
 
-def _require_sites(guide: Saved, trace: poutine.Trace, posteriors: Collection[str]) -> None:
+def _require_sites(guide: KnownGuide, trace: poutine.Trace, posteriors: Collection[str]) -> None:
     """Raise if a first run, in which the guide met these GP sites, is none that it can learn from."""
     for name in guide.by_name:
         if name not in posteriors:
@@ -223,7 +255,7 @@ def _require_densities(trace: poutine.Trace, posteriors: Collection[str]) -> Non
             check_site_shape(site, _NO_LIMIT)
 
 
-def _describe(guide: Saved, trace: poutine.Trace, posteriors: Mapping[str, SparsePosterior]) -> Structure:
+def _describe(guide: KnownGuide, trace: poutine.Trace, posteriors: Mapping[str, SparsePosterior]) -> Structure:
     """The sites of a first run, in which the guide made its parameters."""
     found = Structure(gps={name: at_path(guide.gps, name).spec() for name in posteriors})
     found.columns = {name: q.process.x.shape[-1] for name, q in posteriors.items()}
@@ -248,7 +280,7 @@ def _describe(guide: Saved, trace: poutine.Trace, posteriors: Mapping[str, Spars
 
 
 def _explore(
-    guide: Saved,
+    guide: KnownGuide,
     found: Structure,
     args: tuple,
     kwargs: dict[str, Any],
@@ -299,15 +331,14 @@ def require_separate_sites(found: Structure, name: str, reads: str, flat: list[s
         )
 
 
-def _expect_joint_draws(guide: Saved) -> None:
+def _expect_joint_draws(guide: KnownGuide) -> None:
     """Have natural steps know of them, and warn."""
-    assert guide.structure is not None
-    coupled = [name for name in guide.structure.gps if guide.kind_of_draws(name) is ExpectedSite]
+    coupled = [name for name in guide.facts.gps if guide.kind_of_draws(name) is ExpectedSite]
     for name in coupled:
         coefficients = getattr(guide.modules_by_site()[name], "coefficients", None)
         if isinstance(coefficients, NaturalGaussian):
             coefficients.hold_by_draws()
-    if coupled and not guide.structure.affine:
+    if coupled and not guide.facts.affine:
         warnings.warn(
             f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
             "different inputs: they are drawn jointly, at a cost cubic in the number of inputs, and not integrated "
@@ -328,23 +359,35 @@ def _warn_of_sums(found: Structure) -> None:
         )
 
 
-def check_parameters(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
-    assert guide.structure is not None
-    guide.calls = FirstCalls()
-    probe = guide.probe(args, kwargs)
-    known = _check_known(guide)
+    core.calls = FirstCalls()
+    probe = probed(guide, args, kwargs)
+    known = _check_known(core.facts, guide.trace)
     _warn_of_data_latents(guide, probe.posteriors)
     require_registered(guide.model, probe, guide.trace, (args, kwargs))
-    _leave_units(guide, probe.posteriors)
-    _follow(guide, probe.posteriors)
-    guide._checked_parameters = known  # else a training call will tell
+    for name, posterior in probe.posteriors.items():
+        if not posterior.process.x.requires_grad:
+            continue
+        module = guide.module_of(name)
+        # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
+        units = [part for part in module.modules() if isinstance(part, InducingPoints) and part.units is not None]
+        for part in units:
+            part.leave_units()
+        rows = None
+        if isinstance(module, SparseGP) and module.may_follow_network:
+            rows = rows_to_follow(posterior.process, sum(module.basis.sizes))
+        if rows is not None:
+            module.follow_network(*rows)
+        if units or rows is not None:
+            core.facts.gps[name] = module.spec()
+    core.calls = Calls() if core.facts.follows_networks else None
+    core.checked = known  # else a training call will tell
 
 
-def _warn_of_data_latents(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
+def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, Marginals]) -> None:
     """Tell of latents that each datum has one of beside f; those that may be a GP's inputs are another matter."""
-    found = guide.structure
-    assert found is not None
+    found = guide.facts
     numbers = {name: math.prod(found.latents[name]["shape"] or ()) for name in guide.local_latents}
     most = max(found.rows.values(), default=math.inf)
     names = [name for name, number in numbers.items() if number >= most]
@@ -358,43 +401,15 @@ def _warn_of_data_latents(guide: Saved, posteriors: Mapping[str, Marginals]) -> 
         )
 
 
-def _leave_units(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
-    """Learn inducing inputs in units of 1 where x is learned, whose range is not what it will be."""
-    assert guide.structure is not None
-    for name, posterior in posteriors.items():
-        if not posterior.process.x.requires_grad:
-            continue
-        module = guide.modules_by_site()[name]
-        found = [part for part in module.modules() if isinstance(part, InducingPoints) and part.units is not None]
-        for part in found:
-            part.leave_units()
-        if found:
-            guide.structure.gps[name] = module.spec()
-
-
-def _follow(guide: Saved, posteriors: Mapping[str, Marginals]) -> None:
-    """Have natural steps follow networks whose outputs are GP sites' inputs."""
-    assert guide.structure is not None
-    for name, posterior in posteriors.items():
-        module = guide.modules_by_site()[name]
-        if isinstance(module, SparseGP) and module.may_follow_network:
-            found = rows_to_follow(posterior.process, sum(module.basis.sizes))
-            if found is not None:
-                module.follow_network(*found)
-                guide.structure.gps[name] = module.spec()
-    guide.calls = Calls() if guide.structure.follows_networks else None
-
-
-def _check_known(guide: Saved) -> bool:
+def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
     """After a run: raise if, at a training call, the model's sites are not those the guide was initialised or loaded
     with.
 
     :returns: whether it was a training call.
     """
-    assert guide.structure is not None
-    sites, data = dict(all_sites(guide.trace)), guide.structure.rows
+    sites, data = dict(all_sites(trace)), facts.rows
     free = {name for name, site in sites.items() if is_free(site) and not site_is_subsample(site)}
-    known = {*guide.structure.gps, *guide.structure.latents}
+    known = {*facts.gps, *facts.latents}
     is_training = all(name in sites and sites[name]["is_observed"] for name in data)
     if free != known and is_training:
         raise ValueError(
@@ -412,10 +427,10 @@ def _check_known(guide: Saved) -> bool:
     return is_training
 
 
-def explain_nan(guide: Saved, args: tuple, kwargs: dict[str, Any]) -> str:
+def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
     """Which sites' log densities are NaN or infinite at these arguments, for an error."""
     with torch.no_grad():
-        run = guide.probe(args, kwargs, NumbersRun)
+        run = probed(guide, args, kwargs, whole=True)
     where = []
     kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("NaN", torch.isnan), ("infinite", torch.isinf))
     for kind, test in kinds:

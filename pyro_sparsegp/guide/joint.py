@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 from pyro import poutine
+from pyro.infer.autoguide.utils import deep_setattr
 from torch import Tensor
 
 from ..families import Family, FreeFormFamily, SiteFamily
 from ..gaussians import Part, Shared, block_diagonal
 from ..process import GaussianProcess
 from ..program.facts import Structure
+from .known import Families, KnownGuide
 
 __all__ = [
-    "Families",
     "by_name",
     "follow",
     "groups_of",
+    "join",
     "require_alike",
     "require_families",
     "require_outer",
-    "shared",
 ]
-
-Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
 
 
 def groups_of(families: Families) -> list[list[str]]:
@@ -112,7 +111,17 @@ def require_outer(found: Structure) -> None:
             )
 
 
-def shared(family: Any, modules: Mapping[str, Any], priors: Optional[Mapping[str, GaussianProcess]]) -> Shared:
+def join(guide: KnownGuide, found: Structure, priors: Optional[Mapping[str, GaussianProcess]] = None) -> None:
+    """Have groups of GP sites have one posterior, in the place of each one's own.
+
+    :param priors: of a first call, at which these posteriors start; ``None`` if a state is to be loaded.
+    """
+    for i, group in enumerate(found.joint):
+        modules = {name: guide.module_of(name) for name in group}
+        deep_setattr(guide, f"joints.group_{i}", _shared(guide.by_name[group[0]], modules, priors))
+
+
+def _shared(family: Any, modules: Mapping[str, Any], priors: Optional[Mapping[str, GaussianProcess]]) -> Shared:
     """The coefficients of several sites' modules in a family's form, of which each module then has its part.
 
     :param priors: of a first call, at which they start: each site's as if it had data of its own.

@@ -1,0 +1,180 @@
+"""q(f | latents, data) of families on sites: the latents are drawn, and the sites read under them, before the run."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+
+from ..approximations.on_sites import SiteGP
+from ..gaussians.sites import KeptSites
+from ..program.bare import bare
+from ..program.checks import holds_part, require_full_batch
+from ..program.data import TrainingData
+from ..program.handlers import unrecorded, unweighted
+from ..program.reader import Reader
+from ..program.traces import all_sites, is_free, repeatable
+from ..warned import warn_once
+from .known import KnownGuide, Rows
+from .reading import SiteReading, settle, settle_again
+from .runs import Conditions, UnderLatents
+
+__all__ = ["Predicting", "condition", "conditions_now", "conditions_of_call"]
+
+_SETTLED = 100  # updates of sites outside of training, at most
+_LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are quadratic
+
+
+@dataclass
+class Predicting:
+    """Calls at the same inputs, of a guide that does not learn between them.
+
+    :param conditions: those of the last call.
+    """
+
+    conditions: Optional[Conditions] = None
+
+
+def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Conditions:
+    """What prediction is conditioned on: read at the training data, for one draw of the latents or their medians.
+
+    :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
+    :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
+    """
+    if not guide.on_sites or (guide.data is None and not guide.has_random_latents):
+        return Conditions()
+    name = next(iter(guide.site_modules()))
+    if guide.data is None:
+        raise ValueError(
+            "the guide was loaded from a state without its training data, on which the posterior of GP site "
+            f"{name!r} given a draw of the other latents depends: call the guide "
+            "with them once, guide(x, y), not under torch.no_grad()."
+        )
+    if not guide.by_expectation and guide.data.overwritten:  # whose sites are kept
+        warn_once(
+            guide.warned,
+            "overwritten",
+            "",
+            f"the tensors that the guide was trained on were written to since, y.mul_(2.0) say, and the posterior "
+            f"of GP site {name!r} is read off what is in them now: train on copies, "
+            "y.clone(), or write to copies.",
+            stacklevel=4,
+        )
+    before, guide._computing_median = guide._computing_median, median
+    try:
+        # Sites that are kept must serve training, too: no tensors of inference mode.
+        with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like) if median else nullcontext():
+            known = known and not guide.facts.inner
+            return condition(guide, guide.data.args, guide.data.kwargs, known, False)
+    finally:
+        guide._computing_median = before
+
+
+def conditions_of_call(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> Conditions:
+    """As :func:`condition`; while predicting, those of the call before unless latents are drawn anew."""
+    kept, same = guide.kept, rows.same and rows.inputs
+    if kept is None:
+        return condition(guide, args, kwargs, same, rows.learns) if guide.on_sites else Conditions()
+    if kept.conditions is None or guide.has_random_latents:
+        kept.conditions = condition(guide, args, kwargs, same, rows.learns)
+    return kept.conditions
+
+
+def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool, learns: bool) -> Conditions:
+    """Draw the latents at the training data, and read under them the sites of families on sites.
+
+    :param same: whether the arguments are the training data; else those are taken.
+    :param learns: whether this is a step of training: modules keep the sites, gradients pass through them.
+    """
+    data = guide.data if guide.on_sites else None
+    if not guide.on_sites or (not same and data is None):
+        return Conditions()
+    if not same and data is not None:
+        args, kwargs = data.args, data.kwargs
+    run = UnderLatents(guide, same)
+    with unrecorded() if learns else unweighted(whole=same), torch.set_grad_enabled(learns):
+        run.perform(args, kwargs)
+    if same and guide.takes_batches and data is not None and holds_part(run.trace):
+        return condition(guide, args, kwargs, False, learns)  # the rows it knows, as a batch of more
+    if same and learns:
+        data = guide.learnt.data = data or TrainingData(guide.model, args, kwargs)
+        data.args, data.kwargs = args, kwargs
+    modules = {name: module for name, module in guide.site_modules().items() if name in run.processes}
+    for name, module in modules.items():
+        require_full_batch(name, module.family["name"], run.trace, module.takes_batches)
+        if learns and not same and isinstance(module.sites, KeptSites):
+            module.sites.marginals = None  # those of another step
+    reader = Reader(guide.model, args, kwargs, guide.facts, run.trace)
+    with torch.set_grad_enabled(learns):
+        readings = _read(guide, reader, modules, run, learns)
+    inner = guide.facts.inner
+    values = {
+        name: site["value"]
+        for name, site in all_sites(run.trace)
+        if (name in inner or name not in run.processes) and is_free(site) and (same or guide.is_shared(name))
+    }
+    draws = {name: run.posteriors[name] for name in inner if name in run.posteriors}
+    return Conditions(values, draws, readings, run.drawn)
+
+
+def _read(
+    guide: KnownGuide, reader: Reader, modules: dict[str, SiteGP], run: UnderLatents, learns: bool
+) -> list[SiteReading]:
+    """The sites of families on sites, at a run's latents."""
+    marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
+    if learns:
+        _look_again(guide, reader, run, [name for name in modules if name in reader.found.quadratic])
+    readings = []
+    for name, module in modules.items():
+        process = run.processes[name]
+        if isinstance(module.sites, KeptSites):
+            reading = SiteReading.of(name, process, module, reader.found)
+            readings.append(reading)
+            if not reading.direct or reader.meeting(name):
+                marginals[name] = reading.resume() if learns else reading.marginal()
+        elif reader.meeting(name):
+            with torch.no_grad():
+                q = module(process, name)
+            marginals[name] = q.mean, q.variance
+    if not readings:
+        return readings
+    most, tolerance = _patience(guide, readings, learns)
+    median = guide._computing_median
+    looking = not learns and median and not all(reading.quadratic for reading in readings)
+    if not (looking and settle_again(reader, readings, marginals, tolerance)):
+        settle(reader, readings, marginals, most, tolerance)
+        for reading in readings if looking else ():
+            reading.rest()
+    for reading in readings:  # to look at a guide does not change how it trains
+        reading.release()
+        if learns or reading.module.sites.empty or (reading.direct and median):
+            reading.keep()
+    return readings
+
+
+def _look_again(guide: KnownGuide, reader: Reader, run: UnderLatents, names: list[str]) -> None:
+    """Densities that were quadratic at the first call may not stay so: at some steps, and where distributions are
+    of other kinds than before, it is asked again.
+    """
+    core = guide.learnt
+    kinds = {name: type(bare(site["fn"])) for name, site in all_sites(reader.trace) if site["is_observed"]}
+    before, core.kinds = core.kinds, kinds
+    core.looks += 1
+    if before is None or (kinds == before and core.looks not in _LOOKS):
+        return
+    with torch.no_grad():
+        means = {name: (process.mean, process.variance) for name, process in run.processes.items()}
+        for name in names:
+            if not reader.is_quadratic(name, means, means[name][1].sqrt()):
+                reader.found.quadratic.remove(name)
+
+
+def _patience(guide: KnownGuide, readings: list[SiteReading], learns: bool) -> tuple[int, float]:
+    """How many updates sites get at most, and what moves, in standard deviations, are not worth one."""
+    if not learns:
+        return _SETTLED, 1e-4 if guide.like.dtype == torch.float64 else 1e-3
+    most = max(reading.module.updates for reading in readings)
+    # Under latents that are drawn anew, the sites that were kept are those of another draw.
+    return (max(most, 5), 0.05) if guide.has_random_latents else (most, 0.0)

@@ -1,0 +1,299 @@
+"""What a guide knows: its families and modules, its program's facts, its data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Optional, Union
+
+import torch
+from pyro.distributions import constraints
+from pyro.infer.autoguide import AutoNormalMessenger
+from pyro.infer.autoguide.utils import deep_setattr
+from pyro.nn import PyroParam
+from torch import Tensor
+
+from ..approximations.free import SparseGP
+from ..approximations.on_sites import SiteGP
+from ..families import Family
+from ..kernels.base import white_share
+from ..modules import at_path
+from ..posterior.drawing import ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
+from ..process import GaussianProcess
+from ..program.data import Relation, TrainingData
+from ..program.dependence import COUPLED
+from ..program.facts import Structure
+from ..program.traces import all_sites
+from ..warned import Warned
+from .networks import Calls
+
+__all__ = ["Core", "Families", "KnownGuide", "Rows", "require_inputs"]
+
+Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
+
+
+@dataclass
+class Core:
+    """What a guide has learnt at its first call, or was loaded with.
+
+    :param facts: what is known of the program.
+    :param data: the arguments of the last step of training on the rows that it is about.
+    :param calls: the networks that a run calls, where they are to be known.
+    :param checked: whether all parameters were seen to train.
+    :param loaded: whether it is from a state, and was not called since.
+    :param forgotten: whether the data are to be those of the next step, :meth:`AutoSparseGP.forget_data`.
+    :param unscaled: sites whose rows were others than before, and no plate scaled them.
+    :param kinds: of the distributions at sites that hold data, as they were last read; ``looks`` are how often.
+    """
+
+    facts: Structure
+    data: Optional[TrainingData] = None
+    calls: Optional[Calls] = None
+    checked: bool = False
+    loaded: bool = False
+    forgotten: bool = False
+    unscaled: set[str] = field(default_factory=set)
+    kinds: Optional[dict[str, Any]] = None
+    looks: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows a call brings.
+
+    :param same: they are those of training, with their observations.
+    :param inputs: their inputs are, in the guide's order: latents of single rows are of these rows.
+    :param learns: it is a step of training, of these rows or, where modules take them, of others: gradients pass
+        through the sites that q is conditioned on.
+    :param relation: what the call's tensors are to those of training; ``None`` where the guide has no data.
+    """
+
+    same: bool = True
+    inputs: bool = True
+    learns: bool = False
+    relation: Optional[Relation] = None
+
+    @property
+    def fewer(self) -> bool:
+        """Whether tensors of training are not given, such as the observations."""
+        return self.relation is not None and self.relation.fewer
+
+
+class KnownGuide(AutoNormalMessenger):
+    """Pyro's mean-field guide, and what it knows of its program and its GP sites."""
+
+    core: Optional[Core]  # what was learnt
+    run: Any  # that it is on, or None
+    kept: Any  # of calls at the same inputs, or None
+    families: Families
+    by_name: Mapping[str, Family]
+    by_expectation: bool
+    on_sites: bool
+    point_estimates: Union[bool, Collection[str]]
+    independent_draws: Collection[str]
+    warned: Warned
+    _like: Tensor
+    coupled: Union[bool, Collection[str]]
+    mirrors: bool  # whether draws of coupled latents are the mirror images of those before
+    from_draws: Collection[str]  # latents that start at a draw from the prior, whatever init_loc_fn says
+    together: Any  # the posterior of coupled latents
+
+    @property
+    def structure(self) -> Optional[Structure]:
+        """What is known of the program, :attr:`facts`; ``None`` before the first call."""
+        return None if self.core is None else self.core.facts
+
+    @property
+    def learnt(self) -> Core:
+        """What was learnt.
+
+        :raises ValueError: before the first call.
+        """
+        if self.core is None:
+            raise ValueError("the guide has not been called: call it with the data, guide(x, y), or take an SVI step")
+        return self.core
+
+    @property
+    def facts(self) -> Structure:
+        """What is known of the program.
+
+        :raises ValueError: before the first call.
+        """
+        return self.learnt.facts if self.core is None else self.core.facts
+
+    @property
+    def data(self) -> Optional[TrainingData]:
+        """The training data, if any are known."""
+        return None if self.core is None else self.core.data
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the guide's dtype and device."""
+        return next(self.parameters(), self._like)
+
+    @property
+    def observed(self) -> Collection[str]:
+        """The sites that held data at the first call."""
+        return () if self.core is None else self.core.facts.rows
+
+    def declared_families(self) -> list[Family]:
+        """Those given."""
+        return list(self.families.values()) if isinstance(self.families, Mapping) else [self.families]
+
+    def family_of(self, name: str) -> Family:
+        """The family of a GP site."""
+        if not isinstance(self.families, Mapping):
+            return self.families
+        if name not in self.by_name:
+            raise ValueError(
+                f"no family is given for GP site {name!r}; AutoSparseGP's families has {sorted(self.by_name)}. Add "
+                f"{{{name!r}: SVGP(64)}}, or give one family for all GP sites."
+            )
+        return self.by_name[name]
+
+    def build(self, name: str, process: GaussianProcess) -> Any:
+        """Make the module of a GP site."""
+        require_inputs(name, process)
+        module = self.family_of(name).build(process, name)
+        # A kernel whose diagonal depends on the rows has a correction there that families know of.
+        share = 0.0 if process.kernel.depends_on_rows else float(white_share(process.kernel, process.x).amax())
+        if share > 0.01:
+            warnings.warn(
+                f"{share:.0%} of the variance of GP site {name!r} is independent noise at each row, such as a White "
+                "term's. A guide learns nothing of it, and its intervals for the other terms are too narrow: put noise "
+                "into the likelihood, and effects of single rows into a plate of latents.",
+                stacklevel=4,
+            )
+        deep_setattr(self, "gps." + name, module)
+        return attrgetter(name)(self.gps)
+
+    def module_of(self, name: str) -> Any:
+        """The variational module of a GP site."""
+        try:
+            return attrgetter(name)(self.gps)
+        except AttributeError:
+            known = [] if self.core is None else sorted(self.core.facts.gps)
+            raise ValueError(
+                f"GP site {name!r} was not there when the guide was initialised; it knows {known}"
+            ) from None
+
+    def modules_by_site(self) -> dict[str, Any]:
+        """The variational modules of GP sites."""
+        return {} if self.core is None else {name: at_path(self.gps, name) for name in self.core.facts.gps}
+
+    def site_modules(self) -> dict[str, SiteGP]:
+        """Those of families on sites."""
+        return {name: module for name, module in self.modules_by_site().items() if isinstance(module, SiteGP)}
+
+    def corrected_modules(self) -> dict[str, SparseGP]:
+        """Those of kernels whose diagonal depends on the rows of training, some of which they have seen."""
+        modules = self.modules_by_site().items()
+        return {name: module for name, module in modules if isinstance(module, SparseGP) and module.num_seen}
+
+    @property
+    def takes_batches(self) -> bool:
+        """Whether steps may bring other rows than those that all GP sites on sites are conditioned on."""
+        modules = self.site_modules().values()
+        return bool(modules) and all(module.takes_batches for module in modules)
+
+    def group_of(self, name: str) -> Optional[int]:
+        """The number of the posterior of several sites that a GP site has a part of, if any."""
+        groups = [] if self.core is None else self.core.facts.joint
+        return next((i for i, group in enumerate(groups) if name in group), None)
+
+    def shared(self, group: int) -> Any:
+        """The coefficients of several sites."""
+        return at_path(self, f"joints.group_{group}")
+
+    def kind_of_draws(self, name: str) -> type[Site]:
+        """How a site is drawn in training."""
+        facts = self.facts
+        if name in self.independent_draws or facts.dependence.get(name) != COUPLED:
+            across = facts.joint and not facts.meets_by_rows(name)
+            return FunctionSite if across else MarginalSite
+        return GroupedSite if name in facts.groups else ExpectedSite
+
+    # Other latents.
+
+    def is_point(self, name: str) -> bool:
+        """Whether a latent is fitted as a point."""
+        points = self.point_estimates
+        return points if isinstance(points, bool) else name in points
+
+    def is_shared(self, name: str) -> bool:
+        """Whether a latent's value is that of all rows, those of training and others."""
+        return name in self.facts.latents and name not in self.local_latents
+
+    @property
+    def local_latents(self) -> list[str]:
+        """The latents that have a value for each row."""
+        facts = self.structure
+        if facts is None:
+            return []
+        plates = set(facts.data_plates)
+        return [name for name, latent in facts.latents.items() if plates.intersection(latent["plates"])]
+
+    @property
+    def has_random_latents(self) -> bool:
+        """Whether a latent that is no GP, or a GP site that enters another, is drawn."""
+        return bool(self.facts.inner) or not all(map(self.is_point, self.facts.latents))
+
+    def upstream_value(self, name: str) -> Tensor:
+        """The value of a site before, for use in :meth:`get_posterior`.
+
+        :raises ValueError: if there is none of that name, with those that there are.
+        """
+        if name not in self.trace.nodes:
+            known = [site for site, node in all_sites(self.trace) if node["type"] == "sample"]
+            raise ValueError(f"upstream_value({name!r}): no site of that name comes before; those that do are {known}")
+        value: Any = self.trace.nodes[name]["value"]
+        return value
+
+    def set_latent(self, name: str, loc: Tensor, event_dim: int) -> None:
+        """Make the parameters of a latent, in unconstrained space."""
+        deep_setattr(self, "locs." + name, PyroParam(loc, event_dim=event_dim))
+        if not self.is_point(name):
+            scale = torch.full_like(loc, self._init_scale)
+            deep_setattr(self, "scales." + name, PyroParam(scale, constraints.positive, event_dim))
+
+    # Calls.
+
+    @property
+    def is_training(self) -> bool:
+        """Whether a call with data is a step of training: with gradients it is."""
+        return torch.is_grad_enabled() and not self._computing_median
+
+    @property
+    def is_about_rows(self) -> bool:
+        """Whether what it knows belongs to single rows of the training data."""
+        return self.on_sites or bool(self.local_latents)
+
+    def is_given(self, name: str, site: Any) -> bool:
+        """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""
+        known = self.facts.downstream
+        return bool(known) and not site["cond_indep_stack"] and name not in known
+
+    def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
+        """What a call's data are to those of training; ``None`` if a state without them was loaded."""
+        data = None if self.core is None else self.core.data
+        return None if data is None else Relation(data, self.model, args, kwargs)
+
+    def forget(self) -> None:
+        """Be as a guide that was never called."""
+        for name in ("gps", "joints", "locs", "scales", "together"):
+            if name in self._modules:
+                delattr(self, name)
+        self.core = None
+
+
+def require_inputs(name: str, process: GaussianProcess) -> None:
+    """Raise for inputs that the kernel has no values at, such as an output's number that is none.
+
+    :raises ValueError: naming the site.
+    """
+    try:
+        process.kernel.check_inputs(process.x)
+    except ValueError as error:
+        raise ValueError(f"GP site {name!r}: {error}") from None

@@ -1,0 +1,296 @@
+"""What Pyro's messengers meet: how the guide answers at a program's sites, as the run it is on has it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro import poutine
+from pyro.infer import RenyiELBO, TraceTailAdaptive_ELBO
+from pyro.infer.autoguide.initialization import init_to_sample
+from pyro.infer.autoguide.utils import helpful_support_errors
+from pyro.poutine.runtime import get_plates
+from torch import Tensor
+from torch.distributions import biject_to
+
+from ..approximations.expectation import ExpectationGP
+from ..approximations.on_sites import SiteGP
+from ..posterior.drawing import Site
+from ..posterior.sparse_posterior import SparsePosterior
+from ..process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
+from ..program.facts import Structure
+from ..program.groups import warn_of_groups
+from ..program.handlers import stand_in
+from ..program.traces import (
+    LEFT_OUT,
+    all_sites,
+    as_process,
+    fill_masked,
+    is_left_out,
+    piecewise_constant,
+    settle_left_out,
+    without_event,
+)
+from .coupled import condition_on_held, coupled_params, coupled_posterior
+from .known import KnownGuide
+
+if TYPE_CHECKING:
+    from .runs import Run
+
+__all__ = ["SiteMessenger"]
+
+
+def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Callable[[str, Any], Any]) -> Any:
+    """The posterior of a latent, given its prior under the values drawn upstream.
+
+    :param mean_field: gives Pyro's.
+    """
+    facts = guide.structure
+    if facts is not None and (name not in facts.latents or _is_new(guide, name, facts)):
+        return prior
+    if getattr(prior.support, "is_discrete", False):
+        raise ValueError(
+            f"site {name!r} is discrete and not observed. If it is data, the guide's first call needs them, "
+            "model(x, y). If it is a latent, sum it out: infer={'enumerate': 'parallel'} in its pyro.sample."
+        )
+    _require_row_numbers(guide, name)
+    if guide._computing_median or guide.is_point(name):
+        return guide._get_posterior_median(name, prior)
+    posterior = mean_field(name, prior)
+    is_coupled = facts is not None and name in facts.coupled
+    return coupled_posterior(guide, name, prior, posterior) if is_coupled else posterior
+
+
+def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
+    """The mean and standard deviation of a latent in unconstrained space; they are made where there are none."""
+    facts = guide.structure
+    if facts is not None and name in facts.coupled:
+        return coupled_params(guide, name, prior)
+    try:
+        loc = attrgetter(name)(guide.locs)
+    except AttributeError:
+        _new_latent(guide, name, prior)
+        loc = attrgetter(name)(guide.locs)
+    return loc, loc if guide.is_point(name) else attrgetter(name)(guide.scales)
+
+
+def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
+    """Whether a latent under the data plate is asked for at other data than it was fitted to."""
+    plates = facts.latents[name]["plates"]
+    if not plates:
+        return False
+    here = {plate.name: plate for plate in get_plates()}
+    sizes = {name: plate.full_size or plate.size for name, plate in here.items()}
+    differ = any(sizes.get(plate, size) != size for plate, size in plates.items())
+    if not set(plates) & set(facts.data_plates):
+        if differ and not set(plates) & set(guide.amortized_plates):
+            raise ValueError(
+                f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}: as none of its "
+                "plates holds data, its values are known by their numbers, and there are no others. Give plates of "
+                "those sizes; or have the data in the latent's own plate, and new rows' values come from the model."
+            )
+        return False
+    whole = all(plate.size == sizes[name] for name, plate in here.items())
+    new = guide.running.is_of_new_rows(differ, whole)
+    if new and not differ and name in facts.grouped:
+        warn_of_groups(guide.warned, name, plates)
+    return new
+
+
+def _require_row_numbers(guide: KnownGuide, name: str) -> None:
+    for plate in get_plates():
+        node = guide.trace.nodes.get(plate.name)
+        if node is None or plate.size == (plate.full_size or plate.size):
+            continue
+        indices = node["value"]
+        if isinstance(indices, Tensor) and (indices.is_floating_point() or indices.dim() != 1):
+            raise ValueError(
+                f"latent site {name!r} inside pyro.plate({plate.name!r}, subsample=...) has a value for every row, "
+                "but the plate was given data, not row numbers: write plate = pyro.plate(..., subsample_size=B) "
+                "and index the data by plate.indices, or give subsample=indices."
+            )
+
+
+def _new_latent(guide: KnownGuide, name: str, prior: Any) -> None:
+    with torch.no_grad(), helpful_support_errors({"name": name, "fn": prior}):
+        transform = biject_to(prior.support)
+        event_dim = transform.domain.event_dim
+        # Parameters follow the data's dtype and device; the prior may be made of Python numbers.
+        init_loc_fn: Callable = init_to_sample if name in guide.from_draws else guide.init_loc_fn
+        start = init_loc_fn({"name": name, "fn": prior}).detach().to(guide._like).clone()  # the user's may be held
+        loc = guide._adjust_plates(transform.inv(start), event_dim)
+    guide.set_latent(name, loc, event_dim)
+
+
+class SiteMessenger(KnownGuide):
+    """Pyro's mean-field guide, whose GP sites are answered by their families' modules.
+
+    Its other latents may be points or coupled, and follow the data's dtype and device; one under a data plate is that
+    of the rows it was fitted to: other rows' come from the model.
+    """
+
+    @property
+    def running(self) -> Run:
+        """The run that it is on."""
+        if self.run is None:
+            raise RuntimeError("the guide answers at sites of its own runs: call it, guide(x, y)")
+        return self.run
+
+    _get_params = _latent_params
+
+    # At sites.
+
+    def get_posterior(self, name: str, prior: Any) -> Any:
+        """The posterior of a site, given its prior under the values drawn upstream.
+
+        Override it for sites that are no GPs, as in Pyro; what it returns for GP sites is a
+        :class:`SparsePosterior`.
+        """
+        process, event_dim = as_process(prior)
+        if process is None:
+            return _latent_posterior(self, name, prior, super().get_posterior)
+        if getattr(self, "_outer_plates", ()) or any(plate.name in SAMPLE_PLATES for plate in get_plates()):
+            raise ValueError(f"site {name!r} stands {SAMPLES_ARE_VECTORISED}")
+        process.require_place(name)
+        if self.core is not None and self.core.calls is not None:
+            process.origin = self.core.calls.origin(process.x)
+        run = self.run or self.running
+        module = run.module(name, process)
+        self.check_site(name, process, module)
+        answer = run.at_site(name, process, module)
+        return answer.to_event(event_dim) if event_dim and isinstance(answer, SparsePosterior) else answer
+
+    def _pyro_sample(self, msg: Any) -> None:
+        core, run = self.core, self.run or self.running
+        if run.enumeration is not None:
+            run.enumeration.meet(msg)
+            if msg["type"] != "sample":
+                return
+        name, nodes = msg["name"], self.trace.nodes
+        if name.endswith(LEFT_OUT) and is_left_out(name, nodes):
+            settle_left_out(msg, nodes, draw=run.draws_left_out)
+        if msg["is_observed"] and not isinstance(msg["value"], Tensor):
+            raise ValueError(
+                f"site {name!r} observes a {type(msg['value']).__name__}, and not a tensor: give obs a tensor, "
+                "torch.as_tensor(y) of an array, torch.as_tensor(y.to_numpy()) of a pandas series"
+            )
+        if core is not None and not run.draws_data and not msg["is_observed"] and name in core.facts.rows:
+            msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True
+        super()._pyro_sample(msg)
+        if name in run.processes and not msg["is_observed"]:
+            # In ELBOs the prior process is the base measure, of density 1.
+            process, event_dim = as_process(msg["infer"]["prior"])
+            base = PriorProcess.of(process)  # type: ignore[arg-type]
+            msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        super()._pyro_post_sample(msg)
+        if msg["is_observed"]:
+            fill_masked(self.trace.nodes[msg["name"]])
+        if self.run is not None and self.run.parts:
+            condition_on_held(self, self.run, msg["name"])
+
+    def check_site(self, name: str, process: GaussianProcess, module: Any) -> None:
+        """Raise if a GP site is not as the guide knows it."""
+        _require_dtype(name, process, module)
+        if module.batch_shape != process.batch_shape:
+            raise ValueError(
+                f"site {name!r} has batch shape {tuple(process.batch_shape)} now, {tuple(module.batch_shape)} when the "
+                "guide was initialised"
+            )
+        if self.core is None:
+            return
+        known = self.core.facts.columns.get(name, process.x.shape[-1])
+        if known != process.x.shape[-1]:
+            raise ValueError(
+                f"GP site {name!r} has inputs of shape {tuple(process.x.shape)}; at the guide's first call they "
+                f"had {known} columns, not {process.x.shape[-1]}."
+            )
+        met = {} if self.run is None else self.run.processes
+        for below, (size, above) in self.core.facts.groups.items():
+            rows, num = met[below].event_shape[0] if below in met else None, process.event_shape[0]
+            if above == name and rows is not None and rows != num * size:
+                raise ValueError(
+                    f"GP site {below!r} has {rows} inputs and {name!r} has {num}; at the guide's first call {size} of "
+                    f"{below!r} went into each of {name!r}, and are drawn together. A model's structure must not "
+                    "change between calls."
+                )
+
+    # Traces.
+
+    def get_traces(self) -> tuple[poutine.Trace, poutine.Trace]:
+        """The (model, guide) traces of the last call, as in :class:`~pyro.poutine.guide.GuideMessenger`.
+
+        A GP site's density is 1 in the model's and log dq/dp in the guide's: after :meth:`eval` the difference of
+        the traces' log densities is a log importance weight; in training it is right in expectation only.
+
+        :raises ValueError: in training, under an objective that is not linear in log densities, such as RenyiELBO, or
+            if a density is piecewise constant in f, so that draws give it no gradient.
+        """
+        if self.run is not None:  # Pyro's end of a run, which takes the values only
+            return super().get_traces()
+        flat = piecewise_constant(self.trace) if torch.is_grad_enabled() else []
+        if flat:
+            raise ValueError(
+                f"site {flat[0]!r} has a piecewise constant density: draws of function values give it no gradient. "
+                "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate "
+                "another objective use torch.no_grad()."
+            )
+        answered = [name for name, site in all_sites(self.trace) if isinstance(without_event(site["fn"])[0], Site)]
+        if self.training and answered:
+            _require_linear(answered[0])
+        return self.traces()
+
+    def traces(self) -> tuple[poutine.Trace, poutine.Trace]:
+        """As :meth:`get_traces`, for objectives that know what these densities are."""
+        if self.by_expectation and self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "the guide has a family of expectation propagation, whose sites no gradient trains: take "
+                "ExpectationPropagation(model, guide, optim) in the place of SVI, or a family such as SVGP."
+            )
+        model_trace, guide_trace = super().get_traces()
+        site: Any
+        for site in guide_trace.nodes.values():
+            if isinstance(without_event(site["fn"])[0], Site):
+                site["fn"] = _paired(site["fn"])
+        for name, site in list(model_trace.nodes.items()):
+            if site["type"] == "sample" and site["is_observed"] and "prior" in site["infer"]:
+                # A latent that a handler around the guide gave its value.
+                model_trace.nodes[name] = {**site, "fn": site["infer"]["prior"]}
+        return model_trace, guide_trace
+
+
+def _require_linear(name: str) -> None:
+    """Raise under objectives that exponentiate log densities: their methods are the callers of get_traces."""
+    # Without it RenyiELBO's value is wrong in silence: test_quadrature.py, test_renyi_needs_eval.
+    for frame, _ in traceback.walk_stack(None):
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, (RenyiELBO, TraceTailAdaptive_ELBO)):
+            raise ValueError(
+                f"{type(caller).__name__} weighs draws by their densities; in training, GP site {name!r} has "
+                "independent marginal draws and the expectation of its density. Call guide.eval() first, for joint "
+                "draws, or use TraceQuadrature_ELBO, Trace_ELBO or TraceMeanField_ELBO."
+            )
+
+
+def _require_dtype(name: str, process: GaussianProcess, module: Any) -> None:
+    kept = module.sites.inputs if isinstance(module, SiteGP) else process.x
+    kept = module.gram if isinstance(module, ExpectationGP) else kept
+    own = next(module.parameters(), kept)
+    if own.dtype != process.x.dtype or own.device != process.x.device:
+        method = {torch.float64: "double", torch.float32: "float"}.get(process.x.dtype, f"to({process.x.dtype})")
+        remedy = f"guide.{method}()" if own.device == process.x.device else f"guide.to({str(process.x.device)!r})"
+        raise ValueError(
+            f"site {name!r} has inputs of {process.x.dtype} on {process.x.device}, the guide's parameters are "
+            f"{own.dtype} on {own.device}: convert the inputs, or call {remedy}."
+        )
+
+
+def _paired(fn: Any) -> Any:
+    if isinstance(fn, torch.distributions.Independent):
+        base: Any = fn.base_dist
+        return _paired(base).to_event(fn.reinterpreted_batch_ndims)
+    return fn.paired()
