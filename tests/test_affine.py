@@ -544,7 +544,7 @@ def test_a_layer_below_sums_is_drawn_jointly():
 
 
 def test_a_latent_below_a_sum_keeps_its_width():
-    """b ~ Normal(mean of f, 0.5), y ~ Normal(f + b, 0.3): the mean field's bound and width, from the joint precision."""
+    """b ~ Normal(mean f, 0.5), y ~ Normal(f + b, 0.3): the mean field's bound and width, from the joint precision."""
     num, kernel = 8, kernels.Matern32(0.4)
     x = torch.linspace(0, 1, num, dtype=torch.float64)[:, None]
     y = torch.sin(6 * x[:, 0]) + 0.5

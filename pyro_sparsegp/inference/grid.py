@@ -132,8 +132,8 @@ def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace,
             # Of a latent below f, E log p(b | f) is told elsewhere; its −log q(b) is not:
             # test_affine.py::test_a_latent_below_a_sum_keeps_its_width.
             if name in guide_trace.nodes:
-                q = guide_trace.nodes[name]
-                total = total - weighted_sum(q["fn"].log_prob(q["value"]), q)
+                site = guide_trace.nodes[name]
+                total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)
             continue
         if name not in guide_trace.nodes:
             if site_is_subsample(site):
