@@ -415,8 +415,8 @@ MUTANTS = [
     Mutant(
         "sites-forget-the-mean",
         "update",
-        "linear = torch.where(gone, 0.0, pull + change + precision * (mean - prior_mean))",
-        "linear = torch.where(gone, 0.0, pull + change + precision * mean)",
+        "linear = torch.where(gone, 0.0, pull + change + precision * away)",
+        "linear = torch.where(gone, 0.0, pull + change + precision * centre)",
         ("test_sites.py::test_a_prior_mean_is_a_shift_of_the_likelihood",),
     ),
     Mutant(
@@ -621,7 +621,7 @@ MUTANTS = [
     ),
     Mutant(
         "power-forgotten",
-        "Refinement.propose",
+        "Refinement.refine",
         "precision = beta / left / self.power",
         "precision = beta / left",
         ("test_expectation.py::TestGaussianLikelihood::test_power_ep_is_the_closed_form",),

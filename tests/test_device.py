@@ -45,7 +45,7 @@ SMALL = {
 ADDITIVE = {name for name in SMALL if name.startswith(("MeanField", "Coupled", "Additive"))}
 ON_SITES = {"SGPR", "CollapsedOrthogonal", "SemiCollapsedOrthogonal", "ConditionalSGPR", "ComputationAware"}
 # Reads of a step beyond two, of sites under any likelihood.
-MORE = dict.fromkeys([*ON_SITES, "AdditiveSGPR", "SparseEP"], 3)
+MORE = dict.fromkeys([*ON_SITES, "AdditiveSGPR"], 3) | {"SparseEP": 5}
 
 
 def model_of(name, likelihood):

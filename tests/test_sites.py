@@ -648,7 +648,7 @@ def test_damping_leaves_where_sites_within_reach_end(rate):
     gradient, curvature = torch.tensor([30.0, -1.0, 2.0, 0.5]), torch.tensor([0.0, 1.0, 2.0, 4.0])
     sites = Sites(x, ones, zeros)
     for _ in range(600):
-        sites = within_reach(update(sites, gradient, curvature, zeros, ones, zeros, rate), sites, zeros, ones, zeros)
+        sites = within_reach(update(sites, gradient, curvature, (zeros, ones), rate), sites, (zeros, ones))
     spread = (1 + 1 / sites.precision.mean()).sqrt()
     torch.testing.assert_close(sites.precision, torch.cat([30 / (10 * spread)[None], curvature[1:]]))
     torch.testing.assert_close(sites.linear, gradient)

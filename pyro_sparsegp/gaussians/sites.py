@@ -39,62 +39,62 @@ class Sites:
         return cls(inputs, zeros, zeros)
 
 
-_STEP = 3.0  # of one update of a site's mean, in standard deviations
-_CAREFUL = 0.15  # the largest share of the rate where the curvature is cut
+_FARTHEST = 3.0  # that one update moves a pull, in standard deviations
+_CAREFUL = 0.105  # the largest rate where a curvature is cut
 _REACH = 10.0  # of a site's mean from the marginal's, where data are projected
 
 
 def update(
-    kept: Sites,
+    sites: Sites,
     gradient: Tensor,
     curvature: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    prior_mean: Tensor,
+    marginals: tuple[Tensor, Tensor],
     rate: float,
-    pace: float = 1.0,
+    farthest: float = _FARTHEST,
 ) -> Sites:
-    """One damped step of conjugate-computation VI (Khan and Lin, 2017, eq. 9 and 10).
+    """One damped step of Gaussian sites towards λ = h and λ(z − m) = g, their pull on f at the marginal's mean m.
 
-    The fixed point has λ = −E[ℓ''] and λ(z − m) = E[ℓ'], expectations under the marginals N(m, v). A step that
-    would move a site's pull on f by more than ``_STEP`` standard deviations is cut, which leaves the fixed point.
-    Data without any pull or curvature (masked ones) are dropped at once.
+    Of conjugate-computation VI (Khan and Lin, 2017, eq. 9 and 10) g = E[ℓ'] and h = −E[ℓ''] under the marginals; of
+    expectation propagation they are the tilted distribution's factor to the cavity. No guard moves the fixed point.
 
-    :param kept: the sites that the marginals come from.
-    :param gradient: E[ℓ'].
-    :param curvature: −E[ℓ''], cut at 0.
-    :param prior_mean: μ at the inputs.
-    :param rate: 1 is the undamped step.
-    :param pace: the share of the rate that is taken.
+    :param sites: those that the marginals come from.
+    :param gradient: g, ``(..., N)``.
+    :param curvature: h, ``(..., N)``; 0 where a negative one is cut.
+    :param marginals: m − μ and v; the graph of μ is the prior mean's: z stays where it is when μ moves.
+    :param rate: of the step; 1 is undamped.
+    :param farthest: that a pull moves, in standard deviations of the mean.
     """
+    away, variance = marginals
+    centre, variance = away.detach(), variance.clamp(min=torch.finfo(variance.dtype).tiny)
+    # A datum without pull or curvature is masked, and dropped at once: test_a_mask_that_changes_drops_what_was_seen.
     gone = (gradient == 0) & (curvature == 0)
-    # Where ℓ is not concave here, a full step jumps to and fro. Small steps have one rate at all rows, that of the
-    # bound's ascent: with rates of their own they may lower it however small they are.
-    careful = min(pace, _CAREFUL)
-    step = rate * (careful + (pace - careful) * (curvature > 0).to(curvature))
-    precision = torch.where(gone, 0.0, (1 - step) * kept.precision + step * curvature)
-    pull = kept.linear - kept.precision * (mean - prior_mean.detach())  # of the kept sites at m; E[ℓ'] at the end
+    # Where ℓ is not concave a full step jumps to and fro, and with rates of their own small ones may lower the bound:
+    # test_cut_sites_reach_their_fixed_point, test_small_steps_raise_the_bound_where_some_curvature_is_cut.
+    step = rate + (min(rate, _CAREFUL) - rate) * (curvature == 0).to(curvature)
+    precision = torch.where(gone, 0.0, (1 - step) * sites.precision + step * curvature)
+    pull = sites.linear - sites.precision * centre
+    # Counts far from the prior would throw means to where expectations overflow (tilted moments do not):
+    # test_counts_far_from_the_prior_do_not_overflow.
     size = torch.maximum(precision, precision.mean(-1, keepdim=True)) + 0.01 / variance
-    limit = _STEP * variance.sqrt() * size.detach()
-    change = step * (gradient - pull)
-    change = change.nan_to_num(0.0).clamp(-limit, limit)
-    # z stays where it is when μ moves.
-    linear = torch.where(gone, 0.0, pull + change + precision * (mean - prior_mean))
-    return Sites(kept.inputs, precision, linear)
+    limit = farthest * variance.sqrt() * size.detach()
+    change = (step * (gradient - pull)).nan_to_num(0.0).clamp(-limit, limit)
+    linear = torch.where(gone, 0.0, pull + change + precision * away)
+    return Sites(sites.inputs, precision, linear)
 
 
-def within_reach(sites: Sites, kept: Sites, mean: Tensor, variance: Tensor, prior_mean: Tensor) -> Sites:
+def within_reach(sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) -> Sites:
     """Sites with precisions raised so that |z − m| ≤ ``_REACH`` √(v + 1/λ̄), their pull on f at m kept.
 
-    Projected data are a sum of z's; as λ → 0 (negative curvature, cut), z = m + E[ℓ']/λ runs away.
+    Projected data are a sum of z's; as λ → 0 (negative curvature, cut), z = m + g/λ runs away.
 
     :param kept: the sites before; λ̄ is the larger mean precision, the same at the fixed point whatever the damping.
     """
-    pull = sites.linear - sites.precision * (mean - prior_mean)
+    away, variance = marginals
+    pull = sites.linear - sites.precision * away
     typical = torch.maximum(*(part.precision.detach().mean(-1, keepdim=True) for part in (sites, kept)))
     spread = (variance + 1 / typical.clamp(min=torch.finfo(typical.dtype).tiny)).sqrt()
     precision = torch.maximum(sites.precision, pull.detach().abs() / (_REACH * spread))
-    return Sites(sites.inputs, precision, pull + precision * (mean - prior_mean))
+    return Sites(sites.inputs, precision, pull + precision * away)
 
 
 class KeptSites(AbstractModule):

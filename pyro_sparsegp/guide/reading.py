@@ -120,7 +120,7 @@ class SiteReading:
         """Sites as the posterior takes them: projections of data take none whose z is far from the marginal."""
         if not isinstance(self.module, ProjectedGP):
             return sites
-        return within_reach(sites, self.sites, *marginal, self.process.mean)
+        return within_reach(sites, self.sites, (marginal[0] - self.process.mean, marginal[1]))
 
     def settled(self) -> Optional[Sites]:
         """Where the last look left the sites, if training has not moved them since."""
@@ -304,7 +304,8 @@ def _update(
 
     def proposed() -> Sites:
         curvature = (-found.second).clamp(min=0)
-        sites = update(reading.sites, found.first, curvature, mean, variance, prior_mean, full, reading.pace)
+        away = mean - prior_mean
+        sites = update(reading.sites, found.first, curvature, (away, variance), full * reading.pace)
         return reading.held(sites, (mean, variance))
 
     reading.truncated = _negative(found)

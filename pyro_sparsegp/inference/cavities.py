@@ -13,8 +13,6 @@ from ..numerics.linalg import over_lower, over_upper, solve_lower
 __all__ = ["Cavity", "cavity_of", "is_valid", "log_normaliser_of", "parabola", "prior_of"]
 
 _WIDEST = 4.0  # a cavity's variance, over the prior's
-_LOOKS = 3  # for a parabola's top
-_ANOTHER = 1e-2  # of a log density's size, by which it differs from a parabola that it is not
 
 
 @dataclass
@@ -25,6 +23,7 @@ class Cavity:
     :param valid: whether the cavity has a positive variance.
     :param loc: the cavities' means of w, (..., B, M).
     :param cov: the cavities' covariances of w and φᵀw, (..., B, M).
+    :param marginal: q's mean and variance.
     """
 
     mean: Tensor
@@ -33,7 +32,7 @@ class Cavity:
     valid: Tensor
     loc: Tensor
     cov: Tensor
-    marginal: tuple[Tensor, Tensor]  # q's mean and variance
+    marginal: tuple[Tensor, Tensor]
 
 
 def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc: Tensor, factor: Tensor) -> Cavity:
@@ -82,40 +81,10 @@ def is_valid(left: Tensor, spread: Tensor, rows: Tensor) -> Tensor:
     return (left > rounding) & (spread <= _WIDEST * rows.square().sum(-1) * left)
 
 
-def parabola(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The slope and minus the curvature of log p(yₙ | f) by five nodes, and where a parabola goes through them all.
-
-    Far from its top a parabola is so large that rounding hides how it bends, in float32 at y = 30 under a noise of 0.3
-    and f = 0: there it is looked at near its top, where it may not be another than that at the centre.
-
-    :param centre: where the slope is taken, ``(..., N)``.
-    :param step: between the nodes, ``(..., N)``.
-    """
-    value, slope, curvature, gaussian, doubtful = _by_five_nodes(log_density, centre, step)
-    for _ in range(_LOOKS if centre.dtype != torch.float64 else 0):  # whose rounding hides none of ordinary size
-        if not doubtful.any():
-            break
-        away = torch.where(doubtful, slope / curvature, 0.0)  # of the top
-        top, tilt, bend, clear, unclear = _by_five_nodes(log_density, centre + away, step)
-        here = top - tilt * away - 0.5 * bend * away.square()
-        same = doubtful & (clear | unclear) & ((here - value).abs() <= _ANOTHER * value.abs())
-        slope, curvature = torch.where(same, tilt + bend * away, slope), torch.where(same, bend, curvature)
-        gaussian, doubtful = gaussian | (same & clear), same & unclear
-    return slope, curvature, gaussian
-
-
-def _by_five_nodes(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-    """log p, its slope and minus its curvature; where a parabola goes through all nodes, and where it may, but for
-    rounding.
-    """
-    steps = torch.arange(-2.0, 3.0, dtype=centre.dtype, device=centre.device).reshape(-1, *[1] * centre.dim())
-    values = log_density(centre + step * steps)
-    bends = 2 * values[1:-1] - values[:-2] - values[2:]
-    rounding = 100 * torch.finfo(values.dtype).eps * values.abs().amax(0)
-    bend, spread = bends[1], bends.amax(0) - bends.amin(0)
-    straight = (bend > 0) & (spread <= 1e-6 * bend + rounding)
-    clear = rounding < 1e-3 * bend
-    return values[2], (values[3] - values[1]) / (2 * step), bend / step.square(), straight & clear, straight & ~clear
+def parabola(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """The slope and minus the curvature of log p(yₙ | f) by three nodes, ``(..., N)`` both."""
+    below, here, above = log_density(torch.stack([centre - step, centre, centre + step]))
+    return (above - below) / (2 * step), (2 * here - below - above) / step.square()
 
 
 def prior_of(turn: Tensor, loc: Tensor, factor: Tensor) -> Tensor:

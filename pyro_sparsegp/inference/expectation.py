@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Optional
 
 import pyro
@@ -15,19 +14,16 @@ from torch import Tensor
 
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..numerics.linalg import cholesky, flags_kept, solve_lower
+from ..numerics.linalg import cholesky, solve_lower
+from ..numerics.processes import Workers
 from ..numerics.tilted import log_normaliser
 from ..program.dependence import ELEMENTWISE, NONE
-from ..program.terms import Terms
-from ..program.traces import RandomState
+from ..program.terms import Findings, Terms
 from .cavities import cavity_of, log_normaliser_of, prior_of
-from .distributed import Workers
-from .refinement import NoFactorError, Pace, Refinement, State, Status
-from .site_runs import SiteRun, SiteRuns
+from .refinement import Refinement, State
+from .site_runs import SiteRun
 
 __all__ = ["ExpectationPropagation"]
-
-_Pace, _Status = Pace, Status  # by the names that states of before know
 
 
 class ExpectationPropagation:
@@ -87,29 +83,24 @@ class ExpectationPropagation:
         max_sweeps: int = 100,
         group: Optional[Any] = None,
     ) -> None:
-        for argument, value, choices in (
-            ("schedule", schedule, ("inner", "outer")),
-            ("gradient", gradient, ("matched", "exact")),
+        for argument, value, fits, what in (
+            ("damping", damping, _is_share(damping), "a number in (0, 1]"),
+            ("power", power, _is_share(power), "a number in (0, 1]"),
+            ("schedule", schedule, schedule in ("inner", "outer"), "one of ('inner', 'outer')"),
+            ("gradient", gradient, gradient in ("matched", "exact"), "one of ('matched', 'exact')"),
+            ("num_nodes", num_nodes, _is_count(num_nodes, 4), "a whole number of at least 4"),
+            ("tolerance", tolerance, isinstance(tolerance, (int, float)) and tolerance >= 0, "a number of at least 0"),
+            ("max_sweeps", max_sweeps, _is_count(max_sweeps, 1), "a whole number of at least 1"),
+            (
+                "optim",
+                optim,
+                isinstance(optim, pyro.optim.PyroOptim),
+                "a Pyro optimiser, pyro.optim.Adam({'lr': 0.01})",
+            ),
+            ("guide", guide, isinstance(guide, AutoSparseGP), "an AutoSparseGP"),
         ):
-            if value not in choices:
-                raise ValueError(f"ExpectationPropagation's {argument} must be one of {choices}, got {value!r}")
-        for argument, share in (("damping", damping), ("power", power)):
-            if isinstance(share, bool) or not (isinstance(share, (int, float)) and 0 < share <= 1):
-                raise ValueError(f"ExpectationPropagation's {argument} must be a number in (0, 1], got {share!r}")
-        for argument, number, least in (("num_nodes", num_nodes, 4), ("max_sweeps", max_sweeps, 1)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise ValueError(
-                    f"ExpectationPropagation's {argument} must be a whole number of at least {least}, got {number!r}"
-                )
-        if not (isinstance(tolerance, (int, float)) and tolerance >= 0):
-            raise ValueError(f"ExpectationPropagation's tolerance must be a number of at least 0, got {tolerance!r}")
-        if not isinstance(optim, pyro.optim.PyroOptim):
-            raise ValueError(
-                "ExpectationPropagation's optim must be a Pyro optimiser, such as pyro.optim.Adam({'lr': 0.01}), got "
-                f"{type(optim).__name__}"
-            )
-        if not isinstance(guide, AutoSparseGP):
-            raise ValueError(f"ExpectationPropagation needs an AutoSparseGP guide, got {type(guide).__name__}")
+            if not fits:
+                raise ValueError(f"ExpectationPropagation's {argument} must be {what}, got {value!r}")
         if model != guide.model:
             raise ValueError("ExpectationPropagation runs the guide's own model; it was given another")
         if not all(isinstance(family, ExpectationFamily) for family in guide.declared_families()):
@@ -122,8 +113,7 @@ class ExpectationPropagation:
         self.num_nodes, self.tolerance, self.max_sweeps = num_nodes, float(tolerance), max_sweeps
         self.workers = Workers(group)
         self._agreed = self._checked = False
-        self._looks = False  # at each Cholesky factorisation, since one has failed
-        self._sites = SiteRuns(guide, needs_all=gradient == "exact")
+        self._findings = Findings()
         self._refined = Refinement(self.damping, self.power, num_nodes, self.workers, guide.warned)
 
     def step(self, *args: Any, indices: Optional[Tensor] = None, **kwargs: Any) -> float:
@@ -160,59 +150,47 @@ class ExpectationPropagation:
         """
         return {
             name: {
-                "sites": int(status.sites),
-                "skipped": int(status.skipped),
-                "negative": int(status.negative),
-                "cut": status.cut,
-                "change": float(status.change),
-                "converged": float(status.change) <= self.tolerance,
+                "sites": int(progress.sites),
+                "skipped": int(progress.skipped),
+                "negative": int(progress.negative),
+                "cut": progress.cut,
+                "change": progress.change,
+                "converged": progress.change <= self.tolerance,
             }
-            for name, status in self._refined.status.items()
+            for name, progress in self._refined.progress.items()
         }
 
     def get_state(self) -> dict[str, Any]:
         """What the next sweep takes from this one, besides the guide's state and the optimiser's; see
         :func:`~pyro_sparsegp.fit`.
         """
-        return {
-            "paces": self._refined.paces,
-            "status": self._refined.status,
-            "factors": self._refined.factors,
-            "seen": self._refined.seen,
-            "agreed": self._agreed,
-        }
+        return {"progress": dict(self._refined.progress), "agreed": self._agreed}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
-        refined = self._refined
-        refined.paces, refined.status = dict(state["paces"]), dict(state["status"])
-        refined.factors, refined.seen, self._agreed = dict(state["factors"]), dict(state["seen"]), state["agreed"]
+        self._refined.progress, self._agreed = dict(state["progress"]), state["agreed"]
 
     # One call.
 
     def _work(self, args: tuple, kwargs: dict[str, Any], indices: Optional[Tensor], sweeps: int, train: bool) -> float:
         if indices is not None:
             indices = torch.as_tensor(indices)
-        if indices is not None and "indices" in inspect.signature(self.model).parameters:
-            kwargs = kwargs | {"indices": indices}
-        guide = self.guide
+            if "indices" in inspect.signature(self.model).parameters:
+                kwargs = kwargs | {"indices": indices}
+        guide, call = self.guide, (args, kwargs)
         with torch.set_grad_enabled(train), poutine.trace(param_only=True) as capture:
             guide.prepare(*args, **kwargs)
             self._check_fit()
-            random = RandomState(guide.like)
-            kept = [(module, module.memory) for module in guide.modules_by_site().values()]
-            looking: AbstractContextManager[list[Tensor]] = nullcontext([]) if self._looks else flags_kept()
-            with looking as flags:
-                processes, values, trace = guide.priors(args, kwargs)
-                if sweeps:
-                    guide.require_data()
-                assert guide.structure is not None
-                terms = Terms(guide.model, guide.structure, values, processes, args, kwargs, self._sites.findings)
-                runs = [
-                    self._sites.read(name, process, terms, trace, indices, (args, kwargs))
-                    for name, process in processes.items()
-                ]
-            runs[0].flags = flags
+            processes, values, trace = guide.priors(args, kwargs)
+            if sweeps:
+                guide.require_data()
+            assert guide.structure is not None
+            terms = Terms(guide.model, guide.structure, values, processes, args, kwargs, self._findings)
+            exact = self.gradient == "exact"
+            runs = [
+                SiteRun.of(name, process, guide, terms, trace, indices, call, exact, self._refined.calls.get(name))
+                for name, process in processes.items()
+            ]
         sites: Any = capture.trace.nodes
         parameters = list(dict.fromkeys(site["value"].unconstrained() for site in sites.values()))
         if self.workers.num > 1 and not self._agreed:
@@ -221,14 +199,7 @@ class ExpectationPropagation:
             return self._work(args, kwargs, indices, sweeps, train)
         # With sites that say nothing yet, log Z tells more of the prior than of the data.
         untouched = self.schedule == "inner" and any(run.module.empty and run.index is None for run in runs)
-        try:
-            loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, (args, kwargs))
-        except NoFactorError:  # of any process, which all have told each other
-            random.restore()
-            for module, memory in kept:
-                module.memory = memory
-            self._looks = True
-            return self._work(args, kwargs, indices, sweeps, train)
+        loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, call)
         if train:
             if loss is not None and loss.requires_grad:
                 loss.backward()
@@ -278,17 +249,21 @@ class ExpectationPropagation:
         self, runs: list[SiteRun], terms: Terms, sweeps: int, train: bool, call: tuple[tuple, dict[str, Any]]
     ) -> tuple[Optional[Tensor], float]:
         """Refine the sites up to ``sweeps`` times; the loss before the last, with its graph, and as a number."""
-        for i in range(max(sweeps, 1)):
-            states = [self._refined.state(run, terms, keep=sweeps > 0) for run in runs]
-            moves = [self._refined.propose(run, state) for run, state in zip(runs, states)] if sweeps else []
-            last = i + 1 >= sweeps or all(self._refined.status[run.name].change <= self.tolerance for run in runs)
+        # The matched gradient is log Z's where sites are near their fixed point. Where parameters have moved them far
+        # from it they are swept again first, once if the likelihood is Gaussian: test_a_learned_noise.
+        whole = train and all(run.index is None for run in runs)
+        for i in range(max(sweeps, self.max_sweeps if whole else 1)):
+            states = [self._refined.state(run, terms) for run in runs]
+            refined = [self._refined.refine(run, state) for run, state in zip(runs, states)] if sweeps else []
+            change = max((progress.change for _, progress in refined), default=0.0)
+            far = whole and any(progress.far for _, progress in refined)
+            last = (i + 1 >= sweeps or change <= self.tolerance) and not far
+            last = last or i + 1 == max(sweeps, self.max_sweeps)
             loss, total = self._loss(runs, states, terms, train and last)
-            value, *told = torch.cat([total.reshape(1), *[move.told for move in moves]]).tolist()
+            value = float(total)
             self._require_finite(value, call)
-            for run, move in zip(runs, moves):
-                own, told = told[: len(move.told)], told[len(move.told) :]
-                self._refined.keep(run, *self._refined.accept(run, move, own))
-                self._sites.known(run)
+            for run, (sites, progress) in zip(runs, refined):
+                self._refined.keep(run, sites, progress)
             if last:
                 break
         return loss, value
@@ -331,11 +306,13 @@ class ExpectationPropagation:
             mean = (phi * cavity.loc).sum(-1)
             variance = 2 * (phi * cavity.cov).sum(-1) - cavity.variance
         elif train:
-            gram, pull = self.workers.sum(*run.module.sums(run.phi, run.precision, run.linear))
+            sites = run.sites
+            gram, pull = self.workers.sum(*run.module.sums(run.phi, sites.precision, sites.linear))
             eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
             factor = cholesky(gram + eye, 0.0, f"q's precision at site {run.name!r}")
             loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
-            moving = cavity_of(run.phi, run.phi, self.power * run.precision, self.power * run.linear, loc, factor)
+            scaled = self.power * sites.precision, self.power * sites.linear
+            moving = cavity_of(run.phi, run.phi, *scaled, loc, factor)
             mean, variance, log_ratio = moving.mean, moving.variance, moving.log_ratio
             normaliser = log_normaliser_of(factor, loc, pull)
         values = None
@@ -344,3 +321,11 @@ class ExpectationPropagation:
         log_z = log_normaliser(at, mean + run.prior_mean, variance + run.residual, values, self.power)
         each = torch.where(cavity.valid, log_z + log_ratio, 0.0) / self.power
         return normaliser.sum(), run.scale * each.sum()
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
