@@ -118,34 +118,35 @@ def fit(
     :param left: arguments that have left raise, saying what took their place.
     :raises ValueError: naming the argument that does not fit.
     """
-    for name in left:
-        if name not in _LEFT:
-            raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
-        raise ValueError(f"{name}= has left fit: {_LEFT[name]}.")
+    _refuse_left(left)
     if not isinstance(guide, AutoSparseGP) or model != guide.model:
         raise ValueError(f"guide must be an AutoSparseGP of the model given, got {type(guide).__name__}")
-    if resume and checkpoint is None:
-        raise ValueError("resume=True goes on from the file checkpoint, and none is given")
     method, place = _method(model, guide, optim, loss, method, group), None if device is None else torch.device(device)
     batches = as_batches(data, batch_size, size, place, int(torch.randint(2**62, ())))
-    if guide.on_sites and not guide.takes_batches and (not batches.whole or group is not None):
-        raise ValueError(
-            "batch_size, data and group: the guide's family needs all rows in each step; give all data in tensors, or "
-            "take a family such as SVGP; or ComputationAware(..., batches=True), whose guide is first called on the "
-            "rows that its actions act on, guide(x[rows], y[rows])"
-        )
-    if steps is not None and epochs is not None:
-        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
-    total = (2000 if steps is None else steps) if epochs is None else epochs * len(batches)
-    loop = _Loop(
-        model, guide, method, batches, total, Workers(group), stopping, None if checkpoint is None else Path(checkpoint)
-    )
-    if resume and loop.path is not None and loop.path.exists():
-        loop.resume()
+    path = None if checkpoint is None else Path(checkpoint)
+    loop = _Loop(model, guide, method, batches, _total(steps, epochs, batches), Workers(group), stopping, path)
+    if resume and path is None:
+        raise ValueError("resume=True goes on from the file checkpoint, and none is given")
+    if resume and path is not None and path.exists():
+        loop.resume(path)
     else:
         loop.begin(batch_size or 1)
     reason = loop.run(checkpoint_every, progress)
     return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds)
+
+
+def _refuse_left(left: dict[str, Any]) -> None:
+    for name in left:
+        if name not in _LEFT:
+            raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
+        raise ValueError(f"{name}= has left fit: {_LEFT[name]}.")
+
+
+def _total(steps: Optional[int], epochs: Optional[int], batches: Union[TensorBatches, LoadedBatches]) -> int:
+    """How many steps there are."""
+    if steps is not None and epochs is not None:
+        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
+    return epochs * len(batches) if epochs is not None else 2000 if steps is None else steps
 
 
 def _method(
@@ -194,6 +195,12 @@ class _Loop:
         stopping: Optional[Callable[[list[float]], bool]],
         path: Optional[Path],
     ) -> None:
+        if guide.on_sites and not guide.takes_batches and (not batches.whole or workers.num > 1):
+            raise ValueError(
+                "batch_size, data and group: the guide's family needs all rows in each step; give all data in tensors, "
+                "or take a family such as SVGP; or ComputationAware(..., batches=True), whose guide is first called on "
+                "the rows that its actions act on, guide(x[rows], y[rows])"
+            )
         self.model, self.guide, self.method, self.batches, self.total = model, guide, method, batches, total
         self.workers, self.stopping, self.path = workers, stopping, path
         self.losses: list[float] = []
@@ -267,10 +274,9 @@ class _Loop:
             where |= {"seed": self.batches.seed, "mark": self._mark()}
             files.write(files.snapshot(self.guide, self.model, self.method) | where, self.path)
 
-    def resume(self) -> None:
+    def resume(self, path: Path) -> None:
         """Go on from the checkpoint."""
-        assert self.path is not None
-        saved = files.read(self.path, self._mark())
+        saved = files.read(path, self._mark())
         self.losses, self.seconds, self.epoch, self.place = (saved[k] for k in ("losses", "seconds", "epoch", "place"))
         self.batches.seed = saved["seed"]
         files.restore(saved, self.guide, self.model, self.method, self.call(self._first()))

@@ -1,20 +1,17 @@
 """Who arrives first: CPU seconds until the bound is within 0.02 nats a row of the converged one.
 
-    python tests/benchmarks/arrive.py --data DIR [--sizes 64 256 512] [--sets kin40k ...] [--before CHECKOUT]
+    python tests/benchmarks/arrive.py --data DIR [--sizes 64 256 512] [--sets kin40k ...]
 
 SVGP with M trainable points, Matern-3/2 with a length scale a column, batches of 1,024 (or all rows, if fewer),
 float32, one thread, all in one process, one method after the other. Hyperparameters are parameters without priors, so
 that all bounds are one and the same function; they start at the same values, and GPyTorch's points where ours do.
 
-* fit: ``fit(model, AutoSparseGP(model, SVGP(M)), (x, y), batch_size=1024, steps=...)``, the choice of points and, at
-  M = 512 under a Gaussian likelihood, its warm start included, in 100, 300 and 1,000 steps (``--lengths``). Rates fall
-  to the end, so that the length matters: the quickest run that arrives is shown, with its length, which is known
-  afterwards only.
+* fit: ``fit(model, AutoSparseGP(model, SVGP(M)), (x, y), batch_size=1024, steps=...)``, the choice of points
+  included, in 100, 300 and 1,000 steps (``--lengths``). Rates fall to the end, so that the length matters: the quickest
+  run that arrives is shown, with its length, which is known afterwards only.
 * natural: ``svi.step`` from a cold start with Adam at 0.03 for all that is not q.
 * the old default: ``svi.step`` with q, too, by Adam, whose rate is README's of then (f33cd76), 0.01; and at 0.03.
   Points are chosen as they were then, greedily among the first batch.
-* f33cd76: the old default by the code of then, with ``--before`` a checkout of it (``git worktree add CHECKOUT
-  f33cd76``), in a process of its own between the others. Its steps are those of the old default, and take longer.
 * NGD: GPyTorch's natural gradients at 0.1, as in its example, and Adam at 0.03.
 
 The converged bound is the best that any run in the file reached, ``fit`` in most steps. After ``fit`` each of the
@@ -27,10 +24,7 @@ import argparse
 import itertools
 import json
 import math
-import os
 import platform
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -44,7 +38,7 @@ import pyro.distributions as dist
 import torch
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SVGP
 
 SETS = {
@@ -210,8 +204,6 @@ class Looks:
 
 
 def by_fit(problem, steps):
-    from pyro_sparsegp import fit  # which f33cd76 has not
-
     looks = Looks(lambda: ours.bound(*problem.seen()))
     ours = Ours(problem, None)
     fit(
@@ -251,30 +243,6 @@ LOOPS = {
 }
 
 
-BEFORE = "f33cd76"
-
-
-def before(problem, checkout, target, seconds):
-    """The old default by the code of a checkout of then."""
-    command = [sys.executable, __file__, "--data", problem.path.parent, "--there", problem.path.stem]
-    command += [problem.num_points, target, seconds]
-    found = subprocess.run(
-        [str(part) for part in command],
-        env=os.environ | {"PYTHONPATH": str(checkout)},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(found.stdout)
-
-
-def there_now(problem, target, seconds):
-    """What :func:`before` asks for, in the process that has the code of then."""
-    make = partial(Ours, natural=None, rate=OLD)
-    by_loop(problem, make, math.inf, 1.0)  # the first steps of a process are slow
-    return by_loop(problem, make, target, seconds)
-
-
 def there(rows, target):
     """The first look at which the bound is at the target."""
     return next(((seconds, steps) for seconds, steps, bound in rows if bound >= target), None)
@@ -304,8 +272,7 @@ def ratio(mine, theirs, best):
 
 def page(kept, options):
     """The table of all that was run, and what it shows."""
-    methods = [*LOOPS, *([BEFORE] if options.before else [])]
-    others = ({BEFORE: 5} if options.before else {}) | {f"Adam, {OLD:g}": 5, "NGD": 2}
+    methods, others = list(LOOPS), {f"Adam, {OLD:g}": 5, "NGD": 2}
     lines = [
         "# Who arrives first",
         "",
@@ -351,16 +318,10 @@ def main():
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--runs", type=Path, default=Path(tempfile.gettempdir(), "arrive.json"))
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("arrive.md"))
-    parser.add_argument("--before", type=Path, help="a checkout of f33cd76")
-    parser.add_argument("--there", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
-    if options.there:
-        name, size, target, seconds = options.there
-        print(json.dumps(there_now(Problem(options.data / f"{name}.npz", int(size)), float(target), float(seconds))))
-        return
     kept = json.loads(options.runs.read_text()) if options.runs.exists() else {}
 
     def keep(key, run):
@@ -388,9 +349,6 @@ def main():
         for key, (make, times) in LOOPS.items():
             limit = 1.02 * times * seconds + 1
             keep(f"{name} {size} {key}", partial(by_loop, problem, make, best - WITHIN, limit))
-        if options.before:
-            limit = 1.02 * 5 * seconds + 1
-            keep(f"{name} {size} {BEFORE}", partial(before, problem, options.before, best - WITHIN, limit))
     options.out.write_text(page(kept, options))
 
 
