@@ -151,7 +151,7 @@ class TestRobustMax:
             RobustMax(torch.randn(5, 1))
         with pytest.raises(ValueError, match="epsilon"):
             RobustMax(torch.randn(5, 3), 1.5, validate_args=True)
-        with pytest.raises(ValueError, match="support"):
+        with pytest.raises(ValueError, match="from 0 to 2, got"):
             RobustMax(torch.randn(5, 3), 0.5, validate_args=True).log_prob(torch.full((5,), 3))
 
 
@@ -362,6 +362,34 @@ class TestBound:
         wrong = AutoSparseGP(model, SparseEP(8))
         with pytest.raises(ValueError, match="one term of a density depends on several of its values"):
             ExpectationPropagation(model, wrong, pyro.optim.Adam({"lr": 0.01})).step(x, y)
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "labels", "message"),
+    [
+        (lambda f: Probit(f[0]), [-1.0, 1.0], r"site 'y'.*Probit's values must be .* 0 to 1, got \[-1.0\].*\(y > 0\)"),
+        (lambda f: RobustMax(f.mT), [1, 3], r"site 'y'.*RobustMax's classes must be .* 0 to 2, got \[3.0\].*y - 1"),
+        (lambda f: RobustMax(f.mT), [0.0, 1.5], r"site 'y'.*RobustMax's classes must be .*, got \[1.5\]"),
+        (lambda f: dist.Categorical(logits=f.mT), [1, 3], r"(?s)site 'y'.*support.*count from 0.*y - 1"),
+    ],
+)
+def test_labels(likelihood, labels, message):
+    """Of classes that are counted otherwise, inside a plate, where distributions expand."""
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([3]).to_event(1))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", likelihood(f), obs=y)
+
+    x, y = torch.rand(10, 1), torch.tensor(labels * 5)
+    guide = AutoSparseGP(model, SVGP(4))
+    with pytest.raises(ValueError, match=message):
+        guide(x, y)
+    guide = AutoSparseGP(model, SVGP(4))
+    guide(x, torch.zeros_like(y))
+    if "RobustMax" in message:  # whose expectations would index by them
+        with pytest.raises(ValueError, match=message.replace("site 'y'.*", "")):
+            TraceQuadrature_ELBO().loss(model, guide, x, y)
 
 
 class TestOtherDistributions:

@@ -10,6 +10,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..numerics.codes import require_codes
+
 __all__ = ["Probit"]
 
 
@@ -44,7 +46,9 @@ class Probit(TorchDistribution):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Probit:
         """The same, of the given batch shape."""
-        return Probit(self.f.expand(torch.Size(batch_shape)), validate_args=False)
+        new = Probit(self.f.expand(torch.Size(batch_shape)), validate_args=False)
+        new._validate_args = self._validate_args  # a plate expands, and data in it are checked, too
+        return new
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws, 0 or 1 in f's dtype."""
@@ -54,6 +58,7 @@ class Probit(TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         """log Φ((2y − 1)f)."""
         if self._validate_args:
+            require_codes(value, 2, "Probit's values", "give (y > 0).to(f) for y of -1 and 1")
             self._validate_sample(value)
         return _log_ndtr((2 * value - 1) * self.f)
 

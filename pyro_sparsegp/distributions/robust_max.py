@@ -11,6 +11,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..numerics.codes import require_codes
 from ..numerics.shapes import broadcast_shapes
 
 __all__ = ["RobustMax"]
@@ -93,7 +94,9 @@ class RobustMax(TorchDistribution):
     def expand(self, batch_shape: Any, _instance: Any = None) -> RobustMax:
         """The same, of the given batch shape."""
         shape = torch.Size(batch_shape)
-        return RobustMax(self.f.expand(*shape, self.num_classes), self.epsilon.expand(shape), validate_args=False)
+        new = RobustMax(self.f.expand(*shape, self.num_classes), self.epsilon.expand(shape), validate_args=False)
+        new._validate_args = self._validate_args  # a plate expands, and data in it are checked, too
+        return new
 
     def sample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws of classes, integers."""
@@ -102,10 +105,15 @@ class RobustMax(TorchDistribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log p(y | f)."""
+        self._require_classes(value)
         if self._validate_args:
             self._validate_sample(value)
         hit, miss = self._levels()
         return torch.where(self.f.argmax(-1) == value, hit, miss)
+
+    def _require_classes(self, value: Tensor) -> None:
+        if self._validate_args:
+            require_codes(value, self.num_classes, "RobustMax's classes", "give y - 1 for classes from 1")
 
     def _levels(self) -> tuple[Tensor, Tensor]:
         return torch.log1p(-self.epsilon), self.epsilon.log() - math.log(self.num_classes - 1)
@@ -117,6 +125,7 @@ class RobustMax(TorchDistribution):
         :param variance: ``(..., P)``. π has errors of 1e-8 for equal variances, 1e-6 where standard deviations differ
             threefold, 3e-3 tenfold, and up to 1e-2 beside values that are fixed (variance 0).
         """
+        self._require_classes(value)
         hit, miss = self._levels()
         loss = self._losing_probability(value.long(), variance)
         return hit + loss * (miss - hit)

@@ -245,12 +245,6 @@ def positive(value: Scalar, name: str) -> Scalar:
     return value
 
 
-def unknown_codes(codes: Tensor, num: int) -> list[float]:
-    """Some of the codes that are no whole numbers from 0 to ``num`` − 1, at most five; empty if there are none."""
-    unknown = (codes != codes.round()) | (codes < 0) | (codes >= num)
-    return sorted({float(code) for code in codes[unknown].flatten()[:1000]})[:5]
-
-
 def in_any_dtype(kernel: Any) -> bool:
     """Whether k(x) has the dtype of x, whatever that of hyperparameters: of this library's own classes it is known."""
     # One derived from them may hold a network, which takes inputs of its dtype only (test_float32.py, `Mine`).

@@ -7,9 +7,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ..numerics.codes import unknown_codes
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
-from .base import Scalar, as_tensor, describe, positive, unknown_codes
+from .base import Scalar, as_tensor, describe, positive
 
 __all__ = ["Categorical"]
 

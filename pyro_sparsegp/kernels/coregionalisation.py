@@ -7,8 +7,9 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ..numerics.codes import unknown_codes
 from ..numerics.shapes import broadcast_shapes
-from .base import describe, unknown_codes
+from .base import describe
 from .features import FeatureKernel
 
 __all__ = ["Coregionalisation"]

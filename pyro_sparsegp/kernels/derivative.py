@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from ..numerics.codes import unknown_codes
 from .algebra import Kernel
-from .base import CovarianceFunction, unknown_codes
+from .base import CovarianceFunction
 from .draws import PriorFunctions
 from .stationary import Matern12
 

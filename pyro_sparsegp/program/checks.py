@@ -281,7 +281,8 @@ def require_each_row(trace: poutine.Trace) -> None:
 
 def why_without_density(site: Any, error: Exception) -> str:
     """What to say of a site that has no density at its value."""
-    if not site["value"].is_floating_point():
+    # A value outside of the support is no matter of its dtype (test_robust_max.py::test_labels).
+    if not site["value"].is_floating_point() and isinstance(error, RuntimeError):
         return (
             f"its dtype is {site['value'].dtype}, which {type(bare(site['fn'])).__name__} does not take ({error}). "
             "Give numbers of the inputs' dtype, y.to(x.dtype)."
@@ -298,4 +299,6 @@ def why_without_density(site: Any, error: Exception) -> str:
             return rows
         return f"{rows} To keep their other values, mask single ones: dist.Normal(...).mask(~y.isnan()).to_event(...)."
     text = str(error)
-    return text if len(text) < 400 else f"{text[:300]} ... {text[-60:]}"
+    text = text if len(text) < 400 else f"{text[:300]} ... {text[-60:]}"
+    classes = isinstance(site["fn"].support, type(torch.distributions.constraints.integer_interval(0, 1)))
+    return f"{text}. Classes count from 0: where they are 1, 2, ..., give y - 1." if classes else text
