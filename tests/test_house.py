@@ -111,7 +111,7 @@ BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 # Lines of each room, with docstrings and blanks.
 LINES = {
     "root": 866,
-    "numerics": 1295,
+    "numerics": 1285,
     "kernels": 3308,
     "gaussians": 4942,
     "bases": 2521,

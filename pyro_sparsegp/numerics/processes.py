@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -56,53 +56,40 @@ class Workers:
         flat = _AllReduce.apply(torch.cat([value.reshape(-1) for value in values]), self.group)
         return [part.reshape(value.shape) for part, value in zip(flat.split([v.numel() for v in values]), values)]
 
-    def gather(self, value: Tensor) -> list[Tensor]:
-        """The processes' values, in their order."""
-        if self.num == 1:
-            return [value]
-        found = [torch.empty_like(value) for _ in range(self.num)]
-        torch.distributed.all_gather(found, value.contiguous(), group=self.group)
-        return found
-
     def largest(self, value: Tensor) -> Tensor:
         """The largest of the processes' values."""
+        if self.num == 1:
+            return value
         total = value.clone()
-        if self.num > 1:
-            torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group=self.group)
+        torch.distributed.all_reduce(total, torch.distributed.ReduceOp.MAX, group=self.group)
         return total
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Put the sums of the parameters' gradients over processes in their place."""
-        if self.num == 1:
-            return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        for p, total in zip(parameters, self.sum(*gradients)):
+        for p, total in zip(parameters, self.sum(*gradients) if self.num > 1 else ()):
             p.grad = total
 
     @torch.no_grad()
-    def agree(self, tensors: Sequence[Tensor]) -> None:
+    def agree(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the first one's values."""
-        if self.num == 1:
-            return
-        assert self.group is not None
-        source = torch.distributed.get_global_rank(self.group, 0)
-        for tensor in tensors:
+        for tensor in tensors if self.num > 1 else ():
             value = tensor.detach().contiguous()
-            torch.distributed.broadcast(value, source, group=self.group)
+            torch.distributed.broadcast(value, group=self.group, group_src=0)
             tensor.data.copy_(value)
-
-
-# Steps on mini-batches, whose plates scale each process's rows up to all data.
 
 
 @dataclass
 class _Shared:
+    """Steps on mini-batches, whose plates scale each process's rows up to all data."""
+
     workers: Workers
-    weight: float
+    weight: float = 1.0
     due: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
-_sharing: ContextVar[Optional[_Shared]] = ContextVar("sharing", default=None)
+_ALONE = _Shared(Workers(None))
+_sharing: ContextVar[_Shared] = ContextVar("sharing")
 
 
 @contextmanager
@@ -112,7 +99,7 @@ def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
     :param group: a ``torch.distributed`` process group; ``None`` changes nothing.
     :param weight: how many rows this process's batch stands for, beside the others': equal ones by default.
     """
-    token = _sharing.set(None if group is None else _Shared(Workers(group), weight))
+    token = _sharing.set(_Shared(Workers(group), weight))
     try:
         yield
         do_due()
@@ -121,8 +108,8 @@ def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
 
 
 def is_shared() -> bool:
-    """Whether this is within :func:`sharing`."""
-    return _sharing.get() is not None
+    """Whether several processes step together here."""
+    return _sharing.get(_ALONE).workers.num > 1
 
 
 def due(key: object, task: Callable[[], None]) -> None:
@@ -130,18 +117,16 @@ def due(key: object, task: Callable[[], None]) -> None:
 
     :param key: a task of the same takes its place.
     """
-    found = _sharing.get()
-    if found is not None:
-        found.due[id(key)] = task
+    if is_shared():
+        _sharing.get(_ALONE).due[id(key)] = task
 
 
 def do_due() -> None:
     """Do the tasks that are due, in the order in which they were named: the same in all processes."""
-    found = _sharing.get()
-    if found is not None:
-        tasks, found.due = list(found.due.values()), {}
-        for task in tasks:
-            task()
+    here = _sharing.get(_ALONE)
+    tasks, here.due = list(here.due.values()), {}
+    for task in tasks:
+        task()
 
 
 @torch.no_grad()
@@ -154,28 +139,23 @@ def joined(*values: Tensor) -> list[Tensor]:
 
     :param values: of any shapes; all processes give as many, in the same order.
     """
-    found = _sharing.get()
-    if found is None or found.workers.num == 1:
+    here = _sharing.get(_ALONE)
+    if here.workers.num == 1:
         return list(values)
-    *sums, total = found.workers.sum(*[found.weight * value for value in values], values[0].new_full((), found.weight))
+    *sums, total = here.workers.sum(*[here.weight * value for value in values], values[0].new_full((), here.weight))
     return [(part / total).to(value) for part, value in zip(sums, values)]
 
 
 @torch.no_grad()
 def largest(value: Tensor) -> Tensor:
     """The largest of the processes' values; outside of :func:`sharing`, the value itself."""
-    found = _sharing.get()
-    return value if found is None else found.workers.largest(value)
+    return _sharing.get(_ALONE).workers.largest(value)
 
 
 @torch.no_grad()
 def total_share(share: float, like: Tensor) -> float:
     """The sum of the processes' shares of all rows; outside of :func:`sharing`, the share itself."""
-    found = _sharing.get()
-    if found is None or found.workers.num == 1:
-        return share
-    (total,) = found.workers.sum(like.new_full((), share))
-    return float(total)
+    return float(_sharing.get(_ALONE).workers.sum(like.new_full((), share))[0]) if is_shared() else share
 
 
 @torch.no_grad()
@@ -187,19 +167,18 @@ def by_draws(draw: Tensor, value: Tensor) -> list[tuple[float, Tensor, Tensor]]:
     :param draw: of this process, of any shape.
     :param value: by its rows, of any shape.
     """
-    found = _sharing.get()
-    if found is None or found.workers.num == 1:
+    here = _sharing.get(_ALONE)
+    if here.workers.num == 1:
         return [(1.0, draw, value)]
-    flat = torch.cat([draw.flatten(), value.flatten(), value.new_full((1,), found.weight)])
-    sums: list[list[Tensor]] = []
-    for one in found.workers.gather(flat):
-        own, (of_rows, weight) = one[: draw.numel()], one[draw.numel() :].split([value.numel(), 1])
-        same = next((known for known in sums if torch.equal(known[0], own)), None)
-        if same is None:
-            sums.append([own, weight, weight * of_rows])
-        else:
-            same[1], same[2] = same[1] + weight, same[2] + weight * of_rows
-    total = float(sum(weight for _, weight, _ in sums))
+    own = torch.cat([draw.flatten(), here.weight * value.flatten(), value.new_full((1,), here.weight)])
+    every = [torch.empty_like(own) for _ in range(here.workers.num)]
+    torch.distributed.all_gather(every, own, group=here.workers.group)
+    sums: dict[tuple[float, ...], Tensor] = {}
+    for found in every:
+        key = tuple(found[: draw.numel()].tolist())
+        sums[key] = sums.get(key, 0) + found[draw.numel() :]
+    total = float(sum(found[-1] for found in sums.values()))
     return [
-        (float(weight) / total, own.view_as(draw), (of_rows / weight).view_as(value)) for own, weight, of_rows in sums
+        (float(found[-1]) / total, draw.new_tensor(key).view_as(draw), (found[:-1] / found[-1]).view_as(value))
+        for key, found in sums.items()
     ]
