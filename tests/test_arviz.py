@@ -1,4 +1,4 @@
-"""What stock ArviZ is served: what a sampler knows of its draws, prior groups, other names of the draws' dimensions."""
+"""What stock ArviZ is served: prior groups, one dimension for all draws, whole numbers, every plot."""
 
 import warnings
 
@@ -9,7 +9,7 @@ import pyro.infer
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import MCMC, SVI
+from pyro.infer import MCMC, NUTS, SVI
 from pyro.infer.autoguide.initialization import init_to_median
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels
@@ -73,79 +73,6 @@ def sampled(kernel, num=12, warmup=6, chains=1, **kwargs):
     return mcmc, x, y
 
 
-def potential(mcmc, x, y):
-    """Minus the log joint density of each draw in unconstrained coordinates."""
-    samples = mcmc.get_samples()
-    white = poutine.reparam(model, config=Whitening())
-    found = []
-    for s in range(len(samples["noise"])):
-        trace = poutine.trace(poutine.condition(white, {k: v[s] for k, v in samples.items()})).get_trace(x, y)
-        trace.compute_log_prob()
-        total = sum(site["log_prob"].sum() for site in trace.nodes.values() if site["type"] == "sample")
-        found.append(-total - samples["noise"][s].log() - samples["length"][s].log())
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("kernel", ["NUTS", "HMC"])
-def test_a_kernel_keeps_what_it_knows_and_draws_as_pyro_does(kernel):
-    options = {"max_tree_depth": 3} if kernel == "NUTS" else {"num_steps": 4, "step_size": 0.1}
-    pyro.set_rng_seed(3)
-    mcmc, x, y = sampled(getattr(diagnostics, kernel), **options)
-    pyro.set_rng_seed(3)
-    plain, *_ = sampled(getattr(pyro.infer, kernel), **options)
-    for name, value in mcmc.get_samples().items():
-        assert value.equal(plain.get_samples()[name])
-    tree = diagnostics.to_datatree(model, mcmc, x, y)
-    found = {name: torch.from_numpy(array.values[0]) for name, array in tree.sample_stats.data_vars.items()}
-    # The energy is the potential of the draw plus the kinetic energy of its momentum, ½χ² with 10 degrees of freedom.
-    kinetic = found["energy"] - potential(mcmc, x, y)
-    assert (kinetic > 0).all()
-    assert abs(kinetic.mean() - 5) < 4 * (5 / 12) ** 0.5
-    assert (found["acceptance_rate"] >= 0).all()
-    assert (found["acceptance_rate"] <= 1).all()
-    running = mcmc.diagnostics()["acceptance rate"]["chain 0"]
-    assert running == plain.diagnostics()["acceptance rate"]["chain 0"]
-    assert found["diverging"].dtype == torch.bool
-    assert found["n_steps"].dtype == torch.int64
-    assert tree.posterior.attrs["sampling_time"] == tree.sample_stats.attrs["sampling_time"] > 0
-    assert tree.posterior.attrs["tuning_steps"] == 6
-    assert "energy" not in diagnostics.to_datatree(model, plain, x, y).sample_stats
-    if kernel == "NUTS":
-        depth, steps = found["tree_depth"], found["n_steps"]
-        assert (steps >= 2 ** (depth - 1)).all()
-        assert (steps < 2**depth).all()
-        assert found["reached_max_treedepth"].equal(depth == 3)
-    plots.plot_energy(tree)
-
-
-def test_the_energy_is_that_of_the_state_that_was_drawn(monkeypatch):
-    states = []
-    build = pyro.infer.NUTS._build_basetree
-
-    def watched(self, *args):
-        tree = build(self, *args)
-        states.append((float(tree.z_proposal_pe), float(self._kinetic_energy(tree.r_left_unscaled))))
-        return tree
-
-    monkeypatch.setattr(pyro.infer.NUTS, "_build_basetree", watched)
-    mcmc, x, y = sampled(diagnostics.NUTS, num=8, max_tree_depth=3)
-    tree = diagnostics.to_datatree(model, mcmc, x, y)
-    energies, levels = torch.from_numpy(tree.sample_stats["energy"].values[0]), potential(mcmc, x, y)
-    moved = [s for s in range(1, len(levels)) if levels[s] != levels[s - 1]]
-    assert len(moved) > 3
-    for s in moved:
-        kinetic = [found for level, found in states if abs(level - levels[s]) < 1e-8]
-        assert min(abs(energies[s] - levels[s] - found) for found in kinetic) < 1e-8
-
-
-@pytest.mark.slow  # processes of their own; that the records travel is seen with one chain
-def test_chains_in_their_own_processes_keep_theirs():
-    mcmc, x, y = sampled(diagnostics.NUTS, num=10, warmup=10, chains=2, max_tree_depth=3)
-    tree = diagnostics.to_datatree(model, mcmc, x, y)
-    assert tree.sample_stats["energy"].shape == (2, 10)
-    assert np.isfinite(tree.sample_stats["energy"].values).all()
-
-
 def fitted(program, family=None, steps=60, **options):
     x, y = data(20)
     y = {counts: torch.poisson((1 + y).exp()), classes: (y > 0).to(y)}.get(program, y)
@@ -200,14 +127,14 @@ def test_every_stock_plot():
     import matplotlib.pyplot as plt
 
     trees = {"gaussian": fitted(model)[0], "counts": fitted(counts)[0], "classes": fitted(classes)[0]}
-    mcmc, x, y = sampled(diagnostics.NUTS, num=100, warmup=100, max_tree_depth=3)  # ArviZ wants few repeats
+    mcmc, x, y = sampled(NUTS, num=100, warmup=100, max_tree_depth=3)  # ArviZ wants few repeats
     trees["nuts"] = diagnostics.to_datatree(model, mcmc, x, y, prior=100)
     options = {
         "plot_bf": {"var_names": "scale"},
         "plot_pair_focus": {"focus_var": "noise"},
         "plot_ppc_pava_residuals": {"x_var": "t"},
     }
-    own = {"plot_energy": ["nuts"], "plot_ppc_rootogram": ["counts"], "plot_bf": ["classes"]}
+    own = {"plot_energy": [], "plot_ppc_rootogram": ["counts"], "plot_bf": ["classes"]}
     own |= {name: ["classes"] for name in ("plot_ppc_pava", "plot_ppc_pava_residuals")}
     own |= {name: ["gaussian", "nuts"] for name in ("plot_lm", "plot_ppc_censored", "plot_dgof", "plot_dgof_dist")}
     of_others = {"plot_collection", "plot_matrix", "plot_compare", "plot_khat", "plot_ecdf_pit"}

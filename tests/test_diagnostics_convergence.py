@@ -134,7 +134,7 @@ def test_rows_that_are_not_there():
             diagnostics.sbc(model, fit_sgpr, x, rows=rows, num_simulations=1, progress=False)
 
 
-@pytest.mark.parametrize("name", ["History", "StoppingRule", "add_history", "plot_ribbon", "resample"])
+@pytest.mark.parametrize("name", ["HMC", "History", "NUTS", "StoppingRule", "add_history", "plot_ribbon", "resample"])
 def test_what_left_names_what_takes_its_place(name):
     with pytest.raises(ImportError, match=rf"no {name} any more\. In its place: .*(arviz_|fit)"):
         getattr(diagnostics, name)

@@ -313,7 +313,7 @@ def test_loo_large_agrees_with_loo():
     assert "subsampling_dse" in table.columns
     with pytest.raises(ValueError, match="observations must be between 1 and 60"):
         diagnostics.loo_large(model, guide, x, y, observations=61, num_samples=30)
-    with pytest.raises(ValueError, match="at least 25, got 2"):
+    with pytest.raises(ValueError, match="at least 25 draws, the tree has 2"):
         diagnostics.loo_large(model, guide, x, y, num_samples=2)
     with pytest.raises(ValueError, match="loo_large's target"):
         diagnostics.loo_large(model, guide, x, y, target="exact")

@@ -5,14 +5,11 @@ from typing import Any
 from .calibration import sbc
 from .effects import plot_effects
 from .leave_one_out import compare, loo, loo_large
-from .sampler import HMC, NUTS
 from .scores import PredictiveScores, predictive_scores
 from .tree import prior_predictive, to_datatree
 from .weights import PSIS, psis
 
 __all__ = [
-    "HMC",
-    "NUTS",
     "PSIS",
     "PredictiveScores",
     "compare",
@@ -28,7 +25,9 @@ __all__ = [
 
 _LOSSES = 'keep the losses in a list; arviz_base.from_dict({"vi_history": {"elbo": [[-loss for loss in losses]]}})'
 _LEFT = {
+    "HMC": "pyro.infer.HMC, whose draws to_datatree and arviz_stats take",
     "History": _LOSSES,
+    "NUTS": "pyro.infer.NUTS, whose draws to_datatree and arviz_stats take",
     "StoppingRule": "fit(stopping=...) takes any function of the losses; arviz_stats.rhat looks at iterates",
     "add_history": f'{_LOSSES}["vi_history"] is a group for tree["vi_history"]',
     "plot_ribbon": 'arviz_plots.plot_lm(tree, group="predictions", ...), or guide.posterior(x_new)["f"] and matplotlib',

@@ -61,7 +61,7 @@ class Draw:
     :param log_priors: the log prior density of each variable, summed.
     :param log_q: the log density of hyperparameters and coefficients, or function values, under q; ``None`` of MCMC.
     :param posteriors: of the GP sites under the draw's hyperparameters.
-    :param stats: what a sampler knows of the draw.
+    :param diverging: whether a sampler's transition diverged.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Draw:
     log_priors: dict[str, Tensor] = field(default_factory=dict)
     log_q: Any = None
     posteriors: dict[str, SparsePosterior] = field(default_factory=dict)
-    stats: dict[str, Tensor] = field(default_factory=dict)
+    diverging: Optional[Tensor] = None
 
     @property
     def log_prior(self) -> Tensor:

@@ -7,14 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
 
 import numpy as np
-import torch
 
-from ..program.masks import unmasked_rows
 from .backend import FEWEST, arviz_stats, pandas, smooth, xarray
-from .draws import seeded
 from .given import kind_of, nothing_unmasked, require_tree
-from .groups import plate_names
-from .sources import SampleSource, as_source, observed_site
 from .weights import LIMIT, log_weights_of, tree_of
 
 __all__ = ["compare", "loo", "loo_large"]
@@ -48,33 +43,7 @@ def loo(
     if target not in (None, "vfe", "fitc", "none"):
         why = "; given w the data depend on each other under it, and leave no terms to leave out" * (target == "exact")
         raise ValueError(f"loo's target must be 'vfe', 'fitc' or 'none', got {target!r}{why}")
-    stock = arviz_stats.loo  # which gives arrays their .azstats, too
-    tree = tree_of(tree_or_model, args, target, kwargs)
-    size = tree.posterior.sizes["chain"] * tree.posterior.sizes["draw"]
-    if size < FEWEST:
-        raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
-    terms = _terms(tree, var_name)
-    sample_stats = tree.children.get("sample_stats")
-    log_ratio: Any = 0.0
-    used, khat, reff = "none", -np.inf, 1.0
-    if sample_stats is not None and "log_q" in sample_stats:
-        khat = np.nan
-        if target != "none":
-            wanted = target or sample_stats.attrs["target"]
-            found = log_weights_of(tree, wanted)
-            used, khat = _choose(found.values, wanted, target is not None)
-            log_ratio = 0.0 if used == "none" else found
-    elif tree.posterior.sizes["chain"] > 1:  # of MCMC; of one chain stock ArviZ takes draws for independent as well
-        ess = tree.posterior.to_dataset().azstats.ess(method="mean")
-        reff = np.hstack([ess[name].values.ravel() for name in ess.data_vars]).mean() / size
-    weights = terms.coords.get(f"{terms.name}_weight", 1.0)
-    with np.errstate(all="ignore"):
-        # psislw takes log q − log p: p(yₙ | draw)^wₙ q/p.
-        log_weights, pareto_k = (weights * terms.astype("float64") - log_ratio).azstats.psislw(
-            r_eff=reff, dim=["chain", "draw"]
-        )
-        result = stock(tree, pointwise=True, var_name=terms.name, log_weights=log_weights, pareto_k=pareto_k)
-    return _flagged(result, used, khat)
+    return _leave_out(tree_of(tree_or_model, args, target, kwargs), target, var_name, None)
 
 
 def compare(
@@ -113,10 +82,11 @@ def loo_large(
     seed: int = 0,
     **kwargs: Any,
 ) -> arviz_stats.utils.ELPDData:
-    """PSIS-LOO for large N: all log predictive densities by streaming, importance sampling for a random subset.
+    """PSIS-LOO for large N: all log predictive densities, and importance sampling for a random subset of rows.
 
     The difference estimator, Σₙ πₙ + N/m Σ_{n in subset} (elpdₙ − πₙ) with πₙ = log mean over draws of p(yₙ | draw)
-    (Magnusson, Vehtari, Jonasson and Andersen, 2020, eq. 7), by ``arviz_stats.loo_subsample``. Memory is O(N + S·m).
+    (Magnusson, Vehtari, Jonasson and Andersen, 2020, eq. 7), by ``arviz_stats.loo_subsample``. Memory is that of the
+    log likelihood, S·N numbers.
 
     Expect "none" for guides trained by mini-batches on large data: log p/q moves with the error of training in units
     of the posterior's spread, which falls as 1/√N. An optimal q(w) with points for hyperparameters has equal weights
@@ -134,76 +104,73 @@ def loo_large(
     :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as of
         :func:`loo`.
     """
-    stock = arviz_stats.loo_subsample
     if target not in (None, "vfe", "fitc", "none"):
         raise ValueError(f"loo_large's target must be 'vfe', 'fitc' or 'none', got {target!r}")
-    if num_samples < FEWEST:
-        raise ValueError(f"loo_large needs num_samples of at least {FEWEST}, got {num_samples}")
-    source = as_source(model, guide, args, kwargs, False, chunk_size)
-    if isinstance(source, SampleSource):
-        raise ValueError("loo_large streams draws of a guide; of MCMC, whose draws hold f itself, use loo")
-    name = observed_site(source, var_name)
-    log_ratio = np.empty(num_samples)
-    with seeded(seed):
-        for s in range(num_samples):
-            draw = source.draw()
-            densities = source.densities(draw)
-            terms = densities.integrated[name].double()
-            if s == 0:
-                wanted = source.target if target in (None, "none") else target
-                seen = unmasked_rows(draw.sites[name])
-                rows = (torch.ones_like(terms) if seen is None else seen.expand(terms.shape)).flatten().nonzero()[:, 0]
-                if not len(rows):
-                    raise nothing_unmasked(name)
-                observations = min(400, len(rows)) if observations is None else observations
-                if not 1 <= observations <= len(rows):
-                    raise ValueError(f"observations must be between 1 and {len(rows)}, got {observations}")
-                subset = np.sort(np.random.default_rng(seed).choice(len(rows), observations, replace=False))
-                running = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=terms.device)
-                chosen = np.empty((observations, num_samples))
-            terms = terms.flatten()[rows]
-            running = torch.logaddexp(running, terms)
-            chosen[:, s] = terms[torch.from_numpy(subset).to(terms.device)].cpu().numpy()
-            log_joint = source.log_joints(draw, densities)["lp_fitc" if wanted == "fitc" else "lp"]
-            log_ratio[s] = float(log_joint - draw.log_q)
-    used, khat = ("none", np.nan) if target == "none" else _choose(log_ratio[None], wanted, target is not None)
-    scale = torch.as_tensor(source.reader.scales[name]).expand(densities.integrated[name].shape).flatten()
-    weights = scale[rows.to(scale.device)].double().cpu().numpy()[subset]
-    dim = plate_names(name, draw.sites[name])[0] if densities.integrated[name].dim() == 1 else "obs"
-    dims, coords = ["chain", "draw", dim], {"chain": [0], "draw": np.arange(num_samples)}
-    lpd = xarray.DataArray((running - np.log(num_samples)).cpu().numpy(), dims=[dim])
+    options = {"num_samples": num_samples, "chunk_size": chunk_size, "seed": seed, **kwargs}
+    tree = tree_of(model, (guide, *args), target, options)
+    rng = np.random.default_rng(seed)
 
-    def whole(values: np.ndarray) -> xarray.DataArray:
-        # ArviZ reads m columns of N. The others are never written: they take no memory.
-        array = np.zeros((len(rows), num_samples))
-        array[subset] = values
-        return xarray.DataArray(array.T[None], dims=dims, coords=coords)
+    def choose(num: int) -> np.ndarray:
+        m = min(400, num) if observations is None else observations
+        if not 1 <= m <= num:
+            raise ValueError(f"observations must be between 1 and {num}, got {m}")
+        return np.sort(rng.choice(num, m, replace=False))
 
+    return _leave_out(tree, target, var_name, choose)
+
+
+def _leave_out(
+    tree: xarray.DataTree, target: Optional[str], var_name: Optional[str], choose: Optional[Callable]
+) -> arviz_stats.utils.ELPDData:
+    """Leave-one-out of a tree: of all rows, or of those that ``choose`` takes of so many."""
+    stock, stock_of_some = arviz_stats.loo, arviz_stats.loo_subsample  # which give arrays their .azstats, too
+    size = tree.posterior.sizes["chain"] * tree.posterior.sizes["draw"]
+    if size < FEWEST:
+        raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
+    terms = _terms(tree, var_name)
+    log_ratio, used, khat, reff = _towards(tree, target, size)
+    shape = terms.shape[2:]
+    subset = np.arange(terms[0, 0].size) if choose is None else choose(terms[0, 0].size)
+    weights = np.broadcast_to(terms.coords.get(f"{terms.name}_weight", 1.0), shape).ravel()[subset]
+    rows = terms.values.reshape(size, -1)[:, subset].astype("float64").T
+    options: dict[str, Any] = {"pointwise": True, "var_name": terms.name}
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        # ArviZ's k-hats, and its word on them, are of weights that leave out p/q and wₙ: these take their place.
+        # psislw takes log q − log p: p(yₙ | draw)^wₙ q/p.
+        found = arviz_stats.base.array_stats.psislw(weights[:, None] * rows - log_ratio, r_eff=reff, axis=-1)
+        log_weights = np.zeros((np.prod(shape, dtype=int), size))  # rows that are not chosen take no memory
+        pareto_k = np.full(len(log_weights), np.nan)
+        log_weights[subset], pareto_k[subset] = found
+        given = terms.copy(data=log_weights.T.reshape(terms.shape))
+        khats = terms[0, 0].copy(data=pareto_k.reshape(shape))
+        if choose is None:
+            return _flagged(stock(tree, **options, log_weights=given, pareto_k=khats), used, khat)
+        lpd = terms[0, 0].copy(data=np.logaddexp.reduce(terms.values.reshape(size, *shape), dtype="float64"))
+        lpd = (lpd - np.log(size)).rename(terms.name)
+        rest = {"posterior": tree.posterior, "log_likelihood": tree.log_likelihood, "observed_data": lpd}
+        tree = xarray.DataTree.from_dict({name: group.to_dataset() for name, group in rest.items()})
+        # ArviZ's own k-hats, and its word on them, are of weights that leave out p/q and wₙ.
         warnings.filterwarnings("ignore", "Estimated shape parameter")
-        ratio = weights[:, None] * chosen - (0.0 if used == "none" else log_ratio)
-        log_weights, pareto_k = arviz_stats.base.array_stats.psislw(ratio, axis=-1)
-        tree = xarray.DataTree.from_dict(
-            {
-                "log_likelihood": whole(chosen).to_dataset(name=name),
-                "observed_data": lpd.to_dataset(name=name),
-                "posterior": xarray.Dataset(coords=coords),
-            }
-        )
-        found = stock(
-            tree,
-            observations=subset,
-            pointwise=True,
-            var_name=name,
-            reff=1.0,
-            method="plpd",
-            log_lik_fn=lambda observed, data: lpd,
-            log_weights=whole(log_weights),
-        )
-    found.pareto_k[{dim: subset}] = pareto_k
-    found.warning, found.approx_posterior = bool((pareto_k > found.good_k).any()), used != "none"
-    return _flagged(found, used, khat)
+        options |= {"observations": subset, "reff": reff, "method": "plpd", "log_weights": given}
+        result = stock_of_some(tree, **options, log_lik_fn=lambda observed, data: lpd)
+    result.pareto_k = khats
+    result.warning = bool((pareto_k[subset] > result.good_k).any())
+    return _flagged(result, used, khat)
+
+
+def _towards(tree: xarray.DataTree, target: Optional[str], size: int) -> tuple[Any, str, float, float]:
+    """log p/q of the draws or 0, the target used, k-hat of p/q, and the share of draws that are independent."""
+    stats = tree.children.get("sample_stats")
+    if stats is not None and "log_q" in stats:
+        if target == "none":
+            return 0.0, "none", np.nan, 1.0
+        wanted = target or stats.attrs["target"]
+        log_ratio = log_weights_of(tree, wanted).values
+        used, khat = _choose(log_ratio, wanted, target is not None)
+        return (0.0 if used == "none" else log_ratio.ravel()), used, khat, 1.0
+    if tree.posterior.sizes["chain"] == 1:  # of MCMC; stock ArviZ takes draws of one chain for independent as well
+        return 0.0, "none", -np.inf, 1.0
+    ess = tree.posterior.to_dataset().azstats.ess(method="mean")
+    return 0.0, "none", -np.inf, np.hstack([ess[name].values.ravel() for name in ess.data_vars]).mean() / size
 
 
 def _terms(tree: xarray.DataTree, var_name: Optional[str]) -> xarray.DataArray:
@@ -248,6 +215,6 @@ def _flagged(found: Any, used: str, khat: float) -> Any:
             "leave-one-out is not finite: all weight is on one draw. The posterior is too far from the target; train "
             'longer, take a richer family, or leave the weights p/q out by target="none".'
         )
-    found.target, found.khat = used, khat
+    found.target, found.khat, found.approx_posterior = used, khat, used != "none"
     found.warning = bool(found.warning) or khat > LIMIT
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, Optional
 
@@ -14,7 +14,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..predict import _Known, _samples_and_data, bare_model, chain_diagnostics, divergences
+from ..predict import _Known, _samples_and_data, bare_model, divergences
 from ..program.enumeration import Enumeration
 from ..program.traces import as_process, is_observation, whole_plates, without_event
 from .densities import DensityReader
@@ -62,7 +62,8 @@ def as_source(
         if marginal:
             return SampleSource(model, samples, args, kwargs, old)
         source = SampleSource(model, samples, *((args, kwargs) if args else old))
-        source.stats, source.attributes = sampler_stats(result, source.shape)
+        for chain, numbers in enumerate(divergences(result)):
+            source.diverging[chain, numbers] = True
         return source
     if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
         return SampleSource(model, {name: value[None] for name, value in result.items()}, args, kwargs)
@@ -87,25 +88,6 @@ def observed_site(source: Source, var_name: Optional[str]) -> str:
     if var_name not in source.data and (var_name is not None or len(source.data) > 1):
         raise ValueError(f"var_name must be one of the observed sites {source.data}, got {var_name!r}")
     return var_name or source.data[0]
-
-
-def sampler_stats(result: MCMC, shape: Sequence[int]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """What an MCMC kernel knows of its draws, ``(chain, draw)`` by name, and attributes of the whole run.
-
-    Pyro's kernels know which diverged; :class:`~pyro_sparsegp.diagnostics.NUTS` more.
-    """
-    chains = chain_diagnostics(result)
-    if not chains or "divergences" not in chains[0]:
-        return {}, {}
-    diverging = np.zeros(shape, dtype=bool)
-    for chain, numbers in enumerate(divergences(result)):
-        diverging[chain, numbers] = True
-    kept = [chain.get("sample stats") or {} for chain in chains]
-    stats = {name: np.array([one[name] for one in kept]) for name in kept[0]} | {"diverging": diverging}
-    if not kept[0]:
-        return stats, {}
-    seconds = max(chain["ended"] for chain in chains) - min(chain["began"] for chain in chains)
-    return stats, {"sampling_time": seconds, "tuning_steps": chains[0]["warm-up steps"]}
 
 
 class SampleSource(Source):
@@ -139,8 +121,7 @@ class SampleSource(Source):
         self.names = [name for name, site in sites.items() if not site_is_subsample(site)]
         require_shapes({name: seen[name] for name in self.data})
         self.reader = DensityReader(self.model, args, kwargs, list(seen))
-        self.stats: dict[str, Any] = {}  # what the sampler knows of each draw, (chain, draw) by name
-        self.attributes: dict[str, Any] = {}  # and of the run
+        self.diverging = np.zeros(self.shape, dtype=bool)
         self._next = 0
 
     def _run(self, values: dict[str, Tensor], given: Any) -> dict[str, Any]:
@@ -154,7 +135,7 @@ class SampleSource(Source):
         s = self._next % (self.shape[0] * self.shape[1])
         self._next += 1
         sample = {name: value[s] for name, value in self.samples.items()}
-        draw = Draw(stats={name: torch.as_tensor(stat.reshape(-1)[s]) for name, stat in self.stats.items()})
+        draw = Draw(diverging=torch.as_tensor(self.diverging.ravel()[s]))
         known = _Known(self.model, sample, *(self.old or (self.args, self.kwargs)))
         held = {name: value for name, value in sample.items() if name not in known.known}
         if self.old is None:

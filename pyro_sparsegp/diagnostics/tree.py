@@ -55,9 +55,8 @@ def to_datatree(
     The log likelihood is integrated over what a draw leaves open, log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ; of MCMC, whose
     draws hold f itself, log ∫ p(yₙ | fₙ) p(fₙ | f₋ₙ, θ) dfₙ. Weights of rows (``poutine.scale``) are not in it: they
     are its coordinate ``{site}_weight``, which :func:`loo` takes into account and stock ArviZ does not.
-    ``sample_stats`` has ``diverging`` of an ``MCMC``, and
-    what else :class:`NUTS` keeps (``energy``, ``tree_depth`` ...); of a guide ``log_q``, the log density of (θ, w)
-    under it, and ``lp``, what is set against it in importance weights, both in float64:
+    ``sample_stats`` has ``diverging`` of MCMC; of a guide ``log_q``, the log density of (θ, w) under it, and ``lp``,
+    what is set against it in importance weights, both in float64:
 
     * ``lp``: log p(θ) p(w) + Σₙ E[log p(yₙ | fₙ) | w, θ], the target "vfe" that the evidence lower bound is for;
     * ``lp_fitc``: log p(θ) p(w) + Σₙ log ∫ p(yₙ | fₙ) p(fₙ | w, θ) dfₙ, that of expectation propagation;
@@ -126,10 +125,8 @@ def to_datatree(
                 if chain == s == 0:  # wrong labels are found before the other draws are made
                     table.require_used(table.datasets())
     groups = table.datasets(**attrs)
-    own = sources[0].attributes if isinstance(sources[0], SampleSource) else {}
-    groups["posterior"].attrs |= own
     if "sample_stats" in groups:
-        groups["sample_stats"].attrs |= {"target": sources[0].target, **own}
+        groups["sample_stats"].attrs["target"] = sources[0].target
     if prior:
         before = Table((1, prior), dtype, dims, coords)
         with seeded(seed):
@@ -165,8 +162,8 @@ def _values(
             yield "sample_stats", target, log_joint
     if draw.log_q is not None:
         yield "sample_stats", "log_q", draw.log_q
-    for stat, value in draw.stats.items():
-        yield "sample_stats", stat, value
+    if draw.diverging is not None:
+        yield "sample_stats", "diverging", draw.diverging
     for site, value in {} if new is None else source.at(*new, draw).items():
         yield "predictions", site, value
 
