@@ -416,8 +416,8 @@ def test_scores_of_mixtures_are_those_of_the_mixture(monkeypatch):
     guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
     train(regression, guide, x, y, steps=20, lr=0.05)
     new, seen = data(num=10, seed=4)
-    normals, moments = [], scorers._predictive_moments
-    monkeypatch.setattr(scorers, "_predictive_moments", lambda *args: normals.append(moments(*args)) or normals[-1])
+    normals, read = [], scorers.Gaussian.read
+    monkeypatch.setattr(scorers.Gaussian, "read", lambda *args: normals.append(read(*args)) or normals[-1])
     found = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=12)
     assert found.method == "gaussian"
     means, sds = torch.stack([m for m, _ in normals]), torch.stack([v.sqrt() for _, v in normals])
@@ -435,17 +435,14 @@ def test_scores_by_draws_are_those_of_the_distribution():
 
     y = torch.linspace(-2, 2, 5)
     scorer = Draws(None, y, "y")
-    scorer.log_score, scorer.num = torch.zeros(5), 4000
-    scorer.draws = [*(0.3 + 0.7 * torch.randn(4000, 5))]
-    found = scorer.others()
+    found = scorer.scores(torch.zeros(5), 0.3 + 0.7 * torch.randn(4000, 5))
     crps = [normal_mixture_crps(torch.tensor([0.3]), torch.tensor([0.7]), v) for v in y]
     np.testing.assert_allclose(found["crps"], torch.stack(crps), atol=0.05)
     np.testing.assert_allclose(found["pit"], dist.Normal(0.3, 0.7).cdf(y), atol=0.03)
     few = torch.randn(3, 5)  # the estimate without bias: over pairs of different draws
-    scorer.draws, scorer.num = [*few], 3
     between = sum((few[i] - few[j]).abs() for i in range(3) for j in range(i)) / 3
     expected = (few - y).abs().mean(0) - 0.5 * between
-    np.testing.assert_allclose(scorer.others()["crps"], expected, atol=1e-6)
+    np.testing.assert_allclose(scorer.scores(torch.zeros(5), few)["crps"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

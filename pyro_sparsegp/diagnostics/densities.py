@@ -72,7 +72,7 @@ class DensityReader:
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any], sites: Sequence[str]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.sites = list(dict.fromkeys(sites))
-        self.plans: Optional[dict[str, _Plan]] = None
+        self.plans: dict[str, _Plan] = {}  # found at the first draw
         self.scales: dict[str, Any] = {}  # of poutine.scale, by site
 
     def __call__(self, held: Mapping[str, Tensor], functions: Mapping[str, Moments]) -> Densities:
@@ -83,7 +83,7 @@ class DensityReader:
         :raises ValueError: where an integrated density is not finite, naming the site and the rows.
         """
         with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
-            if self.plans is None:
+            if not self.plans:
                 self.plans = self._learn(held, functions)
             integrated = {}
             expected = log_evidence = torch.zeros((), dtype=torch.float64)
@@ -97,7 +97,6 @@ class DensityReader:
 
     def density(self, name: str, held: Mapping[str, Tensor], functions: Mapping[str, Moments]) -> Tensor:
         """One site's integrated densities; ``held`` may name another value of it."""
-        assert self.plans is not None
         with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
             return self._site(name, self.plans[name], held, functions)[0]
 

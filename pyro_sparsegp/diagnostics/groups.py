@@ -50,16 +50,11 @@ class Table:
     """
 
     def __init__(self, shape: tuple[int, int], dtype: str, dims: Any = None, coords: Any = None) -> None:
-        for argument, given in (("dims", dims), ("coords", coords)):
-            if given is not None and not isinstance(given, Mapping):
-                raise ValueError(f"{argument} must be a mapping, got {type(given).__name__}")
+        for argument, given in (("dims", dims or {}), ("coords", coords or {})):
+            lists = given.values() if isinstance(given, Mapping) else [""]
+            if any(isinstance(names, str) or np.ndim(names) != 1 for names in lists):
+                raise ValueError(f"{argument} must be a mapping from names to lists, got {given!r}")
         self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
-        for name, names in self.dims.items():
-            if isinstance(names, str):
-                raise ValueError(f"dims[{name!r}] must be a list of names, got the string {names!r}: give [{names!r}]")
-        for dim, values in self.coords.items():
-            if values.ndim != 1:
-                raise ValueError(f"coords[{dim!r}] must be a list of values, got an array of shape {values.shape}")
         taken = {name for names in (*self.dims.values(), self.coords) for name in names} & set(_RESERVED)
         if taken:
             raise ValueError(f"dims and coords must not use {sorted(taken)}, which ArviZ reserves")
@@ -106,14 +101,8 @@ class Table:
         arrays = self.arrays.setdefault(group, {})
         if variable not in arrays:
             kind = np.dtype("float64") if group == "sample_stats" else self.dtype
-            if not value.is_floating_point():
-                kind = np.dtype("bool" if value.dtype is torch.bool and group == "sample_stats" else "int64")
+            kind = kind if value.is_floating_point() else value.cpu().numpy().dtype
             arrays[variable] = np.empty((*self.shape, *value.shape), kind)
-        elif arrays[variable].shape[2:] != value.shape:
-            raise ValueError(
-                f"site {variable!r} has shape {tuple(value.shape)} in one draw and {arrays[variable].shape[2:]} in "
-                "another: an array of draws needs one shape."
-            )
         arrays[variable][index] = value.cpu().numpy()
 
     def fix(self, group: str, values: Mapping[str, Any]) -> None:
@@ -124,23 +113,17 @@ class Table:
     def datasets(self, **attrs: Any) -> dict[str, Any]:
         """The groups as ``xarray.Dataset``, with these attributes."""
         found = {group: self._dataset(group, arrays) for group, arrays in self.arrays.items()}
-        if "posterior" not in found and "prior_predictive" not in found:  # function values only, left out
-            coords = {"chain": np.arange(self.shape[0]), "draw": np.arange(self.shape[1])}
-            found["posterior"] = xarray.Dataset(coords=coords)
         found |= {group: self._dataset(group, arrays) for group, arrays in self.fixed.items() if arrays}
         return {group: dataset.assign_attrs(attributes(**attrs)) for group, dataset in found.items()}
 
     def _dataset(self, group: str, arrays: Mapping[str, np.ndarray]) -> Any:
         front = ["chain", "draw"] if group in self.arrays else []
-        sizes: dict[str, int] = {}
-        variables, given = {}, {dim: name for name in arrays for dim in self.dims.get(name, ())}
+        sizes = dict(zip(front, self.shape))
+        variables = {}
         for name, array in arrays.items():
             dims = [*front, *self._names(group, name, array.shape[len(front) :])]
             for i, (dim, size) in enumerate(zip(dims, array.shape)):
-                if dim in arrays or sizes.setdefault(dim, size) != size:
-                    if dim in given and group != "log_likelihood":  # whose rows may be fewer
-                        what = "is a variable" if dim in arrays else f"has {sizes[dim]} values elsewhere, here {size}"
-                        raise ValueError(f"dims[{given[dim]!r}] names {dim!r}, which {what}")
+                if dim in arrays or sizes.setdefault(dim, size) != size:  # a plate's name that is taken, or fewer rows
                     dims[i] = f"{name}_dim_{i - len(front)}"
                     sizes[dims[i]] = size
             variables[name] = dims, array
@@ -197,22 +180,16 @@ class Table:
 
         :raises ValueError: naming them, and what there is.
         """
-        sizes: dict[str, set[int]] = {}
-        for dataset in datasets.values():
-            for dim, size in dataset.sizes.items():
-                sizes.setdefault(str(dim), set()).add(size)
-        left_out = {dim for name in self.functions for dim in self.dims.get(name, ())}
         variables = self.functions.union(*(dataset.data_vars for dataset in datasets.values()))
-        known = {"dims": (variables, "variable"), "coords": ({*sizes, *left_out} - set(_RESERVED), "dimension")}
-        for argument, given in (("dims", self.dims), ("coords", self.coords)):
-            there, kind = known[argument]
+        dimensions = {dim for dims in self.dims.values() for dim in dims}.union(*(d.sizes for d in datasets.values()))
+        for argument, given, there in (("dims", self.dims, variables), ("coords", self.coords, dimensions)):
             for name in given:
                 if name not in there:
-                    raise ValueError(f"{argument} names {name!r}, which is no {kind}: there are {sorted(there)}")
+                    raise ValueError(f"{argument} names {name!r}, which the tree does not have: it has {sorted(there)}")
         for dim, values in self.coords.items():
-            if dim in sizes and len(values) not in sizes[dim]:
-                found = " or ".join(map(str, sorted(sizes[dim])))
-                raise ValueError(f"coords[{dim!r}] has {len(values)} values, the dimension has size {found}")
+            sizes = {dataset.sizes[dim] for dataset in datasets.values() if dim in dataset.sizes}
+            if sizes and len(values) not in sizes:
+                raise ValueError(f"coords[{dim!r}] has {len(values)} values, the dimension has size {sorted(sizes)}")
 
 
 def name_of(model: Callable) -> str:

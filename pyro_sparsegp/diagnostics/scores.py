@@ -119,7 +119,7 @@ def predictive_scores(
     observation is within the central interval of probability p if abs(PIT − ½) ≤ p/2. Classes without an order have
     sets in place of intervals. What a mask leaves out has no score: rows are dropped, single outputs are NaN.
 
-    Scores are streamed over draws: memory is O(N), or O(S·N) with draws of y.
+    Memory is O(S·N).
 
     :param model: the model.
     :param guide: a fitted guide, an object that has one, or an ``MCMC`` that has run on the training data.
@@ -141,20 +141,23 @@ def predictive_scores(
         raise ValueError(f"num_samples must be at least 1, got {num_samples}")
     source = as_source(model, guide, args, kwargs, chunk_size=chunk_size, marginal=True)
     site = observed_site(source, var_name)
+    log_densities, kept = [], []
     with seeded(seed), torch.no_grad():
         for s in range(num_samples):
             draw = source.draw()
-            log_density = source.densities(draw).integrated[site]
+            log_densities.append(source.densities(draw).integrated[site].double())
             if s == 0:
                 scorer = scorer_for(source.reader, draw, site, ordered)
-            scorer.add(draw, log_density.double())
-        values = _where_observed(scorer.finish(), draw.sites[site])
+            kept.append(scorer.read(draw))
+        log_score = torch.logsumexp(torch.stack(log_densities), 0) - math.log(num_samples)
+        others = scorer.scores(log_score, *(torch.stack(parts) for parts in zip(*kept)))
+    values = _where_observed({"log_score": log_score, **others}, draw.sites[site])
     known = plate_names(site, draw.sites[site])
     # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
-    dims = known if len(known) == log_density.dim() else [f"{site}_dim_{i}" for i in range(log_density.dim())]
+    dims = known if len(known) == log_score.dim() else [f"{site}_dim_{i}" for i in range(log_score.dim())]
     more = [f"{site}_output_{i}" for i in range(draw.sites[site]["value"].dim() - len(dims))]
     arrays = {name: value.cpu().numpy() for name, value in values.items()}
-    coords = {dim: np.arange(size) for dim, size in zip(dims, log_density.shape)}
+    coords = {dim: np.arange(size) for dim, size in zip(dims, log_score.shape)}
     dataset = xarray.Dataset({name: ([*dims, *more][: a.ndim], a) for name, a in arrays.items()}, coords=coords)
     if len(dims) == 1:  # an observation each, of which the masked ones are left out
         dataset = dataset.isel({dims[0]: np.flatnonzero(dataset["log_score"].notnull())})

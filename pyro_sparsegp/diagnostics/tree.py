@@ -112,12 +112,13 @@ def to_datatree(
     kept = {"include_f": include_f, "log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
     attrs = {"model": name_of(model), "posterior": sources[0].name, "family": _families(sources[0]), "name": name}
     table = Table((chains, num_samples), dtype, dims, coords)
+    table.arrays["posterior"] = {}  # with draws, though function values that are left out may be all there is
     with seeded(seed):
         for chain in range(chains):
             source = sources[chain % len(sources)]
             for s in range(num_samples):
                 draw = source.draw()
-                if not table.names:
+                if chain == s == 0:
                     table.learn(draw.sites, draw.functions)
                     _add_data(table, model, source, draw, new)
                 for group, variable, value in _values(source, draw, new, **kept):
