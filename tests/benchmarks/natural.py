@@ -1,7 +1,6 @@
-"""Natural steps beside Adam's: each command writes its section of natural.md.
+"""Natural steps beside Adam's: test log-likelihood against seconds, the table of that section of natural.md.
 
-python tests/benchmarks/natural.py real --data DIR    test log-likelihood against seconds
-python tests/benchmarks/natural.py spikes             the largest rise of the loss on a smooth kernel
+python tests/benchmarks/natural.py --data DIR
 
 The page's other sections are of how the defaults were found, by this file at fb7d7eb.
 """
@@ -9,7 +8,6 @@ The page's other sections are of how the defaults were found, by this file at fb
 import argparse
 import itertools
 import math
-import re
 import time
 import warnings
 from pathlib import Path
@@ -24,9 +22,8 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.families import SVGP
 
 try:
-    from . import jitter, paper0
+    from . import paper0
 except ImportError:
-    import jitter
     import paper0
 
 BATCH, POINTS = 1024, 64
@@ -105,68 +102,23 @@ def run_real(options):
             found = fitted(sets, family, marks[-1] + 1e-6, lr, marks)
             print(name, label, lr, found, flush=True)
             rows.append([name, label, lr, *(f"{value:.3f} ({steps})" for steps, value in found)])
-    text = (
+    print(
         f"Mean test log-likelihood (steps) after so many CPU seconds, the first call included: SVGP({POINTS}), a "
         f"Matern-3/2 kernel with a length scale for each column, batches of {BATCH}, float32, hyperparameters as "
         "points, standardised inputs and targets, the first official split; the optimiser of all that is not q is Adam "
         "at the given rate, natural steps have the family's own.\n\n"
         + paper0.table(["set", "q by", "Adam's rate", *(f"{mark:.0f} s" for mark in marks)], rows)
     )
-    write(options, "Test log-likelihood against seconds", "real --data DIR", text)
-
-
-def run_spikes(options):
-    rows = []
-    x = torch.rand(500, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    y = torch.sin(6 * x[:, 0]) + 0.5 * torch.cos(11 * x[:, 0])
-    y = y + 0.1 * torch.randn(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    for label, family in (
-        ("Adam", SVGP(20, natural=False)),
-        ("natural", SVGP(20)),
-    ):
-        for dtype in (torch.float64, torch.float32):
-            rises, ends = [], []
-            for seed in range(2):
-                model = jitter.regression(kernels.RBF, 0.3, 0.1, 1e-8)
-                try:
-                    _, losses = jitter.train(model, family, x.to(dtype), y.to(dtype), 600, 64, seed)
-                except (RuntimeError, ValueError) as error:
-                    print(label, dtype, str(error)[:200], flush=True)
-                    continue
-                rises.append((losses - losses.cummin(0).values)[30:].max().item())
-                ends.append(-losses[-20:].median().item())
-            failed = "" if len(ends) == 2 else f", {2 - len(ends)} of 2 failed"
-            cells = (f"{max(rises):.1f}", f"{sum(ends) / len(ends):.1f}{failed}") if ends else ("", "all failed")
-            print(label, dtype, cells, flush=True)
-            rows.append([label, str(dtype).removeprefix("torch."), *cells])
-    text = (
-        "The largest rise of the loss of all rows above its lowest so far, from the 300th of 600 steps on (over two "
-        "seeds), and the bound at the end (their mean), in nats: SVGP(20) with an RBF kernel on 500 rows of one input, "
-        "batches of 64, Adam's rate 0.01, relative jitter 1e-8.\n\n"
-        + paper0.table(["q by", "dtype", "largest rise", "bound"], rows)
-    )
-    write(options, "Spikes on a smooth kernel", "spikes", text)
-
-
-def write(options, title, command, text):
-    """Put a section in its place on the page."""
-    page = options.out.read_text() if options.out.exists() else "# Natural steps\n"
-    section = f"## {title}\n\nMade by `python tests/benchmarks/natural.py {command}`, one thread.\n\n{text}\n"
-    found = re.search(rf"## {re.escape(title)}\n.*?(?=\n## |\Z)", page, re.DOTALL)
-    page = page[: found.start()] + section + page[found.end() :] if found else f"{page.rstrip()}\n\n{section}"
-    options.out.write_text(page)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["real", "spikes"])
-    parser.add_argument("--data", type=Path)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("natural.md"))
+    parser.add_argument("--data", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        {"real": run_real, "spikes": run_spikes}[options.what](options)
+        run_real(options)
 
 
 if __name__ == "__main__":
