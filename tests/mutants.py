@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(
         "no-jitter",
         "cholesky",
-        "*found, info = torch.linalg.cholesky_ex(matrix + level * (unit * scale[..., None, None]))",
-        "*found, info = torch.linalg.cholesky_ex(matrix + 0.0 * unit)",
+        "factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)",
+        "factor, turn, info = Factor.apply(matrix, 0 * level * scale, dtype or matrix.dtype)",
         ("test_linalg.py::test_cholesky_adds_a_jitter_relative_to_the_diagonal",),
     ),
     Mutant(
@@ -694,8 +694,8 @@ MUTANTS = [
     Mutant(
         "blocks-of-a-symmetric-product",
         "gram",
-        "return _from_rows([a[:, i:j].mT @ b[:, :j] for i, j in _blocks(a.shape[-1])])",
-        "return _from_rows([a[:, i:j].mT @ a[:, :j] for i, j in _blocks(a.shape[-1])])",
+        "whole[i:j, :j] = row = a[first:, i:j].mT @ b[first:, :j]",
+        "whole[i:j, :j] = row = a[first:, i:j].mT @ a[first:, :j]",
         ("test_fused.py::test_products_by_blocks",),
     ),
     Mutant(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,8 +11,21 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .functions import Function, mapped_first
+from .factors import Factor, Whitened, factorised, turn_of
+from .functions import Function
 from .shapes import broadcast_shapes
+from .triangular import (
+    congruence,
+    gram,
+    mirrored,
+    over_lower,
+    over_upper,
+    solve_lower,
+    solve_upper,
+    times_lower,
+    times_upper,
+    tril_of_product,
+)
 
 __all__ = [
     "NumericalWarning",
@@ -49,10 +61,6 @@ __all__ = [
     "wider",
 ]
 
-_LARGE = 256  # from here on blocks pay
-_ALIASED, _ODD = 128, 8  # rows of which multiples are slow on a CPU, and how many more are not
-_MANY = 8  # right hand sides
-_PARTS = 4
 _ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
 
 
@@ -86,156 +94,9 @@ def flags_kept() -> Iterator[list[Tensor]]:
         _FLAGS.reset(token)
 
 
-class _Factor(Function):
-    # (A, εs) ↦ L, with LLᵀ = A + εsI, in a dtype that may be narrower than A's, zeros, whose derivative is L⁻¹dL, and a
-    # flag. The gradient by those comes in that dtype: to go on in A's would cost more and add no digits.
-
-    @staticmethod
-    def forward(matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        shifted = matrix.clone()
-        shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
-        factor, info = factorised(shifted)
-        return factor.to(dtype), torch.zeros_like(matrix, dtype=dtype), info
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(output[0])
-        ctx.save_for_forward(output[0])
-        ctx.wide = inputs[0].dtype
-        ctx.mark_non_differentiable(output[2])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, by_factor: Any, by_turn: Any, _: Any) -> tuple[Optional[Tensor], None, None]:
-        (factor,) = ctx.saved_tensors
-        # Ā = ½L⁻ᵀ(P + Pᵀ)L⁻¹ with P the lower triangle of LᵀL̄, its diagonal halved (Murray, 2016, eq. 10). Without Pᵀ
-        # the rounding of an antisymmetric part that is far larger would stay.
-        if by_factor is None and by_turn is None:
-            return None, None, None
-        inner = by_turn if by_factor is None else _tril_of_lower(factor, by_factor)
-        both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)
-        left = over_lower(both, factor)  # PL⁻¹, whose transpose is L⁻ᵀP
-        # It is symmetric: its transpose is in the order of A's rows, which a solve's result is not.
-        return torch.linalg.solve_triangular(factor, left.mT, upper=False, left=False).mT.to(ctx.wide), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
-        (factor,) = ctx.saved_tensors
-        # L⁻¹dL = tril½(L⁻¹ dA L⁻ᵀ), tril½ the lower triangle with its diagonal halved (Murray, 2016, eq. 8).
-        left = solve_lower(factor, change.to(factor))
-        inner = torch.linalg.solve_triangular(factor.mT, left, upper=True, left=False)
-        turn = inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))
-        return factor @ turn, turn, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> Any:
-        matrix = matrix.movedim(in_dims[0], 0) if in_dims[0] is not None else matrix[None]
-        shift = shift.movedim(in_dims[1], 0) if in_dims[1] is not None else shift[None]
-        matrix = matrix.expand(*broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
-        return _Factor.apply(matrix, shift, dtype), (0, 0, 0)
-
-
 def rounding(matrix: Tensor) -> float:
     """A relative jitter that is as much as a matrix of this size and dtype loses by rounding, Mε."""
     return matrix.shape[-1] * torch.finfo(matrix.dtype).eps
-
-
-def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`torch.linalg.cholesky_ex`, of a large matrix by halves: as products, which are quicker. A CPU's caches map
-    columns of 128 numbers, or a multiple, to few places, where LAPACK takes 2 to 3 times as long: they get 8 more.
-    """
-    num = matrix.shape[-1]
-    if num < 2 * _LARGE or matrix.dim() > 2:
-        if num % _ALIASED or matrix.device.type != "cpu":
-            return torch.linalg.cholesky_ex(matrix)
-        return _within_odd_columns(matrix)
-    half = num // 2 + (0 if num // 2 % _ALIASED else _ODD)
-    top, flag = factorised(matrix[:half, :half])
-    side = over_upper(matrix[half:, :half], top)
-    bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
-    factor = torch.zeros_like(matrix)
-    factor[:half, :half], factor[half:, :half], factor[half:, half:] = top, side, bottom
-    return factor, flag.abs() + other.abs()
-
-
-def _within_odd_columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`torch.linalg.cholesky_ex` of blockdiag(A, I), cut out."""
-    num = matrix.shape[-1]
-    wide = torch.nn.functional.pad(matrix, (0, _ODD, 0, _ODD))
-    wide.diagonal(dim1=-2, dim2=-1)[..., num:] = 1
-    factor, info = torch.linalg.cholesky_ex(wide)
-    return factor[..., :num, :num].mT.contiguous().mT, info
-
-
-class _Turn(Function):
-    # Of L, only whose lower triangle has a gradient.
-
-    @staticmethod
-    def forward(factor: Tensor) -> Tensor:
-        return torch.zeros_like(factor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(ctx.saved_tensors[0], grad.tril().mT, upper=False, left=False).mT
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor) -> Tensor:
-        return solve_lower(ctx.saved_tensors[0], change)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, factor: Tensor) -> Any:
-        return _Turn.apply(factor.movedim(in_dims[0], 0)), 0
-
-
-def turn_of(factor: Tensor) -> Tensor:
-    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL for a lower triangular L: what follows from that alone has its
-    gradient by L at the cost of one triangular solve.
-    """
-    return _Turn.apply(factor)
-
-
-class _Whitened(Function):
-    # (B, L, zeros of L's) ↦ BL⁻ᵀ. The gradient by L goes to the zeros, as that by L⁻¹dL: with d(BL⁻ᵀ) = dB L⁻ᵀ −
-    # BL⁻ᵀ(L⁻¹dL)ᵀ neither a solve nor, on the way back through the factorisation, a product is needed for it.
-
-    @staticmethod
-    def forward(cross: Tensor, factor: Tensor, turn: Tensor) -> Tensor:
-        return over_upper(cross, factor)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[1], output)
-        ctx.save_for_forward(inputs[1], output)
-        ctx.shape = inputs[0].shape
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], None, Optional[Tensor]]:
-        factor, phi = ctx.saved_tensors
-        by_cross = by_turn = None
-        if ctx.needs_input_grad[0]:
-            by_cross = over_lower(grad, factor).sum_to_size(ctx.shape)
-        if ctx.needs_input_grad[2]:
-            by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg_()
-        return by_cross, None, by_turn
-
-    @staticmethod
-    def jvp(ctx: Any, dcross: Optional[Tensor], _: Any, dturn: Optional[Tensor]) -> Tensor:
-        factor, phi = ctx.saved_tensors
-        total = torch.zeros_like(phi)
-        if dcross is not None:
-            total = total + over_upper(dcross, factor)
-        return total if dturn is None else total - phi @ dturn.mT
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
-        found = mapped_first(info, in_dims, tensors)
-        dims = max(t.dim() for t in found)
-        return _Whitened.apply(*(t.reshape(t.shape[0], *[1] * (dims - t.dim()), *t.shape[1:]) for t in found)), 0
 
 
 class Whitening(NamedTuple):
@@ -250,7 +111,17 @@ class Whitening(NamedTuple):
 
     def __call__(self, cross: Tensor) -> Tensor:
         """BL⁻ᵀ, ``(..., N, M)``."""
-        return _Whitened.apply(cross, self.factor, self.turn)
+        return Whitened.apply(cross, self.factor, self.turn)
+
+
+def cholesky(matrix: Tensor, jitter: Optional[float] = None, *arguments: Any, **options: Any) -> Tensor:
+    """The factor L of :func:`whitening`, of the same arguments."""
+    # Natural steps factorise small matrices without a gradient: the custom function takes ten times as long for those.
+    if jitter == 0 and not matrix.requires_grad and _FLAGS.get() is None:
+        factor, info = factorised(matrix)
+        if not info.any():
+            return factor
+    return whitening(matrix, jitter, *arguments, **options).factor
 
 
 def whitening(
@@ -261,19 +132,7 @@ def whitening(
     made_of: Callable[[], str] = str,
     dtype: Optional[torch.dtype] = None,
 ) -> Whitening:
-    """:func:`cholesky`, of the same arguments, for products with L⁻ᵀ: gradients through these cost least so."""
-    return Whitening(*_first_that_exists(matrix, jitter, what, scale, made_of, dtype or matrix.dtype))
-
-
-def cholesky(
-    matrix: Tensor,
-    jitter: Optional[float] = None,
-    what: str = "matrix",
-    scale: Optional[Tensor] = None,
-    made_of: Callable[[], str] = str,
-    dtype: Optional[torch.dtype] = None,
-) -> Tensor:
-    """Lower Cholesky factor L of A + εsI, LLᵀ = A + εsI, with ε escalated until it exists.
+    """Lower Cholesky factor L of A + εsI, LLᵀ = A + εsI, with ε escalated until it exists, and B ↦ BL⁻ᵀ.
 
     ε starts at ``jitter`` and grows tenfold, four times at most; s is ``scale``, by default the mean of A's
     diagonal, so the jitter is relative. One integer per matrix is read back to see whether the factorisation
@@ -285,45 +144,21 @@ def cholesky(
     :param scale: s, broadcastable to ``(...,)``.
     :param made_of: says, for the error of a matrix that is not finite, what it is made of.
     :param dtype: of L and of gradients through it, if it is not the matrix's.
-    :returns: L, ``(..., M, M)``.
     :raises torch.linalg.LinAlgError: (a ``RuntimeError``) naming ``what``, its size and the jitters tried, or how much
         of it is NaN or infinite, which no jitter mends. The text says "input is not positive-definite", by which Pyro's
         HMC recognises a step to reject.
     """
-    return _first_that_exists(matrix, jitter, what, scale, made_of, dtype)[0]
-
-
-def _first_that_exists(
-    matrix: Tensor,
-    jitter: Optional[float],
-    what: str,
-    scale: Optional[Tensor],
-    made_of: Callable[[], str],
-    dtype: Optional[torch.dtype],
-) -> list[Tensor]:
-    """The factor with the first jitter for which there is one; in a dtype that is given, with what else is to be had
-    at a lower cost.
-    """
-    first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
-    level = first
+    level = first = default_jitter(matrix.dtype) if jitter is None else float(jitter)
+    if scale is None:
+        diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
+        scale = diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
     for attempt in range(_ESCALATIONS + 1):
-        if scale is None and (level > 0 or dtype is not None):
-            diagonal = matrix.detach().diagonal(dim1=-2, dim2=-1)
-            scale = diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
-        if dtype is not None:
-            assert scale is not None
-            *found, info = _Factor.apply(matrix, level * scale, dtype)
-        elif level > 0:
-            assert scale is not None
-            unit = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-            *found, info = torch.linalg.cholesky_ex(matrix + level * (unit * scale[..., None, None]))
-        else:
-            *found, info = torch.linalg.cholesky_ex(matrix) if matrix.requires_grad else factorised(matrix)
+        factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)
         flags = _FLAGS.get()
         if flags is not None:
             info.data_ptr()  # raises under torch.func.vmap, as a look at it would: mapped ones can't be kept
             flags.append(info)
-            return found
+            return Whitening(factor, turn)
         if not info.any():
             if attempt > 0:
                 warnings.warn(
@@ -333,7 +168,7 @@ def _first_that_exists(
                     NumericalWarning,
                     stacklevel=2,
                 )
-            return found
+            return Whitening(factor, turn)
         if attempt == 0 and not matrix.isfinite().all():
             raise torch.linalg.LinAlgError(_not_finite(matrix, what, made_of()))  # type: ignore[attr-defined]
         level = 10 * level if level > 0 else default_jitter(matrix.dtype)
@@ -402,117 +237,6 @@ def side_by_side(parts: Sequence[Tensor]) -> Tensor:
         shape = broadcast_shapes(*(part.shape[:-1] for part in parts))
         parts = [part.expand(*shape, part.shape[-1]) for part in parts]
     return torch.cat(list(parts), -1)
-
-
-# Products by blocks, which leave out blocks of zeros: a library's triangular product costs as much as a full one, its
-# symmetric product is not to be had. Operations that can be differentiated and mapped.
-
-
-def _blocks(num: int) -> list[tuple[int, int]]:
-    size = 64 * -(-num // (64 * _PARTS))
-    return list(itertools.pairwise([*range(0, num, size), num]))
-
-
-def times_lower(a: Tensor, lower: Tensor) -> Tensor:
-    """AL, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
-    if lower.shape[-1] < _LARGE or lower.dim() > 2:
-        return a @ lower
-    out = (a[..., :1] * lower[0, 0]).new_empty(a.shape)  # mapped, where one of them is
-    for i, j in _blocks(lower.shape[-1]):
-        out[..., i:j] = a[..., i:] @ lower[i:, i:j]
-    return out
-
-
-def times_upper(a: Tensor, lower: Tensor) -> Tensor:
-    """ALᵀ, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
-    if lower.shape[-1] < _LARGE or lower.dim() > 2:
-        return a @ lower.mT
-    out = (a[..., :1] * lower[0, 0]).new_empty(a.shape)
-    for i, j in _blocks(lower.shape[-1]):
-        out[..., i:j] = a[..., :j] @ lower[i:j, :j].mT
-    return out
-
-
-def tril_of_product(a: Tensor, b: Tensor) -> Tensor:
-    """AᵀB, ``(..., M, M)``, of which the part above the diagonal means nothing."""
-    if a.shape[-1] < _LARGE or a.dim() > 2 or b.dim() > 2:
-        return a.mT @ b
-    out = (a[:1, :1] * b[:1, :1]).new_zeros(a.shape[-1], a.shape[-1])
-    for i, j in _blocks(a.shape[-1]):
-        out[i:j, :j] = a[:, i:j].mT @ b[:, :j]
-    return out
-
-
-def gram(a: Tensor, b: Tensor) -> Tensor:
-    """AᵀB, ``(..., M, M)``, where that is symmetric: of A, ``(..., N, M)``, and A with scaled rows, say."""
-    if a.shape[-1] < _LARGE or a.dim() > 2 or b.dim() > 2:
-        return a.mT @ b
-    return _from_rows([a[:, i:j].mT @ b[:, :j] for i, j in _blocks(a.shape[-1])])
-
-
-def congruence(lower: Tensor, half: Tensor) -> Tensor:
-    """LᵀAL, ``(..., M, M)``, for a lower triangular L and a symmetric A, of which AL is given."""
-    if lower.shape[-1] < _LARGE or lower.dim() > 2 or half.dim() > 2:
-        return lower.mT @ half
-    return _from_rows([lower[i:, i:j].mT @ half[i:, :j] for i, j in _blocks(lower.shape[-1])])
-
-
-def _from_rows(rows: Sequence[Tensor]) -> Tensor:
-    """The symmetric matrix of which these are the rows, each up to its last block on the diagonal."""
-    num = rows[-1].shape[-1]
-    whole = rows[-1].new_empty(num, num)
-    for row, (i, j) in zip(rows, _blocks(num)):
-        whole[i:j, :j], whole[:i, i:j] = row, row[:, :i].mT
-    return whole
-
-
-def mirrored(lower: Tensor) -> Tensor:
-    """The symmetric matrix, ``(..., M, M)``, of which this is the lower triangle; what is above means nothing."""
-    if lower.shape[-1] < _LARGE or lower.dim() > 2:
-        tril = lower.tril()
-        return tril + tril.tril(-1).mT
-    # By blocks, since a large matrix and its transpose are not in the cache together.
-    return _from_rows([torch.cat([lower[i:j, :i], mirrored(lower[i:j, i:j])], -1) for i, j in _blocks(len(lower))])
-
-
-def _tril_of_lower(lower: Tensor, other: Tensor) -> Tensor:
-    """The lower triangle of LᵀA, ``(..., M, M)``, for lower triangular L and A; what is above means nothing."""
-    if lower.shape[-1] < _LARGE or lower.dim() > 2 or other.dim() > 2:
-        return lower.mT @ other
-    out = (lower[:1, :1] * other[:1, :1]).new_zeros(lower.shape)
-    for i, j in _blocks(lower.shape[-1]):
-        out[i:j, :j] = lower[i:, i:j].mT @ other[i:, :j]
-    return out
-
-
-# LAPACK's matrices lie in memory by columns: where right hand sides do, a transposition away, no copy has to turn them.
-# Those of AL⁻ᵀ do in LX = Aᵀ (1.4 to 3 times as quick as XLᵀ = A in float32 on one AMD EPYC, alike on another); many of
-# L⁻¹B do in XLᵀ = Bᵀ. In LX = Aᵀ an L by rows, LAPACK's transpose, is there 1.3 to 1.9 times as quick as one by
-# columns, its copy included.
-
-
-def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
-    """L⁻¹B for a lower triangular L, ``(..., M, M)``, and B, ``(..., M, K)``."""
-    if right.shape[-1] < _MANY:
-        return torch.linalg.solve_triangular(factor, right, upper=False)
-    return torch.linalg.solve_triangular(factor.mT, right.mT, upper=True, left=False).mT
-
-
-def solve_upper(factor: Tensor, right: Tensor) -> Tensor:
-    """L⁻ᵀB for a lower triangular L, ``(..., M, M)``, and B, ``(..., M, K)``."""
-    if right.shape[-1] < _MANY:
-        return torch.linalg.solve_triangular(factor.mT, right, upper=True)
-    return torch.linalg.solve_triangular(factor, right.mT, upper=False, left=False).mT
-
-
-def over_upper(rows: Tensor, factor: Tensor) -> Tensor:
-    """AL⁻ᵀ, ``(..., N, M)``, by rows, for a lower triangular L, ``(..., M, M)``."""
-    return torch.linalg.solve_triangular(factor.contiguous(), rows.mT, upper=False).mT
-
-
-def over_lower(rows: Tensor, factor: Tensor) -> Tensor:
-    """AL⁻¹, ``(..., N, M)``, by rows, for a lower triangular L, ``(..., M, M)``."""
-    return torch.linalg.solve_triangular(factor.mT.contiguous(), rows.mT, upper=True).mT
 
 
 def gaussian_kl(loc: Tensor, trace: Tensor, log_det: Tensor) -> Tensor:

@@ -1,0 +1,163 @@
+"""Cholesky factors, and rows over them, with gradients that cost least."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .functions import Function, aligned
+from .shapes import broadcast_shapes
+from .triangular import LARGE, mirrored, over_lower, over_upper, solve_lower, tril_of_lower, tril_of_product
+
+__all__ = ["Factor", "Whitened", "factorised", "turn_of"]
+
+_ALIASED, _ODD = 128, 8  # rows of which multiples are slow on a CPU, and how many more are not
+
+
+class Factor(Function):
+    """(A, εs) ↦ L, with LLᵀ = A + εsI, in a dtype that may be narrower than A's, zeros, whose derivative is L⁻¹dL, and a
+    flag. The gradient by those comes in that dtype: to go on in A's would cost more and add no digits.
+    """
+
+    @staticmethod
+    def forward(matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        shifted = matrix.clone()
+        shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
+        factor, info = factorised(shifted)
+        return factor.to(dtype), torch.zeros_like(matrix, dtype=dtype), info
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output[0])
+        ctx.save_for_forward(output[0])
+        ctx.wide = inputs[0].dtype
+        ctx.mark_non_differentiable(output[2])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, by_factor: Any, by_turn: Any, _: Any) -> tuple[Optional[Tensor], None, None]:
+        (factor,) = ctx.saved_tensors
+        # Ā = ½L⁻ᵀ(P + Pᵀ)L⁻¹ with P the lower triangle of LᵀL̄, its diagonal halved (Murray, 2016, eq. 10). Without Pᵀ
+        # the rounding of an antisymmetric part that is far larger would stay.
+        if by_factor is None and by_turn is None:
+            return None, None, None
+        inner = by_turn if by_factor is None else tril_of_lower(factor, by_factor)
+        both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)
+        left = over_lower(both, factor)  # PL⁻¹, whose transpose is L⁻ᵀP
+        # It is symmetric: its transpose is in the order of A's rows, which a solve's result is not.
+        return torch.linalg.solve_triangular(factor, left.mT, upper=False, left=False).mT.to(ctx.wide), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor, *_: Any) -> tuple[Tensor, Tensor, None]:
+        (factor,) = ctx.saved_tensors
+        # L⁻¹dL = tril½(L⁻¹ dA L⁻ᵀ), tril½ the lower triangle with its diagonal halved (Murray, 2016, eq. 8).
+        left = solve_lower(factor, change.to(factor))
+        inner = torch.linalg.solve_triangular(factor.mT, left, upper=True, left=False)
+        turn = inner.tril() - 0.5 * torch.diag_embed(inner.diagonal(dim1=-2, dim2=-1))
+        return factor @ turn, turn, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, matrix: Tensor, shift: Tensor, dtype: torch.dtype) -> Any:
+        matrix = matrix.movedim(in_dims[0], 0) if in_dims[0] is not None else matrix[None]
+        shift = shift.movedim(in_dims[1], 0) if in_dims[1] is not None else shift[None]
+        matrix = matrix.expand(*broadcast_shapes(matrix.shape[:-2], shift.shape), *matrix.shape[-2:])
+        return Factor.apply(matrix, shift, dtype), (0, 0, 0)
+
+
+def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`torch.linalg.cholesky_ex`, of a large matrix by halves: as products, which are quicker. A CPU's caches map
+    columns of 128 numbers, or a multiple, to few places, where LAPACK takes 2 to 3 times as long: they get 8 more.
+    """
+    num = matrix.shape[-1]
+    if num < 2 * LARGE or matrix.dim() > 2:
+        if num % _ALIASED or matrix.device.type != "cpu":
+            return torch.linalg.cholesky_ex(matrix)
+        return _within_odd_columns(matrix)
+    half = num // 2 + (0 if num // 2 % _ALIASED else _ODD)
+    top, flag = factorised(matrix[:half, :half])
+    side = over_upper(matrix[half:, :half], top)
+    bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
+    factor = torch.zeros_like(matrix)
+    factor[:half, :half], factor[half:, :half], factor[half:, half:] = top, side, bottom
+    return factor, flag.abs() + other.abs()
+
+
+def _within_odd_columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`torch.linalg.cholesky_ex` of blockdiag(A, I), cut out."""
+    num = matrix.shape[-1]
+    wide = torch.nn.functional.pad(matrix, (0, _ODD, 0, _ODD))
+    wide.diagonal(dim1=-2, dim2=-1)[..., num:] = 1
+    factor, info = torch.linalg.cholesky_ex(wide)
+    return factor[..., :num, :num].mT.contiguous().mT, info
+
+
+class _Turn(Function):
+    # Of L, only whose lower triangle has a gradient.
+
+    @staticmethod
+    def forward(factor: Tensor) -> Tensor:
+        return torch.zeros_like(factor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(ctx.saved_tensors[0], grad.tril().mT, upper=False, left=False).mT
+
+    @staticmethod
+    def jvp(ctx: Any, change: Tensor) -> Tensor:
+        return solve_lower(ctx.saved_tensors[0], change)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, factor: Tensor) -> Any:
+        return _Turn.apply(factor.movedim(in_dims[0], 0)), 0
+
+
+def turn_of(factor: Tensor) -> Tensor:
+    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL for a lower triangular L: what follows from that alone has its
+    gradient by L at the cost of one triangular solve.
+    """
+    return _Turn.apply(factor)
+
+
+class Whitened(Function):
+    """(B, L, zeros of L's) ↦ BL⁻ᵀ. The gradient by L goes to the zeros, as that by L⁻¹dL: with d(BL⁻ᵀ) = dB L⁻ᵀ −
+    BL⁻ᵀ(L⁻¹dL)ᵀ neither a solve nor, on the way back through the factorisation, a product is needed for it.
+    """
+
+    @staticmethod
+    def forward(cross: Tensor, factor: Tensor, turn: Tensor) -> Tensor:
+        return over_upper(cross, factor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1], output)
+        ctx.save_for_forward(inputs[1], output)
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], None, Optional[Tensor]]:
+        factor, phi = ctx.saved_tensors
+        by_cross = by_turn = None
+        if ctx.needs_input_grad[0]:
+            by_cross = over_lower(grad, factor).sum_to_size(ctx.shape)
+        if ctx.needs_input_grad[2]:
+            by_turn = tril_of_product(grad, phi).sum_to_size(factor.shape).neg_()
+        return by_cross, None, by_turn
+
+    @staticmethod
+    def jvp(ctx: Any, dcross: Optional[Tensor], _: Any, dturn: Optional[Tensor]) -> Tensor:
+        factor, phi = ctx.saved_tensors
+        total = torch.zeros_like(phi)
+        if dcross is not None:
+            total = total + over_upper(dcross, factor)
+        return total if dturn is None else total - phi @ dturn.mT
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *tensors: Tensor) -> Any:
+        return Whitened.apply(*aligned(in_dims, tensors)), 0
