@@ -232,7 +232,7 @@ script.write_text(
         z = torch.rand(32, 16, dtype=torch.float64)
         guide = AutoSparseGP(model, SVGP(z, start="prior"))
         group = distributed.group.WORLD if world > 1 else None
-        result = fit(model, guide, Share(), size=rows, steps=steps, group=group, progress=False, warm_start=False)
+        result = fit(model, guide, Share(), size=rows, steps=steps, group=group, progress=False)
         mean = guide.posterior(z)["f"].mean.detach()
         torch.save((result.losses, mean), f"{folder}/result_{world}_{rank}.pt")
         """
