@@ -310,7 +310,7 @@ def test_a_latent_of_each_datum(as_input):
 
 
 @pytest.mark.filterwarnings("ignore")  # of Pyro's DiscreteHMM
-def test_a_likelihood_that_torch_func_does_not_differentiate():
+def test_a_chain_of_states_is_no_likelihood_of_single_values():
     x, y = torch.linspace(0, 1, 6)[:, None], torch.randn(6)
 
     def model(x, y):
@@ -319,5 +319,5 @@ def test_a_likelihood_that_torch_func_does_not_differentiate():
         pyro.sample("y", dist.DiscreteHMM(torch.zeros(2), 2 * torch.eye(2), states), obs=y)
 
     svi = SVI(model, AutoSparseGP(model, SGPR(3)), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
-    with pytest.raises(ValueError, match=r"GP site .f. .* without setup_context.* such as SVGP"):
+    with pytest.raises(ValueError, match=r"GP site .f. .* does not factorise.* such as SVGP"):
         svi.step(x, y)

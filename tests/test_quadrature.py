@@ -250,7 +250,8 @@ def test_masks_scales_and_factors():
         f = pyro.sample("f", GaussianProcess(RBF, x))
         with pyro.plate("data", len(x)), pyro.poutine.mask(mask=observed), pyro.poutine.scale(scale=0.5):
             pyro.sample("y", dist.Normal(f, 0.3), obs=y)
-        pyro.factor("pull", -f.square().sum())
+        with pyro.plate("rows", len(x)):
+            pyro.factor("pull", -f.square())
 
     guide = fitted(model, x, y)
     q = guide.posterior(x)["f"]
@@ -288,7 +289,7 @@ def test_a_model_that_vmap_refuses(where):
         if old and where == "after f":
             f = OldStyle.apply(f)
         with plate:
-            z = pyro.sample("z", dist.Normal(f, scale))
+            z = pyro.sample("z", dist.StudentT(4.0, f, scale))
             return pyro.sample("y", dist.Normal(z, scale), obs=y[plate.indices])
 
     guide = fitted(lambda x, y: model(x, y, old=False), x, y, steps=5)

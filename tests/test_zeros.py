@@ -1,5 +1,7 @@
 """A first call at which a latent or a parameter is 0 sees what it multiplies."""
 
+from contextlib import nullcontext
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -44,7 +46,7 @@ def test_dependence_is_that_at_other_values(gain, kind):
             pyro.sample("y", dist.Poisson(rate), obs=y)
 
     guide = AutoSparseGP(model, SVGP(6))
-    with pytest.warns(UserWarning, match="by their sum|couples values"):
+    with nullcontext() if kind == "second site" else pytest.warns(UserWarning, match="couples values"):
         guide(*data())
     if kind == "second site":
         assert guide.structure.dependence == {"f": "elementwise", "g": "elementwise"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -27,13 +28,12 @@ from ..process import GaussianProcess
 from ..program import checks
 from ..program.data import TrainingData
 from ..program.dependence import COUPLED, NONE
-from ..program.facts import Structure, explore
+from ..program.facts import ClosedForms, Structure, explore
 from ..program.groups import grouped, plate_sizes
 from ..program.handlers import AtMeans, is_blocked, observes
 from ..program.registration import has_network, require_registered
 from ..program.traces import (
     all_sites,
-    as_leaves,
     as_process,
     first_tensor,
     free_values,
@@ -43,7 +43,6 @@ from ..program.traces import (
     piecewise_constant,
     repeatable,
 )
-from ..program.zeros import OffZero, off_zero
 from .correction import show_all_rows
 from .coupled import couple, coupled_among
 from .joint import groups_of, join, require_alike, require_families, require_outer
@@ -288,16 +287,12 @@ def _explore(
     posteriors: Mapping[str, SparsePosterior],
 ) -> None:
     """Learn how densities depend on GP sites' values, and raise where a family on sites does not fit."""
-    values, model = as_leaves(off_zero(free_values(trace), trace)), OffZero()(guide.model)
-
-    def held(moved: dict[str, Tensor]) -> poutine.Trace:
-        return held_trace(model, values | moved, args, kwargs)
-
     processes = {name: posterior.process for name, posterior in posteriors.items()}
     modules = guide.site_modules()
     flat = piecewise_constant(trace)
     with repeatable(guide.like):
-        densities = explore(found, held, processes, [] if flat else list(modules))
+        held = _held(guide, args, kwargs, trace)
+        guide.learnt.forms, densities = explore(found, held, processes, [] if flat else list(modules))
     if modules or guide.by_expectation:
         for site, density in densities.items():
             if not density.isfinite().all():
@@ -307,6 +302,24 @@ def _explore(
                 )
     for name, module in modules.items():
         require_separate_sites(found, name, f"the family {module.family['name']}, which", flat, _FREE)
+
+
+def _held(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> Callable:
+    """Runs the program with GP sites at values, all else as it was in a run."""
+    values = free_values(trace)
+    return lambda moved: held_trace(guide.model, values | moved, args, kwargs)
+
+
+def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
+    """Which densities have their expectation in closed form: learned anew where a state was loaded."""
+    core = guide.learnt
+    if core.forms is None:
+        posteriors = probed(guide, args, kwargs).posteriors
+        processes = {name: posterior.process for name, posterior in posteriors.items()}
+        again = replace(core.facts, inner=[], groups={}, quadratic=[], meeting=[])
+        with repeatable(guide.like), poutine.block():
+            core.forms, _ = explore(again, _held(guide, args, kwargs, guide.trace), processes)
+    return core.forms
 
 
 def require_separate_sites(found: Structure, name: str, reads: str, flat: list[str], remedy: str) -> None:
@@ -342,7 +355,7 @@ def _expect_joint_draws(guide: KnownGuide) -> None:
         warnings.warn(
             f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
             "different inputs: they are drawn jointly, at a cost cubic in the number of inputs, and not integrated "
-            "by quadrature.",
+            "by quadrature. Terms that a pyro.factor adds up do not meet if it gives one for each row, in a plate.",
             stacklevel=5,
         )
 

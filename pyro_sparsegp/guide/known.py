@@ -24,7 +24,7 @@ from ..posterior.drawing import ExpectedSite, FunctionSite, GroupedSite, Margina
 from ..process import GaussianProcess
 from ..program.data import Relation, TrainingData
 from ..program.dependence import COUPLED
-from ..program.facts import Structure
+from ..program.facts import ClosedForms, Structure
 from ..program.traces import all_sites
 from ..warned import Warned
 from .networks import Calls
@@ -39,6 +39,7 @@ class Core:
     """What a guide has learnt at its first call, or was loaded with.
 
     :param facts: what is known of the program.
+    :param forms: which densities have their expectation in closed form; learned anew where a state was loaded.
     :param data: the arguments of the last step of training on the rows that it is about.
     :param calls: the networks that a run calls, where they are to be known.
     :param checked: whether all parameters were seen to train.
@@ -49,6 +50,7 @@ class Core:
     """
 
     facts: Structure
+    forms: Optional[ClosedForms] = None
     data: Optional[TrainingData] = None
     calls: Optional[Calls] = None
     checked: bool = False

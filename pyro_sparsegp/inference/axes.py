@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Optional
 
 import numpy as np
 import torch
@@ -17,12 +18,13 @@ __all__ = ["MAX_AXES", "at_axes", "quadrature_axes"]
 MAX_AXES = 2  # of a grid of nodes
 
 
-def quadrature_axes(structure: Structure, most: int = MAX_AXES) -> dict[str, tuple[int, ...]]:
+def quadrature_axes(structure: Structure, most: Optional[int] = MAX_AXES) -> dict[str, tuple[int, ...]]:
     """The axes of the product grid on which each GP site is integrated; a site that must be drawn is left out.
 
     Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
     meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-    so is a group that would need more axes than two, or ``most``, and sites of one posterior that meet across rows.
+    so is a group that would need more axes than ``most`` (``None`` is any number), and sites of one posterior that
+    meet across rows.
     """
     width = {}
     for name, kind in structure.dependence.items():
@@ -44,7 +46,7 @@ def quadrature_axes(structure: Structure, most: int = MAX_AXES) -> dict[str, tup
         taken = {axis for other in meets[name] if other in axes for axis in axes[other]}
         free = (axis for axis in itertools.count() if axis not in taken)
         axes[name] = tuple(itertools.islice(free, width[name]))
-    too_many = {name for name, used in axes.items() if max(used) >= most}
+    too_many = {name for name, used in axes.items() if most is not None and max(used) >= most}
     while True:  # a group is drawn as a whole
         spread = {other for name in too_many for other in meets[name]} - too_many
         if not spread:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection
-from typing import Any, Optional
+from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import kl_divergence
 
 from ..guide import AutoSparseGP
 from ..posterior.drawing import NodeSite
+from ..posterior.sparse_posterior import SparsePosterior
 from ..program.dependence import COUPLED
-from ..program.facts import Structure
+from ..program.facts import ClosedForms
 from ..program.traces import held_trace
 from ..warned import warn_once
 from .axes import MAX_AXES, at_axes, quadrature_axes
-from .expected import Expectations, joint_or_marginal_draw, posterior_at
+from .expected import divergence, posterior_at, weighted_sum
 
-__all__ = ["Grid", "divergence", "log_density_minus_kl", "mapped", "one_by_one", "weighted_sum"]
+__all__ = ["Grid", "log_density_minus_kl", "mapped", "one_by_one"]
 
 Ran = tuple[poutine.Trace, poutine.Trace, dict[str, Tensor]]  # the model's trace, the guide's, all sites' values
 
@@ -32,20 +31,15 @@ class Grid:
     """One evaluation of a bound on a product grid.
 
     :param wrapped: the guide, or what handlers made of it.
-    :param structure: what is known of the sites that are integrated.
-    :param expected: the sites whose expectation is known.
+    :param closed: the sites whose expectation is in closed form, and how all others depend on GP sites.
     """
 
     def __init__(
-        self,
-        guide: AutoSparseGP,
-        wrapped: Callable,
-        call: tuple[tuple, dict[str, Any]],
-        structure: Structure,
-        expected: Optional[Expectations],
+        self, guide: AutoSparseGP, wrapped: Callable, call: tuple[tuple, dict[str, Any]], closed: ClosedForms
     ) -> None:
-        self.guide, self.wrapped, self.call, self.structure, self.expected = guide, wrapped, call, structure, expected
-        self.axes = quadrature_axes(structure)
+        self.guide, self.wrapped, self.call, self.closed = guide, wrapped, call, closed
+        self.structure = closed.rest
+        self.axes = quadrature_axes(self.structure)
         self.num_axes = 1 + max((axis for used in self.axes.values() for axis in used), default=-1)
 
     def warn_of_draws(self) -> None:
@@ -64,11 +58,8 @@ class Grid:
             )
 
     def run(self, *node: Tensor) -> Ran:
-        """The model's and the guide's run with GP sites at a node, by default at 0."""
-        zero = self.guide.like.new_zeros(())
-        places = self._at(node or (zero,) * self.num_axes)
-        if self.expected is not None:
-            places |= {name: zero for name in self.expected.gps if name not in self.axes}
+        """The model's and the guide's run with GP sites at a node, by default at their means."""
+        places = self._at(node) if node else dict.fromkeys([*self.axes, *self.closed.gps])
         return self.guide.at_nodes(places, self.wrapped, *self.call)
 
     def once(self, *node: Tensor) -> Tensor:
@@ -83,11 +74,11 @@ class Grid:
         self, model_trace: poutine.Trace, guide_trace: poutine.Trace, values: dict[str, Tensor]
     ) -> Callable[..., Tensor]:
         """The bound's terms at a node, of the model with all other values as in a run."""
-        done: Collection[str] = () if self.expected is None else self.expected.sites
-        for name in () if self.expected is None else self.expected.gps:
+        for name in self.closed.gps:  # which are at their means, and enter other densities, too
             if name in self.structure.dependence and name not in self.axes:
+                q = posterior_at(guide_trace, name)
                 coupled = self.structure.dependence[name] == COUPLED
-                values = values | {name: joint_or_marginal_draw(posterior_at(guide_trace, name), coupled)}
+                values = values | {name: SparsePosterior.rsample(q) if coupled else q.marginals.rsample()}
 
         def at(*node: Tensor) -> Tensor:
             nodes = self._at(node)
@@ -95,7 +86,7 @@ class Grid:
             moved = {name: site.at_nodes(nodes).rsample() for name, site in sites.items()}
             args, kwargs = self.call
             trace = held_trace(self.guide.model, values | moved, args, kwargs, model_trace)
-            return self._total(trace, guide_trace, done)
+            return self._total(trace, guide_trace, self.closed.sites)
 
         return at
 
@@ -126,14 +117,7 @@ def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace,
     total: Any = 0.0
     site: Any
     for name, site in model_trace.nodes.items():
-        if site["type"] != "sample" or site["mask"] is False:
-            continue
-        if name in skip:
-            # Of a latent below f, E log p(b | f) is told elsewhere; its −log q(b) is not:
-            # test_affine.py::test_a_latent_below_a_sum_keeps_its_width.
-            if name in guide_trace.nodes:
-                site = guide_trace.nodes[name]
-                total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)
+        if site["type"] != "sample" or name in skip or site["mask"] is False:
             continue
         if name not in guide_trace.nodes:
             if site_is_subsample(site):
@@ -145,25 +129,3 @@ def log_density_minus_kl(model_trace: poutine.Trace, guide_trace: poutine.Trace,
         if site["type"] == "sample" and name not in model_trace.nodes:
             total = total - weighted_sum(site["fn"].log_prob(site["value"]), site)
     return total
-
-
-def divergence(guide_site: Any, model_site: Any) -> Tensor:
-    """KL of a latent site's posterior from its prior, or an estimate of it from the draw, with its scale and mask."""
-    q, p = guide_site["fn"], model_site["fn"]
-    if q is p:  # drawn from the model
-        return torch.zeros(())
-    if not q.has_rsample:
-        raise ValueError(
-            f"site {guide_site['name']!r} has a posterior without reparameterised draws, {q}; TraceQuadrature_ELBO has "
-            "no gradient for it. Use a reparameterised posterior, or enumerate and sum the site out in the model."
-        )
-    try:
-        value = kl_divergence(q, p)
-    except NotImplementedError:
-        value = q.log_prob(guide_site["value"]) - p.log_prob(guide_site["value"])
-    return weighted_sum(value, guide_site)
-
-
-def weighted_sum(value: Tensor, site: Any) -> Tensor:
-    """The sum of a site's terms, with its scale and mask."""
-    return scale_and_mask(value, site["scale"], site["mask"]).sum()

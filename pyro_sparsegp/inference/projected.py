@@ -17,7 +17,7 @@ from ..bases import ProjectedFeatures
 from ..guide import AutoSparseGP
 from ..program.facts import Structure
 from ..program.traces import without_event
-from .grid import divergence, weighted_sum
+from .expected import divergence, weighted_sum
 
 __all__ = ["ProjectedLikelihood"]
 

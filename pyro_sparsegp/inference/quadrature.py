@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Optional, Union
+from typing import Any, Optional
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -23,10 +23,11 @@ from ..gaussians.steps import AscentError, read_with_signs, rows_heard
 from ..guide import AutoSparseGP
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
+from ..program.facts import ClosedForms
 from ..program.traces import RandomState, require_again
 from ..warned import warn_once
 from .axes import quadrature_axes
-from .expected import AroundValues, AtMeans, Brought, find_expectations
+from .expected import find_expectations, sum_of_expectations
 from .first_steps import meet, skip
 from .grid import Grid, log_density_minus_kl, mapped, one_by_one
 
@@ -78,7 +79,7 @@ class TraceQuadrature_ELBO(ELBO):
         self._met: WeakSet[AutoSparseGP] = WeakSet()  # guides whose posteriors have met data
         self._levels: WeakKeyDictionary[AutoSparseGP, tuple[float, float]] = WeakKeyDictionary()
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
-        self._expectations: WeakKeyDictionary[AutoSparseGP, Union[AtMeans, Brought, None]] = WeakKeyDictionary()
+        self._expectations: WeakKeyDictionary[AutoSparseGP, ClosedForms] = WeakKeyDictionary()
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound, in nats.
@@ -242,31 +243,31 @@ class TraceQuadrature_ELBO(ELBO):
         raise TypeError("TraceQuadrature_ELBO runs the model for all nodes at once; it has no single trace")
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        assert guide.structure is not None
         if guide not in self._expectations:
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
             self._expectations[guide] = find_expectations(guide, args, kwargs, warn)
-        expected = self._expectations[guide]
-        if isinstance(expected, AtMeans):
-            with pyro.validation_enabled(False):
-                at_means: dict[str, Optional[Tensor]] = dict.fromkeys(expected.gps)
-                model_trace, guide_trace, values = guide.at_nodes(at_means, wrapped, args, kwargs)
-                state = None if isinstance(expected, AroundValues) else RandomState(guide.like)
-                if expected.hold(model_trace.nodes):
-                    total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
-                    if state is None or not state.has_moved:  # else a second run was of rows of its own, say
-                        return total + log_density_minus_kl(model_trace, guide_trace, expected.sites)
-            self._expectations[guide] = expected = None
-        structure = guide.structure if expected is None else expected.rest
-        grid = Grid(guide, wrapped, (args, kwargs), structure, expected)
+        closed = self._expectations[guide]
+        grid = Grid(guide, wrapped, (args, kwargs), closed)
         grid.warn_of_draws()
-        if expected is None:
+        if not closed.sites:
             return self._integrated(grid, grid.twice)
-        model_trace, guide_trace, values = grid.run()
-        total = expected.total(guide.model, (model_trace, guide_trace), values, args, kwargs)
-        if not structure.dependence:  # nothing else depends on function values
-            return total + log_density_minus_kl(model_trace, guide_trace, expected.sites)
-        held = grid.held(model_trace, guide_trace, values)
+        with pyro.validation_enabled(False):
+            start = RandomState(guide.like)
+            model_trace, guide_trace, values = run = grid.run()
+            if not closed.hold(model_trace.nodes):  # a density is of another kind now: it is learned anew
+                start.restore()
+                guide.learnt.forms = None
+                del self._expectations[guide]
+                return self._bound(guide, wrapped, args, kwargs)
+            state = RandomState(guide.like)
+            total = sum_of_expectations(closed, guide.model, (model_trace, guide_trace), values, args, kwargs)
+        if state.has_moved:  # a second run was of rows of its own, say
+            start.restore()
+            self._expectations[guide] = closed.without()
+            return self._bound(guide, wrapped, args, kwargs)
+        if not closed.rest.dependence:  # nothing else depends on function values
+            return total + log_density_minus_kl(model_trace, guide_trace, closed.sites)
+        held = grid.held(*run)
         return total + self._integrated(grid, lambda: held, outside=True)
 
     def _integrated(self, grid: Grid, twice: Callable, outside: bool = False) -> Tensor:

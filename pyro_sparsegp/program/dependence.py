@@ -1,144 +1,202 @@
-"""How densities depend on function values: what may be integrated one value at a time, and what may not.
+"""Which entries of tensors that a program makes depend on which function values, found by NaN: structure, not slopes.
 
-Expectations under a GP's marginals are right only for densities that are sums of terms with one function value
-each. Whether a user's model is of that kind is found by trying: L is such a sum exactly if, for a random subset b
-of the values, L(f + bδ) + L(f + (1 − b)δ) = L(f) + L(f + δ).
+NaN · 0 is NaN, so that a time, a weight or a latent of 0, the flat side of a relu and a saturated class hide nothing of
+what they multiply. A run has NaN in the rows whose number has a 1 (or a 0) in one binary place: an entry of one row is
+NaN in one of each two such runs, an entry of several rows in both of some. That is 2 log₂ N runs, mapped into one.
+Only a comparison with a number hides what is compared: entries that move though no NaN reaches them are taken for those
+of all values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Optional
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import pyro
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .traces import repeatable, require_again
 
 __all__ = [
     "COUPLED",
     "DATAWISE",
     "ELEMENTWISE",
     "NONE",
-    "adds_up",
-    "dependence",
+    "Owners",
     "differ",
-    "finite",
-    "group_size",
-    "interact",
-    "owners",
-    "same",
-    "uneven",
+    "find_owners",
+    "group_codes",
+    "kept_buffers",
+    "stacked_runs",
 ]
 
-NONE = "none"  # nothing downstream depends on the values
-ELEMENTWISE = "elementwise"  # sums of terms with one value each
-DATAWISE = "datawise"  # sums of terms with one input each, but several outputs of a vector-valued process
-COUPLED = "coupled"  # terms with several inputs' values, such as a matrix times f
+NONE = "none"  # no density depends on the values
+ELEMENTWISE = "elementwise"  # each term has one value
+DATAWISE = "datawise"  # each term has values of one input, of several outputs of a vector-valued process
+COUPLED = "coupled"  # a term has values at several inputs, as of a matrix times f
 
-Evaluate = Callable[[Tensor], list[Tensor]]
+_AT_ONCE = 2**20  # values of a site in one mapped run, so that many rows take little more memory than a step of them
+
+Values = Mapping[str, Tensor]
+Show = Callable[[Values], dict[Any, Tensor]]
 
 
-def dependence(evaluate: Evaluate, value: Tensor, step: Tensor) -> str:
-    """How the tensors ``evaluate(f)`` depend on f, ``(..., N)``, around ``value``, moved by about ``step``.
+@dataclass(frozen=True)
+class Owners:
+    """Which values of one GP site a tensor's entries depend on.
 
-    :returns: one of :data:`NONE`, :data:`ELEMENTWISE`, :data:`DATAWISE`, :data:`COUPLED`.
+    :param touched: the entries that depend on any.
+    :param rows: the row of the values that each of them depends on, −1 if there are several (or none).
+    :param outputs: the same of the process's outputs.
     """
-    generator = torch.Generator().manual_seed(0)
-    delta, start, moved = _two_ends(evaluate, value, step, generator)
-    if all(same(a, b) for a, b in zip(start, moved)):
-        return NONE
 
-    def separable(shape: Iterable[int]) -> bool:
-        mask = torch.rand(tuple(shape), generator=generator).to(value.device) < 0.5
-        part, rest = evaluate(value + mask * delta), evaluate(value + ~mask * delta)
-        return all(adds_up(*four) for four in zip(start, moved, part, rest))
+    touched: Tensor
+    rows: Tensor
+    outputs: Tensor
 
-    if all(separable(value.shape) for _ in range(2)):
-        return ELEMENTWISE
-    if value.dim() > 1 and all(separable((*[1] * (value.dim() - 1), value.shape[-1])) for _ in range(2)):
-        return DATAWISE
-    return COUPLED
+    @property
+    def kind(self) -> str:
+        """One of :data:`NONE`, :data:`ELEMENTWISE`, :data:`DATAWISE`, :data:`COUPLED`."""
+        if not self.touched.any():
+            return NONE
+        if (self.rows[self.touched] < 0).any():
+            return COUPLED
+        return DATAWISE if (self.outputs[self.touched] < 0).any() else ELEMENTWISE
+
+    def crosses(self, other: Owners) -> bool:
+        """Whether an entry depends on values of this site and of another one that are not of one row, or output."""
+        both = self.touched & other.touched
+        if not both.any():
+            return False
+        away = (self.rows != other.rows) | (self.rows < 0)
+        if self.kind == other.kind == ELEMENTWISE:
+            away = away | (self.outputs != other.outputs)
+        return bool((away & both).any())
 
 
-def group_size(
-    evaluate: Callable[[list[Tensor]], list[Tensor]], value: Tensor, step: Tensor, sizes: Iterable[int]
-) -> Optional[int]:
-    """The first G of ``sizes`` for which no term has values of two groups of G consecutive inputs; or ``None``.
+def stacked_runs(show: Show, points: Sequence[Values]) -> dict[Any, Tensor]:
+    """What a program shows at several values of its GP sites, stacked: in one mapped run if torch allows it.
 
-    :param evaluate: takes several values of f, ``(..., N)``, and stacks what there is at each.
-    :param sizes: divisors of N.
+    A program that raises at NaN, such as one that factorises a matrix of function values, shows NaN there.
     """
-    generator = torch.Generator().manual_seed(0)
-    points, places = [value, value + step], {}
-    for size in sizes:
-        places[size] = len(points)
-        for _ in range(3):
-            groups = torch.rand(value.shape[-1] // size, generator=generator) < 0.5
-            mask = groups.to(value.device).repeat_interleave(size)
-            points += [value + mask * step, value + ~mask * step]
-    if not places:
-        return None
-    outputs = evaluate(points)
+    keys: list[Any] = []
 
-    def separable(first: int) -> bool:
-        halves = range(first, first + 6, 2)
-        return all(adds_up(out[0], out[1], out[part], out[part + 1]) for out in outputs for part in halves)
+    def tensors(values: Values) -> tuple[Tensor, ...]:
+        shown = show(values)
+        keys[:] = shown
+        return tuple(part.detach() for part in shown.values())
 
-    return next((size for size, first in places.items() if separable(first)), None)
-
-
-def _two_ends(
-    evaluate: Evaluate, value: Tensor, step: Tensor, generator: torch.Generator
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """A move δ of about ``step``, and what there is at both of its ends."""
-    delta = step * (0.5 + torch.rand(value.shape, generator=generator, dtype=value.dtype).to(value.device))
-    for _ in range(6):
-        start, moved = evaluate(value), evaluate(value + delta)
-        if finite(start, moved):
-            break
-        delta = delta / 4  # the model's support ended; look closer
-    return delta, start, moved
+    largest = max(value.numel() for value in points[0].values())
+    stack = {name: torch.stack([point[name] for point in points]) for name in points[0]}
+    with pyro.validation_enabled(False), torch.no_grad(), kept_buffers():
+        at_once = partial(torch.func.vmap(tensors, randomness="same", chunk_size=max(_AT_ONCE // largest, 1)), stack)
+        try:
+            parts = at_once()
+        except Exception as error:  # the first point is the program's own: what it raises there comes again
+            require_again(error, at_once, next(iter(stack.values())))
+            with repeatable(next(iter(stack.values()))):
+                first = tensors(points[0])
+            each = [first, *(_or_nan(partial(tensors, point), first) for point in points[1:])]
+            parts = tuple(torch.stack(part) for part in zip(*each))
+    return dict(zip(keys, parts))
 
 
-def interact(evaluate: Callable[[Tensor, Tensor], list[Tensor]], f: tuple, g: tuple) -> bool:
-    """Whether ``evaluate(f, g)`` is more than a sum of a function of f and one of g; each a (value, step)."""
-    (f0, df), (g0, dg) = f, g
-    corners = [evaluate(f0, g0), evaluate(f0 + df, g0 + dg), evaluate(f0 + df, g0), evaluate(f0, g0 + dg)]
-    return not all(adds_up(*four) for four in zip(*corners))
+def _or_nan(run: Callable[[], tuple[Tensor, ...]], like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    try:
+        with repeatable(like[0]):
+            return run()
+    except Exception as error:  # of NaN, in whatever the program calls: it depends on what was NaN
+        require_again(error, run, like[0])
+        return tuple(torch.full_like(part, torch.nan) for part in like)
 
 
-def owners(
-    evaluate: Callable[[Tensor], Mapping[str, Tensor]], value: Tensor, moved: Tensor
-) -> dict[str, Optional[Tensor]]:
-    """For each entry of the tensors ``evaluate(f)``, the number of the one value of f that it depends on.
+@contextmanager
+def kept_buffers() -> Iterator[None]:
+    """Put back what modules keep of their inputs, such as batch normalisation's means, in which NaN would stay."""
+    kept: list[tuple[Tensor, Tensor]] = []
 
-    Found by moving halves of the values, those with a 1 in one place of their binary number and the others: 2 log₂ N
-    evaluations.
+    def before(module: nn.Module, args: Any) -> None:
+        kept.extend((buffer, buffer.clone()) for buffer in module.buffers(recurse=False))
 
-    :param moved: where each value moves to from ``value``, ``(..., N)`` both.
-    :returns: −1 for an entry that does not move; ``None`` for a tensor that has an entry of several values.
+    handle = nn.modules.module.register_module_forward_pre_hook(before)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for buffer, value in reversed(kept):
+            buffer.copy_(value)
+
+
+def find_owners(
+    show: Show, base: Values, steps: Values, names: list[str], moves: tuple[float, ...] = (1.0, -1.0, 30.0, -30.0)
+) -> tuple[dict[str, dict[Any, Owners]], dict[str, dict[float, dict[Any, Tensor]]]]:
+    """For GP sites, the owners of the entries of what ``show`` gives, and what it gives where a site is moved.
+
+    :param base: values of all GP sites, ``(..., N)`` each; ``steps``: how far they are moved.
+    :param names: the sites asked for.
+    :param moves: in steps.
     """
+    points: list[Values] = [base]
+    codes = {name: (_codes(_numbers(base[name])[0]), _codes(_numbers(base[name])[1])) for name in names}
+    first: dict[str, int] = {}
+    for name in names:
+        value, (rows, outputs) = base[name], codes[name]
+        first[name] = len(points)
+        points.append({**base, name: torch.full_like(value, torch.nan)})
+        points += [{**base, name: value.masked_fill(mask, torch.nan)} for mask in (*rows, *outputs)]
+        points += [{**base, name: value + move * steps[name]} for move in moves]
+    shown = stacked_runs(show, points)
+    owners: dict[str, dict[Any, Owners]] = {}
+    moved: dict[str, dict[float, dict[Any, Tensor]]] = {}
+    nan = {key: part.isnan() & ~part[0].isnan() for key, part in shown.items()}
+    # An entry that is NaN at the start shows nothing, and one that moves without NaN hides what moves it.
+    hidden = {key: part[0].isnan() for key, part in shown.items()}
+    for name in names:
+        rows, outputs = codes[name]
+        then = first[name] + 1 + len(rows) + len(outputs)
+        moved[name] = {0.0: {key: part[0] for key, part in shown.items()}}
+        for place, move in enumerate(moves, then):
+            moved[name][move] = {key: part[place] for key, part in shown.items()}
+            for key, part in shown.items():
+                hidden[key] = hidden[key] | (~nan[key][first[name]] & _moves(part[0], part[place]))
+    for name in names:
+        rows, outputs = codes[name]
+        at, middle = first[name], first[name] + 1 + len(rows)
+        owners[name] = {}
+        for key, found in nan.items():
+            touched = found[at] & ~hidden[key]
+            by_row = _owner(found[at + 1 : middle], touched)
+            by_output = _owner(found[middle : middle + len(outputs)], touched)
+            owners[name][key] = Owners(touched | hidden[key], by_row, by_output)
+    return owners, moved
+
+
+def _numbers(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The row and the output of each value, in its shape."""
     numbers = torch.arange(value.numel(), device=value.device).reshape(value.shape)
-    start, end = evaluate(value), evaluate(moved)
-    found: dict[str, Optional[Tensor]] = {key: torch.zeros_like(part, dtype=torch.long) for key, part in start.items()}
-    for bit in range(max(value.numel() - 1, 1).bit_length()):
-        chosen = (numbers >> bit) & 1 == 1
-        these, others = evaluate(torch.where(chosen, moved, value)), evaluate(torch.where(chosen, value, moved))
-        for key, so_far in found.items():
-            on, off = differ(these[key], start[key]), differ(others[key], start[key])
-            found[key] = None if so_far is None or (on & off).any() else so_far | (on.long() << bit)
-    return {
-        key: None if owner is None else torch.where(differ(end[key], start[key]), owner, -1)
-        for key, owner in found.items()
-    }
+    return numbers % value.shape[-1], numbers // value.shape[-1]
 
 
-def _tolerance(dtype: torch.dtype) -> float:
-    return 1e-9 if dtype == torch.float64 else 3e-4
+def _codes(numbers: Tensor) -> list[Tensor]:
+    """For each binary place, the values whose number has a 0 there, and those whose number has a 1."""
+    return [(numbers >> bit) & 1 == one for bit in range(int(numbers.max()).bit_length()) for one in (0, 1)]
 
 
-def finite(*groups: list[Tensor]) -> bool:
-    """Whether all tensors of all groups are."""
-    return all(bool(t.isfinite().all()) for group in groups for t in group)
+def group_codes(value: Tensor, size: int) -> list[Tensor]:
+    """As the runs of :func:`find_owners`, of groups of so many consecutive rows."""
+    return _codes(_numbers(value)[0] // size)
+
+
+def _owner(nan: Tensor, touched: Tensor) -> Tensor:
+    """The number that the runs' NaN spell, −1 where they spell several."""
+    zeros, ones = nan[0::2], nan[1::2]
+    places = torch.arange(len(ones), device=nan.device).reshape(-1, *[1] * touched.dim())
+    number = (ones.long() << places).sum(0)
+    return torch.where(touched & (zeros ^ ones).all(0), number, -1)
 
 
 def differ(a: Tensor, b: Tensor) -> Tensor:
@@ -146,24 +204,10 @@ def differ(a: Tensor, b: Tensor) -> Tensor:
     return (a != b) & ~(a.isnan() & b.isnan())
 
 
-def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same, but for the rounding of the same values at another place in memory."""
-    if a.shape != b.shape:
-        return False
-    size = a.abs() + b.abs()
-    rounding = 64 * torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
-    reach = rounding * (size + size.nan_to_num(0.0, 0.0, 0.0).mean())
-    return not (differ(a, b) & ~((a - b).abs() <= reach)).any()
-
-
-def adds_up(start: Tensor, moved: Tensor, part: Tensor, rest: Tensor) -> bool:
-    """Whether two parts of a move change as much as the whole does."""
-    error = (part + rest - start - moved).abs()
-    size = start.abs() + moved.abs() + part.abs() + rest.abs()
-    return bool(((error <= _tolerance(start.dtype) * size) | ~error.isfinite()).all())
-
-
-def uneven(value: Tensor, spread: Tensor, generator: torch.Generator) -> Tensor:
-    """How far each of a GP site's values is moved: 0.5 to 1.5 times its deviation, or the largest one where it is 0."""
-    floor = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
-    return floor * (0.5 + torch.rand(value.shape, generator=generator, dtype=value.dtype).to(value.device))
+def _moves(one: Tensor, other: Tensor) -> Tensor:
+    """Where two tensors differ by more than the rounding of the same values at another place in memory."""
+    if not one.is_floating_point():
+        return one != other
+    reach = 1e-9 if one.dtype == torch.float64 else 1e-4
+    size = one.abs() + other.abs()
+    return ~((one == other) | ((one - other).abs() <= reach * (size + size.nan_to_num(0.0, 0.0, 0.0).mean())))

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Optional
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..process import GaussianProcess
-from .affine import are_normal_around_affine
-from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, adds_up, finite, group_size, same, uneven
-from .likelihood import mapped
-from .traces import as_process, log_densities
+from .bare import bare
+from .declared import MOVES, ExpectedLogProb, is_affine, is_declared, is_normal, others_of, parameter_of
+from .dependence import (
+    COUPLED,
+    DATAWISE,
+    ELEMENTWISE,
+    NONE,
+    Owners,
+    find_owners,
+    group_codes,
+    kept_buffers,
+    stacked_runs,
+)
+from .traces import all_sites, as_process, require_again
 
-__all__ = ["Structure", "explore"]
+__all__ = ["ClosedForms", "Structure", "explore"]
 
-_DENSITY = "density"
-_CLOSER = 6  # times that moves are cut to a quarter where they leave the densities' support
-_AT_ONCE = 2**20  # values of a site in one mapped run, so that many rows take little more memory than a step of them
+_DENSITY, _LOG, _THETA, _OTHER = "density", "log density", "parameter", "other"
 
 
 @dataclass
@@ -107,7 +117,44 @@ class Structure:
         )
 
 
+@dataclass(frozen=True)
+class ClosedForms:
+    """Which densities have their expectation in closed form, and what is left without them; for one program.
+
+    :param rows: observed sites that know E log p over a parameter which is an affine function of the values of one row.
+    :param functions: those over a parameter that is an affine function of values at several inputs.
+    :param of_rows: how the parameters of ``rows`` depend on GP sites' values.
+    :param gps: the GP sites that these sites' densities depend on.
+    :param rest: how all other densities do; ``whole``: how all densities do.
+    :param kinds: the types of the distributions of sites in closed form.
+    :param unused: sites whose distribution brings an expectation of its own that can't be used: it, and why.
+    """
+
+    rows: tuple[str, ...]
+    functions: tuple[str, ...]
+    of_rows: Structure
+    gps: tuple[str, ...]
+    rest: Structure
+    whole: Structure
+    kinds: dict[str, type]
+    unused: dict[str, tuple[Any, str]]
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """All whose expectation is in closed form."""
+        return self.rows + self.functions
+
+    def hold(self, nodes: Mapping[str, Any]) -> bool:
+        """Whether a run's sites have distributions of the kinds that were found."""
+        return all(name in nodes and type(bare(nodes[name]["fn"])) is kind for name, kind in self.kinds.items())
+
+    def without(self) -> ClosedForms:
+        """The same program with nothing in closed form."""
+        return replace(self, rows=(), functions=(), gps=(), rest=self.whole)
+
+
 Values = dict[str, Tensor]
+Key = tuple[str, ...]
 
 
 @torch.no_grad()
@@ -115,57 +162,147 @@ def explore(
     found: Structure,
     held: Callable[[Values], poutine.Trace],
     processes: Mapping[str, GaussianProcess],
-    slopes: Collection[str],
-) -> dict[str, Tensor]:
-    """Fill in how densities and layers above depend on GP sites' values, by trying: all moves in one mapped run.
+    on_sites: Collection[str] = (),
+) -> tuple[ClosedForms, dict[str, Tensor]]:
+    """Fill in how densities and layers above depend on GP sites' values: by one mapped run in which some are NaN, and
+    where densities are declared one whose gradient is looked at.
 
     :param held: runs the program with GP sites at values, all else held.
     :param processes: the GP sites' priors in some run.
-    :param slopes: the GP sites of which it is asked whether log densities are quadratic in their values.
-    :returns: the log densities at the start, by site.
+    :param on_sites: the GP sites of which it is asked whether log densities are quadratic in their values.
+    :returns: the densities in closed form; and all log densities at a first point, by site.
     """
-    starts = {}
+    program = _Program(held, processes)
+    names = program.names
+    owners, moved = find_owners(program.show, program.base, program.steps, names, MOVES)
+    shown = next(iter(moved.values()))[0.0]
+    densities = [key for key in shown if key[0] == _DENSITY]
+    layers = {name: [key for key in shown if key[0].startswith("input") and key[1] != name] for name in names}
     above: dict[str, set[str]] = {}  # the layers that a GP site's values enter
-    for name, process in processes.items():  # off the mean, where a model may be degenerate
-        spread = process.variance.sqrt()
-        starts[name] = process.mean + 0.1 * spread, spread
-    program = _Program(held, processes, slopes)
-    size = 1.0
-    for _ in range(_CLOSER):
-        moves = _Moves(starts, slopes, size)
-        outputs, gradients = program.at(moves.points)
-        if finite(*([part[moves.whole[name]] for part in outputs.values()] for name in starts)):
-            break
-        size /= 4  # the model's support ended; look closer
-    densities = {name: part for (kind, name), part in outputs.items() if kind == _DENSITY}
-    for name in starts:
-        seen = _without(outputs, name)
-        found.dependence[name] = moves.kind(name, list(seen.values()))
-        whole = moves.whole[name]
-        moved = {key for key, part in seen.items() if not same(part[0], part[whole])}
-        above[name] = {layer for kind, layer in moved if kind != _DENSITY}
+    for name in names:
+        above[name] = {key[1] for key in layers[name] if owners[name][key].kind != NONE}
         if above[name]:
             found.inner.append(name)
-            if found.dependence[name] == COUPLED:
-                _find_groups(found, name, starts, moves, program)
-        found.downstream += [o for o in densities if (_DENSITY, o) in moved and o not in found.downstream]
+    keys = [*densities, *(key for key in shown if key[0].startswith("input"))]
+    found.dependence, found.interactions, found.crossed = _combined(found, owners, keys, names)
+    for name in found.inner:
+        if found.dependence[name] == COUPLED:
+            _find_groups(found, name, program, layers[name] + densities)
     _couple_below(found, above)
-    for f, g in itertools.combinations(starts, 2):
-        both = _without(outputs, f, g).values()
-        corners = 0, moves.both[f, g], moves.whole[f], moves.whole[g]
-        if not all(adds_up(*(part[corner] for corner in corners)) for part in both):
-            found.interactions.append([f, g])
-    found.crossed = _crossed(found, moves, program)
-    found.summed = _summed(found, moves, program)
-    if COUPLED in found.dependence.values() and not (found.inner or found.enumerated or slopes):
-        found.affine = are_normal_around_affine(found.downstream, starts, held)
-    for name in slopes:
-        quadratic, meeting = moves.quadratic(name, gradients[name])
-        if quadratic:
+    touched = {key[1] for key in densities if any(owners[name][key].touched.any() for name in names)}
+    found.downstream = [key[1] for key in densities if key[1] in touched]
+    found.summed = _summed(found, program)
+    looked = _Declared(program, owners, moved, [key[1] for key in shown if key[0] == _THETA])
+    closed, unused = _closed(found, looked)
+    # L⁻¹θ of a multivariate normal has all values of a term in each entry.
+    made_of = {site: (_DENSITY if is_normal(looked.kinds[site]) else _THETA, site) for site in closed}
+    by_rows = [site for site in closed if _is_by_rows(_left(found, owners, [made_of[site]]), made_of[site], owners)]
+    functions = [site for site in closed if site not in by_rows]
+    gps = [name for name in names if any(owners[name][_DENSITY, site].touched.any() for site in closed)]
+    found.affine = COUPLED in found.dependence.values() and closed == found.downstream and not found.inner
+    for name in on_sites:
+        if looked.quadratic_in(name, [site for site in found.downstream if owners[name][_DENSITY, site].touched.any()]):
             found.quadratic.append(name)
-        if meeting:
-            found.meeting.append(name)
-    return {name: part[0] for name, part in densities.items()}
+            if found.dependence[name] == DATAWISE:
+                found.meeting.append(name)
+    forms = ClosedForms(
+        tuple(by_rows),
+        tuple(functions),
+        _left(found, owners, [made_of[site] for site in by_rows]),
+        tuple(name for name in gps if name not in found.inner),
+        _left(found, owners, [key for key in densities if key[1] not in closed]),
+        found,
+        {site: type(looked.kinds[site]) for site in closed},
+        unused,
+    )
+    return forms, {key[1]: part for key, part in shown.items() if key[0] == _LOG}
+
+
+class _Program:
+    """What a program shows at values of its GP sites: its densities, and the processes of layers above."""
+
+    def __init__(self, held: Callable[[Values], poutine.Trace], processes: Mapping[str, GaussianProcess]) -> None:
+        self.held, self.names = held, list(processes)
+        self.rows = {name: process.x[..., [0, -1], :].detach() for name, process in processes.items()}
+        generator = torch.Generator().manual_seed(0)
+        self.base: Values = {}
+        self.steps: Values = {}
+        for name, process in processes.items():
+            spread = process.variance.sqrt()
+            # Off the mean, where a model may be degenerate; each value by another step, up or down.
+            self.base[name] = process.mean + 0.1 * spread
+            step = torch.rand(spread.shape, generator=generator, dtype=spread.dtype).to(spread.device) - 0.5
+            floor = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
+            self.steps[name] = floor * (step.sign() + step)
+
+    def show(self, values: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+        """Log densities term by term; of declared ones what they are made of, too; what layers are made of."""
+        trace = self.held(dict(values))
+        shown: dict[Key, Tensor] = {}
+        for name, site in all_sites(trace):
+            if site["type"] != "sample" or name in self.names or site_is_subsample(site):
+                continue
+            if (
+                site["infer"].get("_deterministic") or site["mask"] is False
+            ):  # what no step counts; a mask of rows may be another in the next batch
+                continue
+            fn = bare(site["fn"])
+            shown[_LOG, name] = torch.as_tensor(fn.log_prob(site["value"]))
+            if not is_declared(fn):
+                shown[_DENSITY, name] = shown[_LOG, name]
+                continue
+            # Of a piecewise constant density NaN shows nothing: the term of a declared one is what it is made of.
+            others = [part for part in (*others_of(fn), site["scale"], site["value"]) if isinstance(part, Tensor)]
+            shown[_THETA, name] = parameter_of(fn)
+            shown |= {(_OTHER, name, str(i)): part for i, part in enumerate(others)}
+            term = shown[_LOG, name].new_zeros(fn.batch_shape)
+            for part in (shown[_THETA, name], *others):
+                inside = part.shape[: len(fn.batch_shape)] == fn.batch_shape
+                term = term + (part.reshape(*fn.batch_shape, -1).sum(-1) if inside else part.sum())
+            shown[_DENSITY, name] = term
+        for name in self.names if len(self.names) > 1 else ():
+            process, _ = as_process(trace.nodes[name]["fn"])
+            assert process is not None
+            # The kernel at inputs that stay: what it is made of. Those of the run may meet in it, as in their mean.
+            made_of = process.x.sum(-1), process.mean, process.variance, process.kernel(self.rows[name])
+            shown |= {(f"input {i}", name): part for i, part in enumerate(made_of)}
+        return shown
+
+
+def _combined(
+    found: Structure, owners: Mapping[str, Mapping[Any, Owners]], keys: Collection[Key], names: Collection[str]
+) -> tuple[dict[str, str], list[list[str]], list[list[str]]]:
+    """How tensors depend on GP sites' values, the pairs of sites that meet in an entry, and of those of one posterior
+    the pairs that meet across rows or outputs.
+    """
+    order = (NONE, ELEMENTWISE, DATAWISE, COUPLED)
+
+    def of(name: str) -> list[Key]:
+        return [key for key in keys if not (key[0].startswith("input") and key[1] == name)]
+
+    kinds = {name: max((owners[name][key].kind for key in of(name)), key=order.index, default=NONE) for name in names}
+    meet, crossed = [], []
+    for f, g in itertools.combinations([name for name in names if kinds[name] != NONE], 2):
+        both = [key for key in of(f) if key in of(g)]
+        if any((owners[f][key].touched & owners[g][key].touched).any() for key in both):
+            meet.append([f, g])
+            together = any({f, g} <= set(group) for group in found.joint)
+            if together and any(owners[f][key].crosses(owners[g][key]) for key in both):
+                crossed.append([f, g])
+    return kinds, meet, crossed
+
+
+def _left(found: Structure, owners: Mapping[str, Mapping[Any, Owners]], keys: Collection[Key]) -> Structure:
+    """The structure of these tensors alone, as they depend on the GP sites that enter no other."""
+    names = [name for name in owners if name not in found.inner]
+    kinds, meet, crossed = _combined(found, owners, keys, names)
+    kinds = {name: kind for name, kind in kinds.items() if kind != NONE}
+    return replace(found, dependence=kinds, interactions=meet, crossed=crossed)
+
+
+def _is_by_rows(structure: Structure, key: Key, owners: Mapping[str, Mapping[Any, Owners]]) -> bool:
+    """Whether each entry of a tensor has values of one row alone, of GP sites of one posterior of the same."""
+    return all(owners[name][key].kind != COUPLED and structure.meets_by_rows(name) for name in structure.dependence)
 
 
 def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
@@ -177,224 +314,179 @@ def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
             found.dependence[name] = COUPLED
 
 
-def _without(outputs: dict[tuple[str, str], Tensor], *names: str) -> dict[tuple[str, str], Tensor]:
-    """Outputs but for what these GP sites are made of."""
-    return {(kind, name): part for (kind, name), part in outputs.items() if kind == _DENSITY or name not in names}
-
-
-class _Program:
-    """What a program shows at values of its GP sites: its densities, and the processes of layers above."""
+class _Declared:
+    """The declared densities of a program: in which GP sites' values their parameters are affine, and nothing else of
+    them moves.
+    """
 
     def __init__(
-        self, held: Callable[[Values], poutine.Trace], processes: Mapping[str, GaussianProcess], slopes: Collection[str]
+        self,
+        program: _Program,
+        owners: Mapping[str, Mapping[Any, Owners]],
+        moved: Mapping[str, Mapping[float, Mapping[Any, Tensor]]],
+        sites: list[str],
     ) -> None:
-        self.held, self.names, self.slopes = held, list(processes), slopes
-        self.rows = {name: process.x[..., :1, :].detach() for name, process in processes.items()}
-        self.keys: list[tuple[str, str]] = []
+        self.program, self.owners, self.moved, self.sites = program, owners, moved, sites
+        self.kinds: dict[str, Any] = {}
+        self._slopes: dict[tuple[str, ...], dict[str, Values]] = {}
 
-    def at(self, points: list[Values]) -> tuple[dict[tuple[str, str], Tensor], Values]:
-        """Outputs at points, by kind and name, and the gradients of the sum of all log densities, stacked."""
-        stack = {name: torch.stack([point[name] for point in points]) for name in self.names}
-        with pyro.validation_enabled(False):
-            parts = mapped(self._one, stack, max(_AT_ONCE // max(part[0].numel() for part in stack.values()), 1))
-        outputs, gradients = parts[: len(self.keys)], parts[len(self.keys) :]
-        return dict(zip(self.keys, outputs)), dict(zip(self.slopes, gradients))
+    def why_not(self, site: str, names: tuple[str, ...]) -> Optional[str]:
+        """Why a site's density is not declared around an affine function of these GP sites' values; or ``None``."""
+        theta = (_THETA, site)
+        touching = [name for name in names if self.owners[name][_DENSITY, site].touched.any()]
+        slopes = self._at_nan(names).get(site)
+        for name in touching:
+            at = {move: shown[theta] for move, shown in self.moved[name].items()}
+            change = _weighted(at[1.0]) - _weighted(at[0.0])
+            size = _weighted((at[1.0] - at[0.0]).abs())
+            # θ = f + bf² has slopes 1 + 2bf, which NaN shows at b = 0, too; what .detach() hides they leave out.
+            known = None if slopes is None else (slopes[name] * self.program.steps[name]).sum()
+            tolerance = 1e-6 if change.dtype == torch.float64 else 1e-2
+            if known is None or not (known - change).abs() <= tolerance * size or not is_affine(at):
+                return "this is not an affine function of function values"
+        if any(self.owners[name][key].touched.any() for name in touching for key in self._others(site, name)):
+            return "another of its parameters, or its scale or mask, depends on function values too"
+        return None
 
-    def slopes_at(self, point: Values) -> Values:
-        """The gradients of the sum of all log densities by the GP sites' values."""
-        moving = {name: value.detach().requires_grad_() for name, value in point.items()}
-        with torch.enable_grad(), pyro.validation_enabled(False):
-            total, _ = self._show(moving)
-            if not total.requires_grad:  # of steps, as of the largest of several functions
-                return {name: torch.zeros_like(value) for name, value in point.items()}
-            found = torch.autograd.grad(total, list(moving.values()), allow_unused=True, materialize_grads=True)
-        return dict(zip(moving, found))
+    def _others(self, site: str, name: str) -> list[Key]:
+        return [key for key in self.owners[name] if key[0] == _OTHER and key[1] == site]
 
-    def _one(self, values: Values) -> tuple[Tensor, ...]:
-        if not self.slopes:
-            return self._show(values)[1]
-        moving = {name: values[name] for name in self.slopes}
-        with torch.enable_grad():
-            try:
-                gradients, shown = torch.func.grad(lambda moved: self._show({**values, **moved}), has_aux=True)(moving)
-            except RuntimeError as error:
-                if "setup_context" not in str(error):
-                    raise
-                raise ValueError(
-                    f"GP site {next(iter(self.slopes))!r} has a family that reads Gaussian sites off the likelihood's "
-                    "derivatives, and the model uses a torch.autograd.Function without setup_context, as DiscreteHMM "
-                    "does, which torch.func does not differentiate. Take a family with a free posterior, such as SVGP."
-                ) from error
-        return (*shown, *(gradients[name] for name in self.slopes))
-
-    def _show(self, values: Values) -> tuple[Tensor, tuple[Tensor, ...]]:
-        trace = self.held(values)
-        densities = log_densities(trace, self.names)
-        shown = {(_DENSITY, name): part for name, part in densities.items()}
-        for name in self.names if len(self.names) > 1 else ():
-            process, _ = as_process(trace.nodes[name]["fn"])
-            assert process is not None
-            x = process.x
-            with torch.no_grad():  # kernels of many rows drop what they make, which no transform for gradients allows
-                seen = x, process.mean, process.variance, process.kernel(self.rows[name], x)
-            shown |= {(f"input {i}", name): part for i, part in enumerate(seen)}
-        self.keys = list(shown)
-        total = sum((part.sum() for part in densities.values()), next(iter(values.values())).new_zeros(()))
-        return total, tuple(part.detach() for part in shown.values())
-
-
-class _Moves:
-    """Where GP sites' values are moved to: point 0 is the start; each site moves as a whole, and in two parts."""
-
-    def __init__(self, starts: Mapping[str, tuple[Tensor, Tensor]], slopes: Collection[str], size: float) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.base = {name: value for name, (value, _) in starts.items()}
-        self.points: list[Values] = [dict(self.base)]
-        self.step: Values = {}
-        self.whole: dict[str, int] = {}
-        self.both: dict[tuple[str, str], int] = {}
-        self.parts: dict[str, list[tuple[str, int, int]]] = {}
-        self.along: dict[str, tuple[int, int, int]] = {}
-        self.single: dict[str, list[int]] = {}
-        for name, (value, spread) in starts.items():
-            self.step[name] = size * uneven(value, spread, generator)
-            self.whole[name] = self._add({name: value + self.step[name]})
-            self.parts[name] = []
-            for kind, shape in ((ELEMENTWISE, value.shape), (DATAWISE, (*[1] * (value.dim() - 1), value.shape[-1]))):
-                for _ in range(2 if kind == ELEMENTWISE or value.dim() > 1 else 0):
-                    mask = (torch.rand(tuple(shape), generator=generator) < 0.5).to(value.device)
-                    part, rest = (self._add({name: value + m * self.step[name]}) for m in (mask, ~mask))
-                    self.parts[name].append((kind, part, rest))
-        for f, g in itertools.combinations(starts, 2):
-            self.both[f, g] = self._add({name: self.base[name] + self.step[name] for name in (f, g)})
-        for name in slopes:
-            self._add_directions(name, generator)
-
-    def _add(self, values: Values) -> int:
-        self.points.append(self.base | values)
-        return len(self.points) - 1
-
-    def _add_directions(self, name: str, generator: torch.Generator) -> None:
-        value, step = self.base[name], self.step[name]
-        other = step * (torch.rand(step.shape, generator=generator, dtype=step.dtype).to(step.device) - 0.5).sign()
-        back, turned = (self._add({name: value + move}) for move in (-1.7 * step, other))
-        self.along[name] = back, turned, self._add({name: value + step + other})
-        outputs = value[..., 0].numel()
-        one = torch.eye(outputs, dtype=value.dtype, device=value.device).reshape(outputs, *value.shape[:-1], 1)
-        self.single[name] = [self._add({name: value + part * step}) for part in one]
-
-    def kind(self, name: str, outputs: list[Tensor]) -> str:
-        """How outputs, ``(points, ...)`` each, depend on a site's values."""
-        whole = self.whole[name]
-        if all(same(part[0], part[whole]) for part in outputs):
-            return NONE
-        for kind in (ELEMENTWISE, DATAWISE):
-            halves = [(part, rest) for of, part, rest in self.parts[name] if of == kind]
-            fits = [adds_up(out[0], out[whole], out[part], out[rest]) for out in outputs for part, rest in halves]
-            if halves and all(fits):
-                return kind
-        return COUPLED
-
-    def quadratic(self, name: str, slope: Tensor) -> tuple[bool, bool]:
-        """Whether log densities whose gradient is ``slope`` at the points, ``(points, ..., N)``, are quadratic in a
-        site's values, with curvature wherever they have slope; and whether several outputs meet in a term.
+    def _at_nan(self, names: tuple[str, ...]) -> dict[str, Values]:
+        """The slopes of declared parameters, weighted and summed, by values that are NaN: none of an affine function's
+        is, whose slopes are not made of its values.
         """
-        step, here = self.step[name], slope[0]
-        back, turned, both = self.along[name]
-        tolerance = 1e-6 if slope.dtype == torch.float64 else 1e-3
-        # Moving one output shows the curvature by its own values.
-        own = torch.stack([slope[place] - here for place in self.single[name]])
-        outputs = len(own)
-        own = own.reshape(outputs, outputs, -1).diagonal().mT.reshape(here.shape)
-        curvature = own / step
-        if ((here != 0) & (curvature >= 0)).any() or not (here.any() or curvature.any()):
-            return False, False
-        there, opposite, other, together = (slope[place] - here for place in (self.whole[name], back, turned, both))
-        size = here.abs() + own.abs() + there.abs() + other.abs() + 1e-6 * own.abs().mean()
+        if names not in self._slopes:
+            leaves = {
+                name: (torch.full_like(value, torch.nan) if name in names else value.clone()).requires_grad_()
+                for name, value in self.program.base.items()
+            }
+            found: dict[str, Values] = {}
+            run = partial(self._slopes_of, leaves)
+            try:
+                found = run()
+            except Exception as error:  # of a program that raises at NaN, or has no gradient: the general path will do
+                require_again(error, run, next(iter(leaves.values())))
+            self._slopes[names] = found
+        return self._slopes[names]
 
-        def differ(one: Tensor, two: Tensor) -> bool:
-            return bool(((one - two).abs() > tolerance * size).any())
+    def _slopes_of(self, leaves: Values) -> dict[str, Values]:
+        found: dict[str, Values] = {}
+        values = list(leaves.values())
+        with torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
+            nodes: Any = self.program.held(leaves).nodes
+            for site in self.sites:
+                self.kinds[site] = bare(nodes[site]["fn"])
+                total = _weighted(parameter_of(nodes[site]["fn"]))
+                slopes: Sequence[Tensor] = [torch.zeros_like(value) for value in values]
+                if total.requires_grad:
+                    slopes = torch.autograd.grad(
+                        total, values, retain_graph=True, allow_unused=True, materialize_grads=True
+                    )
+                found[site] = dict(zip(leaves, slopes))
+        return found
 
-        if differ(opposite, -1.7 * there) or differ(together, there + other):
-            return False, False
-        return True, differ(there, own)
+    def quadratic_in(self, name: str, sites: list[str]) -> bool:
+        """Whether all these densities are normal around affine functions of a GP site's values."""
+        return bool(sites) and all(
+            site in self.sites and self.why_not(site, (name,)) is None and is_normal(self.kinds[site]) for site in sites
+        )
+
+    def shared(self, site: str, names: Iterable[str]) -> Optional[str]:
+        """Why the entries of a term of a parameter are not independent; or ``None``."""
+        functions = 0
+        owner: Optional[Tensor] = None  # of each entry: its function, of which a GP site has one for each output
+        for name in names:
+            own = self.owners[name][_THETA, site]
+            if (own.touched & ((own.rows < 0) | (own.outputs < 0))).any():
+                return "an entry depends on several function values"
+            if owner is not None and ((owner >= 0) & own.touched).any():
+                return "an entry depends on values of several GP sites"
+            before = torch.full_like(own.rows, -1) if owner is None else owner
+            owner = torch.where(own.touched, functions + own.outputs, before)
+            functions += self.program.base[name][..., 0].numel()
+        event_dim = 0 if owner is None else owner.dim() - len(self.kinds[site].batch_shape)
+        if owner is not None and event_dim:
+            ordered = owner.flatten(-event_dim).sort(-1).values
+            if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
+                return "entries of one term depend on one another, being values of the same function"
+        return None
 
 
-def _crossed(found: Structure, moves: _Moves, program: _Program) -> list[list[str]]:
-    """Pairs of GP sites of one posterior that meet in terms of densities with values of different rows."""
-    pairs = [pair for pair in found.interactions if any(set(pair) <= set(group) for group in found.joint)]
-    alike = [pair for pair in pairs if moves.base[pair[0]].shape == moves.base[pair[1]].shape]
-    if not alike:
-        return pairs
-    generator = torch.Generator().manual_seed(0)
-    points: list[Values] = [moves.base]
-    for f, g in alike:
-        value = moves.base[f]
-        single = all(found.dependence[name] == ELEMENTWISE for name in (f, g))
-        shape = value.shape if single else (*[1] * (value.dim() - 1), value.shape[-1])
-        for _ in range(3):
-            mask = (torch.rand(tuple(shape), generator=generator) < 0.5).to(value.device)
-            one, other = {f: value + mask * moves.step[f]}, {g: moves.base[g] + ~mask * moves.step[g]}
-            points += [moves.base | one | other, moves.base | one, moves.base | other]
-    outputs, _ = program.at(points)
-    shown = [part for (kind, _), part in outputs.items() if kind == _DENSITY]
-    crossed = [pair for pair in pairs if pair not in alike]
-    for i, pair in enumerate(alike):
-        corners = [(9 * i + 3 * k + 1, 9 * i + 3 * k + 2, 9 * i + 3 * k + 3) for k in range(3)]
-        if not all(adds_up(part[0], *(part[c] for c in three)) for part in shown for three in corners):
-            crossed.append(pair)
-    return crossed
+def _closed(found: Structure, looked: _Declared) -> tuple[list[str], dict[str, tuple[Any, str]]]:
+    """The sites whose expectation is in closed form; and those that bring one in vain, with the reason."""
+    outer = tuple(name for name in looked.owners if name not in found.inner)
+    closed: list[str] = []
+    unused: dict[str, tuple[Any, str]] = {}
+    for site in looked.sites:
+        touching = [name for name in outer if looked.owners[name][_DENSITY, site].touched.any()]
+        if not touching:
+            continue
+        why = looked.why_not(site, outer)
+        kind = looked.kinds.get(site)
+        entries = None if kind is None else parameter_of(kind).dim() - len(kind.batch_shape)
+        if why is None and entries and not is_normal(kind):
+            why = looked.shared(site, touching)
+            if why is None and any(len(found.company(name)) > 1 for name in touching):
+                why = f"its GP sites {sorted(touching)} have one posterior, or have it with others that they meet"
+        if why is None:
+            closed.append(site)
+        elif isinstance(kind, ExpectedLogProb):
+            unused[site] = type(kind), why
+    return closed, unused
 
 
-def _summed(found: Structure, moves: _Moves, program: _Program) -> list[list[str]]:
+def _weighted(theta: Tensor) -> Tensor:
+    weights = torch.linspace(1, 2, theta.numel(), dtype=theta.dtype, device=theta.device)
+    return (weights * theta.reshape(-1)).sum()
+
+
+def _summed(found: Structure, program: _Program) -> list[list[str]]:
     """Pairs of GP sites of separate posteriors that enter all densities by f + cg, with one number c."""
-    pairs = [
-        pair
-        for pair in found.interactions
-        if moves.base[pair[0]].shape == moves.base[pair[1]].shape
-        and not any(set(pair) <= set(group) for group in found.joint)
-    ]
+    pairs = [pair for pair in found.interactions if not any(set(pair) <= set(group) for group in found.joint)]
+    pairs = [pair for pair in pairs if not any(name in found.inner for name in pair)]
     if not pairs:
         return []
-    slopes = program.slopes_at(moves.base)
-    weights = [_ratio(slopes[g], slopes[f]) for f, g in pairs]
+    double = next(iter(program.base.values())).dtype == torch.float64
+    size = {name: float(step.abs().mean()) for name, step in program.steps.items()}
+    near = 1e-3 if double else 1e-2
+
+    def densities(points: list[Mapping[str, Tensor]]) -> list[Tensor]:
+        return [part for key, part in stacked_runs(program.show, points).items() if key[0] == _LOG]
+
+    base = program.base
+    points: list[Mapping[str, Tensor]] = []
+    for f, g in pairs:
+        step = near * min(size[f], size[g])
+        points += [base | {name: base[name] + sign * step} for name in (f, g) for sign in (1, -1)]
+    slopes, weights = densities(points), []
+    for i in range(0, len(points), 4):
+        by_f, by_g = (torch.cat([(part[k] - part[k + 1]).reshape(-1) for part in slopes]) for k in (i, i + 2))
+        weights.append(float((by_f * by_g).sum() / by_f.square().sum().clamp(min=1e-300 if double else 1e-30)))
     # A move of g by s is one of f by cs, from two places: the slopes of a product have one ratio where f ∝ g.
-    points = [moves.base]
+    points = []
     for (f, g), weight in zip(pairs, weights):
-        step = torch.minimum(moves.step[f], moves.step[g]) / max(abs(weight), 1.0)
-        for start in (moves.base, moves.points[moves.both[f, g]]):
-            points += [start | {f: start[f] + weight * step}, start | {g: start[g] + step}]
-    outputs, _ = program.at(points)
+        step = min(size[f], size[g]) / max(abs(weight), 1.0)
+        for start in (base, {name: base[name] + program.steps[name] for name in base}):
+            points += [{**start, f: start[f] + weight * step}, {**start, g: start[g] + step}]
+    parts, tolerance = densities(points), 1e-4 if double else 1e-2
     summed = []
     for i, (pair, weight) in enumerate(zip(pairs, weights)):
-        moved = [(4 * i + 1, 4 * i + 2), (4 * i + 3, 4 * i + 4)]
-        parts = _without(outputs, *pair).values()
-        if weight and all(adds_up(part[0], part[by_f], part[by_g], part[0]) for part in parts for by_f, by_g in moved):
+        both = [(part[k], part[k + 1]) for part in parts for k in (4 * i, 4 * i + 2)]
+        if weight and all(((a - b).abs() <= tolerance * (1 + a.abs() + b.abs())).all() for a, b in both):
             summed.append(pair)
     return summed
 
 
-def _ratio(slope: Tensor, other: Tensor) -> float:
-    """The number that slopes are times others, if it is one; else 0."""
-    ratio = (slope * other).sum() / other.square().sum()
-    tolerance = 1e-6 if slope.dtype == torch.float64 else 1e-3
-    fits = (slope - ratio * other).abs() <= tolerance * (slope.abs() + other.abs().mean())
-    return float(torch.where(fits.all() & ratio.isfinite(), ratio, 0.0))
-
-
-def _find_groups(
-    found: Structure, name: str, starts: Mapping[str, tuple[Tensor, Tensor]], moves: _Moves, program: _Program
-) -> None:
+def _find_groups(found: Structure, name: str, program: _Program, keys: list[Key]) -> None:
     """See whether layers above couple a site's values only within groups, as many as one of them has inputs."""
-    value = starts[name][0]
-    num = value.shape[-1]
-    counts = {other: f.shape[-1] for other, (f, _) in starts.items()}
+    num = program.base[name].shape[-1]
+    counts = {other: value.shape[-1] for other, value in program.base.items()}
     sizes = {num // n: other for other, n in counts.items() if 1 < n < num and num % n == 0}
-
-    def evaluate(points: list[Tensor]) -> list[Tensor]:
-        outputs, _ = program.at([moves.base | {name: point} for point in points])
-        return list(_without(outputs, name).values())
-
-    size = group_size(evaluate, value, moves.step[name], sorted(sizes))
-    if size is not None:
-        found.groups[name] = size, sizes[size]
+    for size in sorted(sizes):
+        masks = group_codes(program.base[name], size)
+        points = [program.base, *(program.base | {name: program.base[name].masked_fill(m, torch.nan)} for m in masks)]
+        shown = stacked_runs(program.show, points)
+        nan = {key: shown[key].isnan()[1:] for key in keys}
+        if not any((part[0::2] & part[1::2] & ~shown[key][0].isnan()).any() for key, part in nan.items()):
+            found.groups[name] = size, sizes[size]
+            return

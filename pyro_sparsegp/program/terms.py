@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..process import GaussianProcess
-from . import dependence
+from .bare import bare, without_event
+from .dependence import find_owners
 from .facts import Structure
 from .traces import element_log_densities, held_trace, require_again
 
@@ -30,13 +31,11 @@ class Findings:
     :param owners: by GP site and site downstream, the number of the value that each term depends on, −1 for none;
         ``None`` where the numbers are the places.
     :param rowwise: GP sites of which each term stands in the row of its value.
-    :param masked: all terms of some site were masked, so that nothing is known of it.
     :param looped: vmap has refused the model.
     """
 
     owners: dict[str, dict[str, Optional[Tensor]]] = field(default_factory=dict)
     rowwise: set[str] = field(default_factory=set)
-    masked: bool = False
     looped: bool = False
 
 
@@ -77,8 +76,6 @@ class Terms:
         shapes = {name: parts[name].shape for name in downstream}
         if not self._known(shapes):
             self._find(processes, downstream)
-            unknown = [name for name in downstream if not any(name in owners for owners in findings.owners.values())]
-            findings.masked = any(isinstance(trace.nodes[name]["mask"], Tensor) for name in unknown)
         zero = next(iter(processes.values())).x.new_zeros(())
         #: log densities without a GP value: of latents, and of other data.
         self.priors: Tensor = zero
@@ -96,7 +93,7 @@ class Terms:
     def _known(self, shapes: dict[str, torch.Size]) -> bool:
         """Whether what was found holds for terms of these shapes: where they stand in rows of their values."""
         found = self.findings
-        if not found.owners or found.masked or found.rowwise != set(found.owners):
+        if not found.owners or found.rowwise != set(found.owners):
             return False
         return all(
             site in shapes and shapes[site] == (self.values[name].shape if owner is None else owner.shape)
@@ -106,7 +103,7 @@ class Terms:
 
     def _find(self, processes: dict[str, GaussianProcess], downstream: list[str]) -> None:
         found = self.findings
-        every = {name: self._owners(name, processes[name], downstream) for name in processes if downstream}
+        every = self._owners(processes, downstream) if downstream else {}
         found.owners, found.rowwise = {}, set()
         for name, owners in every.items():
             shape = self.values[name].shape
@@ -116,7 +113,7 @@ class Terms:
                 if (owner < 0).all():
                     continue
                 shared = any((others[site] >= 0).any() for other, others in every.items() if other != name)
-                # A term without a value, such as a masked one, may stand in its row, if it is nobody else's.
+                # A term without a value may stand in its row, if it is nobody else's.
                 in_place = owner.shape == shape and bool(((owner == numbers) | ((owner < 0) & (not shared))).all())
                 own[site] = None if in_place else owner
             found.owners[name] = own
@@ -163,24 +160,29 @@ class Terms:
         parts = element_log_densities(trace, skip)
         return {site: part if self.factors[site] == 1 else part / self.factors[site] for site, part in parts.items()}
 
-    @torch.no_grad()
-    def _owners(self, name: str, process: GaussianProcess, sites: list[str]) -> dict[str, Tensor]:
-        """For each site, the number of the value of GP site ``name`` that each term depends on, −1 for none."""
-        f, spread = self.values[name], process.variance.sqrt()
-        owners: dict[str, Tensor] = {}
-        with pyro.validation_enabled(False):
-            for step in (spread, -spread, 0.1 * spread):  # a term may be flat on one side
-                found = dependence.owners(lambda value: self._parts(name, value, sites), f, f + step)
-                for site, owner in found.items():
-                    if owner is None:
-                        raise InseparableError(
-                            f"site {site!r} has one log density for several values of GP site {name!r}: "
-                            "expectation propagation needs one for each. Use a distribution of single values, in "
-                            "a plate or with .to_event, or take SVI with TraceQuadrature_ELBO."
-                        )
-                    owners[site] = torch.where(owner < 0, owners.get(site, owner), owner)
-                if all((owner >= 0).all() for owner in owners.values()):
-                    break
+    def _owners(self, processes: dict[str, GaussianProcess], sites: list[str]) -> dict[str, dict[str, Tensor]]:
+        """By GP site and site, the number of the value that each term depends on, masked or not, −1 for none."""
+
+        def show(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            trace = held_trace(self.model, {**self.values, **values}, self.args, self.kwargs)
+            fns = {site: without_event(trace.nodes[site]["fn"])[0] for site in sites}
+            parts = {site: bare(fn).log_prob(trace.nodes[site]["value"]) for site, fn in fns.items()}
+            return {site: part.expand(fns[site].shape()[: part.dim()]) for site, part in parts.items()}
+
+        base = {name: self.values[name] for name in processes}
+        steps = {name: process.variance.sqrt().detach() for name, process in processes.items()}
+        found, _ = find_owners(show, base, steps, list(processes), ())
+        owners: dict[str, dict[str, Tensor]] = {}
+        for name, by_site in found.items():
+            owners[name] = {}
+            for site, own in by_site.items():
+                if (own.touched & ((own.rows < 0) | (own.outputs < 0))).any():
+                    raise InseparableError(
+                        f"site {site!r} has one log density for several values of GP site {name!r}: "
+                        "expectation propagation needs one for each. Use a distribution of single values, in "
+                        "a plate or with .to_event, or take SVI with TraceQuadrature_ELBO."
+                    )
+                owners[name][site] = torch.where(own.touched, own.outputs * base[name].shape[-1] + own.rows, -1)
         return owners
 
 
