@@ -56,29 +56,26 @@ def plot_effects(
             f"plot_effects needs the posterior of one GP site, got {kind_of(posterior)}: give {whose}"
             "guide.posterior(x)['f'], x being the inputs and 'f' the site"
         )
-    if posterior.batch_shape:
-        raise ValueError(
-            f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}; plot_effects is for a single one"
-        )
-    if not 0 < prob < 1:
-        raise ValueError(f"plot_effects' prob must be between 0 and 1, got {prob}")
     x, parts = posterior.process.x, posterior.components
     labels = [f"x{i}" for i in range(x.shape[-1])] if columns is None else list(columns)
-    if len(labels) != x.shape[-1]:
-        raise ValueError(f"plot_effects' columns names {len(labels)} columns, the inputs have {x.shape[-1]}")
     read = {name: _columns(part) for name, part in parts.items()}
-    if names is None:
-        names = [name for name in parts.names if len(read[name]) in (1, 2)]
-    for name in names:
-        if len(_columns(parts[name])) not in (1, 2):
-            raise ValueError(f"term {name!r} reads {len(read[name])} columns; plot_effects shows terms of one or two")
-    if not names:
-        raise ValueError(f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}")
-    rows = -(-len(names) // num_columns)
-    wide = min(num_columns, len(names))
-    figure, axes = matplotlib.pyplot.subplots(
-        rows, wide, figsize=(4 * wide, 3 * rows), squeeze=False, layout="constrained"
-    )
+    names = [name for name in parts.names if len(read[name]) in (1, 2)] if names is None else names
+    wrong = next((name for name in names if len(_columns(parts[name])) not in (1, 2)), None)
+    if posterior.batch_shape:
+        why = f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}; plot_effects is for a single one"
+    elif not 0 < prob < 1:
+        why = f"plot_effects' prob must be between 0 and 1, got {prob}"
+    elif len(labels) != x.shape[-1]:
+        why = f"plot_effects' columns names {len(labels)} columns, the inputs have {x.shape[-1]}"
+    elif wrong is not None:
+        why = f"term {wrong!r} reads {len(read[wrong])} columns; plot_effects shows terms of one or two"
+    else:
+        why = "" if names else f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}"
+    if why:
+        raise ValueError(why)
+    rows, wide = -(-len(names) // num_columns), min(num_columns, len(names))
+    size = {"figsize": (4 * wide, 3 * rows), "squeeze": False, "layout": "constrained"}
+    figure, axes = matplotlib.pyplot.subplots(rows, wide, **size)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     quantile = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor((1 + prob) / 2)))
@@ -107,82 +104,73 @@ class _Effects:
     rug: bool
 
     def show(self, axis: Any, part: SparsePosterior, column: int, other: Optional[int] = None) -> None:
-        """The effect of one column or two."""
-        codes = part.process.kernel.code_columns(self.x.shape[-1])
-        if other is None and column in codes:
-            self._points(axis, part, column)
-        elif other is None:
-            self._curve(axis, part, column, self._line(column))
-            self._rug(axis, column)
-        elif not codes:
+        """The effect of one column or two: curves, one for each level of a factor; points, of a factor alone; a map."""
+        codes = list(part.process.kernel.code_columns(self.x.shape[-1]))
+        if other is not None and not codes:
             self._map(axis, part, column, other)
-        else:
-            by = next(iter(codes))
-            self._curves(axis, part, other if by == column else column, by)
-
-    def _points(self, axis: Any, part: SparsePosterior, column: int) -> None:
-        levels = self.x[:, column].unique()
-        at = self.x[:1].repeat(len(levels), 1)
-        at[:, column] = levels
-        mean, low, high = self._interval(part, at)
-        axis.errorbar(at[:, column].cpu(), mean, [mean - low, high - mean], fmt="o", capsize=3)
-        axis.set_xticks(levels.cpu().numpy())
-        axis.set_xlabel(self.labels[column])
-
-    def _curve(self, axis: Any, part: SparsePosterior, column: int, at: Tensor, label: Optional[str] = None) -> None:
-        mean, low, high = self._interval(part, at)
-        (line,) = axis.plot(at[:, column].cpu(), mean, label=label)
-        axis.fill_between(at[:, column].cpu(), low, high, color=line.get_color(), alpha=0.25, lw=0)
-        axis.set_xlabel(self.labels[column])
-
-    def _curves(self, axis: Any, part: SparsePosterior, column: int, by: int) -> None:
-        """A curve for each level of a factor."""
-        for level in self.x[:, by].unique():
-            at = self._line(column)
-            at[:, by] = level
-            self._curve(axis, part, column, at, f"{self.labels[by]} = {float(level):g}")
-        axis.legend(fontsize="small")
-        self._rug(axis, column)
-
-    def _rug(self, axis: Any, column: int) -> None:
-        """A mark for each input."""
+            return
+        if other is None and column in codes:
+            self._curve(axis, part, column, self._at(column, self.x[:, column].unique()), points=True)
+            return
+        by = codes[0] if other is not None else None
+        column = other if other is not None and by == column else column
+        for level in [None] if by is None else self.x[:, by].unique():
+            at, label = self._at(column, self._line(column, self.num)), None
+            if by is not None:
+                at[:, by], label = level, f"{self.labels[by]} = {float(level):g}"
+            self._curve(axis, part, column, at, label)
+        if by is not None:
+            axis.legend(fontsize="small")
         if self.rug:
             ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
             axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
 
+    def _curve(
+        self, axis: Any, part: SparsePosterior, column: int, at: Tensor, label: Any = None, points: bool = False
+    ) -> None:
+        part, places = part.at(at), at[:, column].cpu().numpy()
+        spread = self.quantile * part.stddev
+        ends = part.mean, part.mean - spread, part.mean + spread
+        mean, low, high = (self.change(value).cpu().numpy() for value in ends)
+        axis.set_xlabel(self.labels[column])
+        if points:
+            axis.errorbar(places, mean, [mean - low, high - mean], fmt="o", capsize=3)
+            axis.set_xticks(places)
+        else:
+            (line,) = axis.plot(places, mean, label=label)
+            axis.fill_between(places, low, high, color=line.get_color(), alpha=0.25, lw=0)
+
     def _map(self, axis: Any, part: SparsePosterior, *columns: int) -> None:
-        lines = [self._line(column, _MAP)[:, column] for column in columns]
-        at = self.x[:1].repeat(_MAP**2, 1)
-        at[:, columns[0]], at[:, columns[1]] = (grid.flatten() for grid in torch.meshgrid(*lines, indexing="ij"))
+        lines = [self._line(column, _MAP) for column in columns]
+        first, second = (grid.flatten() for grid in torch.meshgrid(*lines, indexing="ij"))
+        at = self._at(columns[0], first)
+        at[:, columns[1]] = second
         part = part.at(at)
         mean, spread = (value.reshape(_MAP, _MAP).T.cpu() for value in (self.change(part.mean), part.stddev))
         a, b = (line.cpu() for line in lines)
-        shown = axis.contourf(a, b, mean, levels=15)
-        axis.figure.colorbar(shown, ax=axis)
+        axis.figure.colorbar(axis.contourf(a, b, mean, levels=15), ax=axis)
         axis.clabel(axis.contour(a, b, spread, levels=4, colors="w", linewidths=0.7), fontsize="x-small")
         if self.rug:
             axis.plot(self.x[:, columns[0]].cpu(), self.x[:, columns[1]].cpu(), ".", color="k", ms=1, alpha=0.3)
         axis.set(xlabel=self.labels[columns[0]], ylabel=self.labels[columns[1]])
 
-    def _interval(self, part: SparsePosterior, at: Tensor) -> list[Any]:
-        part = part.at(at)
-        spread = self.quantile * part.stddev
-        return [self.change(value).cpu().numpy() for value in (part.mean, part.mean - spread, part.mean + spread)]
-
-    def _line(self, column: int, num: Optional[int] = None) -> Tensor:
-        """Points along one column, the others as in the first row."""
-        num = num or self.num
-        at = self.x[:1].repeat(num, 1)
+    def _line(self, column: int, num: int) -> Tensor:
+        """Places along one column, from its smallest value to its largest."""
         low, high = self.x[:, column].min(), self.x[:, column].max()
-        at[:, column] = low + (high - low) * torch.linspace(0, 1, num, dtype=self.x.dtype, device=self.x.device)
+        return low + (high - low) * torch.linspace(0, 1, num, dtype=self.x.dtype, device=self.x.device)
+
+    def _at(self, column: int, places: Tensor) -> Tensor:
+        """Inputs at places along one column, the others as in the first row."""
+        at = self.x[:1].repeat(len(places), 1)
+        at[:, column] = places
         return at
 
 
 def _columns(part: SparsePosterior) -> tuple[int, ...]:
+    """The columns that a term reads."""
     kernel = part.process.kernel
-    read = kernel.columns
-    if read is not None:
-        return read
+    if kernel.columns is not None:
+        return kernel.columns
     while isinstance(kernel, Scaled):
         kernel = kernel.kernel
     return () if isinstance(kernel, (Constant, White)) else tuple(range(part.process.x.shape[-1]))
