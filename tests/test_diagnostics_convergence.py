@@ -64,7 +64,7 @@ def test_sbc_of_hyperparameters_and_refusals():
         "f": (1, 2, 3),
     }
     assert all(((array > 0) & (array < 1)).all() for array in tree["prior_sbc"].data_vars.values())
-    with pytest.raises(ValueError, match="observed names 'z'"):
+    with pytest.raises(ValueError, match=r"observed names \['z'\]"):
         diagnostics.sbc(regression, fit, x, observed={"z": "y"}, **options)
     with pytest.raises(ValueError, match="could not be called"):
         diagnostics.sbc(regression, fit, x, observed={"y": "target"}, **options)

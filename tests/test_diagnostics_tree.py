@@ -515,14 +515,10 @@ def test_refusals():
         to_datatree(regression, AutoSparseGP(regression, SVGP(3)), x, y)
     with pytest.raises(ValueError, match="empty list"):
         to_datatree(regression, [], x, y)
-    with pytest.raises(ValueError, match="arguments at new inputs"):
-        to_datatree(regression, guide, x, y, predict=3)
-
-
-def test_svi_objects_pass_for_their_guide():
-    guide, x, y = fitted()
     svi = pyro.infer.SVI(regression, guide, pyro.optim.Adam({}), TraceQuadrature_ELBO())
     assert to_datatree(regression, svi, x, y, num_samples=2).posterior["noise"].shape == (1, 2)
+    with pytest.raises(ValueError, match="arguments at new inputs"):
+        to_datatree(regression, guide, x, y, predict=3)
 
 
 def test_looking_changes_nothing():
@@ -539,20 +535,11 @@ def test_looking_changes_nothing():
 @pytest.mark.parametrize("model", [regression, bernoulli])
 def test_observations_of_the_wrong_shape_are_refused(model):
     guide, x, y = fitted(model, steps=2)
-    calls = (
-        lambda wrong: to_datatree(model, guide, x, wrong, num_samples=2),
-        lambda wrong: diagnostics.predictive_scores(model, guide, x, wrong, num_samples=2),
-        lambda wrong: diagnostics.loo(model, guide, x, wrong, num_samples=30),
-        lambda wrong: diagnostics.loo_large(model, guide, x, wrong, observations=5, num_samples=30),
-    )
     for wrong in (y[:, None], y[None], y[:1], y[0]):
-        for call in calls:
+        for call in (to_datatree, diagnostics.predictive_scores):
             with pytest.raises(ValueError, match=r"site .y. (has observations|observes data) of shape .*Give .*"):
-                call(wrong)
-    with pytest.raises(ValueError, match=r"y\[:, 0\]"):
-        calls[0](y[:, None])
+                call(model, guide, x, wrong, num_samples=2)
     samples = {"f": torch.zeros(3, 40)}
-
     plain = one_function(KERNEL, lambda f: dist.Normal(f, 0.2))
     with pytest.raises(ValueError, match="site 'y' has observations"):
         to_datatree(plain, samples, x, y[:, None])

@@ -10,7 +10,6 @@ import torch
 from pyro import poutine
 
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.diagnostics import backend
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace, SparseEP, WeightSpace
 
 from .models import (
@@ -68,7 +67,7 @@ def test_the_table_of_integrated_and_sampled_densities():
     """
     x, y = smooth_data()
     exact = float(exact_loo(x, y).sum())
-    integrated, sampled, khats, naive_khats = [], [], [], []
+    integrated, sampled, khats = [], [], []
     for num in (8, 10, 15):
         guide = on_a_grid(num, x, y)
         tree = diagnostics.to_datatree(
@@ -82,9 +81,6 @@ def test_the_table_of_integrated_and_sampled_densities():
         )
         sampled.append(stats.loo(sampled_tree, reff=1.0).elpd)
         khats.append(diagnostics.psis(tree, target="exact").khat)
-        naive = tree.sample_stats["lp"].copy(data=terms.sum(-1)[None] + tree.log_prior["f_w"].values)
-        log_weights = (naive - tree.sample_stats["log_q"]).values[0]
-        naive_khats.append(backend.smooth(log_weights)[1])
         assert diagnostics.psis(tree).khat == -np.inf  # q is the optimum: the variational target sees nothing
     assert all(abs(elpd - exact) < 6 for elpd in integrated[1:]), (exact, integrated)
     assert abs(integrated[-1] - exact) < 2
@@ -92,8 +88,6 @@ def test_the_table_of_integrated_and_sampled_densities():
     assert sampled[1] < exact - 40
     assert khats == sorted(khats, reverse=True), khats
     assert khats[0] > 0.7 > khats[-1]
-    assert naive_khats == sorted(naive_khats, reverse=True), naive_khats
-    assert all(a > b for a, b in zip(naive_khats[:2], khats[:2]))
 
 
 def test_the_exact_target_is_the_marginal_likelihood():
@@ -300,14 +294,16 @@ def test_loo_large_agrees_with_loo():
     x, y = smooth_data(60)
     model = gaussian(KERNEL, NOISE)
     guide = on_a_grid(14, x, y, model)
-    whole = diagnostics.loo(model, guide, x, y, num_samples=30)
-    part = diagnostics.loo_large(model, guide, x, y, observations=30, num_samples=30)
-    assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se + 1.0
+    options = {"num_samples": 30, "seed": 0}
+    whole = diagnostics.loo(model, guide, x, y, **options)
+    part = diagnostics.loo_large(model, guide, x, y, observations=30, **options)
+    assert abs(part.elpd - whole.elpd) < 4 * part.subsampling_se + 1e-6
+    everything = diagnostics.loo_large(model, guide, x, y, **options)
+    assert everything.elpd == pytest.approx(whole.elpd)
+    assert everything.se == pytest.approx(whole.se, rel=0.02)
     assert part.subsample_size == 30
     assert part.n_data_points == 60
-    everything = diagnostics.loo_large(model, guide, x, y, observations=60, num_samples=30)
-    assert abs(everything.elpd - whole.elpd) < 1.5
-    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, num_samples=30)
+    few = diagnostics.loo_large(model, on_a_grid(6, x, y, model), x, y, observations=30, **options)
     table = diagnostics.compare({"many": part, "few": few})
     assert table.index[0] == "many"
     assert "subsampling_dse" in table.columns
@@ -532,44 +528,3 @@ def test_a_confident_guide_is_found_out():
     assert bad.khat > good.khat
     new, seen = data(num=150, seed=9)
     assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=4).coverage(0.95) < 0.85
-
-
-@pytest.mark.slow  # the test above sees a posterior that is too narrow
-def test_a_confident_posterior_of_hyperparameters_is_found_out():
-    """A tenth of the spread and nothing else: k-hat says so, and over simulations so does the coverage of the truth."""
-
-    def model(x, y=None):
-        noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.5))
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, noise), obs=y)
-
-    x = torch.rand(40, 1)
-    inside = []
-    for _ in range(24):
-        trace = poutine.trace(model).get_trace(x)
-        y, truth = trace.nodes["y"]["value"], float(trace.nodes["noise"]["value"])
-        guide = AutoSparseGP(model, SGPR(8))
-        train(model, guide, x, y, steps=50, lr=0.1, loss=TraceQuadrature_ELBO(2))
-        found = []
-        for _ in range(2):
-            draws = diagnostics.to_datatree(
-                model, guide, x, y, num_samples=60, log_likelihood=False, posterior_predictive=False
-            ).posterior["noise"]
-            low, high = np.quantile(draws, [0.025, 0.975])
-            found.append(low < truth < high)
-            with torch.no_grad():  # then the confident one
-                guide.scales.noise_unconstrained.sub_(np.log(10))
-        inside.append(found)
-    coverage = np.mean(inside, 0)
-    assert coverage[0] > 0.8, coverage
-    assert coverage[1] < 0.5, coverage
-    with torch.no_grad():
-        guide.scales.noise_unconstrained.add_(np.log(10))
-    confident = diagnostics.psis(model, guide, x, y, num_samples=1000, target="fitc", seed=0)
-    with torch.no_grad():
-        guide.scales.noise_unconstrained.add_(np.log(10))
-    right = diagnostics.psis(model, guide, x, y, num_samples=1000, target="fitc", seed=0)
-    assert right.khat < 0.5
-    assert confident.khat > confident.good_k
-    assert confident.khat > right.khat + 0.3

@@ -133,12 +133,10 @@ def _ranks(
     functions = {n: site["value"] for n, site in sites.items() if as_process(site["fn"])[0] is not None}
     truth = {n: site["value"] for n, site in sites.items() if n not in functions}
     names = list(observed) or list(truth)[-1:]  # by default the last site is taken for the data
-    unknown = [name for name in names if name not in truth]
-    if unknown:
-        raise ValueError(f"observed names {unknown[0]!r}, which is no site of the model: it has {sorted(truth)}")
-    if not names:
+    if not names or not set(names) <= set(truth):
         raise ValueError(
-            "the model has no site that could be data: call sbc with arguments that leave observations out"
+            f"observed names {names}, and the data must be among the sites {sorted(truth)} that the model draws: call "
+            "sbc with arguments that leave observations out"
         )
     data = {observed.get(name, name): truth.pop(name) for name in names}
     pyro.clear_param_store()

@@ -74,7 +74,7 @@ def plot_effects(
     if why:
         raise ValueError(why)
     rows, wide = -(-len(names) // num_columns), min(num_columns, len(names))
-    size = {"figsize": (4 * wide, 3 * rows), "squeeze": False, "layout": "constrained"}
+    size: dict[str, Any] = {"figsize": (4 * wide, 3 * rows), "squeeze": False, "layout": "constrained"}
     figure, axes = matplotlib.pyplot.subplots(rows, wide, **size)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
@@ -114,12 +114,13 @@ class _Effects:
             return
         by = codes[0] if other is not None else None
         column = other if other is not None and by == column else column
-        for level in [None] if by is None else self.x[:, by].unique():
-            at, label = self._at(column, self._line(column, self.num)), None
-            if by is not None:
-                at[:, by], label = level, f"{self.labels[by]} = {float(level):g}"
-            self._curve(axis, part, column, at, label)
-        if by is not None:
+        at = self._at(column, self._line(column, self.num))
+        if by is None:
+            self._curve(axis, part, column, at)
+        else:
+            for level in self.x[:, by].unique().tolist():
+                at[:, by] = level
+                self._curve(axis, part, column, at, f"{self.labels[by]} = {level:g}")
             axis.legend(fontsize="small")
         if self.rug:
             ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}

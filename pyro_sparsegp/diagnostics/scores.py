@@ -22,7 +22,6 @@ from .sources import as_source, observed_site
 __all__ = ["PredictiveScores", "predictive_scores"]
 
 _SCORES = ("log_score", "crps", "rps", "brier")
-_LEVELS = ("pit", "set_level")
 
 
 @dataclass(frozen=True)
@@ -48,49 +47,34 @@ class PredictiveScores:
         """The scores as an ``xarray.Dataset``."""
         return self.tree["predictive_scores"].to_dataset()
 
-    @property
-    def _levels(self) -> Optional[np.ndarray]:
-        """The probability of the smallest interval, or set of classes, that holds each observation."""
-        if "set_level" in self.pointwise:
-            return self._observed("set_level")
-        if "pit" in self.pointwise:
-            return 2 * np.abs(self._observed("pit") - 0.5)
-        return None
-
-    def _observed(self, name: str) -> np.ndarray:
-        """A score of what was observed: what is masked has neither a log score nor a level."""
-        score = self.pointwise[name].values
-        there = np.ones(score.shape, bool)
-        for mark in ("log_score", *_LEVELS):
-            known = self.pointwise[mark].notnull().values if mark in self.pointwise else np.zeros(0, bool)
-            if known.shape == score.shape and known.any():
-                there &= known
-        return score[there]
+    def _of(self, name: str) -> np.ndarray:
+        """A score of what was observed: what a mask leaves out is NaN."""
+        values = self.pointwise[name].values
+        return values[~np.isnan(values)] if np.isfinite(values).any() else values
 
     def coverage(self, prob: float) -> float:
         """The share of observations within their central interval, or set of classes, of that probability."""
-        levels = self._levels
-        if levels is None:
+        kind = next((name for name in ("set_level", "pit") if name in self.pointwise), None)
+        if kind is None:
             raise ValueError(f"there are no intervals of these observations, only {list(self.pointwise.data_vars)}")
-        return float(_within(levels, prob).mean())
+        return float(self._within(kind, prob).mean())
+
+    def _within(self, kind: str, prob: float) -> np.ndarray:
+        """1 where the smallest interval or set that holds an observation has at most a probability, 0 elsewhere."""
+        levels = self._of(kind) if kind == "set_level" else 2 * np.abs(self._of(kind) - 0.5)
+        return np.where(np.isnan(levels), np.nan, levels <= prob)
 
     @property
     def summary(self) -> pandas.DataFrame:
         """Means over observations with their standard errors, a ``pandas.DataFrame``."""
-        columns = {name: self._observed(name) for name in _SCORES if name in self.pointwise}
-        levels = self._levels
-        if levels is not None:
-            columns |= {f"coverage_{100 * prob:g}%": _within(levels, prob) for prob in self.probs}
+        columns = {name: self._of(name) for name in _SCORES if name in self.pointwise}
+        for kind in {"set_level", "pit"} & set(self.pointwise):
+            columns |= {f"coverage_{100 * prob:g}%": self._within(kind, prob) for prob in self.probs}
         rows = {name: (values.mean(), values.std() / math.sqrt(values.size)) for name, values in columns.items()}
         return pandas.DataFrame.from_dict(rows, orient="index", columns=["mean", "se"])
 
     def __repr__(self) -> str:
         return f"PredictiveScores(method={self.method!r})\n{self.summary}"
-
-
-def _within(levels: np.ndarray, prob: float) -> np.ndarray:
-    """1 where a level is at most a probability, 0 where it is not, NaN where it is NaN."""
-    return np.where(np.isnan(levels), np.nan, levels <= prob)
 
 
 def predictive_scores(

@@ -79,15 +79,12 @@ def observed_site(source: Source, var_name: Optional[str]) -> str:
 
     :raises ValueError: where there is none, or there are several and none is named.
     """
-    if var_name in source.factors or not source.data:
-        factor = var_name if var_name in source.factors else source.factors[0]
-        raise ValueError(
-            f"site {factor!r} is a pyro.factor: it holds no observations that could be left out or predicted. "
-            f"The observed sites are {source.data}."
-        )
-    if var_name not in source.data and (var_name is not None or len(source.data) > 1):
-        raise ValueError(f"var_name must be one of the observed sites {source.data}, got {var_name!r}")
-    return var_name or source.data[0]
+    if var_name in source.data or (var_name is None and len(source.data) == 1):
+        return var_name or source.data[0]
+    raise ValueError(
+        f"var_name must be one of the observed sites {source.data}, got {var_name!r}. A pyro.factor holds no "
+        "observations that could be left out or predicted."
+    )
 
 
 class SampleSource(Source):
