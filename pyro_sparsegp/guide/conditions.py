@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
 
 from ..approximations.on_sites import SiteGP
 from ..gaussians.sites import KeptSites
@@ -14,6 +16,7 @@ from ..program.bare import bare
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.handlers import unrecorded, unweighted
+from ..program.likelihood import Expectation
 from ..program.reader import Reader
 from ..program.traces import all_sites, is_free, repeatable
 from ..warned import warn_once
@@ -93,8 +96,8 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
         return Conditions()
     if not same and data is not None:
         args, kwargs = data.args, data.kwargs
-    run = UnderLatents(guide, same)
-    with unrecorded() if learns else unweighted(whole=same), torch.set_grad_enabled(learns):
+    run = UnderLatents(guide, same, _reads_itself(guide))
+    with unrecorded() if learns else unweighted(whole=same), torch.set_grad_enabled(learns or run.reads):
         run.perform(args, kwargs)
     if same and guide.takes_batches and data is not None and holds_part(run.trace):
         return condition(guide, args, kwargs, False, learns)  # the rows it knows, as a batch of more
@@ -140,8 +143,13 @@ def _read(
             marginals[name] = q.mean, q.variance
     if not readings:
         return readings
-    most, tolerance = _patience(guide, readings, learns)
     median = guide._computing_median
+    if run.reads and all(reading.direct for reading in readings):
+        for reading in readings:
+            _read_off(reading, run, learns)
+            reading.keep() if learns or reading.module.sites.empty or median else None
+        return readings
+    most, tolerance = _patience(guide, readings, learns)
     looking = not learns and median and not all(reading.quadratic for reading in readings)
     if not (looking and settle_again(reader, readings, marginals, tolerance)):
         settle(reader, readings, marginals, most, tolerance)
@@ -152,6 +160,33 @@ def _read(
         if learns or reading.module.sites.empty or (reading.direct and median):
             reading.keep()
     return readings
+
+
+def _reads_itself(guide: KnownGuide) -> bool:
+    """Whether the run in which latents are drawn gives all sites: each GP site's log densities are quadratic in its
+    values, and none meets another or itself.
+    """
+    facts, modules = guide.facts, guide.site_modules()
+    alone = not facts.interactions and not facts.meeting and len(modules) == len(facts.gps)
+    return alone and all(name in facts.quadratic and isinstance(m.sites, KeptSites) for name, m in modules.items())
+
+
+def _read_off(reading: SiteReading, run: UnderLatents, learns: bool) -> None:
+    """The sites of a quadratic ℓ by its derivatives in a run with f at the prior's mean μ: λ = −ℓ″, λ(z − μ) = ℓ′."""
+    sites: Any = run.trace.nodes
+    move, prior = run.moves[reading.name], sites[reading.name]
+    total = move.new_zeros(())
+    with torch.enable_grad():
+        for name, site in list(sites.items())[list(sites).index(reading.name) + 1 :]:
+            if site["type"] == "sample" and site["mask"] is not False and not site_is_subsample(site):
+                fn = site["infer"].get("prior", site["fn"])
+                total = total + scale_and_mask(fn.log_prob(site["value"]), site["scale"], site["mask"]).sum()
+        (first,) = torch.autograd.grad(total / prior["scale"] + 0 * move.sum(), move, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum() + 0 * move.sum(), move, create_graph=learns)
+    found = Expectation(total, first, second) if learns else Expectation(*(p.detach() for p in (total, first, second)))
+    reading.truncated = (second > 1e-6 * second.abs().amax()).sum()  # beyond rounding
+    reading.sites, reading.unread = reading.expanded(found, torch.zeros_like(move)), False
+    reading.alone, reading.change = True, 0.0
 
 
 def _look_again(guide: KnownGuide, reader: Reader, run: UnderLatents, names: list[str]) -> None:

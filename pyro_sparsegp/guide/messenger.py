@@ -203,12 +203,6 @@ class SiteMessenger(KnownGuide):
             )
         if self.core is None:
             return
-        known = self.core.facts.columns.get(name, process.x.shape[-1])
-        if known != process.x.shape[-1]:
-            raise ValueError(
-                f"GP site {name!r} has inputs of shape {tuple(process.x.shape)}; at the guide's first call they "
-                f"had {known} columns, not {process.x.shape[-1]}."
-            )
         met = {} if self.run is None else self.run.processes
         for below, (size, above) in self.core.facts.groups.items():
             rows, num = met[below].event_shape[0] if below in met else None, process.event_shape[0]
@@ -218,6 +212,12 @@ class SiteMessenger(KnownGuide):
                     f"{below!r} went into each of {name!r}, and are drawn together. A model's structure must not "
                     "change between calls."
                 )
+        known = self.core.facts.columns.get(name, process.x.shape[-1])
+        if known != process.x.shape[-1]:
+            raise ValueError(
+                f"GP site {name!r} has inputs of shape {tuple(process.x.shape)}; at the guide's first call they "
+                f"had {known} columns, not {process.x.shape[-1]}."
+            )
 
     # Traces.
 

@@ -272,15 +272,20 @@ class UnderLatents(Run):
     """The latents are drawn, for what families on sites are conditioned on.
 
     :param same: whether inner layers are drawn, too, being at the rows of training.
+    :param reads: whether its densities are to be derived by GP sites' values, ``moves`` off the prior's mean.
     """
 
-    def __init__(self, guide: KnownGuide, same: bool) -> None:
+    def __init__(self, guide: KnownGuide, same: bool, reads: bool) -> None:
         super().__init__(guide)
-        self.same = same
+        self.same, self.reads = same, reads
+        self.moves: dict[str, Tensor] = {}
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
         if isinstance(module, SiteGP):
-            return process.mean
+            if not self.reads:
+                return process.mean
+            self.moves[name] = torch.zeros_like(process.mean, requires_grad=True)
+            return process.mean + self.moves[name]
         median = self.guide._computing_median
         posterior = self.posteriors[name] = self.free(name, process, module, self.kind(name, median))
         draws = self.same and name in self.guide.facts.inner and not median
