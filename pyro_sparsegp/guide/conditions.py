@@ -144,7 +144,9 @@ def _read(
     if not readings:
         return readings
     median = guide._computing_median
-    if run.reads and all(reading.direct for reading in readings):
+    # A scale of several values is the reader's to refuse: test_sites.py::test_a_scale_of_several_values_is_refused.
+    one = all(torch.as_tensor(reader.trace.nodes[name]["scale"]).numel() == 1 for name in modules)
+    if run.reads and one and all(reading.direct for reading in readings):
         for reading in readings:
             _read_off(reading, run, learns)
             reading.keep() if learns or reading.module.sites.empty or median else None
@@ -177,7 +179,7 @@ def _read_off(reading: SiteReading, run: UnderLatents, learns: bool) -> None:
     move, prior = run.moves[reading.name], sites[reading.name]
     total = move.new_zeros(())
     with torch.enable_grad():
-        for name, site in list(sites.items())[list(sites).index(reading.name) + 1 :]:
+        for site in list(sites.values())[list(sites).index(reading.name) + 1 :]:
             if site["type"] == "sample" and site["mask"] is not False and not site_is_subsample(site):
                 fn = site["infer"].get("prior", site["fn"])
                 total = total + scale_and_mask(fn.log_prob(site["value"]), site["scale"], site["mask"]).sum()

@@ -220,7 +220,8 @@ def with_mirrored(guide: KnownGuide, evaluate: Callable[[], _T]) -> list[_T]:
     """What is evaluated in runs of the guide; and again, if latents are coupled, with the same random numbers, the
     same rows of a mini-batch among them, but the latents' draw a + Rε at its mirror image, a − Rε.
     """
-    if not guide.facts.coupled:
+    facts = guide.structure
+    if facts is None or not facts.coupled:
         return [evaluate()]
     state = RandomState(guide.like)
     found = [evaluate()]
