@@ -114,7 +114,7 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
         readings = _read(guide, reader, modules, run, learns)
     inner = guide.facts.inner
     values = {
-        name: site["value"]
+        name: site["value"] if learns else site["value"].detach()
         for name, site in all_sites(run.trace)
         if (name in inner or name not in run.processes) and is_free(site) and (same or guide.is_shared(name))
     }
@@ -169,7 +169,7 @@ def _reads_itself(guide: KnownGuide) -> bool:
     values, and none meets another or itself.
     """
     facts, modules = guide.facts, guide.site_modules()
-    alone = not facts.interactions and not facts.meeting and len(modules) == len(facts.gps)
+    alone = not (facts.interactions or facts.meeting or facts.coupled) and len(modules) == len(facts.gps)
     return alone and all(name in facts.quadratic and isinstance(m.sites, KeptSites) for name, m in modules.items())
 
 
