@@ -84,42 +84,33 @@ class GaussianProcess(TorchDistribution):
         validate_args: Optional[bool] = None,
     ) -> None:
         self.kernel = as_kernel(kernel, "GaussianProcess's kernel")
+        self.x, self.jitter, self._unfit = x, jitter, _unfit_inputs(x)
+        self.mean_function: Any = mean
         self._misplaced: Optional[str] = None
-        self._unfit = _unfit_inputs(x)
-        if self._unfit is not None and not isinstance(x, Tensor):
-            raise ValueError(f"GaussianProcess's {self._unfit}")
-        self.x = x
+        self._scale_tril: Optional[Tensor] = None
         if jitter is not None and not (isinstance(jitter, (int, float)) and jitter >= 0):
             raise ValueError(f"GaussianProcess's jitter must be None or a number of at least 0, got {jitter!r}")
-        self.jitter = jitter
-        if not (mean is None or isinstance(mean, (int, float, Tensor)) or callable(mean)) or isinstance(mean, bool):
+        number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
+        if not (mean is None or number or isinstance(mean, Tensor) or callable(mean)):
             raise ValueError(
                 f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {type(mean).__name__}"
             )
-        self.mean_function = x.new_full((), mean) if isinstance(mean, (int, float)) else mean
-        self._scale_tril: Optional[Tensor] = None
+        if self._unfit is None:
+            try:
+                self.kernel = self.kernel.on_columns(x.shape[-1])
+            except ValueError as error:
+                self._unfit = f"kernel does not fit x, of shape {tuple(x.shape)}: {error}"
         if self._unfit is not None:
             self._refuse_inputs()
             super().__init__(torch.Size(), torch.Size([len(x) if x.dim() else 1]), validate_args=False)
             return
-        try:
-            self.kernel = self.kernel.on_columns(x.shape[-1])
-        except ValueError as error:
-            self._unfit = f"kernel does not fit x, of shape {tuple(x.shape)}: {error}"
-            self._refuse_inputs()
+        if number:
+            self.mean_function = x.new_full((), mean)  # type: ignore[arg-type]
         batch_shape = broadcast_shapes(self.kernel.batch_shape, x.shape[:-2])
-        if isinstance(mean, Tensor) and _is_column(mean, x) and x.shape[-2] > 1 and batch_shape[-1:] != x.shape[-2:-1]:
-            raise ValueError(
-                f"GaussianProcess's mean is a column, of shape {tuple(mean.shape)}; give one value a row, "
-                f"({x.shape[-2]},), such as mean[..., 0]."
-            )
-        if isinstance(mean, Tensor) and mean.dim() > 1:
+        if isinstance(mean, Tensor):
+            if x.shape[-2] > 1:  # a single row's column is as good as a value
+                _require_rows(mean, x, batch_shape, "is")
             batch_shape = broadcast_shapes(batch_shape, mean.shape[:-1])
-        if isinstance(mean, Tensor) and mean.dim() and mean.shape[-1] not in (1, x.shape[-2]):
-            raise ValueError(
-                f"GaussianProcess's mean is a tensor of shape {tuple(mean.shape)}, the inputs have {x.shape[-2]} "
-                "rows; give one value a row, or a callable of x."
-            )
         super().__init__(batch_shape, x.shape[-2:-1], validate_args=validate_args)
         if self._validate_args and not x.isfinite().all():
             self._unfit = f"x, of shape {tuple(x.shape)}, contains NaN or infinite values; drop or impute those rows."
@@ -127,7 +118,7 @@ class GaussianProcess(TorchDistribution):
 
     def _refuse_inputs(self) -> None:
         # Inside a Pyro program the error waits for the site, which has a name.
-        if not am_i_wrapped():
+        if not am_i_wrapped() or not isinstance(self.x, Tensor):
             raise ValueError(f"GaussianProcess's {self._unfit}")
 
     @property
@@ -169,16 +160,7 @@ class GaussianProcess(TorchDistribution):
             return x.new_zeros(())
         if callable(mean):
             value = mean(x)
-            if _is_column(value, x) and self._batch_shape[-1:] != x.shape[-2:-1]:
-                raise ValueError(
-                    f"GaussianProcess's mean returned a column, of shape {tuple(value.shape)}, for inputs "
-                    f"{tuple(x.shape)}; it must return ({x.shape[-2]},), such as lambda x: mean(x)[..., 0]."
-                )
-            if value.dim() and value.shape[-1] not in (1, x.shape[-2]):
-                raise ValueError(
-                    f"GaussianProcess's mean returned shape {tuple(value.shape)} for inputs {tuple(x.shape)}; it must "
-                    f"return ({x.shape[-2]},)."
-                )
+            _require_rows(value, x, self._batch_shape, "returned")
             return value
         self._require_mean_at(x)
         return mean
@@ -321,9 +303,15 @@ def _unfit_inputs(x: Any) -> Optional[str]:
     return None
 
 
-def _is_column(mean: Tensor, x: Tensor) -> bool:
-    """Whether values of a mean stand in a column, (N, 1)."""
-    return mean.shape[-2:] == (x.shape[-2], 1)
+def _require_rows(mean: Tensor, x: Tensor, batch_shape: torch.Size, came: str) -> None:
+    """Raise if a mean's values are not one a row of x: in a column, (N, 1), they would broadcast to (N, N)."""
+    num = x.shape[-2]
+    column = mean.shape[-2:] == (num, 1) and batch_shape[-1:] != x.shape[-2:-1]
+    if column or (mean.dim() and mean.shape[-1] not in (1, num)):
+        raise ValueError(
+            f"GaussianProcess's mean {came} {'a column' if column else 'a tensor'}, of shape {tuple(mean.shape)}, for "
+            f"inputs {tuple(x.shape)}: give one value a row, ({num},), such as mean[..., 0] of a column."
+        )
 
 
 SAMPLE_PLATES = ("num_particles_vectorized", "_num_predictive_samples")

@@ -152,8 +152,7 @@ class Compound(Kernel):
         if len(known) < len(found):
             return None
         features = self.combine_features([part.features for part in known])
-        heights = tuple(height for part in known for height in part.heights)
-        return Explicit(features, self.combine([part.diagonal for part in known], 1), heights)
+        return Explicit(features, self.combine([part.diagonal for part in known], 1))
 
     def relative_to(self, rows: Tensor) -> Kernel:
         return super().relative_to(self.own_columns(rows))

@@ -57,12 +57,10 @@ class Explicit(NamedTuple):
 
     :param features: Φ, ``(..., N, R)``.
     :param diagonal: of k(x), ``(..., N)``: ‖φ‖² and any diagonal term.
-    :param heights: for each part whose diagonal depends on the other rows, what it takes the maximum of, ``(..., N)``.
     """
 
     features: Tensor
     diagonal: Tensor
-    heights: tuple[Tensor, ...] = ()
 
 
 class CovarianceFunction(ABC):

@@ -75,7 +75,7 @@ class DeepBasis(FeatureKernel):
     def explicit(self, x: Tensor) -> Explicit:
         phi = self.features(x)
         squares = row_squares(phi)
-        return Explicit(phi, self._diagonal(squares), (squares,) if self.depends_on_rows else ())
+        return Explicit(phi, self._diagonal(squares))
 
     def _diagonal(self, squares: Tensor) -> Tensor:
         if not self.variance_correction:

@@ -17,8 +17,8 @@ _ALIASED, _ODD = 128, 8  # rows of which multiples are slow on a CPU, and how ma
 
 
 class Factor(Function):
-    """(A, εs) ↦ L, with LLᵀ = A + εsI, in a dtype that may be narrower than A's, zeros, whose derivative is L⁻¹dL, and a
-    flag. The gradient by those comes in that dtype: to go on in A's would cost more and add no digits.
+    """(A, εs) ↦ L, with LLᵀ = A + εsI, in a dtype that may be narrower than A's, zeros, whose derivative is L⁻¹dL, and
+    a flag. The gradient by those comes in that dtype: to go on in A's would cost more and add no digits.
     """
 
     @staticmethod
