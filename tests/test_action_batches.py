@@ -136,7 +136,7 @@ def test_what_is_said_where_the_first_call_is_a_batch():
 def test_fit_takes_batches_once_the_guide_knows_its_rows():
     model, _, _, x, y = batched()
     guide = AutoSparseGP(model, ComputationAware(10, batches=True))
-    with pytest.raises(ValueError, match=r"batch_size: .* first called on the rows that its actions act on"):
+    with pytest.raises(ValueError, match=r"batch_size.* first called on the rows that its actions act on"):
         fit(model, guide, (x, y), batch_size=30, steps=3, progress=False)
     guide(x[:SUPPORT], y[:SUPPORT])
     result = fit(model, guide, (x, y), batch_size=30, steps=3, progress=False)

@@ -41,13 +41,14 @@ def mlp(inputs=2, outputs=5, width=16, dtype=torch.float64, seed=0):
     return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs)).to(dtype)
 
 
-def deep(network, correction=True, likelihood=None, wrap=lambda k: k):
+def deep(network, correction=True, likelihood=None, wrap=lambda k: k, outputs=False):
     """A model with a registered network and a Gaussian likelihood of known noise, unless another is given."""
 
     def model(x, y=None, size=None):
         if isinstance(network, nn.Module):
             pyro.module("network", network)
-        f = pyro.sample("f", GaussianProcess(wrap(DeepBasis(network, correction)), x))
+        process = GaussianProcess(wrap(DeepBasis(network, correction)), x)
+        f = pyro.sample("f", process.to_event(1) if outputs else process)
         with pyro.plate("data", size or len(x), subsample=x):
             return pyro.sample("y", (likelihood or (lambda f: dist.Normal(f, NOISE)))(f), obs=y)
 
@@ -399,34 +400,6 @@ def test_natural_steps_keep_up_with_a_network():
 
 
 @pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
-def test_blocks_of_several_outputs(family, monkeypatch):
-    x, y = data(num=45)
-    y = torch.stack([y, torch.cos(5 * x[:, 1])], -1)
-    results = []
-    for whole in (1000, 16):
-        monkeypatch.setattr(blocks, "_WHOLE", whole)
-        monkeypatch.setattr(blocks, "_CHUNK", 8)
-        pyro.clear_param_store()
-        network = mlp()
-
-        def model(x, y=None, network=network):
-            pyro.module("network", network)
-            scale = pyro.param("scale", torch.tensor([1.0, 0.5]))
-            f = pyro.sample("f", GaussianProcess(scale * DeepBasis(network), x).to_event(1))
-            with pyro.plate("data", len(x)):
-                return pyro.sample("y", dist.Normal(f.mT, NOISE).to_event(1), obs=y)
-
-        guide = AutoSparseGP(model, family)
-        loss = TraceQuadrature_ELBO(2).loss_and_grads(model, guide, x, y)
-        q = guide.posterior(2 * x)["f"]
-        gradients = [p.grad.clone() for p in network.parameters()]
-        results.append((torch.tensor(loss), *gradients, q.mean.detach(), q.variance.detach()))
-        assert q.mean.shape == (2, 45)
-    for one, other in zip(*results):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
-
-
-@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
 def test_objectives_agree(family):
     x, y = data(num=20)
     model = deep(mlp())
@@ -436,12 +409,6 @@ def test_objectives_agree(family):
     for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
         mean, error = estimate(loss, model, guide, x, y, num=30)
         assert abs(mean - bound) < 5 * error + 1e-6
-
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "_WHOLE", 16)
-    monkeypatch.setattr(blocks, "_CHUNK", 8)
 
 
 class Watched(nn.Module):
@@ -459,7 +426,8 @@ class Watched(nn.Module):
 STREAMED = {
     "normal": (lambda f: dist.Normal(f, NOISE), lambda k: k),
     "poisson": (lambda f: dist.Poisson(f.exp()), lambda k: k),
-    "sum": (lambda f: dist.Normal(f, NOISE), lambda k: 0.5 * k + kernels.Linear(0.3) + k[0] * kernels.Constant(2.0)),
+    "sum": (lambda f: dist.Normal(f, NOISE), lambda k: 0.5 * k + kernels.Linear(0.3) + 2.0 * k),
+    "outputs": (lambda f: dist.Normal(f.mT, NOISE).to_event(1), lambda k: torch.tensor([1.0, 0.5]) * k),
 }
 
 
@@ -472,15 +440,14 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
     y = y.abs().round() if case == "poisson" else y
     order = squares(mlp(), x).argsort()  # the largest row is in the last block, not the first
     x, y = x[order], y[order]
-    if case == "sum":  # [0] reads one column
-        wrap = lambda k: 0.5 * k + kernels.Linear(0.3) + 2.0 * k  # noqa: E731
+    y = torch.stack([y, torch.cos(5 * x[:, 1])], -1) if case == "outputs" else y
     results = []
     for whole in (1000, 16):
         monkeypatch.setattr(blocks, "_WHOLE", whole)
         monkeypatch.setattr(blocks, "_CHUNK", 8)
         pyro.clear_param_store()
         network = Watched(mlp())
-        model = deep(network, correcting, likelihood, wrap)
+        model = deep(network, correcting, likelihood, wrap, case == "outputs")
         guide = AutoSparseGP(model, family)
         loss = TraceQuadrature_ELBO(20)
         losses = [loss.loss_and_grads(model, guide, x, y) for _ in range(2)]
@@ -490,19 +457,6 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
         assert network.rows == (45 if whole == 1000 else 8)
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
-
-
-def test_passes_of_a_step(small_blocks):
-    """Over the rows: for the level of the variance correction, for q(w), for the bound, and on the way back."""
-    network, (x, y) = Watched(mlp()), data(num=48)
-    model = deep(network)
-    guide = AutoSparseGP(model, ExactWeightSpace())
-    loss = TraceQuadrature_ELBO(2)
-    loss.loss_and_grads(model, guide, x, y)
-    calls = []
-    network.register_forward_hook(lambda *_: calls.append(len(_[1][0])))
-    loss.loss_and_grads(model, guide, x, y)
-    assert sum(calls) == 4 * 48 + 1  # and the largest row, with its gradient
 
 
 # Mini-batches, and which rows predictions know.
@@ -674,22 +628,6 @@ def test_predictions_visit_the_training_rows_once(family, monkeypatch):
             train(model, guide, x, y, steps=1)
         with torch.no_grad():
             assert (guide.posterior(new)["f"].variance - before.variance).abs().max() > 1e-8
-
-
-@pytest.mark.parametrize("name", ["bernoulli", "poisson"])
-def test_other_likelihoods_train(name):
-    x, y = data(num=60)
-    y = (y > 0.5).double() if name == "bernoulli" else torch.poisson((1 + y).exp())
-    likelihood = {"bernoulli": lambda f: dist.Bernoulli(logits=f), "poisson": lambda f: dist.Poisson(f.exp())}[name]
-    for family in (ExactWeightSpace(), WeightSpace()):
-        network = mlp()
-        model = deep(network, likelihood=likelihood)
-        guide = AutoSparseGP(model, family)
-        losses = train(model, guide, x, y, steps=10)
-        assert losses[-1] < losses[0]
-        q = guide.posterior(torch.rand(5, 2))["f"]
-        assert (q.variance > 0).all()
-        pyro.clear_param_store()
 
 
 def test_iterated_sites_reach_the_free_optimum_for_a_fixed_network():
@@ -974,6 +912,8 @@ def with_blocks(call):
         (lambda x: x[:5], r"returned shape \(5, 2\)"),
         (lambda x: x[:, :0], r"returned shape \(20, 0\)"),
         (lambda x: [x], "returned list"),
+        (torch.rand(3, 2), "network must be a module or a callable"),
+        (nn.Linear, "network must be a module or a callable"),
     ],
 )
 def test_networks_of_other_shapes_raise(network, message):
@@ -998,13 +938,6 @@ def test_networks_that_differ_from_call_to_call_raise():
 
     with pytest.raises(ValueError, match=r"draws \['weight'\] anew at each call.*pyro.sample"):
         DeepBasis(Bayesian())
-
-
-def test_no_network_raises():
-    with pytest.raises(ValueError, match="network must be a module or a callable"):
-        DeepBasis(torch.rand(3, 2))
-    with pytest.raises(ValueError, match="network must be a module or a callable"):
-        DeepBasis(nn.Linear)
 
 
 def test_projections_refuse_the_correction():
@@ -1049,7 +982,7 @@ def test_one_row_and_missing_data(family):
     assert guide.posterior(x)["f"].mean.isfinite().all()
 
 
-@pytest.mark.slow  # test_streamed_level_comes_from_the_pass_that_is_made_anyway counts the rows a pass holds
+@pytest.mark.slow  # test_blocks_change_nothing counts the rows a pass holds
 def test_a_million_rows_train_in_little_memory():
     pytest.importorskip("resource")
     script = Path(__file__).parent / "benchmarks" / "weight_space.py"

@@ -147,15 +147,6 @@ class ExpectationGP(AbstractModule):
         if anchor is not None:
             self.anchor = anchor
 
-    @property
-    def memory(self) -> Any:
-        """All that is kept, for a look from elsewhere that is to be taken back."""
-        return {name: self._buffers[name] for name in _BUFFERS}
-
-    @memory.setter
-    def memory(self, saved: Any) -> None:
-        self._buffers.update(saved)
-
     def sums(self, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
         """Σ νφφᵀ and Σ bφ, of the batch's shape."""
         gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]

@@ -14,7 +14,7 @@ from ..numerics.linalg import solve_lower
 from ..numerics.shapes import broadcast_shapes
 from .base import CrossFeatures
 from .inducing import InducingFeatures
-from .variables import SourceValues, Values, Variables, between
+from .variables import Values, Variables, between
 
 __all__ = ["DecoupledFeatures"]
 
@@ -75,7 +75,7 @@ class DecoupledFeatures(CrossFeatures):
     def _against(self, rows: Tensor) -> Tensor:
         """Some entries of K_OO a, ``(..., n)``."""
         means = self.means
-        if isinstance(means, (Values, SourceValues)):
+        if isinstance(means, Values):
             columns = type(means)(means.z.index_select(0, rows)).between(self.kernel, means)
         else:
             columns = means.covariance(self.kernel).index_select(-2, rows)
@@ -85,7 +85,7 @@ class DecoupledFeatures(CrossFeatures):
         """κ, ``(...,)``, from all of K_OO, in blocks; computed once."""
         if self._square is None:
             index = torch.arange(self.means.size, device=self.weights.device)
-            whole = not isinstance(self.means, (Values, SourceValues))  # formed at once
+            whole = not isinstance(self.means, Values)  # formed at once
             cost = 1 if whole else self.means.size
             against = in_pieces(lambda rows: self._against(index[rows]), len(index), cost, self.weights, -1)
             total = (self.weights * against).sum(-1)

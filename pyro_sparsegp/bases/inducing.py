@@ -78,7 +78,7 @@ class InducingFeatures(CrossFeatures):
 
     @property
     def ones(self) -> Optional[Tensor]:
-        if not all(isinstance(part, Values) for part in self.variables):
+        if not all(type(part) is Values for part in self.variables):
             return None
         return self.factor.new_ones(sum(self.sizes))
 
@@ -330,7 +330,7 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
         below = side_by_side(rows[b][:-1])
         whole = side_by_side([side_by_side([whole, below.mT]).mT, side_by_side([below, rows[b][-1]]).mT]).mT
     scale = whole.detach().diagonal(dim1=-2, dim2=-1)[..., : exact[0].size].mean(-1)  # of the first set for all
-    what = f"{'K_ZZ' if all(isinstance(part, Values) for part in sets) else 'K_uu'} of site {name!r}"
+    what = f"{'K_ZZ' if type(sets[0]) is Values and len(sets) == 1 else 'K_uu'} of site {name!r}"
     whitened = whitening(whole, jitter, what, scale, functools.partial(hyperparameters, kernel), dtype)
     return InducingFeatures(kernel, variables, whitened.factor, whitened)
 
@@ -370,7 +370,7 @@ def _join(variables: Sequence[Variables]) -> list[Variables]:
     """The sets, those next to each other and of one domain as one: fewer and larger kernel matrices."""
     found: list[Any] = []
     for part in variables:
-        if found and isinstance(part, (Values, SourceValues)) and type(part) is type(found[-1]):
+        if found and isinstance(part, Values) and type(part) is type(found[-1]):
             part = type(part)(torch.cat([found.pop().z, part.z]))
         found.append(part)
     return found

@@ -121,14 +121,11 @@ class Values:
         return draw(self.z)
 
 
-class SourceValues:
+class SourceValues(Values):
     """u = g(Z), where f(x) = Σ_p w_p g(x_p), such as the response to image patches.
 
     :param z: Z, ``(M, d)``, inputs of g.
     """
-
-    def __init__(self, z: Tensor) -> None:
-        self.z, self.size = z, z.shape[-2]
 
     def covariance(self, kernel: Any) -> Tensor:
         return kernel.source(self.z)
@@ -148,7 +145,7 @@ class SourceValues:
 
 def widened(kernel: Any, variables: list[Any]) -> list[Any]:
     """The sets with inputs in float64, where these are float32 and all kernels follow; otherwise the same list."""
-    if not all(isinstance(part, (Values, SourceValues)) for part in variables):
+    if not all(isinstance(part, Values) for part in variables):
         return variables
     owners = [kernel.source if isinstance(part, SourceValues) else kernel for part in variables]
     dtypes = {wider(part.z) for part in variables}
@@ -185,7 +182,7 @@ def freeze(module: Any) -> None:
 
 def between(kernel: Any, first: Variables, second: Variables) -> Tensor:
     """The covariance of two sets of inducing variables, ``(..., M, M')``; either may know it."""
-    if isinstance(second, Values) and not isinstance(first, Values):
+    if type(second) is Values and type(first) is not Values:
         return first.cross(kernel, second.z).mT
     unknown = type(first).between is InducingVariables.between
     if unknown and type(second).between is not InducingVariables.between:

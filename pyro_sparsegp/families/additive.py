@@ -17,7 +17,6 @@ from ..gaussians import (
     IdentityPlusLowRank,
     NaturalLowRank,
 )
-from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..kernels.algebra import term_names
 from ..process import GaussianProcess
 from .base import (
@@ -26,8 +25,7 @@ from .base import (
     Inducing,
     NewCoefficients,
     OptimalFamily,
-    new_free_sites,
-    old_free_sites,
+    WithFreeSites,
     require_own_diagonal,
 )
 
@@ -195,14 +193,8 @@ class AdditiveSGPR(OnTerms, OptimalFamily):
 
 
 @dataclass(frozen=True, eq=False)
-class AdditiveFreeSites(AdditiveSGPR):
+class AdditiveFreeSites(WithFreeSites, AdditiveSGPR):
     """:class:`AdditiveSGPR` with its sites as 2N free parameters, as :class:`FreeSites`.
 
     (Adam, Durrande and John, 2018, eq. 4 and 6.)
     """
-
-    def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
-        return new_free_sites(process)
-
-    def old_sites(self, spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
-        return old_free_sites(spec, like)

@@ -29,8 +29,7 @@ __all__ = [
     "NewCoefficients",
     "OptimalFamily",
     "SiteFamily",
-    "new_free_sites",
-    "old_free_sites",
+    "WithFreeSites",
     "require_basis",
     "require_matrix",
     "require_own_diagonal",
@@ -306,14 +305,15 @@ class ExpectationFamily(BasisFamily):
         return ExpectationGP(basis, batch_shape, like, self.declared())
 
 
-def new_free_sites(process: GaussianProcess) -> FreeSitesModule:
-    """Free sites at the inputs of a first call."""
-    return FreeSitesModule(process.x, process.batch_shape, process.variance.sqrt())
+@dataclass(frozen=True, eq=False)
+class WithFreeSites(OptimalFamily):
+    """A family whose sites are 2N free parameters."""
 
+    def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
+        return FreeSitesModule(process.x, process.batch_shape, process.variance.sqrt())
 
-def old_free_sites(spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
-    """Free sites of that ``spec``, their values still to be loaded."""
-    return FreeSitesModule(like.new_zeros(spec["rows"], spec["columns"]), spec["batch_shape"])
+    def old_sites(self, spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
+        return FreeSitesModule(like.new_zeros(spec["rows"], spec["columns"]), spec["batch_shape"])
 
 
 def require_own_diagonal(kernel: Any, name: str) -> None:

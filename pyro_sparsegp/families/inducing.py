@@ -10,7 +10,6 @@ from torch import Tensor
 from ..bases import Basis, InducingPoints
 from ..bases.initial import Initialiser
 from ..gaussians import FullCholesky, Unwhitened
-from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..process import GaussianProcess
 from .base import (
     BasisFamily,
@@ -19,8 +18,7 @@ from .base import (
     Inducing,
     NewCoefficients,
     OptimalFamily,
-    new_free_sites,
-    old_free_sites,
+    WithFreeSites,
     require_own_diagonal,
 )
 
@@ -109,7 +107,7 @@ class SGPR(OnInducingPoints, OptimalFamily):
 
 
 @dataclass(frozen=True, eq=False)
-class FreeSites(SGPR):
+class FreeSites(WithFreeSites, SGPR):
     """Inducing points with the optimal form of q and its sites as 2N free parameters.
 
     (Adam, Durrande and John, 2018, eq. 4 and 6.) S⁻¹ = I + ΦᵀΛΦ with Λ = diag(λₙ²), m = SΦᵀb, for free λ and b.
@@ -121,12 +119,6 @@ class FreeSites(SGPR):
 
     :param inducing: the number M of inducing points, or the inputs ``(M, D)``.
     """
-
-    def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
-        return new_free_sites(process)
-
-    def old_sites(self, spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
-        return old_free_sites(spec, like)
 
 
 @dataclass(frozen=True, eq=False)

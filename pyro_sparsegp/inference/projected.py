@@ -62,6 +62,7 @@ class ProjectedLikelihood(ELBO):
         unwrapped = poutine.unwrap(guide)
         if not isinstance(unwrapped, AutoSparseGP) or model != unwrapped.model:
             raise ValueError("ProjectedLikelihood needs an AutoSparseGP guide and that guide's own model")
+        unwrapped.prepare(*args, **kwargs)
         evaluate = partial(self._one, unwrapped, guide, args, kwargs)
         found = [value for _ in range(self.num_particles) for value in unwrapped.with_mirrored(evaluate)]
         return -sum(found[1:], found[0]) / len(found)
@@ -70,7 +71,6 @@ class ProjectedLikelihood(ELBO):
         raise TypeError("ProjectedLikelihood has no traces to average")
 
     def _one(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        guide.prepare(*args, **kwargs)
         structure = guide.structure
         assert structure is not None
         zero = guide.like.new_zeros(())

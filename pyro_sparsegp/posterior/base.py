@@ -71,33 +71,28 @@ class Marginals(TorchDistribution):
 
     @property
     def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        found = self._cache.get("moments")
-        if found is None:
+        def compute() -> Any:
             known = self._cache.get("features")
-            found = self.basis.marginals(self.process.kernel, self.process.x, self.coefficients, known)
-            self._cache["moments"] = found
-        return found
+            return self.basis.marginals(self.process.kernel, self.process.x, self.coefficients, known)
+
+        return self._cached("moments", compute)
 
     @property
     def mean(self) -> Tensor:
         """μ + Φm, ``(..., N)``."""
-        found = self._cache.get("mean")
-        if found is None:
-            found = self.process.mean_at(self.process.x) + self._moments[0]
-            found = self._cache["mean"] = found.expand(self._batch_shape + self._event_shape)
-        return found
+        shape, process = self._batch_shape + self._event_shape, self.process
+        return self._cached("mean", lambda: (process.mean_at(process.x) + self._moments[0]).expand(shape))
 
     @property
     def variance(self) -> Tensor:
         """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
-        found = self._cache.get("variance")
-        if found is None:
-            _, change, prior = self._moments
-            if prior is None:
-                prior = self.process.kernel.diag(self.process.x)
-            variance = above_rounding(prior + change, prior)
-            found = self._cache["variance"] = variance.expand(self._batch_shape + self._event_shape)
-        return found
+
+        def compute() -> Tensor:
+            _, change, known = self._moments
+            prior = self.process.kernel.diag(self.process.x) if known is None else known
+            return above_rounding(prior + change, prior).expand(self._batch_shape + self._event_shape)
+
+        return self._cached("variance", compute)
 
     @property
     def stddev(self) -> Tensor:
@@ -175,10 +170,7 @@ class Marginals(TorchDistribution):
     @property
     def kl(self) -> Tensor:
         """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
-        found = self._cache.get("kl")
-        if found is None:
-            found = self._cache["kl"] = self.coefficients.kl().expand(self._batch_shape)
-        return found
+        return self._cached("kl", lambda: self.coefficients.kl().expand(self._batch_shape))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Marginals:
         """Independent copies with the given batch shape."""
