@@ -897,3 +897,19 @@ def test_numbers_that_are_none_are_named_with_their_row(family):
             predict(regression, guide, x, num_samples=num)
         with pytest.raises(ValueError, match="whole number of at least 1"):
             next(guide.draws(num, x))
+
+
+def test_a_latent_that_a_later_step_meets_first_is_an_error():
+    x, y = data(num=20)
+
+    def model(x, y=None, more=False):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        level = pyro.sample("level", dist.Normal(0.0, 1.0)) if more else 0.0
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", dist.Normal(f + level, 0.2), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(5))
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
+    svi.step(x, y)
+    with pytest.raises(ValueError, match="'level' is a latent that the guide's first call did not meet"):
+        svi.step(x, y, more=True)

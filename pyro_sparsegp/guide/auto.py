@@ -20,7 +20,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.handlers import observes
-from ..program.registration import Probe, held_parameters
+from ..program.registration import held_parameters
 from ..program.traces import all_sites, as_process, free_values, is_free, repeatable, whole_plates
 from ..warned import Warned
 from .absorb import absorb
@@ -32,7 +32,7 @@ from .joint import by_name
 from .known import Core, Families
 from .messenger import SiteMessenger
 from .rows import are_known_rows, note_step, require_data, rows_of, warn_of_batches
-from .runs import LARGEST_JOINT, BySite, Posteriors, Priors, Run, probed
+from .runs import LARGEST_JOINT, BySite, Posteriors, Priors, Run
 from .state import extra_state, rebuild, resume_name
 
 __all__ = ["AutoSparseGP"]
@@ -363,10 +363,6 @@ class AutoSparseGP(SiteMessenger):
             if is_free(site) and name not in run.processes
         }
         return run.processes, values, run.trace
-
-    def probe(self, args: tuple, kwargs: dict[str, Any]) -> Probe:
-        """A run with the latents at their medians and the same random numbers, with its graph."""
-        return probed(self, args, kwargs)
 
     def explain_nan(self, *args: Any, **kwargs: Any) -> str:
         """Which sites' log densities are NaN or infinite at these arguments, for an error."""

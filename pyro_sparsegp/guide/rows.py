@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+from pyro.poutine.util import site_is_subsample
 
 from ..program.checks import require_finite, require_full_batch
 from ..program.data import Relation, TrainingData
-from ..program.traces import all_sites, is_observation
+from ..program.traces import all_sites, is_free, is_observation
 from ..warned import warn_once
 from .known import KnownGuide, Rows
 from .runs import Posteriors
@@ -60,6 +61,16 @@ def note_step(guide: KnownGuide, run: Posteriors, args: tuple, kwargs: dict[str,
         and (sites[name]["cond_indep_stack"] or not guide.is_given(name, sites[name]))
     ]
     if observed:
+        known = {*facts.gps, *facts.latents, *facts.rows}
+        # What the guide has no posterior of is drawn from its prior: a latent that training first meets now would
+        # never learn, test_guide.py::test_a_latent_that_a_later_step_meets_first_is_an_error.
+        new = [n for n, site in sites.items() if n not in known and is_free(site) and _is_prior(site)]
+        if new:
+            raise ValueError(
+                f"site {new[0]!r} is a latent that the guide's first call did not meet, so that it has no posterior of "
+                f"it: it knows {sorted(known)}. Make a new guide of the model that has it, or call the guide first "
+                "with arguments with which the model meets all its latents."
+            )
         if not rows.same:
             _refuse_other_data(guide, run, observed[0])
         if core.data is None:
@@ -72,6 +83,10 @@ def note_step(guide: KnownGuide, run: Posteriors, args: tuple, kwargs: dict[str,
         require_data(guide)
     share = warn_of_batches(guide, rows.relation)
     return share if observed else 0.0
+
+
+def _is_prior(site: Any) -> bool:
+    return not site_is_subsample(site) and site["fn"] is site["infer"].get("prior")
 
 
 def require_data(guide: KnownGuide) -> None:
