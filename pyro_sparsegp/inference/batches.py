@@ -44,7 +44,8 @@ def as_batches(
     """
     if isinstance(data, (Tensor, np.ndarray, tuple, Mapping)):
         return TensorBatches(*_arguments(data), batch_size, size, device, seed)
-    listed = isinstance(data, list) and data and isinstance(data[0], (Tensor, np.ndarray))  # (x, y), or batches of x?
+    # A list of tensors could be (x, y) or batches of x.
+    listed = isinstance(data, list) and data and isinstance(data[0], (Tensor, np.ndarray))
     if listed or isinstance(data, Iterator) or not isinstance(data, Iterable):
         raise ValueError(
             "data must be a tuple of the model's arguments, (x, y), or a dict of them; or batches of these that can be "
@@ -117,7 +118,8 @@ class TensorBatches:
 
     def everything(self) -> Batch:
         """All rows, in their own order."""
-        if self._all is None:  # the same tensors in each step: by them a guide knows the data again
+        # The same tensors in each step: by their identity a guide knows the data again.
+        if self._all is None:
             args = tuple(_placed(value, self.device) for value in self.args)
             kwargs = {key: _placed(value, self.device) for key, value in self.kwargs.items()}
             self._all = Batch(args, kwargs, self.num, self.num)
@@ -222,7 +224,8 @@ class LoadedBatches:
         found: list[Batch] = []
         for batch in self.epoch(0):
             rows = sum(one.num for one in found) + batch.num
-            if found and self.size is not None and rows > self.size:  # without end, rows come again
+            # A source without end gives the same rows again.
+            if found and self.size is not None and rows > self.size:
                 break
             found.append(batch)
             if rows >= num:

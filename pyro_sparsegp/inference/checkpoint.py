@@ -52,9 +52,11 @@ def read(path: Path, mark: dict[str, Any]) -> dict[str, Any]:
 
 def snapshot(guide: AutoSparseGP, model: Callable, method: Any) -> dict[str, Any]:
     """The parameters, the optimiser, what expectation propagation keeps, and the random numbers' state."""
-    random = random_state()  # before anything of the guide is looked at, which may draw
+    # Before the guide's state is looked at, which may draw.
+    random = random_state()
     store, own = pyro.get_param_store().get_state(), f"{guide._pyro_name}."
-    optim = getattr(method.optim, "optim", method.optim)  # that of several processes holds the user's
+    # SharedOptim, of several processes, holds the user's optimiser.
+    optim = getattr(method.optim, "optim", method.optim)
     state = {
         "guide": guide.state_dict(),
         "parameters": {
@@ -87,7 +89,8 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
     here = dict(store.named_parameters())
     for name, (value, constraint) in state["parameters"].items():
         if name in here and here[name].shape == value.shape:
-            here[name].data.copy_(value)  # a network's parameters stay its own
+            # In place: a network's own parameters are in the store.
+            here[name].data.copy_(value)
         else:
             store.setdefault(name, torch.distributions.transform_to(constraint)(value), constraint)
     optim = getattr(method.optim, "optim", method.optim)

@@ -38,7 +38,8 @@ class SharedOptim(PyroOptim):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in ordered]
         for p, gradient in zip(ordered, joined(*gradients) if gradients else []):
             p.grad = gradient
-        do_due()  # natural steps of the same backward pass
+        # Natural steps of the same backward pass.
+        do_due()
         self.optim(ordered, *args, **kwargs)
 
     def get_state(self) -> dict[str, Any]:
@@ -48,7 +49,8 @@ class SharedOptim(PyroOptim):
         self.optim.set_state(state_dict)
 
 
-_UNIQUE = re.compile(r"_[0-9a-f]{12}(?=\.|$)")  # modules.unique_name's, which differs between processes
+# modules.unique_name's, which differs between processes.
+_UNIQUE = re.compile(r"_[0-9a-f]{12}(?=\.|$)")
 
 
 def _name(parameter: Tensor) -> str:

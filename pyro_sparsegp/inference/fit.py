@@ -34,9 +34,11 @@ __all__ = ["FitResult", "fit"]
 
 Data = Union[Tensor, np.ndarray, tuple, Mapping[str, Any], Iterable]
 
-_FIRST = 8192  # rows of the guide's first call, where batches have fewer
+# Rows of the guide's first call, by which it places inducing inputs, where batches have fewer.
+_FIRST = 8192
 _SCORE = "score rows that were held out after the fit, diagnostics.predictive_scores(model, guide, x, y)"
-_LEFT = {  # since 0.1.0: what took the place of arguments and results
+# Since 0.1.0: what took the place of arguments and results.
+_LEFT = {
     "warm_start": "leave it out; or fit SGPR to some 2,000 rows first and give its values as init_loc_fn and inducing",
     **dict.fromkeys(("held_out", "score", "score_every", "patience"), _SCORE),
     **dict.fromkeys(("scored", "scores", "best_score", "best_state"), _SCORE),
@@ -205,7 +207,8 @@ class _Loop:
         self.workers, self.stopping, self.path = workers, stopping, path
         self.losses: list[float] = []
         self.seconds, self.epoch, self.place = 0.0, 0, 0
-        self.optim = getattr(method.optim, "optim", method.optim)  # that of several processes holds the user's
+        # SharedOptim, of several processes, holds the user's optimiser.
+        self.optim = getattr(method.optim, "optim", method.optim)
         call = model.forward if isinstance(model, torch.nn.Module) else model
         self.takes = inspect.signature(call).parameters
         self.size = batches.size
@@ -251,7 +254,9 @@ class _Loop:
         with poutine.block():
             drawn = poutine.trace(self.guide).get_trace(*args, **kwargs)
             trace = poutine.trace(poutine.replay(self.model, trace=drawn)).get_trace(*args, **kwargs)
-        files.set_random_state(random)  # processes have other rows, and the same draws after them
+        # What the look drew is of a batch's size, which differs between processes: their draws have to agree
+        # (test_two_processes_are_one).
+        files.set_random_state(random)
         for name, site in trace.nodes.items():
             frames = site["cond_indep_stack"] if site["type"] == "sample" and site["is_observed"] else ()
             full = [frame.full_size for frame in frames if frame.size == batch.num]
@@ -293,7 +298,9 @@ class _Loop:
             self._set_rates()
             while len(self.losses) < self.total:
                 self.losses.append(self._step(next(stream)))
-                self._set_rates()  # of the next, before the checkpoint, which has them
+                # Of the next step, before the checkpoint: a resumed optimiser takes its rates from there
+                # (test_resumed_as_if_never_cut_off).
+                self._set_rates()
                 self.seconds = time.monotonic() - began
                 bar.update()
                 recent = self.losses[-50:]
@@ -329,12 +336,15 @@ class _Loop:
         step = len(self.losses)
         if isinstance(self.optim, FallingAdam):
             self.optim.at(step, self.total)
-            if not self.batches.whole:  # q, too, is beside the optimum by the noise of its last batches
+            # At a rate ρ, q's mean is √(N/B · ρ/2) of its deviations beside the optimum
+            # (test_mini_batches_leave_the_mean_where_all_rows_have_it).
+            if not self.batches.whole:
                 self._share(falling(step, self.total))
 
     def _share(self, part: float) -> None:
         for module in steppers(self.guide):
-            module.settle()  # the step that is due, at its own rate
+            # The step that is due goes at its own rate.
+            module.settle()
             module.share = part
 
     def _step(self, batch: Batch) -> float:
@@ -370,7 +380,8 @@ def _interrupts() -> Iterator[list[int]]:
     after; a second one raises :class:`KeyboardInterrupt` at once.
     """
     noted: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+    # Python lets the main thread alone set handlers.
+    if threading.current_thread() is not threading.main_thread():
         yield noted
         return
     before = signal.getsignal(signal.SIGINT)

@@ -13,11 +13,16 @@ from torch import Tensor
 
 __all__ = ["FallingAdam", "falling"]
 
-_WARM = 3  # steps over which rates rise, while Adam's second moments are of few gradients
-_HELD = 0.4  # share of the steps in which rates stay
-_LAST = 0.01  # of a rate, at the end
-_POINTS = 256  # inducing inputs of a set from which on each takes smaller steps
-_NETWORK = 0.2  # of the rate, for a network's biases and other vectors
+# Steps over which rates rise, while Adam's second moments are of few gradients.
+_WARM = 3
+# Share of the steps in which rates stay.
+_HELD = 0.4
+# Share of a rate at the end.
+_LAST = 0.01
+# Inducing inputs of a set from which on each takes smaller steps.
+_POINTS = 256
+# Share of the rate that a network's biases and other vectors take.
+_NETWORK = 0.2
 _INPUTS = re.compile(r"\.gps\..*\.basis\.(.*\.)?inputs_\d+$")
 
 
@@ -57,7 +62,8 @@ class FallingAdam(PyroOptim):
     def _get_optim(self, param: Any) -> Any:
         optimiser, part = super()._get_optim(param), _of_rate(param)
         for group in optimiser.param_groups:
-            group["fused"] = param.device.type in ("cpu", "cuda")  # half the time of a step
+            # One kernel for the whole update: half the time of a parameter's step.
+            group["fused"] = param.device.type in ("cpu", "cuda")
             group["initial_lr"] = part * group["lr"]
             group["lr"] = self._factor * group["initial_lr"]
         return optimiser
@@ -68,7 +74,8 @@ def _of_rate(param: Tensor) -> float:
     name = pyro.get_param_store().param_name(param) or ""
     if _INPUTS.search(name):
         return math.sqrt(_POINTS / max(param.shape[-2], _POINTS))
-    if param.dim() and _is_of_network(name):  # a number beside it is a hyperparameter
+    # A number beside a network is a hyperparameter.
+    if param.dim() and _is_of_network(name):
         return param[0].numel() ** -0.5 if param.dim() > 1 else _NETWORK
     return 1.0
 
