@@ -121,7 +121,7 @@ LINES = {
     "distributions": 238,
     "program": 3205,
     "guide": 3809,
-    "inference": 3525,
+    "inference": 2860,
     "diagnostics": 3915,
     "interop": 342,
 }
