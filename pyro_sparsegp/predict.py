@@ -153,30 +153,27 @@ def _require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = Non
 
 
 def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:
+    args, kwargs = data, dict[str, Any]()
     if isinstance(result, MCMC):
-        ran = getattr(result, "_args", None), getattr(result, "_kwargs", None)
-        if data is None and ran[0] is None:
-            raise ValueError("predict needs the training arguments: this MCMC has not run; pass data=(x, y)")
-        _warn_of_divergences(result)
-        return result.get_samples(), (ran[0] or (), ran[1] or {}) if data is None else (tuple(data), {})
-    if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
         if data is None:
-            raise ValueError("predict from a mapping of samples needs the training arguments: pass data=(x, y)")
-        return result, (tuple(data), {})
-    raise ValueError(
-        "predict's result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, got "
-        f"{type(result).__name__}"
-    )
+            args, kwargs = getattr(result, "_args", None), getattr(result, "_kwargs", None) or {}
+    elif not (isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values())):
+        raise ValueError(
+            "predict's result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, "
+            f"got {type(result).__name__}"
+        )
+    if args is None:
+        raise ValueError("predict needs the training arguments: pass data=(x, y), or an MCMC that has run on them")
+    if isinstance(result, MCMC):
+        _warn_of_divergences(result)
+        result = result.get_samples()
+    return result, (tuple(args), kwargs)
 
 
 def divergences(result: MCMC) -> list[list[int]]:
     """The numbers of the draws whose transitions diverged, of each chain."""
-    return [sorted(set(chain.get("divergences", []))) for chain in chain_diagnostics(result)]
-
-
-def chain_diagnostics(result: MCMC) -> list[dict[str, Any]]:
-    """What the kernel said of each chain at its end."""
-    return [chain or {} for chain in getattr(result, "_diagnostics", None) or []]
+    chains = getattr(result, "_diagnostics", None) or []
+    return [sorted(set((chain or {}).get("divergences", []))) for chain in chains]
 
 
 def _warn_of_divergences(result: MCMC) -> None:

@@ -102,7 +102,7 @@ class GaussianProcess(TorchDistribution):
                 self._unfit = f"kernel does not fit x, of shape {tuple(x.shape)}: {error}"
         if self._unfit is not None:
             self._refuse_inputs()
-            super().__init__(torch.Size(), torch.Size([len(x) if x.dim() else 1]), validate_args=False)
+            super().__init__(torch.Size(), x[..., None].shape[:1], validate_args=False)
             return
         if number:
             self.mean_function = x.new_full((), mean)  # type: ignore[arg-type]

@@ -88,7 +88,7 @@ def test_predict_refuses():
         predict(model, {"f": torch.zeros(2, 12)}, x)
     with pytest.raises(ValueError, match="no draws of GP site 'f'"):
         predict(model, {"scale": torch.ones(2)}, x, data=(x, y))
-    with pytest.raises(ValueError, match="has not run"):
+    with pytest.raises(ValueError, match="an MCMC that has run"):
         predict(model, MCMC(NUTS(model), num_samples=1), x)
     with pytest.raises(ValueError, match="num_samples"):
         predict(model, {"f": torch.zeros(2, 12)}, x, data=(x, y), num_samples=3)

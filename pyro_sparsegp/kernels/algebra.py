@@ -31,9 +31,7 @@ class Kernel(CovarianceFunction):
     """
 
     def __add__(self, other: Union[Kernel, Scalar]) -> Sum:
-        if not isinstance(other, _NUMBERS):
-            return Sum(self, other)
-        return Sum(self, Constant(other))
+        return Sum(self, Constant(other) if isinstance(other, _NUMBERS) else other)
 
     def __radd__(self, other: Union[Kernel, Scalar]) -> Kernel:  # type: ignore[misc]
         return self if isinstance(other, int) and other == 0 else self + other  # sum(kernels) starts at 0
@@ -128,10 +126,6 @@ class Compound(Kernel):
     def combine_features(self, features: Sequence[Tensor]) -> Tensor:
         """Of the parts' features, ``(..., N, R_c)``, the kernel's."""
 
-    def own_columns(self, x: Tensor) -> Tensor:
-        """What the parts read of inputs, ``(..., N, D)``."""
-        return x
-
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         x, z = self.own_columns(x), None if z is None else self.own_columns(z)
         return self.combine([part(x, z) for part in self.parts], 2)
@@ -153,12 +147,6 @@ class Compound(Kernel):
             return None
         features = self.combine_features([part.features for part in known])
         return Explicit(features, self.combine([part.diagonal for part in known], 1))
-
-    def relative_to(self, rows: Tensor) -> Kernel:
-        return super().relative_to(self.own_columns(rows))
-
-    def check_inputs(self, x: Tensor) -> None:
-        super().check_inputs(self.own_columns(x))
 
     @property
     def columns(self) -> Optional[tuple[int, ...]]:
@@ -345,9 +333,9 @@ class Select(_Modified):
         found = tuple(range(num)[dims]) if isinstance(dims, slice) else tuple(d + num * (d < 0) for d in dims)
         if not found or len(set(found)) < len(found):
             raise ValueError(f"k[{self._written}] needs distinct columns, of the inputs' {num} it reads {found}")
-        for dim in found:
-            if not 0 <= dim < num:
-                raise ValueError(f"k[{self._written}] reads column {dim}, the inputs have {num}")
+        outside = [dim for dim in found if not 0 <= dim < num]
+        if outside:
+            raise ValueError(f"k[{self._written}] reads column {outside[0]}, the inputs have {num}")
         return found
 
     @property
@@ -361,10 +349,9 @@ class Select(_Modified):
     def on_columns(self, num: int) -> Kernel:
         dims = self._numbers(num)
         new = self.with_parts([self.kernel.on_columns(len(dims))])
-        if dims == self._dims:
-            return new
-        new = copy.copy(new)
-        new._dims = dims
+        if dims != self._dims:
+            new = copy.copy(new)
+            new._dims = dims
         return new
 
     def code_columns(self, num: int) -> frozenset[int]:
@@ -410,8 +397,7 @@ class Select(_Modified):
         return SourceFunctions(sliced, draw.source) if isinstance(draw, SourceFunctions) else sliced
 
     def __repr__(self) -> str:
-        inner = _bracketed(self.kernel, (Sum, Product, Scaled))
-        return f"{inner}[{self._written}]"
+        return f"{_bracketed(self.kernel, (Sum, Product, Scaled))}[{self._written}]"
 
 
 class Constant(Kernel):

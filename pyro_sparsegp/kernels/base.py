@@ -128,6 +128,10 @@ class CovarianceFunction(ABC):
         """The input columns the kernel reads, or ``None`` for all of them, or where :meth:`on_columns` is to tell."""
         return None
 
+    def own_columns(self, x: Tensor) -> Tensor:
+        """What the parts read of inputs, ``(..., N, D)``."""
+        return x
+
     def on_columns(self, num: int) -> Any:
         """The kernel for inputs of ``num`` columns, in which ``k[2:]`` and ``k[-1]`` have numbers."""
         return self.with_parts([part.on_columns(num) for part in self.parts])
@@ -155,7 +159,7 @@ class CovarianceFunction(ABC):
         :raises ValueError: saying what is wrong with them.
         """
         for part in self.parts:
-            part.check_inputs(x)
+            part.check_inputs(self.own_columns(x))
 
     @property
     def depends_on_rows(self) -> bool:
@@ -164,7 +168,7 @@ class CovarianceFunction(ABC):
 
     def relative_to(self, rows: Tensor) -> Any:
         """The kernel with the diagonal term that it has in the company of ``rows``, ``(N, D)``, the training inputs."""
-        return self.with_parts([part.relative_to(rows) for part in self.parts])
+        return self.with_parts([part.relative_to(self.own_columns(rows)) for part in self.parts])
 
     @property
     def source(self) -> Optional[Any]:
