@@ -705,13 +705,6 @@ MUTANTS = [
         "total = total.addr(loc, along, alpha=0.5).addr(along, loc, alpha=0.5)",
         ("test_fused.py::test_what_natural_parameters_say",),
     ),
-    Mutant(
-        "energy-of-the-start",
-        "NUTS._end_transition",
-        "_, energy = self._states.get(id(self._z_last), (None, self._energy))",
-        "_, energy = None, self._energy",
-        ("test_arviz.py::test_the_energy_is_that_of_the_state_that_was_drawn",),
-    ),
     # Rows that are absorbed, derivatives, BoTorch.
     Mutant(
         "forgets-half",

@@ -24,10 +24,11 @@ from ..program.registration import held_parameters
 from ..program.traces import all_sites, as_process, free_values, is_free, repeatable, whole_plates
 from ..warned import Warned
 from .absorb import absorb
+from .checks import check_parameters, explain_nan
 from .conditions import Predicting, conditions_now, conditions_of_call
 from .correction import note_rows, warn_of_unseen
 from .coupled import warn_of_medians, with_mirrored
-from .first_call import ObservesNothingError, check_parameters, explain_nan, initialise, require_arguments
+from .first_call import ObservesNothingError, initialise, require_arguments
 from .joint import by_name
 from .known import Core, Families
 from .messenger import SiteMessenger

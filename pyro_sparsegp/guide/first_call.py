@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -16,12 +15,9 @@ from pyro.util import check_site_shape
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..approximations.free import SparseGP
-from ..bases.inducing import InducingPoints
 from ..families import FreeFormFamily
 from ..gaussians.natural import NaturalGaussian
 from ..modules import at_path
-from ..posterior.base import Marginals
 from ..posterior.drawing import OTHER_LATENTS, ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -31,7 +27,7 @@ from ..program.dependence import COUPLED, NONE
 from ..program.facts import ClosedForms, Structure, explore
 from ..program.groups import grouped, plate_sizes
 from ..program.handlers import AtMeans, is_blocked, observes
-from ..program.registration import has_network, require_registered
+from ..program.registration import has_network
 from ..program.traces import (
     all_sites,
     as_process,
@@ -47,13 +43,10 @@ from .correction import show_all_rows
 from .coupled import couple, coupled_among
 from .joint import groups_of, join, require_alike, require_families, require_outer
 from .known import Core, KnownGuide
-from .networks import Calls, FirstCalls, rows_to_follow
 from .runs import Setup, probed
 
 __all__ = [
     "ObservesNothingError",
-    "check_parameters",
-    "explain_nan",
     "initialise",
     "require_arguments",
     "require_separate_sites",
@@ -370,96 +363,3 @@ def _warn_of_sums(found: Structure) -> None:
             f"posterior, {{({group}): CoupledPrecision(32)}}, or make them one site with the sum of their kernels.",
             stacklevel=5,
         )
-
-
-def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
-    core.calls = FirstCalls()
-    probe = probed(guide, args, kwargs)
-    known = _check_known(core.facts, guide.trace)
-    _warn_of_data_latents(guide, probe.posteriors)
-    require_registered(guide.model, probe, guide.trace, (args, kwargs))
-    for name, posterior in probe.posteriors.items():
-        if not posterior.process.x.requires_grad:
-            continue
-        module = guide.module_of(name)
-        # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
-        units = [part for part in module.modules() if isinstance(part, InducingPoints) and part.units is not None]
-        for part in units:
-            part.leave_units()
-        rows = None
-        if isinstance(module, SparseGP) and module.may_follow_network:
-            rows = rows_to_follow(posterior.process, sum(module.basis.sizes))
-        if rows is not None:
-            module.follow_network(*rows)
-        if units or rows is not None:
-            core.facts.gps[name] = module.spec()
-    core.calls = Calls() if core.facts.follows_networks else None
-    core.checked = known  # else a training call will tell
-
-
-def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, Marginals]) -> None:
-    """Tell of latents that each datum has one of beside f; those that may be a GP's inputs are another matter."""
-    found = guide.facts
-    numbers = {name: math.prod(found.latents[name]["shape"] or ()) for name in guide.local_latents}
-    most = max(found.rows.values(), default=math.inf)
-    names = [name for name, number in numbers.items() if number >= most]
-    if names and posteriors and not any(posterior.process.x.requires_grad for posterior in posteriors.values()):
-        warnings.warn(
-            f"latent site {names[0]!r} has a value for each datum, and q leaves out that it gains what GP sites "
-            f"{', '.join(map(repr, found.gps))} lose at that datum: the intervals of both are too narrow, several "
-            "times where it is wide. Integrate it out in the likelihood: of a Normal by its variance, of others by "
-            "quadrature in pyro.factor.",
-            stacklevel=6,
-        )
-
-
-def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
-    """After a run: raise if, at a training call, the model's sites are not those the guide was initialised or loaded
-    with.
-
-    :returns: whether it was a training call.
-    """
-    sites, data = dict(all_sites(trace)), facts.rows
-    free = {name for name, site in sites.items() if is_free(site) and not site_is_subsample(site)}
-    known = {*facts.gps, *facts.latents}
-    is_training = all(name in sites and sites[name]["is_observed"] for name in data)
-    if free != known and is_training:
-        raise ValueError(
-            f"the model's latent sites are {sorted(free)}, the guide knows {sorted(known)}: it was initialised, or "
-            "its state saved, with another model."
-        )
-    unknown = sorted(free - known - set(data))
-    if unknown:
-        warnings.warn(
-            f"site {unknown[0]!r} is neither a latent site that the guide knows, {sorted(known)}, nor one of its data, "
-            f"{sorted(data)}: it is drawn from its prior. If the model had none when the guide's "
-            "state was saved, the state is of another model.",
-            stacklevel=2,
-        )
-    return is_training
-
-
-def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
-    """Which sites' log densities are NaN or infinite at these arguments, for an error."""
-    with torch.no_grad():
-        run = probed(guide, args, kwargs, whole=True)
-    where = []
-    kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("NaN", torch.isnan), ("infinite", torch.isinf))
-    for kind, test in kinds:
-        bad = {name: test(density) for name, density in run.densities.items()}
-        found = [f"{name!r} ({checks.which(part)})" for name, part in bad.items() if part.any()]
-        where += [f"the log density of site {', '.join(found)} is {kind}"] if found else []
-    where += [
-        f"the inputs of GP site {name!r} are not finite ({checks.which(~q.process.x.isfinite().all(-1), 'rows')})"
-        for name, q in run.posteriors.items()
-        if not q.process.x.isfinite().all()
-    ]
-    where += [
-        f"the KL divergence of GP site {name!r} is not finite"
-        for name, q in run.posteriors.items()
-        if not q.kl.isfinite().all()
-    ]
-    broken = [name for name, parameter in guide.named_parameters() if not parameter.isfinite().all()]
-    where += [f"parameters {', '.join(broken)} are not finite"] if broken else []
-    return "; ".join(where) or "all is finite at the medians"
