@@ -159,6 +159,7 @@ def _ranks(
         if not plates & {frame.name for frame in sites[name]["cond_indep_stack"]}
         and not (points if isinstance(points, bool) else name in points)
     ]
+    # At the training inputs, of the model without data: latents of single rows have no draws of theirs there.
     draws = predict(model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
     ranks = {name: _rank(draws[name], truth[name]) for name in ranked}
     for name, value in functions.items():
@@ -171,5 +172,6 @@ def _ranks(
 
 
 def _rank(draws: Tensor, value: Tensor) -> np.ndarray:
+    # (rank + U)/(L + 1), uniform on [0, 1] for continuous and discrete values alike.
     below = (draws < value).sum(0)
     return ((below + torch.rand(value.shape, device=value.device)) / (len(draws) + 1)).double().cpu().numpy()

@@ -128,6 +128,7 @@ class DensityReader:
         plans = {name: _Plan() for name in start}
         generator = torch.Generator().manual_seed(0)
         for gp, f in means.items():
+            # Two halves of the values, each set to NaN: a term of another place than its value shows in one of them.
             half = (torch.rand(f.shape, generator=generator) < 0.5).to(f.device)
             halves = [
                 (part, self._terms({**held, **means, gp: f.masked_fill(part, torch.nan)}, self.sites))
@@ -168,6 +169,7 @@ class DensityReader:
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # a program without derivatives
             require_again(error, lambda: _expanded(term, f), f)
             return False
+        # A straight or a rising parabola has no Gaussian; a flat density has nothing to integrate.
         if ((slope != 0) & (curvature >= 0)).any() or not curvature.any():
             return False
         for size in (1.0, 1.0, 8.0):
@@ -250,6 +252,7 @@ class DensityReader:
                 return _at_nodes(at, {**beside, gp: f.flatten(0, 1)})[0].reshape(f.shape)
 
             mean, variance = (part.expand(len(rows), *part.shape) for part in (h, d))
+            # log Z of p(y | f) N(f | h, d) as expectation propagation takes it; E[log p] by the bound's nodes.
             integrated = tilted(log_density, mean, variance, mean, variance.sqrt(), num_nodes=_NODES).log_z
             parts.append((integrated, (weights * log_density(mean + variance.sqrt() * columns)).sum(0)))
         return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])

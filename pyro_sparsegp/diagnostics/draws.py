@@ -152,6 +152,7 @@ class GuideSource(Source):
         self.names = [*structure.rows, *structure.latents, *structure.gps]
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
         self.drawn = {*structure.inner, *(f for f, kind in structure.dependence.items() if kind == COUPLED)}
+        # Of a sum of sites with one posterior no marginal knows the variance (test_scores_of_sites_with_one_posterior).
         self.marginal = marginal and not structure.joint  # of sites with one posterior no marginal is by itself
         projected = [f for f, spec in structure.gps.items() if spec["basis"].get("kind") == "projection"]
         if projected and not (exact or marginal):
@@ -217,6 +218,8 @@ class GuideSource(Source):
         if self.joint:
             lp = super().log_joints(draw, densities)["lp"]
             return {"lp": lp, "lp_exact": lp}
+        # "vfe": log p(θ) p(w) + Σ E[log p(y | f) | w]; "fitc": the logarithm of the expectation for each datum;
+        # "exact": log p(y | w) of all data together.
         found = {"lp": draw.log_prior + densities.expected, "lp_fitc": draw.log_prior + densities.log_evidence}
         if self.exact:
             free = {name: q for name, q in draw.posteriors.items() if name not in self.drawn}
@@ -249,6 +252,7 @@ class _AtTrainingRows(Messenger):
 
     def _jointly(self, name: str, q: SparsePosterior) -> Tensor:
         draw, f = self.draw, q.rsample()
+        # f is drawn, so that what is integrated of it is each value given all others, as of MCMC.
         draw.moments[name] = leave_one_out(q.process, f)
         self._add(name, q.process.log_prob(f).double().sum(), _exact_log_ratio(q, f))
         if not isinstance(q.coefficients, ProjectedGaussian):
@@ -263,9 +267,11 @@ class _AtTrainingRows(Messenger):
             w = q.coefficients.rsample(q.batch_shape)
             mean, variance = q.given_coefficients(w, source.chunk_size)
             draw.coefficients[name] = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
+            # w ~ N(0, I) a priori, and log q(w) = log p(w) + log q(w)/p(w).
             log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
             self._add(f"{name}_w", log_prior, q.coefficients.log_ratio(w))
         draw.moments[name] = mean, variance
+        # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
         if source.structure.dependence.get(name) == COUPLED:
             return q.rsample() if source.marginal else mean + q.residual(mean)
         return mean + variance.sqrt() * torch.randn_like(mean)
@@ -304,6 +310,7 @@ class _AtNewRows(Messenger):
         else:  # projected data: nothing but the residual is random
             w = q.coefficients.rsample(q.batch_shape)
         mean, variance = q.given_coefficients(w, self.source.chunk_size)
+        # f | w ~ N(h, ρ): jointly in O(N³), or of many rows by its marginals.
         if mean.shape[-1] <= LARGEST_JOINT:
             return mean + q.residual(mean)
         return mean + variance.sqrt() * torch.randn_like(mean)
@@ -318,9 +325,11 @@ def _exact_log_ratio(q: SparsePosterior, f: Tensor) -> Tensor:
     factor, mean = q.process.scale_tril, q.process.mean
     u = solve_lower(factor, (f - mean)[..., None])[..., 0]
     centre = solve_lower(factor, (q.mean - mean)[..., None])[..., 0]
+    # Cov q(u) − I = A(S − I)Aᵀ.
     change = q.coefficients.covariance_change([solve_lower(factor, block) for block in q.features])
     eye = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device)
     root = torch.linalg.cholesky(eye + (change + change.mT) / 2)
+    # log q(u) − log p(u) = ½|u|² − ½|L⁻¹(u − c)|² − log|L|, LLᵀ = Cov q(u).
     white = solve_lower(root, (u - centre)[..., None])[..., 0]
     log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     return 0.5 * (u.square().sum(-1) - white.square().sum(-1)) - log_det

@@ -78,6 +78,7 @@ def plot_effects(
     figure, axes = matplotlib.pyplot.subplots(rows, wide, **size)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
+    # Central marginal intervals: Φ⁻¹((1 + p)/2) standard deviations to each side.
     quantile = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor((1 + prob) / 2)))
     effects = _Effects(x, labels, quantile, num, transform or (lambda value: value), rug)
     for name, axis in zip(names, axes.flat):

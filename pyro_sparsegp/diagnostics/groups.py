@@ -76,12 +76,14 @@ class Table:
             self.names[name] = plate_names(name, site, list(sites))
             for dim, size in zip(self.names[name], site["fn"].batch_shape):
                 if not dim.startswith(f"{name}_dim_"):
+                    # Function values and arguments of as many rows have the plate's name.
                     self.rows.setdefault(size, dim)
             value, rows = site["value"], unmasked_rows(site)
             if getattr(site["fn"].support, "is_discrete", False) and bool((value == value.round()).all()):
                 self.discrete.add(name)
             if rows is not None and rows.dim() and not rows.all():
                 self.unmasked[name] = rows.cpu().numpy()
+            # All plates are whole here, so that what scale there is are weights.
             scale = torch.as_tensor(site["scale"]).detach().cpu()
             if (scale != 1).any():
                 self.weights[name] = scale.expand(site["fn"].batch_shape).numpy()
@@ -94,6 +96,7 @@ class Table:
     def put(self, group: str, variable: str, index: tuple[int, int], value: Tensor) -> None:
         """Write one draw's value."""
         value = value.detach()
+        # torch holds counts as floats, ArviZ as integers.
         if variable in self.discrete and group.startswith(("posterior_predictive", "prior_predictive", "predictions")):
             value = value.long()
         if group == "log_likelihood" and variable in self.unmasked:

@@ -144,6 +144,7 @@ def _leave_out(
         khats = terms[0, 0].copy(data=pareto_k.reshape(shape))
         if choose is None:
             return _flagged(stock(tree, **options, log_weights=given, pareto_k=khats), used, khat)
+        # πₙ = log 1/S Σ p(yₙ | draw), of all rows.
         lpd = terms[0, 0].copy(data=np.logaddexp.reduce(terms.values.reshape(size, *shape), dtype="float64"))
         lpd = (lpd - np.log(size)).rename(terms.name)
         rest = {"posterior": tree.posterior, "log_likelihood": tree.log_likelihood, "observed_data": lpd}
@@ -169,6 +170,7 @@ def _towards(tree: xarray.DataTree, target: Optional[str], size: int) -> tuple[A
         return (0.0 if used == "none" else log_ratio.ravel()), used, khat, 1.0
     if tree.posterior.sizes["chain"] == 1:  # of MCMC; stock ArviZ takes draws of one chain for independent as well
         return 0.0, "none", -np.inf, 1.0
+    # Chains of MCMC are autocorrelated: the tail that is smoothed grows with 1/√r_eff.
     ess = tree.posterior.to_dataset().azstats.ess(method="mean")
     return 0.0, "none", -np.inf, np.hstack([ess[name].values.ravel() for name in ess.data_vars]).mean() / size
 

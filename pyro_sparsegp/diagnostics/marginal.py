@@ -49,6 +49,7 @@ def log_marginal(
         root, precision = roots[name], (-second).clamp(min=0)
         eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
         factor = torch.linalg.cholesky(eye + root.mT @ (precision[..., None] * root))
+        # Newton on ε: (I + RᵀΛR) ε = Rᵀ(ℓ' + Λ(f − h)).
         pull = first + precision * (f[name] - centres[name])
         return torch.cholesky_solve(root.mT @ pull[..., None], factor)[..., 0], factor
 
@@ -58,6 +59,7 @@ def log_marginal(
         drawn, log_ratio = {}, torch.zeros((), dtype=torch.float64)  # log p(ε) − log q(ε)
         for name, eps in centre.items():
             factor, eta = newton(name, at_mode)[1], torch.randn_like(eps)
+            # ε ~ N(ε̂, (I + RᵀΛR)⁻¹): with CCᵀ = I + RᵀΛR, ε = ε̂ + C⁻ᵀη.
             drawn[name] = eps + torch.linalg.solve_triangular(factor.mT, eta[..., None], upper=True)[..., 0]
             log_det = factor.diagonal(dim1=-2, dim2=-1).log().sum()
             log_ratio = log_ratio + (0.5 * (eta.square().sum() - drawn[name].square().sum()) - log_det).double()

@@ -59,6 +59,7 @@ class Gaussian(Scorer):
         inner = _expected_distance(torch.zeros_like(m), 2 * v).mean(0)
         lags = range(1, min(_LAGS + 1, len(m)))
         if lags:
+            # Pairs of draws that are no more than some lags apart stand for all pairs: O(S) and not O(S²).
             between = sum(_expected_distance(m[lag:] - m[:-lag], v[lag:] + v[:-lag]).sum(0) for lag in lags)
             inner = inner / len(m) + (1 - 1 / len(m)) * between / sum(len(m) - lag for lag in lags)
         return {"crps": _expected_distance(self.y - m, v).mean(0) - 0.5 * inner, "pit": pit.clamp(0, 1)}
@@ -70,6 +71,7 @@ class Bernoulli(Scorer):
     method = "bernoulli"
 
     def scores(self, log_score: Tensor, *kept: Tensor) -> dict[str, Tensor]:
+        # log_score is that of the class that was observed.
         one = torch.where(self.y > 0.5, log_score.exp(), 1 - log_score.exp())
         uniform = torch.rand_like(one)
         pit = torch.where(self.y > 0.5, 1 - one * (1 - uniform), (1 - one) * uniform)
@@ -143,6 +145,7 @@ def scorer_for(reader: DensityReader, draw: Draw, site: str, ordered: Optional[b
     fn, is_single = bare(node["fn"]), not node["fn"].event_shape
     y = node["value"].to(next(iter(draw.moments.values()))[0]) if draw.moments else node["value"]
     if isinstance(fn, torch.distributions.Categorical):
+        # OrderedLogistic is a Categorical whose classes have an order.
         has_order = isinstance(fn, OrderedLogistic) if ordered is None else ordered
         kind: type[Scorer] = (Ordered if has_order else Classes) if is_single else Scorer
         return kind(reader, node["value"], site)

@@ -133,6 +133,7 @@ class SampleSource(Source):
         self._next += 1
         sample = {name: value[s] for name, value in self.samples.items()}
         draw = Draw(diverging=torch.as_tensor(self.diverging.ravel()[s]))
+        # Function values at the training inputs, unwhitened where the sampler ran on whitened ones.
         known = _Known(self.model, sample, *(self.old or (self.args, self.kwargs)))
         held = {name: value for name, value in sample.items() if name not in known.known}
         if self.old is None:

@@ -281,6 +281,7 @@ def _draw_prior(
         data = {*seen, *(observed or ())} or _last_of(model, first, args, kwargs)
         functions = {n for n, site in first.items() if as_process(site["fn"])[0] is not None}
         for s in range(table.shape[1]):
+            # Observations are kept for comparison and drawn anew.
             sites = dict(sites_of(poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)))
             if s == 0:
                 table.learn({n: sites[n] for n in sites if n in data}, {n: sites[n]["value"] for n in functions})

@@ -103,6 +103,7 @@ def psis(
     raw = log_weights_of(tree, target)
     # Each chain's weights are smoothed apart, towards the same p from a q of its own: their means are kept.
     pairs = [smooth(chain) for chain in raw.values]
+    # A chain whose q is nearer to p has the larger mean weight, and with it its share of all draws
     means = np.logaddexp.reduce(raw.values, axis=1) - np.log(raw.sizes["draw"])
     smoothed = np.stack([weights for weights, _ in pairs]) + means[:, None]
     khat = xarray.DataArray([khat for _, khat in pairs], dims=["chain"], coords={"chain": raw.chain})
@@ -123,6 +124,7 @@ def log_weights_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
     if "log_q" not in stats:
         raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")
     own = stats.attrs["target"]
+    # Draws of f itself have one target, the model, and one lp.
     name = "lp" if target == ("exact" if own == "exact" else "vfe") else f"lp_{target}"
     if name not in stats:
         raise ValueError(
