@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "quadratic-once-and-for-all",
         "_look_again",
-        "if before is None or (kinds == before and core.looks not in _LOOKS):",
-        "if before is None or kinds == before:",
+        "if not found.quadratic or before is None or (kinds == before and core.looks not in _LOOKS):",
+        "if not found.quadratic or before is None or kinds == before:",
         ("test_sites.py::test_a_likelihood_that_is_gaussian_at_first_only",),
     ),
     Mutant(

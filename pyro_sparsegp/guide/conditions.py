@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
+from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
+from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
 from ..gaussians.sites import KeptSites
 from ..program.bare import bare
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
+from ..program.facts import explore
 from ..program.handlers import unrecorded, unweighted
 from ..program.likelihood import Expectation
 from ..program.reader import Reader
-from ..program.traces import all_sites, is_free, repeatable
+from ..program.traces import all_sites, free_values, held_trace, is_free, repeatable
 from ..warned import warn_once
-from .known import KnownGuide, Rows
+from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, settle, settle_again
 from .runs import Conditions, UnderLatents
 
 __all__ = ["Predicting", "condition", "conditions_now", "conditions_of_call"]
 
 _SETTLED = 100  # updates of sites outside of training, at most
-_LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are quadratic
+_LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
 
 
 @dataclass
@@ -128,7 +131,7 @@ def _read(
     """The sites of families on sites, at a run's latents."""
     marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
     if learns:
-        _look_again(guide, reader, run, [name for name in modules if name in reader.found.quadratic])
+        _look_again(guide.learnt, reader, run)
     readings = []
     for name, module in modules.items():
         process = run.processes[name]
@@ -191,21 +194,24 @@ def _read_off(reading: SiteReading, run: UnderLatents, learns: bool) -> None:
     reading.alone, reading.change = True, 0.0
 
 
-def _look_again(guide: KnownGuide, reader: Reader, run: UnderLatents, names: list[str]) -> None:
-    """Densities that were quadratic at the first call may not stay so: at some steps, and where distributions are
+def _look_again(core: Core, reader: Reader, run: UnderLatents) -> None:
+    """Densities that were normal around f at the first call may not stay so: at some steps, and where distributions are
     of other kinds than before, it is asked again.
     """
-    core = guide.learnt
     kinds = {name: type(bare(site["fn"])) for name, site in all_sites(reader.trace) if site["is_observed"]}
     before, core.kinds = core.kinds, kinds
     core.looks += 1
-    if before is None or (kinds == before and core.looks not in _LOOKS):
+    found = reader.found
+    if not found.quadratic or before is None or (kinds == before and core.looks not in _LOOKS):
         return
-    with torch.no_grad():
-        means = {name: (process.mean, process.variance) for name, process in run.processes.items()}
-        for name in names:
-            if not reader.is_quadratic(name, means, means[name][1].sqrt()):
-                reader.found.quadratic.remove(name)
+    again = replace(found, inner=[], groups={}, quadratic=[], meeting=[])
+    values = {name: value.detach() for name, value in free_values(reader.trace).items()}
+
+    def held(moved: dict[str, Tensor]) -> poutine.Trace:
+        return held_trace(reader.model, values | moved, reader.args, reader.kwargs)
+
+    explore(again, held, run.processes, found.quadratic)
+    found.quadratic[:] = again.quadratic
 
 
 def _patience(guide: KnownGuide, readings: list[SiteReading], learns: bool) -> tuple[int, float]:

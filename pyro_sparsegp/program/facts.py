@@ -3,36 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Optional
+from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..process import GaussianProcess
+from .affine import DENSITY, OTHER, THETA, Declared, Key, Values, closed_sites
 from .bare import bare
-from .declared import MOVES, ExpectedLogProb, is_affine, is_declared, is_normal, others_of, parameter_of
-from .dependence import (
-    COUPLED,
-    DATAWISE,
-    ELEMENTWISE,
-    NONE,
-    Owners,
-    find_owners,
-    group_codes,
-    kept_buffers,
-    stacked_runs,
-)
-from .traces import all_sites, as_process, require_again
+from .declared import MOVES, is_declared, is_normal, others_of, parameter_of
+from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, Owners, find_owners, group_codes, stacked_runs
+from .traces import all_sites, as_process
 
 __all__ = ["ClosedForms", "Structure", "explore"]
 
-_DENSITY, _LOG, _THETA, _OTHER = "density", "log density", "parameter", "other"
+_LOG = "log density"
 
 
 @dataclass
@@ -153,10 +142,6 @@ class ClosedForms:
         return replace(self, rows=(), functions=(), gps=(), rest=self.whole)
 
 
-Values = dict[str, Tensor]
-Key = tuple[str, ...]
-
-
 @torch.no_grad()
 def explore(
     found: Structure,
@@ -176,7 +161,7 @@ def explore(
     names = program.names
     owners, moved = find_owners(program.show, program.base, program.steps, names, MOVES)
     shown = next(iter(moved.values()))[0.0]
-    densities = [key for key in shown if key[0] == _DENSITY]
+    densities = [key for key in shown if key[0] == DENSITY]
     layers = {name: [key for key in shown if key[0].startswith("input") and key[1] != name] for name in names}
     above: dict[str, set[str]] = {}  # the layers that a GP site's values enter
     for name in names:
@@ -192,16 +177,16 @@ def explore(
     touched = {key[1] for key in densities if any(owners[name][key].touched.any() for name in names)}
     found.downstream = [key[1] for key in densities if key[1] in touched]
     found.summed = _summed(found, program)
-    looked = _Declared(program, owners, moved, [key[1] for key in shown if key[0] == _THETA])
-    closed, unused = _closed(found, looked)
+    looked = Declared(held, program.base, program.steps, owners, moved, [key[1] for key in shown if key[0] == THETA])
+    closed, unused = closed_sites(found.inner, found.company, looked)
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
-    made_of = {site: (_DENSITY if is_normal(looked.kinds[site]) else _THETA, site) for site in closed}
+    made_of = {site: (DENSITY if is_normal(looked.kinds[site]) else THETA, site) for site in closed}
     by_rows = [site for site in closed if _is_by_rows(_left(found, owners, [made_of[site]]), made_of[site], owners)]
     functions = [site for site in closed if site not in by_rows]
-    gps = [name for name in names if any(owners[name][_DENSITY, site].touched.any() for site in closed)]
+    gps = [name for name in names if any(owners[name][DENSITY, site].touched.any() for site in closed)]
     found.affine = COUPLED in found.dependence.values() and closed == found.downstream and not found.inner
     for name in on_sites:
-        if looked.quadratic_in(name, [site for site in found.downstream if owners[name][_DENSITY, site].touched.any()]):
+        if looked.quadratic_in(name, [site for site in found.downstream if owners[name][DENSITY, site].touched.any()]):
             found.quadratic.append(name)
             if found.dependence[name] == DATAWISE:
                 found.meeting.append(name)
@@ -249,17 +234,17 @@ class _Program:
             fn = bare(site["fn"])
             shown[_LOG, name] = torch.as_tensor(fn.log_prob(site["value"]))
             if not is_declared(fn):
-                shown[_DENSITY, name] = shown[_LOG, name]
+                shown[DENSITY, name] = shown[_LOG, name]
                 continue
             # Of a piecewise constant density NaN shows nothing: the term of a declared one is what it is made of.
             others = [part for part in (*others_of(fn), site["scale"], site["value"]) if isinstance(part, Tensor)]
-            shown[_THETA, name] = parameter_of(fn)
-            shown |= {(_OTHER, name, str(i)): part for i, part in enumerate(others)}
+            shown[THETA, name] = parameter_of(fn)
+            shown |= {(OTHER, name, str(i)): part for i, part in enumerate(others)}
             term = shown[_LOG, name].new_zeros(fn.batch_shape)
-            for part in (shown[_THETA, name], *others):
+            for part in (shown[THETA, name], *others):
                 inside = part.shape[: len(fn.batch_shape)] == fn.batch_shape
                 term = term + (part.reshape(*fn.batch_shape, -1).sum(-1) if inside else part.sum())
-            shown[_DENSITY, name] = term
+            shown[DENSITY, name] = term
         for name in self.names if len(self.names) > 1 else ():
             process, _ = as_process(trace.nodes[name]["fn"])
             assert process is not None
@@ -312,132 +297,6 @@ def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
         if above[name] & coupled:
             coupled.add(name)
             found.dependence[name] = COUPLED
-
-
-class _Declared:
-    """The declared densities of a program: in which GP sites' values their parameters are affine, and nothing else of
-    them moves.
-    """
-
-    def __init__(
-        self,
-        program: _Program,
-        owners: Mapping[str, Mapping[Any, Owners]],
-        moved: Mapping[str, Mapping[float, Mapping[Any, Tensor]]],
-        sites: list[str],
-    ) -> None:
-        self.program, self.owners, self.moved, self.sites = program, owners, moved, sites
-        self.kinds: dict[str, Any] = {}
-        self._slopes: dict[tuple[str, ...], dict[str, Values]] = {}
-
-    def why_not(self, site: str, names: tuple[str, ...]) -> Optional[str]:
-        """Why a site's density is not declared around an affine function of these GP sites' values; or ``None``."""
-        theta = (_THETA, site)
-        touching = [name for name in names if self.owners[name][_DENSITY, site].touched.any()]
-        slopes = self._at_nan(names).get(site)
-        for name in touching:
-            at = {move: shown[theta] for move, shown in self.moved[name].items()}
-            change = _weighted(at[1.0]) - _weighted(at[0.0])
-            size = _weighted((at[1.0] - at[0.0]).abs())
-            # θ = f + bf² has slopes 1 + 2bf, which NaN shows at b = 0, too; what .detach() hides they leave out.
-            known = None if slopes is None else (slopes[name] * self.program.steps[name]).sum()
-            tolerance = 1e-6 if change.dtype == torch.float64 else 1e-2
-            if known is None or not (known - change).abs() <= tolerance * size or not is_affine(at):
-                return "this is not an affine function of function values"
-        if any(self.owners[name][key].touched.any() for name in touching for key in self._others(site, name)):
-            return "another of its parameters, or its scale or mask, depends on function values too"
-        return None
-
-    def _others(self, site: str, name: str) -> list[Key]:
-        return [key for key in self.owners[name] if key[0] == _OTHER and key[1] == site]
-
-    def _at_nan(self, names: tuple[str, ...]) -> dict[str, Values]:
-        """The slopes of declared parameters, weighted and summed, by values that are NaN: none of an affine function's
-        is, whose slopes are not made of its values.
-        """
-        if names not in self._slopes:
-            leaves = {
-                name: (torch.full_like(value, torch.nan) if name in names else value.clone()).requires_grad_()
-                for name, value in self.program.base.items()
-            }
-            found: dict[str, Values] = {}
-            run = partial(self._slopes_of, leaves)
-            try:
-                found = run()
-            except Exception as error:  # of a program that raises at NaN, or has no gradient: the general path will do
-                require_again(error, run, next(iter(leaves.values())))
-            self._slopes[names] = found
-        return self._slopes[names]
-
-    def _slopes_of(self, leaves: Values) -> dict[str, Values]:
-        found: dict[str, Values] = {}
-        values = list(leaves.values())
-        with torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
-            nodes: Any = self.program.held(leaves).nodes
-            for site in self.sites:
-                self.kinds[site] = bare(nodes[site]["fn"])
-                total = _weighted(parameter_of(nodes[site]["fn"]))
-                slopes: Sequence[Tensor] = [torch.zeros_like(value) for value in values]
-                if total.requires_grad:
-                    slopes = torch.autograd.grad(
-                        total, values, retain_graph=True, allow_unused=True, materialize_grads=True
-                    )
-                found[site] = dict(zip(leaves, slopes))
-        return found
-
-    def quadratic_in(self, name: str, sites: list[str]) -> bool:
-        """Whether all these densities are normal around affine functions of a GP site's values."""
-        return bool(sites) and all(
-            site in self.sites and self.why_not(site, (name,)) is None and is_normal(self.kinds[site]) for site in sites
-        )
-
-    def shared(self, site: str, names: Iterable[str]) -> Optional[str]:
-        """Why the entries of a term of a parameter are not independent; or ``None``."""
-        functions = 0
-        owner: Optional[Tensor] = None  # of each entry: its function, of which a GP site has one for each output
-        for name in names:
-            own = self.owners[name][_THETA, site]
-            if (own.touched & ((own.rows < 0) | (own.outputs < 0))).any():
-                return "an entry depends on several function values"
-            if owner is not None and ((owner >= 0) & own.touched).any():
-                return "an entry depends on values of several GP sites"
-            before = torch.full_like(own.rows, -1) if owner is None else owner
-            owner = torch.where(own.touched, functions + own.outputs, before)
-            functions += self.program.base[name][..., 0].numel()
-        event_dim = 0 if owner is None else owner.dim() - len(self.kinds[site].batch_shape)
-        if owner is not None and event_dim:
-            ordered = owner.flatten(-event_dim).sort(-1).values
-            if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
-                return "entries of one term depend on one another, being values of the same function"
-        return None
-
-
-def _closed(found: Structure, looked: _Declared) -> tuple[list[str], dict[str, tuple[Any, str]]]:
-    """The sites whose expectation is in closed form; and those that bring one in vain, with the reason."""
-    outer = tuple(name for name in looked.owners if name not in found.inner)
-    closed: list[str] = []
-    unused: dict[str, tuple[Any, str]] = {}
-    for site in looked.sites:
-        touching = [name for name in outer if looked.owners[name][_DENSITY, site].touched.any()]
-        if not touching:
-            continue
-        why = looked.why_not(site, outer)
-        kind = looked.kinds.get(site)
-        entries = None if kind is None else parameter_of(kind).dim() - len(kind.batch_shape)
-        if why is None and entries and not is_normal(kind):
-            why = looked.shared(site, touching)
-            if why is None and any(len(found.company(name)) > 1 for name in touching):
-                why = f"its GP sites {sorted(touching)} have one posterior, or have it with others that they meet"
-        if why is None:
-            closed.append(site)
-        elif isinstance(kind, ExpectedLogProb):
-            unused[site] = type(kind), why
-    return closed, unused
-
-
-def _weighted(theta: Tensor) -> Tensor:
-    weights = torch.linspace(1, 2, theta.numel(), dtype=theta.dtype, device=theta.device)
-    return (weights * theta.reshape(-1)).sum()
 
 
 def _summed(found: Structure, program: _Program) -> list[list[str]]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
-import pyro
 import torch
 from torch import Tensor
 
@@ -20,7 +19,6 @@ __all__ = [
     "derivatives",
     "expand",
     "expected_derivatives",
-    "is_quadratic",
     "mapped",
     "normal_nodes",
 ]
@@ -85,38 +83,6 @@ def mapped(
             num = len(next(iter(stack.values())))
             parts = [function({key: part[k] for key, part in stack.items()}) for k in range(num)]
         return tuple(torch.stack(each) for each in zip(*parts))
-
-
-def is_quadratic(total: Callable[[Tensor], Tensor], f: Tensor, spread: Tensor) -> bool:
-    """Whether a sum of terms with one input's values each is quadratic in f, with curvature wherever it has slope.
-
-    A piecewise constant one, which has neither anywhere, is not.
-    """
-    generator = torch.Generator().manual_seed(0)
-    tolerance = 1e-6 if f.dtype == torch.float64 else 1e-3
-    with pyro.validation_enabled(False):
-        here = expand(total, f)
-        slope, curvature = here.first, here.second
-        size = curvature.abs() + 1e-6 * curvature.abs().mean()
-        if ((slope != 0) & (curvature >= 0)).any() or not (slope.any() or curvature.any()):
-            return False
-        for _ in range(3):  # in directions of their own for all values: outputs may meet in a term
-            step = spread * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
-            there = expand(total, f + step)
-            moved = _hessian_times(total, f, step)
-            reach = tolerance * (slope.abs() + size * step.abs() + moved.abs())
-            if ((there.second - curvature).abs() > tolerance * size).any():
-                return False
-            if ((there.first - slope - moved).abs() > reach).any():
-                return False
-    return True
-
-
-def _hessian_times(total: Callable[[Tensor], Tensor], f: Tensor, step: Tensor) -> Tensor:
-    def along(f: Tensor) -> Tensor:
-        return (torch.func.grad(total)(f) * step).sum()
-
-    return torch.func.grad(along)(f)
 
 
 def expected_derivatives(

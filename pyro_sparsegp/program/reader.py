@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .dependence import DATAWISE
 from .facts import Structure
-from .likelihood import Expectation, expected_derivatives, is_quadratic, normal_nodes
+from .likelihood import Expectation, expected_derivatives, normal_nodes
 from .traces import held_trace, log_densities
 
 __all__ = ["Marginal", "Reader", "per_output"]
@@ -67,14 +67,6 @@ class Reader:
         if at_mean:
             return Expectation(found.value + 0.5 * (found.second * variance).sum(), found.first, found.second)
         return found
-
-    def is_quadratic(self, name: str, marginals: Mapping[str, Marginal], spread: Tensor) -> bool:
-        """Whether ℓ is quadratic in a GP site's values, all others at their means.
-
-        :param spread: of moves from the mean.
-        """
-        total = self._total(name, {other: loc for other, (loc, _) in marginals.items()})
-        return is_quadratic(lambda f: total({name: f}), marginals[name][0], spread)
 
     def _total(self, name: str, held: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """ℓ of values, with others held, as a GP site's prior meets it: under ``poutine.scale`` that is scaled, too,

@@ -22,7 +22,6 @@ __all__ = [
     "LEFT_OUT",
     "RandomState",
     "all_sites",
-    "as_leaves",
     "as_process",
     "bare",
     "element_log_densities",
@@ -61,11 +60,6 @@ def free_values(trace: poutine.Trace) -> dict[str, Tensor]:
     """The values of a trace's sample sites that are not observed, plates' row numbers among them."""
     sites: Any = trace.nodes
     return {n: site["value"] for n, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
-
-
-def as_leaves(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same values, with gradients if they can have them."""
-    return {name: v.detach().requires_grad_() if v.is_floating_point() else v for name, v in values.items()}
 
 
 def is_observation(site: Any) -> bool:

@@ -1,0 +1,157 @@
+"""What a first call does not show: structure is found by NaN, which no zero, flat side or mask hides."""
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from torch import nn
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import SGPR, SVGP
+
+NUM = 20
+
+
+def data():
+    x = torch.linspace(0, 1, NUM, dtype=torch.float64)[:, None]
+    return x, torch.poisson((1 + torch.sin(6 * x[:, 0])).exp(), generator=torch.Generator().manual_seed(0))
+
+
+def program(rate, names="fg"):
+    """Counts of a rate that is made of functions and of a number that a first call may hide, given as data are."""
+
+    def model(x, t, y=None):
+        values = [pyro.sample(name, GaussianProcess(kernels.RBF(0.3), x)) for name in names]
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", dist.Poisson(rate(t, *values).exp()), obs=y)
+
+    return model
+
+
+class Mixed(nn.Module):
+    """A layer whose weights start at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        nn.init.zeros_(self.layer.weight)
+
+    def forward(self, f, g):
+        return self.layer(torch.stack([f, g], -1))[..., 0]
+
+
+MEET = {
+    "a time of 0": lambda t, f, g: f + t * g,
+    "a flat side": lambda t, f, g: f + (t - 0.5).relu() * g,
+    "a product": lambda t, f, g: t * f * g,
+    "a sum of rows": lambda t, f, g: 0.05 * t * f.cumsum(-1) + 0 * g,
+    "an identity": lambda t, f, g: (torch.eye(2, dtype=f.dtype) @ torch.stack([f, g]))[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The model couples values|GP sites .* by their sum")
+@pytest.mark.parametrize("how", MEET)
+def test_the_bound_of_later_numbers_is_that_of_joint_draws(how):
+    x, y = data()
+    model = program(MEET[how])
+    pyro.set_rng_seed(0)
+    guide, elbo = AutoSparseGP(model, SVGP(6)), TraceQuadrature_ELBO()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
+    for _ in range(3):
+        svi.step(x, torch.zeros(()), y)
+    t = torch.ones((), dtype=x.dtype)
+    with torch.no_grad():
+        draws = 1 if how != "a sum of rows" else 200
+        found = sum(elbo.loss(model, guide, x, t, y) for _ in range(draws)) / draws
+        guide.eval()
+        joint = torch.tensor([Trace_ELBO().loss(model, guide, x, t, y) for _ in range(600)])
+    assert found == pytest.approx(joint.mean().item(), abs=5 * joint.std().item() / math.sqrt(300))
+
+
+@pytest.mark.parametrize("kind", ["network", "parameter", "mask", "data of 0"])
+def test_sites_that_meet_later_meet_at_the_first_call(kind):
+    x, y = data()
+    network = Mixed()
+
+    def model(x, y, mask):
+        f, g = (pyro.sample(name, GaussianProcess(kernels.RBF(0.3), x)) for name in "fg")
+        if kind == "network":
+            rate = pyro.module("network", network)(f, g).exp()
+        elif kind == "parameter":
+            mixing = pyro.param("mixing", lambda: torch.eye(2, dtype=x.dtype))
+            rate = (mixing @ torch.stack([f, g]))[0].exp()
+        else:
+            rate = (f * g).exp()
+        with pyro.plate("rows", len(x)), pyro.poutine.mask(mask=mask):
+            pyro.sample("y", dist.Poisson(rate), obs=y)
+
+    guide = AutoSparseGP(model, SVGP(6))
+    hidden = kind == "mask"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        guide(x, 0 * y if kind == "data of 0" else y, torch.full((NUM,), not hidden))
+    assert guide.structure.interactions == [["f", "g"]]
+
+
+def fidelities(x, rows, y=None, few=None):
+    """Cheap data at all rows, dear ones at some: values of one posterior that meet across rows."""
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    d = pyro.sample("d", GaussianProcess(0.2 * kernels.RBF(0.5), x[rows]))
+    with pyro.plate("cheap", len(x)):
+        pyro.sample("lo", dist.Normal(f, 0.1), obs=y)
+    with pyro.plate("dear", len(rows)):
+        pyro.sample("hi", dist.Normal(1.5 * f[rows] + d, 0.05), obs=few)
+
+
+def test_one_posterior_of_values_at_different_rows_is_exact():
+    x = torch.linspace(0, 1, 24, dtype=torch.float64)[:, None]
+    rows = torch.tensor([1, 6, 11, 16, 21])
+    y = torch.sin(6 * x[:, 0])
+    few = 1.5 * y[rows] + 0.3 * x[rows, 0]
+    pick = torch.eye(24, dtype=x.dtype)[rows]
+    kernel, extra = kernels.RBF(0.3)(x), (0.2 * kernels.RBF(0.5))(x[rows])
+    covariance = torch.cat(
+        [
+            torch.cat([kernel, 1.5 * kernel @ pick.mT], 1),
+            torch.cat([1.5 * pick @ kernel, 2.25 * pick @ kernel @ pick.mT + extra], 1),
+        ]
+    )
+    noise = torch.cat([torch.full((24,), 0.01), torch.full((5,), 0.0025)]).to(x)
+    exact = dist.MultivariateNormal(torch.zeros_like(noise), covariance + noise.diag()).log_prob(torch.cat([y, few]))
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(fidelities, {("f", "d"): SVGP(x.clone(), trainable=False)})
+    svi = SVI(fidelities, guide, pyro.optim.Adam({"lr": 1e-4}), TraceQuadrature_ELBO())
+    for _ in range(30):
+        loss = svi.step(x, rows, y, few)
+    assert loss == pytest.approx(-exact.item(), abs=0.3)
+
+
+@pytest.mark.parametrize("kind", ["Laplace", "AsymmetricLaplace"])
+@pytest.mark.parametrize("family", [SVGP(8), SGPR(8)], ids=["SVGP", "SGPR"])
+def test_kinks_have_exact_expectations(kind, family):
+    x, _ = data()
+    y = torch.sin(6 * x[:, 0])
+
+    def likelihood(f):
+        return dist.Laplace(f, 0.1) if kind == "Laplace" else dist.AsymmetricLaplace(f, 0.1, 1.5)
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+        with pyro.plate("rows", len(x)):
+            pyro.sample("y", likelihood(f), obs=y)
+
+    pyro.set_rng_seed(0)
+    guide, elbo = AutoSparseGP(model, family), TraceQuadrature_ELBO()
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), elbo)
+    for _ in range(5):
+        svi.step(x, y)
+    with torch.no_grad():
+        found, q = elbo.loss(model, guide, x, y), guide.posterior(x)["f"]
+        nodes = torch.linspace(-8, 8, 20001, dtype=x.dtype)[:, None]
+        weights = dist.Normal(0.0, 1.0).log_prob(nodes).exp()
+        terms = likelihood(q.mean + q.stddev * nodes).log_prob(y)
+    assert -found == pytest.approx(((terms * weights).sum() / weights.sum() - q.kl).item(), abs=1e-3)
