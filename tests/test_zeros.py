@@ -72,17 +72,3 @@ def test_a_random_gain_of_a_second_site_trains():
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO(num_nodes=8))
     losses = [svi.step(*data()) for _ in range(100)]
     assert max(losses) < 50  # 41.5 at the end
-
-
-def test_a_module_keeps_its_weights():
-    network = torch.nn.Linear(1, 1, dtype=torch.float64)
-    torch.nn.init.zeros_(network.weight)
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-        trend = pyro.module("network", network)(x)[:, 0]
-        with pyro.plate("rows", len(x)):
-            pyro.sample("y", dist.Poisson((f + trend).exp()), obs=y)
-
-    AutoSparseGP(model, SVGP(6))(*data())
-    assert network.weight == 0

@@ -74,11 +74,6 @@ class Structure:
     affine: bool = False
 
     @property
-    def entering(self) -> list[str]:
-        """The GP sites whose values densities depend on."""
-        return [name for name, kind in self.dependence.items() if kind != NONE]
-
-    @property
     def follows_networks(self) -> bool:
         """Whether natural steps of any GP site follow a network, at rows that are kept."""
         return any("kept_rows" in spec for spec in self.gps.values())
