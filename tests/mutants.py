@@ -751,7 +751,7 @@ MUTANTS = [
     Mutant(
         "batches-read-where-q-was",
         "condition",
-        "module.sites.marginals = None  # those of another step",
+        'module.sites.progress["marginals"] = None  # those of another step',
         "pass",
         ("test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows",),
     ),

@@ -110,11 +110,13 @@ class KeptSites(AbstractModule):
         self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
         self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
         self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
-        self.marginals: Optional[tuple[Tensor, Tensor]] = None  # of the posterior that these sites gave
-        # Where a look at the guide left them: the precisions of training that it started from, and both terms.
-        self.rest: Optional[tuple[Tensor, Tensor, Tensor]] = None
-        # Of updates: a share of their rate, the last one's size in standard deviations, and how many were cut.
-        self.pace, self.change, self.halved = 1.0, math.inf, 0
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget how updates went: of the posterior that these sites gave the marginals, of updates a share of their
+        rate, the last one's size in standard deviations, and how many were cut.
+        """
+        self.progress: dict[str, Any] = {"marginals": None, "pace": 1.0, "change": math.inf, "halved": 0}
 
     @property
     def empty(self) -> bool:
@@ -135,54 +137,30 @@ class KeptSites(AbstractModule):
     @property
     def memory(self) -> tuple[Any, ...]:
         """All that steps change, for a step that is to be taken back."""
-        return self.inputs, self.precision, self.linear, self.truncated, self.progress
+        return self.inputs, self.precision, self.linear, self.truncated, dict(self.progress)
 
     @memory.setter
     def memory(self, saved: tuple[Any, ...]) -> None:
         self.inputs, self.precision, self.linear, self.truncated, self.progress = saved
 
-    def settled(self, rows: torch.Size) -> Optional[Sites]:
-        """Where a look left the sites, if training has not moved them since.
-
-        :param rows: the shape of the sites wanted.
-        """
-        if self.rest is None or self.rest[0] is not self.precision or self.rest[1].shape != rows:
-            return None
-        return Sites(self.inputs, *self.rest[1:])
-
-    def settle(self, sites: Sites) -> None:
-        """Let the next look start where this one ended, at ``sites``."""
-        self.rest = self.precision, sites.precision.detach(), sites.linear.detach()
-
     def reorder(self, order: Tensor) -> None:
         """Follow the data into another order of their rows."""
         self.inputs = self.inputs[order]
         self.precision, self.linear = self.precision[..., order], self.linear[..., order]
-        if self.marginals is not None:
-            self.marginals = self.marginals[0][..., order], self.marginals[1][..., order]
+        if (marginals := self.progress["marginals"]) is not None:
+            self.progress["marginals"] = marginals[0][..., order], marginals[1][..., order]
 
     def forget(self) -> None:
         """Be as if no sites had been read."""
         self.inputs, self.precision, self.linear = self.inputs[:0], self.precision[..., :0], self.linear[..., :0]
-        self.marginals = None
-        self.pace, self.change, self.halved = 1.0, math.inf, 0
-
-    @property
-    def progress(self) -> dict[str, Any]:
-        """What updates go on from besides the sites: training that is to be as if it had not stopped needs it."""
-        return {"marginals": self.marginals, "pace": self.pace, "change": self.change, "halved": self.halved}
-
-    @progress.setter
-    def progress(self, saved: dict[str, Any]) -> None:
-        self.marginals, self.pace = saved["marginals"], saved["pace"]
-        self.change, self.halved = saved["change"], saved["halved"]
+        self.start_over()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in ("inputs", "precision", "linear"):
             if prefix + name in state_dict:
                 setattr(self, name, getattr(self, name).new_zeros(state_dict[prefix + name].shape))
         state_dict.pop(prefix + "corrected", None)  # of releases that kept other sites for predictions
-        self.marginals = None
+        self.progress["marginals"] = None
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -306,7 +306,7 @@ class AutoSparseGP(SiteMessenger):
                 "sites": reading.sites.precision.numel(),
                 "exact": reading.quadratic,
                 "truncated": int(reading.truncated),
-                "halved": reading.module.sites.halved,
+                "halved": reading.module.sites.progress["halved"],
                 "converged": reading.change <= 1e-3,
             }
             for reading in conditions_now(self, median=True).readings
@@ -426,7 +426,7 @@ class AutoSparseGP(SiteMessenger):
         self._like = args[0](self._like)
         for module in self.site_modules().values():
             if isinstance(module.sites, KeptSites):
-                module.sites.marginals = None
+                module.sites.progress["marginals"] = None
         if self.core is not None and self.core.data is not None:
             self.core.data = self.core.data.mapped(args[0], self.model)
         return super()._apply(*args, **kwargs)

@@ -24,7 +24,7 @@ from ..program.reader import Reader
 from ..program.traces import all_sites, free_values, held_trace, is_free, repeatable
 from ..warned import warn_once
 from .known import Core, KnownGuide, Rows
-from .reading import SiteReading, settle, settle_again
+from .reading import SiteReading, settle
 from .runs import Conditions, UnderLatents
 
 __all__ = ["Predicting", "condition", "conditions_now", "conditions_of_call"]
@@ -111,7 +111,7 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
     for name, module in modules.items():
         require_full_batch(name, module.family["name"], run.trace, module.takes_batches)
         if learns and not same and isinstance(module.sites, KeptSites):
-            module.sites.marginals = None  # those of another step
+            module.sites.progress["marginals"] = None  # those of another step
     reader = Reader(guide.model, args, kwargs, guide.facts, run.trace)
     with torch.set_grad_enabled(learns):
         readings = _read(guide, reader, modules, run, learns)
@@ -155,11 +155,7 @@ def _read(
             reading.keep() if learns or reading.module.sites.empty or median else None
         return readings
     most, tolerance = _patience(guide, readings, learns)
-    looking = not learns and median and not all(reading.quadratic for reading in readings)
-    if not (looking and settle_again(reader, readings, marginals, tolerance)):
-        settle(reader, readings, marginals, most, tolerance)
-        for reading in readings if looking else ():
-            reading.rest()
+    settle(reader, readings, marginals, most, tolerance)
     for reading in readings:  # to look at a guide does not change how it trains
         reading.release()
         if learns or reading.module.sites.empty or (reading.direct and median):

@@ -19,7 +19,7 @@ from ..program.facts import Structure
 from ..program.likelihood import Expectation
 from ..program.reader import Marginal, Reader
 
-__all__ = ["SiteReading", "settle", "settle_again"]
+__all__ = ["SiteReading", "settle"]
 
 _LARGE = 0.5  # a move, in standard deviations, that may overshoot
 _SMALL = 0.02  # one that will not, however it compares with the last
@@ -82,9 +82,9 @@ class SiteReading:
         kept = self.module.sites
         assert isinstance(kept, KeptSites)
         if not self.unread:
-            self.pace, self.change = kept.pace, kept.change
-            if kept.marginals is not None:
-                return kept.marginals
+            self.pace, self.change = kept.progress["pace"], kept.progress["change"]
+            if kept.progress["marginals"] is not None:
+                return kept.progress["marginals"]
         return self.marginal()
 
     def marginal(self) -> Marginal:
@@ -122,25 +122,12 @@ class SiteReading:
             return sites
         return within_reach(sites, self.sites, (marginal[0] - self.process.mean, marginal[1]))
 
-    def settled(self) -> Optional[Sites]:
-        """Where the last look left the sites, if training has not moved them since."""
-        kept = self.module.sites
-        assert isinstance(kept, KeptSites)
-        found = None if self.unread else kept.settled(self.sites.precision.shape)
-        return None if found is None else Sites(self.process.x, found.precision, found.linear)
-
     def keep(self) -> None:
         """Let the module have the sites as they are now."""
         kept = self.module.sites
         assert isinstance(kept, KeptSites)
         kept.keep(self.sites, self.truncated)
-        kept.pace, kept.change, kept.halved = self.pace, self.change, kept.halved + self.halved
-
-    def rest(self) -> None:
-        """Let the next look start where this one ended."""
-        kept = self.module.sites
-        assert isinstance(kept, KeptSites)
-        kept.settle(self.sites)
+        kept.progress |= {"pace": self.pace, "change": self.change, "halved": kept.progress["halved"] + self.halved}
 
     @property
     def direct(self) -> bool:
@@ -160,31 +147,6 @@ class SiteReading:
                 sites = Sites(self.process.x, 1 / noise, torch.zeros_like(noise))
             posterior = self.answer(sites)
             return posterior, (posterior.mean, posterior.variance)
-
-
-def settle_again(
-    reader: Reader, readings: Sequence[SiteReading], marginals: dict[str, Marginal], tolerance: float
-) -> bool:
-    """Whether another update would leave all sites where the last look left them, which is then where they are."""
-    found = [reading.settled() for reading in readings]
-    if any(sites is None for sites in found):
-        return False
-    before = [(reading.sites, reading.truncated) for reading in readings], dict(marginals)
-    for reading, sites in zip(readings, found):
-        assert sites is not None
-        reading.sites = sites
-        marginals[reading.name] = reading.marginal()
-    there = dict(marginals)
-    settle(reader, readings, marginals, 1, tolerance)
-    still = all(reading.change <= tolerance for reading in readings)
-    for reading, sites, (kept, truncated) in zip(readings, found, before[0]):
-        assert sites is not None
-        reading.sites = sites if still else kept
-        if not still:
-            reading.truncated, reading.change, reading.pace, reading.halved = truncated, math.inf, 1.0, 0
-            reading.stuck = False
-    marginals.update(there if still else before[1])
-    return still
 
 
 def settle(

@@ -346,7 +346,7 @@ class Posteriors(Run):
             return module(process, name, kind)
         posterior = module(process, name, kind, reading.sites, reading.alone)
         if rows.learns and not reading.direct:
-            module.sites.marginals = posterior.mean.detach(), posterior.variance.detach()
+            module.sites.progress["marginals"] = posterior.mean.detach(), posterior.variance.detach()
         return posterior
 
     def _warn_of_size(self, name: str, num: int) -> None:
