@@ -128,6 +128,11 @@ class ClosedForms:
         """All whose expectation is in closed form."""
         return self.rows + self.functions
 
+    @property
+    def brought(self) -> bool:
+        """Whether distributions of a user's bring any of them."""
+        return any(hasattr(kind, "normal_parameter") for kind in self.kinds.values())
+
     def hold(self, nodes: Mapping[str, Any]) -> bool:
         """Whether a run's sites have distributions of the kinds that were found."""
         return all(name in nodes and type(bare(nodes[name]["fn"])) is kind for name, kind in self.kinds.items())
