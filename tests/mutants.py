@@ -51,62 +51,13 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant(
-        "batches-are-taken-for-all-rows",
-        "AutoSparseGP.__call__",
-        "share = note_step(self, run, args, kwargs)",
-        "share = 1.0 + 0 * note_step(self, run, args, kwargs)",
-        ("test_natural.py::test_the_floor_of_the_rate_is_higher_on_all_rows",),
-    ),
     # Natural steps: what draws and precise data show.
-    Mutant(
-        "draws-show-no-curvature",
-        "NaturalLowRank._target",
-        "shown = each * self._curvature_by_draws(heard)",
-        "shown = 0 * each * self._curvature_by_draws(heard)",
-        ("test_low_rank.py::test_sites_that_are_drawn_learn_their_precision",),
-    ),
-    Mutant(
-        "negative-curvatures-cut",
-        "NaturalLowRank._target",
-        "formed.add(shown + sum(phi.mT @ (phi * curvature.clamp(max=0)) for phi, curvature in rows))",
-        "formed.add(shown + sum(0 * phi.mT @ (phi * curvature.clamp(max=0)) for phi, curvature in rows))",
-        ("test_low_rank.py::test_negative_curvatures_are_cut_where_they_must_be",),
-    ),
-    Mutant(
-        "a-cut-step-goes-as-far",
-        "NaturalGaussian.step",
-        "loc = base.loc + cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0], heard, cut=is_cut)",
-        "loc = base.loc + cautious(torch.cholesky_solve(pull[..., None], factor)[..., 0], heard)",
-        ("test_joint.py::test_a_mean_and_its_noise_begin_together",),
-    ),
-    Mutant(
-        "a-cut-low-rank-step-goes-as-far",
-        "NaturalLowRank.step",
-        "shift = cautious(shift[..., 0], heard, groups.order, target.cut)[..., None]",
-        "shift = cautious(shift[..., 0], heard, groups.order)[..., None]",
-        ("test_joint.py::test_a_mean_and_its_noise_begin_together",),
-    ),
     Mutant(
         "half-a-factor-is-taken",
         "NaturalLowRank.step",
         "fine = (0 * size == failed) & (each > 0).all()  # 0 times a number that is finite is 0",
         "fine = (0 * size == 0 * failed) & (each > 0).all()",
         ("test_low_rank.py::test_a_step_without_a_factor_is_left_out",),
-    ),
-    Mutant(
-        "the-mean-moves-without-its-sites",
-        "NaturalGaussian.forward",
-        "along = self._coefficients_of(at[0], at[1] - self.level)",
-        "along = 0 * self._coefficients_of(at[0], at[1] - self.level)",
-        ("test_natural.py::test_sites_stay_about_f_where_a_constant_mean_moves",),
-    ),
-    Mutant(
-        "the-mean-stays-where-l-moves",
-        "NaturalGaussian._seen_from",
-        "near = self.loc - solve_lower(seat, (seat - self.seat) @ self.loc[..., None])[..., 0]",
-        "near = self.loc - 0 * solve_lower(seat, (seat - self.seat) @ self.loc[..., None])[..., 0]",
-        ("test_natural.py::test_gradients_of_hyperparameters_pass_through_q",),
     ),
     Mutant(
         "q-stays-where-features-turn",
@@ -556,13 +507,6 @@ MUTANTS = [
         ("test_joint.py::test_three_sites_are_drawn_row_by_row",),
     ),
     Mutant(
-        "curvature-across-sites",
-        "Heard.curved",
-        'hessian[..., i, j] = hessian[..., j, i] = 0.5 * cross["by_change"]',
-        'hessian[..., i, j] = hessian[..., j, i] = cross["by_change"]',
-        ("test_joint.py::test_two_functions_that_are_added_have_the_dense_posterior",),
-    ),
-    Mutant(
         "never-crossed",
         "_combined",
         "crossed.append([f, g])",
@@ -582,13 +526,6 @@ MUTANTS = [
         "alone = rows * self.own.to(x)[..., None, :]",
         "alone = rows * self.own.to(x).sqrt()[..., None, :]",
         ("test_outputs.py::test_the_kernel_is_the_dense_model",),
-    ),
-    Mutant(
-        "slope-learns-the-mean",
-        "Following.step",
-        "apart = natural - level if difference is None else natural",
-        "apart = natural",
-        ("test_coupled.py::test_a_gradient_that_stays_is_the_means_and_moves_the_slope_once",),
     ),
     Mutant(
         "meeting-sites-share-an-axis",

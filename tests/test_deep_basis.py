@@ -363,7 +363,6 @@ def test_features_are_followed_from_the_first_step_in_which_they_train():
     network.requires_grad_()
     train(model, guide, x, y, steps=2)
     coefficients = guide.gps.f.coefficients
-    coefficients.settle()
     assert coefficients.seat.shape == (40, 5)
     bound = elbo(model, guide, x, y)
     with torch.no_grad():
@@ -451,7 +450,7 @@ def test_blocks_change_nothing(case, correcting, family, monkeypatch):
         guide = AutoSparseGP(model, family)
         loss = TraceQuadrature_ELBO(20)
         losses = [loss.loss_and_grads(model, guide, x, y) for _ in range(2)]
-        gradients = [p.grad.clone() for p in (*network.parameters(), *guide.parameters())]
+        gradients = [p.grad.clone() for p in (*network.parameters(), *guide.parameters()) if p.grad is not None]
         q = guide.posterior(2 * x)["f"]
         results.append((torch.tensor(losses), *gradients, q.mean.detach(), q.variance.detach()))
         assert network.rows == (45 if whole == 1000 else 8)

@@ -365,7 +365,7 @@ def test_loo_large_without_weights():
     guide.absorb(x, y)  # the optimum
     coefficients, q = guide.posterior(x[:1])["f"].coefficients, guide.gps.f.coefficients
     with torch.no_grad():  # a mean that wanders about it, by twice what a draw does
-        q.loc = q.loc + 2 * (coefficients.rsample(())[0] - coefficients.loc[0])
+        q.loc += 2 * (coefficients.rsample(())[0] - coefficients.loc[0])
     with pytest.warns(UserWarning, match="above 0.7.* left out"):
         found = diagnostics.loo_large(model, guide, x, y, observations=100, num_samples=50)
     assert (found.target, found.warning) == ("none", True)

@@ -146,9 +146,9 @@ def test_draws_of_rows_train_it_too(rank):
     data = _data()
     plain = families.SVGP(**EXACT, rate=slowly)
     family = plain if rank is None else families.CoupledPrecision(**EXACT, rate=slowly, rank=rank)
-    guide = _trained(_model(), family, *data, steps=50 if rank is None else 30, loss=Trace_ELBO())
-    # A low rank cuts what noise makes of curvatures below 0; independent posteriors are 3 nats short.
-    assert _bound(guide, *data) == pytest.approx(_exact(SUM)[2], abs=0.3 if rank is None else 2.0)
+    # By plain gradients. Independent posteriors are 3 nats short.
+    guide = _trained(_model(), family, *data, steps=400, lr=0.02, loss=Trace_ELBO())
+    assert _bound(guide, *data) == pytest.approx(_exact(SUM)[2], abs=1.0 if rank is None else 2.0)
 
 
 def _groups(f, g):

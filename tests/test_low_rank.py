@@ -10,14 +10,13 @@ import torch
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
-from pyro_sparsegp.gaussians import factor_analysis, natural_low_rank
+from pyro_sparsegp.gaussians import factor_analysis
 from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, sweep
 from pyro_sparsegp.gaussians.groups import Groups
-from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank, _MeanAndParts, _Turned
+from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank
 from pyro_sparsegp.gaussians.nearest import assembled
 from pyro_sparsegp.gaussians.optimal import seen_from
-from pyro_sparsegp.gaussians.precision import LowRankGaussian, _Moments, _moments
-from pyro_sparsegp.gaussians.steps import Heard
+from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
 
 GROUPS, RANK = Groups([3, 2, 3]), 2  # in the order of groups: 0, 2, 1
@@ -42,171 +41,6 @@ def dense(blocks, low_rank):
         stop = start + block.shape[-1]
         whole[..., start:stop, start:stop] += block
     return whole
-
-
-def symmetric(blocks):
-    return [0.5 * (block + block.mT) for block in blocks]
-
-
-@pytest.mark.parametrize("batch", [(), (2,)])
-def test_parts_of_the_inverse(batch):
-    blocks, low_rank, pull = pieces(batch)
-    m, v, trace, log_det, b, inner, t, *roots = _MeanAndParts.apply(GROUPS, pull.new_zeros(()), low_rank, pull, *blocks)
-    precision = dense(blocks, low_rank)
-    torch.testing.assert_close(m, torch.linalg.solve(precision, pull))
-    torch.testing.assert_close(trace, torch.linalg.inv(precision).diagonal(dim1=-2, dim2=-1).sum(-1))
-    torch.testing.assert_close(log_det, -precision.logdet())
-    loc, own, t = (GROUPS.cut(part) for part in (m, b, t.mT))
-    q = LowRankGaussian.of_parts(GROUPS, loc, own, roots, inner, [part.mT for part in t], v, trace, log_det)
-    order = [0, 1, 2, 6, 7, 3, 4, 5]  # of the blocks
-    torch.testing.assert_close(q.covariance_matrix, torch.linalg.inv(precision)[..., order, :][..., order])
-
-
-def test_gradients_of_the_parts():
-    blocks, low_rank, pull = pieces()
-    inputs = [part.requires_grad_() for part in (low_rank, pull, *blocks)]
-
-    def parts(low_rank, pull, *blocks):
-        return _MeanAndParts.apply(GROUPS, pull.new_zeros(()), low_rank, pull, *symmetric(blocks))
-
-    assert torch.autograd.gradcheck(parts, inputs, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(parts, inputs)
-
-
-def moments_pieces():
-    generator = torch.Generator().manual_seed(2)
-    shapes = [(5, 8), (8, 1), (8, RANK), (2, 3, 3), (1, 2, 2)]  # Φ, m, V and L by the blocks' sizes
-    return [torch.randn(*shape, generator=generator).double().requires_grad_() for shape in shapes]
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_moments_in_one(told):
-    """Against the plain formulas, and a dense covariance; gradients forwards, backwards and twice."""
-    tensors = moments_pieces()
-
-    def moments(*tensors):
-        return _Moments.apply(GROUPS, {} if told else None, *tensors)[:2]
-
-    mean, change = moments(*tensors)
-    phi, loc, low_rank, *trils = tensors
-    dense_tril = torch.block_diag(*trils[0], *trils[1])
-    inner = dense_tril @ dense_tril.mT - torch.eye(8).double() - low_rank @ low_rank.mT
-    torch.testing.assert_close(mean, (phi @ loc)[:, 0])
-    torch.testing.assert_close(change, (phi @ inner @ phi.mT).diagonal())
-    torch.testing.assert_close(change, _moments(GROUPS, *tensors)[1])
-    assert torch.autograd.gradcheck(moments, tensors, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(moments, tensors)
-    stack = torch.randn(3, 5, 8).double()
-    mapped = torch.func.vmap(lambda phi: moments(phi, loc, low_rank, *trils))(stack)
-    for k, phi in enumerate(stack):
-        torch.testing.assert_close([part[k] for part in mapped], list(moments(phi, loc, low_rank, *trils)))
-
-
-def test_sites_under_another_factor():
-    generator = torch.Generator().manual_seed(3)
-    turn, pull, low_rank, block, gain = (
-        torch.randn(2, 3, num, generator=generator).double() for num in (3, 1, RANK, 3, 3)
-    )
-    gain = gain @ gain.mT
-    found = _Turned.apply(turn, pull, low_rank, block, gain)
-    torch.testing.assert_close(found[:2], (turn.mT @ pull, turn.mT @ low_rank))
-    torch.testing.assert_close(found[2], block + turn.mT @ gain @ turn - gain)
-    turn.requires_grad_()
-
-    def turned(turn):
-        return _Turned.apply(turn, pull, low_rank, block, gain)[:3]
-
-    assert torch.autograd.gradcheck(turned, [turn], check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(turned, [turn])
-
-
-def small_module(monkeypatch, most):
-    """q of three blocks, of which the last has no L, with sites about a given one."""
-    monkeypatch.setattr(natural_low_rank, "_SMALL", most)
-    generator = torch.Generator().manual_seed(5)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=generator).double()
-
-    module = NaturalLowRank((3, 2, 3, 4), (), torch.zeros(()).double(), rank=RANK)
-    module._put_each("loc", [normal(num) for num in module.sizes])
-    module._put_each("low_rank", [normal(num, RANK) for num in module.sizes])
-    halves = [normal(num, num) for num in module.sizes]
-    module._put_blocks([0.3 * torch.eye(len(a)).double() + a @ a.mT for a in halves])
-    before, now = ([normal(num, num).tril() + 3 * torch.eye(num).double() for num in (3, 2, 3)] for _ in range(2))
-    module._sit(module._seats([*before, None]))
-    return module, [part.requires_grad_() for part in now], normal
-
-
-def told_by_small(module, anchors, phi, what):
-    """What a forward pass gives of one kind, weighed."""
-    q = module([*anchors, None])
-    weights = torch.linspace(-1, 1, len(phi[0])).double()
-    if what == "moments":
-        mean, change = q.moments(phi)
-        return weights @ mean.square() + weights @ change.square()
-    if what == "kl":
-        return q.kl()
-    if what == "loc":
-        return torch.cat(q.loc).square().sum()
-    if what == "all":
-        return told_by_small(module, anchors, phi, "moments") + q.kl() + q.mean(phi).square().sum()
-    if what == "draws":
-        torch.manual_seed(0)
-        w = q.rsample(torch.Size([5]))
-        return torch.cat(w, -1).square().sum() + q.log_ratio(w).sum()
-    return q.covariance_matrix.square().sum() + q.marginal([0, 2]).covariance_matrix.square().sum()
-
-
-@pytest.mark.parametrize("what", ["moments", "kl", "loc", "all", "draws", "covariance"])
-def test_small_posteriors_are_the_same_by_their_covariance(what, monkeypatch):
-    """Values, and gradients by L forwards and backwards, of S as one matrix and of its parts."""
-    found = []
-    for most in (256, 0):
-        module, anchors, normal = small_module(monkeypatch, most)
-        phi = [normal(6, num) for num in module.sizes]
-        assert (module([*anchors, None]).covariance is None) == (most == 0)
-        value = told_by_small(module, anchors, phi, what)
-        changes = [normal(*part.shape).tril() for part in anchors]
-        with torch.autograd.forward_ad.dual_level():
-            duals = [torch.autograd.forward_ad.make_dual(a.detach(), c) for a, c in zip(anchors, changes)]
-            forwards = torch.autograd.forward_ad.unpack_dual(told_by_small(module, duals, phi, what)).tangent
-        backwards = [grad.tril() for grad in torch.autograd.grad(value, anchors)]
-        assert all(grad.abs().max() > 1e-3 for grad in backwards)
-        torch.testing.assert_close(forwards, sum((g * c).sum() for g, c in zip(backwards, changes)))
-        found.append([value, *backwards])
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("most", [256, 0])
-@pytest.mark.parametrize("what", ["moments", "kl", "loc", "all", "draws"])
-def test_second_derivatives_of_posteriors(what, most, monkeypatch):
-    """By L, of S as one matrix and of its parts, against differences of gradients; also where gradients are taken by
-    L alone, of which ``once_differentiable`` says nothing.
-    """
-    module, anchors, normal = small_module(monkeypatch, most)
-    phi = [normal(6, num) for num in module.sizes]
-    changes = [normal(*part.shape).tril() for part in anchors]
-
-    def gradients(step, **kwargs):
-        moved = [a.detach() + step * c for a, c in zip(anchors, changes)]
-        leaves = [part.requires_grad_() for part in moved]
-        return leaves, torch.autograd.grad(told_by_small(module, leaves, phi, what), leaves, **kwargs)
-
-    leaves, slopes = gradients(0.0, create_graph=True)
-    found = torch.autograd.grad(sum((slope * c).sum() for slope, c in zip(slopes, changes)), leaves)
-    (_, after), (_, before) = gradients(1e-5), gradients(-1e-5)
-    for second, one, other in zip(found, after, before):
-        wanted = (one - other).tril() / 2e-5
-        torch.testing.assert_close(second.tril(), wanted, rtol=1e-5, atol=1e-5 * wanted.abs().max().item())
-
-
-def test_a_small_posterior_is_drawn_from_after_a_step(monkeypatch):
-    """Its parts, made when they are asked for, are those of its own pass, not of what has been learned since."""
-    module, anchors, normal = small_module(monkeypatch, 256)
-    q, wanted = module([*anchors, None]), module([*anchors, None]).covariance_matrix
-    module._put_each("low_rank", [normal(num, RANK) for num in module.sizes])
-    torch.testing.assert_close(q.covariance_matrix, wanted)
 
 
 def test_precision_formed_or_not():
@@ -259,22 +93,6 @@ def test_a_sweep_comes_nearer():
     assert values[-1] < 1e-2 * values[0]
 
 
-def test_a_sweep_from_what_a_forward_pass_has():
-    """V and A of the inverse, as _MeanAndParts gives them, in the place of D⁻¹B; against the sweep's own formulas."""
-    blocks, low_rank, pull = pieces()
-    whole = dense(blocks, low_rank) + 0.1 * torch.ones(8, 8).double()
-    goal = Formed(GROUPS, blocks, low_rank, torch.tensor([[1.0]]).double(), 0.1 * torch.ones(8, 8).double())
-    _, v, _, _, _, inner, *_ = _MeanAndParts.apply(GROUPS, pull.new_zeros(()), low_rank, pull, *blocks)
-    given, new = sweep(GROUPS, goal, goal.blocks(), blocks, low_rank, (v, inner))
-    own, same = sweep(GROUPS, goal, goal.blocks(), blocks, low_rank)
-    beta = torch.linalg.solve(dense(blocks, low_rank), low_rank).mT  # (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹ = BᵀP⁻¹
-    moment = torch.eye(RANK).double() - beta @ low_rank + beta @ whole @ beta.mT
-    expected = whole @ beta.mT @ torch.linalg.solve(moment, beta @ whole)
-    for d, b in ((given, new), (own, same)):
-        torch.testing.assert_close(b @ b.mT, expected)
-        torch.testing.assert_close(d[0][1], (whole - expected)[3:6, 3:6])
-
-
 def test_root_of_a_precision():
     blocks, _, _ = pieces()
     root = root_of_inverse(blocks[0], plus_one=False)
@@ -310,10 +128,12 @@ def test_curvature_that_draws_show():
     module._put_each("block", [block + 0.3 * torch.ones_like(block) for block in blocks])
     whole = torch.stack([assembled([d[k] for d in module._each("block")], [u[k] for u in low_rank]) for k in range(2)])
     centred, grad = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
-    with torch.enable_grad():
-        base = module().heard.base
-    heard = Heard(base, module.unit, draws={0: (centred, grad)})
-    found = module._curvature_by_draws(heard)
+    with recording(grad):
+        taken = module().taken
+    w = torch.zeros_like(grad)
+    w.grad = grad
+    taken.draws.append((centred, w))
+    found = module._curvature_by_draws(taken)
     one = torch.einsum("ski,skj,kjl->kil", grad, centred, whole)
     starts, numbers = (0, 3, 5), torch.arange(8)
     order = torch.cat([numbers[starts[b] :][: module.sizes[b]] for b in module._groups.order])
@@ -327,12 +147,15 @@ def test_negative_curvatures_are_cut_where_they_must_be(least):
     order = torch.tensor([0, 1, 2, 5, 6, 7, 3, 4])  # the sizes' own
     before = assembled(module._each("block"), module._each("low_rank"))[order][:, order]
     phi, curvature = torch.randn(12, 8), torch.linspace(least, 1.0, 12)
-    heard = module().heard
-    zero = torch.zeros(())
-    features = phi[:, torch.argsort(order)].split((3, 2, 3), -1)
-    slope = 100 * torch.randn(12)
-    heard.rows[0] = {"features": features, "by_mean": slope, "by_change": 0.5 * curvature}
-    module.step(heard, zero + 1, zero + 1, 0.3, False)
+    features = list(phi[:, torch.argsort(order)].split((3, 2, 3), -1))
+    with recording(phi) as record:
+        q = module()
+        mean, change = q.moments(features)
+        loss = mean @ (100 * torch.randn(12)) + change @ (0.5 * curvature) + q.kl()
+    record.differentiate(loss)
+    one = torch.ones(())
+    with torch.no_grad():
+        module.step(q.taken, one, one, 0.3, False)
     found = assembled(module._each("block"), module._each("low_rank"))[order][:, order]
     kept = curvature if least > -1 else curvature.clamp(min=0)
     best = 0.7 * before + 0.3 * (torch.eye(8) + phi.mT @ (phi * kept[:, None]))
@@ -383,15 +206,14 @@ def test_a_step_without_a_factor_is_left_out(monkeypatch):
     x = torch.rand(20, 2)
     guide = AutoSparseGP(model, CoupledPrecision(4))
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO())
-    svi.step(x, x.sum(-1))
-    guide.gps.f.coefficients.settle()
-    kept = {name: value.clone() for name, value in guide.gps.f.coefficients.named_buffers() if name != "steps"}
-    svi.step(x, x.sum(-1))
+    for _ in range(2):
+        svi.step(x, x.sum(-1))
+    kept = {name: value.clone() for name, value in guide.gps.f.coefficients.state_dict().items() if name != "steps"}
     with monkeypatch.context() as patched:
         patched.setattr(factor_analysis, "_root", lambda matrix, what: cholesky(-matrix, 0.0, what))
         svi.step(x, x.sum(-1))
-    now = dict(guide.gps.f.coefficients.named_buffers())
-    assert kept["locs_0"].abs().max() > 0.1
+    now = guide.gps.f.coefficients.state_dict()
+    assert kept["loc_0"].abs().max() > 0.1
     for name, value in kept.items():
         torch.testing.assert_close(now[name], value, rtol=0, atol=1e-8)
 

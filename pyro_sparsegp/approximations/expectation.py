@@ -149,6 +149,8 @@ class ExpectationGP(AbstractModule):
 
     def sums(self, phi: Tensor, precision: Tensor, linear: Tensor) -> tuple[Tensor, Tensor]:
         """Σ νφφᵀ and Σ bφ, of the batch's shape."""
+        # Sites found in float64 are summed in phi's dtype (test_float32.py, data far from the prior).
+        precision, linear = precision.to(phi), linear.to(phi)
         gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
         return gram.expand(self.gram.shape), pull.expand(self.pull.shape)
 

@@ -29,8 +29,7 @@ class Gaussian(ABC):
 
     sizes: tuple[int, ...]
     batch_shape: torch.Size
-    key: Optional[int] = None  # of the last marginals given, where natural steps hear of them
-    heard: Any = None  # what these hear of this pass
+    row: Any = None  # the last marginals given, where natural steps record them
 
     @property
     def share(self) -> Any:
@@ -57,12 +56,10 @@ class Gaussian(ABC):
     def note_draws(self) -> None:  # noqa: B027, nothing is to be known by most
         """Take note that function values are drawn by the marginals given, where natural steps are to know."""
 
-    def cross_change(
-        self, features: Sequence[Tensor], others: Sequence[Tensor], keys: tuple[Optional[int], Optional[int]]
-    ) -> Tensor:
+    def cross_change(self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Any, Any]) -> Tensor:
         """diag(Φ(S − I)Ψᵀ), ``(..., N)``, of two matrices with as many rows.
 
-        :param keys: of the two matrices' marginals.
+        :param rows: of the two matrices' marginals, as they were recorded.
         """
         both = self.variance_change([phi + psi for phi, psi in zip(features, others)])
         return (both - self.variance_change([phi - psi for phi, psi in zip(features, others)])) / 4
@@ -138,9 +135,6 @@ class Coefficients(Documented, AbstractModule):
     def wants(self, features: Any) -> bool:
         """Whether one that waits for an anchor wants that of a run's features."""
         return True
-
-    def settle(self) -> None:
-        """Take the steps that are due, where q learns by steps of its own: nothing where an optimiser takes them."""
 
     @abstractmethod
     def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:

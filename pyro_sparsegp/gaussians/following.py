@@ -18,19 +18,15 @@ metric, a fraction of q's own deviations, however large the gradient is.
 Where a batch of rows would have the means is, but for noise, in the sums alone (antithetic variates; Hammersley and
 Morton, 1956). In a single draw it would be most of the gradients by R and B, too, and of the size by which their steps
 are shortened: R would be as narrow as it is right for a B that has yet to be learned, and too narrow for B to be seen.
-Of a single draw, which is what Pyro's own objectives have, e₀ = e₁ = e and γ₁ = γ − γ̄, with the running mean γ̄ of what
-m has yet to learn.
 
-What B should be does not change with R, and where a moves, the mean of w moves along, m ← m + BΔa, by an offset that is
-kept.
+What B should be does not change with R, and where a moves, the mean of w moves along, m ← m + BΔa, by an offset.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -38,11 +34,9 @@ from torch import Tensor
 from ..numerics.linalg import side_by_side, sum_blocks
 from ..numerics.processes import by_draws
 from .base import Gaussian
-from .steps import Heard, Lift, Rate, StepsOnBackward, weighed
+from .steps import Natural, Pass, Rate, recorded
 
 __all__ = ["Drawn", "DrawnGaussian", "Following", "Shifted"]
-
-_WINDOW = 10  # steps that the running mean is over
 
 
 def _rising(step: int) -> float:
@@ -58,38 +52,42 @@ class Drawn:
     :param root: R, lower triangular, ``(D, D)``.
     :param noise: ε, ``(D,)``.
     :param value: z.
-    :param weigh: makes a 0 of some shape, by which objectives tell the weight of log q(z).
-    :param mirrors: whether it is the mirror image of the draw before, all else the same.
+    :param taken: where the weight of log q(z) is recorded.
     """
 
     loc: Tensor
     root: Tensor
     noise: Tensor
     value: Tensor
-    weigh: Optional[partial[Tensor]] = None
-    mirrors: bool = False
+    taken: Optional[Pass] = None
+
+    def weighed(self, value: Tensor) -> Tensor:
+        """A part of log q(z), of which natural steps want the weight."""
+        return _weighed(self.taken, value)
 
 
-def _by_pairs(heard: Heard, unit: Tensor) -> Iterator[tuple[float, Tensor, Tensor, Optional[Tensor]]]:
-    """What was heard of draws: the rows' share, ε, and the gradient g; or of two that mirror each other ½(g₊ + g₋) and
-    ½(g₊ − g₋), each gradient over ``unit``. With one draw alone there is no difference.
+def _weighed(taken: Optional[Pass], value: Tensor) -> Tensor:
+    if taken is None:
+        return value
+    value = taken.keep(value.clone())
+    taken.divergences.append(value)
+    return value
+
+
+def _by_pairs(taken: Pass, unit: Tensor) -> Iterator[tuple[float, Tensor, Tensor, Tensor]]:
+    """What is recorded of draws that mirror each other: the rows' share, ε, and of each one's gradient over ``unit``
+    ½(g₊ + g₋) and ½(g₊ − g₋).
     """
-    own = list(heard.draws.values())
-    images = [] if heard.image is None else list(heard.image.draws.values())
-    if len(images) != len(own):
-        for noise, grad in own + images:
-            for share, each, value in by_draws(noise, grad):
-                yield share, each, value / unit, None
-        return
-    for (noise, grad), (opposite, other) in zip(own, images):
+    assert taken.image is not None
+    for (noise, grad), (opposite, other) in zip(taken.drawn(), taken.image.drawn()):
         half = 0.5 * (noise - opposite)  # ε, and 0 of what is held at a value
         # The two have half of the weight each.
         for share, each, value in by_draws(half, torch.stack([grad + other, grad - other])):
             yield share, each, value[0] / unit, value[1] / unit
 
 
-class DrawnGaussian(StepsOnBackward):
-    """q(z) = N(a, RRᵀ) over D latents, by natural steps.
+class DrawnGaussian(Natural):
+    """q(z) = N(a, RRᵀ) over D latents, by natural steps; else a and a tilt A are parameters, with the root RA.
 
     :param loc: a at the start, ``(D,)``.
     :param scale: the standard deviations at the start, ``(D,)``.
@@ -97,48 +95,60 @@ class DrawnGaussian(StepsOnBackward):
         that the coefficients that follow learn first.
     """
 
-    loc: Tensor
     root: Tensor
 
     def __init__(self, loc: Tensor, scale: Tensor, rate: Rate = _rising) -> None:
         super().__init__((len(loc),), (), loc, rate)
-        self.register_buffer("loc", loc.detach().clone())
+        self.loc: Any
+        self.loc = torch.nn.Parameter(loc.detach().clone())
+        self._new_tilt("tilt", self.loc, len(loc))
         self.register_buffer("root", scale.detach().diag())
+
+    @property
+    def mean(self) -> Tensor:
+        """a, ``(D,)``."""
+        return self._kept("loc")
+
+    @property
+    def tril(self) -> Tensor:
+        """R, ``(D, D)``."""
+        is_tilted = self._is_tilted("tilt") or (torch.is_grad_enabled() and recorded() is None)
+        return self.root @ self._tilt("tilt") if is_tilted else self.root
+
+    def start_at(self, rows: slice, value: Tensor) -> None:
+        """Start some latents there."""
+        self.loc.data[rows] = value.detach().flatten().to(self.loc)
 
     def forward(self, noise: Tensor, mirrors: bool = False) -> Drawn:  # type: ignore[override]
         """The draw of this ε, ``(D,)``, which may mirror the one before."""
-        self.settle()
-        loc, root = self.loc, self.root
+        record = recorded()
+        if record is not None and self._is_tilted("tilt"):
+            self.root = self.tril.detach()
+            self._level_tilt("tilt")
+        loc, root = self.mean, self.tril
         value = loc + root @ noise
-        if not torch.is_grad_enabled():
+        if record is None:
             return Drawn(loc, root, noise, value)
-        heard = Heard(None, self.unit, mirrors=mirrors)
-        value = Lift.apply(value, self.unit)
-
-        def hear(grad: Optional[Tensor]) -> None:
-            if grad is not None:
-                heard.draws[id(noise)] = noise, grad.detach()
-                self.note(heard)
-
-        if value.requires_grad:
-            value.register_hook(hear)
-        return Drawn(loc, root, noise, value, partial(weighed, self, heard), mirrors)
+        taken = record.new(self, None, mirrors)
+        value = taken.keep(value)
+        taken.draws.append((noise, value))
+        return Drawn(loc, root, noise, value, taken)
 
     def most_by_draws(self) -> float:
         return 1.0  # its steps are bounded by themselves
 
-    def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
-        root = self.root
+    def step(self, taken: Pass, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
+        root, loc = self.root, self.loc.data
         # Every latent has told the weight.
-        for share, noise, by_value, apart in _by_pairs(heard, total / len(self.loc)):
-            pull = _bounded(root.mT @ by_value, rate)
-            self.loc = self.loc - share * (root @ pull)
-            along = root * (pull if apart is None else _bounded(root.mT @ apart, rate))
+        for share, noise, by_value, apart in _by_pairs(taken, total / len(loc)):
+            loc = loc - share * (root @ _bounded(root.mT @ by_value, rate))
+            along = root * _bounded(root.mT @ apart, rate)
             # R tril(eεᵀ): sums of the columns from each one on.
             below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
             change = below * (noise / (1 + noise.square().sum()))
             shrink = (change.diagonal() / root.diagonal()).amax().clamp(min=0.5)
             self.root = self.root - share * (change * (0.5 / shrink)).tril()
+        self._set("loc", loc)
 
 
 def _bounded(pull: Tensor, rate: float) -> Tensor:
@@ -152,12 +162,12 @@ class Shifted(Gaussian):
 
     :param q: N(m, S).
     :param shift: δ, a block ``(..., M_b)`` each.
-    :param weigh: makes a 0 of some shape, by which objectives tell the divergence's weight.
+    :param taken: where the divergence's weight is recorded.
     """
 
-    def __init__(self, q: Gaussian, shift: Sequence[Tensor], weigh: Optional[partial[Tensor]] = None) -> None:
-        self.q, self.shift, self.weigh = q, list(shift), weigh
-        self.sizes, self.batch_shape, self.heard = q.sizes, q.batch_shape, q.heard
+    def __init__(self, q: Gaussian, shift: Sequence[Tensor], taken: Optional[Pass] = None) -> None:
+        self.q, self.shift, self.taken = q, list(shift), taken
+        self.sizes, self.batch_shape = q.sizes, q.batch_shape
 
     @property
     def loc(self) -> list[Tensor]:
@@ -168,16 +178,14 @@ class Shifted(Gaussian):
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         mean, change = self.q.moments(features)
-        self.key = self.q.key
+        self.row = self.q.row
         return mean + sum_blocks(features, self.shift), change
 
     def note_draws(self) -> None:
         self.q.note_draws()
 
-    def cross_change(
-        self, features: Sequence[Tensor], others: Sequence[Tensor], keys: tuple[Optional[int], Optional[int]]
-    ) -> Tensor:
-        return self.q.cross_change(features, others, keys)
+    def cross_change(self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Any, Any]) -> Tensor:
+        return self.q.cross_change(features, others, rows)
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return self.q.covariance_change(features)
@@ -185,14 +193,11 @@ class Shifted(Gaussian):
     def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
         return self.q.covariance_times(v)
 
-    def _weighed(self, value: Tensor) -> Tensor:
-        return value if self.weigh is None else value + self.weigh(value.shape)
-
     def kl(self) -> Tensor:
-        # By moments, from which a q that takes natural steps hears of the gradient δ by m.
+        # By moments, by which the gradient δ by m is recorded.
         along, _ = self.q.moments([shift[..., None, :] for shift in self.shift])
         square = side_by_side(self.shift).square().sum(-1)
-        return self._weighed(self.q.kl() + along[..., 0] + 0.5 * square)
+        return _weighed(self.taken, self.q.kl() + along[..., 0] + 0.5 * square)
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         return [w + shift for w, shift in zip(self.q.rsample(shape), self.shift)]
@@ -200,7 +205,7 @@ class Shifted(Gaussian):
     def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
         centred = [block - shift for block, shift in zip(w, self.shift)]
         further = side_by_side(w).square().sum(-1) - side_by_side(centred).square().sum(-1)
-        return self._weighed(self.q.log_ratio(centred) + 0.5 * further)
+        return _weighed(self.taken, self.q.log_ratio(centred) + 0.5 * further)
 
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
         return Shifted(self.q.marginal(blocks), [self.shift[b] for b in sorted(blocks)])
@@ -210,15 +215,13 @@ class Shifted(Gaussian):
         return self.q.covariance_matrix
 
 
-class Following(StepsOnBackward):
+class Following(Natural):
     """B, ``(..., M, D)``, of q(w | z) = N(m + B(z − a), S), by natural steps.
 
     :param centre: a at the start, ``(D,)``.
     :param rate: as of :class:`DrawnGaussian`.
     """
 
-    slope: Tensor
-    level: Tensor
     offset: Tensor
     centre: Tensor
 
@@ -226,10 +229,12 @@ class Following(StepsOnBackward):
         self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, centre: Tensor, rate: Rate = _rising
     ) -> None:
         super().__init__(sizes, batch_shape, like, rate)
-        self.register_buffer("slope", like.new_zeros(*batch_shape, sum(self.sizes), len(centre)))  # B, (..., M, D)
-        self.register_buffer("offset", like.new_zeros(*batch_shape, sum(self.sizes)))
-        self.register_buffer("centre", centre.detach().clone())
-        self.register_buffer("level", like.new_zeros(*batch_shape, sum(self.sizes)))  # Sγ̄
+        num = sum(self.sizes)
+        self.slope: Any
+        self.slope = torch.nn.Parameter(like.new_zeros(*batch_shape, num, len(centre)))  # B, (..., M, D)
+        self.register_buffer("offset", like.new_zeros(*batch_shape, num))  # of the mean, where a was
+        self.register_buffer("centre", centre.detach().clone())  # where a was
+        self.register_buffer("level", like.new_zeros(*batch_shape, num))  # of releases that drew once
 
     def forward(self, q: Gaussian, drawn: Drawn) -> Gaussian:  # type: ignore[override]
         """q(w | z).
@@ -237,39 +242,27 @@ class Following(StepsOnBackward):
         :param q: N(m, S).
         :param drawn: z.
         """
-        self.settle()
-        self.offset = self.offset + self.slope @ (drawn.loc - self.centre)
-        self.centre = drawn.loc.clone()  # a buffer's own, since states are loaded in place
-        shift = self.offset + self.slope @ (drawn.value - drawn.loc)
-        if not torch.is_grad_enabled():
+        shift = self.offset + self._kept("slope") @ (drawn.value - self.centre)
+        record = recorded()
+        if record is None or drawn.taken is None:
             return Shifted(q, shift.split(self.sizes, -1))
-        heard = Heard((q, drawn.root), self.unit, mirrors=drawn.mirrors)
-        shift = Lift.apply(shift, self.unit)
-        noise = drawn.noise
-
-        def hear(grad: Optional[Tensor]) -> None:
-            if grad is not None:
-                heard.draws[id(noise)] = noise, grad.detach()
-                self.note(heard)
-
-        if shift.requires_grad:
-            shift.register_hook(hear)
-        return Shifted(q, shift.split(self.sizes, -1), partial(weighed, self, heard))
+        taken = record.new(self, (q, drawn), drawn.taken.mirrors)
+        shift = taken.keep(shift)
+        taken.draws.append((drawn.noise, shift))
+        return Shifted(q, shift.split(self.sizes, -1), taken)
 
     def most_by_draws(self) -> float:
         return 1.0  # a step's length is bounded by its own size
 
-    def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
-        q, root = heard.base
-        level, window = self.level, min(self.steps_taken + 1, _WINDOW)
-        for share, noise, by_shift, difference in _by_pairs(heard, torch.where(total > 0, total, torch.nan)[..., None]):
-            told = by_shift if difference is None else difference
+    def step(self, taken: Pass, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
+        q, drawn = taken.base
+        slope = self.slope.data
+        self.offset, self.centre = self.offset + slope @ (drawn.loc - self.centre), drawn.loc.clone()
+        for share, noise, _, told in _by_pairs(taken, torch.where(total > 0, total, torch.nan)[..., None]):
             natural = side_by_side(q.covariance_times(told.split(self.sizes, -1)))
-            apart = natural - level if difference is None else natural
-            apart = torch.where(apart.isfinite().all(-1, keepdim=True), apart, 0.0)
-            if difference is None:
-                self.level = self.level + share * (apart / window)
+            natural = torch.where(natural.isfinite().all(-1, keepdim=True), natural, 0.0)
             square = (told * natural).sum(-1, keepdim=True).nan_to_num()
-            along = torch.linalg.solve_triangular(root.mT, noise[:, None], upper=True)[:, 0]
+            along = torch.linalg.solve_triangular(drawn.root.mT, noise[:, None], upper=True)[:, 0]
             along = along / (1 + noise.square().sum())
-            self.slope = self.slope - share * ((rate / (1 + square).sqrt() * apart)[..., None] * along)
+            slope = slope - share * ((rate / (1 + square).sqrt() * natural)[..., None] * along)
+        self._set("slope", slope)

@@ -18,10 +18,10 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, rounding, wider
+from ..numerics.linalg import cholesky, plus_one, rounding, wider
 from .natural import NaturalGaussian
 from .product import Product
-from .steps import Falling, Heard, softened
+from .steps import Falling, Pass
 
 __all__ = ["NaturalAtOutputs", "NaturalAtRows"]
 
@@ -56,34 +56,27 @@ class NaturalAtRows(NaturalGaussian):
         return super().forward(anchor, level)
 
     def _seat(self, anchor: Tensor) -> Tensor:
-        return softened(anchor, 0.0)
+        return anchor.contiguous()
 
     def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+        kept = self._kept("loc")
         if seat is None or not self.seat.numel():
-            return self.gram, self.loc, None
+            return self.gram, kept, None
         # In float64 where there is such: the rounding of TᵀGT in float32 may be more than the prior's precision.
         turn = nearest(self.seat, seat)
-        gram, loc = self.gram.to(turn), self.loc.to(turn)
+        gram, loc = self.gram.to(turn), kept.to(turn)
         with torch.no_grad():  # any start would do: (I + TᵀGT)⁻¹Tᵀ(I + G)m is what it leads to
             wide = seat.to(turn)
             back = wide.mT @ ((self.seat.to(turn) - wide) @ loc[..., None])
-            near = (loc + torch.cholesky_solve(back, _normal(wide))[..., 0]).to(self.loc)
+            near = (loc + torch.cholesky_solve(back, _normal(wide))[..., 0]).to(kept)
         along = loc + (gram @ (loc - (turn @ near.to(turn)[..., None])[..., 0])[..., None])[..., 0]
         rest = (turn.mT @ along[..., None])[..., 0] - near
-        return (turn.mT @ gram @ turn).to(self.gram), near, rest.to(self.loc)
+        return (turn.mT @ gram @ turn).to(self.gram), near, rest.to(kept)
 
     def _coefficients_of(self, seat: Tensor, constant: Tensor) -> Tensor:
         wide = seat.to(wider(seat))
         rows = constant[..., :1].to(wide).expand(*constant.shape[:-1], seat.shape[-2])
         return torch.cholesky_solve(wide.mT @ rows[..., None], _normal(wide))[..., 0].to(constant)
-
-    def seen_from(self, sums: tuple[Tensor, Tensor, Tensor], anchor: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        gram, pull, before = sums
-        if anchor is None or not before.numel():
-            return gram, pull
-        turn = nearest(before, anchor)
-        wide, along = gram.to(turn), (turn.mT @ pull.to(turn)[..., None])[..., 0]
-        return (turn.mT @ wide @ turn).to(gram), along.to(pull)
 
 
 class NaturalAtOutputs(NaturalAtRows):
@@ -98,19 +91,19 @@ class NaturalAtOutputs(NaturalAtRows):
     def started(cls, q: NaturalGaussian) -> NaturalAtOutputs:
         """At the start of that q, which has taken no step."""
         new = cls(q.sizes, q.batch_shape, q.gram, rate=q.rate)
-        new.layout, new._has_one, new.gram, new.loc = q.layout, q._is_one, q.gram, q.loc
+        new.layout, new._has_one, new.gram = q.layout, q._is_one, q.gram
         new._parameters.update(q._parameters)  # Pyro's store may have them by this name
         return new
 
-    def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
+    def step(self, taken: Pass, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
         """As :meth:`NaturalGaussian.step`."""
-        now, drawn = heard.base.seat, heard.by_draws or bool(heard.draws)
+        now, drawn = taken.base.seat, taken.by_draws or bool(taken.draws)
         if now is not None and self.seat.shape == now.shape and isinstance(self.rate, Falling) and not drawn:
             before = self.seat.to(wider(self.seat))
             size = before.square().sum().clamp(min=torch.finfo(before.dtype).tiny)
             lost = (before @ nearest(self.seat, now) - now).square().sum() / size
             rate = (lost.sqrt() / _LOST).clamp(rate, 1.0).to(total)  # type: ignore[assignment]  # a number on the device
-        super().step(heard, weight, total, rate, again)
+        super().step(taken, weight, total, rate, again)
 
 
 def nearest(before: Tensor, now: Tensor) -> Tensor:
@@ -120,14 +113,12 @@ def nearest(before: Tensor, now: Tensor) -> Tensor:
     :param now: A, of that shape.
     """
     wide = before.to(wider(before))
-    change = torch.cholesky_solve(wide.mT @ (now - before).to(wide), _normal(wide))
-    return torch.eye(change.shape[-1], dtype=change.dtype, device=change.device) + change
+    return plus_one(torch.cholesky_solve(wide.mT @ (now - before).to(wide), _normal(wide)))
 
 
 def _normal(wide: Tensor) -> Tensor:
     """The lower Cholesky factor of AᵀA + εI."""
     normal = wide.mT @ wide
     least = max(_LEAST, rounding(normal)) * normal.diagonal(dim1=-2, dim2=-1).mean(-1)
-    least = least.clamp(min=torch.finfo(normal.dtype).eps)[..., None, None]  # features may all be 0
-    eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
-    return cholesky(normal + least * eye, 0.0, "AᵀA of natural steps")
+    least = least.clamp(min=torch.finfo(normal.dtype).eps)[..., None]  # features may all be 0
+    return cholesky(normal + torch.diag_embed(least.expand(normal.shape[:-1])), 0.0, "AᵀA of natural steps")

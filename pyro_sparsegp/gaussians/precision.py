@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Optional, Self
+from collections.abc import Sequence
+from typing import Optional, Self
 
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..numerics.functions import Function, mapped_first
 from ..numerics.linalg import (
     cholesky,
     gaussian_kl,
-    gram,
     on_diagonal,
     root_of_inverse,
     row_squares,
@@ -34,87 +32,9 @@ from ..numerics.linalg import (
 )
 from .base import Coefficients, Gaussian
 from .groups import Groups, each_times, total
-from .product import CovarianceMoments, DenseFactor, Product
+from .product import DenseFactor, Product
 
-__all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions"]
-
-
-class _Moments(Function):
-    """Φm and diag(Φ(LLᵀ − I − VVᵀ)Φᵀ) of unbatched Φ, m, V and L = blockdiag(L_b).
-
-    Autograd's own way back adds up matrices of Φ's size, one for each product; this one makes the sum in place,
-    dΦ = 2 diag(c)Φ(LLᵀ − I − VVᵀ) + a mᵀ for gradients a of the means and c of the variances.
-
-    :param told: is given Φᵀa and Φᵀ diag(c) Φ, which a natural step needs, by the way back; ``None`` has the second not
-        made, which is quicker for many coefficients.
-    """
-
-    @staticmethod
-    def forward(
-        groups: Groups, told: Optional[dict[str, Tensor]], phi: Tensor, loc: Tensor, low_rank: Tensor, *trils: Tensor
-    ) -> tuple[Tensor, ...]:
-        coupled, inner = phi @ low_rank, [each_times(tril, tril.mT) for tril in trils]
-        for part in inner:
-            part.diagonal(dim1=-2, dim2=-1).sub_(1)
-        moved = _flat([each_times(part, own) for part, own in zip(_columns(groups, phi), inner)])
-        moved = moved.addmm_(coupled, low_rank.mT, alpha=-1)
-        return (phi @ loc)[..., 0], (moved * phi).sum(-1), coupled, moved
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.groups, ctx.told, *tensors = inputs
-        ctx.save_for_backward(*tensors, *output[2:])
-        ctx.save_for_forward(*tensors)
-        ctx.mark_non_differentiable(*output[2:])
-        ctx.set_materialize_grads(False)  # matrices of zeros for the last two outputs
-
-    @staticmethod
-    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], *_: Any) -> Any:
-        groups = ctx.groups
-        phi, loc, low_rank, *trils, coupled, moved = ctx.saved_tensors
-        a = phi.new_zeros(phi.shape[0]) if a is None else a
-        c = phi.new_zeros(phi.shape[0]) if c is None else c
-        scaled, by_loc = c[:, None] * phi, phi.mT @ a[:, None]
-        if torch.is_grad_enabled():  # double backward wants plain operations
-            coupled = phi @ low_rank
-            turned = _flat([part @ tril @ tril.mT for part, tril in zip(_columns(groups, phi), trils)])
-            moved = turned - phi - coupled @ low_rank.mT
-        twice = (2 * c)[:, None]
-        by_phi = torch.addr(twice * moved, a, loc[:, 0])
-        double = [2 * tril for tril in trils]
-        if ctx.told is None:
-            parts = zip(_columns(groups, phi), _columns(groups, scaled), double)
-            by_trils = [(part.mT @ own) @ tril for part, own, tril in parts]
-            return None, None, by_phi, by_loc, -phi.mT @ (twice * coupled), *by_trils
-        both = gram(phi, scaled)
-        ctx.told.update(by_loc=by_loc.detach(), by_covariance=both.detach())
-        by_trils = [each_times(own, tril) for own, tril in zip(groups.diagonal(both), double)]
-        return None, None, by_phi, by_loc, both @ (-2 * low_rank), *by_trils
-
-    @staticmethod
-    def jvp(ctx: Any, _: Any, __: Any, *changes: Optional[Tensor]) -> Any:
-        tensors = ctx.saved_tensors[: len(changes)]
-        phi, loc, low_rank, *trils = tensors
-        dphi, dloc, dlow, *dtrils = (torch.zeros_like(t) if d is None else d for t, d in zip(tensors, changes))
-        change = -(phi * dphi).sum(-1) - ((phi @ low_rank) * (dphi @ low_rank + phi @ dlow)).sum(-1)
-        for part, dpart, tril, dtril in zip(_columns(ctx.groups, phi), _columns(ctx.groups, dphi), trils, dtrils):
-            change = change + ((part @ tril) * (dpart @ tril + part @ dtril)).sum((-3, -1))
-        return (dphi @ loc + phi @ dloc)[..., 0], 2 * change, None, None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, groups: Groups, _: Any, *tensors: Tensor) -> Any:
-        moved = mapped_first(info, in_dims[2:], tensors)
-        phi, _, low_rank, *trils = moved
-        turned = _flat([part @ (tril @ tril.mT) for part, tril in zip(_columns(groups, phi), trils)])
-        coupled = phi @ low_rank
-        return (*_moments(groups, *moved), coupled, turned - phi - coupled @ low_rank.mT), (0, 0, 0, 0)
-
-
-def _moments(groups: Groups, phi: Tensor, loc: Tensor, low_rank: Tensor, *trils: Tensor) -> tuple[Tensor, Tensor]:
-    change = -row_squares(phi) - row_squares(phi @ low_rank)
-    for part, tril in zip(_columns(groups, phi), trils):
-        change = change + row_squares(part @ tril).sum(-2)
-    return (phi @ loc)[..., 0], change
+__all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions", "small_columns"]
 
 
 def _columns(groups: Groups, phi: Tensor) -> list[Tensor]:
@@ -129,9 +49,6 @@ class LowRankGaussian(Gaussian):
     :param b: B, a block ``(..., M_b, R)`` each.
     :param trils: L_b, ``(..., M_b, M_b)`` each, or ``None`` for the identity.
     """
-
-    covariance: Optional[Tensor] = None  # S in the order of the groups, where it is formed
-    _of_parts: Callable[[], LowRankGaussian]
 
     def __init__(self, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]) -> None:
         groups = Groups([block.shape[-1] for block in loc])
@@ -156,51 +73,6 @@ class LowRankGaussian(Gaussian):
         eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
         self.inner = cholesky(eye + gram, 0.0, "I + BᵀB of a low-rank precision")
         self._t = [solve_lower(self.inner[..., None, :, :], part.mT) for part in b]  # (..., C, R, M_b)
-
-    @classmethod
-    def of_parts(
-        cls,
-        groups: Groups,
-        loc: Sequence[Tensor],
-        b: Sequence[Tensor],
-        trils: Sequence[Tensor],
-        inner: Tensor,
-        t: Sequence[Tensor],
-        low_rank: Tensor,
-        trace: Tensor,
-        log_det: Tensor,
-    ) -> Self:
-        """As :meth:`of_groups`, where L_a, T, V = LTᵀ, tr S and log|S| are known."""
-        new = cls.__new__(cls)
-        new.groups, new.sizes, new.batch_shape = groups, groups.sizes, loc[0].shape[:-3]
-        new._loc, new._b, new._trils, new.inner, new._t = loc, b, trils, inner, list(t)
-        new.low_rank, new._trace, new._log_det = low_rank, trace, log_det
-        return new
-
-    @classmethod
-    def of_covariance(
-        cls,
-        groups: Groups,
-        loc: Sequence[Tensor],
-        covariance: Tensor,
-        trace: Tensor,
-        log_det: Tensor,
-        of_parts: Callable[[], LowRankGaussian],
-    ) -> Self:
-        """By an unbatched S, formed, tr S and log|S|; ``of_parts`` gives the rest, which draws want, when it is asked
-        for.
-        """
-        new = cls.__new__(cls)
-        new.groups, new.sizes, new.batch_shape, new._loc = groups, groups.sizes, loc[0].shape[:-3], loc
-        new.covariance, new._trace, new._log_det, new._of_parts = covariance, trace, log_det, of_parts
-        return new
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in ("_b", "_trils", "_t", "inner") or "_of_parts" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        rest = self._of_parts()
-        self._b, self._trils, self._t, self.inner = rest._b, rest._trils, rest._t, rest.inner
-        return vars(self)[name]
 
     def with_loc(self, loc: Sequence[Tensor]) -> Self:
         """The same covariance round another mean, columns stacked by the blocks' sizes."""
@@ -242,33 +114,21 @@ class LowRankGaussian(Gaussian):
     def _scaled(self, phi: Sequence[Tensor]) -> Sequence[Tensor]:
         return phi if self._trils is None else [part @ tril for part, tril in zip(phi, self._trils)]
 
-    def mean(self, features: Sequence[Tensor]) -> Tensor:
-        return (self.beside(features) @ self.groups.over(self._loc))[..., 0]
-
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return self.moments_beside(self.beside(features))[1]
+        return self._moments(features)[1]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return self.moments_beside(self.beside(features))
+        return self._moments(features)
 
-    def beside(self, features: Sequence[Tensor]) -> Tensor:
-        """Φ of all blocks side by side, in the order of the groups, ``(..., N, ΣM)``."""
-        return side_by_side(self.groups.of_group(features, self.groups.order))
-
-    def moments_beside(self, phi: Tensor, told: Optional[dict[str, Tensor]] = None) -> tuple[Tensor, Tensor]:
-        """As :meth:`moments`, of :meth:`beside`; ``told`` may be given sums over its rows on the way back."""
-        if self.covariance is not None and phi.dim() == 2:
-            return self.moments_by(phi, self.covariance)
-        loc = self.groups.over(self._loc)
+    def _moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        phi = side_by_side(self.groups.of_group(features, self.groups.order))
+        mean, change = (phi @ self.groups.over(self._loc))[..., 0], -row_squares(phi @ self.low_rank)
         if self._trils is None:
-            return (phi @ loc)[..., 0], -row_squares(phi @ self.low_rank)
-        if phi.dim() > 2 or self.batch_shape:
-            return _moments(self.groups, phi, loc, self.low_rank, *self._trils)
-        return _Moments.apply(self.groups, told, phi, loc, self.low_rank, *self._trils)[:2]
-
-    def moments_by(self, phi: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`moments_beside`, of Φ, ``(N, ΣM)``, from a given S."""
-        return CovarianceMoments.apply(phi, self.groups.over(self._loc)[:, 0], covariance)[:2]
+            return mean, change
+        # diag(Φ(LLᵀ − I)Φᵀ) by one product for each group of blocks, Φ of its blocks stacked.
+        for part, tril in zip(_columns(self.groups, phi), self._trils):
+            change = change + row_squares(each_times(part, tril)).sum(-2)
+        return mean, change - row_squares(phi)
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         phi = self.groups.stack(features)
@@ -390,6 +250,12 @@ def leading_directions(features: Sequence[Tensor], small: Sequence[Tensor]) -> t
     return list(found.split([phi.shape[-1] for phi in features], -2)), spare
 
 
+def small_columns(sizes: Sequence[int], batch_shape: Sequence[int], rank: int, like: Tensor) -> list[Tensor]:
+    """Where B starts, a block ``(..., M_b, R)`` each: B = 0 is a saddle, small and random it is none."""
+    scale = 0.1 / max(sum(sizes) * rank, 1) ** 0.25
+    return [scale * torch.randn(*batch_shape, num, rank, dtype=like.dtype, device=like.device) for num in sizes]
+
+
 class _LowRank(Coefficients):
     """Parameters of a :class:`LowRankGaussian`.
 
@@ -404,11 +270,9 @@ class _LowRank(Coefficients):
         super().__init__(sizes, batch_shape, like)
         self.sizes = tuple(sizes)
         rank = max(self.sizes) if rank is None else rank
-        for i, num in enumerate(self.sizes):
+        for i, (num, b) in enumerate(zip(self.sizes, small_columns(sizes, batch_shape, rank, like))):
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
-            # B = 0 is a saddle, its gradient vanishes there: small and random.
-            b = 0.1 * torch.randn(*batch_shape, num, rank, dtype=like.dtype, device=like.device)
-            setattr(self, f"b_{i}", PyroParam(b / (sum(self.sizes) * rank) ** 0.25))
+            setattr(self, f"b_{i}", PyroParam(b))
             if self.base:
                 eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
                 setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))

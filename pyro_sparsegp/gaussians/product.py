@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Optional
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
-from torch.distributions import constraints, transform_to
-from torch.distributions.transforms import LowerCholeskyTransform
+from torch.autograd.function import once_differentiable
+from torch.distributions import constraints
 
-from ..numerics.functions import Function, mapped_first
+from ..numerics.functions import Function
 from ..numerics.linalg import (
     cholesky,
     gaussian_kl,
@@ -30,12 +30,12 @@ from ..numerics.linalg import (
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients, Gaussian
 from .documented import Documented
+from .steps import recorded
 
 __all__ = [
     "BlockCholesky",
     "CholeskyIdentity",
     "CovarianceFactor",
-    "CovarianceMoments",
     "DenseFactor",
     "Diagonal",
     "DiagonalFactor",
@@ -105,10 +105,6 @@ class Factor(Documented, ABC):
         return 0.5 * (w.square().sum(-1) - self.unscale(w - self.loc).square().sum(-1) - log_det)
 
 
-def _dense_moments(phi: Tensor, loc: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
-    return (phi @ loc[..., None])[..., 0], row_squares(phi @ root) - row_squares(phi)
-
-
 class _DenseMoments(Function):
     """Φm and diag(Φ(RRᵀ − I)Φᵀ) of unbatched Φ, m and a triangular R; its gradient means nothing where R is 0.
 
@@ -126,23 +122,16 @@ class _DenseMoments(Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, ctx.is_lower = inputs
         ctx.save_for_backward(*tensors, output[2])
-        ctx.save_for_forward(*tensors)
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)  # a matrix of zeros for the third output
 
     @staticmethod
-    def backward(
-        ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any
-    ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor], None]:
+    @once_differentiable
+    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any) -> Any:
         phi, loc, root, scaled = ctx.saved_tensors
-        a = phi.new_zeros(phi.shape[0]) if a is None else a
-        c = phi.new_zeros(phi.shape[0]) if c is None else c
+        a, c = (phi.new_zeros(len(phi)) if grad is None else grad for grad in (a, c))
         needs, each = ctx.needs_input_grad, (2 * c)[:, None]
         by_loc = a @ phi if needs[1] else None
-        if torch.is_grad_enabled():  # double backward wants plain operations
-            weighted = (phi @ root) * each
-            by_phi = weighted @ root.mT - phi * each + torch.outer(a, loc)
-            return by_phi, by_loc, phi.mT @ weighted if needs[2] else None, None
         weighted = scaled * each
         by_phi = times_upper(weighted, root) if ctx.is_lower else times_lower(weighted, root.mT)
         by_phi = by_phi.addcmul_(phi, each, value=-1).addr_(a, loc)
@@ -153,19 +142,11 @@ class _DenseMoments(Function):
         return by_phi, by_loc, tril_of_product(weighted, phi).mT, None
 
     @staticmethod
-    def jvp(ctx: Any, *changes: Optional[Tensor]) -> tuple[Tensor, Tensor, None]:
-        phi, loc, root = ctx.saved_tensors
-        dphi, dloc, droot = (torch.zeros_like(t) if d is None else d for t, d in zip((phi, loc, root), changes))
-        variance = ((phi @ root) * (dphi @ root + phi @ droot)).sum(-1) - (phi * dphi).sum(-1)
-        return dphi @ loc + phi @ dloc, 2 * variance, None
-
-    @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        phi, loc, root = mapped_first(info, in_dims, inputs[:3])
-        return (*_dense_moments(phi, loc, root), phi @ root), (0, 0, 0)
+        raise ValueError("q(w) does not depend on quadrature nodes")
 
 
-class CovarianceMoments(Function):
+class _CovarianceMoments(Function):
     """Φm and diag(Φ(S − I)Φᵀ) of unbatched Φ, m and a symmetric S. The gradient by S, Φᵀ diag(c) Φ, is half of a
     natural step's sum of sites.
     """
@@ -178,118 +159,21 @@ class CovarianceMoments(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(*inputs, output[2])
-        ctx.save_for_forward(*inputs)
         ctx.mark_non_differentiable(output[2])
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a matrix of zeros for the third output
 
     @staticmethod
-    def backward(
-        ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any
-    ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-        phi, loc, covariance, scaled = ctx.saved_tensors
-        a = phi.new_zeros(phi.shape[0]) if a is None else a
-        c = phi.new_zeros(phi.shape[0]) if c is None else c
+    @once_differentiable
+    def backward(ctx: Any, a: Optional[Tensor], c: Optional[Tensor], _: Any) -> Any:
+        phi, loc, _, scaled = ctx.saved_tensors
+        a, c = (phi.new_zeros(len(phi)) if grad is None else grad for grad in (a, c))
         needs = ctx.needs_input_grad
         by_loc, by_covariance = a @ phi if needs[1] else None, gram(phi, phi * c[:, None]) if needs[2] else None
-        if torch.is_grad_enabled():  # and gradients by S are to be symmetric again
-            both = 0.5 * (covariance + covariance.mT)
-            by_phi = (2 * c)[:, None] * (phi @ both - phi) + torch.outer(a, loc)
-        else:
-            by_phi = ((2 * c)[:, None] * scaled).addr_(a, loc)
-        return by_phi, by_loc, by_covariance
-
-    @staticmethod
-    def jvp(ctx: Any, *changes: Optional[Tensor]) -> tuple[Tensor, Tensor, None]:
-        phi, loc, covariance = ctx.saved_tensors
-        dphi, dloc, dcov = (torch.zeros_like(t) if d is None else d for t, d in zip((phi, loc, covariance), changes))
-        variance = (2 * dphi * (phi @ covariance - phi) + phi * (phi @ dcov)).sum(-1)
-        return dphi @ loc + phi @ dloc, variance, None
+        return ((2 * c)[:, None] * scaled).addr_(a, loc), by_loc, by_covariance
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        phi, loc, covariance = mapped_first(info, in_dims, inputs)
-        scaled = phi @ covariance - phi
-        return ((phi @ loc[..., None])[..., 0], (scaled * phi).sum(-1), scaled), (0, 0, 0)
-
-
-class _LowerCholesky(Function):
-    """The lower triangle of a matrix, its diagonal's exponential in the place of the diagonal: one node."""
-
-    @staticmethod
-    def forward(raw: Tensor) -> Tensor:
-        lower = raw.tril()
-        lower.diagonal(dim1=-2, dim2=-1).exp_()
-        return lower
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(output)
-        ctx.save_for_forward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _by_raw(grad, ctx.saved_tensors[0])
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor) -> Tensor:
-        return _by_raw(change, ctx.saved_tensors[0])
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, raw: Tensor) -> Any:
-        return _LowerCholesky.apply(raw.movedim(in_dims[0], 0)), 0
-
-
-def _by_raw(change: Tensor, lower: Tensor) -> Tensor:
-    """A change of the raw parameter as one of L, and a gradient by L as one by the raw parameter."""
-    change = change.tril()
-    change.diagonal(dim1=-2, dim2=-1).mul_(lower.diagonal(dim1=-2, dim2=-1))
-    return change
-
-
-class _ToLowerCholesky(LowerCholeskyTransform):
-    def _call(self, x: Tensor) -> Tensor:
-        return _LowerCholesky.apply(x)
-
-
-class _IsLowerCholesky(type(constraints.lower_cholesky)):  # type: ignore[misc]
-    """:data:`~torch.distributions.constraints.lower_cholesky`, with a transform that costs less."""
-
-
-_lower_cholesky = _IsLowerCholesky()
-transform_to.register(_lower_cholesky)(lambda _: _ToLowerCholesky())
-
-
-class _TraceAndLogDet(Function):
-    """tr LLᵀ and log|LLᵀ| of a lower triangular L: one node, and one matrix on the way back."""
-
-    @staticmethod
-    def forward(tril: Tensor) -> tuple[Tensor, Tensor]:
-        log_det = 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return torch.linalg.vector_norm(tril, dim=(-2, -1)).square_(), log_det
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, by_trace: Tensor, by_log_det: Tensor) -> Tensor:
-        (tril,) = ctx.saved_tensors
-        grad = tril * (2 * by_trace)[..., None, None]
-        if torch.is_grad_enabled():
-            return grad + torch.diag_embed((2 * by_log_det)[..., None] / tril.diagonal(dim1=-2, dim2=-1))
-        grad.diagonal(dim1=-2, dim2=-1).add_((2 * by_log_det)[..., None] / tril.diagonal(dim1=-2, dim2=-1))
-        return grad
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor) -> tuple[Tensor, Tensor]:
-        (tril,) = ctx.saved_tensors
-        moved = change.diagonal(dim1=-2, dim2=-1) / tril.diagonal(dim1=-2, dim2=-1)
-        return 2 * (tril * change).sum((-2, -1)), 2 * moved.sum(-1)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, tril: Tensor) -> Any:
-        return _TraceAndLogDet.apply(tril.movedim(in_dims[0], 0)), (0, 0)
+        raise ValueError("q(w) does not depend on quadrature nodes")
 
 
 class DenseFactor(Factor):
@@ -303,12 +187,15 @@ class DenseFactor(Factor):
     def __init__(self, loc: Tensor, tril: Tensor) -> None:
         super().__init__(loc)
         self.tril = tril
+        # Known from the start: rows whose features are made again on the way back take the same way,
+        # test_deep_basis.py::test_blocks_change_nothing.
+        self.is_recorded = recorded() is not None
 
     def scaled(self, phi: Tensor) -> Tensor:
         return phi @ self.tril
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        if phi.dim() == 2 and self.loc.dim() == 1:
+        if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:
             return _DenseMoments.apply(phi, self.loc, self.tril, self.is_lower)[:2]
         return super().moments(phi)
 
@@ -319,7 +206,7 @@ class DenseFactor(Factor):
         return torch.linalg.solve_triangular(self.tril, v[..., None], upper=False)[..., 0]
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        return _TraceAndLogDet.apply(self.tril)
+        return self.tril.square().sum((-2, -1)), 2 * self.tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 class CovarianceFactor(DenseFactor):
@@ -342,12 +229,9 @@ class CovarianceFactor(DenseFactor):
         """L, ``(M, M)``."""
         return self._root()
 
-    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        return self.moments_by(phi, self.covariance) if phi.dim() == 2 else Factor.moments(self, phi)
-
     def moments_by(self, phi: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """:meth:`moments` of Φ, ``(N, M)``, from a given S."""
-        return CovarianceMoments.apply(phi, self.loc, covariance)[:2]
+        return _CovarianceMoments.apply(phi, self.loc, covariance)[:2]
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         return self._trace, self._log_det
@@ -517,7 +401,7 @@ class _Factored(Coefficients):
             setattr(self, f"loc_{i}", PyroParam(like.new_zeros(*batch_shape, num)))
             if kind is DenseFactor:
                 eye = torch.eye(num, dtype=like.dtype, device=like.device).expand(*batch_shape, num, num)
-                setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), _lower_cholesky))
+                setattr(self, f"scale_tril_{i}", PyroParam(eye.clone(), constraints.lower_cholesky))
             elif kind is DiagonalFactor:
                 setattr(self, f"scale_diag_{i}", PyroParam(like.new_ones(*batch_shape, num), constraints.positive))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -60,16 +60,11 @@ class Share(Gaussian):
         self.whole, self.blocks, self.counts = whole, tuple(blocks), counts
         self.sizes = tuple(whole.q.sizes[b] for b in self.blocks)
         self.batch_shape = whole.q.batch_shape
-        self.key: Optional[int] = None  # of its marginals, among what natural steps hear
         self._drawn: Optional[list[Tensor]] = None
 
     @property
     def share(self) -> Share:
         return self
-
-    @property
-    def heard(self) -> Any:  # type: ignore[override]
-        return self.whole.q.heard
 
     @property
     def loc(self) -> list[Tensor]:
@@ -90,7 +85,7 @@ class Share(Gaussian):
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         found = self.whole.q.moments(self.padded(features))
-        self.key = self.whole.q.key
+        self.row = self.whole.q.row
         return found
 
     def note_draws(self) -> None:
@@ -101,8 +96,7 @@ class Share(Gaussian):
 
     def row_covariance(self, features: Sequence[Tensor], other: Share, others: Sequence[Tensor]) -> Tensor:
         """diag(ΦS_abΨᵀ) with another site's coefficients, ``(..., N)``."""
-        keys = self.key, other.key
-        return self.whole.q.cross_change(self.padded(features), other.padded(others), keys)
+        return self.whole.q.cross_change(self.padded(features), other.padded(others), (self.row, other.row))
 
     def covariance(self, features: Sequence[Tensor], other: Share, others: Sequence[Tensor]) -> Tensor:
         """ΦS_abΨᵀ with another site's coefficients, ``(..., N, N')``."""

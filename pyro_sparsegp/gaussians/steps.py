@@ -1,48 +1,42 @@
-"""Coefficients that take natural steps: what a forward pass gives notes the gradients that a backward pass brings.
+"""Natural steps of Gaussians over coefficients: what an objective's gradients say of them, and when they are taken.
 
-A pass of the guide hands out a Gaussian whose marginals Φm and diag(ΦSΦᵀ), draws and divergence carry hooks. What these
-hear of a differentiated objective is all that a natural step needs, so that no second run of the model is made and any
-objective that holds the divergence will do.
+An objective evaluates a loss within :func:`recording`, goes back through it once, and calls :meth:`Record.step`. What
+Gaussians gave during the evaluation (marginals, draws, divergences) is kept as tensors of its graph, whose gradients
+autograd retains: they are all that a natural step needs. Outside of that nothing is recorded and nothing moves:
+Gaussians are plain functions of their parameters, which any optimiser may train.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
-from operator import attrgetter
-from types import CodeType
-from typing import Any, Optional, Self, Union
+from typing import Any, NamedTuple, Optional, Self, Union
 
 import torch
-from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..numerics.functions import Function
 from ..numerics.linalg import side_by_side
-from ..numerics.processes import due, joined, largest, total_share
+from ..numerics.processes import joined, largest, total_share
 from .base import Coefficients, Gaussian
 
 __all__ = [
     "DEFAULT_RATE",
     "KNOWN",
-    "AscentError",
+    "Curvature",
     "Falling",
-    "Heard",
-    "Lift",
-    "Listening",
+    "Natural",
+    "Pass",
     "Rate",
-    "StepsOnBackward",
+    "Record",
+    "Recorded",
+    "Row",
     "cautious",
-    "listen",
-    "read_with_signs",
-    "rows_heard",
-    "running",
-    "shares_of",
+    "recorded",
+    "recording",
     "softened",
     "steppers",
 ]
@@ -76,209 +70,249 @@ class Falling:
 DEFAULT_RATE = Falling(whole=0.25)
 
 
-class Lift(Function):
-    """x, which now asks for a gradient on behalf of a parameter that gets none: so a backward pass comes by here."""
+@dataclass(eq=False)
+class Row:
+    """Marginals at some inputs.
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, unit: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor, _: Any) -> Tensor:
-        return change.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.zeros_like(ctx.saved_tensors[0])
-
-
-@dataclass
-class Heard:
-    """What one forward pass gave, and what a backward pass through it says; a later one of the same takes its place.
-
-    :param base: what the step starts from, of the module's own making.
-    :param unit: the module's parameter that gets no gradient.
-    :param weights: c, the gradients of the objective by the divergence.
-    :param inner: those whose divergence is in the draws' gradients already.
-    :param rows: of each call of moments its features, and the gradients by_mean and by_change; and by_loc, Φᵀg, and
-        by_covariance, ΦᵀHΦ, where these are made in any case; and signed, whether a curvature is negative, once that
-        has been looked at.
-    :param crosses: of pairs of them the keys, the features of both, and the gradient by their covariances.
-    :param draws: of each draw w − m and the gradient by w, ``(..., M)``.
-    :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
-    :param share: of all rows, those that the pass was on, as plates tell.
-    :param mirrors: whether the pass was at the mirror image of the draw before, all else the same.
-    :param image: what the next pass says, if it was at the mirror image of this one's draw.
+    :param features: Φ, a block ``(..., N, M_b)`` each.
+    :param mean: Φm.
+    :param change: diag(Φ(S − I)Φᵀ).
+    :param covariance: S, if it is one of these marginals' alone: its gradient is Φᵀ diag(h) Φ.
     """
 
+    features: Sequence[Tensor]
+    mean: Tensor
+    change: Tensor
+    covariance: Optional[Tensor] = None
+    is_signed: Optional[bool] = None  # whether a curvature is negative, once that has been looked at
+
+    def beside(self, order: Optional[Sequence[int]] = None) -> Tensor:
+        """Φ of all blocks side by side, in their own or another order, without its graph."""
+        blocks = self.features if order is None else [self.features[b] for b in order]
+        return side_by_side([phi.detach() for phi in blocks])
+
+
+class Curvature(NamedTuple):
+    """h, ``(..., N)``, the gradient by variances of Φw, and Φᵀ diag(h) Φ if it is known."""
+
+    phi: Tensor
+    h: Tensor
+    gram: Optional[Tensor]
+    is_signed: bool
+
+
+@dataclass(eq=False)
+class Pass:
+    """What one run of the guide took of one q(w).
+
+    :param record: of the evaluation.
+    :param base: what the step starts from, of the module's own making.
+    :param mirrors: whether the run was at the mirror image of the draw before, all else the same.
+    :param divergences: tensors whose gradients add up to c, the objective's weight of KL[q ‖ p].
+    :param crosses: two rows, and the covariances of their functions.
+    :param draws: w − m, or what stands for it, and w, ``(..., M)``.
+    :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
+    :param image: the next pass, if it mirrors this one.
+    """
+
+    record: Record
     base: Any
-    unit: Tensor
-    weights: dict[int, Tensor] = field(default_factory=dict)
-    inner: dict[int, Tensor] = field(default_factory=dict)
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
-    crosses: dict[int, dict[str, Any]] = field(default_factory=dict)
-    draws: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    by_draws: bool = False
-    share: float = 0.0
     mirrors: bool = False
-    image: Optional[Heard] = None
-    number: int = field(default_factory=itertools.count().__next__)  # of the forward pass
+    divergences: list[Tensor] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    crosses: list[tuple[Row, Row, Tensor]] = field(default_factory=list)
+    draws: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    by_draws: bool = False
+    image: Optional[Pass] = None
 
-    def __post_init__(self) -> None:
-        if torch.jit.is_tracing():  # type: ignore[attr-defined]
-            raise ValueError(
-                "q of a guide's GP site learns by natural steps, which torch.jit does not trace: q would never "
-                "move. Take TraceQuadrature_ELBO, or give the family natural=False."
-            )
+    def keep(self, value: Tensor) -> Tensor:
+        """A tensor whose gradient is retained; one without a graph gets a leaf, so that a backward pass comes by."""
+        value = value if value.requires_grad else value + self.record.zero
+        self.record.tensors.append(value)
+        return value
 
-    def whole(self, row: dict[str, Any], order: Optional[Sequence[int]] = None) -> Tensor:
-        """A row's Φ, all blocks side by side, in their own or another order: made once."""
-        if "whole" not in row:
-            features = row["features"] if order is None else [row["features"][b] for b in order]
-            row["whole"] = side_by_side(features) if len(features) > 1 else features[0]
-        return row["whole"]
+    @property
+    def is_weighed(self) -> bool:
+        """Whether the objective holds the divergence."""
+        return any(part.grad is not None for part in self.divergences)
 
     def weight(self, batch_shape: torch.Size) -> Tensor:
         """c, of the batch's shape."""
-        own = _summed([*self.weights.values(), *self.inner.values()], batch_shape)
+        own = _summed(self.divergences, batch_shape)
         return own if self.image is None else own + self.image.weight(batch_shape)
 
-    def curved(self) -> list[dict[str, Any]]:
-        """The rows with gradients by variances, and whether curvatures are signed. Those of functions that have
-        covariances too, φ₁, …, φ_K with the gradients H, K × K, are turned to the axes of H, Σ_j e_jφ_j with the
-        eigenvalues: a curvature that is positive stays so.
+    def gradients(self) -> Iterator[tuple[Row, Tensor]]:
+        """The rows with their gradients by means."""
+        return ((row, row.mean.grad) for row in self.rows if row.mean.grad is not None)
+
+    def drawn(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """w − m of each draw and the gradient by w."""
+        return ((centred, w.grad) for centred, w in self.draws if w.grad is not None)
+
+    def curvatures(self, order: Optional[Sequence[int]] = None) -> list[Curvature]:
+        """The gradients by variances. Those of functions that have covariances too, φ₁, …, φ_K with the gradients H,
+        K × K, are turned to the axes of H, Σ_j e_jφ_j with the eigenvalues: a curvature that is positive stays so.
         """
-        alone = {}
-        for key, row in self.rows.items():
-            if "by_change" in row:
-                alone[key] = row
-        turned: list[dict[str, Any]] = []
-        for group in _connected([cross["keys"] for cross in self.crosses.values()]) if self.crosses else ():
-            own = [cross for cross in self.crosses.values() if cross["keys"][0] in group]
-            features = {key: phi for cross in own for key, phi in zip(cross["keys"], cross["features"])}
-            keys = list(features)
-            size = own[0]["by_change"]
-            hessian = size.new_zeros(*size.shape, len(keys), len(keys))
-            for i, key in enumerate(keys):
-                if key in alone:
-                    hessian[..., i, i] = alone.pop(key)["by_change"]
-            for cross in own:
-                i, j = (keys.index(key) for key in cross["keys"])
-                hessian[..., i, j] = hessian[..., j, i] = 0.5 * cross["by_change"]
-            values, axes = torch.linalg.eigh(hessian.nan_to_num())
-            for k in range(len(keys)):
-                parts = [[axes[..., i, k, None] * phi for phi in features[key]] for i, key in enumerate(keys)]
-                turned.append({"features": [sum(blocks) for blocks in zip(*parts)], "by_change": values[..., k]})
-        curved = [*alone.values(), *turned]
-        read_with_signs([], curved)
-        return curved
+        groups = _connected([pair for *pair, value in self.crosses if value.grad is not None])
+        met = {id(row) for group in groups for row in group}
+        alone = [row for row in self.rows if row.change.grad is not None and id(row) not in met]
+        _look_at_signs(alone)
+        found = [_of_row(row, order) for row in alone]
+        for group in groups:
+            found += self._turned(group, order)
+        return found
 
-    def weight_inside(self, batch_shape: torch.Size) -> Optional[Tensor]:
-        """The part of c whose divergence is in the draws' gradients already."""
-        return _summed(list(self.inner.values()), batch_shape) if self.inner else None
+    def _turned(self, group: list[Row], order: Optional[Sequence[int]]) -> list[Curvature]:
+        own = [(a, b, value.grad) for a, b, value in self.crosses if a in group and value.grad is not None]
+        size = own[0][2]
+        assert size is not None
+        hessian = size.new_zeros(*size.shape, len(group), len(group))
+        for i, row in enumerate(group):
+            if row.change.grad is not None:
+                hessian[..., i, i] = row.change.grad
+        for a, b, grad in own:
+            i, j = group.index(a), group.index(b)
+            hessian[..., i, j] = hessian[..., j, i] = 0.5 * grad
+        values, axes = torch.linalg.eigh(hessian.nan_to_num())
+        phis = torch.stack([row.beside(order) for row in group], -1)  # (..., N, M, K)
+        turned = (phis @ axes).unbind(-1)
+        return [Curvature(phi, h, None, bool((h < 0).any())) for phi, h in zip(turned, values.unbind(-1))]
 
 
-def _whole(heard: list[Heard]) -> list[Heard]:
-    """The passes that hold a divergence, with what was heard of those just before, of the same q, that do not: a layer
-    below a family on sites is drawn in one run of the guide and held in the next, which has the divergence. One at the
-    mirror image of the draw before goes with that.
-    """
-    whole: list[Heard] = []
-    for one in sorted(heard, key=attrgetter("number"), reverse=True):
-        if one.weights or one.inner:
-            if whole and whole[0].mirrors and not one.mirrors:
-                one.image = whole.pop(0)
-            whole.insert(0, one)
-        elif whole:
-            whole[0].rows.update(one.rows)
-            whole[0].crosses.update(one.crosses)
-            whole[0].draws.update(one.draws)
-            whole[0].by_draws |= one.by_draws
-    return whole
+def _of_row(row: Row, order: Optional[Sequence[int]]) -> Curvature:
+    h, by_covariance = row.change.grad, None if row.covariance is None else row.covariance.grad
+    assert h is not None
+    return Curvature(row.beside(order), h, by_covariance, bool(row.is_signed))
 
 
-def rows_heard(guide: torch.nn.Module) -> list[dict[str, Any]]:
-    """The rows of all passes for which a guide's posteriors are to take a step."""
-    rows: list[dict[str, Any]] = []
-    for module in guide.modules():
-        if isinstance(module, StepsOnBackward):
-            for heard in module._heard.values():
-                rows.extend(heard.rows.values())
-    return rows
-
-
-def read_with_signs(numbers: list[Tensor], rows: Iterable[dict[str, Any]]) -> list[float]:
-    """Some numbers, ``()`` each, read at one look with the signs of rows' curvatures that are not known yet."""
-    unknown, signs = [], []
+def _look_at_signs(rows: Iterable[Row]) -> None:
     for row in rows:
-        if "by_change" in row and "signed" not in row:
-            unknown.append(row)
-            signs.append((row["by_change"] < 0).any())
-    if not (numbers or signs):
-        return []
-    found: list[float] = torch.stack([*numbers, *signs]).tolist()
-    for row, signed in zip(unknown, found[len(numbers) :]):
-        row["signed"] = bool(signed)
-    return found[: len(numbers)]
+        if row.is_signed is None and row.change.grad is not None:
+            row.is_signed = bool(row.change.grad.amin() < 0)
 
 
-def _connected(pairs: Sequence[tuple[int, int]]) -> list[set[int]]:
-    """Keys that pairs connect, together."""
-    groups: list[set[int]] = []
+def _connected(pairs: Iterable[Sequence[Row]]) -> list[list[Row]]:
+    """Rows that pairs connect, together."""
+    groups: list[list[Row]] = []
     for pair in pairs:
-        met = [group for group in groups if group & set(pair)]
-        groups = [group for group in groups if group not in met] + [set(pair).union(*met)]
+        met = [group for group in groups if any(row in group for row in pair)]
+        joint = list(dict.fromkeys([row for group in met for row in group] + list(pair)))
+        groups = [group for group in groups if group not in met] + [joint]
     return groups
 
 
 def _summed(parts: Sequence[Tensor], batch_shape: torch.Size) -> Tensor:
-    total: Any = 0
-    for part in parts:
-        total = total + (part.sum_to_size(batch_shape) if part.dim() > len(batch_shape) else part)
-    return total.expand(batch_shape)
+    grads = [part.grad for part in parts if part.grad is not None]
+    grads = [grad.sum_to_size(batch_shape) if grad.dim() > len(batch_shape) else grad for grad in grads]
+    return sum(grads[1:], grads[0]).expand(batch_shape)
 
 
-class AscentError(ValueError):
-    """An objective goes up where natural steps go down."""
+class Record:
+    """What one evaluation of an objective took of the Gaussians that take natural steps.
+
+    :param like: a tensor of the dtype and device wanted.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.zero = torch.zeros((), dtype=like.dtype, device=like.device, requires_grad=True)
+        self.tensors: list[Tensor] = []
+        self._passes: dict[Natural, list[Pass]] = {}
+
+    def new(self, module: Natural, base: Any, mirrors: bool = False) -> Pass:
+        """A pass of a module's."""
+        one = Pass(self, base, mirrors)
+        self._passes.setdefault(module, []).append(one)
+        return one
+
+    def retain(self) -> None:
+        """Have autograd retain the gradients of the next way back."""
+        for value in self.tensors:
+            value.retain_grad()
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Go back from a loss as far as this, and no further: no parameter's gradient is touched."""
+        self.retain()
+        for value, grad in zip(self.tensors, torch.autograd.grad(loss, self.tensors, allow_unused=True)):
+            value.grad = grad
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows that have a curvature."""
+        every = (row for passes in self._passes.values() for one in passes for row in one.rows)
+        return [row for row in every if row.change.grad is not None]
+
+    @property
+    def largest(self) -> Optional[Tensor]:
+        """The largest gradient by means, variances and draws, 0 where no data depend on q; ``None`` without any."""
+        found = []
+        for one in (one for passes in self._passes.values() for one in passes):
+            tensors = [w for _, w in one.draws] + [part for row in one.rows for part in (row.mean, row.change)]
+            found += [part.grad.abs().amax() for part in tensors if part.grad is not None]
+        return torch.stack(found).amax() if found else None
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        """Have each module take its step.
+
+        :param share: of all rows, those that the evaluation was on.
+        """
+        for module, passes in self._passes.items():
+            module.take(_whole(passes), share)
 
 
-class StepsOnBackward(Coefficients):
-    """Coefficients that take a step when a backward pass through them has brought the gradients of minus a bound.
+def _whole(passes: list[Pass]) -> list[Pass]:
+    """The passes that hold a divergence, with what those just before have, of the same q, that do not: a layer below a
+    family on sites is drawn in one run of the guide and held in the next, which has the divergence. One at the mirror
+    image of the draw before goes with that.
+    """
+    whole: list[Pass] = []
+    for one in reversed(passes):
+        if one.is_weighed:
+            if whole and whole[0].mirrors and not one.mirrors:
+                one.image = whole.pop(0)
+            whole.insert(0, one)
+        elif whole:
+            whole[0].rows += one.rows
+            whole[0].crosses += one.crosses
+            whole[0].draws += one.draws
+            whole[0].by_draws |= one.by_draws
+    return whole
 
-    The step is taken when q is asked for next, or the state: one for each backward pass of an objective that holds the
-    divergence; passes before it, such as particles, are averaged. Others, such as a prediction's or one without
-    gradients, leave the state alone. An optimiser that evaluates its objective several times a step, such as L-BFGS,
-    wants a function that stays the same; here each evaluation moves q. With a rate of 1 and a Gaussian likelihood on
-    all rows q is at the optimum given the hyperparameters of the evaluation before, so that the second of two at the
-    same ones is that function; other rates are refused there.
+
+_RECORD: ContextVar[Optional[Record]] = ContextVar("record of an evaluation", default=None)
+
+
+@contextmanager
+def recording(like: Tensor) -> Iterator[Record]:
+    """Record what Gaussians give, of a loss that is differentiated once."""
+    record = Record(like)
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
+def recorded() -> Optional[Record]:
+    """The record of the evaluation that this is part of; ``None`` where there is none, or nothing is differentiated."""
+    return _RECORD.get() if torch.is_grad_enabled() else None
+
+
+class Natural(Coefficients):
+    """Coefficients that take natural steps by an objective's record; without one they are plain parameters.
 
     :param rate: ρ, a number in (0, 1], or a function of the number of steps taken.
     """
 
     steps: Tensor
-    _is_of_a_loss = False  # as the first step has shown: a look at numbers
 
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like)
         self.sizes, self.batch_shape, self.rate = tuple(sizes), torch.Size(batch_shape), rate
-        self.unit: Any
-        self.unit = PyroParam(like.new_zeros(()))  # stays 0: q depends on a parameter, which objectives look for
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=like.device))
         self.share = 1.0  # of its rate that a step takes, for a loop whose rates fall
         self._count: Optional[int] = 0  # of steps, as a number here; None if it is to be read
-        self._heard: dict[int, Heard] = {}
-
-    def note(self, heard: Heard) -> None:
-        """Have a step taken for a pass that was differentiated."""
-        if id(heard) not in self._heard:
-            self._heard[id(heard)] = heard
-            due(self, self.settle)  # by several processes at once
+        self._seen: dict[str, tuple[int, bool]] = {}  # of tilts their versions, and whether they were other than 0
 
     @property
     def steps_taken(self) -> int:
@@ -287,25 +321,17 @@ class StepsOnBackward(Coefficients):
             self._count = int(self.steps)
         return self._count
 
-    def noted(self) -> list[Heard]:
-        """What is noted, which is now another's to :meth:`note`: no step is taken for it here."""
-        noted, self._heard = list(self._heard.values()), {}
-        return noted
-
-    def pulls(self) -> Iterator[Tensor]:
-        """The gradients by means, variances and draws in what is noted: all are 0 where no data depend on q."""
-        for heard in self._heard.values():
-            for row in heard.rows.values():
-                yield from (row[name] for name in ("by_mean", "by_change") if name in row)
-            yield from (grad for _, grad in heard.draws.values())
-
     def next_rate(self, share: float = 0.0) -> float:
         """ρ of the next step.
 
         :param share: of all rows, those that it is on here.
         """
         rate = float(self.rate(self.steps_taken) if callable(self.rate) else self.rate)
-        if isinstance(self.rate, Falling) and rate < self.rate.whole and total_share(share, self.unit) > 0.999:
+        if (
+            isinstance(self.rate, Falling)
+            and rate < self.rate.whole
+            and total_share(share, next(self.parameters())) > 0.999
+        ):
             rate = self.rate.whole
         if not 0 <= rate <= 1:
             raise ValueError(f"rate must be in [0, 1], of step {self.steps_taken} it gives {rate}")
@@ -317,306 +343,159 @@ class StepsOnBackward(Coefficients):
 
     def skip(self, num: int) -> None:
         """Go on at the rate of a step so many later."""
-        self.steps = self.steps + num
-        self._count = None
+        self.steps, self._count = self.steps + num, None
 
     def restart(self) -> None:
-        """Count steps from here on, those that are due taken."""
-        self.settle()
-        self.steps = torch.zeros_like(self.steps)
-        self._count = 0
+        """Count steps from here on."""
+        self.steps, self._count = torch.zeros_like(self.steps), 0
 
-    def settle(self) -> None:
-        """Take the steps that are due.
-
-        :raises ValueError: within a step of L-BFGS, unless the rate is 1; if the first is of plus the bound.
-        """
-        if not self._heard:
-            return
-        share = 1.0
-        for heard in self._heard.values():
-            share = min(share, heard.share)
-        rate = self.next_rate(share)  # which may be refused: what was heard stays
-        if (callable(self.rate) or rate != 1) and running(_LBFGS):
-            raise ValueError(
-                "torch.optim.LBFGS evaluates its objective several times a step, and after each q of a guide's GP "
-                "site takes a natural step of its own, so that no two are of one function. Give the family "
-                "natural=False; or rate=1.0, a line search, and a closure that evaluates the loss and its gradients "
-                "twice, on all rows (five times where the likelihood is not Gaussian)."
-            )
-        passes = _whole(list(self._heard.values()))
-        self._heard = {}
+    def take(self, passes: list[Pass], share: float) -> None:
+        """Take one step by an objective's gradients, the mean over its passes, as its particles are."""
         if not passes:
             return
-        with torch.inference_mode(False), torch.no_grad():
-            for heard in passes:
-                if heard.draws:
-                    rate = min(rate, self.most_by_draws())
-                elif heard.by_draws:
-                    rate = min(rate, _BY_MARGINALS)
-            weights = joined(*[heard.weight(self.batch_shape) for heard in passes])
-            total = sum(weights[1:], weights[0])
-            if not self._is_of_a_loss and bool((total < 0).any()):
-                raise AscentError(
-                    "the objective holds minus the divergence of a GP site's q, as the bound does: natural steps are "
-                    "those of minus the bound, a loss. Differentiate that, TraceQuadrature_ELBO()(model, guide), with "
-                    "an optimiser that minimises, no maximize=True; or give the family natural=False."
-                )
-            self._is_of_a_loss = True
-            for heard, weight in zip(passes, weights):
-                self.step(heard, weight, total, rate, len(passes) > 1)
-            self._buffers["steps"] = self.steps + 1  # by the way round a Pyro module's attributes
-            assert self._count is not None
-            self._count += 1
+        rate = self.next_rate(share)
+        for one in passes:
+            if one.draws:
+                rate = min(rate, self.most_by_draws())
+            elif one.by_draws:
+                rate = min(rate, _BY_MARGINALS)
+        weights = joined(*[one.weight(self.batch_shape) for one in passes])
+        total = sum(weights[1:], weights[0])
+        for one, weight in zip(passes, weights):
+            self.step(one, weight, total, rate, len(passes) > 1)
+        self._count = self.steps_taken + 1
+        self._buffers["steps"] = self.steps + 1  # by the way round a Pyro module's attributes
 
     @abstractmethod
-    def step(self, heard: Heard, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
-        """One step, ρ/total·(what was heard − weight·what is there), with the sums over rows of all processes joined.
+    def step(self, taken: Pass, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
+        """One step, ρ/total·(what was recorded − weight·what is there), with all processes' sums over rows joined.
 
-        :param again: whether others of the same backward pass have been taken since the forward pass.
+        :param again: whether others of the same evaluation are taken, too.
         """
 
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.settle()
-        super()._save_to_state_dict(*args, **kwargs)
+    # A tilt A = tril(raw) with the exponential of raw's diagonal, I at 0, is what plain gradients make of a root R of a
+    # covariance, RA; natural steps bring it back to I.
+
+    def _new_tilt(self, name: str, like: Tensor, num: int) -> None:
+        setattr(self, name, torch.nn.Parameter(like.new_zeros(*like.shape[:-1], num, num)))
+
+    def _tilt(self, name: str) -> Tensor:
+        raw = self._kept(name)
+        return raw.tril(-1) + torch.diag_embed(raw.diagonal(dim1=-2, dim2=-1).exp())
+
+    def _is_tilted(self, name: str) -> bool:
+        raw: Any = self._parameters[name]
+        if self._seen.get(name, (-1,))[0] != raw._version:
+            self._seen[name] = raw._version, bool(raw.any())
+        return self._seen[name][1]
+
+    def _level_tilt(self, name: str) -> None:
+        raw: Any = self._parameters[name]
+        with torch.no_grad():
+            raw.zero_()
+        self._seen[name] = raw._version, False
+
+    def _kept(self, name: str) -> Tensor:
+        """A parameter; no optimiser is told of it while a record is made, or nothing is differentiated."""
+        if torch.is_grad_enabled() and _RECORD.get() is None:
+            return getattr(self, name)
+        value: Any = self._parameters[name]
+        return value.detach()
+
+    def _set(self, name: str, value: Tensor) -> None:
+        """Give a parameter a value, in memory of its own."""
+        parameter: Any = self._parameters[name]
+        parameter.data = value.detach().to(parameter).expand(parameter.shape).contiguous()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        unit = torch.zeros_like(self.steps, dtype=next(self.parameters()).dtype)
+        destination[prefix + "unit_unconstrained"] = unit  # which earlier releases look for
+        for name in [name for name, _ in self.named_buffers(recurse=False) if prefix + name in destination]:
+            # A factor of LAPACK's lies by columns: test_families.py::test_contract.
+            destination[prefix + name] = destination[prefix + name].contiguous()
+        for name in [name for name in self._parameters if name.startswith("tilt")]:
+            if not self._is_tilted(name):
+                del destination[prefix + name]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._heard, self._count = {}, None
+        self._count = None
+        state_dict.pop(prefix + "unit_unconstrained", None)
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.startswith("tilt"):
+                state_dict.setdefault(prefix + name, torch.zeros_like(parameter))
         for name, buffer in list(self.named_buffers(recurse=False)):
             key = prefix + name
             if key in state_dict and buffer.shape != state_dict[key].shape:
                 setattr(self, name, buffer.new_zeros(state_dict[key].shape))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.settle()
-        return super()._apply(*args, **kwargs)
 
-    def __getstate__(self) -> dict[str, Any]:
-        self.settle()
-        return super().__getstate__()
-
-
-_LBFGS = [inspect.unwrap(torch.optim.LBFGS.step).__code__]
-
-
-def running(codes: Iterable[CodeType]) -> Optional[CodeType]:
-    """The one of some functions' codes that calls this, the innermost; ``None`` if none does."""
-    known = set(map(id, codes))  # two are compared, and hashed, instruction by instruction
-    frame = inspect.currentframe()
-    while frame is not None:
-        if id(frame.f_code) in known:
-            return frame.f_code
-        frame = frame.f_back
-    return None
-
-
-def steppers(guide: torch.nn.Module) -> list[StepsOnBackward]:
+def steppers(guide: torch.nn.Module) -> list[Natural]:
     """The posteriors of a guide that take natural steps."""
-    return [module for module in guide.modules() if isinstance(module, StepsOnBackward)]
+    return [module for module in guide.modules() if isinstance(module, Natural)]
 
 
-class Listening(Gaussian):
-    """A Gaussian that notes the gradients by the marginals that it gives, by its draws and by its divergence.
+class Recorded(Gaussian):
+    """A Gaussian that records the marginals, draws and divergences that it gives.
 
     Its methods are put before those of a class of Gaussians, whose they call.
     """
 
-    heard: Heard
-    module: StepsOnBackward
+    taken: Pass
 
-    def heard_by(self, module: StepsOnBackward, heard: Heard) -> Self:
-        """This Gaussian, with gradients noted in ``heard`` and told to ``module``."""
-        self.module, self.heard = module, heard
+    def recorded_in(self, taken: Pass) -> Self:
+        """This Gaussian, recording there."""
+        self.taken = taken
         return self
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        mean, change = super().moments(features)
-        self.key = listen(self.module, self.heard, features, mean, change)
-        return mean, change
+        return self.note(features, *super().moments(features))
+
+    def note(
+        self, features: Sequence[Tensor], mean: Tensor, change: Tensor, covariance: Optional[Tensor] = None
+    ) -> tuple[Tensor, Tensor]:
+        """Record marginals."""
+        if covariance is not None:
+            self.taken.record.tensors.append(covariance)
+        self.row = Row(features, self.taken.keep(mean), self.taken.keep(change), covariance)
+        self.taken.rows.append(self.row)
+        return self.row.mean, self.row.change
 
     def note_draws(self) -> None:
-        self.heard.by_draws = True
+        self.taken.by_draws = True
 
     def cross_change(
-        self, features: Sequence[Tensor], others: Sequence[Tensor], keys: tuple[Optional[int], Optional[int]]
+        self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Optional[Row], Optional[Row]]
     ) -> Tensor:
-        value = super().cross_change(features, others, keys)
-        cross = {"keys": keys, "features": [[phi.detach() for phi in parts] for parts in (features, others)]}
-
-        def hear(grad: Optional[Tensor]) -> None:
-            if grad is not None:
-                self.heard.crosses[id(cross)] = cross | {"by_change": grad.detach()}
-                self.module.note(self.heard)
-
-        if value.requires_grad:
-            value.register_hook(hear)
+        value = self.taken.keep(super().cross_change(features, others, rows))
+        one, other = rows
+        if one is not None and other is not None:
+            self.taken.crosses.append((one, other, value))
         return value
 
     def kl(self) -> Tensor:
-        return super().kl() + weighed(self.module, self.heard, self.batch_shape)  # type: ignore[safe-super]
-
-    def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
-        found = super().log_ratio(w)  # type: ignore[safe-super]
-        return found + weighed(self.module, self.heard, found.shape, inner=True)
+        value = self.taken.keep(super().kl())  # type: ignore[safe-super]
+        self.taken.divergences.append(value)
+        return value
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
-        w = side_by_side(super().rsample(shape)).clone()  # type: ignore[safe-super]
-        centred = (w - side_by_side(self.loc)).detach()
-
-        def hear(grad: Optional[Tensor]) -> None:
-            if grad is not None:
-                self.heard.draws[id(centred)] = centred, grad.detach()
-                self.module.note(self.heard)
-
-        if w.requires_grad:
-            w.register_hook(hear)
+        w = self.taken.keep(side_by_side(super().rsample(shape)).clone())  # type: ignore[safe-super]
+        self.taken.draws.append(((w - side_by_side(self.loc)).detach(), w))
         return list(w.split(self.sizes, -1))
 
 
-def listen(
-    module: StepsOnBackward,
-    heard: Heard,
-    features: Sequence[Tensor],
-    mean: Tensor,
-    change: Tensor,
-    covariance: Optional[Tensor] = None,
-    whole: Optional[Tensor] = None,
-    sums: Optional[dict[str, Tensor]] = None,
-) -> int:
-    """Note the gradients by Φm and diag(Φ(S − I)Φᵀ), and by S, if this S is of these alone; their key among what is
-    heard.
-
-    :param whole: Φ of all blocks side by side, if it is there.
-    :param sums: to which the way back adds sums over these rows.
-    """
-    row: dict[str, Any] = {} if sums is None else sums
-    if whole is None:
-        row["features"] = [phi.detach() for phi in features]
-    else:
-        row["whole"] = whole.detach()
-
-    def hear(name: str, grad: Optional[Tensor]) -> None:
-        if grad is None:
-            return
-        row[name] = grad.detach()
-        row.pop("signed", None)  # of a pass before through the same graph
-        heard.rows[id(row)] = row
-        module.note(heard)
-
-    if covariance is not None and covariance.requires_grad:
-        covariance.register_hook(lambda grad: row.update(by_covariance=grad.detach()))
-    for name, value in (("by_mean", mean), ("by_change", change)):
-        if value.requires_grad:
-            value.register_hook(partial(hear, name))
-    return id(row)
-
-
-def weighed(module: StepsOnBackward, heard: Heard, shape: torch.Size, inner: bool = False) -> Tensor:
-    """0, by which the objective's gradient is the weight of what it is added to."""
-    zero = Lift.apply(torch.zeros_like(heard.unit).expand(shape), heard.unit)
-    place = heard.inner if inner else heard.weights
-    key = id(zero)
-
-    def hear(grad: Optional[Tensor]) -> None:
-        if grad is not None:
-            place[key] = grad.detach()
-            module.note(heard)
-
-    if zero.requires_grad:
-        zero.register_hook(hear)
-    return zero
-
-
-def softened(anchor: Tensor, softness: float, shares: Optional[Tensor] = None) -> Tensor:
-    """L + ηsI, s² the mean of diag(LLᵀ), by rows, as a state is read: in another order products round otherwise.
-
-    :param shares: of :func:`shares_of`: s² is the mean of each block on the diagonal, whose units may be far apart.
-    """
+def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
+    """L + ηsI, with s² the mean of diag(LLᵀ) over each block, whose units may be far apart."""
     if not softness:
         return anchor.contiguous()
-    if shares is None:
-        return _Softened.apply(anchor, softness)
-    return _SoftenedByBlock.apply(anchor, softness, shares.to(anchor))
+    parts = anchor.split(list(sizes), -2) if len(sizes) > 1 else (anchor,)
+    scales = [torch.linalg.vector_norm(part, dim=(-2, -1)) * (softness / part.shape[-2] ** 0.5) for part in parts]
+    each = torch.cat([s[..., None].expand(*s.shape, part.shape[-2]) for s, part in zip(scales, parts)], -1)
+    return anchor + torch.diag_embed(each)
 
 
-def shares_of(sizes: Sequence[int], like: Tensor) -> Tensor:
-    """Columns of norm 1, ``(ΣM, C)``, each the same number at one block's coefficients."""
-    return torch.block_diag(*[like.new_full((num, 1), num**-0.5) for num in sizes])
-
-
-class _Softened(Function):
-    # One node, and one matrix either way.
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(anchor: Tensor, softness: float) -> Tensor:
-        scale = torch.linalg.vector_norm(anchor, dim=(-2, -1)) * (softness / anchor.shape[-1] ** 0.5)
-        total = anchor.clone(memory_format=torch.contiguous_format)
-        total.diagonal(dim1=-2, dim2=-1).add_(scale[..., None])
-        return total
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        anchor, ctx.softness = inputs
-        ctx.save_for_backward(anchor)
-        ctx.save_for_forward(anchor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (anchor,) = ctx.saved_tensors
-        norm = torch.linalg.vector_norm(anchor, dim=(-2, -1)) * (anchor.shape[-1] ** 0.5 / ctx.softness)
-        return torch.addcmul(grad, anchor, (grad.diagonal(dim1=-2, dim2=-1).sum(-1) / norm)[..., None, None]), None
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor, _: Any) -> Tensor:
-        (anchor,) = ctx.saved_tensors
-        norm = torch.linalg.vector_norm(anchor, dim=(-2, -1)) * (anchor.shape[-1] ** 0.5 / ctx.softness)
-        scale = (anchor * change).sum((-2, -1)) / norm
-        eye = torch.eye(anchor.shape[-1], dtype=anchor.dtype, device=anchor.device)
-        return change + scale[..., None, None] * eye
-
-
-class _SoftenedByBlock(Function):
-    # As _Softened, with the mean of each block.
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(anchor: Tensor, softness: float, shares: Tensor) -> Tensor:
-        total = anchor.clone(memory_format=torch.contiguous_format)
-        total.diagonal(dim1=-2, dim2=-1).add_(_sizes(anchor, shares), alpha=softness)
-        return total
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        anchor, ctx.softness, shares = inputs
-        ctx.save_for_backward(anchor, shares)
-        ctx.save_for_forward(anchor, shares)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        anchor, shares = ctx.saved_tensors
-        each = (grad.diagonal(dim1=-2, dim2=-1) / _sizes(anchor, shares)) @ shares @ (ctx.softness * shares).mT
-        return torch.addcmul(grad, anchor, each[..., None]), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, change: Tensor, *_: Any) -> Tensor:
-        anchor, shares = ctx.saved_tensors
-        each = (anchor * change).sum(-1) @ shares @ (ctx.softness * shares).mT / _sizes(anchor, shares)
-        eye = torch.eye(anchor.shape[-1], dtype=anchor.dtype, device=anchor.device)
-        return change + each[..., None] * eye
-
-
-def _sizes(anchor: Tensor, shares: Tensor) -> Tensor:
-    """s of each coefficient's block, ``(..., M)``."""
-    return (torch.linalg.vector_norm(anchor, dim=-1).square() @ shares @ shares.mT).sqrt()
-
-
-def cautious(
-    shift: Tensor, heard: Heard, order: Optional[Sequence[int]] = None, cut: Optional[Tensor] = None
-) -> Tensor:
+def cautious(shift: Tensor, taken: Pass, order: Optional[Sequence[int]] = None, cut: Optional[Tensor] = None) -> Tensor:
     """A step of m, ``(..., M)``, shortened where it would move function values by more than three of the prior's
     deviations, or half of one where negative curvatures are cut: a slope along them meets the prior's precision alone.
 
@@ -625,14 +504,14 @@ def cautious(
         meet in densities, such as a mean and its log-noise.
     """
     farthest = []
-    for row in heard.rows.values():
-        phi = row["whole"] if "whole" in row else heard.whole(row, order)
+    for row in taken.rows:
+        phi = row.beside(order)
         moved = (phi @ shift[..., None])[..., 0].abs_()
         by = torch.linalg.vector_norm(phi, dim=-1).clamp_(min=torch.finfo(phi.dtype).tiny)
         farthest.append((moved / by).amax(-1, keepdim=True))
-    if heard.draws:  # whose inputs are not known
+    if taken.draws:  # whose inputs are not known
         farthest.append(shift.abs().amax(-1, keepdim=True))
     most = functools.reduce(torch.maximum, farthest) if farthest else torch.zeros_like(shift[..., :1])
-    if cut is not None and heard.crosses:
+    if cut is not None and taken.crosses:
         most = torch.where(cut[..., None], _CLOSER * most, most)
     return shift * (_FARTHEST / largest(most.clamp(min=_FARTHEST)))

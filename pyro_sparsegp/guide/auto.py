@@ -119,6 +119,7 @@ class AutoSparseGP(SiteMessenger):
         self.from_draws: Collection[str] = ()
         self._like = torch.empty(0)
         self._nodes: Optional[Mapping[str, Optional[Tensor]]] = None  # of the quadrature that calls
+        self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
 
@@ -151,10 +152,7 @@ class AutoSparseGP(SiteMessenger):
         if any(process.kernel.depends_on_rows for process in run.processes.values()):
             note_rows(self, run)
         if self.is_training:
-            share = note_step(self, run, args, kwargs)
-            for posterior in run.posteriors.values():
-                if posterior.coefficients.heard is not None:
-                    posterior.coefficients.heard.share = share
+            self.row_share = note_step(self, run, args, kwargs)
         return draws
 
     def _observes(self, args: tuple, kwargs: dict[str, Any]) -> bool:

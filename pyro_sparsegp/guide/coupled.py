@@ -74,8 +74,7 @@ class _Part(dist.Normal):
     def log_prob(self, value: Tensor) -> Tensor:
         square = self.noise_of(value).square().reshape(self.loc.shape)
         density = -0.5 * (square + math.log(2 * math.pi)) - self.scale.log()
-        weigh = self.drawn.weigh
-        return density if weigh is None else density + weigh(density.shape)
+        return self.drawn.weighed(density)
 
 
 def coupled_among(guide: KnownGuide, facts: Structure) -> list[str]:
@@ -161,8 +160,7 @@ def _place(facts: Structure, name: str, prior: Any) -> tuple[slice, torch.Size]:
 def coupled_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
     """The mean of a coupled latent, and its standard deviation given those before it."""
     rows, shape = _place(guide.facts, name, prior)
-    guide.together.settle()
-    return guide.together.loc[rows].reshape(shape), guide.together.root.diagonal()[rows].reshape(shape)
+    return guide.together.mean[rows].reshape(shape), guide.together.tril.diagonal()[rows].reshape(shape)
 
 
 def coupled_posterior(guide: KnownGuide, name: str, prior: Any, alone: Any) -> Any:
@@ -188,10 +186,9 @@ def draw_of(guide: KnownGuide, run: Any) -> Any:
         return None
     q = guide.together
     if guide._computing_median:
-        q.settle()
-        return Drawn(q.loc, q.root, torch.zeros_like(q.loc), q.loc)
+        return Drawn(q.mean, q.tril, torch.zeros_like(q.mean), q.mean)
     if run.drawn is None:
-        noise = torch.randn_like(q.loc)
+        noise = torch.randn_like(q.mean)
         run.drawn = q(-noise if guide.mirrors else noise, guide.mirrors)
     return run.drawn
 
@@ -242,7 +239,7 @@ def warn_of_medians(guide: KnownGuide, posteriors: Mapping[str, SparsePosterior]
         slope = _slope(guide, name)
         if slope is None or ("medians", name) in guide.warned:
             continue
-        moves = (slope @ guide.together.root).split([phi.shape[-1] for phi in q.features], -2)
+        moves = (slope @ guide.together.tril).split([phi.shape[-1] for phi in q.features], -2)
         more = sum(phi @ block for phi, block in zip(q.features, moves)).square().sum(-1)
         share = float((q.variance / (q.variance + more)).detach().min().sqrt())
         if share < 0.5:

@@ -11,7 +11,7 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
-from ..numerics.processes import Workers, do_due, joined, sharing
+from ..numerics.processes import Workers, joined, sharing
 
 __all__ = ["SharedOptim", "Workers", "agree", "joined", "sharing"]
 
@@ -38,8 +38,6 @@ class SharedOptim(PyroOptim):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in ordered]
         for p, gradient in zip(ordered, joined(*gradients) if gradients else []):
             p.grad = gradient
-        # Natural steps of the same backward pass.
-        do_due()
         self.optim(ordered, *args, **kwargs)
 
     def get_state(self) -> dict[str, Any]:

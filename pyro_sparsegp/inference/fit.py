@@ -343,8 +343,6 @@ class _Loop:
 
     def _share(self, part: float) -> None:
         for module in steppers(self.guide):
-            # The step that is due goes at its own rate.
-            module.settle()
             module.share = part
 
     def _step(self, batch: Batch) -> float:

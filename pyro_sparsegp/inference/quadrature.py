@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Optional
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..bases.policies import UserPolicy
 from ..gaussians.sites import KeptSites
-from ..gaussians.steps import AscentError, read_with_signs, rows_heard
+from ..gaussians.steps import Record, recording
 from ..guide import AutoSparseGP
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
@@ -29,7 +29,7 @@ from ..program.traces import RandomState, require_again
 from ..warned import warn_once
 from .axes import quadrature_axes
 from .expected import find_expectations, sum_of_expectations
-from .first_steps import meet, skip
+from .first_steps import Evaluation, meet
 from .grid import Grid, log_density_minus_kl, mapped, one_by_one
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
@@ -101,42 +101,34 @@ class TraceQuadrature_ELBO(ELBO):
 
         :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """
-        unwrapped: Any = poutine.unwrap(guide)
-        met = None if unwrapped in self._met else self._meet(model, guide, args, kwargs)
-        loss, value = met or self._evaluated(model, guide, unwrapped, args, kwargs)
+        unwrapped = _guide_of(model, guide)
+        unwrapped.prepare(*args, **kwargs)
+        evaluate = partial(self._evaluated, model, guide, unwrapped, args, kwargs)
+        evaluation = None
+        if unwrapped not in self._met and torch.is_grad_enabled():
+            met, evaluation = meet(unwrapped, evaluate)
+            if met:
+                self._met.add(unwrapped)
+        loss, value, record = evaluation or evaluate()
         if loss.requires_grad:
+            record.retain()
             loss.backward(retain_graph=self.retain_graph)
-            self._check_gradients(unwrapped)
-        if unwrapped not in self._met:  # a mask leaves all of this batch out
-            skip(unwrapped)
+            self._check_gradients(unwrapped, record)
+            if unwrapped in self._met:  # else a mask leaves all of this batch out, which nothing is learned of
+                record.step(unwrapped.row_share)
         self._watch(unwrapped, value)
         return value
 
-    def _meet(self, model: Callable, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Optional[tuple[Tensor, float]]:
-        """Have a guide's posteriors meet the data, if they have not, before a gradient reaches any parameter; the loss
-        there, if it is known.
-        """
-        unwrapped = _guide_of(model, guide)
-        if not torch.is_grad_enabled():
-            return None
-        unwrapped.prepare(*args, **kwargs)
-        evaluate = partial(self._evaluated, model, guide, unwrapped, args, kwargs)
-        met, found = meet(unwrapped, evaluate)
-        if met:
-            self._met.add(unwrapped)
-        return found
-
     def _evaluated(
         self, model: Callable, guide: Any, unwrapped: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Tensor, float]:
-        """The loss, as a tensor and as a number, which is read together with the flags of its factorisations.
+    ) -> Evaluation:
+        """The loss, as a tensor and as a number, which is read together with the flags of its factorisations, and what
+        natural steps are to know of it.
 
         Where one failed, it is evaluated anew, from the same state and with the same random numbers, and each flag is
         looked at, as it is in a first call.
         """
         if unwrapped in self._expectations:
-            _guide_of(model, guide)
-            unwrapped.prepare(*args, **kwargs)
             sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
             kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
             data, state = unwrapped.data, RandomState(unwrapped.like)
@@ -152,19 +144,18 @@ class TraceQuadrature_ELBO(ELBO):
                     self._minus_bound(unwrapped, guide, args, kwargs)
 
             try:
-                with flags_kept() as flags:
+                with flags_kept() as flags, recording(unwrapped.like) as record:
                     loss = self._minus_bound(unwrapped, guide, args, kwargs)
                 read: list[float] = torch.stack([loss.detach(), *map(Tensor.any, flags)]).tolist()
                 if not any(read[1:]) and math.isfinite(read[0]):
-                    return loss, read[0]
-            except AscentError:
-                raise
+                    return loss, read[0], record
             except (RuntimeError, ValueError) as error:  # which may come of a factor that is none
                 restore()
                 require_again(error, again, unwrapped.like)
             restore()
-        loss = self.differentiable_loss(model, guide, *args, **kwargs)
-        return loss, self._value(loss, guide, args, kwargs)
+        with recording(unwrapped.like) as record:
+            loss = self._minus_bound(unwrapped, guide, args, kwargs)
+        return loss, self._value(loss, guide, args, kwargs), record
 
     def _watch(self, guide: Any, value: float) -> None:
         """Warn once if the loss has risen a hundredfold where q is in coordinates in which Adam's steps overshoot."""
@@ -188,10 +179,16 @@ class TraceQuadrature_ELBO(ELBO):
                 stacklevel=3,
             )
 
-    def _check_gradients(self, guide: Any) -> None:
-        """Raise if they are not finite. What natural steps ask of the numbers is read at the same look."""
+    def _check_gradients(self, guide: Any, record: Record) -> None:
+        """Raise if they are not finite. The signs of curvatures, which natural steps ask for, are read at one look."""
         grads = {name: p.grad for name, p in guide.named_parameters() if p.grad is not None}
-        if all(map(math.isfinite, read_with_signs([*map(Tensor.sum, grads.values())], rows_heard(guide)))):
+        rows = record.rows
+        signs = [(row.change.grad < 0).any() for row in rows if row.change.grad is not None]
+        numbers = [*map(Tensor.sum, grads.values()), *signs]
+        found: list[float] = torch.stack(numbers).tolist() if numbers else []
+        for row, signed in zip(rows, found[len(grads) :]):
+            row.is_signed = bool(signed)
+        if all(map(math.isfinite, found[: len(grads)])):
             return
         broken = [name for name, grad in grads.items() if not grad.isfinite().all()]
         if not broken:
@@ -323,8 +320,6 @@ class TraceQuadrature_ELBO(ELBO):
             state = RandomState(guide.like)
             try:
                 values = ways[way]()
-            except AscentError:
-                raise  # once: the steps that were refused are forgotten
             except _DrewError:
                 state.restore()
                 self._ways[guide] = 0
@@ -397,8 +392,6 @@ def _repeats(guide: AutoSparseGP, ways: Sequence[Callable[[], Tensor]]) -> bool:
     with torch.no_grad():
         try:
             once = ways[0]()
-        except AscentError:
-            raise
         except (RuntimeError, TypeError, ValueError) as error:
             state.restore()
             require_again(error, ways[0], guide.like)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .functions import Function
 
-__all__ = ["Workers", "by_draws", "do_due", "due", "is_shared", "joined", "largest", "sharing", "total_share"]
+__all__ = ["Workers", "by_draws", "is_shared", "joined", "largest", "sharing", "total_share"]
 
 
 class _AllReduce(Function):
@@ -85,7 +85,6 @@ class _Shared:
 
     workers: Workers
     weight: float = 1.0
-    due: dict[int, Callable[[], None]] = field(default_factory=dict)
 
 
 _ALONE = _Shared(Workers(None))
@@ -102,7 +101,6 @@ def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
     token = _sharing.set(_Shared(Workers(group), weight))
     try:
         yield
-        do_due()
     finally:
         _sharing.reset(token)
 
@@ -110,23 +108,6 @@ def sharing(group: Optional[Any], weight: float = 1.0) -> Iterator[None]:
 def is_shared() -> bool:
     """Whether several processes step together here."""
     return _sharing.get(_ALONE).workers.num > 1
-
-
-def due(key: object, task: Callable[[], None]) -> None:
-    """Within :func:`sharing`, have a task that joins sums done where all processes come by, at :func:`do_due`.
-
-    :param key: a task of the same takes its place.
-    """
-    if is_shared():
-        _sharing.get(_ALONE).due[id(key)] = task
-
-
-def do_due() -> None:
-    """Do the tasks that are due, in the order in which they were named: the same in all processes."""
-    here = _sharing.get(_ALONE)
-    tasks, here.due = list(here.due.values()), {}
-    for task in tasks:
-        task()
 
 
 @torch.no_grad()

@@ -227,9 +227,8 @@ class _Program:
         for name, site in all_sites(trace):
             if site["type"] != "sample" or name in self.names or site_is_subsample(site):
                 continue
-            if (
-                site["infer"].get("_deterministic") or site["mask"] is False
-            ):  # what no step counts; a mask of rows may be another in the next batch
+            # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
+            if site["infer"].get("_deterministic"):
                 continue
             fn = bare(site["fn"])
             shown[_LOG, name] = torch.as_tensor(fn.log_prob(site["value"]))
