@@ -73,3 +73,25 @@ def test_a_joined_batch_of_one_process_is_its_own():
     value = torch.rand(3)
     with sharing(None):
         assert joined(value)[0] is value
+
+
+@pytest.mark.filterwarnings("ignore:latent site .e. has a value for each datum")
+def test_latents_of_rows_are_refused(monkeypatch):
+    import pyro
+    import pyro.distributions as dist
+
+    from pyro_sparsegp import AutoSparseGP, GaussianProcess, fit, kernels
+    from pyro_sparsegp.families import SVGP
+
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        with pyro.plate("data", size or len(x), subsample=x):
+            e = pyro.sample("e", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Poisson((f + e).exp()), obs=y)
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr("pyro_sparsegp.numerics.processes.Workers.sum", lambda self, *values: list(values))
+    x, y = torch.rand(12, 1), torch.ones(12)
+    with pytest.raises(ValueError, match="site 'e' has a value for each row"):
+        fit(model, AutoSparseGP(model, SVGP(4)), (x, y), steps=2, group=object(), progress=False)

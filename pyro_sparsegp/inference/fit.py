@@ -232,6 +232,12 @@ class _Loop:
         if not batches.whole:
             self._require_scaled(batches.first(few))
         if self.workers.num > 1:
+            local = self.guide.local_latents
+            if local:  # whose values processes would mix: test_distributed.py::test_latents_of_rows_are_refused
+                raise ValueError(
+                    f"fit with group= does not take latents inside plates: site {local[0]!r} has a value for each row, "
+                    "and each process has other rows. Fit it in one process."
+                )
             agree(self.guide, self.workers.group)
 
     def _first(self) -> Batch:

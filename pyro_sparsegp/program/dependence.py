@@ -164,7 +164,8 @@ def find_owners(
         for place, move in enumerate(moves, then):
             moved[name][move] = {key: part[place] for key, part in shown.items()}
             for key, part in shown.items():
-                hidden[key] = hidden[key] | (~nan[key][first[name]] & _moves(part[0], part[place]))
+                shifted = _moves(part[0], part[place]) & ~part[0].isnan()
+                hidden[key] = hidden[key] | (~nan[key][first[name]] & shifted)
     for name in names:
         rows, outputs = codes[name]
         at, middle = first[name], first[name] + 1 + len(rows)
