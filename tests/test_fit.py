@@ -264,7 +264,7 @@ def test_a_deep_basis_has_seen_all_rows():
 
 def test_an_epoch_over_rows_on_disk_keeps_little_of_them(tmp_path):
     torch.set_default_dtype(torch.float32)
-    rows, before = 40_000, fit_memory.peak()  # their squares are 6 GiB
+    rows, before = 40_000, fit_memory.bench.peak()  # their squares are 6 GiB
     fit_memory.written(tmp_path, rows)
     assert fit_memory.epoch(tmp_path, rows, 4096, "maps") - before < 0.5
 

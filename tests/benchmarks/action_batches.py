@@ -12,34 +12,19 @@ as many seconds as the last of these; up to --whole rows also ComputationAware o
 Seconds are of training steps; predictions are timed apart.
 """
 
-import argparse
-import platform
-import resource
 import time
-from typing import Any, Optional
 
-import numpy as np
+import bench
 import pyro
-import pyro.distributions as dist
 import torch
-from torch import Tensor
-from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, kernels
 from pyro_sparsegp.families import SVGP, ComputationAware
 
-
-def model(x: Tensor, y: Any = None, size: Any = None) -> Any:
-    """Regression with trainable hyperparameters."""
-    length = pyro.param("length", x.new_full((x.shape[-1],), 0.3), constraint=constraints.positive)
-    scale = pyro.param("scale", x.new_ones(()), constraint=constraints.positive)
-    noise = pyro.param("noise", x.new_full((), 0.5), constraint=constraints.positive)
-    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+MODEL = bench.regression(0.3, 0.5)
 
 
-def simulated(rows: int) -> tuple[Tensor, Tensor]:
+def simulated(rows):
     """Inputs and noisy values."""
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(rows, 2, generator=generator)
@@ -51,10 +36,9 @@ def simulated(rows: int) -> tuple[Tensor, Tensor]:
     return x, f + 0.3 * torch.randn(rows, generator=generator)
 
 
-def read(path: str, rows: int) -> tuple[Tensor, Tensor]:
+def read(path, rows):
     """So many of a file's inputs and targets, standardised."""
-    with np.load(path, allow_pickle=False) as file:
-        x, y = (torch.as_tensor(file[key].astype(np.float64)) for key in ("X", "y"))
+    x, y = bench.read(path)
     y, generator = y.reshape(-1), torch.Generator().manual_seed(0)
     x, y = (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
     order = torch.randperm(len(x), generator=generator)
@@ -68,7 +52,7 @@ def read(path: str, rows: int) -> tuple[Tensor, Tensor]:
     return x[order].float(), y[order].float()
 
 
-def exact_variance(x: Tensor, x_new: Tensor) -> Tensor:
+def exact_variance(x, x_new):
     """The exact posterior's variance at trained hyperparameters, in float64."""
     length, scale, noise = (pyro.param(name).detach().double() for name in ("length", "scale", "noise"))
     kernel = scale * kernels.Matern32(length)
@@ -77,100 +61,59 @@ def exact_variance(x: Tensor, x_new: Tensor) -> Tensor:
     return kernel.diag(x_new) - torch.linalg.solve_triangular(root, kernel(x, x_new), upper=False).square().sum(0)
 
 
-def run(
-    kind: str,
-    family: Any,
-    first: int,
-    batch: int,
-    steps: int,
-    x: Tensor,
-    y: Tensor,
-    exact: bool,
-    until: Optional[float] = None,
-) -> float:
+def run(page, kind, family, first, batch, x, y, exact, **until):
     """Train, predict and print a row of the table; seconds of training.
 
     :param exact: whether the variance is set against the exact posterior's.
-    :param until: seconds to train for, in the place of steps.
+    :param until: steps or seconds.
     """
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+    bench.seeded()
     held = min(len(x) // 10, 20_000)
     (x_new, x), (y_new, y) = (part.split([held, len(x) - held]) for part in (x, y))
-    guide = AutoSparseGP(model, family)
+    guide = AutoSparseGP(MODEL, family)
     guide(x[:first], y[:first])
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO(2))
-    start, taken = time.perf_counter(), 0
-    while taken < steps if until is None else time.perf_counter() - start < until:
-        taken += 1
-        if batch:
-            rows = torch.randint(len(x), (batch,))
-            svi.step(x[rows], y[rows], size=len(x))
-        else:
-            svi.step(x, y)
-    trained = time.perf_counter() - start
+    training = bench.Training(MODEL, guide, x, y, 0.03, batch).until(**until)
     start = time.perf_counter()
-    with torch.no_grad():
-        noise = pyro.param("noise")
-        means, variances = [], []
-        for part in x_new.split(5_000):
-            q = guide.posterior(part)["f"]
-            means.append(q.mean)
-            variances.append(q.variance)
-        mean, variance = torch.cat(means), torch.cat(variances)
-        predictive = dist.Normal(mean, (variance + noise**2).sqrt())
-        error = (mean - y_new).square().mean().sqrt()
-        score = -predictive.log_prob(y_new).mean()
-        within = ((y_new - mean).abs() < 1.645 * predictive.stddev).float().mean()
+    mean, variance = (torch.cat(part) for part in zip(*(bench.predicted(guide, rows) for rows in x_new.split(5_000))))
     predicting = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    cells = f"{len(x):,}", kind, str(taken), f"{trained / taken:.2f}", f"{trained:.0f}", f"{predicting:.1f}"
-    scores = (
-        f"{float(error):.4f}",
-        f"{float(score):.4f}",
-        f"{100 * float(within):.0f}",
-        f"{float(variance.mean().sqrt()):.3f}",
+    density, error, _ = bench.scores(mean, variance, y_new)
+    within = ((y_new - mean).abs() < 1.645 * variance.sqrt()).float().mean()
+    variance = variance - pyro.param("noise").detach() ** 2
+    least = f"{float((variance[:1000].double() / exact_variance(x, x_new[:1000])).min()):.3f}" if exact else ""
+    page.row(
+        *(f"{len(x):,}", kind, training.steps, f"{training.seconds / training.steps:.2f}", f"{training.seconds:.0f}"),
+        *(f"{predicting:.1f}", f"{error:.4f}", f"{-density:.4f}", f"{100 * float(within):.0f}"),
+        *(f"{float(variance.mean().sqrt()):.3f}", least, f"{bench.peak():.2f}"),
     )
-    least: Optional[float] = None
-    if exact:
-        least = float((variance[:1000].double() / exact_variance(x, x_new[:1000])).min())
-    over = "" if least is None else f"{least:.3f}"
-    print("| " + " | ".join((*cells, *scores, over, f"{peak:.2f}")) + " |", flush=True)
-    return trained
+    return training.seconds
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", type=int, default=[10_000, 1_000_000])
-    parser.add_argument("--support", nargs="*", type=int, default=[1_000, 4_000])
-    parser.add_argument("--actions", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=2_000)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--whole", type=int, default=10_000)
-    parser.add_argument("--data", default=None)
-    parser.add_argument("--no-svgp", action="store_true")
-    parser.add_argument("--same-time", action="store_true")
-    options = parser.parse_args()
-    print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}\n")
-    print(
-        "| rows | family | steps | seconds a step | in all | predicting | RMSE | NLL | % in 90 % | mean sd of f | "
-        "least variance over exact | peak GiB |"
+def main():
+    options = bench.parsed(
+        __doc__,
+        **{"rows": [10_000, 1_000_000], "support": [1_000, 4_000], "actions": 256, "batch": 2_000, "steps": 60},
+        **{"whole": 10_000, "data": None, "no_svgp": False, "same_time": False},
     )
-    print("|" + 12 * "---|")
+    page = bench.Page()
+    page.say(bench.machine(), "")
+    page.head(
+        *("rows", "family", "steps", "seconds a step", "in all", "predicting", "RMSE", "NLL", "% in 90 %"),
+        *("mean sd of f", "least variance over exact", "peak GiB"),
+    )
     for rows in options.rows:
         x, y = read(options.data, rows) if options.data else simulated(rows)
         exact, longest = rows <= options.whole, 0.0
         for support in options.support:
             family = ComputationAware(options.actions, batches=True)
             kind = f"ComputationAware({options.actions}), on {support:,} rows"
-            longest = run(kind, family, support, options.batch, options.steps, x, y, exact)
-        for until in [] if options.no_svgp else [None, longest] if options.same_time else [None]:
+            longest = run(page, kind, family, support, options.batch, x, y, exact, steps=options.steps)
+        ways = [{"steps": options.steps}, *([{"seconds": longest}] if options.same_time else [])]
+        for until in [] if options.no_svgp else ways:
             kind, family = f"SVGP({options.actions})", SVGP(options.actions)
-            run(kind, family, 4_000, options.batch, options.steps, x, y, exact, until)
+            run(page, kind, family, 4_000, options.batch, x, y, exact, **until)
         if exact:
             kind = f"ComputationAware({options.actions}), all rows"
-            run(kind, ComputationAware(options.actions), rows, 0, options.steps, x, y, exact)
+            run(page, kind, ComputationAware(options.actions), rows, 0, x, y, exact, steps=options.steps)
 
 
 if __name__ == "__main__":

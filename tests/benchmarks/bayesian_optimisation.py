@@ -8,15 +8,10 @@ SGPR at all places, hyperparameters at their points under priors, 60 steps of Ad
 and places at random. Rows are printed as they are done.
 """
 
-from __future__ import annotations
-
-import argparse
 import statistics
-import time
 import warnings
-from collections.abc import Callable
-from typing import Any
 
+import bench
 import pyro
 import pyro.distributions as dist
 import torch
@@ -26,22 +21,20 @@ from botorch.models import SingleTaskGP
 from botorch.optim import optimize_acqf
 from botorch.test_functions import Branin, Hartmann
 from gpytorch.mlls import ExactMarginalLogLikelihood
-from pyro.infer import SVI
-from torch import Tensor
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
 from pyro_sparsegp.families import SGPR
 from pyro_sparsegp.interop.botorch import Model
 
 NOISE = 0.05
-TASKS: dict[str, tuple[Any, int, int, int]] = {  # function, first measurements, rounds, places a round
+TASKS = {  # function, first measurements, rounds, places a round
     "Branin": (Branin(), 6, 24, 1),
     "Branin in threes": (Branin(), 6, 8, 3),
     "Hartmann-6": (Hartmann(dim=6), 12, 28, 1),
 }
 
 
-def program(x: Tensor, y: Any = None) -> Any:
+def program(x, y=None):
     """Regression with hyperparameters of each column."""
     length = pyro.sample("length", dist.LogNormal(x.new_full(x.shape[-1:], -0.5), 0.7).to_event(1))
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
@@ -52,37 +45,31 @@ def program(x: Tensor, y: Any = None) -> Any:
         return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-def ours(x: Tensor, y: Tensor, steps: int = 60) -> Model:
+def ours(x, y, steps=60):
     """A guide, trained."""
     guide = AutoSparseGP(program, SGPR(x, trainable=False), point_estimates=True)
-    svi = SVI(program, guide, pyro.optim.Adam({"lr": 0.1}), TraceQuadrature_ELBO(2))
-    for _ in range(steps):
-        svi.step(x, y)
+    bench.Training(program, guide, x, y, 0.1).until(steps=steps)
     return Model(program, guide)
 
 
-def theirs(x: Tensor, y: Tensor) -> SingleTaskGP:
+def theirs(x, y):
     """BoTorch's, trained."""
     model = SingleTaskGP(x, y[:, None])
     fit_gpytorch_mll(ExactMarginalLogLikelihood(model.likelihood, model))
     return model
 
 
-def at_random(x: Tensor, y: Tensor) -> None:
-    """No model."""
+MODELS = {"here": ours, "SingleTaskGP": theirs, "at random": lambda x, y: None}
 
 
-MODELS: dict[str, Callable[[Tensor, Tensor], Any]] = {"here": ours, "SingleTaskGP": theirs, "at random": at_random}
-
-
-def regret(fit: Callable[[Tensor, Tensor], Any], task: str, seed: int) -> float:
+def regret(fit, task, seed):
     """After all measurements of a task."""
     function, start, rounds, q = TASKS[task]
     torch.manual_seed(seed)
     bounds = torch.stack([torch.zeros(function.dim), torch.ones(function.dim)])
     low, high = function.bounds.to(torch.get_default_dtype())
 
-    def clean(x: Tensor) -> Tensor:
+    def clean(x):
         return -function(low + (high - low) * x, noise=False)
 
     x = torch.rand(start, function.dim)
@@ -93,40 +80,31 @@ def regret(fit: Callable[[Tensor, Tensor], Any], task: str, seed: int) -> float:
     return -function.optimal_value - clean(x).max().item()
 
 
-def next_places(model: Any, x: Tensor, bounds: Tensor, q: int) -> Tensor:
+def next_places(model, x, bounds, q):
     """Where to measure, by the acquisition function of a fitted model."""
     if model is None:
         return torch.rand(q, bounds.shape[-1])
     if q == 1:
         best = model.posterior(x).mean.max().detach()
-        acquisition: Any = LogExpectedImprovement(model, best_f=best)
+        acquisition = LogExpectedImprovement(model, best_f=best)
     else:
         acquisition = qLogNoisyExpectedImprovement(model, x, prune_baseline=False, cache_root=False)
     return optimize_acqf(acquisition, bounds, q=q, num_restarts=4, raw_samples=64, options={"maxiter": 30})[0]
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    options = parser.parse_args()
+def main():
+    options, page = bench.parsed(__doc__, tasks=list(TASKS), models=list(MODELS), seeds=[0, 1, 2]), bench.Page()
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
-    seeds = options.seeds
-    print(
-        "| task | measurements | model | " + " | ".join(f"seed {seed}" for seed in seeds) + " | median | CPU seconds |"
-    )
-    print("|" + (len(seeds) + 5) * "---|")
+    seeds = (f"seed {seed}" for seed in options.seeds)
+    page.head("task", "measurements", "model", *seeds, "median", "CPU seconds")
     for task in options.tasks:
         _, start, rounds, q = TASKS[task]
         for label in options.models:
-            fit, begin = MODELS[label], time.process_time()
-            found = [regret(fit, task, seed) for seed in seeds]
-            cells = [f"{one:.3f}" for one in (*found, statistics.median(found))]
-            seconds = f"{time.process_time() - begin:.0f}"
-            print(f"| {task} | {start + rounds * q} | {label} | " + " | ".join((*cells, seconds)) + " |", flush=True)
+            begin = bench.clock()
+            found = [regret(MODELS[label], task, seed) for seed in options.seeds]
+            cells = (f"{one:.3f}" for one in (*found, statistics.median(found)))
+            page.row(task, start + rounds * q, label, *cells, f"{bench.clock() - begin:.0f}")
 
 
 if __name__ == "__main__":

@@ -9,19 +9,16 @@ E[exp f], above that of the constant intensity of the training events. The windo
 or cells of 25 m.
 """
 
-import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional
 
+import bench
 import numpy as np
 import pyro
 import torch
-from torch import Tensor, nn
-from torch.distributions import constraints
+from torch import nn
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, WeightSpace
@@ -36,7 +33,7 @@ class Window:
     :param shape: cells along each input.
     """
 
-    def __init__(self, events: Tensor, low: list[float], high: list[float], shape: list[int]) -> None:
+    def __init__(self, events, low, high, shape):
         lower, upper = torch.tensor(low), torch.tensor(high)
         self.events = 2 * (events - lower) / (upper - lower) - 1
         lines = [(2 * torch.arange(num) + 1) / num - 1 for num in shape]
@@ -45,10 +42,10 @@ class Window:
         self.low, self.high = low, high
 
 
-def cox(kernel: Callable[[], Any], level: float) -> Callable:
+def cox(kernel, level):
     """The model: log-intensity f, events, and the window's integral."""
 
-    def model(cells: Tensor, area: float, events: Optional[Tensor] = None) -> None:
+    def model(cells, area, events=None):
         x = cells if events is None else torch.cat([cells, events])
         f = pyro.sample("f", GaussianProcess(kernel(), x, mean=lambda x: x.new_full((len(x),), level)))
         with pyro.plate("window", len(cells)):
@@ -60,30 +57,30 @@ def cox(kernel: Callable[[], Any], level: float) -> Callable:
     return model
 
 
-def stationary(dim: int) -> Callable[[], Any]:
+def stationary(dim):
     """Matern-3/2 with an output scale."""
 
-    def kernel() -> Any:
-        length = pyro.param("length", torch.full((dim,), 0.3), constraint=constraints.positive)
-        return pyro.param("scale", torch.tensor(1.0), constraint=constraints.positive) * kernels.Matern32(length)
+    def kernel():
+        length = bench.positive("length", torch.full((dim,), 0.3))
+        return bench.positive("scale", torch.tensor(1.0)) * kernels.Matern32(length)
 
     return kernel
 
 
-def deep(dim: int, correction: bool) -> Callable[[], Any]:
+def deep(dim, correction):
     """A deep basis kernel of 32 features."""
     network = nn.Sequential(nn.Linear(dim, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
     with torch.no_grad():
         network[0].weight.mul_(3.0)
 
-    def kernel() -> Any:
+    def kernel():
         pyro.module("network", network)
         return kernels.DeepBasis(network, correction)
 
     return kernel
 
 
-METHODS: dict[str, tuple[Callable, Callable]] = {
+METHODS = {
     "Matern-3/2, SVGP": (stationary, lambda m: SVGP(m)),
     "Matern-3/2, SGPR": (stationary, lambda m: SGPR(m)),
     "deep basis, WeightSpace": (lambda dim: deep(dim, True), lambda m: WeightSpace()),
@@ -91,7 +88,7 @@ METHODS: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-def fit(method: str, window: Window, events: Tensor, inducing: int, seconds: float) -> tuple[AutoSparseGP, int]:
+def fit(method, window, events, inducing, seconds):
     """A trained guide, and its steps."""
     pyro.clear_param_store()
     kernel, family = METHODS[method]
@@ -106,7 +103,7 @@ def fit(method: str, window: Window, events: Tensor, inducing: int, seconds: flo
 
 
 @torch.no_grad()
-def score(guide: AutoSparseGP, window: Window, test: Tensor) -> float:
+def score(guide, window, test):
     """The log-likelihood of events an event."""
     q = guide.posterior(torch.cat([window.cells, test]), window.area)["f"]
     log_rate = q.mean + q.variance / 2
@@ -114,53 +111,11 @@ def score(guide: AutoSparseGP, window: Window, test: Tensor) -> float:
     return float((log_rate[len(window.cells) :].sum() - integral) / len(test))
 
 
-def main() -> None:
-    """The table, and the pictures of all events."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--splits", type=int, default=5)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--plot", type=Path, default=None)
-    options = parser.parse_args()
-    pyro.enable_validation(False)
-    torch.set_default_device(options.device)
-    coal = torch.tensor(np.load(options.data / "coal_disasters.npz")["X"]).float()
-    trees = torch.tensor(np.load(options.data / "spatial_counts_bei.npz")["points"]).float()
-    windows = {
-        "coal": (Window(coal, [1851.0], [1963.0], [224]), 20),
-        "trees": (Window(trees, [0.0, 0.0], [1000.0, 500.0], [40, 20]), 100),
-    }
-    print("| events | method | gain an event (nats), mean (sd) of splits | steps |\n|---|---|---|---|")
-    for name, (window, inducing) in windows.items():
-        for method in METHODS:
-            gains, count = [], 0
-            for split in range(options.splits):
-                pyro.set_rng_seed(split)
-                kept = torch.rand(len(window.events)) < 0.5
-                train, test = window.events[kept], window.events[~kept]
-                guide, count = fit(method, window, train, inducing, options.seconds)
-                constant = math.log(len(train) / 2.0 ** train.shape[-1]) - len(train) / len(test)
-                gains.append(score(guide, window, test) - constant)
-            spread = statistics.stdev(gains) if len(gains) > 1 else 0.0
-            print(
-                f"| {name} ({len(window.events)}) | {method} | {statistics.mean(gains):.3f} ({spread:.3f}) | {count} |",
-                flush=True,
-            )
-    if options.plot:
-        draw(windows, options)
-
-
 @torch.no_grad()
-def draw(windows: dict[str, tuple[Window, int]], options: argparse.Namespace) -> None:
+def draw(windows, options):
     """Intensities given all events: inducing points and deep basis."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     methods = ["Matern-3/2, SVGP", "deep basis, WeightSpace"]
-    figure, axes = plt.subplots(2, 2, figsize=(11, 6))
+    figure, axes = bench.pyplot().subplots(2, 2, figsize=(11, 6), layout="tight")
     for row, (name, (window, inducing)) in zip(axes, windows.items()):
         for axis, method in zip(row, methods):
             pyro.set_rng_seed(0)
@@ -183,8 +138,36 @@ def draw(windows: dict[str, tuple[Window, int]], options: argparse.Namespace) ->
                 axis.plot(500 * (events[:, 0] + 1), 250 * (events[:, 1] + 1), ".w", ms=0.6)
                 axis.set(title=f"{method}: trees a square metre")
                 figure.colorbar(picture, ax=axis, shrink=0.8)
-    figure.tight_layout()
     figure.savefig(options.plot, dpi=70)
+
+
+def main():
+    """The table, and the pictures of all events."""
+    options = bench.parsed(__doc__, data=Path, seconds=10.0, splits=5, device="cpu", plot=None)
+    pyro.enable_validation(False)
+    torch.set_default_device(options.device)
+    coal = torch.tensor(np.load(options.data / "coal_disasters.npz")["X"]).float()
+    trees = torch.tensor(np.load(options.data / "spatial_counts_bei.npz")["points"]).float()
+    windows = {
+        "coal": (Window(coal, [1851.0], [1963.0], [224]), 20),
+        "trees": (Window(trees, [0.0, 0.0], [1000.0, 500.0], [40, 20]), 100),
+    }
+    page = bench.Page()
+    page.head("events", "method", "gain an event (nats), mean (sd) of splits", "steps")
+    for name, (window, inducing) in windows.items():
+        for method in METHODS:
+            gains, count = [], 0
+            for split in range(options.splits):
+                pyro.set_rng_seed(split)
+                kept = torch.rand(len(window.events)) < 0.5
+                train, test = window.events[kept], window.events[~kept]
+                guide, count = fit(method, window, train, inducing, options.seconds)
+                constant = math.log(len(train) / 2.0 ** train.shape[-1]) - len(train) / len(test)
+                gains.append(score(guide, window, test) - constant)
+            spread = statistics.stdev(gains) if len(gains) > 1 else 0.0
+            page.row(f"{name} ({len(window.events)})", method, f"{statistics.mean(gains):.3f} ({spread:.3f})", count)
+    if options.plot:
+        draw(windows, options)
 
 
 if __name__ == "__main__":

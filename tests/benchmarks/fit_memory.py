@@ -6,32 +6,21 @@ blocks. Pages of a memory map count as resident while the machine has room for t
 time; they are told apart.
 """
 
-import argparse
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import bench
 import numpy as np
 import pyro
-import pyro.distributions as dist
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
+from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO, fit
 from pyro_sparsegp.families import SVGP
 
 COLUMNS, BLOCK = 8, 100_000
-
-
-def model(x, y=None, size=None):
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    length = pyro.sample("length", dist.LogNormal(x.new_zeros(COLUMNS), 1.0).to_event(1))
-    noise = pyro.sample("noise", dist.HalfNormal(1.0))
-    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
 def written(folder, rows):
@@ -67,50 +56,32 @@ class Blocks:
                     yield x[rows], y[rows]
 
 
-def peak():
-    """Peak resident memory so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def of_files():
-    """Resident memory that is pages of files now, in GiB."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return float("nan")
-    return int(next(line for line in status.read_text().splitlines() if line.startswith("RssFile")).split()[1]) / 2**20
-
-
 def epoch(folder, rows, batch_size, way):
     torch.set_num_threads(1)
     pyro.set_rng_seed(0)
-    base, began = peak(), time.perf_counter()
-    guide = AutoSparseGP(model, SVGP(32))
+    base, began = bench.peak(), time.perf_counter()
+    guide = AutoSparseGP(bench.bayesian, SVGP(32))
     options = {"epochs": 1, "loss": TraceQuadrature_ELBO(2), "progress": False}
     if way == "maps":
         x = np.memmap(folder / "x", np.float32, "r", shape=(rows, COLUMNS))
         y = np.memmap(folder / "y", np.float32, "r", shape=(rows,))
-        result = fit(model, guide, (x, y), batch_size=batch_size, **options)
+        result = fit(bench.bayesian, guide, (x, y), batch_size=batch_size, **options)
     else:
-        result = fit(model, guide, Blocks(folder, rows, batch_size), size=rows, **options)
+        result = fit(bench.bayesian, guide, Blocks(folder, rows, batch_size), size=rows, **options)
     print(
         f"{way}: {rows:,} rows, {result.steps:,} steps of {batch_size:,} in {time.perf_counter() - began:.0f} s; peak "
-        f"{peak():.2f} GiB, of which {base:.2f} before, pages of files at the end {of_files():.2f}; bound a row "
-        f"{-result.losses[-20:].mean() / rows:.3f}",
+        f"{bench.peak():.2f} GiB, of which {base:.2f} before, pages of files at the end {bench.of_files():.2f}; bound "
+        f"a row {-result.losses[-20:].mean() / rows:.3f}",
         flush=True,
     )
-    return peak()
+    return bench.peak()
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--ways", nargs="+", default=["blocks", "maps"], choices=["blocks", "maps"])
-    parser.add_argument("--limit", type=float, default=2.0, help="GiB above which it fails")
-    parser.add_argument("--folder", type=Path)
-    options = parser.parse_args()
+    ways = ["blocks", "maps"]
+    options = bench.parsed(__doc__, rows=10_000_000, batch=4096, ways=ways, limit=2.0, folder=None)
     if options.folder:  # the process that is measured
-        used = epoch(options.folder, options.rows, options.batch, options.ways[0])
+        used = epoch(Path(options.folder), options.rows, options.batch, options.ways[0])
         sys.exit(f"more than {options.limit} GiB" if used > options.limit else 0)
     with tempfile.TemporaryDirectory() as folder:
         written(Path(folder), options.rows)

@@ -14,30 +14,24 @@ convolutions, locations are random, the location kernel is Matern-3/2 with lengt
 M, stride and the number of steps are a CPU's; all are whitened.
 """
 
-import argparse
-import json
-import platform
-import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Optional
 
+import bench
 import numpy as np
 import pyro
 import torch
-from torch import Tensor
-from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, bases, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, bases, kernels
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SVGP, OrthogonalInducing
 
 SHAPE, PATCH, UPPER, CHANNELS, CLASSES = (28, 28), (5, 5), (4, 4), 4, 10
 
 
-def positive(name: str, value: float, like: Tensor) -> Any:
+def positive(name, value, like):
     """A positive parameter."""
-    return pyro.param(name, like.new_full((), value), constraint=constraints.positive)
+    return bench.positive(name, like.new_full((), value))
 
 
 class Single:
@@ -46,12 +40,12 @@ class Single:
     :param kind: "rbf", "convolutional" or "tick".
     """
 
-    def __init__(self, kind: str, stride: int) -> None:
+    def __init__(self, kind, stride):
         self.kind, self.stride = kind, stride
         grid = kernels.patch_grid(SHAPE, PATCH, stride)
         self.num_patches = grid[0] * grid[1]
 
-    def kernel(self, x: Tensor) -> Any:
+    def kernel(self, x):
         """The kernel of images x."""
         variance = positive("variance", 5.0 if self.kind == "rbf" else 50.0, x)
         length = positive("length", 5.0 if self.kind == "rbf" else 2.0, x)
@@ -65,13 +59,13 @@ class Single:
         location = kernels.Matern32(positive("location", 3.0, x))
         return kernels.TICK(patch, location, SHAPE, PATCH, weights, self.stride)
 
-    def __call__(self, x: Tensor, y: Optional[Tensor] = None, size: Optional[int] = None) -> Any:
+    def __call__(self, x, y=None, size=None):
         """The model."""
         f = pyro.sample("f", GaussianProcess(self.kernel(x), x).expand([CLASSES]).to_event(1))
         with pyro.plate("data", size or len(x), subsample=x):
             return pyro.sample("y", RobustMax(f.mT), obs=y)
 
-    def families(self, x: Tensor, sizes: list[int]) -> Any:
+    def families(self, x, sizes):
         """Inducing inputs."""
         total = sum(sizes)
         if self.kind == "rbf":
@@ -84,11 +78,11 @@ class Single:
 class Deep:
     """Two layers: a process of all patches with four outputs, the next image's channels, under TICK."""
 
-    def __init__(self, stride: int) -> None:
+    def __init__(self, stride):
         self.stride = stride
         self.image = (CHANNELS, *kernels.patch_grid(SHAPE, PATCH, stride))
 
-    def __call__(self, x: Tensor, y: Optional[Tensor] = None, size: Optional[int] = None) -> Any:
+    def __call__(self, x, y=None, size=None):
         """The model."""
         rows = kernels.patches(x, SHAPE, PATCH, self.stride).flatten(-3, -2)
         inner = positive("inner variance", 5.0, x) * kernels.RBF(positive("inner length", 2.0, x))
@@ -102,7 +96,7 @@ class Deep:
         with pyro.plate("data", size or len(x), subsample=x):
             return pyro.sample("y", RobustMax(f.mT), obs=y)
 
-    def families(self, x: Tensor, sizes: list[int]) -> Any:
+    def families(self, x, sizes):
         """Inducing patches of both layers."""
         h = bases.random_convolution(x[:1000], SHAPE, PATCH, CHANNELS, self.stride)
         z = bases.inducing_patches(x, sum(sizes), SHAPE, PATCH, self.stride)
@@ -110,27 +104,19 @@ class Deep:
         return {"g": family(z, sizes), "f": family(upper, sizes)}
 
 
-def family(z: Tensor, sizes: list[int]) -> Any:
+def family(z, sizes):
     """SVGP, or OrthogonalInducing for two sets."""
     return SVGP(z) if len(sizes) == 1 else OrthogonalInducing(*z.split(sizes))
 
 
-def clock(x: Tensor) -> float:
-    """Seconds: of the process, or of the clock once the device is done."""
-    if x.is_cuda:
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
-
-
 @torch.no_grad()
-def scores(guide: AutoSparseGP, x: Tensor, y: Tensor) -> tuple[float, float]:
+def scores(guide, x, y):
     """Accuracy and mean log predictive probability; inner layers are five draws, the last is integrated."""
     assert guide.structure is not None
     draws = 5 if guide.structure.inner else 1
     found = []
     for rows in x.split(500):
-        total: Any = 0.0
+        total = 0.0
         for _ in range(draws):
             guide(rows)
             q = guide.get_traces()[1].nodes["f"]["fn"].base_dist
@@ -141,28 +127,27 @@ def scores(guide: AutoSparseGP, x: Tensor, y: Tensor) -> tuple[float, float]:
     return hits, probs.gather(-1, y[:, None]).log().mean().item()
 
 
-def run(model: Any, sizes: list[int], independent: bool, data: Any, options: argparse.Namespace) -> dict[str, Any]:
+def run(model, sizes, independent, data, options):
     """Train, and score twice."""
     x, y, new, truth = data
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, model.families(x, sizes), independent_draws=("g",) if independent else ())
     guide(x[:200], y[:200])
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO())
-    svi.step(x[:64], y[:64], size=len(x))  # not counted: it looks at the model
-    spent, count, found = 0.0, 0, {}
+    training, found = bench.Training(model, guide, x, y, 0.03, 64, nodes=20), {}
+    training.step()  # not counted: it looks at the model
     while len(found) < 2:
-        start = clock(x)
-        rows = torch.randint(len(x), (64,), device=x.device)
-        svi.step(x[rows], y[rows], size=len(x))
-        spent, count = spent + clock(x) - start, count + 1
-        for name, reached in (("steps", count >= options.steps), ("seconds", spent >= options.seconds)):
+        training.until(steps=training.steps + 1)
+        for name, reached in (
+            ("steps", training.steps >= options.steps),
+            ("seconds", training.seconds >= options.seconds),
+        ):
             if reached and name not in found:
-                found[name] = (count, spent, *scores(guide, new, truth))
+                found[name] = (training.steps, training.seconds, *scores(guide, new, truth))
     return found
 
 
-def rows_of(options: argparse.Namespace) -> Iterator[tuple[str, Any, list[int], bool, int]]:
+def rows_of(options):
     """Name, model, sizes, whether draws are independent, and how many images to train on."""
     m = options.size
     for kind in ("rbf", "convolutional", "tick"):
@@ -175,43 +160,40 @@ def rows_of(options: argparse.Namespace) -> Iterator[tuple[str, Any, list[int], 
     yield f"two layers, the same, independent draws, {few} images", Deep(options.stride), [m], True, few
 
 
-def main() -> None:
-    """Run what is asked for, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="mnist.npz with Xtrain, ytrain, Xtest, ytest")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--size", type=int, default=100, help="M")
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--stride", type=int, default=2)
-    parser.add_argument("--subset", type=int, default=10_000)
-    parser.add_argument("--test", type=int, default=2_000, help="the first so many test images")
-    parser.add_argument("--only", default="", help="rows whose name has this")
-    parser.add_argument("--out", type=Path, default=Path("tests/benchmarks/images.json"))
-    options = parser.parse_args()
+def main():
+    options = bench.parsed(
+        __doc__,
+        data=Path,
+        device="cpu",
+        size=100,
+        steps=400,
+        seconds=20.0,
+        stride=2,
+        subset=10_000,
+        test=2_000,  # the first so many test images
+        only="",  # rows whose name has this
+        out=bench.HERE / "images.json",
+    )
     pyro.enable_validation(False)
-
     with np.load(options.data) as z:
         x, new = (torch.from_numpy(z[k]).flatten(1).float().to(options.device) / 255 for k in ("Xtrain", "Xtest"))
         y, truth = (torch.from_numpy(z[k]).long().to(options.device) for k in ("ytrain", "ytest"))
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(options.device)
+    order = bench.shuffled(len(x)).to(options.device)
     x, y, new, truth = x[order], y[order], new[: options.test], truth[: options.test]
-
-    done = json.loads(options.out.read_text()) if options.out.exists() else {}
+    done = bench.Kept(options.out)
     for name, model, sizes, independent, num in rows_of(options):
-        if options.only in name and name not in done:
-            done[name] = run(model, sizes, independent, (x[:num], y[:num], new, truth), options)
-            options.out.write_text(json.dumps(done, indent=1))
-    print(
-        f"{platform.machine()}, {options.device}, {torch.get_num_threads()} thread(s), torch {torch.__version__}; "
-        f"stride {options.stride}; {len(new)} test images\n\n"
-        f"| model | ms a step | accuracy, LL after {options.steps} steps | steps in {options.seconds:.0f} s "
-        f"| accuracy, LL after {options.seconds:.0f} s |\n|---|---|---|---|---|"
+        if options.only in name:
+            done.run(name, partial(run, model, sizes, independent, (x[:num], y[:num], new, truth), options))
+    page = bench.Page()
+    page.say(f"{bench.machine(options.device)}; stride {options.stride}; {len(new)} test images", "")
+    page.head(
+        *("model", "ms a step", f"accuracy, LL after {options.steps} steps", f"steps in {options.seconds:.0f} s"),
+        f"accuracy, LL after {options.seconds:.0f} s",
     )
     for name, found in done.items():
         (a, t, *first), (b, _, *second) = found["steps"], found["seconds"]
         shown = [f"{100 * hits:.1f} %, {ll:.3f}" for hits, ll in (first, second)]
-        print(f"| {name} | {1000 * t / a:.0f} | {shown[0]} | {b} | {shown[1]} |")
+        page.row(name, f"{1000 * t / a:.0f}", shown[0], b, shown[1])
 
 
 if __name__ == "__main__":

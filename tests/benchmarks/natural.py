@@ -5,26 +5,18 @@ python tests/benchmarks/natural.py --data DIR
 The page's other sections are of how the defaults were found, by this file at fb7d7eb.
 """
 
-import argparse
 import itertools
 import math
-import time
 import warnings
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import bench
 import pyro
 import pyro.distributions as dist
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
 from pyro_sparsegp.families import SVGP
-
-try:
-    from . import paper0
-except ImportError:
-    import paper0
 
 BATCH, POINTS = 1024, 64
 
@@ -32,74 +24,53 @@ BATCH, POINTS = 1024, 64
 def regression(x, y=None, size=None):
     """A GP with a scale for each column; latents at medians that fit standardised data."""
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    length = pyro.sample(
-        "length", dist.LogNormal(0.5 * math.log(x.shape[-1]) * torch.ones(x.shape[-1]), 1.0).to_event(1)
-    )
+    medians = 0.5 * math.log(x.shape[-1]) * torch.ones(x.shape[-1])
+    length = pyro.sample("length", dist.LogNormal(medians, 1.0).to_event(1))
     noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
     f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
     with pyro.plate("data", size or len(x), subsample=x):
         return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-def split(path, seed=0):
-    """Standardised training and test rows of the first official split, or of a random tenth."""
-    with np.load(path, allow_pickle=False) as z:
-        x, y = torch.as_tensor(z["X"], dtype=torch.float32), torch.as_tensor(z["y"], dtype=torch.float32)
-        if "test_mask_packed" in z:
-            test = torch.as_tensor(
-                np.unpackbits(z["test_mask_packed"], axis=0, count=int(z["n"])).astype(bool)[:, seed]
-            )
-        else:
-            test = torch.rand(len(x), generator=torch.Generator().manual_seed(seed)) < 0.1
-    keep = x[~test].std(0) > 0
-    x = x[:, keep]
-    x, y = (x - x[~test].mean(0)) / x[~test].std(0), (y - y[~test].mean()) / y[~test].std()
+def split(path):
+    """Standardised training and test rows of the first official split."""
+    (x, y), test = bench.read(path), bench.official(path)
+    x, y = (part.float() for part in bench.standardised(x, y, ~test))
     return x[~test], y[~test], x[test], y[test]
 
 
+@torch.no_grad()
 def score(guide, x, y):
     """Mean log density of test rows, hyperparameters at their medians."""
-    with torch.no_grad():
-        mean, variance = guide.posterior(x)["f"].moments()
-        noise = guide.median(x)["noise"]
-        return dist.Normal(mean, (variance + noise**2).sqrt()).log_prob(y).mean().item()
+    mean, variance = guide.posterior(x)["f"].moments()
+    return bench.scores(mean, variance + guide.median(x)["noise"] ** 2, y)[0]
 
 
-def fitted(sets, family, seconds, lr, marks, seed=0):
+def fitted(sets, family, lr, marks):
     """(steps, test log-likelihood) at the marks in CPU seconds; the time of scoring is not counted."""
     x, y, test_x, test_y = sets
-    pyro.clear_param_store()
-    pyro.set_rng_seed(seed)
-    order = torch.Generator().manual_seed(seed)
-    start = time.process_time()
+    bench.seeded()
+    order = torch.Generator().manual_seed(0)
+    start = bench.clock()
     guide = AutoSparseGP(regression, family, point_estimates=True)
     first = torch.randperm(len(x), generator=order)[:5000]
     guide(x[first], y[first], size=len(x))
-    svi = pyro.infer.SVI(regression, guide, pyro.optim.Adam({"lr": lr}), TraceQuadrature_ELBO(2))
-    rows, spent, steps = [], time.process_time() - start, 0
-    marks = [mark for mark in marks if mark <= seconds]
-    while spent < seconds:
-        begun = time.process_time()
-        batch = torch.randint(len(x), (BATCH,), generator=order)
-        svi.step(x[batch], y[batch], size=len(x))
-        steps += 1
-        spent += time.process_time() - begun
-        while marks and spent >= marks[0]:
-            marks.pop(0)
-            rows.append((steps, score(guide, test_x, test_y)))
-    return rows
+    training = bench.Training(regression, guide, x, y, lr, BATCH, generator=order)
+    training.seconds = bench.clock() - start
+    return [(training.until(seconds=mark).steps, score(guide, test_x, test_y)) for mark in marks]
 
 
-def run_real(options):
-    marks, rows = [2.0, 4.0, 8.0], []
-    families: list[tuple[str, Any]] = [("Adam", SVGP(POINTS, natural=False)), ("natural", SVGP(POINTS))]
-    warm = split(options.data / "kin40k.npz")
-    for _, family in families:  # the first steps of a process are slow
-        fitted(warm, family, 1.0, 0.01, [])
-    for name in ("kin40k", "protein", "bike"):
+def main():
+    options = bench.parsed(__doc__, data=Path, sets=["kin40k", "protein", "bike"], marks=[2.0, 4.0, 8.0])
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows, families = [], {"Adam": SVGP(POINTS, natural=False), "natural": SVGP(POINTS)}
+    for family in families.values():  # the first steps of a process are slow
+        fitted(split(options.data / "kin40k.npz"), family, 0.01, [1.0])
+    for name in options.sets:
         sets = split(options.data / f"{name}.npz")
-        for (label, family), lr in itertools.product(families, (0.01, 0.03)):
-            found = fitted(sets, family, marks[-1] + 1e-6, lr, marks)
+        for (label, family), lr in itertools.product(families.items(), (0.01, 0.03)):
+            found = fitted(sets, family, lr, options.marks)
             print(name, label, lr, found, flush=True)
             rows.append([name, label, lr, *(f"{value:.3f} ({steps})" for steps, value in found)])
     print(
@@ -107,18 +78,8 @@ def run_real(options):
         f"Matern-3/2 kernel with a length scale for each column, batches of {BATCH}, float32, hyperparameters as "
         "points, standardised inputs and targets, the first official split; the optimiser of all that is not q is Adam "
         "at the given rate, natural steps have the family's own.\n\n"
-        + paper0.table(["set", "q by", "Adam's rate", *(f"{mark:.0f} s" for mark in marks)], rows)
+        + bench.table(["set", "q by", "Adam's rate", *(f"{mark:.0f} s" for mark in options.marks)], rows)
     )
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        run_real(options)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,36 @@
 """Paper 0 (coupled posteriors of additive models): illustration, rank, costs, calibration, real data.
 
-python tests/benchmarks/paper0.py PART ... [--out tests/benchmarks/paper0.md] [--data DIR] [--short]
+python tests/benchmarks/paper0.py PART [--out tests/benchmarks/paper0.md] [--data DIR] [--short]
 
 PART is friedman, gap, cost, calibration or real; each writes its section of the table's file, and its picture beside
 it. DIR, for real, holds gam_ozone_LA330.npz, bike_hourly_raw.npz and california_housing.npz.
 """
 
-import argparse
 import itertools
 import math
-import platform
 import re
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
+import bench
 import pyro
 import pyro.distributions as dist
 import torch
 from pyro.infer import SVI
 from pyro.optim import ClippedAdam
-from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, FreeFormFamily, MeanFieldAdditive
+from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, MeanFieldAdditive
 from pyro_sparsegp.gaussians import BlockPlusLowRank, IdentityPlusLowRank
 
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 
-
-def record(options: argparse.Namespace, part: str, title: str, text: str) -> None:
+def record(options, part, title, text):
     """Replace the part's section of the file."""
     short = " --short" if options.short else ""
-    head = f"Made by `python tests/benchmarks/paper0.py {part}{short}`, {platform.machine()} CPU, 1 thread.\n\n"
-    section = f"## {title}\n\n{head}{text.strip()}\n"
+    made = f"Made by `python tests/benchmarks/paper0.py {part}{short}`, {bench.machine()}."
+    section = f"## {title}\n\n{made}\n\n{text.strip()}\n"
     print(section, flush=True)
     old = options.out.read_text() if options.out.exists() else "# Paper 0 (coupled posteriors of additive models)\n"
     pattern = rf"## {re.escape(title)}\n.*?(?=\n## |\Z)"
@@ -47,35 +38,10 @@ def record(options: argparse.Namespace, part: str, title: str, text: str) -> Non
     options.out.write_text(new)
 
 
-def table(heads: list[str], rows: list[list[Any]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def by_gradients(family: Any) -> Any:
-    """With parameters of q, for a line search."""
-    return family.learning(natural=False) if isinstance(family, FreeFormFamily) else family
-
-
-def lbfgs(loss: Callable[[], Tensor], parameters: list[Tensor], iterations: int) -> float:
-    optimiser = torch.optim.LBFGS(
-        parameters,
-        max_iter=iterations,
-        max_eval=2 * iterations,
-        history_size=50,
-        tolerance_grad=1e-7,
-        tolerance_change=1e-11,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure() -> Tensor:
-        optimiser.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    optimiser.step(closure)
-    return loss().item()
+def minimised(loss, parameters, iterations):
+    """The least loss that L-BFGS finds."""
+    more = {"history_size": 50, "tolerance_grad": 1e-7, "tolerance_change": 1e-11}
+    return bench.lbfgs(loss, parameters, iterations, 2 * iterations, **more)
 
 
 # Section 7 of the paper.
@@ -83,16 +49,16 @@ def lbfgs(loss: Callable[[], Tensor], parameters: list[Tensor], iterations: int)
 LABELS = [f"x{i + 1}" for i in range(6)]
 
 
-def friedman(x: Tensor) -> Tensor:
+def friedman(x):
     return 10 * torch.sin(math.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2 + 10 * x[:, 3] + 5 * x[:, 4]
 
 
-def _half(t: Tensor) -> Tensor:
+def _half(t):
     """∫ 10 sin(πts) ds over [0, 1]."""
     return 10 * (1 - torch.cos(math.pi * t)) / (math.pi * t)
 
 
-def analytic(x: Tensor) -> dict[str, Tensor]:
+def analytic(x):
     """The ANOVA effects of Friedman's function under uniform inputs."""
     grid = (torch.arange(20_000, dtype=x.dtype) + 0.5) / 20_000
     level = _half(grid).mean()
@@ -102,7 +68,7 @@ def analytic(x: Tensor) -> dict[str, Tensor]:
     return dict(zip(LABELS, effects)) | {"x1:x2": pair}
 
 
-def shares() -> dict[str, float]:
+def shares():
     """The analytic Sobol indices."""
     line = ((torch.arange(2000, dtype=torch.float64) + 0.5) / 2000)[:, None].expand(2000, 6)
     parts = {label: effect.square().mean().item() for label, effect in analytic(line).items()}
@@ -113,7 +79,7 @@ def shares() -> dict[str, float]:
     return {label: part / sum(parts.values()) for label, part in parts.items()}
 
 
-def anova(variances: Tensor, lengths: Tensor, base: type = kernels.RBF) -> Any:
+def anova(variances, lengths, base=kernels.RBF):
     """The paper's kernel: a constant, a main effect of each column, and a product of two further kernels."""
     parts = [base(lengths[i]) for i in range(8)]
     main = [(variances[i] * kernels.Anova(parts[i])[i]).named(LABELS[i]) for i in range(6)]
@@ -121,23 +87,20 @@ def anova(variances: Tensor, lengths: Tensor, base: type = kernels.RBF) -> Any:
     return sum(main) + pair + kernels.Constant(100.0).named("constant")
 
 
-def fixed_inputs() -> list[Any]:
+def fixed_inputs():
     """16 regular points a main effect, a 4 x 4 grid for the interaction."""
     line, side = torch.linspace(0, 1, 16)[:, None], torch.linspace(0, 1, 4)
     return [*[line] * 6, torch.cartesian_prod(side, side), None]
 
 
-def illustration(x: Tensor, y: Any = None) -> Any:
-    def positive(name: str, value: Tensor) -> Tensor:
-        return pyro.param(name, value, constraint=constraints.positive)
-
-    variances, lengths = positive("variances", 5 * x.new_ones(7)), positive("lengths", 0.5 * x.new_ones(8))
+def illustration(x, y=None):
+    variances, lengths = bench.positive("variances", 5 * x.new_ones(7)), bench.positive("lengths", 0.5 * x.new_ones(8))
     f = pyro.sample("f", GaussianProcess(anova(variances, lengths), x))
     with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, positive("noise", x.new_tensor(2.0))), obs=y)
+        return pyro.sample("y", dist.Normal(f, bench.positive("noise", x.new_tensor(2.0))), obs=y)
 
 
-def run_friedman(options: argparse.Namespace) -> None:
+def run_friedman(options):
     num, steps = (500, 40) if options.short else (5000, 1000)
     pyro.set_rng_seed(0)
     x = torch.rand(num, 6)
@@ -153,8 +116,7 @@ def run_friedman(options: argparse.Namespace) -> None:
     }
     rows, indices = [], {}
     for label, family in families.items():
-        pyro.clear_param_store()
-        pyro.set_rng_seed(1)
+        bench.seeded(1)
         start = time.perf_counter()
         guide = AutoSparseGP(illustration, family)
         svi = SVI(illustration, guide, ClippedAdam({"lr": 0.05, "lrd": 0.01 ** (1 / steps)}), TraceQuadrature_ELBO(2))
@@ -175,9 +137,9 @@ def run_friedman(options: argparse.Namespace) -> None:
         f"of each effect's mean to the analytic ANOVA effect, at 2,000 uniform inputs. "
         f"{steps} steps of each family's default, natural ones for q, on all rows; Adam's for hyperparameters, at 0.05 "
         f"falling to a hundredth.\n\n"
-        + table(["family", "bound", *truth, "noise variance", "seconds"], rows)
+        + bench.table(["family", "bound", *truth, "noise variance", "seconds"], rows)
         + "\n\nSobol indices in per cent, mean and 95 % interval of draws:\n\n"
-        + table(
+        + bench.table(
             ["effect", "analytic", *indices],
             [
                 [name, f"{100 * share:.2f}", *(_interval(100 * draws[name]) for draws in indices.values())]
@@ -189,16 +151,16 @@ def run_friedman(options: argparse.Namespace) -> None:
     record(options, "friedman", "Section 7: Friedman's function", text)
 
 
-def _interval(draws: Tensor) -> str:
+def _interval(draws):
     low, high = draws.quantile(torch.tensor([0.025, 0.975]).to(draws)).tolist()
     return f"{draws.mean():.2f} [{low:.2f}, {high:.2f}]"
 
 
 @torch.no_grad()
-def picture(guide: AutoSparseGP, x: Tensor, y: Tensor, path: Path) -> None:
+def picture(guide, x, y, path):
     line = torch.full((200, 6), 0.5) + (torch.linspace(1e-3, 1, 200)[:, None] - 0.5)
     parts, truth = guide.posterior(line)["f"].components, analytic(line)
-    figure, axes = plt.subplots(2, 4, figsize=(14, 6), layout="constrained")
+    figure, axes = bench.pyplot().subplots(2, 4, figsize=(14, 6), layout="constrained")
     for axis, name in zip(axes.flat, LABELS):
         column = LABELS.index(name)
         mean, spread = parts[name].mean, 1.96 * parts[name].stddev
@@ -215,13 +177,12 @@ def picture(guide: AutoSparseGP, x: Tensor, y: Tensor, path: Path) -> None:
         axis.set(title=title, xlabel="x1", ylabel="x2")
         figure.colorbar(shown, ax=axis)
     figure.savefig(path, dpi=70)
-    plt.close(figure)
 
 
 # What rank a user needs.
 
 
-def gap(q: Any, gram_factor: list[Tensor], log_det: Tensor) -> Tensor:
+def gap(q, gram_factor, log_det):
     """KL from the optimum N(m, P⁻¹), P = I + ΦᵀΦ/σ², of q with the optimum's mean: ½(tr PS − M − log|PS|).
 
     It is what the bound of a Gaussian likelihood loses by the family; Φᵀ Φ/σ² = CᵀC comes as C.
@@ -230,7 +191,7 @@ def gap(q: Any, gram_factor: list[Tensor], log_det: Tensor) -> Tensor:
     return q.kl() + 0.5 * (q.variance_change(gram_factor).sum() + size) - 0.5 * log_det
 
 
-def gaps(phi: list[Tensor], ranks: list[int], iterations: int) -> dict[str, Any]:
+def gaps(phi, ranks, iterations):
     """The gaps at noise variance 1, the low-rank ones by L-BFGS; that of one full covariance is 0."""
     sizes = [part.shape[-1] for part in phi]
     joined = torch.cat(phi, -1)
@@ -240,7 +201,7 @@ def gaps(phi: list[Tensor], ranks: list[int], iterations: int) -> dict[str, Any]
     jitter = 1e-12 * gram.trace() / len(gram)
     factor = list(torch.linalg.cholesky(gram + jitter * torch.eye(len(gram))).mT.split(sizes, -1))
     own = [rows.split(sizes, -1)[i] for i, rows in enumerate(precision.split(sizes))]
-    found: dict[str, Any] = {"mean field": 0.5 * (sum(torch.linalg.slogdet(part)[1] for part in own) - log_det).item()}
+    found = {"mean field": 0.5 * (sum(torch.linalg.slogdet(part)[1] for part in own) - log_det).item()}
     # P = I + Φ̃ᵀΦ̃ + NΦ̄Φ̄ᵀ for centred features Φ̃ and their means: what terms share first of all is their level.
     levels = [math.sqrt(len(part)) * part.mean(0) for part in phi]
     centred = [part - level[:, None] * level for part, level in zip(own, levels)]
@@ -261,21 +222,21 @@ def gaps(phi: list[Tensor], ranks: list[int], iterations: int) -> dict[str, Any]
                     first = (tril.mT @ levels[i])[:, None]
                     setattr(module, f"b_{i}", torch.cat([first, 0.1 * getattr(module, f"b_{i}").detach()[:, 1:]], -1))
             parameters = [p for name, p in module.named_parameters() if "loc" not in name]
-            found[label].append(lbfgs(lambda module=module: gap(module(), factor, log_det), parameters, iterations))
+            found[label].append(minimised(lambda module=module: gap(module(), factor, log_det), parameters, iterations))
     return found
 
 
-def plain(variances: Tensor, lengths: Tensor) -> Any:
+def plain(variances, lengths):
     """Main effects as plain squared exponentials and a constant: their levels are not told apart."""
     parts = (variances[i] * kernels.RBF(lengths[i])[i] for i in range(6))
     return sum(parts) + kernels.Constant(100.0)
 
 
-def run_gap(options: argparse.Namespace) -> None:
+def run_gap(options):
     num, iterations = (500, 30) if options.short else (5000, 400)
     ranks = [2, 16] if options.short else [1, 4, 16, 64, 113]
     kinds = {"Anova": (anova, fixed_inputs()), "plain": (plain, [*fixed_inputs()[:6], None])}
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.3), sharey=True, layout="constrained")
+    figure, axes = bench.pyplot().subplots(1, 4, figsize=(15, 3.3), sharey=True, layout="constrained")
     rows = []
     for axis, ((name, (make, z)), length) in zip(axes, itertools.product(kinds.items(), (0.3, 0.8))):
         pyro.set_rng_seed(0)
@@ -294,7 +255,6 @@ def run_gap(options: argparse.Namespace) -> None:
     axes[0].set_ylabel("nats below the full posterior's bound")
     axes[0].legend()
     figure.savefig(options.out.with_name("paper0_gap.png"), dpi=70)
-    plt.close(figure)
     text = (
         "What the bound of a Gaussian likelihood loses against one full covariance (CoupledCovariance, gap 0), in "
         f"nats. N = {num} Friedman inputs, all hyperparameters fixed (variances 10, constant 100, noise variance 1). "
@@ -303,7 +263,7 @@ def run_gap(options: argparse.Namespace) -> None:
         f"{iterations} iterations: the block base from the mean field's optimum; from the coupling of the levels, "
         "I + Φ̃ᵀΦ̃ + NΦ̄Φ̄ᵀ with centred features and their means, which is of rank 1; and, as the family starts, from the "
         "prior and the leading directions of ΦᵀΦ. By natural steps, the family's default: natural.md.\n\n"
-        + table(["kernel", "length scale", "mean field", "base", *(f"rank {rank}" for rank in ranks)], rows)
+        + bench.table(["kernel", "length scale", "mean field", "base", *(f"rank {rank}" for rank in ranks)], rows)
         + "\n\n![gap by rank](paper0_gap.png)"
     )
     record(options, "gap", "Gap to the full posterior, by rank and base", text)
@@ -312,21 +272,21 @@ def run_gap(options: argparse.Namespace) -> None:
 # Cost by the number of terms.
 
 
-def run_cost(options: argparse.Namespace) -> None:
+def run_cost(options):
     numbers, rounds, rows_a_step = ([4, 8], 1, 100) if options.short else ([4, 8, 16, 32, 64], 5, 1000)
-    kinds: dict[str, Callable] = {
+    kinds = {
         "mean field": lambda z: MeanFieldAdditive(z, trainable=False),
         "coupled precision, rank 16": lambda z: CoupledPrecision(z, rank=16, trainable=False),
         "coupled covariance": lambda z: CoupledCovariance(z, trainable=False),
     }
     z = torch.linspace(0, 1, 16)[:, None]
-    found: dict[str, list[tuple[int, float, float]]] = {name: [] for name in kinds}
+    found = {name: [] for name in kinds}
     for terms in numbers:
         x = torch.rand(rows_a_step, terms)
         y = torch.randn(rows_a_step)
 
-        def model(x: Tensor, y: Any = None) -> Any:
-            length = pyro.param("length", 0.3 * torch.ones(x.shape[-1]), constraint=constraints.positive)
+        def model(x, y=None):
+            length = bench.positive("length", 0.3 * torch.ones(x.shape[-1]))
             kernel = sum(kernels.RBF(length[i])[i] for i in range(x.shape[-1]))
             f = pyro.sample("f", GaussianProcess(kernel, x))
             with pyro.plate("data", len(x)):
@@ -334,41 +294,34 @@ def run_cost(options: argparse.Namespace) -> None:
 
         pyro.clear_param_store()
         guides = {name: AutoSparseGP(model, make(z)) for name, make in kinds.items()}
-        steps = {
-            name: SVI(model, g, pyro.optim.Adam({"lr": 1e-3}), TraceQuadrature_ELBO(2)) for name, g in guides.items()
+        steps = {name: bench.Training(model, guide, x, y, 1e-3).step for name, guide in guides.items()}
+        steps |= {  # side by side
+            f"KL of {name}": lambda guide=guide: guide.gps.f.coefficients().kl().backward()
+            for name, guide in guides.items()
         }
-        clocks: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in kinds}
-        for svi in steps.values():
-            svi.step(x, y)
-        for _, name in itertools.product(range(rounds), kinds):  # side by side
-            start = time.process_time()
-            steps[name].step(x, y)
-            middle = time.process_time()
-            guides[name].gps.f.coefficients().kl().backward()
-            clocks[name][0].append(middle - start)
-            clocks[name][1].append(time.process_time() - middle)
+        times = bench.interleaved(steps, rounds, warm=1)
         for name, guide in guides.items():
             # What the family stores: of a triangular factor, one half.
             stored = sum(
                 (p.shape[-1] * (p.shape[-1] + 1) // 2 if "tril" in key else p.numel())
                 for key, p in guide.gps.f.coefficients.named_parameters()
             )
-            found[name].append((stored, *(1e3 * statistics.median(clock) for clock in clocks[name])))
+            medians = (statistics.median(times[key]) for key in (name, f"KL of {name}"))
+            found[name].append((stored, *medians))
             print(terms, name, found[name][-1], flush=True)
     rows = [[name, *(f"{a:,} / {b:.1f} / {c:.2f}" for a, b, c in entries)] for name, entries in found.items()]
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+    figure, axes = bench.pyplot().subplots(1, 3, figsize=(12, 3.4), layout="constrained")
     for i, (axis, title) in enumerate(zip(axes, ("numbers stored", "step, ms of CPU time", "KL and its gradient, ms"))):
         for name, entries in found.items():
             axis.plot(numbers, [entry[i] for entry in entries], "o-", label=name)
         axis.set(xscale="log", yscale="log", xlabel="terms C", title=title)
     axes[0].legend()
     figure.savefig(options.out.with_name("paper0_cost.png"), dpi=80)
-    plt.close(figure)
     text = (
         f"C one-dimensional RBF terms, 16 inducing inputs each, {rows_a_step} rows a step, float64: numbers stored / "
         f"milliseconds of CPU time a training step / of the KL and its gradient alone (medians of {rounds} rounds, "
         "side by side). Of a step, the kernels, their Cholesky factors and the features are the same for all three.\n\n"
-        + table(["family", *(f"C = {terms}" for terms in numbers)], rows)
+        + bench.table(["family", *(f"C = {terms}" for terms in numbers)], rows)
         + "\n\n![cost](paper0_cost.png)"
     )
     record(options, "cost", "Cost by the number of terms", text)
@@ -377,25 +330,23 @@ def run_cost(options: argparse.Namespace) -> None:
 # Calibration.
 
 
-def correlated(num: int, columns: int, correlation: float, generator: torch.Generator) -> Tensor:
+def correlated(num, columns, correlation, generator: torch.Generator):
     """Uniform columns with a Gaussian copula."""
     common = torch.randn(num, 1, generator=generator)
     own = torch.randn(num, columns, generator=generator)
     return torch.special.ndtr(correlation**0.5 * common + (1 - correlation) ** 0.5 * own)
 
 
-def coverage(
-    families: dict[str, Any], correlation: float, sets: int, num: int = 200, iterations: int = 80
-) -> dict[str, float]:
+def coverage(families, correlation, sets, num=200, iterations=80):
     """How often 95 % intervals of three effects, at the inputs, cover the function that the prior drew."""
     kernel = sum(2.0 * kernels.Anova(kernels.RBF(0.3))[i] for i in range(3)) + kernels.Constant(1.0)
 
-    def model(x: Tensor, y: Any = None) -> Any:
+    def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(kernel, x))
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
 
-    hits: dict[str, list[Tensor]] = {name: [] for name in families}
+    hits = {name: [] for name in families}
     for seed in range(sets):
         pyro.set_rng_seed(seed)
         x = correlated(num, 3, correlation, torch.Generator().manual_seed(seed))
@@ -403,11 +354,10 @@ def coverage(
         y = sum(effects) + 0.5 * torch.randn(num)
         for name, family in families.items():
             pyro.set_rng_seed(seed)
-            guide = AutoSparseGP(model, by_gradients(family))
-            guide(x, y)
+            guide = AutoSparseGP(model, bench.by_gradients(family))
             bound = TraceQuadrature_ELBO(2)(model, guide)
             bound(x, y)
-            lbfgs(partial(bound, x, y), list(guide.parameters()), iterations)
+            minimised(partial(bound, x, y), guide.parameters(), iterations)
             with torch.no_grad():
                 parts = guide.posterior(x)["f"].components
             hits[name].extend(
@@ -416,7 +366,7 @@ def coverage(
     return {name: torch.stack(values).mean().item() for name, values in hits.items()}
 
 
-def run_calibration(options: argparse.Namespace) -> None:
+def run_calibration(options):
     sets = 2 if options.short else 15
     z = [torch.linspace(0, 1, 16)[:, None]] * 3 + [None]
     families = {
@@ -431,36 +381,38 @@ def run_calibration(options: argparse.Namespace) -> None:
         f"Coverage of 95 % marginal intervals of three effects, at the inputs, over {sets} data sets of 200 rows: "
         "functions drawn from the prior (zero-mean RBF terms, length scale 0.3, variance 2), noise 0.5, "
         "hyperparameters known; uniform inputs with a Gaussian copula of the given correlation. 16 regular inducing "
-        "inputs a term.\n\n" + table(["family", *(f"correlation {c}" for c in correlations)], rows)
+        "inputs a term.\n\n" + bench.table(["family", *(f"correlation {c}" for c in correlations)], rows)
     )
     record(options, "calibration", "Calibration of the effects", text)
 
 
-def main() -> None:
-    parts = {
-        "friedman": run_friedman,
-        "gap": run_gap,
-        "cost": run_cost,
-        "calibration": run_calibration,
-        "real": run_real,
-    }
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=parts)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
-    parser.add_argument("--data", type=Path, help="where the real sets are")
-    parser.add_argument("--sets", nargs="+", default=["gam_ozone_LA330", "bike_hourly_raw", "california_housing"])
-    parser.add_argument("--short", action="store_true", help="a quick run of everything, for a check")
-    options = parser.parse_args()
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    for part in options.parts:
-        parts[part](options)
-
-
-def run_real(options: argparse.Namespace) -> None:
+def run_real(options):
     from paper0_real import run
 
     record(options, "real", "Real data, beside statsmodels' GLMGam", run(options))
+
+
+PARTS = {
+    "friedman": run_friedman,
+    "gap": run_gap,
+    "cost": run_cost,
+    "calibration": run_calibration,
+    "real": run_real,
+}
+
+
+def main():
+    options = bench.parsed(
+        __doc__,
+        *PARTS,
+        out=bench.HERE / "paper0.md",
+        data=Path(),
+        sets=["gam_ozone_LA330", "bike_hourly_raw", "california_housing"],
+        short=False,
+    )
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    PARTS[options.part](options)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,18 @@
 """The part "real" of paper0.py: additive models of real data beside statsmodels' GLMGam, with the same terms."""
 
-import argparse
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Optional
 
-import matplotlib.pyplot as plt
+import bench
 import numpy as np
 import pyro
 import pyro.distributions as dist
 import statsmodels.api as sm
 import torch
+from bench import positive
 from pyro.infer import SVI
 from statsmodels.gam.api import BSplines, GLMGam
-from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
@@ -35,18 +30,18 @@ class Data:
     x: np.ndarray
     y: np.ndarray
     counts: bool
-    extra: Optional[tuple[int, int]] = None
+    extra: tuple[int, int] | None = None
     extra_name: str = ""
     train: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     test: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
 
 
-def load(path: Path, most: int, seed: int) -> Data:
+def load(path, most, seed):
     file = np.load(path, allow_pickle=True)
     x, y = file["X"].astype(float), file["y"].astype(float)
     names = list(file["features"])
 
-    def column(name: str) -> np.ndarray:
+    def column(name):
         return x[:, names.index(name)]
 
     if path.stem == "gam_ozone_LA330":
@@ -77,18 +72,16 @@ def load(path: Path, most: int, seed: int) -> Data:
     return data
 
 
-def program(data: Data, extra: bool) -> Callable:
+def program(data, extra):
     """Intercept, linear terms and zero-mean smooth terms in one kernel, so that all their couplings are kept."""
     width = len(data.smooth)
 
-    def model(x: Tensor, y: Any = None, size: Optional[int] = None) -> Any:
-        def positive(name: str, value: Tensor) -> Tensor:
-            return pyro.param(name, value, constraint=constraints.positive)
-
-        lengths, scales = positive("lengths", 0.5 * x.new_ones(width + 1)), positive("scales", x.new_ones(width + 1))
+    def model(x, y=None, size=None):
+        lengths = positive("lengths", 0.5 * x.new_ones(width + 1))
+        scales = positive("scales", x.new_ones(width + 1))
         level = positive("level", x.new_tensor(1.0))  # all variances are relative to it
 
-        def term(i: int, column: int) -> Any:
+        def term(i, column):
             return kernels.Anova(kernels.Matern52(lengths[i]))[column]
 
         kernel = sum((scales[i] * term(i, i)).named(name) for i, name in enumerate(data.smooth)) + 25.0
@@ -109,9 +102,8 @@ def program(data: Data, extra: bool) -> Callable:
     return model
 
 
-def ours(data: Data, x: Tensor, y: Tensor, extra: bool, steps: int) -> tuple[AutoSparseGP, Callable]:
-    pyro.clear_param_store()
-    pyro.set_rng_seed(0)
+def ours(data, x, y, extra, steps):
+    bench.seeded()
     model = program(data, extra)
     num_terms = len(data.smooth) + 1 + bool(data.linear) + extra
     inducing = [12] * num_terms
@@ -127,7 +119,7 @@ def ours(data: Data, x: Tensor, y: Tensor, extra: bool, steps: int) -> tuple[Aut
     return guide, model
 
 
-def deviance(data: Data, y: np.ndarray, mean: np.ndarray, size: float) -> float:
+def deviance(data, y, mean, size):
     """A row: squared errors, or the negative binomial's with 1/α = size."""
     if not data.counts:
         return float(np.square(y - mean).mean())
@@ -135,7 +127,7 @@ def deviance(data: Data, y: np.ndarray, mean: np.ndarray, size: float) -> float:
     return float(2 * (ratio - (y + size) * np.log((size + y) / (size + mean))).mean())
 
 
-def theirs(data: Data, x: np.ndarray, y: np.ndarray, size: float, iterations: int) -> Any:
+def theirs(data, x, y, size, iterations):
     width = len(data.smooth)
     family = sm.families.NegativeBinomial(alpha=1 / size) if data.counts else sm.families.Gaussian()
     knots = [{"spacing": "equal"}] * width
@@ -152,7 +144,7 @@ def theirs(data: Data, x: np.ndarray, y: np.ndarray, size: float, iterations: in
     return GLMGam(y, exog=exog, smoother=splines, alpha=list(alpha), family=family).fit()
 
 
-def run(options: argparse.Namespace) -> str:
+def run(options):
     most, steps, iterations = (200, 10, 3) if options.short else (8000, 400, 40)
     scores, effects = [], []
     for name in options.sets:
@@ -191,11 +183,8 @@ def run(options: argparse.Namespace) -> str:
         rows.append(["the mean", np.full(len(held), level), 0.0])
         for label, mean, seconds in rows:
             scores.append([name, len(data.train), label, f"{deviance(data, held, mean, size):.4g}", f"{seconds:.0f}"])
-        assert main is not None
         picture = options.out.with_name(f"paper0_{name}.png")
         effects.extend(compare(name, data, main, fitted, spread, picture))
-    from paper0 import table
-
     return (
         "A fifth of the rows is held out; at most 8,000 others train. Smooth terms (Matern-5/2 Anova kernels, 12 "
         f"inducing inputs each, rank 16, {steps} steps of 400 rows) against cubic B-splines (up to 10 a term); linear "
@@ -204,20 +193,20 @@ def run(options: argparse.Namespace) -> str:
         f"GLMGam's penalties are by AIC, {iterations} iterations of Nelder-Mead from 1, short of their optimum "
         "(the bikes' hours are too smooth), and its bands hold the level's uncertainty, too. Seconds are of a busy "
         "machine.\n\n"
-        + table(["set", "training rows", "method", "test deviance", "seconds"], scores)
+        + bench.table(["set", "training rows", "method", "test deviance", "seconds"], scores)
         + "\n\nMain effects, centred over the training rows, in the units of the linear predictor: standard "
         "deviation of each over the rows, and root mean square of their difference.\n\n"
-        + table(["set", "effect", "CoupledPrecision", "GLMGam", "difference"], effects)
+        + bench.table(["set", "effect", "CoupledPrecision", "GLMGam", "difference"], effects)
         + "\n\n"
         + "\n".join(f"![effects: {name}](paper0_{name}.png)" for name in options.sets)
     )
 
 
-def compare(name: str, data: Data, main: list[Any], fitted: Any, spread: float, path: Path) -> list[list[Any]]:
+def compare(name, data, main, fitted, spread, path):
     """Main effects side by side."""
     found = []
     wide = math.ceil(len(data.smooth) / 2)
-    figure, axes = plt.subplots(2, wide, figsize=(3.2 * wide, 5), layout="constrained", squeeze=False)
+    figure, axes = bench.pyplot().subplots(2, wide, figsize=(3.2 * wide, 5), layout="constrained", squeeze=False)
     for i, (label, (mean, sd)) in enumerate(zip(data.smooth, main)):
         value, error = fitted.partial_values(i)
         one, other = spread * (mean - mean.mean()), np.asarray(value) - np.mean(value)
@@ -237,5 +226,4 @@ def compare(name: str, data: Data, main: list[Any], fitted: Any, spread: float, 
         axis.set_axis_off()
     axes.flat[0].legend(fontsize="small")
     figure.savefig(path, dpi=65)
-    plt.close(figure)
     return found

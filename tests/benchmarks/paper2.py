@@ -9,26 +9,19 @@ chosen model, trained on the other nine tenths, is tested as it is. Each (method
 on this machine instead of the paper's number of epochs; rates fall linearly to a tenth over them.
 """
 
-import argparse
 import copy
+import itertools
 import math
-import platform
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import bench
 import gpytorch
-import numpy as np
 import pyro
-import pyro.distributions as dist
 import torch
-from torch import Tensor
-from torch.distributions import constraints
+from others import Exact, matern
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import TraceQuadrature_ELBO
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 
 # Paper 2, table 1: NLL, RMSE, time on a V100.
@@ -57,273 +50,167 @@ PAPER = {
     ("keggundirected", "CaGP-CG"): (-0.699, 0.120, "39m05s"),
     ("keggundirected", "CaGP-Opt"): (-0.693, 0.120, "22m03s"),
 }
-Predict = Callable[[Tensor], tuple[Tensor, Tensor]]  # mean and predictive variance
+MODEL = bench.regression(1.0)
 
 
-@dataclass
-class Split:
-    """One standardised split."""
-
-    x: Tensor
-    y: Tensor
-    valid: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-
-    def to(self, dtype: torch.dtype) -> "Split":
-        """The same in another precision."""
-        return Split(
-            self.x.to(dtype),
-            self.y.to(dtype),
-            (self.valid[0].to(dtype), self.valid[1].to(dtype)),
-            (self.test[0].to(dtype), self.test[1].to(dtype)),
-        )
+def load(directory, name, most):
+    """Split 0: rows to train on, a tenth of them for validation, and those for tests."""
+    (x, y), test = bench.read(directory / f"{name}.npz"), bench.official(directory / f"{name}.npz")
+    rows = (~test).nonzero()[:, 0][bench.shuffled(int((~test).sum()))]
+    fit, valid = rows[len(rows) // 10 :], rows[: len(rows) // 10]
+    x, y = bench.standardised(x, y, fit)
+    return [(x[part], y[part]) for part in (fit[:most], valid, test)]
 
 
-def load(directory: Path, name: str) -> Split:
-    """Split 0, its first training rows for training and a tenth for validation."""
-    z = np.load(directory / f"{name}.npz")
-    masks = np.unpackbits(z["test_mask_packed"], axis=0, count=int(z["n"])).astype(bool)
-    x, y = (torch.from_numpy(z[key]).double() for key in ("X", "y"))
-    test = torch.from_numpy(masks[:, 0])
-    rows = torch.randperm(int((~test).sum()), generator=torch.Generator().manual_seed(0))
-    cut = len(rows) // 10
-    fit, valid = (~test).nonzero()[:, 0][rows[cut:]], (~test).nonzero()[:, 0][rows[:cut]]
-    spread = x[fit].std(0)
-    x = ((x - x[fit].mean(0)) / spread.clamp(min=1e-8))[:, spread > 1e-8]
-    y = (y - y[fit].mean()) / y[fit].std()
-    return Split(x[fit], y[fit], (x[valid], y[valid]), (x[test], y[test]))
+# Trainers: of rows and a rate an epoch, an optimiser whose rate may fall, a predictor and the noise.
 
 
-def scores(predict: Predict, x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """NLL, RMSE and coverage of 95 % intervals."""
-    mean, variance = predict(x)
-    nll = 0.5 * (math.log(2 * math.pi) + variance.log() + (y - mean).square() / variance).mean()
-    inside = ((y - mean).abs() < 1.959964 * variance.sqrt()).double().mean()
-    return float(nll), float((y - mean).square().mean().sqrt()), float(inside)
+def ours(family, batch=0, lbfgs=False):
+    """Our families."""
 
-
-def model(x: Tensor, y: Any = None, size: Any = None) -> Any:
-    """The model of all of our families."""
-    length = pyro.param("length", x.new_ones(x.shape[-1]), constraint=constraints.positive)
-    scale = pyro.param("scale", x.new_ones(()), constraint=constraints.positive)
-    noise = pyro.param("noise", x.new_full((), 0.3), constraint=constraints.positive)
-    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Normal(f, noise), obs=y)
-
-
-def ours(family: Any, batch: int = 0, lbfgs: bool = False) -> Callable:
-    """A trainer: yields a predictor and the noise after each epoch."""
-
-    def run(split: Split, rate: float, seconds: float) -> Iterator[tuple[Predict, Callable[[], float]]]:
+    def trainer(x, y, rate):
         pyro.clear_param_store()
-        guide = AutoSparseGP(model, family(split))
-        loss = TraceQuadrature_ELBO(2)(model, guide)
-        guide.prepare(split.x, split.y)
-        parameters = {
-            id(p): p for p in [*guide.parameters(), *dict(pyro.get_param_store().named_parameters()).values()]
-        }
+        guide = bench.prepared(MODEL, family(len(x)), x, y)
+        loss = TraceQuadrature_ELBO(2)(MODEL, guide)
+        parameters = [*guide.parameters(), *dict(pyro.get_param_store().named_parameters()).values()]
+        parameters = list({id(p): p for p in parameters}.values())
         if lbfgs:
-            optimiser: Any = torch.optim.LBFGS(
-                list(parameters.values()), rate, max_iter=5, history_size=20, line_search_fn="strong_wolfe"
-            )
+            optimiser = torch.optim.LBFGS(parameters, rate, max_iter=5, history_size=20, line_search_fn="strong_wolfe")
         else:
-            optimiser = torch.optim.Adam(list(parameters.values()), rate)
+            optimiser = torch.optim.Adam(parameters, rate)
+        size = {"size": len(x)} if batch else {}
 
-        def predict(x: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                q = guide.posterior(x)["f"]
-                return q.mean, q.variance + pyro.param("noise") ** 2
+        def epoch():
+            for rows in torch.randperm(len(x)).split(batch) if batch else [slice(None)]:
+                optimiser.step(bench.descending(optimiser, lambda rows=rows: loss(x[rows], y[rows], **size)))
 
-        def noise() -> float:
-            return float(pyro.param("noise").detach())
+        return epoch, optimiser, lambda new: bench.predicted(guide, new), lambda: pyro.param("noise").item()
 
-        def epoch() -> None:
-            def closure() -> Tensor:
-                optimiser.zero_grad()
-                value = loss(*arguments, **size)
-                value.backward()
-                return value
-
-            order = torch.randperm(len(split.x)).split(batch) if batch else [slice(None)]
-            for rows in order:
-                arguments = (split.x[rows], split.y[rows])
-                size = {"size": len(split.x)} if batch else {}
-                optimiser.step(closure)
-
-        yield from timed(epoch, optimiser, rate, seconds, predict, noise, schedule=not lbfgs)
-
-    return run
+    return trainer
 
 
-def timed(
-    epoch: Callable,
-    optimiser: Any,
-    rate: float,
-    seconds: float,
-    predict: Predict,
-    noise: Callable,
-    schedule: bool = True,
-) -> Iterator[tuple[Predict, Callable[[], float]]]:
-    """Epochs until the time is up, the rate falling linearly to a tenth; evaluations do not count."""
-    spent = 0.0
-    while spent < seconds:
-        start = time.perf_counter()
-        epoch()
-        spent += time.perf_counter() - start
-        if schedule:
-            for group in optimiser.param_groups:
-                group["lr"] = rate * max(0.1, 1 - 0.9 * spent / seconds)
-        yield predict, noise
-
-
-def with_gpytorch(cg: bool) -> Callable:
+def with_gpytorch(cg):
     """GPyTorch's exact GP, trained by Cholesky or by conjugate gradients."""
 
-    def run(split: Split, rate: float, seconds: float) -> Iterator[tuple[Predict, Callable[[], float]]]:
-        class Exact(gpytorch.models.ExactGP):
-            def __init__(self) -> None:
-                super().__init__(split.x, split.y, gpytorch.likelihoods.GaussianLikelihood())
-                self.mean_module = gpytorch.means.ZeroMean()
-                self.covar_module = gpytorch.kernels.ScaleKernel(
-                    gpytorch.kernels.MaternKernel(1.5, ard_num_dims=split.x.shape[-1])
-                )
-
-            def forward(self, x: Tensor) -> Any:
-                return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
-
-        gp = Exact().to(split.x.dtype)
-        gp.covar_module.base_kernel.lengthscale = 1.0
-        gp.covar_module.outputscale = 1.0
+    def trainer(x, y, rate):
+        gp = Exact(x, y, matern(x.shape[-1], 1.0, 1.0), gpytorch.likelihoods.GaussianLikelihood()).to(x.dtype)
         gp.likelihood.noise_covar.register_constraint("raw_noise", gpytorch.constraints.Positive())
         gp.likelihood.noise = 0.09
         objective = gpytorch.mlls.ExactMarginalLogLikelihood(gp.likelihood, gp)
         optimiser = torch.optim.Adam(gp.parameters(), rate)
-        size = 0 if cg else 10**6
 
-        def epoch() -> None:
+        def epoch():
             gp.train()
-            with gpytorch.settings.max_cholesky_size(size), gpytorch.settings.cg_tolerance(1e-4 if cg else 1.0):
-                optimiser.zero_grad()
-                loss = -objective(gp(split.x), split.y)
-                loss.backward()
-                optimiser.step()
+            size, tolerance = (0, 1e-4) if cg else (10**6, 1.0)
+            with gpytorch.settings.max_cholesky_size(size), gpytorch.settings.cg_tolerance(tolerance):
+                optimiser.step(bench.descending(optimiser, lambda: -objective(gp(x), y)))
 
-        def predict(x: Tensor) -> tuple[Tensor, Tensor]:
+        @torch.no_grad()
+        def predict(new):
             gp.eval()  # exactly, in double precision: by conjugate gradients it takes minutes here
             fitted = copy.deepcopy(gp).double()
-            fitted.set_train_data(split.x.double(), split.y.double(), strict=False)
-            with torch.no_grad(), gpytorch.settings.max_cholesky_size(10**6):
-                x = x.double()
-                out = fitted.likelihood(fitted(x))
+            fitted.set_train_data(x.double(), y.double(), strict=False)
+            with gpytorch.settings.max_cholesky_size(10**6):
+                out = fitted.likelihood(fitted(new.double()))
                 return out.mean, out.variance.clamp(min=1e-8)
 
-        yield from timed(epoch, optimiser, rate, seconds, predict, lambda: float(gp.likelihood.noise.detach().sqrt()))
+        return epoch, optimiser, predict, lambda: gp.likelihood.noise.sqrt().item()
 
-    return run
+    return trainer
 
 
-METHODS: dict[str, tuple[Callable, torch.dtype, tuple[str, ...]]] = {
+METHODS = {  # a trainer, its precision, and the sets that it can do
     "exact": (with_gpytorch(cg=False), torch.float64, ("parkinsons",)),
-    "SGPR": (ours(lambda s: SGPR(min(1024, len(s.x) // 2))), torch.float32, ()),
-    "SGPR L-BFGS": (ours(lambda s: SGPR(min(1024, len(s.x) // 2)), lbfgs=True), torch.float64, ("parkinsons",)),
-    "SVGP": (ours(lambda s: SVGP(min(1024, len(s.x) // 2)), batch=1024), torch.float32, ()),
+    "SGPR": (ours(lambda num: SGPR(min(1024, num // 2))), torch.float32, ()),
+    "SGPR L-BFGS": (ours(lambda num: SGPR(min(1024, num // 2)), lbfgs=True), torch.float64, ("parkinsons",)),
+    "SVGP": (ours(lambda num: SVGP(min(1024, num // 2)), batch=1024), torch.float32, ()),
     "CGGP": (with_gpytorch(cg=True), torch.float32, ("parkinsons",)),
-    "CaGP-CG": (ours(lambda s: ComputationAware(512, "cg")), torch.float32, ("parkinsons", "bike")),
-    "CaGP-Opt": (ours(lambda s: ComputationAware(512)), torch.float32, ()),
-    "CaGP-Opt L-BFGS": (ours(lambda s: ComputationAware(512), lbfgs=True), torch.float64, ("parkinsons",)),
+    "CaGP-CG": (ours(lambda num: ComputationAware(min(512, num), "cg")), torch.float32, ("parkinsons", "bike")),
+    "CaGP-Opt": (ours(lambda num: ComputationAware(min(512, num))), torch.float32, ()),
+    "CaGP-Opt L-BFGS": (ours(lambda num: ComputationAware(min(512, num)), lbfgs=True), torch.float64, ("parkinsons",)),
 }
 
 
-def main() -> None:
-    """Run what is asked for; write the table and the learning curves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--sets", nargs="+", default=["parkinsons", "bike", "protein", "keggundirected"])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
-    parser.add_argument("--rates", nargs="+", type=float, default=[0.1, 0.03])
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--rows", type=int, default=None, help="train on this many rows only, and say so")
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--plot", type=Path, default=None)
-    options = parser.parse_args()
-    lines = [
-        f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, GPyTorch "
-        f"{gpytorch.__version__}; {options.seconds:g} s of training for each method and rate of {options.rates}",
-        "",
-        "| set (rows) | method | rate | epoch | NLL | RMSE | abs(0.95 − coverage) | noise sd | seconds "
-        "| paper: NLL, RMSE, time |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in options.sets}
-    for name in options.sets:
-        split = load(options.data, name)
-        if options.rows:
-            split = Split(split.x[: options.rows], split.y[: options.rows], split.valid, split.test)
-        for method in options.methods:
-            trainer, dtype, only = METHODS[method]
-            if only and name not in only:
-                continue
-            row, curve = one(trainer, split.to(dtype), options)
-            if row is None:
-                lines.append(f"| {name} ({len(split.x)}) | {method} | | | failed: {curve} | | | | | |")
-            else:
-                theirs = PAPER.get((name, method))
-                paper = "" if theirs is None else f"{theirs[0]:.3f}, {theirs[1]:.3f}, {theirs[2]}"
-                lines.append(f"| {name} ({len(split.x)}) | {method} | {row} | {paper} |")
-                curves[name][method] = curve
-            print(lines[-1], flush=True)
-            if options.out:
-                options.out.write_text("\n".join(lines) + "\n")
-    if options.plot:
-        draw(curves, options.plot)
+def one(trainer, dtype, split, options):
+    """The best (rate, epoch) by validation: table cells and curve of test NLL; or why there is none."""
+    (x, y), valid, test = [tuple(part.to(dtype) for part in pair) for pair in split]
+    best, failure = None, ""
+    for rate in options.rates:
+        torch.manual_seed(0)
+        pyro.set_rng_seed(0)
+        curve, spent, evaluate = [], 0.0, 1.0
+        try:
+            epoch, optimiser, predict, noise = trainer(x, y, rate)
+            for count in itertools.count(1):
+                start = bench.clock()
+                epoch()
+                spent += bench.clock() - start
+                if isinstance(optimiser, torch.optim.Adam):  # the rate falls linearly to a tenth
+                    optimiser.param_groups[0]["lr"] = rate * max(0.1, 1 - 0.9 * spent / options.seconds)
+                if spent >= min(evaluate, options.seconds):  # ever more rarely: evaluations cost, too
+                    evaluate = max(1.15 * spent, spent + 1.0)
+                    validated = -bench.scores(*predict(valid[0]), valid[1])[0]
+                    density, rmse, inside = bench.scores(*predict(test[0]), test[1])
+                    curve.append((spent, -density))
+                    if math.isfinite(validated) and (best is None or validated < best[0]):
+                        scores = f"{-density:.3f}", f"{rmse:.4f}", f"{abs(0.95 - inside):.3f}"
+                        best = validated, (f"{rate:g}", count, *scores, f"{noise():.4f}", f"{spent:.0f}"), curve
+                if spent >= options.seconds:
+                    break
+        except (ValueError, RuntimeError) as error:
+            failure = str(error).splitlines()[0][:80]
+            print(f"rate {rate}: {failure}", flush=True)
+    return best[1:] if best else (("", "", f"failed: {failure}", "", "", "", ""), [])
 
 
-def draw(curves: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> None:
+def draw(curves, path):
     """Learning curves, a panel a set."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(curves), figsize=(4.5 * len(curves), 3.6), squeeze=False)
+    figure, axes = bench.pyplot().subplots(
+        1, len(curves), figsize=(4.5 * len(curves), 3.6), squeeze=False, layout="tight"
+    )
     for (name, methods), axis in zip(curves.items(), axes[0]):
         for method, curve in methods.items():
             axis.plot(*zip(*curve), label=method)
         axis.set(title=name, xlabel="seconds of training", ylabel="test NLL", xscale="log")
         axis.legend(fontsize=7)
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
-def one(trainer: Callable, split: Split, options: argparse.Namespace) -> tuple[Any, Any]:
-    """The best (rate, epoch) by validation NLL: its table cells, and its curve of test NLL."""
-    best: Any = None
-    failure = ""
-    for rate in options.rates:
-        torch.manual_seed(0)
-        pyro.set_rng_seed(0)
-        curve, spent, evaluate = [], 0.0, 1.0
-        start = time.perf_counter()
-        try:
-            for epoch, (predict, noise) in enumerate(trainer(split, rate, options.seconds), 1):
-                spent += time.perf_counter() - start
-                if spent >= evaluate or spent >= options.seconds:  # ever more rarely: evaluations cost, too
-                    evaluate = max(1.15 * spent, spent + 1.0)
-                    valid = scores(predict, *split.valid)[0]
-                    test = scores(predict, *split.test)
-                    curve.append((spent, test[0]))
-                    if math.isfinite(valid) and (best is None or valid < best[0]):
-                        best = valid, rate, epoch, *test, noise(), spent, curve
-                start = time.perf_counter()
-        except (ValueError, RuntimeError) as error:
-            failure = str(error).splitlines()[0][:80]
-            print(f"rate {rate}: {failure}", flush=True)
-    if best is None:
-        return None, failure
-    _, rate, epoch, nll, rmse, coverage, noise, spent, curve = best
-    cells = f"{rate:g} | {epoch} | {nll:.3f} | {rmse:.4f} | {abs(0.95 - coverage):.3f} | {noise:.4f} | {spent:.0f}"
-    return cells, curve
+def main():
+    options = bench.parsed(
+        __doc__,
+        data=Path,
+        sets=["parkinsons", "bike", "protein", "keggundirected"],
+        methods=list(METHODS),
+        rates=[0.1, 0.03],
+        seconds=120.0,
+        rows=10**9,  # at most
+        out=None,
+        plot=None,
+    )
+    page = bench.Page(options.out)
+    page.say(
+        f"{bench.machine()}, GPyTorch {gpytorch.__version__}; {options.seconds:g} s of training for each method and "
+        f"rate of {options.rates}",
+        "",
+    )
+    page.head(
+        *("set (rows)", "method", "rate", "epoch", "NLL", "RMSE", "abs(0.95 − coverage)", "noise sd", "seconds"),
+        "paper: NLL, RMSE, time",
+    )
+    curves = {name: {} for name in options.sets}
+    for name in options.sets:
+        split = load(options.data, name, options.rows)
+        for method in options.methods:
+            trainer, dtype, only = METHODS[method]
+            if not only or name in only:
+                cells, curve = one(trainer, dtype, split, options)
+                theirs = PAPER.get((name, method))
+                paper = f"{theirs[0]:.3f}, {theirs[1]:.3f}, {theirs[2]}" if theirs else ""
+                page.row(f"{name} ({len(split[0][0])})", method, *cells, paper)
+                curves[name] |= {method: curve} if curve else {}
+    if options.plot:
+        draw(curves, options.plot)
 
 
 if __name__ == "__main__":

@@ -19,22 +19,17 @@ DBK and SVDBK are the paper's: the network's outputs as they are. DBK-n and SVDB
 outputs are scaled to one learned norm, so that the correction is 0 throughout.
 """
 
-import argparse
 import copy
+import itertools
 import math
-import platform
 import statistics
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Optional
 
-import numpy as np
+import bench
 import pyro
 import pyro.distributions as dist
 import torch
-from torch import Tensor, nn
-from torch.distributions import constraints
+from torch import nn
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ExactWeightSpace, WeightSpace
@@ -84,12 +79,12 @@ METHODS.insert(METHODS.index("SVDBK") + 1, "SVDBK-n")
 class ResNet(nn.Module):
     """A linear layer, two residual tanh layers, a linear layer."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs, outputs):
         super().__init__()
         self.first, self.last = nn.Linear(inputs, WIDTH), nn.Linear(WIDTH, outputs)
         self.middle = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """(N, D) to (N, r)."""
         h = self.first(x)
         for layer in self.middle:
@@ -97,7 +92,7 @@ class ResNet(nn.Module):
         return self.last(h)
 
 
-def mlp(inputs: int, outputs: int) -> nn.Module:
+def mlp(inputs, outputs):
     """Two tanh layers."""
     return nn.Sequential(
         nn.Linear(inputs, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, outputs)
@@ -107,11 +102,11 @@ def mlp(inputs: int, outputs: int) -> nn.Module:
 class EvenRows(nn.Module):
     """A network's outputs, each row scaled to one learned norm."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network):
         super().__init__()
         self.network, self.log_norm = network, nn.Parameter(torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         """(N, D) to (N, r)."""
         return self.log_norm.exp() * nn.functional.normalize(self.network(x), dim=-1)
 
@@ -124,13 +119,15 @@ class Method:
     :param network: makes a network of given inputs and outputs.
     """
 
-    def __init__(self, name: str, network: Callable[[int, int], nn.Module], x: Tensor) -> None:
+    def __init__(self, name, network, x, seed=0):
+        torch.manual_seed(seed)
+        pyro.set_rng_seed(seed)
         pyro.clear_param_store()
         self.name, self.batched = name, name.startswith("SV")
         flags = name.partition("-")[2]
         self.basis, self.deep = "DBK" in name, "DK" in name or "DBK" in name
         self.correction = "c" not in flags
-        self.network: Optional[nn.Module] = None
+        self.network = None
         width = x.shape[-1]
         if self.basis:
             self.network = network(width, 1 if "r" in flags else RANK)
@@ -145,28 +142,27 @@ class Method:
         self.exact = name in ("GP", "DKL")
         self.guide = None if self.exact else AutoSparseGP(self.model, family)
 
-    def kernel(self, x: Tensor) -> Any:
+    def kernel(self, x):
         """The kernel, and the inputs that it is for."""
         if self.network is not None:
             pyro.module("network", self.network)
         if self.basis:
             return kernels.DeepBasis(self.network, self.correction), x
-        start = x.new_full((self.width,), math.sqrt(self.width))
-        length = pyro.param("length", start, constraint=constraints.positive)
-        scale = pyro.param("scale", x.new_ones(()), constraint=constraints.positive)
+        length = bench.positive("length", x.new_full((self.width,), math.sqrt(self.width)))
+        scale = bench.positive("scale", x.new_ones(()))
         return scale * kernels.RBF(length), x if self.network is None else self.network(x)
 
-    def noise(self, x: Tensor) -> Tensor:
+    def noise(self, x):
         """The noise variance."""
-        return FLOOR + pyro.param("noise", x.new_full((), 1e-2), constraint=constraints.positive)
+        return FLOOR + bench.positive("noise", x.new_full((), 1e-2))
 
-    def model(self, x: Tensor, y: Optional[Tensor] = None, size: Optional[int] = None) -> Any:
+    def model(self, x, y=None, size=None):
         """Regression with Gaussian noise."""
         f = pyro.sample("f", GaussianProcess(*self.kernel(x)))
         with pyro.plate("data", size or len(x), subsample=x):
             return pyro.sample("y", dist.Normal(f, self.noise(x).sqrt()), obs=y)
 
-    def loss(self, x: Tensor, y: Tensor, size: Optional[int] = None) -> Tensor:
+    def loss(self, x, y, size=None):
         """Minus the bound, or minus the log evidence, of one datum."""
         if self.guide is None:
             kernel, z = self.kernel(x)
@@ -175,7 +171,7 @@ class Method:
         value = self.bound(x, y, size=size) if size else self.bound(x, y)
         return value / (size or len(x))
 
-    def start(self, x: Tensor, y: Tensor, rate: float, rest: float) -> torch.optim.Optimizer:
+    def start(self, x, y, rate, rest):
         """The first call, and the optimiser: weight decay and a rate of its own for the network."""
         if self.guide is not None:
             self.guide(x, y)
@@ -190,7 +186,7 @@ class Method:
         return torch.optim.Adam([group for group in groups if group["params"]])
 
     @torch.no_grad()
-    def predict(self, new: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def predict(self, new, x, y):
         """Mean and variance of y."""
         if self.guide is not None:
             q = self.guide.posterior(new)["f"]
@@ -200,13 +196,13 @@ class Method:
         given = GaussianProcess(kernel + kernels.White(self.noise(x)), z).given(z, y).at(at)
         return given.mean, given.variance
 
-    def state(self) -> list[Any]:
+    def state(self):
         """A copy of all that training changes."""
         store = {name: p.detach().clone() for name, p in _store().items()}
         guide = None if self.guide is None else copy.deepcopy(self.guide.state_dict())
         return [store, guide]
 
-    def restore(self, state: list[Any]) -> None:
+    def restore(self, state):
         """Go back to a copy."""
         with torch.no_grad():
             for name, p in _store().items():
@@ -215,40 +211,30 @@ class Method:
             self.guide.load_state_dict(state[1])
 
 
-def _store() -> dict[str, Tensor]:
+def _store():
     return dict(pyro.get_param_store().named_parameters())
 
 
-def scores(mean: Tensor, variance: Tensor, y: Tensor) -> tuple[float, float, float]:
+def scores(mean, variance, y):
     """MAE, RMSE and NLL."""
-    nll = 0.5 * (math.log(2 * math.pi) + variance.log() + (y - mean).square() / variance).mean()
-    return float((y - mean).abs().mean()), float((y - mean).square().mean().sqrt()), float(nll)
+    density, rmse, _ = bench.scores(mean, variance, y)
+    return float((y - mean).abs().mean()), rmse, -density
 
 
-def fit(
-    method: Method, train: tuple, valid: Optional[tuple], seconds: float, iterations: int, rate: float, rest: float
-) -> tuple[float, int]:
+def fit(method, train, valid, options, seconds, iterations):
     """Train for a time or a number of iterations, and go back to the best state; seconds and iterations."""
     x, y = train
-    # On a CPU the seconds of the process: other jobs on the machine count for less.
-    clock = time.perf_counter if x.is_cuda else time.process_time
-    optimiser = method.start(x, y, rate, rest)
+    optimiser = method.start(x, y, options.rate, options.rest)
     spent, count, check, best = 0.0, 0, seconds / 20, (math.inf, None)
-    order: list[Tensor] = []
+    batches = bench.epochs(len(x), 256)
     while spent < seconds and count < iterations:
-        begin = clock()
-        arguments: tuple = (x, y)
+        begin = bench.clock(x.device)
+        arguments = x, y
         if method.batched:
-            order = order or list(torch.randperm(len(x), device=x.device).split(256))
-            rows = order.pop()
-            arguments = (x[rows], y[rows], len(x))
-        optimiser.zero_grad()
-        loss = method.loss(*arguments)
-        loss.backward()
-        optimiser.step()
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        spent, count = spent + clock() - begin, count + 1
+            rows = next(batches).to(x.device)
+            arguments = x[rows], y[rows], len(x)
+        optimiser.step(bench.descending(optimiser, lambda arguments=arguments: method.loss(*arguments)))
+        spent, count = spent + bench.clock(x.device) - begin, count + 1
         if valid is not None and (spent > check or spent >= seconds or count == iterations):
             check += seconds / 20
             nll = scores(*method.predict(valid[0], x, y), valid[1])[2]
@@ -259,92 +245,81 @@ def fit(
     return spent, count
 
 
-def split(path: Path, seed: int, device: str) -> dict[str, tuple[Tensor, Tensor]]:
+def split(path, seed, device):
     """70/10/20 % of the rows, scaled before splitting."""
-    z = np.load(path)
-    x, y = (torch.from_numpy(z[key]).double() for key in ("X", "y"))
+    x, y = bench.read(path)
     low, high = x.amin(0), x.amax(0)
     x = (2 * (x - low) / (high - low).clamp(min=1e-12) - 1)[:, high > low].float().to(device)
     y = ((y - y.mean()) / y.std()).float().to(device)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    order = bench.shuffled(len(x), seed)
     cuts = [0, round(0.7 * len(x)), round(0.8 * len(x)), len(x)]
-    rows = {name: order[a:b] for name, a, b in zip(("train", "valid", "test"), cuts, cuts[1:])}
-    return {name: (x[index], y[index]) for name, index in rows.items()}
+    return [(x[order[a:b]], y[order[a:b]]) for a, b in itertools.pairwise(cuts)]
 
 
-def write(options: argparse.Namespace, section: str, lines: list[str]) -> None:
-    """Put lines into their place in the file at --out."""
-    print(lines[-1], flush=True)
-    if options.out is None:
-        return
-    begin, end = f"<!-- {section} -->\n", f"<!-- end {section} -->\n"
-    before, found, rest = options.out.read_text().partition(begin)
-    _, there, after = rest.partition(end)
-    if not found or not there:
-        raise ValueError(f"{options.out} has no lines {begin.strip()!r} and {end.strip()!r}")
-    options.out.write_text(before + begin + "\n".join(["", *lines, "", ""]) + end + after)
+class Section(bench.Page):
+    """Lines that stand in their place in the file at --out."""
+
+    def __init__(self, options, name, what, heads):
+        super().__init__()
+        self.file, self.marks = options.out, (f"<!-- {name} -->\n", f"<!-- end {name} -->\n")
+        rates = f"float32; rates {options.rate:g} for networks and {options.rest:g} for the rest"
+        self.say(f"{bench.machine(options.device)}, {rates}; {what}", "")
+        self.head(*heads)
+
+    def say(self, *lines):
+        super().say(*lines)
+        if self.file:
+            before, found, rest = Path(self.file).read_text().partition(self.marks[0])
+            _, there, after = rest.partition(self.marks[1])
+            if not found or not there:
+                raise ValueError(f"{self.file} has no lines {self.marks}")
+            text = "\n".join(["", *self.lines, "", ""])
+            Path(self.file).write_text(before + self.marks[0] + text + self.marks[1] + after)
 
 
-def machine(options: argparse.Namespace) -> str:
-    """What the run was made on and with."""
-    return (
-        f"{platform.machine()}, {options.device}, {torch.get_num_threads()} thread(s), torch {torch.__version__}, "
-        f"float32; rates {options.rate:g} for networks and {options.rest:g} for the rest"
-    )
-
-
-def spread(column: Sequence[float], digits: int) -> str:
+def spread(column, digits):
     """Mean, and standard deviation if there are several."""
     mean = f"{statistics.mean(column):.{digits}f}"
     return mean if len(column) == 1 else f"{mean} ± {statistics.stdev(column):.{digits}f}"
 
 
-def table(options: argparse.Namespace) -> None:
+def table(options):
     """Table 1."""
     seeds = dict(zip(options.sets, options.seeds * len(options.sets) if len(options.seeds) == 1 else options.seeds))
-    lines = [
-        f"{machine(options)}; at most {options.seconds:g} s of training a method; seeds: "
-        + ", ".join(f"{name} {number}" for name, number in seeds.items())
-        + ".",
-        "",
-        "| set (rows) | method | MAE | RMSE | NLL | seconds | iterations | paper: MAE, RMSE, NLL, seconds (V100) |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in options.sets:
-        for label in options.methods or METHODS:
-            found, rows, failure = [], 0, ""
-            for seed in range(seeds[name]):
-                parts = split(options.data / f"{name}.npz", seed, options.device)
-                torch.manual_seed(seed)
-                pyro.set_rng_seed(seed)
-                method = Method(label, ResNet, parts["train"][0])
-                train = tuple(part[: options.exact_rows] if method.exact else part for part in parts["train"])
-                rows = len(train[0])
-                try:
-                    spent, count = fit(
-                        method, train, parts["valid"], options.seconds, 10**6, options.rate, options.rest
-                    )
-                    found.append((*scores(*method.predict(parts["test"][0], *train), parts["test"][1]), spent, count))
-                except (ValueError, RuntimeError) as error:
-                    failure += f"seed {seed} failed: {str(error).splitlines()[0][:80]}"
-            theirs = ", ".join(f"{value:g}" for value in PAPER[name].get(label, ())) or "–"
-            cells = [spread(column, digits) for column, digits in zip(zip(*found), (4, 4, 4, 0, 0))]
-            cells = cells or ["", "", "", "", ""]
-            lines.append(f"| {name} ({rows}) | {label} | {' | '.join(cells)} | {theirs} |{failure}")
-            write(options, "table", lines)
+    shown = ", ".join(f"{name} {number}" for name, number in seeds.items())
+    heads = (
+        *("set (rows)", "method", "MAE", "RMSE", "NLL", "seconds", "iterations"),
+        "paper: MAE, RMSE, NLL, seconds (V100)",
+    )
+    page = Section(options, "table", f"at most {options.seconds:g} s of training a method; seeds: {shown}.", heads)
+    for name, label in itertools.product(options.sets, options.methods):
+        found, rows, failure = [], 0, ""
+        for seed in range(seeds[name]):
+            train, valid, test = split(options.data / f"{name}.npz", seed, options.device)
+            method = Method(label, ResNet, train[0], seed)
+            train = tuple(part[: options.exact_rows] if method.exact else part for part in train)
+            rows = len(train[0])
+            try:
+                spent, count = fit(method, train, valid, options, options.seconds, 10**6)
+                found.append((*scores(*method.predict(test[0], *train), test[1]), spent, count))
+            except (ValueError, RuntimeError) as error:
+                failure += f"seed {seed} failed: {str(error).splitlines()[0][:80]}"
+        theirs = ", ".join(f"{value:g}" for value in PAPER[name].get(label, ())) or "–"
+        cells = [spread(column, digits) for column, digits in zip(zip(*found), (4, 4, 4, 0, 0))]
+        page.row(f"{name} ({rows})", label, *(cells or [""] * 5), theirs + failure)
 
 
-def truth(x: Tensor) -> Tensor:
+def truth(x):
     """The paper's function (section 4.1)."""
 
-    def step(a: float) -> Tensor:
+    def step(a):
         return torch.sigmoid(200 * (x + a))
 
     pieces = 0.3 * (1 - step(0.6)) + 0.9 * (step(0.6) - step(0.0)) - 0.6 * (step(0.0) - step(-0.4))
     return pieces + 0.01 * torch.sin(50 * torch.sin(10 * x))
 
 
-def sample(num: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
+def sample(num, seed, device):
     """Noisy values of the function."""
     generator = torch.Generator().manual_seed(seed)
     x = 2 * torch.rand(num, 1, generator=generator) - 1
@@ -352,17 +327,13 @@ def sample(num: int, seed: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def judge(method: Method, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> list[float]:
+def judge(method, train, test):
     """MAE, RMSE and NLL of test data, the RMSE to the function itself, the bound (or log evidence) of one datum, the
     standard deviation of the noise."""
     mean, variance = method.predict(test[0], *train)
     error = (mean - truth(test[0][:, 0])).square().mean().sqrt()
-    return [
-        *scores(mean, variance, test[1]),
-        float(error),
-        -float(method.loss(*train)),
-        float(method.noise(train[0]).sqrt()),
-    ]
+    own = -float(method.loss(*train)), float(method.noise(train[0]).sqrt())
+    return [*scores(mean, variance, test[1]), float(error), *own]
 
 
 TITLES = {
@@ -374,116 +345,86 @@ TITLES = {
 }
 
 
-def function(options: argparse.Namespace) -> None:
+def function(options):
     """The 1-D function: figure 1, and the first point of figure 3."""
-    x, y = sample(options.points, 0, options.device)
+    x, y = sample(options.points[0], 0, options.device)
     test = sample(1000, 1, options.device)
     grid = torch.linspace(-1, 1, 1000)[:, None].to(options.device)
-    figure, axes = _pyplot().subplots(2, len(TITLES), figsize=(4 * len(TITLES), 6.5))
-    lines = [
-        f"{machine(options)}; n = {options.points}, {options.iterations} iterations; 1,000 test points.",
-        "",
-        "| method | MAE | RMSE | NLL | RMSE to the function | bound of one datum | noise sd | seconds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for column, (label, title) in enumerate(TITLES.items()):
-        torch.manual_seed(0)
-        pyro.set_rng_seed(0)
+    figure, axes = bench.pyplot().subplots(2, len(TITLES), figsize=(4 * len(TITLES), 6.5), layout="tight")
+    heads = "method", "MAE", "RMSE", "NLL", "RMSE to the function", "bound of one datum", "noise sd", "seconds"
+    what = f"n = {len(x)}, {options.iterations} iterations; 1,000 test points."
+    page = Section(options, "function", what, heads)
+    for (above, below), (label, title) in zip(axes.T, TITLES.items()):
         method = Method(label, mlp, x)
-        spent, _ = fit(method, (x, y), None, math.inf, options.iterations, options.rate, options.rest)
-        cells = " | ".join(f"{value:.4f}" for value in judge(method, (x, y), test))
-        lines.append(f"| {label} | {cells} | {spent:.0f} |")
-        write(options, "function", lines)
+        spent, _ = fit(method, (x, y), None, options, math.inf, options.iterations)
+        page.row(label, *(f"{value:.4f}" for value in judge(method, (x, y), test)), f"{spent:.0f}")
         mean, variance = method.predict(grid, x, y)
         t, mean, band = grid[:, 0].cpu(), mean.cpu(), 2 * variance.sqrt().cpu()
-        axis = axes[0, column]
-        axis.plot(x[:, 0].cpu(), y.cpu(), ".", color="0.6", ms=3)
-        axis.fill_between(t, mean - band, mean + band, alpha=0.3)
-        axis.plot(t, truth(t), "k--", lw=0.8)
-        axis.plot(t, mean, "C0", lw=1)
-        axis.set(title=title, ylim=(-1.3, 1.6))
+        above.plot(x[:, 0].cpu(), y.cpu(), ".", color="0.6", ms=3)
+        above.fill_between(t, mean - band, mean + band, alpha=0.3)
+        above.plot(t, truth(t), "k--", lw=0.8)
+        above.plot(t, mean, "C0", lw=1)
+        above.set(title=title, ylim=(-1.3, 1.6))
         with torch.no_grad():
             kernel, z = method.kernel(grid[::5])
-            matrix = kernel(z, z.clone()).cpu()
-        axes[1, column].imshow(matrix, extent=(-1, 1, 1, -1), cmap="viridis")
-        axes[1, column].set(title="k(x, x')")
-    figure.tight_layout()
-    figure.savefig(options.plot, dpi=70)
+            below.imshow(kernel(z, z.clone()).cpu(), extent=(-1, 1, 1, -1), cmap="viridis")
+        below.set(title="k(x, x')")
+    figure.savefig(options.plot or "paper3.png", dpi=70)
 
 
-def sweep(options: argparse.Namespace) -> None:
+def sweep(options):
     """Figure 3: errors and time against the number of points."""
-    lines = [
-        f"{machine(options)}; at most {options.seconds:g} s of training or {options.iterations} iterations; 1,000 test "
-        "points.",
-        "",
-        "| n | method | MAE | RMSE | NLL | RMSE to the function | iterations | seconds for 1,000 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    found: dict[str, list[tuple]] = {}
-    for num in options.points:
+    what = f"at most {options.seconds:g} s of training or {options.iterations} iterations; 1,000 test points."
+    heads = "n", "method", "MAE", "RMSE", "NLL", "RMSE to the function", "iterations", "seconds for 1,000"
+    page, found = Section(options, "sweep", what, heads), {}
+    for num, label in itertools.product(options.points, TITLES):
+        if label in ("GP", "DKL") and num > options.exact_rows:
+            continue
         train, test = sample(num, 0, options.device), sample(1000, 1, options.device)
-        for label in TITLES:
-            if label in ("GP", "DKL") and num > options.exact_rows:
-                continue
-            torch.manual_seed(0)
-            pyro.set_rng_seed(0)
-            method = Method(label, mlp, train[0])
-            spent, count = fit(method, train, None, options.seconds, options.iterations, options.rate, options.rest)
-            judged = judge(method, train, test)[:4]
-            found.setdefault(label, []).append((num, *judged, 1000 * spent / count))
-            cells = " | ".join(f"{value:.4f}" for value in judged)
-            lines.append(f"| {num} | {label} | {cells} | {count} | {1000 * spent / count:.1f} |")
-            write(options, "sweep", lines)
-    figure, axes = _pyplot().subplots(1, 3, figsize=(13, 3.5))
+        method = Method(label, mlp, train[0])
+        spent, count = fit(method, train, None, options, options.seconds, options.iterations)
+        judged = judge(method, train, test)[:4]
+        found.setdefault(label, []).append((num, *judged, 1000 * spent / count))
+        page.row(num, label, *(f"{value:.4f}" for value in judged), count, f"{1000 * spent / count:.1f}")
+    figure, axes = bench.pyplot().subplots(1, 3, figsize=(13, 3.5), layout="tight")
     for axis, (place, title) in zip(axes, [(4, "RMSE to the function"), (3, "NLL"), (5, "seconds for 1,000 steps")]):
         for label, rows in found.items():
             axis.plot([row[0] for row in rows], [row[place] for row in rows], ".-", label=label)
         axis.set(xscale="log", xlabel="n", title=title, yscale="linear" if place == 3 else "log")
     axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(options.plot, dpi=70)
+    figure.savefig(options.plot or "paper3_sweep.png", dpi=70)
 
 
-def _pyplot() -> Any:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+DEFAULTS = {  # seconds, exact rows and points, by the part
+    "table": (table, 60.0, 3000, [0]),
+    "function": (function, math.inf, 0, [100]),
+    "sweep": (sweep, 15.0, 1000, [100, 316, 1000, 3162, 10_000, 31_623, 100_000]),
+}
 
 
-def main() -> None:
-    """Run what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_subparsers(required=True)
-    of_table, of_function, of_sweep = (what.add_parser(name) for name in ("table", "function", "sweep"))
-    for each in (of_table, of_function, of_sweep):
-        each.add_argument("--device", default="cpu")
-        each.add_argument("--rate", type=float, default=1e-3, help="of networks")
-        each.add_argument("--rest", type=float, default=1e-3, help="the rate of all else")
-        each.add_argument("--out", type=Path, default=None)
-    of_table.add_argument("--data", type=Path, required=True)
-    of_table.add_argument("--sets", nargs="+", default=["pol", "protein"])
-    of_table.add_argument("--methods", nargs="+", default=None)
-    of_table.add_argument("--seconds", type=float, default=60.0)
-    of_table.add_argument("--seeds", type=int, nargs="+", default=[1], help="how many, of all sets or of each")
-    of_table.add_argument("--exact-rows", type=int, default=3000)
-    of_table.set_defaults(run=table)
-    of_function.add_argument("--points", type=int, default=100)
-    of_function.add_argument("--iterations", type=int, default=10_000)
-    of_function.add_argument("--plot", type=Path, default=Path("paper3.png"))
-    of_function.set_defaults(run=function)
-    of_sweep.add_argument("--points", type=int, nargs="+", default=[100, 316, 1000, 3162, 10_000, 31_623, 100_000])
-    of_sweep.add_argument("--iterations", type=int, default=10_000)
-    of_sweep.add_argument("--seconds", type=float, default=15.0)
-    of_sweep.add_argument("--exact-rows", type=int, default=1000, help="beyond, no GP and no DKL")
-    of_sweep.add_argument("--plot", type=Path, default=Path("paper3_sweep.png"))
-    of_sweep.set_defaults(run=sweep)
-    options = parser.parse_args()
+def main():
+    options = bench.parsed(
+        __doc__,
+        *DEFAULTS,
+        data=Path(),
+        device="cpu",
+        rate=1e-3,  # of networks
+        rest=1e-3,  # of all else
+        out=None,
+        sets=["pol", "protein"],
+        methods=METHODS,
+        seconds=0.0,
+        seeds=[1],  # how many, of all sets or of each
+        exact_rows=0,  # of GP and DKL; beyond that many points the sweep leaves them out
+        points=[0],
+        iterations=10_000,
+        plot=None,
+    )
+    run, seconds, rows, points = DEFAULTS[options.part]
+    options.seconds, options.exact_rows = options.seconds or seconds, options.exact_rows or rows
+    options.points = points if options.points == [0] else options.points
     pyro.enable_validation(False)
-    options.run(options)
+    run(options)
 
 
 if __name__ == "__main__":

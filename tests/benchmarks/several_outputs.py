@@ -6,32 +6,26 @@ Four outputs are mixtures of two functions, observed at 100 inputs each, one of 
 way: the mean log density and RMSE of new noisy values where the output was observed, and in the gap, and CPU time.
 """
 
-from __future__ import annotations
-
-import argparse
-import time
-from collections.abc import Callable
-
+import bench
 import gpytorch
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import SVI
-from torch import Tensor
+from others import optimisers, stepping
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, mix_outputs
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels, mix_outputs
 from pyro_sparsegp.families import SGPR, SVGP
 
 P, Q, M, NOISE = 4, 2, 20, 0.1
 MIXING = torch.tensor([[1.0, 0.2], [0.3, 1.0], [0.8, -0.7], [-0.6, -0.5]], dtype=torch.float64)
 
 
-def signals(x: Tensor) -> Tensor:
+def signals(x):
     """The outputs without noise, ``(N, P)``."""
     return torch.stack([torch.sin(9 * x), torch.cos(14 * x.clamp(min=0) ** 1.5)], -1) @ MIXING.mT
 
 
-def draw(num: int, generator: torch.Generator, gap: bool) -> tuple[Tensor, Tensor]:
+def draw(num, generator: torch.Generator, gap):
     """Rows (x, p) at inputs of each output's own, and values; the third without, or of, the middle third."""
     rows = []
     for p in range(P):
@@ -47,8 +41,8 @@ def draw(num: int, generator: torch.Generator, gap: bool) -> tuple[Tensor, Tenso
 def by_kernel(rows, y=None):
     """The intrinsic model: one kernel of the inputs."""
     mixing = pyro.param("kernel_mixing", lambda: torch.randn(P, Q))
-    length = pyro.param("kernel_length", torch.tensor(0.3), constraint=dist.constraints.positive)
-    noise = pyro.param("kernel_noise", torch.tensor(0.3), constraint=dist.constraints.positive)
+    length = bench.positive("kernel_length", torch.tensor(0.3))
+    noise = bench.positive("kernel_noise", torch.tensor(0.3))
     f = pyro.sample("f", GaussianProcess(kernels.Coregionalisation(mixing)[1] * kernels.RBF(length)[0], rows))
     with pyro.plate("data", len(rows)):
         return pyro.sample("y", dist.Normal(f, noise), obs=y)
@@ -57,25 +51,23 @@ def by_kernel(rows, y=None):
 def by_values(rows, y=None):
     """The linear model: a kernel for each function."""
     mixing = pyro.param("values_mixing", lambda: torch.randn(P, Q))
-    noise = pyro.param("values_noise", torch.tensor(0.3), constraint=dist.constraints.positive)
+    noise = bench.positive("values_noise", torch.tensor(0.3))
     shared = []
     for q in range(Q):
-        length = pyro.param(f"values_length_{q}", torch.tensor(0.3), constraint=dist.constraints.positive)
+        length = bench.positive(f"values_length_{q}", torch.tensor(0.3))
         shared.append(pyro.sample(f"g{q}", GaussianProcess(kernels.RBF(length), rows[:, :1])))
     f = mix_outputs(mixing, torch.stack(shared), output=rows[:, 1].long())
     with pyro.plate("data", len(rows)):
         return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
 
-def ours(model: Callable, families, steps: int, rows: Tensor, y: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def ours(model, families, steps, rows, y):
     """Train; what it says of new rows, mean and variance of y."""
     guide = AutoSparseGP(model, families)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO(2))
-    for _ in range(steps):
-        svi.step(rows, y)
+    bench.Training(model, guide, rows, y, 0.03).until(steps=steps)
 
     @torch.no_grad()
-    def predicted(new: Tensor) -> tuple[Tensor, Tensor]:
+    def predicted(new):
         q = guide.posterior(new)
         if "f" in q:
             return q["f"].mean, q["f"].variance + pyro.param("kernel_noise") ** 2
@@ -94,7 +86,7 @@ class LMC(gpytorch.models.ApproximateGP):
     :param natural: q in natural parameters, for natural steps; or by its Cholesky factor, for Adam.
     """
 
-    def __init__(self, inducing: Tensor, natural: bool) -> None:
+    def __init__(self, inducing, natural):
         kinds = gpytorch.variational
         kind = kinds.NaturalVariationalDistribution if natural else kinds.CholeskyVariationalDistribution
         variational = kind(len(inducing), torch.Size([Q]))
@@ -108,9 +100,7 @@ class LMC(gpytorch.models.ApproximateGP):
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
 
-def theirs(
-    steps: int, rows: Tensor, y: Tensor, natural: bool, rate: float = 0.03
-) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+def theirs(steps, rows, y, natural, rate=0.03):
     """GPyTorch's, with as many inducing points for each function: Adam, beside natural steps of q or not."""
     mixing = torch.randn(P, Q)  # first, as in ours
     model = LMC(torch.linspace(0, 1, M)[:, None], natural)
@@ -118,74 +108,53 @@ def theirs(
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
     likelihood.noise = 0.3**2
     loss = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=len(y))
-    others = [*(model.hyperparameters() if natural else model.parameters()), *likelihood.parameters()]
-    optims: list = [torch.optim.Adam(others, lr=rate)]
-    if natural:
-        optims.append(gpytorch.optim.NGD(model.variational_parameters(), num_data=len(y), lr=0.1))
+    step = stepping(
+        lambda: -loss(model(rows[:, :1], task_indices=rows[:, 1].long()), y),
+        *optimisers(model, likelihood, natural, len(y), rate),
+    )
     for _ in range(steps):
-        for optim in optims:
-            optim.zero_grad()
-        value = -loss(model(rows[:, :1], task_indices=rows[:, 1].long()), y)
-        value.backward()
-        for optim in optims:
-            optim.step()
+        step()
     model.eval()
 
     @torch.no_grad()
-    def predicted(new: Tensor) -> tuple[Tensor, Tensor]:
+    def predicted(new):
         q = model(new[:, :1], task_indices=new[:, 1].long())
         return q.mean, q.variance + likelihood.noise
 
-    predicted.told = {  # type: ignore[attr-defined]
-        "lengths": [round(v, 3) for v in model.covar_module.lengthscale.flatten().tolist()],
-        "noise": round(likelihood.noise.sqrt().item(), 3),
-        "loss a row": round(value.item(), 3),
-    }
     return predicted
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="ways with this in their names")
-    parser.add_argument("--verbose", action="store_true", help="each run as it ends")
-    options = parser.parse_args()
+WAYS = {
+    "`Coregionalisation`, `SGPR(40)`": lambda *data: ours(by_kernel, SGPR(2 * M), *data),
+    "`Coregionalisation`, `SVGP(40)`": lambda *data: ours(by_kernel, SVGP(2 * M), *data),
+    '`mix_outputs`, `{("g0", "g1"): SVGP(20)}`': lambda *data: ours(by_values, {("g0", "g1"): SVGP(M)}, *data),
+    "`mix_outputs`, `SVGP(20)` each": lambda *data: ours(by_values, SVGP(M), *data),
+    "`mix_outputs`, `SVGP(20, natural=False)` each": lambda *data: ours(by_values, SVGP(M, natural=False), *data),
+    "GPyTorch's LMC, 20 each, Adam": lambda *data: theirs(*data, natural=False),
+    "GPyTorch's LMC, 20 each, Adam at 0.1": lambda *data: theirs(*data, natural=False, rate=0.1),
+    "GPyTorch's LMC, 20 each, NGD and Adam": lambda *data: theirs(*data, natural=True),
+}
+
+
+def main():
+    options = bench.parsed(__doc__, steps=300, seeds=3, only="")
     torch.set_default_dtype(torch.float64)
-    ways: dict[str, Callable] = {
-        "`Coregionalisation`, `SGPR(40)`": lambda *data: ours(by_kernel, SGPR(2 * M), *data),
-        "`Coregionalisation`, `SVGP(40)`": lambda *data: ours(by_kernel, SVGP(2 * M), *data),
-        '`mix_outputs`, `{("g0", "g1"): SVGP(20)}`': lambda *data: ours(by_values, {("g0", "g1"): SVGP(M)}, *data),
-        "`mix_outputs`, `SVGP(20)` each": lambda *data: ours(by_values, SVGP(M), *data),
-        "`mix_outputs`, `SVGP(20, natural=False)` each": lambda *data: ours(by_values, SVGP(M, natural=False), *data),
-        "GPyTorch's LMC, 20 each, Adam": lambda *data: theirs(*data, natural=False),
-        "GPyTorch's LMC, 20 each, Adam at 0.1": lambda *data: theirs(*data, natural=False, rate=0.1),
-        "GPyTorch's LMC, 20 each, NGD and Adam": lambda *data: theirs(*data, natural=True),
-    }
-    ways = {name: way for name, way in ways.items() if options.only in name}
-    found: dict[str, list[list[float]]] = {name: [] for name in ways}
+    found = {name: [] for name in WAYS if options.only in name}
     for seed in range(options.seeds):
         generator = torch.Generator().manual_seed(seed)
         rows, y = draw(100, generator, gap=False)
         tests = [draw(100, generator, gap) for gap in (False, True)]
-        for name, way in ways.items():
-            pyro.clear_param_store()
-            pyro.set_rng_seed(seed)
-            start = time.process_time()
-            predicted = way(options.steps, rows, y)
-            spent = time.process_time() - start
-            numbers = []
-            for new, value in tests:
-                mean, variance = predicted(new)
-                density = dist.Normal(mean, variance.sqrt()).log_prob(value).mean()
-                numbers += [density.item(), (mean - value).square().mean().sqrt().item()]
-            found[name].append([*numbers, spent])
-            if options.verbose:
-                print(seed, name, [round(n, 3) for n in found[name][-1]], getattr(predicted, "told", ""), flush=True)
-    print("| way | log density, RMSE | in the gap | CPU seconds |\n|---|---|---|---|")
+        for name, runs in found.items():
+            bench.seeded(seed)
+            start = bench.clock()
+            predicted = WAYS[name](options.steps, rows, y)
+            spent = bench.clock() - start
+            runs.append([*(n for new, value in tests for n in bench.scores(*predicted(new), value)[:2]), spent])
+    rows = []
     for name, runs in found.items():
         a, b, c, d, e = torch.tensor(runs).mean(0).tolist()
-        print(f"| {name} | {a:.3f}, {b:.3f} | {c:.3f}, {d:.3f} | {e:.1f} |")
+        rows.append([name, f"{a:.3f}, {b:.3f}", f"{c:.3f}, {d:.3f}", f"{e:.1f}"])
+    print(bench.table(["way", "log density, RMSE", "in the gap", "CPU seconds"], rows))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,301 @@
+"""What the benchmarks share: options, data, a program, training by a clock, scores, runs that are kept, tables."""
+
+import argparse
+import itertools
+import json
+import math
+import platform
+import resource
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+from torch.distributions import constraints
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp.families import FreeFormFamily
+
+HERE = Path(__file__).parent
+
+
+def parsed(doc, *parts, **options):
+    """The command's options, told by their defaults: a list takes several, a type is required, False is a flag.
+
+    :param parts: what the first argument may be.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if parts:
+        parser.add_argument("part", choices=parts)
+    for name, default in options.items():
+        if default is False:
+            how = {"action": "store_true"}
+        elif isinstance(default, type):
+            how = {"type": default, "required": True}
+        elif isinstance(default, list):
+            how = {"nargs": "+", "type": type(default[0]), "default": default}
+        else:
+            how = {"type": str if default is None else type(default), "default": default}
+        parser.add_argument("--" + name.replace("_", "-"), **how)
+    return parser.parse_args()
+
+
+# Data.
+
+
+def read(path):
+    """Inputs and targets of a file, in float64."""
+    with np.load(path, allow_pickle=False) as file:
+        return tuple(torch.as_tensor(file[key].astype(np.float64)) for key in ("X", "y"))
+
+
+def official(path, split=0):
+    """Which rows are for tests in a split that the file has."""
+    with np.load(path, allow_pickle=False) as file:
+        masks = np.unpackbits(file["test_mask_packed"], axis=0, count=int(file["n"]))
+    return torch.from_numpy(masks[:, split].astype(bool))
+
+
+def shuffled(num, seed=0):
+    """The numbers below ``num`` in an order that the seed alone decides."""
+    return torch.randperm(num, generator=torch.Generator().manual_seed(seed))
+
+
+def standardised(x, y, train):
+    """Both in units of their spread over training rows, without the columns that are constant there."""
+    spread = x[train].std(0)
+    x = ((x - x[train].mean(0)) / spread.clamp(min=1e-8))[:, spread > 1e-8]
+    return x, (y - y[train].mean()) / y[train].std()
+
+
+# Programs and training.
+
+
+def positive(name, value):
+    """A positive parameter that starts at a value."""
+    return pyro.param(name, value, constraint=constraints.positive)
+
+
+def regression(length, noise=0.3, ard=True, kernel=kernels.Matern32, likelihood=None):
+    """A program: one scale, a length scale a column or one of all, a normal likelihood or one of ``f``."""
+
+    def model(x, y=None, size=None):
+        scale = positive("scale", x.new_ones(()))
+        ell = positive("length", x.new_full(x.shape[-1:] if ard else (), length))
+        f = pyro.sample("f", GaussianProcess(scale * kernel(ell), x))
+        around = likelihood(f) if likelihood else dist.Normal(f, positive("noise", x.new_full((), noise)))
+        with pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", around, obs=y)
+
+    return model
+
+
+def bayesian(x, y=None, size=None):
+    """A program whose hyperparameters have priors."""
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    length = pyro.sample("length", dist.LogNormal(x.new_zeros(x.shape[-1]), 1.0).to_event(1))
+    noise = pyro.sample("noise", dist.HalfNormal(1.0))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
+    with pyro.plate("data", size or len(x), subsample=x):
+        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def clock(device="cpu"):
+    """Seconds of the process on a CPU, which other jobs do not lengthen; else of the clock, when all is done."""
+    if str(device).startswith("cuda"):
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def peak():
+    """Peak resident memory so far, in GiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def of_files():
+    """Resident memory that is pages of files now, in GiB."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return math.nan
+    return int(next(line for line in status.read_text().splitlines() if line.startswith("RssFile")).split()[1]) / 2**20
+
+
+def epochs(num, batch):
+    """Rows of mini-batches, epoch after epoch."""
+    while True:
+        yield from torch.randperm(num).split(batch)
+
+
+class Training:
+    """A guide in training by SVI; its clock counts steps alone.
+
+    :param batch: rows a step; 0 is all.
+    """
+
+    def __init__(self, model, guide, x, y, rate=0.01, batch=0, nodes=2, generator=None):
+        self.guide, self.x, self.y, self.batch, self.generator = guide, x, y, batch, generator
+        self.svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": rate}), TraceQuadrature_ELBO(nodes))
+        self.seconds, self.steps = 0.0, 0
+
+    def step(self):
+        """One step, on rows at random."""
+        if not self.batch:
+            return self.svi.step(self.x, self.y)
+        rows = torch.randint(len(self.x), (self.batch,), generator=self.generator).to(self.x.device)
+        return self.svi.step(self.x[rows], self.y[rows], size=len(self.x))
+
+    def until(self, steps=math.inf, seconds=math.inf):
+        """Train on, until so many steps or seconds have passed in all."""
+        while self.steps < steps and self.seconds < seconds:
+            start = clock(self.x.device)
+            self.step()
+            self.seconds, self.steps = self.seconds + clock(self.x.device) - start, self.steps + 1
+        return self
+
+
+def by_gradients(family):
+    """The family with q's mean and scale for parameters, for a line search."""
+    return family.learning(natural=False) if isinstance(family, FreeFormFamily) else family
+
+
+def lbfgs(loss, parameters, iterations, most=None, **options):
+    """L-BFGS with a line search, to the minimum; the loss there."""
+    optimiser = torch.optim.LBFGS(
+        list(parameters), max_iter=iterations, max_eval=most, line_search_fn="strong_wolfe", **options
+    )
+    optimiser.step(descending(optimiser, loss))
+    return loss().item()
+
+
+def descending(optimiser, loss):
+    """A closure of an optimiser."""
+
+    def closure():
+        optimiser.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    return closure
+
+
+def interleaved(steps, rounds, warm=2, repeats=1, device="cpu"):
+    """Milliseconds of each of several steps, a value a round: they take turns, so that a slow moment slows all."""
+    times = {name: [] for name in steps}
+    for turn, (name, step) in itertools.product(range(rounds + warm), steps.items()):
+        start = clock(device)
+        for _ in range(repeats):
+            step()
+        if turn >= warm:
+            times[name].append(1e3 * (clock(device) - start) / repeats)
+    return times
+
+
+def ratio(times, one, other):
+    """The median of each round's ratio."""
+    return statistics.median(a / b for a, b in zip(times[one], times[other]))
+
+
+# Scores.
+
+
+@torch.no_grad()
+def predicted(guide, x):
+    """Mean and variance of new observations of :func:`regression`."""
+    mean, variance = guide.posterior(x)["f"].moments()
+    return mean, variance + pyro.param("noise") ** 2
+
+
+def scores(mean, variance, y):
+    """Mean log density, RMSE, and how often a 95 % interval covers."""
+    error = y - mean
+    density = -0.5 * (math.log(2 * math.pi) + variance.log() + error.square() / variance).mean()
+    inside = (error.abs() < 1.959964 * variance.sqrt()).double().mean()
+    return float(density), float(error.square().mean().sqrt()), float(inside)
+
+
+# Pages.
+
+
+class Kept(dict):
+    """Runs by name, in a file that is written as they end: the same command goes on from there."""
+
+    def __init__(self, path):
+        super().__init__(json.loads(path.read_text()) if path.exists() else {})
+        self.path = path
+
+    def run(self, key, function):
+        """What the function found, now or before."""
+        if key not in self:
+            self[key] = function()
+            self.path.write_text(json.dumps(self))
+            print(key, str(self[key])[:200], flush=True)
+        return self[key]
+
+
+class Page:
+    """Lines that are printed as they come, and kept in a file if there is to be one."""
+
+    def __init__(self, out=None):
+        self.out, self.lines = out, []
+
+    def say(self, *lines):
+        self.lines += lines
+        print("\n".join(lines), flush=True)
+        if self.out:
+            Path(self.out).write_text("\n".join(self.lines) + "\n")
+
+    def row(self, *cells):
+        self.say(row(cells))
+
+    def head(self, *heads):
+        self.say(row(heads), row(["---"] * len(heads)))
+
+
+def row(cells):
+    """A line of a table."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def table(heads, rows):
+    """A table."""
+    return "\n".join(map(row, [heads, ["---"] * len(heads), *rows]))
+
+
+def mean_error(values, digits=3):
+    """Mean, and its standard error if there are several values."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ({statistics.stdev(values) / len(values) ** 0.5:.{digits}f})"
+
+
+def machine(device="cpu"):
+    """What the run was made on and with."""
+    where = torch.cuda.get_device_name() if str(device).startswith("cuda") else f"{platform.machine()} CPU"
+    return f"{where}, {torch.get_num_threads()} thread(s), torch {torch.__version__}"
+
+
+def pyplot():
+    """Matplotlib, without a screen."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def seeded(seed=0):
+    """An empty parameter store and a seed."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+
+
+def prepared(model, family, x, y, **options):
+    """A guide that has seen the data."""
+    guide = AutoSparseGP(model, family, **options)
+    guide.prepare(x, y)
+    return guide
