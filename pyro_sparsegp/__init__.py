@@ -12,7 +12,7 @@ from .outputs import mix_outputs
 from .posterior.sparse_posterior import SparsePosterior
 from .predict import predict
 from .process import GaussianProcess
-from .program.classes import class_probabilities
+from .program.enumeration import class_probabilities
 from .whitening import Whitening, WhitenReparam
 
 __all__ = [

@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO, infer_discrete
+from pyro.infer import SVI, Trace_ELBO
 
 from pyro_sparsegp import (
     AutoSparseGP,
@@ -19,7 +19,8 @@ from pyro_sparsegp import (
 from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, SparseEP
 from pyro_sparsegp.program.traces import held_trace, log_densities
 
-PARALLEL = {"enumerate": "parallel"}
+from .test_enumeration import PARALLEL, assert_same, bound
+
 KERNEL = kernels.RBF(0.5)
 G, ROWS = 4, 5
 SHARES = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -33,6 +34,16 @@ def data():
     generator = torch.Generator().manual_seed(0)
     x = torch.rand(G * ROWS, 1, generator=generator)
     return x, torch.sin(5 * x[:, 0]) + 0.3 * torch.randn(G * ROWS, generator=generator)
+
+
+def _z(name="groups", num=G):
+    with pyro.plate(name, num):
+        return pyro.sample("z" if name == "groups" else name, dist.Categorical(SHARES), infer=PARALLEL)
+
+
+def _y(x, y, mean):
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mean, 0.3), obs=y)
 
 
 def nested(x, y=None, groups=G):
@@ -98,65 +109,84 @@ def everything_by_hand(x, group, y=None, c=None):
     pyro.factor("sum", torch.stack(total).logsumexp(0) - dist.Normal(0.0, 1.0).log_prob(y).sum())
 
 
-def bound(model, family, *args, objective=None):
-    pyro.set_rng_seed(0)
-    guide = AutoSparseGP(model, family)
-    guide(*args)
-    pyro.set_rng_seed(1)
-    loss = (objective or TraceQuadrature_ELBO(8)).loss_and_grads(model, guide, *args)
-    return loss, {name: p.grad for name, p in guide.named_parameters()}, guide
+NESTED = torch.arange(G).repeat_interleave(ROWS)
 
 
-def assert_same(one, other):
-    assert abs(one[0] - other[0]) < 1e-8 * max(1, abs(other[0]))
-    for name, gradient in one[1].items():
-        torch.testing.assert_close(gradient, other[1][name], atol=1e-7, rtol=1e-7)
-
-
-@pytest.mark.parametrize("family", [SVGP(8), SVGP(8, natural=False), CoupledPrecision(8)], ids=repr)
-def test_groups_whose_rows_have_a_number(family):
+@pytest.mark.parametrize(
+    ("model", "written_out", "family", "group", "objective"),
+    [
+        (indexed, by_hand, SVGP(8), GROUP, None),
+        (indexed, by_hand, SVGP(8), GROUP, Trace_ELBO()),
+        (indexed, by_hand, SVGP(8, natural=False), GROUP, None),
+        (indexed, by_hand, CoupledPrecision(8), GROUP, None),
+        (nested, by_hand, SVGP(8), NESTED, None),
+        (everything, everything_by_hand, SVGP(8), GROUP, None),
+    ],
+    ids=["numbers", "drawn", "no natural steps", "coupled", "plates within each other", "three levels"],
+)
+def test_groups(model, written_out, family, group, objective):
     x, y = data()
-    assert_same(bound(indexed, family, x, GROUP, y), bound(by_hand, family, x, GROUP, y))
+    more = ((y > 0).to(y),) if model is everything else ()
+    args = (x, y) if model is nested else (x, group, y, *more)
+    assert_same(
+        bound(model, family, *args, objective=objective),
+        bound(written_out, family, x, group, y, *more, objective=objective),
+    )
 
 
-def test_plates_within_each_other():
-    x, y = data()
-    group = torch.arange(G).repeat_interleave(ROWS)
-    assert_same(bound(nested, SVGP(8), x, y), bound(by_hand, SVGP(8), x, group, y))
-
-
-def test_three_levels():
-    x, y = data()
-    args = x, GROUP, y, (y > 0).to(y)
-    assert_same(bound(everything, SVGP(8), *args), bound(everything_by_hand, SVGP(8), *args))
-
-
-def test_rows_that_are_left_out():
-    """Rows that share a class have equal parts of what is one number; masked ones have none."""
+def test_rows_that_share_a_class():
+    """They have equal parts of what is one number, and masked ones have none; of a function of the class alone, too."""
     x, y = data()
     seen = torch.rand(len(y), generator=torch.Generator().manual_seed(1)) < 0.7
     seen[GROUP == 2] = False  # a group without rows
 
     def model(x, y):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("groups", G):
-            z = pyro.sample("z", dist.Categorical(SHARES), infer=PARALLEL)
-        with pyro.plate("data", len(x)), poutine.mask(mask=seen):
-            pyro.sample("y", dist.Normal(SLOPES[z[..., GROUP]] * f, 0.3), obs=y)
+        second = torch.where(_z() == 1, 0.1, 2.0)
+        with poutine.mask(mask=seen):
+            _y(x, y, second[..., GROUP] * f)
 
     f = torch.sin(3 * x[:, 0])
     rows = log_densities(held_trace(model, {"f": f}, (x, torch.where(seen, y, torch.nan)), {}), ["f"])["y"]
     assert (rows[~seen] == 0).all()
-    sums, _ = of_groups(f, y, seen)
+    sums = of_groups(torch.tensor([2.0, 0.1, 2.0])[:, None] * f, y, seen)
     counts = torch.zeros(G).index_add(0, GROUP, seen.double())
     torch.testing.assert_close(rows[seen], (sums.logsumexp(0) / counts)[GROUP[seen]])
 
 
-def of_groups(f, y, seen=1.0):
-    """log p(z, y) of each value and group, (3, G), and p(z | y), (G, 3)."""
-    rows = dist.Normal(SLOPES[:, None] * f, 0.3).log_prob(y) * seen
-    sums = torch.zeros(3, G).index_add(1, GROUP, rows) + SHARES.log()[:, None]
-    return sums, sums.softmax(0).mT
+def of_groups(means, y, seen=1.0, shares=SHARES):
+    """log p(z, y) of each value and group, (3, G)."""
+    rows = dist.Normal(means, 0.3).log_prob(y) * seen
+    return torch.zeros(3, G).index_add(1, GROUP, rows) + shares.log()[:, None]
+
+
+LEVELS = torch.tensor([0.0, 60.0, -60.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("fault", ["saturated", "masked"])
+def test_what_the_first_call_hides(fault):
+    """Rows that share a class meet, though the classes' weights be 0 and 1, or a mask leave one row of each group."""
+    x, y = data()
+    some = torch.zeros(len(y), dtype=torch.bool)
+    some[torch.stack([(g == GROUP).nonzero()[0, 0] for g in range(G)])] = True
+    means = LEVELS if fault == "saturated" else 0 * LEVELS
+
+    def model(x, y, seen):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        z = _z()
+        with poutine.mask(mask=seen):
+            _y(x, y, means[z[GROUP]] + SLOPES[z[GROUP]] * f)
+
+    guide = AutoSparseGP(model, SVGP(8))
+    guide(x, y, some if fault == "masked" else ~some | some)
+    assert guide.structure.dependence == {"f": "coupled"}
+    with torch.no_grad():
+        pyro.set_rng_seed(1)
+        loss = TraceQuadrature_ELBO(8).loss(model, guide, x, y, torch.ones_like(some))
+        pyro.set_rng_seed(1)
+        f = guide(x, y, torch.ones_like(some))["f"]
+    sums = of_groups(means[:, None] + SLOPES[:, None] * f, y)
+    assert abs(loss - (guide.posterior(x, y, some)["f"].kl - sums.logsumexp(0).sum())) < 1e-8
 
 
 def test_mini_batches_of_groups():
@@ -187,14 +217,13 @@ def test_mini_batches_of_groups():
 
 
 def test_what_is_known_of_classes():
-    """Given a draw of all else exactly; new groups' are drawn from the model; Pyro's infer_discrete takes plates."""
+    """Given a draw of all else exactly; new groups' are drawn from the model."""
     x, y = data()
     y = SLOPES[torch.tensor([1, 0, 2, 1])][GROUP] * torch.sin(5 * x[:, 0])
     share = {"share": SHARES}
     f = torch.sin(5 * x[:, 0])
     found = class_probabilities(indexed, {"f": f} | share, x, GROUP, y)
-    _, expected = of_groups(f, y)
-    torch.testing.assert_close(found["z"], expected)
+    torch.testing.assert_close(found["z"], of_groups(SLOPES[:, None] * f, y).softmax(0).mT)
     assert found["z"].argmax(-1).tolist()[:2] == [1, 0]
     with pytest.raises(ValueError, match="latent site 'f' has no value"):
         class_probabilities(indexed, share, x, GROUP, y)
@@ -224,16 +253,6 @@ def test_what_is_known_of_classes():
     guide.eval()
     assert class_probabilities(indexed, guide(x, GROUP, y), x, GROUP, y)["z"].shape == (G, 3)
 
-    held = pyro.condition(nested, {"f": f} | share)
-    group = torch.arange(G).repeat_interleave(ROWS)
-    z = torch.stack([_inferred(held, x, y) for _ in range(100)])[..., 0]
-    share_of_0 = class_probabilities(indexed, {"f": f} | share, x, group, y)["z"][:, 0]
-    assert ((z == 0).double().mean(0) - share_of_0).abs().max() < 0.2
-
-
-def _inferred(model, x, y):
-    return poutine.trace(infer_discrete(model, first_available_dim=-3)).get_trace(x, y).nodes["z"]["value"]
-
 
 def test_pointwise_densities_add_up_by_group():
     source = pytest.importorskip("pyro_sparsegp.diagnostics.draws").GuideSource
@@ -242,99 +261,58 @@ def test_pointwise_densities_add_up_by_group():
     source = source(guide, (x, GROUP, y), {}, False, 8192)
     draw = source.draw()
     rows = source.densities(draw).integrated["y"]
-    sums = dist.Normal(SLOPES[:, None] * draw.functions["f"], 0.3).log_prob(y)
-    sums = torch.zeros(3, G).index_add(1, GROUP, sums) + draw.values["share"].log()[:, None]
+    sums = of_groups(SLOPES[:, None] * draw.functions["f"], y, shares=draw.values["share"])
     torch.testing.assert_close(torch.zeros(G).index_add(0, GROUP, rows), sums.logsumexp(0))
 
 
-def refused(match, body, family=None):
+def other_rows(x, y, f):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Categorical(SHARES), infer=PARALLEL)
+        pyro.sample("y", dist.Normal(f + z[torch.arange(len(x)).roll(1)], 0.3), obs=y)
+
+
+def batch(x, y, f):
+    z = _z()
+    with pyro.plate("data", 5 * len(x), subsample=x):
+        pyro.sample("y", dist.Normal(f * z[GROUP], 0.3), obs=y)
+
+
+LATE = r"'y' stands in plates \['data'\] and depends on the discrete site 'z', .*z\[group\], before"
+
+
+@pytest.mark.parametrize(
+    ("match", "body"),
+    [
+        (
+            r"'y' .* 'z', of which each row picks more than one element, which stands in \['groups'\]",
+            lambda x, y, f: _y(x, y, f * (z := _z())[GROUP] + z[GROUP.flip(0)]),
+        ),
+        (
+            r"site 'y' .* the discrete sites \['z', 'others'\] meet, whose plates are not within one another",
+            lambda x, y, f: _y(x, y, f * _z()[GROUP] + _z("others", 3)[GROUP % 3]),
+        ),
+        (LATE, lambda x, y, f: _y(x, y, f * SLOPES[_z(num=len(x))])),
+        (LATE, lambda x, y, f: _y(x, y, f * SLOPES[_z()][..., GROUP])),
+        (r"'z' is enumerated, and indexed by 1: give each row", lambda x, y, f: _y(x, y, f * _z()[1])),
+        ("rows of the same plate pick others by a number", other_rows),
+        (r"'y' is scaled by 5 and the discrete site 'z'.* take some of the elements, with all of their", batch),
+    ],
+)
+def test_which_groups_cannot_be_summed_out(match, body):
     x, y = data()
 
     def program(x, y):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        body(x, y, f)
+        body(x, y, pyro.sample("f", GaussianProcess(KERNEL, x)))
 
     with pytest.raises(ValueError, match=match):
-        AutoSparseGP(program, family or SVGP(4))(x, y)
+        AutoSparseGP(program, SVGP(4))(x, y)
 
 
-def _z(name="groups", num=G):
-    with pyro.plate(name, num):
-        return pyro.sample("z" if name == "groups" else name, dist.Categorical(SHARES), infer=PARALLEL)
-
-
-def _y(x, y, mean):
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(mean, 0.3), obs=y)
-
-
-def test_what_cannot_be_summed_out():
-    def two_elements(x, y, f):
-        z = _z()
-        _y(x, y, f * z[GROUP] + z[GROUP.flip(0)])
-
-    def crossed(x, y, f):
-        z, other = _z(), _z("others", 3)
-        _y(x, y, f * z[GROUP] + other[GROUP % 3])
-
-    def late(x, y, f):
-        _y(x, y, f * SLOPES[_z(num=len(x))])
-
-    def picked_late(x, y, f):
-        _y(x, y, f * SLOPES[_z()][..., GROUP])
-
-    def number(x, y, f):
-        _y(x, y, f * _z()[1])
-
-    def other_rows(x, y, f):
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Categorical(SHARES), infer=PARALLEL)
-            pyro.sample("y", dist.Normal(f + z[torch.arange(len(x)).roll(1)], 0.3), obs=y)
-
-    def batch(x, y, f):
-        z = _z()
-        with pyro.plate("data", 5 * len(x), subsample=x):
-            pyro.sample("y", dist.Normal(f * z[GROUP], 0.3), obs=y)
-
-    refused(r"'y' .* 'z', of which each row picks more than one element, which stands in \['groups'\]", two_elements)
-    refused(r"at site 'y' the discrete sites \['z', 'others'\] meet, whose plates are not within one another", crossed)
-    refused(r"'y' stands in plates \['data'\] and depends on the discrete site 'z', .*z\[group\], before", late)
-    refused(r"'y' stands in plates \['data'\] and depends on the discrete site 'z', .*z\[group\], before", picked_late)
-    refused(r"'z' is enumerated, and indexed by 1: give each row", number)
-    refused("rows of the same plate pick others by a number", other_rows)
-    refused(r"'y' is scaled by 5 and the discrete site 'z'.* take some of the elements, with all of their", batch)
-    refused("'f' has the family SGPR, .* does not factorise", lambda x, y, f: _y(x, y, f * _z()[GROUP]), SGPR(4))
-
-
-def test_expectation_propagation_refuses_them():
+def test_families_that_refuse_groups():
     x, y = data()
     fixed = pyro.condition(indexed, {"share": SHARES})
-    guide = AutoSparseGP(fixed, SparseEP(4))
-    ep = ExpectationPropagation(fixed, guide, pyro.optim.Adam({"lr": 0.01}))
-    with pytest.raises(
-        ValueError, match=r"GP site 'f' .* one term of a density depends on several of its values. Take SVI"
-    ):
+    with pytest.raises(ValueError, match=r"'f' has the family SGPR, .* does not factorise"):
+        AutoSparseGP(fixed, SGPR(4))(x, GROUP, y)
+    ep = ExpectationPropagation(fixed, AutoSparseGP(fixed, SparseEP(4)), pyro.optim.Adam({"lr": 0.01}))
+    with pytest.raises(ValueError, match=r"'f' .* one term of a density depends on several of its values. Take SVI"):
         ep.step(x, GROUP, y)
-
-
-def test_values_keep_their_numbers_through_functions_of_their_own():
-    x, y = data()
-
-    def program(x, group, y):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        second = torch.where(_z() == 1, 0.1, 2.0)
-        _y(x, y, f * second[group])
-
-    f = torch.sin(3 * x[:, 0])
-    rows = log_densities(held_trace(program, {"f": f}, (x, GROUP, y), {}), ["f"])["y"]
-    sums = dist.Normal(torch.tensor([2.0, 0.1, 2.0])[:, None] * f, 0.3).log_prob(y)
-    sums = torch.zeros(3, G).index_add(1, GROUP, sums) + SHARES.log()[:, None]
-    torch.testing.assert_close(rows.sum(), sums.logsumexp(0).sum())
-
-
-def test_draws_are_not_integrated():
-    x, y = data()
-    assert_same(
-        bound(indexed, SVGP(8), x, GROUP, y, objective=Trace_ELBO()),
-        bound(by_hand, SVGP(8), x, GROUP, y, objective=Trace_ELBO()),
-    )

@@ -48,16 +48,11 @@ def test_groups_in_the_plate_of_data_are_told_of():
     guide.warned.clear()
     with pytest.warns(UserWarning, match=MESSAGE):
         to_datatree(guide.model, guide, t, y, predict=t[:4], num_samples=2)
-
-
-def test_groups_of_samples_are_told_of():
-    t, y = data()
     mcmc = MCMC(NUTS(panel("groups")), num_samples=2, warmup_steps=2, disable_progbar=True)
     mcmc.run(t, y)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*diverged")
-        with pytest.warns(UserWarning, match=MESSAGE):
-            predict(panel("groups"), mcmc, t[:4])
+    warnings.filterwarnings("ignore", message=".*diverged")
+    with pytest.warns(UserWarning, match=MESSAGE):
+        predict(panel("groups"), mcmc, t[:4])
 
 
 def test_a_plate_of_another_name_has_the_groups_known():

@@ -46,18 +46,56 @@ def test_a_posterior_asked_for_a_site_that_is_none():
     assert posteriors.get("g") is None
 
 
-@pytest.mark.parametrize("family", [SVGP(5), SGPR(5), SparseEP(5)], ids=lambda f: type(f).__name__)
-def test_data_in_a_column(family):
-    """(N, 1) under (N,) would be (N, N) values, of which the plate has N."""
+@pytest.mark.parametrize("later", [False, True], ids=["first call", "later step"])
+@pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=lambda f: type(f).__name__)
+def test_data_that_do_not_fit(family, later):
+    """(N, 1) under (N,) would be (N, N) values, of which the plate has N; one row of data would be that of all."""
     x, y = data()
-    match = r"site 'y' observes data of shape \(20, 1\) .* of shape \(20,\): .*\(20, 20\) in all.*y\[:, 0\]"
+    given = r"site 'y' observes data of shape"
+    for bad, match in (
+        (y[:, None], rf"{given} \(20, 1\) .* of shape \(20,\): .*\(20, 20\) in all.*y\[:, 0\]"),
+        (y[:1], rf"{given} \(1,\) .* of shape \(20,\): one value.*y\.expand\(\(20,\)\)"),
+        (y[:7], rf"{given} \(7,\) under .* of shape \(20,\)"),
+        (y.numpy(), r"site 'y' observes a ndarray.*torch.as_tensor\(y\)"),
+    ):
+        guide = AutoSparseGP(model, family)
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
+        if later:
+            svi.step(x, y)
+        with pytest.raises(ValueError, match=match):
+            svi.step(x, bad)
+    AutoSparseGP(model, SVGP(1))(x[:1], y[:1])
+
+
+def columns(x, y):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    pyro.sample("y", dist.Normal(f[:, None], 0.1), obs=y)
+
+
+def classes(x, y=None):
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("program", "family", "of", "match"),
+    [
+        (model, SparseEP(5), lambda y: y[:, None], r"site 'y' observes data of shape \(20, 1\)"),
+        (columns, SVGP(5), lambda y: y, r"of shape \(20,\) under a distribution of shape \(20, 1\).*the shape of the"),
+        (
+            classes,
+            SVGP(5),
+            lambda y: y > 0,
+            r"site 'y' .* dtype is torch.bool, which Bernoulli does not.*y\.to\(x\.dtype",
+        ),
+        (classes, SVGP(5), lambda y: (y > 0).long(), r"site 'y' .* dtype is torch.int64, which Bernoulli"),
+    ],
+)
+def test_data_of_another_kind(program, family, of, match):
+    x, y = data()
     with pytest.raises(ValueError, match=match):
-        AutoSparseGP(model, family)(x, y[:, None])
-    if isinstance(family, SVGP):
-        with pytest.raises(ValueError, match=match):
-            SVI(model, AutoSparseGP(model, family), pyro.optim.Adam({}), TraceQuadrature_ELBO()).step(x, y[:, None])
-        with pytest.raises(ValueError, match=match):
-            fit(model, AutoSparseGP(model, family), (x, y[:, None]), steps=1)
+        AutoSparseGP(program, family)(x, of(y))
 
 
 def _steps(model, family, method=SVI):
@@ -118,33 +156,6 @@ def test_an_error_of_the_models_own_that_comes_once_is_shown(go, kind):
             go(failing(run)[0])
 
 
-@pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=lambda f: type(f).__name__)
-def test_one_row_of_data_beside_many(family):
-    """Broadcast, it would be the value of all rows."""
-    x, y = data()
-    match = r"site 'y' observes data of shape \(1,\) .* of shape \(20,\): one value.*y\.expand\(\(20,\)\)"
-    with pytest.raises(ValueError, match=match):
-        AutoSparseGP(model, family)(x, y[:1])
-    guide = AutoSparseGP(model, family)
-    guide(x, y)
-    with pytest.raises(ValueError, match=match):
-        guide(x, y[:1])
-    AutoSparseGP(model, SVGP(1))(x[:1], y[:1])
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first call", "later step"])
-def test_data_that_do_not_fit(first):
-    x, y = data()
-    guide = AutoSparseGP(model, SVGP(5))
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
-    if not first:
-        svi.step(x, y)
-    with pytest.raises(ValueError, match=r"site 'y' observes data of shape \(7,\) under .* of shape \(20,\)"):
-        svi.step(x, y[:7])
-    with pytest.raises(ValueError, match=r"site 'y' observes a ndarray.*torch.as_tensor\(y\)"):
-        svi.step(x, y.numpy())
-
-
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("num", [1, 7])
 def test_predictions_by_a_model_that_holds_training_data(num, used):
@@ -177,32 +188,6 @@ def test_data_of_a_fit_without_rows():
     x, y = data()
     with pytest.raises(ValueError, match="data has no tensor or array with rows; torch"):
         fit(model, AutoSparseGP(model, SVGP(5)), (x.tolist(), y.tolist()), steps=1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_classes_that_are_no_floating_point_numbers(dtype):
-    x, y = data()
-
-    def classes(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
-
-    with pytest.raises(
-        ValueError, match=rf"site 'y' .* dtype is {dtype}, which Bernoulli does not take.*y\.to\(x\.dtype"
-    ):
-        AutoSparseGP(classes, SVGP(5))(x, (y > 0).to(dtype))
-
-
-def test_data_in_a_row():
-    x, y = data()
-
-    def columns(x, y):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-        pyro.sample("y", dist.Normal(f[:, None], 0.1), obs=y)
-
-    with pytest.raises(ValueError, match=r"of shape \(20,\) under a distribution of shape \(20, 1\).*the shape of the"):
-        AutoSparseGP(columns, SVGP(5))(x, y)
 
 
 def test_one_level_for_all_rows_is_no_fault():
@@ -250,12 +235,7 @@ def test_a_later_step_without_data(family):
     assert torch.equal(guide.posterior(x)["f"].mean, before)
     assert math.isfinite(svi.evaluate_loss(x))  # to look is no step
     svi.step(x, y)
-
-
-def test_a_later_step_of_expectation_propagation_without_data():
-    x, y = data()
-    guide = AutoSparseGP(model, SparseEP(5))
-    ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.02}))
+    ep = ExpectationPropagation(model, AutoSparseGP(model, SparseEP(5)), pyro.optim.Adam({"lr": 0.02}))
     ep.step(x, y)
     for refine in (ep.step, ep.sweep):
         with pytest.raises(ValueError, match="this step observes nothing"):

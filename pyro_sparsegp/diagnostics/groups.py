@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
-from ..program.masks import unmasked_rows
+from ..program.bare import unmasked_rows
 from .backend import xarray
 
 __all__ = ["Table", "attributes", "constant_data", "name_of", "plate_names"]

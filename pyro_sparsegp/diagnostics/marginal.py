@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..posterior.sparse_posterior import SparsePosterior
-from ..program.likelihood import derivatives
+from ..program.likelihood import expand
 from .densities import DensityReader, Moments
 
 __all__ = ["log_marginal"]
@@ -45,12 +45,12 @@ def log_marginal(
 
     def newton(name: str, f: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Where one site's ε has its largest density under a parabola at f, and the root of I + RᵀΛR."""
-        first, second = derivatives(lambda value: log_density({**f, name: value}), f[name])
-        root, precision = roots[name], (-second).clamp(min=0)
+        at = expand(lambda value: log_density({**f, name: value}), f[name])
+        root, precision = roots[name], (-at.second).clamp(min=0)
         eye = torch.eye(root.shape[-1], dtype=root.dtype, device=root.device)
         factor = torch.linalg.cholesky(eye + root.mT @ (precision[..., None] * root))
         # Newton on ε: (I + RᵀΛR) ε = Rᵀ(ℓ' + Λ(f − h)).
-        pull = first + precision * (f[name] - centres[name])
+        pull = at.first + precision * (f[name] - centres[name])
         return torch.cholesky_solve(root.mT @ pull[..., None], factor)[..., 0], factor
 
     with torch.no_grad(), pyro.validation_enabled(False):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..program.masks import unmasked, unmasked_rows
+from ..program.bare import unmasked, unmasked_rows
 from .backend import pandas, xarray
 from .draws import seeded
 from .given import nothing_unmasked

@@ -56,11 +56,11 @@ class Probit(TorchDistribution):
             return torch.bernoulli(self.mean.expand(self._extended_shape(sample_shape)))
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """log Φ((2y − 1)f)."""
+        """log Φ((2y − 1)f); NaN for a y that is none, which objectives refuse though they validate nothing."""
         if self._validate_args:
             require_codes(value, 2, "Probit's values", "give (y > 0).to(f) for y of -1 and 1")
             self._validate_sample(value)
-        return _log_ndtr((2 * value - 1) * self.f)
+        return torch.where((value == 0) | (value == 1), _log_ndtr((2 * value - 1) * self.f), torch.nan)
 
 
 def _log_ndtr(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..approximations.absorbing import Absorbing
 from ..approximations.expectation import ExpectationGP
 from ..approximations.on_sites import SiteGP
 from ..gaussians import NaturalGaussian, NaturalLowRank
-from ..program.checks import require_each_row, require_whole
+from ..program.checks import require_sizes, require_whole
 from ..program.facts import Structure, explore
 from ..program.reader import Reader
 from ..program.traces import (
@@ -47,7 +47,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         if not any(is_observation(site) for _, site in all_sites(trace)):
             raise ValueError("absorb is given no observations: call it as the model with the new data, absorb(x, y).")
         require_whole(trace)
-        require_each_row(trace)
+        require_sizes(trace, each_row=True)
         found = _facts(guide, run, args, kwargs, trace)
         modules = {
             name: Absorbing(guide.modules_by_site()[name], process, name, forget)

@@ -91,7 +91,7 @@ def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
         warnings.warn(
             f"site {unknown[0]!r} is neither a latent site that the guide knows, {sorted(known)}, nor one of its data, "
             f"{sorted(data)}: it is drawn from its prior. If the model had none when the guide's "
-            "state was saved, the state is of another model.",
+            "state was saved, load the state into a guide of the model that it is of.",
             stacklevel=2,
         )
     return is_training

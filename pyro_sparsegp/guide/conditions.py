@@ -109,7 +109,7 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
         data.args, data.kwargs = args, kwargs
     modules = {name: module for name, module in guide.site_modules().items() if name in run.processes}
     for name, module in modules.items():
-        require_full_batch(name, module.family["name"], run.trace, module.takes_batches)
+        require_full_batch(name, module.family["name"], run.trace)
         if learns and not same and isinstance(module.sites, KeptSites):
             module.sites.progress["marginals"] = None  # those of another step
     reader = Reader(guide.model, args, kwargs, guide.facts, run.trace)

@@ -22,7 +22,7 @@ from ..posterior.drawing import OTHER_LATENTS, ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks
-from ..program.data import TrainingData
+from ..program.data import TrainingData, first_tensor
 from ..program.dependence import COUPLED, NONE
 from ..program.facts import ClosedForms, Structure, explore
 from ..program.groups import grouped, plate_sizes
@@ -31,7 +31,6 @@ from ..program.registration import has_network
 from ..program.traces import (
     all_sites,
     as_process,
-    first_tensor,
     free_values,
     held_trace,
     is_free,
@@ -103,7 +102,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         guide.core = Core(facts)
         require_alike(facts.joint, run.processes)
         show_all_rows(guide, args, kwargs, trace)
-        checks.require_left_out(guide.model, facts.gps, guide.like, trace, args, kwargs)
+        checks.require_left_out(guide.model, facts.gps, trace, args, kwargs)
         _explore(guide, facts, args, kwargs, trace, run.posteriors)
         require_outer(facts)
         for name, posterior in run.posteriors.items():

@@ -128,7 +128,7 @@ class Run(ABC):
             ):
                 draws: dict[str, Tensor] = AutoNormalMessenger.__call__(guide, *args, **kwargs)
         except ValueError as error:
-            why = unfit_parameter(guide.model, guide.trace, args, kwargs)
+            why = unfit_parameter(error, guide.trace)
             if why is None:
                 raise
             raise ValueError(why) from error

@@ -57,7 +57,7 @@ def find_expectations(
                 "give it one output of a GP for each entry, scaled or shifted at most, or take a likelihood with a "
                 "gradient, such as Categorical(logits=...)."
             )
-        warn(name, f"{complaint}: it is integrated like any other density.")
+        warn(name, f"{complaint}: it is left unused. Write it around an affine function of f.")
     return found
 
 

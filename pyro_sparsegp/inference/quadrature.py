@@ -337,8 +337,8 @@ class TraceQuadrature_ELBO(ELBO):
                     guide.warned,
                     "vmap refused",
                     ", ".join(guide.structure.gps) if guide.structure else "",
-                    "torch.func.vmap refuses what this model does with function values; it now runs once for each "
-                    f"quadrature node, {self.num_nodes**num_axes} times a step: {refusal}",
+                    f"torch.func.vmap refuses what this model does with function values ({refusal}); it now runs at "
+                    f"each node, {self.num_nodes**num_axes} times a step. Write it without .item() and if.",
                     stacklevel=5,
                 )
             return values

@@ -16,9 +16,10 @@ from ..guide import AutoSparseGP
 from ..numerics.linalg import row_squares, side_by_side, variance_floor
 from ..numerics.rows import Objects, fingerprints
 from ..process import GaussianProcess
+from ..program.data import tensors
 from ..program.dependence import NONE
 from ..program.terms import Terms
-from ..program.traces import all_sites, is_observation, tensors
+from ..program.traces import all_sites, is_observation
 
 __all__ = ["SiteRun"]
 
@@ -122,14 +123,10 @@ class SiteRun:
                 if index is not None:
                     module.look_from(None if anchor is None else anchor.detach())
                     rows, numbers = module.features_of(module.rows[..., index, :]), index
-                precision, linear = module.precision, module.linear
-                sites = Sites(rows, precision, linear) if numbers is None else _picked(rows, precision, linear, numbers)
+                each = slice(None) if numbers is None else numbers
+                sites = Sites(rows, module.precision[..., each], module.linear[..., each])
         spread = prior.detach().sqrt()
         return cls(name, module, phi, residual, process.mean, spread, index, num, anchor, sites, order, given)
-
-
-def _picked(rows: Tensor, precision: Tensor, linear: Tensor, numbers: Tensor) -> Sites:
-    return Sites(rows, precision[..., numbers], linear[..., numbers])
 
 
 def _fingerprints(x: Tensor, arguments: list[Tensor], observed: list[Tensor]) -> Tensor:

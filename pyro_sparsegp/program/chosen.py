@@ -35,33 +35,33 @@ class Values(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == Tensor.__getitem__ and isinstance(args[0], Values):
-            index = args[1]
-            index = index[1] if isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis else index
-            if isinstance(index, (int, Tensor)):
-                return args[0]._picked(index)
+        own = next((part for part in args if isinstance(part, Values)), None)
         with torch._C.DisableTorchFunctionSubclass():
+            if func == Tensor.__getitem__ and own is args[0]:
+                index = args[1][1] if isinstance(args[1], tuple) and args[1][:1] == (Ellipsis,) else args[1]
+                if isinstance(index, (int, Tensor)):
+                    return own._picked(index)
+            # A function of the values alone is the same for each element, too, as torch.where(z == 1, ...):
+            # test_values_keep_their_numbers_through_functions_of_their_own.
             found = func(*args, **kwargs)
-            given = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
-            own = args[0] if args and isinstance(args[0], Values) else None
-            if own is None or any(part is not own for part in given) or not isinstance(found, Tensor):
+            others = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor) and part is not own]
+            if own is None or others or type(found) is not Tensor or found.shape != own.shape:
                 return found
-            same = type(found) is Tensor and found.shape == own.shape
-            return Values.of(found, own.site, own.place, own.read) if same else found
+            return Values.of(found, own.site, own.place, own.read)
 
     def _picked(self, index: Any) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            if (
-                not isinstance(index, Tensor)
-                or index.dim() != 1
-                or index.is_floating_point()
-                or index.dtype == torch.bool
-            ):
-                what = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index)
-                raise ValueError(
-                    f"discrete site {self.site!r} is enumerated, and indexed by {what}: give each row the number of "
-                    f"its element of the plate, whole numbers (N,), {self.site}[group]; or loop over pyro.plate."
-                )
-            if not any(index is one or torch.equal(index, one) for one in self.read):
-                self.read.append(index)
-            return self.as_subclass(Tensor).index_select(self.place, torch.zeros_like(index))
+        if (
+            not isinstance(index, Tensor)
+            or index.dim() != 1
+            or index.dtype.is_floating_point
+            or index.dtype == torch.bool
+        ):
+            what = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index)
+            raise ValueError(
+                f"discrete site {self.site!r} is enumerated, and indexed by {what}: give each row the number of "
+                f"its element of the plate, whole numbers (N,), {self.site}[group]; or loop over pyro.plate."
+            )
+        # The same numbers twice are one choice: test_group_classes.py::test_groups.
+        if not any(index is one or torch.equal(index, one) for one in self.read):
+            self.read.append(index)
+        return self.as_subclass(Tensor).index_select(self.place, torch.zeros_like(index))

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..numerics.rows import find_permutation
 
-__all__ = ["Relation", "TrainingData"]
+__all__ = ["Relation", "TrainingData", "first_tensor", "tensors"]
 
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_PLAIN = (Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class Relation:
@@ -26,39 +26,39 @@ class Relation:
     """
 
     def __init__(self, known: TrainingData, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._known, self._call = known, (model, args, kwargs)
+        self._old, self._call = known.leaves, (model, args, kwargs)
 
     @cached_property
     def _new(self) -> dict[Any, Tensor]:
-        return _leaves(*self._call)
+        return _with_rows(*self._call)
 
     @cached_property
     def _moved(self) -> list[Any]:
-        old = self._known.leaves
+        old = self._old
         return [path for path, tensor in self._new.items() if path not in old or not old[path].is_still(tensor)]
 
     @property
     def fewer(self) -> bool:
         """Whether a tensor of training is not given now, such as the observations."""
-        return any(path not in self._new for path in self._known.leaves)
+        return not self._old.keys() <= self._new.keys()
 
     @cached_property
     def order(self) -> Optional[Tensor]:
         """The old rows' numbers in the new order, if these are the same rows in another."""
         if not self._moved or self.fewer:
             return None
-        new, old = self._new, {path: leaf.tensor for path, leaf in self._known.leaves.items() if leaf.unchanged}
-        if len({len(new[path]) for path in self._moved}) != 1 or any(path not in old for path in self._moved):
-            return None
+        new, old = self._new, {path: leaf.tensor for path, leaf in self._old.items() if leaf.unchanged}
+        # Rows are told apart by all tensors of their number, moved or not: test_rows_in_another_order_are_followed.
         num = len(new[self._moved[0]])
+        if any(path not in old or len(new[path]) != num for path in self._moved):
+            return None
         by_row = [path for path, tensor in new.items() if path in old and len(tensor) == num]
         return find_permutation([old[path] for path in by_row], [new[path] for path in by_row])
 
     @property
     def others(self) -> bool:
         """Whether none of the tensors is one of training, as in another mini-batch."""
-        old = self._known.leaves
-        return not any(path in old and old[path].is_still(tensor) for path, tensor in self._new.items())
+        return len(self._moved) == len(self._new)
 
     @property
     def inputs(self) -> bool:
@@ -79,19 +79,20 @@ class TrainingData:
 
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        self.leaves = {path: _Leaf(tensor) for path, tensor in _leaves(model, args, kwargs).items()}
+        self.leaves = {path: _Leaf(tensor) for path, tensor in _with_rows(model, args, kwargs).items()}
 
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
         new = TrainingData(model, _mapped(function, self.args), _mapped(function, self.kwargs))
         for path, leaf in new.leaves.items():
-            leaf.digits = _coarser(leaf.digits, self.leaves[path].digits)
+            leaf.dtype = _coarser(leaf.dtype, self.leaves[path].dtype)
         return new
 
     @property
     def overwritten(self) -> bool:
         """Whether tensors that it holds have other values than they had."""
-        held = {id(tensor) for tensor in _tensors([self.args, self.kwargs])}
+        # A step of the same rows in other tensors has taken the place of those that were compared.
+        held = {id(tensor) for tensor in tensors([self.args, self.kwargs])}
         return any(id(leaf.tensor) in held and not leaf.unchanged for leaf in self.leaves.values())
 
     @property
@@ -101,49 +102,51 @@ class TrainingData:
 
 
 class _Leaf:
-    """A tensor, and whether it has been written to since."""
+    """A tensor, and whether it has been written to since.
 
-    def __init__(self, tensor: Tensor, digits: Optional[torch.dtype] = None) -> None:
-        self.tensor, self._version, self._digest = tensor, _version(tensor), _digest(tensor)
-        self.digits = _coarser(tensor.dtype, digits or tensor.dtype)  # as many as it had before any conversion
+    :param dtype: the coarsest that it has had, in which values are compared.
+    """
+
+    def __init__(self, tensor: Tensor, dtype: Optional[torch.dtype] = None) -> None:
+        self.tensor, self._seen = tensor, (_version(tensor), _digest(tensor))
+        self.dtype = _coarser(tensor.dtype, dtype or tensor.dtype)
 
     def __getstate__(self) -> tuple[Tensor, torch.dtype]:
-        return self.tensor, self.digits
+        return self.tensor, self.dtype
 
     def __setstate__(self, state: tuple[Tensor, torch.dtype]) -> None:
         self.__init__(*state)  # type: ignore[misc]  # a copy counts from its own start
 
     @property
     def unchanged(self) -> bool:
-        """Whether its values are those it had; what was written to it may have left them."""
-        if _version(self.tensor) != self._version and _digest(self.tensor) == self._digest:
-            self._version = _version(self.tensor)
-        return _version(self.tensor) == self._version
+        """Whether its values are those it had; what was written to it may have left them: test_what_is_the_same."""
+        # Torch counts writes to a tensor; only after one the values are looked at.
+        version, digest = self._seen
+        if _version(self.tensor) != version and _digest(self.tensor) == digest:
+            self._seen = _version(self.tensor), digest
+        return _version(self.tensor) == self._seen[0]
 
     def is_still(self, other: Tensor) -> bool:
         """Whether another tensor has these values."""
-        if not self.unchanged:
+        own = self.tensor
+        if not self.unchanged or other.shape != own.shape or other.device != own.device:
             return False
-        if other is self.tensor or (_place(other) == _place(self.tensor)):
+        # Views of the same numbers are not compared, which would read them back from a device.
+        if (other.data_ptr(), other.stride(), other.dtype) == (own.data_ptr(), own.stride(), own.dtype):
             return True
-        if other.shape != self.tensor.shape or other.device != self.tensor.device:
-            return False
-        if other.dtype != self.digits or self.tensor.dtype != self.digits:
-            digits = _coarser(other.dtype, self.digits)
-            return _equal(other.to(digits), self.tensor.to(digits))
-        return _equal(other, self.tensor)
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+        # After guide.float() the data in float64 are still those of training.
+        dtype = _coarser(other.dtype, self.dtype)
+        one, two = other.to(dtype), own.to(dtype)
+        return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
 
 
 def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return one if one.itemsize <= other.itemsize else other
+    return min(one, other, key=lambda dtype: dtype.itemsize)
 
 
 def _digest(tensor: Tensor) -> tuple[float, float]:
     """Two sums that tell values apart, and their places."""
+    # Σᵢ xᵢ and Σᵢ xᵢ√(1 + i/N).
     flat = tensor.detach().flatten().double().nan_to_num()
     places = torch.linspace(1.0, 2.0, flat.numel(), dtype=torch.float64, device=flat.device).sqrt()
     return float(flat.sum()), float(flat @ places)
@@ -153,35 +156,33 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _leaves(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[Any, Tensor]:
+def _with_rows(model: Callable, args: tuple, kwargs: dict[str, Any]) -> dict[Any, Tensor]:
     """The tensors with rows among a call's arguments, by the parameter's name and the path within it.
 
     Masks, of bools, are none of the data: they may change from step to step.
     """
+    # A keyword is the argument that it names, in whatever way it is given: test_what_is_the_same.
     try:
-        bound = inspect.signature(model).bind(*args, **kwargs)
-        tree: Any = bound.arguments
+        tree: Any = inspect.signature(model).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):
         tree = {"args": args, "kwargs": kwargs}
-    found: dict[Any, Tensor] = {}
+    leaves = _walk(tree)
+    return {p: leaf for p, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.dtype != torch.bool}
 
-    def visit(item: Any, path: tuple[Any, ...]) -> None:
-        if isinstance(item, Tensor):
-            if item.dim() and item.dtype is not torch.bool:
-                found[path] = item
-        elif isinstance(item, Mapping):
-            for key, part in item.items():
-                visit(part, (*path, key))
-        elif isinstance(item, (list, tuple)):
-            for i, part in enumerate(item):
-                visit(part, (*path, i))
 
-    visit(tree, ())
-    return found
+def _walk(tree: Any) -> Iterator[tuple[tuple, Any]]:
+    """What is in nested mappings, lists and tuples, each with its path."""
+    if not isinstance(tree, (Mapping, list, tuple)):
+        yield (), tree
+        return
+    for key, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        yield from (((key, *path), leaf) for path, leaf in _walk(part))
+
+
+def _is_plain(item: Any) -> bool:
+    if type(item) is dict:
+        return all(isinstance(key, (str, int)) and _is_plain(part) for key, part in item.items())
+    return all(map(_is_plain, item)) if type(item) in (list, tuple) else isinstance(item, _PLAIN)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], item: Any) -> Any:
@@ -194,17 +195,11 @@ def _mapped(function: Callable[[Tensor], Tensor], item: Any) -> Any:
     return item
 
 
-def _tensors(item: Any) -> Iterator[Tensor]:
-    if isinstance(item, Tensor):
-        yield item
-    elif isinstance(item, (dict, list, tuple)):
-        for part in item.values() if isinstance(item, dict) else item:
-            yield from _tensors(part)
+def tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and mappings, such as a model's arguments."""
+    return [leaf for _, leaf in _walk(tree) if isinstance(leaf, Tensor)]
 
 
-def _is_plain(item: Any) -> bool:
-    if type(item) is dict:
-        return all(isinstance(key, (str, int)) and _is_plain(part) for key, part in item.items())
-    if type(item) in (list, tuple):
-        return all(map(_is_plain, item))
-    return isinstance(item, (Tensor, *_PLAIN))
+def first_tensor(tree: Any) -> Tensor:
+    """An empty tensor of the dtype and device of the first floating point one in a tree."""
+    return next((leaf.new_empty(0) for leaf in tensors(tree) if leaf.is_floating_point()), torch.empty(0))

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 
 from ..warned import Warned, warn_once
-from .traces import all_sites, is_free, is_observation
+from .traces import is_free, is_observation, sample_sites
 
 __all__ = ["grouped", "plate_sizes", "warn_of_groups"]
 
@@ -21,10 +20,11 @@ def plate_sizes(site: Any) -> dict[str, int]:
 
 def grouped(trace: poutine.Trace) -> list[str]:
     """The latents that some plates of an observed site enclose, and not all."""
-    data = [set(plate_sizes(site)) for _, site in all_sites(trace) if is_observation(site)]
-    latents = [(name, site) for name, site in all_sites(trace) if is_free(site) and not site_is_subsample(site)]
-    found = {name: set(plate_sizes(site)) for name, site in latents}
-    return [name for name, plates in found.items() if plates and any(plates < others for others in data)]
+    sites = sample_sites(trace)
+    # Such as z in "groups" beside y in "groups" and "rows"; a latent in all of y's plates is one of single data.
+    plates = {name: set(plate_sizes(site)) for name, site in sites.items()}
+    data = [plates[name] for name, site in sites.items() if is_observation(site)]
+    return [n for n, site in sites.items() if is_free(site) and plates[n] and any(plates[n] < each for each in data)]
 
 
 def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None:

@@ -17,7 +17,7 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from ..posterior.base import Marginals
-from .traces import as_process, is_observation, repeatable, without_event
+from .traces import all_sites, as_process, is_observation, repeatable, without_event
 
 __all__ = ["AtMeans", "Held", "is_blocked", "observes", "stand_in", "unrecorded", "unweighted"]
 
@@ -38,6 +38,7 @@ class Held(Messenger):
             return
         msg["value"] = self.values[name]
         posterior, _ = without_event(msg["fn"])
+        # Layers above ask for other values of the same function: its coefficients are those of the draw.
         if name in self.draws and isinstance(posterior, Marginals):
             posterior.repeat(self.draws[name])
 
@@ -102,4 +103,4 @@ def observes(
     """
     with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), AtMeans():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-    return any((rows is None or name in rows) and is_observation(site) for name, site in trace.nodes.items())
+    return any((rows is None or name in rows) and is_observation(site) for name, site in all_sites(trace))

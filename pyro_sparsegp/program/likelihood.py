@@ -1,4 +1,4 @@
-"""Derivatives of log densities by function values, and their expectations."""
+"""Log densities as functions of function values: their derivatives, and nodes to take expectations at."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 import torch
@@ -14,17 +14,7 @@ from torch import Tensor
 
 from .traces import require_again
 
-__all__ = [
-    "Expectation",
-    "derivatives",
-    "expand",
-    "expected_derivatives",
-    "mapped",
-    "normal_nodes",
-]
-
-
-Total = Callable[[dict[str, Tensor]], Tensor]
+__all__ = ["Expectation", "expand", "mapped", "normal_nodes"]
 
 
 @dataclass
@@ -43,84 +33,41 @@ def expand(total: Callable[[Tensor], Tensor], f: Tensor, outputs_meet: bool = Tr
     :param outputs_meet: whether a term may have values of several outputs; if none has, one pass does for all.
     """
 
-    def summed(f: Tensor, weight: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        first, value = torch.func.grad_and_value(total)(f)
-        return (weight * first).sum(), (first, value)
+    def of(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The gradient of the weighted sum of slopes, a Hessian times a vector, gives all ℓ'' of an output at once:
+        # Σₙ oₙℓ'ₙ has the derivatives oₙℓ''ₙ by the values of the output o, where each term has one of these.
+        def weighted(f: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            first, value = torch.func.grad_and_value(total)(f)
+            return (output * first).sum(), (first, value)
 
-    if f.dim() == 1 or not outputs_meet:
-        second, (first, value) = torch.func.grad(summed, has_aux=True)(f, 1.0)
-        return Expectation(value, first, second)
+        second, (first, value) = torch.func.grad(weighted, has_aux=True)(f)
+        return value, first, second * output
 
-    def one(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        second, (first, value) = torch.func.grad(summed, has_aux=True)(f, output)
-        return second * output, first, value
-
-    each = torch.eye(f[..., 0].numel(), dtype=f.dtype, device=f.device).reshape(-1, *f.shape[:-1], 1)
-    seconds, firsts, values = mapped(one, each)
+    num = f[..., 0].numel() if outputs_meet else 1
+    if num == 1:
+        return Expectation(*of(torch.ones_like(f)))
+    each = torch.eye(num, dtype=f.dtype, device=f.device).reshape(-1, *f.shape[:-1], 1)
+    values, firsts, seconds = mapped(of, each)
     return Expectation(values[0], firsts[0], seconds.sum(0))
 
 
-def derivatives(total: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tensor]:
-    """First and second derivatives by each value of a sum of terms with one input's values each, ``(..., N)`` both."""
-    found = expand(total, f)
-    return found.first, found.second
-
-
 def mapped(
-    function: Callable[[Any], tuple[Tensor, ...]], stack: Any, chunk_size: Optional[int] = None
+    function: Callable[[Any], tuple[Tensor, ...]],
+    stack: Union[Tensor, Mapping[str, Tensor]],
+    chunk_size: Optional[int] = None,
 ) -> tuple[Tensor, ...]:
     """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or so many at a time,
     or in a loop for programs that :func:`torch.func.vmap` refuses.
     """
+    # test_messages.py::test_an_error_of_the_models_own_that_comes_once_is_shown
     at_once = functools.partial(torch.func.vmap(function, randomness="same", chunk_size=chunk_size), stack)
+    first = stack if isinstance(stack, Tensor) else next(iter(stack.values()))
     try:
         return at_once()
     except (RuntimeError, TypeError, ValueError) as error:
-        require_again(error, at_once, stack if isinstance(stack, Tensor) else next(iter(stack.values())))
-        if isinstance(stack, Tensor):
-            parts = [function(part) for part in stack]
-        else:
-            num = len(next(iter(stack.values())))
-            parts = [function({key: part[k] for key, part in stack.items()}) for k in range(num)]
-        return tuple(torch.stack(each) for each in zip(*parts))
-
-
-def expected_derivatives(
-    total: Total,
-    values: Mapping[str, Tensor],
-    name: str,
-    weights: Tensor,
-    scores: Optional[Tensor] = None,
-    outputs_meet: bool = True,
-) -> Expectation:
-    """E[ℓ], E[ℓ'] and E[ℓ''] by the values of GP site ``name`` over K joint nodes of several GP sites.
-
-    :param total: values of GP sites, ``(..., N)`` each, to the sum of the log densities.
-    :param values: the nodes, ``(K, ..., N)`` each.
-    :param weights: ``(K,)``.
-    :param scores: (f − m)/v at the nodes, ``(K, ..., N)``: then E[ℓ''] is E[ℓ'(f − m)]/v (Stein, 1981), the gradient
-        of the quadrature itself, which sees kinks of ℓ and needs no second derivative.
-    :param outputs_meet: whether a term may have values of several outputs.
-    """
-
-    def at(node: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        def moved(f: Tensor) -> Tensor:
-            return total({**node, name: f})
-
-        if scores is None:
-            found = expand(moved, node[name], outputs_meet)
-            return found.value, found.first, found.second
-        first, value = torch.func.grad_and_value(moved)(node[name])
-        return value, first, first
-
-    if len(weights) == 1:
-        value, first, second = (part[None] for part in at({key: part[0] for key, part in values.items()}))
-    else:
-        value, first, second = mapped(at, dict(values))
-    shaped = weights.reshape(-1, *[1] * (first.dim() - 1))
-    if scores is not None:
-        second = second * scores
-    return Expectation((weights * value).sum(), (shaped * first).sum(0), (shaped * second).sum(0))
+        require_again(error, at_once, first)
+    each = stack if isinstance(stack, Tensor) else [{key: v[k] for key, v in stack.items()} for k in range(len(first))]
+    return tuple(map(torch.stack, zip(*map(function, each))))
 
 
 def normal_nodes(num_axes: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,18 +80,19 @@ def normal_nodes(num_axes: int, like: Tensor) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(maxsize=32)
 def _normal_nodes(num_axes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False), torch.no_grad():
-        return _new_nodes(num_axes, torch.empty(0, dtype=dtype, device=device))
-
-
-def _new_nodes(num_axes: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    if num_axes == 0:
-        return like.new_zeros(1, 0), like.new_ones(1)
-    if num_axes <= 2:
-        nodes, weights = np.polynomial.hermite_e.hermegauss(20 if num_axes == 1 else 10)
-        grid = torch.cartesian_prod(*[torch.from_numpy(nodes)] * num_axes).reshape(-1, num_axes)
-        product = torch.cartesian_prod(*[torch.from_numpy(weights / weights.sum())] * num_axes)
-        return grid.to(like), product.reshape(-1, num_axes).prod(-1).to(like)
-    uniform = torch.quasirandom.SobolEngine(num_axes, scramble=True, seed=0).draw(64, dtype=torch.float64)
-    half = math.sqrt(2) * torch.erfinv(2 * uniform.clamp(1e-6, 1 - 1e-6) - 1)
-    points = torch.cat([half, -half])
-    return points.to(like), like.new_full((len(points),), 1 / len(points))
+        if num_axes == 0:
+            return torch.zeros(1, 0, dtype=dtype, device=device), torch.ones(1, dtype=dtype, device=device)
+        if num_axes <= 2:
+            nodes, weights = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(20 if num_axes == 1 else 10))
+            # ∫ g(f) N(f | 0, 1) df ≈ Σₖ wₖ g(fₖ), exact for polynomials of degree 2K − 1.
+            points, products = (
+                torch.cartesian_prod(*[part] * num_axes).reshape(-1, num_axes)
+                for part in (nodes, weights / weights.sum())
+            )
+            weights = products.prod(-1)
+        else:
+            # ε = Φ⁻¹(u) = √2 erf⁻¹(2u − 1), and −ε with each ε: odd moments are 0.
+            uniform = torch.quasirandom.SobolEngine(num_axes, scramble=True, seed=0).draw(64, dtype=torch.float64)
+            half = math.sqrt(2) * torch.erfinv(2 * uniform.clamp(1e-6, 1 - 1e-6) - 1)
+            points, weights = torch.cat([half, -half]), half.new_full((128,), 1 / 128)
+        return points.to(device, dtype), weights.to(device, dtype)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .dependence import DATAWISE
 from .facts import Structure
-from .likelihood import Expectation, expected_derivatives, normal_nodes
-from .traces import held_trace, log_densities
+from .likelihood import Expectation, expand, mapped, normal_nodes
+from .traces import held_trace, log_densities, sample_sites
 
-__all__ = ["Marginal", "Reader", "per_output"]
+__all__ = ["Marginal", "Reader"]
 
 Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
 
@@ -34,7 +34,6 @@ class Reader:
         self, model: Callable, args: tuple, kwargs: dict[str, Any], found: Structure, trace: poutine.Trace
     ) -> None:
         self.model, self.args, self.kwargs, self.found, self.trace = model, args, kwargs, found, trace
-        self.names = list(trace.nodes)
 
     def meeting(self, name: str) -> set[str]:
         """The GP sites that meet this one in a term of a density."""
@@ -47,33 +46,52 @@ class Reader:
         """
         mean, variance = marginals[name]
         meeting = [other for other in marginals if other in self.meeting(name)]
-        axes = {other: self._axes(other, marginals[other][0]) for other in (name, *meeting)}
-        if at_mean:
-            axes[name] = 0
-        nodes, weights = normal_nodes(sum(axes.values()), mean)
-        parts = dict(zip(axes, nodes.split(list(axes.values()), -1)))
-        values = {other: _spread(marginals[other], parts[other]) for other in meeting}
-        values[name] = mean.expand(len(weights), *mean.shape) if at_mean else _spread((mean, variance), parts[name])
-        held = {other: loc for other, (loc, _) in marginals.items() if other not in values}
-
-        total = self._total(name, held)
-        scores = None
-        if not at_mean:  # 0 variance has no spread
-            positive = variance > 0
-            scores = per_output(parts[name], mean) / torch.where(positive, variance, 1.0).sqrt() * positive
+        drawn = meeting if at_mean else [name, *meeting]
+        widths = [self._axes(other, marginals[other][0]) for other in drawn]
+        # f = m + √v ε, one axis of ε for each function; E[·] = Σₖ wₖ (·)(εₖ).
+        nodes, weights = normal_nodes(sum(widths), mean)
+        parts = {other: _per_output(part, marginals[other][0]) for other, part in zip(drawn, nodes.split(widths, -1))}
+        values = {
+            other: m + v.clamp(min=0).sqrt() * parts[other] for other, (m, v) in marginals.items() if other in parts
+        }
+        values.setdefault(name, mean.expand(len(weights), *mean.shape))
+        total = self._total(name, {other: m for other, (m, _) in marginals.items() if other not in values})
         outputs_meet = self.found.dependence.get(name) == DATAWISE
+
+        def at(node: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            def moved(f: Tensor) -> Tensor:
+                return total({**node, name: f})
+
+            if at_mean:
+                found = expand(moved, node[name], outputs_meet)
+                return found.value, found.first, found.second
+            first, value = torch.func.grad_and_value(moved)(node[name])
+            return value, first, first
+
         with pyro.validation_enabled(False):
-            found = expected_derivatives(total, values, name, weights, scores, outputs_meet)
-        if at_mean:
-            return Expectation(found.value + 0.5 * (found.second * variance).sum(), found.first, found.second)
+            if len(weights) == 1:
+                each = tuple(part[None] for part in at({key: part[0] for key, part in values.items()}))
+            else:
+                each = mapped(at, values)
+        value, first, second = each
+        if not at_mean:
+            # E[ℓ''] = E[ℓ'(f − m)]/v (Stein, 1981), the gradient of the quadrature itself, sees kinks of ℓ and needs no
+            # second derivative; 0 variance has no spread.
+            positive = variance > 0
+            second = second * parts[name] / torch.where(positive, variance, 1.0).sqrt() * positive
+        shaped = weights.reshape(-1, *[1] * mean.dim())
+        found = Expectation((weights * value).sum(), (shaped * first).sum(0), (shaped * second).sum(0))
+        if at_mean:  # E[ℓ] = ℓ(m) + ½ℓ''v
+            found.value = found.value + 0.5 * (found.second * variance).sum()
         return found
 
     def _total(self, name: str, held: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """ℓ of values, with others held, as a GP site's prior meets it: under ``poutine.scale`` that is scaled, too,
         on which the best q does not depend.
         """
-        skip = {*self.found.gps, *self.names[: self.names.index(name)]}
-        site: Any = self.trace.nodes[name]
+        names, site = list(self.trace.nodes), sample_sites(self.trace)[name]
+        # What stands before the GP site is the same for all its values.
+        skip = {*self.found.gps, *names[: names.index(name)]}
         scale, none = site["scale"], site["value"].new_zeros(())
         if isinstance(scale, Tensor) and scale.numel() > 1:
             raise ValueError(
@@ -92,13 +110,7 @@ class Reader:
         return mean[..., 0].numel() if self.found.dependence.get(name) == DATAWISE else 1
 
 
-def _spread(marginal: Marginal, nodes: Tensor) -> Tensor:
-    mean, variance = marginal
-    return mean + variance.clamp(min=0).sqrt() * per_output(nodes, mean)
-
-
-def per_output(nodes: Tensor, like: Tensor) -> Tensor:
+def _per_output(nodes: Tensor, like: Tensor) -> Tensor:
     """Nodes ``(K, A)`` shaped to multiply ``like``, ``(..., N)``, one axis for all outputs or one for each."""
-    if nodes.shape[-1] == 1:
-        return nodes.reshape(len(nodes), *[1] * like.dim())
-    return nodes.reshape(len(nodes), *like.shape[:-1], 1)
+    shape = [1] * like.dim() if nodes.shape[-1] == 1 else [*like.shape[:-1], 1]
+    return nodes.reshape(len(nodes), *shape)

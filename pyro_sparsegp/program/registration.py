@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Optional
 
 from pyro import poutine
@@ -15,7 +14,8 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from ..posterior.base import Marginals
-from .traces import all_sites, tensors
+from .data import tensors
+from .traces import all_sites
 
 __all__ = ["Probe", "has_network", "held_parameters", "require_registered", "unregistered"]
 
@@ -48,22 +48,19 @@ def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: 
     params = [site["value"] for _, site in all_sites(trace) if site["type"] == "param"]
     # With module_local_params a plain parameter is its own: test_guide.py::test_module_local_parameters.
     known = [getattr(value, "unconstrained", lambda value=value: value)() for value in params]
+    # A parameter of the kernel may be in the divergence alone, and one of the mean in the values alone.
     marginals: list[Any] = [trace.nodes[name]["value"] for name in run.posteriors]
     for q in run.posteriors.values():
         marginals += [q.process.kernel.diag(q.process.x), q.kl]
     forgotten = unregistered([*run.densities.values(), *marginals], [*known, *tensors(args)])
     if not forgotten:
         return
-    sources: dict[str, Any] = {
-        f"{label} of site {name!r}": source
-        for name, posterior in run.posteriors.items()
-        for label, source in (
-            ("the kernel", posterior.process.kernel),
-            ("the mean", posterior.process.mean_function),
-        )
+    sources = {
+        f"the {part} of site {name!r}": source
+        for name, q in run.posteriors.items()
+        for part, source in (("kernel", q.process.kernel), ("mean", q.process.mean_function))
     }
-    sources |= {"the model": _mentioned(model)}
-    found = [_found_in(parameter, sources) for parameter in forgotten]
+    found = [_found_in(parameter, {**sources, "the model": model}) for parameter in forgotten]
     raise ValueError(
         f"these parameters would not train: {', '.join(label for label, _ in found)}. SVI trains "
         "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
@@ -74,6 +71,8 @@ def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: 
 
 def _taken(paths: Collection[Optional[str]], trace: poutine.Trace) -> str:
     """What to do where ``pyro.module`` found another network's parameters under these names."""
+    # The store's parameters are those of the first network of that name; SVI trains these, and the model runs others:
+    # test_deep_basis.py, "Another network is registered".
     registered = [name.split("$$$", 1) for name, site in all_sites(trace) if site["type"] == "param"]
     names = sorted({name for name, *path in registered if path and path[0] in paths})
     if not names:
@@ -87,41 +86,19 @@ def _taken(paths: Collection[Optional[str]], trace: poutine.Trace) -> str:
 
 def unregistered(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
     """The leaves that ``outputs`` depend on and that ask for gradients, other than those ``known``."""
-    known_ids = {id(tensor) for tensor in known}
-    found: dict[int, Tensor] = {}
-    stack: list[Any] = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            stack.append(output.grad_fn)
-        elif output.requires_grad and id(output) not in known_ids:
-            found[id(output)] = output
-    seen = set()
+    found: dict[int, Tensor] = {id(output): output for output in outputs if output.is_leaf and output.requires_grad}
+    stack: list[Any] = [output.grad_fn for output in outputs]
+    seen = {None}
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known_ids:
-            found[id(leaf)] = leaf
-        stack.extend(parent for parent, _ in node.next_functions)
-    return list(found.values())
-
-
-def _closed_over(function: Any) -> list[Any]:
-    contents = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # an empty cell
-            contents.append(cell.cell_contents)
-    return contents
-
-
-def _mentioned(model: Any) -> list[Any]:
-    """The objects that a function's code mentions by name: where a forgotten network is likely to be."""
-    model = inspect.unwrap(model)
-    code = getattr(model, "__code__", None)
-    everything = getattr(model, "__globals__", {})
-    return [*_closed_over(model), *(everything[name] for name in (code.co_names if code else ()) if name in everything)]
+        if node not in seen:
+            seen.add(node)
+            # A leaf that asks for a gradient stands in the graph as the variable of its AccumulateGrad.
+            leaf = getattr(node, "variable", None)
+            found |= {} if leaf is None else {id(leaf): leaf}
+            stack.extend(parent for parent, _ in node.next_functions)
+    known_ids = {id(tensor) for tensor in known}
+    return [leaf for number, leaf in found.items() if number not in known_ids]
 
 
 def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional[str]]:
@@ -135,8 +112,7 @@ def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional
 
 def held_parameters(source: Any) -> Iterator[tuple[Tensor, str, Optional[str]]]:
     """The tensors and modules' parameters that an object holds, however deep; what each is, and its module's name."""
-    stack: list[Any] = [source]
-    seen: set[int] = set()
+    stack, seen = [source], set[int]()
     while stack and len(seen) < 10_000:
         item = stack.pop()
         if id(item) in seen:
@@ -147,13 +123,22 @@ def held_parameters(source: Any) -> Iterator[tuple[Tensor, str, Optional[str]]]:
                 yield value, f"{type(item).__name__}.{name}", name
         elif isinstance(item, Tensor):
             yield item, f"a parameter of shape {tuple(item.shape)}", None
-        elif isinstance(item, (list, tuple)):
-            stack.extend(item)
-        elif isinstance(item, Mapping):
-            stack.extend(item.values())
-        elif not isinstance(item, (type, ModuleType)):
-            stack.extend(getattr(item, "__dict__", {}).values())
-            stack.extend(_closed_over(item))
-            stack.append(getattr(item, "__self__", None))
-            if isinstance(item, functools.partial):
-                stack.extend((item.func, item.args, item.keywords))
+        else:
+            stack.extend(_parts(item))
+
+
+def _parts(item: Any) -> Iterable[Any]:
+    """What an object is made of; of a function, what its code mentions by name: where a forgotten network may be."""
+    if isinstance(item, (list, tuple, type, ModuleType)):
+        return item if isinstance(item, (list, tuple)) else ()
+    if isinstance(item, Mapping):
+        return item.values()
+    parts = [*getattr(item, "__dict__", {}).values(), getattr(item, "__self__", None)]
+    if isinstance(item, functools.partial):
+        parts += [item.func, item.args, item.keywords]
+    if isinstance(item, FunctionType):
+        parts += [item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__]
+        for cell in item.__closure__ or ():
+            with suppress(ValueError):  # an empty cell
+                parts.append(cell.cell_contents)
+    return parts

@@ -1,11 +1,15 @@
-"""Densities without the discrete latents upstream: sums over these of products over plates, in log space."""
+"""Densities without the discrete latents upstream: sums over these of products over plates, in log space.
+
+Pyro's own ``contract_tensor_tree`` multiplies exponentials of factors, each relative to its own maximum: where two
+disagree by 800 nats all products are 0. Here factors are added up before the one logsumexp.
+"""
 
 from __future__ import annotations
 
-import functools
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Optional
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
 from pyro.distributions import TorchDistribution
@@ -13,59 +17,67 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
+from .bare import unmasked_rows, without_masks
 
-__all__ = ["PLATES", "Factor", "IntractableError", "Plates", "SummedOut", "Sums", "added"]
+__all__ = ["PLATES", "Factor", "Group", "Plates", "SummedOut"]
 
 PLATES = 4  # dimensions from the right that are left to plates
 Plates = Mapping[Any, Any]  # Pyro's frames, by name and, of a plate that is iterated over, the number it is at
 
 
-class IntractableError(ValueError):
-    """A sum whose terms have no order in which they can be taken."""
-
-
-@dataclass(frozen=True)
-class Factor:
+class Factor(NamedTuple):
     """A log density.
 
     :param latents: the dimensions, from the right, of the discrete latents that it depends on.
     :param plates: those that it stands in.
-    :param evaluate: gives it, the latents' dimensions in front of the plates'.
+    :param value: the latents' dimensions in front of the plates'.
     """
 
     latents: frozenset[int]
     plates: Plates
-    evaluate: Callable[[], Tensor]
+    value: Tensor
 
 
 @dataclass
-class Sums:
-    """Sums over discrete latents, from the innermost plates outwards (Obermeyer et al., 2019, algorithm 1).
+class Group:
+    """Discrete latents that meet in a site, and the log densities of all sites that depend on them.
 
-    Pyro's own ``contract_tensor_tree`` multiplies exponentials of factors, each relative to its own maximum: where
-    two disagree by 800 nats all products are 0. Here factors are added up before the one logsumexp.
-
-    :param latents: the plates of each latent, by its dimension.
+    :param names: of all discrete latents, those of other groups too, in the order of their dimensions.
     :param numbers: by plate, the numbers by which rows of others pick its elements: z[group].
+    :param scale: of them all.
+    :param latents: the plates of each, by its dimension.
+    :param terms: give the log densities so far, with what masks leave out or without masks.
+    :param met: whether one is of a site that depends on them.
     """
 
-    latents: dict[int, Plates]
+    names: Sequence[str]
     numbers: Mapping[Any, Sequence[Tensor]]
+    scale: Any
+    latents: dict[int, Plates] = field(default_factory=dict)
+    terms: list[Callable[[bool], Factor]] = field(default_factory=list)
+    met: bool = False
 
     def row_of(self, key: Any, plates: Plates) -> Optional[tuple[Any, Tensor]]:
         """Which of the plates has rows that belong to elements of plate ``key``, and their numbers."""
-        for index in self.numbers.get(key, ()):
-            for frame in plates.values():
-                if frame.vectorized and frame.size == len(index):
-                    return frame, index
-        return None
+        return next(
+            (
+                (frame, index)
+                for index in self.numbers.get(key, ())
+                for frame in plates.values()
+                if frame.vectorized and frame.size == len(index)
+            ),
+            None,
+        )
 
     def contract(self, factors: Sequence[Factor]) -> list[Factor]:
-        """The factors that are left when all latents are summed out.
+        """The factors that are left when all latents are summed out, from the innermost plates outwards (Obermeyer et
+        al., 2019, algorithm 1).
 
-        :raises IntractableError: if there is no order of summing.
+        :raises ValueError: naming the latents, if there is no order of summing.
         """
         left = list(factors)
+        # Of latents in plates b inside of a, Σ_z ∏_b = ∏_b Σ_z: those in the most plates are summed out first, each
+        # after the product over what its factors have beyond these plates.
         while dims := frozenset().union(*(factor.latents for factor in left)):
             for plates in sorted((self.latents[dim] for dim in dims), key=len, reverse=True):
                 own = frozenset(dim for dim in dims if self.latents[dim].keys() == plates.keys())
@@ -73,148 +85,148 @@ class Sums:
                 if all(self._can_be_reduced(factor, plates, own) for factor in touched):
                     break
             else:
-                raise IntractableError
+                raise ValueError(
+                    f"the discrete sites {[self.names[dim - PLATES - 1] for dim in sorted(self.latents)]} meet, whose "
+                    "plates are not within one another: the sum over them has no order in which it can be taken. Put "
+                    "one of them into the plates of the other, or write it as a latent with a posterior of its own."
+                )
+            total = self.product(touched, plates)
             left = [factor for factor in left if not factor.latents & own]
-            left.append(_summed([self.reduced(factor, plates) for factor in touched], own, plates))
+            # log Σ_z exp Σᵢ log φᵢ(z), in one logsumexp of the sum: test_group_classes.py::test_groups.
+            left.append(Factor(total.latents - own, plates, total.value.logsumexp([-dim for dim in own], keepdim=True)))
         return left
 
     def _can_be_reduced(self, factor: Factor, plates: Plates, own: frozenset[int]) -> bool:
         """Whether a factor's product over all other plates is of latents that stand outside of these."""
-        added = [self.row_of(key, factor.plates) for key in plates if key not in factor.plates]
         gone = factor.plates.keys() - plates.keys()
-        return None not in added and not any(self.latents[dim].keys() & gone for dim in factor.latents - own)
+        return all(key in factor.plates or self.row_of(key, factor.plates) for key in plates) and not any(
+            self.latents[dim].keys() & gone for dim in factor.latents - own
+        )
 
-    def reduced(self, factor: Factor, plates: Plates) -> Factor:
-        """Its product over all plates but these, in which its rows may stand by their numbers."""
-        added = {key: self.row_of(key, factor.plates) for key in plates if key not in factor.plates}
-        rows = [found[0] for found in added.values() if found]
-        gone = [f for key, f in factor.plates.items() if key not in plates and f.vectorized and f not in rows]
-
-        def evaluate() -> Tensor:
-            total = padded(factor.evaluate())
+    def product(self, factors: Sequence[Factor], plates: Plates) -> Factor:
+        """The product of factors, of each over all plates but these, in which its rows may stand by their numbers."""
+        total: Any = 0.0
+        for factor in factors:
+            value = padded(factor.value)
+            found = {key: self.row_of(key, factor.plates) for key in plates if key not in factor.plates}
+            rows = [row for row, _ in filter(None, found.values())]
+            gone = [f for key, f in factor.plates.items() if key not in plates and f.vectorized and f not in rows]
+            # A factor that is the same for all elements of a plate counts once for each.
             for frame in (*gone, *rows):
-                total = total.expand(_with_size(total, frame.dim, frame.size))
+                value = value.expand(_with_size(value, frame.dim, frame.size))
             for frame in gone:
-                total = total.sum(frame.dim, keepdim=True)
-            for key, found in added.items():
-                if found:
-                    row, index = found
-                    total = total.new_zeros(_with_size(total, row.dim, plates[key].size)).index_add(
-                        row.dim, index, total
-                    )
-                    total = total.transpose(row.dim, plates[key].dim)
-            return total
+                value = value.sum(frame.dim, keepdim=True)
+            for key, (row, index) in ((key, pair) for key, pair in found.items() if pair):
+                # ∏ over the rows of a group: Σ_n log φₙ where group[n] = g.
+                empty = value.new_zeros(_with_size(value, row.dim, plates[key].size))
+                value = empty.index_add(row.dim, index, value).transpose(row.dim, plates[key].dim)
+            total = total + value
+        return Factor(frozenset().union(*(factor.latents for factor in factors)), plates, total)
 
-        return Factor(factor.latents, plates, evaluate)
-
-    def at_rows(self, total: Tensor, factor: Factor, plates: Plates, shape: Sequence[int]) -> Tensor:
-        """What elements of ``plates`` have, at each row of a factor, of this shape: the way back of :meth:`reduced`."""
+    def at_rows(self, value: Tensor, rows: Plates, plates: Plates, shape: Sequence[int]) -> Tensor:
+        """What elements of ``plates`` have, at each row of plates ``rows``: the way back of :meth:`product`."""
         for key in plates:
-            found = None if key in factor.plates else self.row_of(key, factor.plates)
+            found = None if key in rows else self.row_of(key, rows)
             if found:
                 row, index = found
-                total = total.index_select(plates[key].dim, index).transpose(row.dim, plates[key].dim)
-        return total.expand(broadcast_shapes(total.shape, tuple(shape)))
+                value = value.index_select(plates[key].dim, index).transpose(row.dim, plates[key].dim)
+        return value.expand(broadcast_shapes(value.shape, tuple(shape)))
 
 
-def _with_size(total: Tensor, dim: int, size: int) -> list[int]:
-    shape = list(total.shape)
+def _with_size(value: Tensor, dim: int, size: int) -> list[int]:
+    shape = list(value.shape)
     shape[dim] = size
     return shape
 
 
-def padded(log_density: Tensor) -> Tensor:
+def padded(value: Tensor) -> Tensor:
     """With all plates' dimensions."""
-    return log_density.reshape(*[1] * max(0, PLATES - log_density.dim()), *log_density.shape)
-
-
-def added(factors: Sequence[Factor]) -> Tensor:
-    """The sum of factors as they are now."""
-    return functools.reduce(torch.add, [factor.evaluate() for factor in factors])
-
-
-def _summed(factors: Sequence[Factor], own: frozenset[int], plates: Plates) -> Factor:
-    def evaluate() -> Tensor:
-        return added(factors).logsumexp([-dim for dim in own], keepdim=True)
-
-    return Factor(frozenset().union(*(factor.latents for factor in factors)) - own, plates, evaluate)
+    return value.reshape(*[1] * max(0, PLATES - value.dim()), *value.shape)
 
 
 class SummedOut(TorchDistribution):
     """What is left of a distribution when discrete latents upstream are summed out, given the sites before.
 
     :param fn: with their dimensions in front of the plates'.
-    :param own: log p(y | z) at y: its latents and plates, but for the value.
+    :param latents: their dimensions.
+    :param plates: that the site stands in.
     :param mask: of the site.
-    :param before: log p(z), log p(y₁ | z), ..., log p(yᵢ₋₁ | z).
-    :param normalised: whether what came before sums to 1.
+    :param group: of the latents, with log p(z), log p(y₁ | z), ..., log p(yᵢ₋₁ | z) as they are now.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
     has_rsample = False  # no draw of a mixture passes a gradient on
+    masked = True
 
-    def __init__(self, fn: Any, own: Factor, mask: Any, before: Sequence[Factor], sums: Sums, normalised: bool) -> None:
-        self.fn, self.own, self.left_out_by = fn, own, mask
-        self.before, self.sums, self.normalised = before, sums, normalised
-        # A site joins all that it depends on, so that one factor is left: the plates whose elements have a density.
-        (left,) = sums.contract([*before, own])
-        self.shared = left.plates
-        depth = max((-frame.dim for frame in own.plates.values() if frame.vectorized), default=0)
+    def __init__(self, fn: Any, latents: frozenset[int], plates: Plates, mask: Any, group: Group) -> None:
+        self.given_discrete, self.latents, self.plates, self.site_mask = fn, latents, plates, mask
+        self.group, self.before, self.normalised = group, list(group.terms), not group.met
+        depth = max((-frame.dim for frame in plates.values() if frame.vectorized), default=0)
         super().__init__(torch.Size(fn.batch_shape[len(fn.batch_shape) - depth :]), fn.event_shape, validate_args=False)
 
     @property
     def support(self) -> Any:
         """That of the distribution given z."""
-        return self.fn.support
+        return self.given_discrete.support
+
+    def without_masks(self) -> SummedOut:
+        """The same where no mask leaves anything out: what may be another in the next batch hides no structure."""
+        found = copy.copy(self)
+        found.masked = False
+        return found
+
+    def at(self, value: Tensor, masked: bool) -> Factor:
+        """log p(y | z)."""
+        fn = self.given_discrete if masked else without_masks(self.given_discrete)
+        density = scale_and_mask(fn.log_prob(value), mask=self._seen(value) if masked else None)
+        return Factor(self.latents, self.plates, torch.as_tensor(density))
+
+    def _seen(self, value: Tensor) -> Optional[Tensor]:
+        return unmasked_rows({"fn": self.given_discrete, "value": value, "mask": self.site_mask})
 
     def log_prob(self, value: Tensor) -> Tensor:
         """log p(y | what came before); of rows that share a z, each one's share."""
-
-        def at_value() -> Tensor:
-            return torch.as_tensor(scale_and_mask(self.fn.log_prob(value), mask=self.left_out_by))
-
-        total = self._summed([*self.before, Factor(self.own.latents, self.own.plates, at_value)])
+        group, before = self.group, [term(self.masked) for term in self.before]
+        # A site joins all that it depends on, so that one factor is left, in the plates whose elements have a density.
+        (left,) = group.contract([*before, self.at(value, self.masked)])
+        total = left.value
+        # log p(yᵢ | y₁, ..., yᵢ₋₁) = log p(y₁, ..., yᵢ) − log p(y₁, ..., yᵢ₋₁): test_enumeration.py::test_mixtures.
+        # Before the first of them Σ_z p(z) = 1.
         if not self.normalised:
-            total = total - self._summed(self.before)
-        if self.shared.keys() != self.own.plates.keys():
-            total = self._shares(total)
-        return total.reshape(total.shape[PLATES - len(self.batch_shape) :]).expand(self.batch_shape)
-
-    def _summed(self, factors: Sequence[Factor]) -> Tensor:
-        total = added([self.sums.reduced(factor, self.shared) for factor in self.sums.contract(factors)])
-        return total.reshape(total.shape[total.dim() - PLATES :])
-
-    def _shares(self, total: Tensor) -> Tensor:
-        """What elements have, in equal parts at each row that is not masked."""
+            total = total - group.product(group.contract(before), left.plates).value
+        total = total.reshape(total.shape[total.dim() - PLATES :])
         plates = (*[1] * (PLATES - len(self.batch_shape)), *self.batch_shape)
-        mask = self.left_out_by
-        counted = mask if isinstance(mask, Tensor) else torch.ones((), dtype=torch.bool, device=total.device)
-        counted = padded(counted.to(total.dtype)).expand(plates)
-        rows = Factor(frozenset(), self.own.plates, lambda: counted)
-        share = total / self.sums.reduced(rows, self.shared).evaluate().clamp(min=1)
-        return self.sums.at_rows(share, self.own, self.shared, plates) * counted
+        if left.plates.keys() != self.plates.keys():
+            # What elements have, in equal parts at each row that is not masked.
+            rows = self._seen(value) if self.masked else None
+            seen = total.new_ones(plates) if rows is None else padded(rows.to(total.dtype)).expand(plates)
+            share = total / group.product([Factor(frozenset(), self.plates, seen)], left.plates).value.clamp(min=1)
+            total = group.at_rows(share, self.plates, left.plates, plates) * seen
+        return total.reshape(total.shape[PLATES - len(self.batch_shape) :]).expand(self.batch_shape)
 
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """A draw of y, z drawn with it: in the plates that they share."""
         if tuple(sample_shape):
-            return torch.stack([self.sample() for _ in range(torch.Size(sample_shape).numel())]).reshape(
-                *sample_shape, *self.shape()
-            )
-        if any(plates.keys() != self.shared.keys() for plates in self.sums.latents.values()):
+            each = [self.sample() for _ in range(torch.Size(sample_shape).numel())]
+            return torch.stack(each).reshape(*sample_shape, *self.shape())
+        shared = next(iter(self.group.latents.values()))
+        if any(plates.keys() != shared.keys() for plates in self.group.latents.values()):
             raise NotImplementedError("no draw where discrete latents stand in several sets of plates")
-        joint = padded(added([self.sums.reduced(factor, self.shared) for factor in self.before]))
-        plates = self.fn.batch_shape[-PLATES:]
-        lead = broadcast_shapes(joint.shape[:-PLATES], self.fn.batch_shape[:-PLATES])
+        # z ~ p(z | y₁, ..., yᵢ₋₁), all latents at once, and then y ~ p(y | z).
+        joint = self.group.product([term(True) for term in self.before], shared).value
+        plates = padded(torch.empty(self.batch_shape)).shape
+        lead = broadcast_shapes(joint.shape[:-PLATES], self.given_discrete.batch_shape[:-PLATES])
         joint = joint.expand(*lead, *joint.shape[-PLATES:]).flatten(0, len(lead) - 1)
         chosen = torch.distributions.Categorical(logits=joint.movedim(0, -1)).sample()
-        index = self.sums.at_rows(chosen, self.own, self.shared, plates)
-        values = self.fn.expand((*lead, *plates)).sample().reshape(lead.numel(), *plates, *self.event_shape)
+        index = self.group.at_rows(chosen, self.plates, shared, plates)
+        values = self.given_discrete.expand((*lead, *plates)).sample().reshape(-1, *plates, *self.event_shape)
         index = index.reshape(1, *index.shape, *[1] * len(self.event_shape)).expand(1, *values.shape[1:])
         return values.gather(0, index)[0].reshape(self.shape())
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
         """Only to the shape that it has."""
+        # Plates ask a distribution for the shape that they give it.
         if torch.Size(batch_shape) != self.batch_shape:
             raise NotImplementedError("a distribution with discrete variables summed out has the shape of its plates")
         return self

@@ -24,9 +24,7 @@ __all__ = [
     "all_sites",
     "as_process",
     "bare",
-    "element_log_densities",
     "fill_masked",
-    "first_tensor",
     "free_values",
     "held_trace",
     "is_free",
@@ -36,12 +34,11 @@ __all__ = [
     "piecewise_constant",
     "repeatable",
     "require_again",
+    "sample_sites",
     "settle_left_out",
-    "tensors",
     "whole_plates",
     "without_event",
 ]
-
 
 LEFT_OUT = "_unobserved"  # how the names of sites end whose values obs_mask= leaves out
 
@@ -51,6 +48,12 @@ def all_sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
     return list(trace.nodes.items())
 
 
+def sample_sites(trace: poutine.Trace) -> dict[str, Any]:
+    """A trace's sample sites by name, plates' row numbers not among them."""
+    sites: dict[str, Any] = dict(trace.nodes)
+    return {n: site for n, site in sites.items() if site["type"] == "sample" and not site_is_subsample(site)}
+
+
 def is_free(site: Any) -> bool:
     """Whether a sample site is not observed."""
     return site["type"] == "sample" and not site["is_observed"]
@@ -58,8 +61,7 @@ def is_free(site: Any) -> bool:
 
 def free_values(trace: poutine.Trace) -> dict[str, Tensor]:
     """The values of a trace's sample sites that are not observed, plates' row numbers among them."""
-    sites: Any = trace.nodes
-    return {n: site["value"] for n, site in sites.items() if site["type"] == "sample" and not site["is_observed"]}
+    return {name: site["value"] for name, site in all_sites(trace) if is_free(site)}
 
 
 def is_observation(site: Any) -> bool:
@@ -69,9 +71,7 @@ def is_observation(site: Any) -> bool:
 
 def is_left_out(name: str, nodes: Mapping[str, Any]) -> bool:
     """Whether a site holds the values that ``obs_mask=`` leaves out: Pyro makes y_observed and y_unobserved of y."""
-    if not name.endswith(LEFT_OUT):
-        return False
-    twin = nodes.get(name.removesuffix(LEFT_OUT) + "_observed")
+    twin = nodes.get(name.removesuffix(LEFT_OUT) + "_observed") if name.endswith(LEFT_OUT) else None
     return twin is not None and twin["is_observed"] and isinstance(twin["mask"], Tensor)
 
 
@@ -87,24 +87,36 @@ def settle_left_out(site: Any, nodes: Mapping[str, Any], draw: bool) -> None:
     site["infer"] = {**(site["infer"] or {}), "_deterministic": True}
 
 
-class _LeftOut(Messenger):
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: dict[str, Any] = {}
-
-    def _pyro_sample(self, msg: Any) -> None:
-        self.nodes[msg["name"]] = msg
-        if msg["name"].endswith(LEFT_OUT) and is_left_out(msg["name"], self.nodes):
-            settle_left_out(msg, self.nodes, draw=False)
-
-
 def piecewise_constant(trace: poutine.Trace) -> list[str]:
     """The observed sites whose distributions say that their density is piecewise constant in function values."""
     return [
         name
-        for name, site in all_sites(trace)
+        for name, site in sample_sites(trace).items()
         if is_observation(site) and getattr(bare(site["fn"]), "piecewise_constant", False)
     ]
+
+
+class _Holding(Messenger):
+    """Holds sites at values; they pass for observed.
+
+    :param values: of sites, whatever data the model has there.
+    :param free: of those that the model leaves free.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], free: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values, self.free = values, free
+        self.nodes: dict[str, Any] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        self.nodes[name] = msg
+        # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
+        values = self.values if name in self.values or msg["is_observed"] else self.free
+        if name in values:
+            msg["value"], msg["is_observed"] = values[name], True
+        if is_left_out(name, self.nodes):
+            settle_left_out(msg, self.nodes, draw=False)
 
 
 def held_trace(
@@ -125,57 +137,38 @@ def held_trace(
     :raises ValueError: naming a site that would be drawn.
     """
     there: dict[str, Any] = {} if like is None else dict(like.nodes)
-    known = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
-    with poutine.block(), _LeftOut(), _Holding({**known, **values}):
-        summed = Enumeration()(model)
-        trace = poutine.trace(poutine.condition(summed, data=dict(values))).get_trace(*args, **kwargs)
-    for name, site in all_sites(trace):
-        if is_free(site) and not site_is_subsample(site):
+    free = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
+    with poutine.block(), poutine.trace() as tracer, _Holding(values, free):
+        Enumeration()(model)(*args, **kwargs)
+    trace = tracer.trace
+    for name, site in sample_sites(trace).items():
+        if is_free(site):
             raise ValueError(
                 f"site {name!r} has no value when the model's densities are read: a handler around this call, such as "
                 "poutine.reparam, changes which sites there are. Wrap the model in it before it goes to AutoSparseGP."
             )
+        # test_conditioned.py::test_handlers_around_are_seen_as_the_objective_sees_them
         if name in there:
             site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
         fill_masked(site)
     return trace
 
 
-class _Holding(Messenger):
-    """Holds sites that the model leaves free at values; they pass for observed."""
+def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bool = False) -> dict[str, Tensor]:
+    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and those masked as a whole.
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if not msg["is_observed"] and msg["name"] in self.values:
-            msg["value"], msg["is_observed"] = self.values[msg["name"]], True
-
-
-def log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
-    """The log densities, masked and scaled, of a run's sample sites but ``skip`` and those masked as a whole."""
-    sites: Any = trace.nodes
-    return {
-        name: torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), site["scale"], site["mask"]))
-        for name, site in sites.items()
-        if site["type"] == "sample" and name not in skip and not site_is_subsample(site) and site["mask"] is not False
-    }
-
-
-def element_log_densities(trace: poutine.Trace, skip: Collection[str] = ()) -> dict[str, Tensor]:
-    """As :func:`log_densities`, with dimensions that ``.to_event`` has added up taken apart again."""
-    sites: Any = trace.nodes
+    :param by_entry: with dimensions that ``.to_event`` has added up taken apart again.
+    """
     found = {}
-    for name, site in sites.items():
-        if site["type"] != "sample" or name in skip or site_is_subsample(site) or site["mask"] is False:
-            continue
-        fn, event_dim = without_event(site["fn"])
-        scale, mask = (
-            part.reshape(*part.shape, *[1] * event_dim) if isinstance(part, Tensor) and part.dim() else part
-            for part in (site["scale"], site["mask"])
-        )
-        found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
+    for name, site in sample_sites(trace).items():
+        if name not in skip and site["mask"] is not False:
+            fn, event_dim = without_event(site["fn"]) if by_entry else (site["fn"], 0)
+            # They are of rows: ones more behind for the dimensions that .to_event has added.
+            scale, mask = (
+                part.reshape(*part.shape, *[1] * event_dim) if isinstance(part, Tensor) and part.dim() else part
+                for part in (site["scale"], site["mask"])
+            )
+            found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
     return found
 
 
@@ -183,22 +176,19 @@ class RandomState:
     """The state of the generators that a step draws from."""
 
     def __init__(self, like: Tensor) -> None:
-        self._device = like.device if like.is_cuda else None
-        self._host = torch.get_rng_state()
-        self._there = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        on_device = [torch.cuda.default_generators[like.device.index]] if like.is_cuda else []
+        self.generators = [torch.default_generator, *on_device]
+        self._states = [generator.get_state() for generator in self.generators]
 
     @property
     def has_moved(self) -> bool:
         """Whether anything was drawn since."""
-        there = None if self._device is None else torch.cuda.get_rng_state(self._device)
-        same = torch.equal(self._host, torch.get_rng_state())
-        return not same or (there is not None and self._there is not None and not torch.equal(self._there, there))
+        return not all(torch.equal(state, g.get_state()) for state, g in zip(self._states, self.generators))
 
     def restore(self) -> None:
         """Put the generators back."""
-        torch.set_rng_state(self._host)
-        if self._device is not None and self._there is not None:
-            torch.cuda.set_rng_state(self._there, self._device)
+        for generator, state in zip(self.generators, self._states):
+            generator.set_state(state)
 
 
 def require_again(error: Exception, run: Callable[[], Any], like: Tensor) -> None:
@@ -219,9 +209,8 @@ def require_again(error: Exception, run: Callable[[], Any], like: Tensor) -> Non
 def repeatable(like: Tensor) -> Iterator[None]:
     """The same random numbers each time, and the global generator as it was."""
     state = RandomState(like)
-    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack for each kind of device, in 1 ms
-    if like.is_cuda:
-        torch.cuda.manual_seed(0)
+    for generator in state.generators:  # torch.manual_seed formats the stack for each kind of device, in 1 ms
+        generator.manual_seed(0)
     try:
         yield
     finally:
@@ -243,20 +232,3 @@ def whole_plates() -> Iterator[None]:
         yield
     finally:
         SubsampleMessenger.__init__ = original  # type: ignore[method-assign]
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    """The tensors in nested lists, tuples and mappings, such as a model's arguments."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, (list, tuple)):
-        return []
-    return [tensor for part in tree for tensor in tensors(part)]
-
-
-def first_tensor(tree: Any) -> Tensor:
-    """An empty tensor of the dtype and device of the first floating point one in a tree."""
-    floating = [tensor for tensor in tensors(tree) if tensor.is_floating_point()]
-    return floating[0].new_empty(0) if floating else torch.empty(0)

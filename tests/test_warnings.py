@@ -1,0 +1,59 @@
+"""The warnings of the package: all of them, and what each tells to do."""
+
+import ast
+from pathlib import Path
+
+import pyro_sparsegp
+
+# Some words of each text, and its end.
+WARNINGS = {
+    "did not settle": "Absorb fewer rows at a time.",
+    "drawn jointly, at O(N³) time": "draws them independently, in O(N).",
+    "drawn jointly, at a cost cubic": "if it gives one for each row, in a plate.",
+    "dropped sites of negative precision": "lower damping (0.1) and power (0.5) help.",
+    "enter densities by their sum": "or make them one site with the sum of their kernels.",
+    "has a value for each datum": "of others by quadrature in pyro.factor.",
+    "has a variance correction relative to the training inputs": "before or after training.",
+    "holds other latents at their medians": "take draws, predict(model, guide, x)[{}].",
+    "is drawn from the model, not as it was learned": "and leave the latent in its own.",
+    "is independent noise at each row": "effects of single rows into a plate of latents.",
+    "is neither a latent site that the guide knows": "load the state into a guide of the model that it is of.",
+    "leaves out latent site": "to have it coupled.",
+    "meet in densities of more than": "take more, num_particles=10.",
+    "needed a relative jitter": "or set jitter=.",
+    "no plate scales them up": "is taken for a weight of the rows.",
+    "refuses what this model does": "Write it without .item() and if.",
+    "the loss has risen": "a far smaller rate, or a whitened family.",
+    "the weights p/q of the draws": "{}",  # one of two
+    "transitions of this MCMC diverged": "or a larger target_accept_prob.",
+    "was trained with site": "give predict the guide's own model.",
+    "were written to since": "or write to copies.",
+    "it is left unused": "Write it around an affine function of f.",
+}
+
+NAMES = ("warn", "warn_once")
+
+
+def text_of(node: ast.expr) -> str:
+    """A string as it is written, with {} for what is filled in; of a choice, the longer."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(text_of, node.values))
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    if isinstance(node, ast.IfExp):
+        return max(text_of(node.body), text_of(node.orelse), key=len)
+    return str(node.value) if isinstance(node, ast.Constant) else "{}"
+
+
+def test_each_warning_ends_in_what_to_do():
+    texts = []
+    for path in Path(pyro_sparsegp.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in NAMES:
+                texts.append(max(map(text_of, node.args), key=len))
+    # A text that is passed on is listed where it is written.
+    texts = [text for text in texts if text != "{}"]
+    for start, end in WARNINGS.items():
+        (text,) = [text for text in texts if start in text]
+        assert text.endswith(end), text
+    assert len(texts) == len(WARNINGS), [text for text in texts if not any(start in text for start in WARNINGS)]
