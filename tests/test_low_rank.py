@@ -11,83 +11,73 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledPrecision
 from pyro_sparsegp.gaussians import factor_analysis
-from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, sweep
-from pyro_sparsegp.gaussians.groups import Groups
+from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, assembled, sweep
 from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank
-from pyro_sparsegp.gaussians.nearest import assembled
 from pyro_sparsegp.gaussians.optimal import seen_from
+from pyro_sparsegp.gaussians.stack import Stack
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
 
-GROUPS, RANK = Groups([3, 2, 3]), 2  # in the order of groups: 0, 2, 1
+STACK, RANK = Stack([3, 2, 3]), 2
 
 
-def pieces(batch=()):
-    """D and B of a precision, and a column."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(*batch, *shape, generator=generator, dtype=torch.float64)
-
-    blocks = [a @ a.mT + torch.eye(a.shape[-1]).double() for a in (normal(2, 3, 3), normal(1, 2, 2))]
-    return blocks, normal(8, RANK), normal(8, 1)
+def pieces(seed=0):
+    """D and B of a precision, and a column, flat: those of a block of two are 0 and 1 in its third place."""
+    generator = torch.Generator().manual_seed(seed)
+    low_rank, column = (torch.randn(9, k, generator=generator, dtype=torch.float64) for k in (RANK, 1))
+    low_rank[5] = column[5] = 0.0
+    halves = [torch.randn(n, n, generator=generator, dtype=torch.float64) for n in STACK.sizes]
+    return STACK.squares([a @ a.mT + torch.eye(len(a)).double() for a in halves]), low_rank, column
 
 
 def dense(blocks, low_rank):
     """blockdiag(D) + BBᵀ."""
-    first, second = blocks
-    whole = low_rank @ low_rank.mT
-    for start, block in ((0, first[..., 0, :, :]), (3, first[..., 1, :, :]), (6, second[..., 0, :, :])):
-        stop = start + block.shape[-1]
-        whole[..., start:stop, start:stop] += block
-    return whole
+    return assembled(list(blocks), low_rank)
 
 
 def test_precision_formed_or_not():
     blocks, low_rank, column = pieces()
     generator = torch.Generator().manual_seed(1)
-    rows = [(torch.randn(5, 8, generator=generator).double(), torch.rand(5, 1, generator=generator).double())] * 2
+    rows = [(torch.randn(5, 9, generator=generator).double(), torch.rand(5, 1, generator=generator).double())] * 2
     kept = torch.tensor([[0.7]]).double()
-    eye = torch.eye(8).double()
-    exact = 0.7 * dense(blocks, low_rank) + 0.3 * eye + sum(phi.mT @ (phi * each) for phi, each in rows)
-    formed = Formed(GROUPS, blocks, low_rank, kept, sum(phi.mT @ (phi * each) for phi, each in rows))
-    products = Products(GROUPS, blocks, low_rank, kept, rows)
-    for target in (formed, products):
+    eye = torch.eye(9).double()
+    data = sum(phi.mT @ (phi * each) for phi, each in rows)
+    exact = 0.7 * dense(blocks, low_rank) + 0.3 * eye + data
+    for target in (Formed(STACK, blocks, low_rank, kept, data), Products(STACK, blocks, low_rank, kept, rows)):
         torch.testing.assert_close(target.times(eye), exact)
-        torch.testing.assert_close(target.blocks()[0][1], exact[3:6, 3:6])
-        torch.testing.assert_close(target.blocks()[1][0], exact[6:, 6:])
         aims = target.blocks()
+        for i, aim in enumerate(aims):
+            torch.testing.assert_close(aim, exact[3 * i : 3 * i + 3, 3 * i : 3 * i + 3])
         torch.testing.assert_close(target.solve(column, aims, blocks, low_rank, 40), torch.linalg.solve(exact, column))
 
 
 def test_what_a_sweep_leaves_is_positive_definite_in_both_triangles():
     """In float32 P̂ is symmetric but for its rounding, which is more than D where B has nearly all of it."""
     generator = torch.Generator().manual_seed(0)
-    low_rank = 1e4 * torch.randn(8, RANK, generator=generator)
-    data = low_rank @ low_rank.mT + 3 * torch.randn(8, 8, generator=generator)
-    goal = Formed(GROUPS, [torch.eye(3).repeat(2, 1, 1), torch.eye(2)[None]], low_rank, torch.tensor([[0.9]]), data)
+    low_rank = 1e4 * torch.randn(9, RANK, generator=generator)
+    data = low_rank @ low_rank.mT + 3 * torch.randn(9, 9, generator=generator)
+    goal = Formed(STACK, torch.eye(3).repeat(3, 1, 1), low_rank, torch.tensor([[0.9]]), data)
     aims = goal.blocks()
-    blocks, _ = sweep(GROUPS, goal, aims, [torch.eye(3).repeat(2, 1, 1), torch.eye(2)[None]], low_rank)
-    for block, aim in zip(blocks, aims):
-        assert (block - block.mT).abs().max() > 1  # else nothing is seen here
-        for part in above_one(block, aim):
-            torch.testing.assert_close(part, part.mT, rtol=0, atol=1e-5 * part.abs().max().item())
-        for triangle in (above_one(block, aim)[0], above_one(block, aim)[0].mT):
-            assert torch.linalg.cholesky_ex(triangle)[1].eq(0).all()
+    blocks, _ = sweep(goal, aims, torch.eye(3).repeat(3, 1, 1), low_rank)
+    assert (blocks - blocks.mT).abs().max() > 1  # else nothing is seen here
+    for part in above_one(blocks, aims):
+        torch.testing.assert_close(part, part.mT, rtol=0, atol=1e-5 * part.abs().max().item())
+    for triangle in (above_one(blocks, aims)[0], above_one(blocks, aims)[0].mT):
+        assert torch.linalg.cholesky_ex(triangle)[1].eq(0).all()
 
 
 def test_a_sweep_comes_nearer():
     blocks, low_rank, _ = pieces()
-    goal = Formed(GROUPS, blocks, low_rank, torch.tensor([[1.0]]).double(), torch.zeros(8, 8).double())
-    now, found = [torch.eye(3).double().repeat(2, 1, 1), torch.eye(2).double()[None]], torch.randn(8, RANK).double()
+    goal = Formed(STACK, blocks, low_rank, torch.tensor([[1.0]]).double(), torch.zeros(9, 9).double())
+    now, found = torch.eye(3).double().repeat(3, 1, 1), torch.randn(9, RANK).double()
 
     def divergence():
         ratio = torch.linalg.solve(dense(now, found), goal.matrix)
-        return 0.5 * (ratio.trace() - 8 - ratio.logdet()).item()
+        return 0.5 * (ratio.trace() - 9 - ratio.logdet()).item()
 
     values = [divergence()]
     for _ in range(60):
-        now, found = sweep(GROUPS, goal, goal.blocks(), now, found)
+        now, found = sweep(goal, goal.blocks(), now, found)
         values.append(divergence())
     assert all(after <= before + 1e-9 for before, after in itertools.pairwise(values))
     assert values[-1] < 1e-2 * values[0]
@@ -95,8 +85,8 @@ def test_a_sweep_comes_nearer():
 
 def test_root_of_a_precision():
     blocks, _, _ = pieces()
-    root = root_of_inverse(blocks[0], plus_one=False)
-    torch.testing.assert_close(root @ root.mT, torch.linalg.inv(blocks[0]))
+    root = root_of_inverse(blocks, plus_one=False)
+    torch.testing.assert_close(root @ root.mT, torch.linalg.inv(blocks))
     assert (root == root.tril()).all()
 
 
@@ -121,46 +111,43 @@ def test_sums_under_another_factor(batch):
     assert torch.autograd.gradgradcheck(turned, (gram, now))
 
 
+def precision_of(module):
+    with torch.no_grad():
+        return torch.linalg.inv(module().covariance_matrix)
+
+
 def test_curvature_that_draws_show():
-    """E ∇²f = E ∇f(w)(w − m)ᵀP, of a quadratic f: the sum over draws, blocks in the order of their sizes."""
-    module = NaturalLowRank((3, 2, 3), (2,), torch.zeros(()), rank=2)
-    blocks, low_rank = (module._each(name) for name in ("block", "low_rank"))
-    module._put_each("block", [block + 0.3 * torch.ones_like(block) for block in blocks])
-    whole = torch.stack([assembled([d[k] for d in module._each("block")], [u[k] for u in low_rank]) for k in range(2)])
-    centred, grad = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    """E ∇²f = E ∇f(w)(w − m)ᵀP, of a quadratic f: the sum over draws."""
+    module = NaturalLowRank((3, 3), (2,), torch.zeros(()), rank=2)
+    module.block += 0.3
+    centred, grad = torch.randn(5, 2, 6), torch.randn(5, 2, 6)
     with recording(grad):
         taken = module().taken
     w = torch.zeros_like(grad)
     w.grad = grad
     taken.draws.append((centred, w))
-    found = module._curvature_by_draws(taken)
-    one = torch.einsum("ski,skj,kjl->kil", grad, centred, whole)
-    starts, numbers = (0, 3, 5), torch.arange(8)
-    order = torch.cat([numbers[starts[b] :][: module.sizes[b]] for b in module._groups.order])
-    torch.testing.assert_close(found, 0.5 * (one + one.mT)[:, order][:, :, order])
+    one = torch.einsum("ski,skj,kjl->kil", grad, centred, precision_of(module))
+    torch.testing.assert_close(module._curvature_by_draws(taken), 0.5 * (one + one.mT))
 
 
 @pytest.mark.parametrize("least", [-0.05, -100.0])
 def test_negative_curvatures_are_cut_where_they_must_be(least):
     """P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) with negative λ, unless that leaves less than half of what there is without them."""
     module = NaturalLowRank((3, 2, 3), (), torch.zeros(()), rank=8, sweeps=300, rate=0.3)
-    order = torch.tensor([0, 1, 2, 5, 6, 7, 3, 4])  # the sizes' own
-    before = assembled(module._each("block"), module._each("low_rank"))[order][:, order]
+    before = precision_of(module)
     phi, curvature = torch.randn(12, 8), torch.linspace(least, 1.0, 12)
-    features = list(phi[:, torch.argsort(order)].split((3, 2, 3), -1))
     with recording(phi) as record:
         q = module()
-        mean, change = q.moments(features)
+        mean, change = q.moments(phi.split((3, 2, 3), -1))
         loss = mean @ (100 * torch.randn(12)) + change @ (0.5 * curvature) + q.kl()
     record.differentiate(loss)
     one = torch.ones(())
     with torch.no_grad():
         module.step(q.taken, one, one, 0.3, False)
-    found = assembled(module._each("block"), module._each("low_rank"))[order][:, order]
     kept = curvature if least > -1 else curvature.clamp(min=0)
     best = 0.7 * before + 0.3 * (torch.eye(8) + phi.mT @ (phi * kept[:, None]))
-    torch.testing.assert_close(found, best, atol=1e-3, rtol=0)
-    moved = phi @ torch.cat(module._each("loc"))[order] / phi.norm(dim=1)
+    torch.testing.assert_close(precision_of(module), best, atol=1e-3, rtol=0)
+    moved = phi @ torch.cat(module().loc).detach() / phi.norm(dim=1)
     assert moved.abs().max().item() == pytest.approx(3.0)  # deviations of the prior
 
 
@@ -223,7 +210,7 @@ def test_a_block_that_rounding_leaves_indefinite_is_lifted(lowest):
     values = torch.tensor([lowest, 0.9, 1.0, 3.0, 2e4])
     axes = torch.linalg.qr(torch.randn(5, 5)).Q
     block = (axes * values) @ axes.mT
-    lifted, above = above_one(block.float())
+    lifted, above = above_one(block.float(), block.float())
     assert torch.linalg.cholesky_ex(lifted).info == 0
     expected = (axes * values.clamp(min=0)) @ axes.mT
     torch.testing.assert_close(lifted.double(), expected, atol=0.02, rtol=0)

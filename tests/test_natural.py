@@ -828,7 +828,7 @@ def test_sweeps_reach_the_best_precision_of_the_form(base):
     with torch.no_grad():
         q = module()
     b = [part.detach().clone().requires_grad_() for part in q.b]
-    trils = None if q.trils is None else [part.detach().clone().requires_grad_() for part in q.trils]
+    trils = [part.detach().clone().requires_grad_() for part in q.trils] if base else None
     leaves = [*b, *(trils or [])]
     optimiser = torch.optim.LBFGS(leaves, max_iter=100, tolerance_grad=1e-10, line_search_fn="strong_wolfe")
 

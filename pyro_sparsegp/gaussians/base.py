@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..modules import AbstractModule
-from ..numerics.linalg import sum_blocks
+from ..numerics.linalg import side_by_side, sum_blocks
 from .documented import Documented
 
 __all__ = ["Coefficients", "Gaussian"]
@@ -52,6 +52,14 @@ class Gaussian(ABC):
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ) together, which a Gaussian may have at a lower cost than one by one."""
         return self.mean(features), self.variance_change(features)
+
+    def flat(self, features: Sequence[Tensor]) -> Tensor:
+        """Φ of all blocks side by side, as natural steps want it."""
+        return side_by_side(features)
+
+    def moments_by(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`moments` of flat features."""
+        return self.moments(phi.split(self.sizes, -1))
 
     def note_draws(self) -> None:  # noqa: B027, nothing is to be known by most
         """Take note that function values are drawn by the marginals given, where natural steps are to know."""

@@ -3,44 +3,30 @@
 The P = blockdiag(D) + BBᵀ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)] is the maximum likelihood estimate of factor analysis for
 the "covariance" P̂. Sweeps of its expectation maximisation go there (Rubin and Thayer, 1982), with expanded parameters
 (Liu, Rubin and Wu, 1998); they need P̂ times few vectors, and its blocks on the diagonal. From a dense P̂ alone, without
-a start: :mod:`.nearest`.
+a start: :func:`nearest`.
+
+D is a stack, ``(..., C, M, M)``, and B flat, ``(..., C·M, R)``: :class:`~.stack.Stack`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, lift_to, over_upper, rounding, solve_lower
+from ..numerics.linalg import cholesky, lift_to, on_diagonal, over_upper, plus_one, rounding, solve_lower
 from ..numerics.processes import joined
-from .groups import Groups, each_times, plus_each_times
+from .stack import Stack, each_times, eye_like
 
-__all__ = [
-    "Columns",
-    "Formed",
-    "Products",
-    "Target",
-    "above_one",
-    "eye_like",
-    "lifted",
-    "sweep",
-    "times",
-    "times_blocks",
-]
+__all__ = ["Formed", "Products", "above_one", "assembled", "lifted", "nearest", "sweep", "times"]
 
 _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
-Columns = list[Tensor]  # of vectors, and other matrices, stacked by the blocks' sizes
+_MOST, _ENOUGH = 50, 1e-12  # updates of nearest from a start; a divergence that is none
 
 
-def eye_like(like: Tensor) -> Tensor:
-    """I of a matrix' size."""
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-
-
-def above_one(matrix: Tensor, made_of: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+def above_one(matrix: Tensor, made_of: Tensor) -> tuple[Tensor, Tensor]:
     """A symmetric A, lifted to a positive definite one where rounding left none, and the part of A − I with positive
     eigenvalues.
 
@@ -48,22 +34,20 @@ def above_one(matrix: Tensor, made_of: Optional[Tensor] = None) -> tuple[Tensor,
     """
     matrix = 0.5 * (matrix + matrix.mT)  # eigh and a factorisation read different triangles
     values, vectors = torch.linalg.eigh(matrix)
-    size = values[..., -1:] if made_of is None else made_of.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    size = made_of.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
     least = (_SHARE * torch.finfo(matrix.dtype).eps * size).clamp(min=0, max=1)
-    lacks = ((lowest - values).clamp(min=0)[..., None, :] for lowest in (least, 1.0))
-    positive, above = (plus_each_times(matrix, vectors * lack, vectors.mT) for lack in lacks)
+    positive, above = (
+        matrix + each_times(vectors * (lowest - values).clamp(min=0)[..., None, :], vectors.mT)
+        for lowest in (least, torch.ones_like(least))
+    )
     above.diagonal(dim1=-2, dim2=-1).sub_(1)
     return positive, above
 
 
-def times_blocks(groups: Groups, matrices: Columns, v: Tensor) -> Tensor:
-    """blockdiag of stacked matrices, times columns."""
-    return groups.over([each_times(matrix, part) for matrix, part in zip(matrices, groups.cut(v))])
-
-
-def times(groups: Groups, blocks: Columns, low_rank: Tensor, v: Tensor) -> Tensor:
-    """(blockdiag(D) + BBᵀ)v for columns v."""
-    return times_blocks(groups, blocks, v) + low_rank @ (low_rank.mT @ v)
+def times(blocks: Tensor, low_rank: Tensor, v: Tensor) -> Tensor:
+    """(blockdiag(D) + BBᵀ)v for flat columns v."""
+    own = each_times(blocks, v.view(*v.shape[:-2], *blocks.shape[-3:-1], v.shape[-1])).flatten(-3, -2)
+    return own + low_rank @ (low_rank.mT @ v)
 
 
 def _root(matrix: Tensor, what: str) -> Tensor:
@@ -86,81 +70,56 @@ def _lifted(matrix: Tensor, least: Tensor) -> Tensor:
     return matrix
 
 
-class Target(Protocol):
-    """P̂.
-
-    :ivar cut: whether negative curvatures were cut; ``None`` if there were none.
-    """
-
-    cut: Optional[Tensor]
-
-    def times(self, v: Tensor) -> Tensor:
-        """P̂v for columns v."""
-
-    def blocks(self) -> Columns:
-        """The blocks of P̂ on its diagonal."""
-
-    def solve(
-        self, right: Tensor, aims: Optional[Columns], blocks: Columns, low_rank: Tensor, iterations: int
-    ) -> Tensor:
-        """P̂⁻¹ of one column, where P = blockdiag(D) + BBᵀ of a sweep is near P̂."""
-
-
 class Products:
-    """P̂ by its products with few columns: it is never formed.
+    """P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) by its products with few columns: it is never formed.
 
     :param blocks: D of P.
     :param low_rank: B of P.
     :param kept: 1 − ρ.
-    :param rows: of each batch of rows Φ, and ρ·2h as a column.
+    :param rows: of each batch of rows Φ, flat, and ρ·2h as a column.
     """
 
-    cut: Optional[Tensor] = None
+    cut: Optional[Tensor] = None  # whether negative curvatures were cut
 
     def __init__(
-        self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
+        self, stack: Stack, blocks: Tensor, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        self.groups, self._blocks, self._low_rank, self._kept, self._rows = groups, blocks, low_rank, kept, rows
+        self.stack, self._blocks, self._low_rank, self._kept, self._rows = stack, blocks, low_rank, kept, rows
 
     def times(self, v: Tensor) -> Tensor:
         """P̂v for columns v."""
-        found = self._kept * times(self.groups, self._blocks, self._low_rank, v) + (1 - self._kept) * v
-        data = torch.zeros_like(found)
-        for phi, curvature in self._rows:
-            data = data + phi.mT @ (curvature * (phi @ v))
-        return found + joined(data)[0]
+        data = sum((phi.mT @ (curvature * (phi @ v)) for phi, curvature in self._rows), torch.zeros_like(v))
+        return self._kept * times(self._blocks, self._low_rank, v) + (1 - self._kept) * v + joined(data)[0]
 
-    def blocks(self) -> Columns:
+    def blocks(self) -> Tensor:
         """The blocks of P̂ on its diagonal."""
-        data = [torch.zeros_like(d) for d in self._blocks]
+        data, low, kept = torch.zeros_like(self._blocks), self.stack.cut(self._low_rank), self._kept[..., None]
         for phi, curvature in self._rows:
-            each = [part.mT for part in self.groups.cut(phi.mT)]
-            data = [x + p.mT @ (p * curvature[..., None, :, :]) for x, p in zip(data, each)]
-        kept, low = self._kept[..., None], self.groups.cut(self._low_rank)
-        return [
-            kept * (d + b @ b.mT) + (1 - kept) * eye_like(d) + x for d, b, x in zip(self._blocks, low, joined(*data))
-        ]
+            each = self.stack.cut(phi.mT)
+            data = data + each @ (each.mT * curvature[..., None, :, :])
+        return kept * (self._blocks + low @ low.mT) + (1 - kept) * eye_like(data) + joined(data)[0]
 
-    def solve(
-        self, right: Tensor, aims: Optional[Columns], blocks: Columns, low_rank: Tensor, iterations: int
-    ) -> Tensor:
-        """P̂⁻¹ of one column by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come."""
-        inverse = Inverse(self.groups, blocks if aims is None else lifted(blocks, aims), low_rank)
+    def solve(self, right: Tensor, aims: Optional[Tensor], blocks: Tensor, low_rank: Tensor, iterations: int) -> Tensor:
+        """P̂⁻¹ of one column by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come.
+
+        :param aims: the blocks of P̂ on its diagonal; ``None`` where D is not free.
+        :param blocks: D of a P that is near P̂, as a sweep leaves it.
+        :param low_rank: B of it.
+        """
+        inverse = _Inverse(self.stack, blocks if aims is None else lifted(blocks, aims), low_rank)
 
         def dot(a: Tensor, b: Tensor) -> Tensor:
             return (a * b).sum((-2, -1), keepdim=True)
 
         def over(a: Tensor, b: Tensor) -> Tensor:
-            return torch.where(b > 0, a / b, torch.zeros_like(a))
+            return torch.where(b > 0, a / b, 0.0)
 
-        x = torch.zeros_like(right)
-        z = inverse(right)
+        x, z = torch.zeros_like(right), inverse(right)
         direction, rz = z, dot(right, z)
         for _ in range(iterations):
             moved = self.times(direction)
             a = over(rz, dot(direction, moved))
-            x = x + a * direction
-            right = right - a * moved
+            x, right = x + a * direction, right - a * moved
             z = inverse(right)
             new = dot(right, z)
             direction, rz = z + over(new, rz) * direction, new
@@ -175,85 +134,135 @@ class Formed:
 
     cut: Optional[Tensor] = None
 
-    def __init__(self, groups: Groups, blocks: Columns, low_rank: Tensor, kept: Tensor, data: Tensor) -> None:
-        self.groups = groups
-        (data,) = joined(data)
-        scaled = kept * low_rank
-        self.matrix = torch.addmm(data, scaled, low_rank.mT) if data.dim() == 2 else data + scaled @ low_rank.mT
-        self._own = groups.diagonal(self.matrix)
-        for own, d in zip(self._own, blocks):
-            own.add_(kept[..., None] * d)
+    def __init__(self, stack: Stack, blocks: Tensor, low_rank: Tensor, kept: Tensor, data: Tensor) -> None:
+        self.stack, (data,) = stack, joined(data)
+        self.matrix = data + (kept * low_rank) @ low_rank.mT
+        self._own = stack.diagonal(self.matrix)
+        self._own.add_(kept[..., None] * blocks)
         self.matrix.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
 
     def add(self, curvature: Tensor) -> None:
         """Add a symmetric matrix, or its positive part where it would leave less than half of what there is."""
         (curvature,) = joined(curvature)
-        rest = (0.5 * self.matrix + curvature).nan_to_num()
-        self.cut = torch.linalg.cholesky_ex(rest).info != 0
         known = curvature.nan_to_num()
+        self.cut = torch.linalg.cholesky_ex(0.5 * self.matrix + known).info != 0
         self.matrix.add_(torch.where(self.cut[..., None, None], known + lift_to(known, 0.0), curvature))
 
     def times(self, v: Tensor) -> Tensor:
         return self.matrix @ v
 
-    def blocks(self) -> Columns:
+    def blocks(self) -> Tensor:
         return self._own
 
     def solve(self, right: Tensor, *_: Any) -> Tensor:
         return torch.cholesky_solve(right, _root(self.matrix, "a precision of coefficients"))
 
 
-class Inverse:
+class _Inverse:
     """(blockdiag(D) + BBᵀ)⁻¹ = D⁻¹ − D⁻¹B(I + BᵀD⁻¹B)⁻¹BᵀD⁻¹."""
 
-    def __init__(self, groups: Groups, blocks: Columns, low_rank: Tensor) -> None:
-        self.groups = groups
-        self.roots = [_root(d, "a block of a low-rank precision") for d in blocks]
+    def __init__(self, stack: Stack, blocks: Tensor, low_rank: Tensor) -> None:
+        self._stack, self._root = stack, _root(blocks, "a block of a low-rank precision")
         self.scaled = self._over_blocks(low_rank)  # D⁻¹B
-        gram = low_rank.mT @ self.scaled
-        gram.diagonal(dim1=-2, dim2=-1).add_(1)
-        self.inner = _root(gram, "I + BᵀD⁻¹B")
+        self.inner = _root(plus_one(low_rank.mT @ self.scaled), "I + BᵀD⁻¹B")
 
     def _over_blocks(self, v: Tensor) -> Tensor:
-        return self.groups.over([torch.cholesky_solve(x, root) for x, root in zip(self.groups.cut(v), self.roots)])
+        return torch.cholesky_solve(self._stack.cut(v), self._root).flatten(-3, -2)
 
     def __call__(self, v: Tensor) -> Tensor:
         return self._over_blocks(v) - self.scaled @ torch.cholesky_solve(self.scaled.mT @ v, self.inner)
 
 
 def sweep(
-    groups: Groups,
-    target: Target,
-    aims: Optional[Columns],
-    blocks: Columns,
+    target: Any,
+    aims: Optional[Tensor],
+    blocks: Tensor,
     low_rank: Tensor,
     known: Optional[tuple[Tensor, Tensor]] = None,
-) -> tuple[Columns, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
     D ← blockdiag(P̂ − BβP̂), which rounding may leave indefinite; then B ← BE^½, the expansion.
 
+    :param target: P̂.
     :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
     :param known: V = D⁻¹BA⁻ᵀ and A, the factor of I + BᵀD⁻¹B.
     """
     if known is None:
-        inverse = Inverse(groups, blocks, low_rank)
-        inner = inverse.inner
-    else:
-        v, inner = known
+        inverse = _Inverse(target.stack, blocks, low_rank)
+        known = solve_lower(inverse.inner, inverse.scaled.mT).mT, inverse.inner
+    v, inner = known
     root = solve_lower(inner, eye_like(inner))  # A⁻¹
-    within = root.mT @ root
-    beta = inverse.scaled @ within if known is None else v @ root  # βᵀ
+    beta = v @ root  # βᵀ
     seen = target.times(beta)
-    moment = within + beta.mT @ seen
+    moment = root.mT @ root + beta.mT @ seen
     moment = _lifted(moment, rounding(moment) * moment.diagonal(dim1=-2, dim2=-1))
     root = cholesky(moment, 0.0, "the factors' second moment")  # which reads the lower triangle only
     if aims is None:
         return blocks, torch.cholesky_solve(seen.mT, root).mT
     new = over_upper(seen, root)  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
-    return [aim - each_times(b, b.mT) for aim, b in zip(aims, groups.cut(new))], new
+    own = target.stack.cut(new)
+    return aims - each_times(own, own.mT), new
 
 
-def lifted(blocks: Columns, aims: Columns) -> Columns:
+def lifted(blocks: Tensor, aims: Tensor) -> Tensor:
     """D of a sweep, to be factorised: where B has nearly all of a block of P̂, what is left is rounding, of any sign."""
-    share = _SHARE * torch.finfo(blocks[0].dtype).eps
-    return [_lifted(d.clone(), share * aim.diagonal(dim1=-2, dim2=-1)) for d, aim in zip(blocks, aims)]
+    return _lifted(blocks.clone(), _SHARE * torch.finfo(blocks.dtype).eps * aims.diagonal(dim1=-2, dim2=-1))
+
+
+def assembled(blocks: Sequence[Tensor], low_rank: Tensor) -> Tensor:
+    """blockdiag(D) + BBᵀ, ``(..., ΣM, ΣM)``.
+
+    :param blocks: D, ``(..., M_b, M_b)`` each.
+    """
+    square = low_rank @ low_rank.mT
+    return on_diagonal(blocks, torch.zeros_like(square)) + square
+
+
+def nearest(precision: Tensor, sizes: Sequence[int], rank: int, base: bool) -> tuple[list[Tensor], Tensor]:
+    """D and B, ``(..., ΣM, R)``, of the P = blockdiag(D) + BBᵀ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], or one near it.
+
+    Given D = RRᵀ the best B is RU(Λ − I)₊^½, with the leading eigenvectors U and eigenvalues Λ of R⁻¹P̂R⁻ᵀ, and where
+    the divergence is least P has the blocks of P̂ (Lawley, 1940). The two are repeated from D = I, where a full rank is
+    exact, and from the blocks of P̂, and the best P is taken.
+
+    :param precision: P̂, ``(..., ΣM, ΣM)``.
+    :param base: whether D is free; else it is I.
+    """
+    starts = [torch.eye(precision.shape[-1]).to(precision).expand_as(precision), precision]
+    found: list[tuple[float, list[Tensor], Tensor]] = []
+    for start in starts if base else starts[:1]:
+        blocks, last = _within(start, sizes), float("inf")
+        for _ in range(_MOST if base else 1):
+            low_rank = _leading(precision, blocks, rank)
+            away = _divergence(precision, assembled(blocks, low_rank))
+            found.append((away, blocks, low_rank))
+            if away <= _ENOUGH or away > last - 1e-6 * abs(last):
+                break
+            last, blocks = away, _within(precision - low_rank @ low_rank.mT, sizes)
+    return min(found, key=lambda one: one[0])[1:]
+
+
+def _within(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The blocks on its diagonal."""
+    columns = (0.5 * (matrix + matrix.mT)).split(list(sizes), -1)
+    return [part.split(list(sizes), -2)[i] for i, part in enumerate(columns)]
+
+
+def _leading(precision: Tensor, blocks: Sequence[Tensor], rank: int) -> Tensor:
+    roots = [cholesky(block, 0.0, "a block of a low-rank precision") for block in blocks]
+    root = on_diagonal(roots, torch.zeros_like(precision))
+    white = solve_lower(root, solve_lower(root, precision).mT)
+    values, vectors = torch.linalg.eigh(0.5 * (white + white.mT))
+    kept = min(rank, values.shape[-1])
+    vectors, values = vectors[..., values.shape[-1] - kept :], values[..., values.shape[-1] - kept :]
+    b = torch.nn.functional.pad(root @ (vectors * (values - 1).clamp(min=0).sqrt()[..., None, :]), (0, rank - kept))
+    # Columns that have nothing to do stay small, not 0, from which no step leads away.
+    return torch.where((b == 0).all(-2, keepdim=True), 1e-7 * torch.randn_like(b), b)
+
+
+def _divergence(aim: Tensor, found: Tensor) -> float:
+    """The largest KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)] = ½(tr P̂P⁻¹ − M + log|P| − log|P̂|) of a batch."""
+    here, there = (cholesky(part, 0.0, "a precision") for part in (found, aim))
+    logs = [2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) for factor in (here, there)]
+    trace = solve_lower(here, there).square().sum((-2, -1))
+    return float((0.5 * (trace - aim.shape[-1] + logs[0] - logs[1])).max())

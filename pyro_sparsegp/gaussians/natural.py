@@ -103,7 +103,7 @@ class _Recorded(Recorded, Product):
         if not isinstance(factor, CovarianceFactor) or phi.dim() > 2:
             return super().moments(features)
         covariance = self.taken.keep(factor.covariance.view_as(factor.covariance))  # whose gradient is Φᵀ diag(h) Φ
-        return self.note([phi], *factor.moments_by(phi, covariance), covariance)
+        return self.note(phi, *factor.moments_by(phi, covariance), covariance)
 
 
 class _Base(NamedTuple):
@@ -396,7 +396,7 @@ class NaturalGaussian(Natural):
         """Φᵀ2HΦ and Φᵀg, both with what draws say; what is to be added to the first to cut negative curvatures."""
         grams, cuts, slope = [], [], torch.zeros_like(base.loc)
         for row, grad in taken.gradients():
-            slope = slope + (row.beside().mT @ grad[..., None])[..., 0]
+            slope = slope + (row.phi.mT @ grad[..., None])[..., 0]
         for phi, h, by_covariance, is_signed in taken.curvatures():
             grams.append(2 * by_covariance if by_covariance is not None else phi.mT @ (phi * (2 * h)[..., None]))
             if is_signed:

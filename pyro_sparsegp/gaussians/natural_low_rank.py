@@ -21,23 +21,20 @@ from typing import Any, ClassVar, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, flags_kept, plus_one, root_of_inverse, solve_lower
+from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, side_by_side, solve_lower
 from ..numerics.processes import is_shared, joined, largest
-from .factor_analysis import Columns, Formed, Products, Target, above_one, eye_like, lifted, sweep, times
-from .groups import Groups, each_times, stacked
-from .nearest import assembled, nearest
+from .factor_analysis import Formed, Products, above_one, assembled, lifted, nearest, sweep, times
 from .optimal import from_natural
 from .precision import LowRankGaussian, leading_directions, small_columns
 from .product import Product
+from .stack import Stack, each_times, eye_like
 from .steps import DEFAULT_RATE, KNOWN, Curvature, Natural, Pass, Rate, Recorded, cautious, recorded, softened
 
 __all__ = ["NaturalLowRank"]
 
 _FEW = 512  # coefficients up to which P̂ is formed
 _SMALL, _SLOW = 256, 0.25  # and up to which one sweep a step does for two, at rates up to this
-_KEPT = ("loc", "block", "low_rank", "gain", "seat")
-
-Seats = list[Optional[Tensor]]
+_KEPT = ("loc", "low_rank", "block", "gain", "seat")
 
 
 class _Recorded(Recorded, LowRankGaussian):
@@ -45,21 +42,21 @@ class _Recorded(Recorded, LowRankGaussian):
 
 
 class _Seen(NamedTuple):
-    """Sites under another L, stacked by the blocks' sizes: a and b with m = a + P⁻¹b, ``None`` for b = 0, D and B."""
+    """Sites under another L, as stacks: a and b with m = a + P⁻¹b, ``None`` for b = 0, D and B."""
 
-    near: Columns
-    rest: Optional[Columns]
-    blocks: Columns
-    low_rank: Columns
+    near: Tensor
+    rest: Optional[Tensor]
+    block: Tensor
+    low_rank: Tensor
 
 
 class _Base(NamedTuple):
-    """Of a run: m, D and B, the L + ηsI that these belong to; V and A of :func:`sweep`, where they are there."""
+    """Of a run: m and D as stacks, B flat, the L + ηsI that these belong to; V and A of :func:`sweep`, if known."""
 
-    loc: Columns
-    blocks: Columns
-    low_rank: Columns
-    seats: Optional[Seats]
+    loc: Tensor
+    block: Tensor
+    low_rank: Tensor
+    seat: Optional[Tensor]
     known: Optional[tuple[Tensor, Tensor]] = None
 
 
@@ -104,166 +101,149 @@ class NaturalLowRank(Natural):
         self.softness, self.base = softness, base
         self.rank = max(self.sizes) if rank is None else rank
         self.sweeps, self.iterations = sweeps, iterations
-        self._groups = Groups(self.sizes)
-        low_rank = self._groups.stack(small_columns(self.sizes, batch_shape, self.rank, like))
-        for i, (group, b) in enumerate(zip(self._groups.members, low_rank)):
-            lead, num = (*batch_shape, len(group)), self.sizes[group[0]]
-            setattr(self, f"locs_{i}", torch.nn.Parameter(like.new_zeros(*lead, num, 1)))
-            setattr(self, f"low_ranks_{i}", torch.nn.Parameter(b))
-            if base:
-                self._new_tilt(f"tilts_{i}", like.new_zeros(*lead, 1), num)
-            self.register_buffer(f"blocks_{i}", eye_like(b.mT).expand(*lead, num, num).clone())
-            self.register_buffer(f"gains_{i}", like.new_zeros(*lead, num, num))  # the positive part of D - I
-            self.register_buffer(f"seats_{i}", like.new_zeros(len(group), 0, 0))
+        self._stack = stack = Stack(self.sizes)
+        shape = (*batch_shape, len(self.sizes), stack.size)
+        self.loc: Any
+        self.loc = torch.nn.Parameter(like.new_zeros(*shape, 1))
+        self.low_rank = torch.nn.Parameter(stack.rows(small_columns(self.sizes, batch_shape, self.rank, like)))
+        if base:
+            self._new_tilt("tilt", self.loc[..., 0], stack.size)
+        self.register_buffer("block", plus_one(like.new_zeros(*shape, stack.size)))
+        self.register_buffer("gain", like.new_zeros(*shape, stack.size))  # the positive part of D - I
+        self.register_buffer("seat", like.new_zeros(0, 0))
 
-    # Blocks of equal size are one tensor; states have them block by block.
+    def _put_block(self, block: Tensor, aims: Tensor) -> None:
+        for name, value in zip(("block", "gain"), above_one(block, aims)):
+            self._buffers[name] = value.to(self.block)
 
-    def _stacked(self, name: str) -> Columns:
-        every = range(len(self._groups.members))
-        if name in ("loc", "low_rank"):
-            return [self._kept(f"{name}s_{i}") for i in every]
-        return [self._buffers[f"{name}s_{i}"] for i in every]  # type: ignore[misc]
+    def _put_seat(self, seat: Optional[Tensor]) -> None:
+        if seat is not None:
+            self._buffers["seat"] = seat.detach()
 
-    def _keep(self, name: str, values: Sequence[Optional[Tensor]]) -> None:
-        """Take stacked values."""
-        for i, value in enumerate(values):
-            if value is None:
-                continue
-            if name in ("loc", "low_rank"):
-                self._set(f"{name}s_{i}", value)
-            else:
-                self._buffers[f"{name}s_{i}"] = value.detach().to(self._stacked("block")[i]).contiguous()
+    # States have the parts block by block.
 
-    def _each(self, name: str) -> list[Tensor]:
-        values = [part.detach() for part in self._stacked(name)]
-        return self._groups.vectors(values) if name == "loc" else self._groups.unstack(values)
-
-    def _put_each(self, name: str, values: Sequence[Tensor]) -> None:
-        values = [value.to(now).expand(now.shape) for value, now in zip(values, self._each(name))]
-        self._keep(name, self._groups.columns(values) if name == "loc" else self._groups.stack(values))
-
-    def _put_blocks(self, blocks: Columns, aims: Optional[Columns] = None) -> None:
-        parts = map(above_one, blocks) if aims is None else map(above_one, blocks, aims)
-        for name, values in zip(("block", "gain"), zip(*parts)):
-            self._keep(name, values)
+    def _blocks(self, name: str, value: Tensor) -> list[Tensor]:
+        if name == "loc":
+            return self._stack.vectors(value)
+        if name == "seat" and not value.numel():
+            return [value] * len(self.sizes)
+        return self._stack.blocks(value, square=name != "low_rank")
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in _KEPT:
-            for i in range(len(self._groups.members)):
-                del destination[f"{prefix}{name}s_{i}"]
-            destination.update((f"{prefix}{name}_{b}", part) for b, part in enumerate(self._each(name)))
+            parts = self._blocks(name, destination.pop(prefix + name))
+            destination.update((f"{prefix}{name}_{b}", part.contiguous()) for b, part in enumerate(parts))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in _KEPT:
             keys = [f"{prefix}{name}_{b}" for b in range(len(self.sizes))]
-            if all(key in state_dict for key in keys):
-                parts = [state_dict.pop(key) for key in keys]
-                whole = self._groups.columns(parts) if name == "loc" else self._groups.stack(parts)
-                state_dict.update((f"{prefix}{name}s_{i}", value) for i, value in enumerate(whole))
+            if any(key not in state_dict for key in keys):
+                continue
+            parts = [state_dict.pop(key) for key in keys]
+            if name == "loc":
+                value = self._stack.columns(parts)
+            elif name == "low_rank":
+                value = self._stack.rows(parts)
+            elif any(part.numel() for part in parts):
+                # Blocks about w had no L + ηsI where all of their size are.
+                eyes = [torch.eye(n).to(parts[0]) for n in self.sizes]
+                value = self._stack.squares([part if part.numel() else eye for part, eye in zip(parts, eyes)])
+            else:
+                value = self.seat.new_zeros(0, 0)
+            state_dict[prefix + name] = value
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def start(self, anchor: Any, features: Optional[Sequence[Tensor]]) -> None:
         """Start P at blockdiag(I + λΦᵀΦ), with UUᵀ between the blocks, the leading directions: the level's first."""
         if features is None:
             return
-        found = small = self._each("low_rank")
+        stack, small = self._stack, self._blocks("low_rank", self.low_rank.detach())
+        found = small
         if self.rank:
             found, spare = leading_directions(features, small)
-            self._put_each("low_rank", [u.to(b) + b * spare[..., None, :] for u, b in zip(found, small)])
+            self._set("low_rank", stack.rows([u.to(b) + b * spare[..., None, :] for u, b in zip(found, small)]))
         if self.base:
-            blocks = [plus_one(p.mT @ p - u @ u.mT) for p, u in zip(features, found)]
-            self._put_blocks(self._groups.stack([0.5 * (d + d.mT) for d in blocks]))
-        self._keep("seat", self._seats(anchor) or ())
+            block = stack.squares([plus_one(p.mT @ p - u @ u.mT) for p, u in zip(features, found)])
+            self._put_block(block, block)
+        self._put_seat(self._seat(anchor))
 
-    def _seats(self, anchor: Any) -> Optional[Seats]:
-        """L + ηsI, stacked by the blocks' sizes; ``None`` where w itself has a meaning."""
-        if anchor is None:
+    def _seat(self, anchor: Any) -> Optional[Tensor]:
+        """L + ηsI of each block as a stack, I where it is about w; ``None`` where w itself has a meaning."""
+        like = None if anchor is None else next((part for part in anchor if part is not None), None)
+        if like is None:
             return None
-        found: Seats = []
-        for group in self._groups.members:
-            parts = self._groups.of_group(anchor, group)
-            like = next((part for part in parts if part is not None), None)
-            if like is not None and any(part is None for part in parts):
-                parts = [eye_like(like) / (1 + self.softness) if part is None else part for part in parts]
-            found.append(None if like is None else softened(stacked(parts), self.softness, like.shape[-1:]))
-        return found
+        if isinstance(anchor, Unbound):
+            return softened(anchor.whole, self.softness, (self._stack.size,))
+        eyes = [torch.eye(n, dtype=like.dtype, device=like.device) for n in self.sizes]
+        parts = zip(anchor, eyes)
+        return self._stack.squares([eye if a is None else softened(a, self.softness, (len(eye),)) for a, eye in parts])
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Start at that mean, at the rate of the tenth step."""
-        self._put_each("loc", loc.split(self.sizes, -1))
+        self._set("loc", self._stack.columns(loc.split(self.sizes, -1)))
         self.skip(KNOWN)
 
-    def _seen_from(self, seats: Optional[Seats]) -> _Seen:
+    def _seen_from(self, seat: Optional[Tensor]) -> _Seen:
         """Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of D that is not turned."""
-        near, blocks, low_rank, gains, before = (list(self._stacked(name)) for name in _KEPT)
-        rest = [torch.zeros_like(m) for m in near]
-        any_moved = False
-        for i, (then, now) in enumerate(zip(before, seats or ())):
-            if now is None or not then.numel():
-                continue
-            any_moved, moved, loc, gain = True, now - then, near[i], gains[i]
-            turn = plus_one(solve_lower(then, moved))
-            near[i] = loc - solve_lower(now, each_times(moved, loc))
-            stays = blocks[i] - gain
-            rest[i] = each_times(turn.mT, each_times(stays, loc)) - each_times(stays, near[i])
-            low_rank[i] = each_times(turn.mT, low_rank[i])
-            if self.base:
-                blocks[i] = blocks[i] + (each_times(turn.mT, each_times(gain, turn)) - gain)
-        return _Seen(near, rest if any_moved else None, blocks, low_rank)
+        loc, low_rank = self._kept("loc"), self._kept("low_rank")
+        if seat is None or not self.seat.numel():
+            return _Seen(loc, None, self.block, low_rank)
+        moved, stays = seat - self.seat, self.block - self.gain
+        turn = plus_one(solve_lower(self.seat, moved))
+        near = loc - solve_lower(seat, each_times(moved, loc))
+        rest = each_times(turn.mT, each_times(stays, loc)) - each_times(stays, near)
+        block = stays + each_times(turn.mT, each_times(self.gain, turn))
+        return _Seen(near, rest, block, each_times(turn.mT, low_rank))
 
-    def _gaussian(self, seen: _Seen) -> LowRankGaussian:
-        near, rest, blocks, low_rank = seen
-        trils: Optional[Columns] = None
-        if self.base:
-            trils = [root_of_inverse(d, False, "a block of a low-rank precision") for d in blocks]
-            names = [f"tilts_{i}" for i in range(len(blocks))]
-            if recorded() is None and (torch.is_grad_enabled() or any(map(self._is_tilted, names))):
-                trils = [each_times(tril, self._tilt(name)) for tril, name in zip(trils, names)]
-            low_rank = [each_times(tril.mT, part) for tril, part in zip(trils, low_rank)]
-        q = LowRankGaussian.of_groups(self._groups, near, low_rank, trils)
-        return q if rest is None else q.with_loc([m + s for m, s in zip(near, q.covariance_times_columns(rest))])
+    def _gaussian(self, seen: _Seen, kind: type[LowRankGaussian] = LowRankGaussian) -> Any:
+        near, rest, block, low_rank = seen
+        tril = root_of_inverse(block, False, "a block of a low-rank precision")
+        if self.base and recorded() is None and (torch.is_grad_enabled() or self._is_tilted("tilt")):
+            tril = each_times(tril, self._tilt("tilt"))
+        q = kind.stacked(self._stack, near, each_times(tril.mT, low_rank), tril)
+        if rest is not None:
+            q.columns = near + q.covariance_times_columns(rest)
+        return q
 
     def forward(self, anchor: Any = None) -> LowRankGaussian:
-        seats, record = self._seats(anchor), recorded()
-        self._level_out(seats, record is not None)
-        seen = self._seen_from(seats)
-        q = self._gaussian(seen)
+        seat, record = self._seat(anchor), recorded()
+        if record is not None:
+            self._level_out(seat)
+        seen = self._seen_from(seat)
         if record is None:
-            return q
-        loc, blocks, low_rank = ([part.detach() for part in parts] for parts in (q.columns, seen.blocks, seen.low_rank))
+            return self._gaussian(seen)
+        q = self._gaussian(seen, _Recorded)
         known = q.low_rank.detach(), q.inner.detach()
-        own = None if seats is None else [None if seat is None else seat.detach() for seat in seats]
-        found = _Recorded.__new__(_Recorded)
-        found.__dict__.update(q.__dict__)
-        return found.recorded_in(record.new(self, _Base(loc, blocks, low_rank, own, known)))
+        low_rank = seen.low_rank.detach().flatten(-3, -2)
+        base = _Base(q.columns.detach(), seen.block.detach(), low_rank, None if seat is None else seat.detach(), known)
+        return q.recorded_in(record.new(self, base))
 
     @torch.no_grad()
-    def _level_out(self, seats: Optional[Seats], wanted: bool) -> None:
+    def _level_out(self, seat: Optional[Tensor]) -> None:
         """Have D alone say what plain gradients have made of it."""
-        names = [name for name in self._parameters if name.startswith("tilt")]
-        if not (wanted and any(map(self._is_tilted, names))):
+        if not (self.base and self._is_tilted("tilt")):
             return
-        seen = self._seen_from(seats)
-        loc, _, trils = self._gaussian(seen).parts
-        self._keep("loc", loc)
-        self._keep("low_rank", seen.low_rank)
-        self._put_blocks([torch.cholesky_inverse(cholesky(tril @ tril.mT, 0.0, "D⁻¹")) for tril in trils or ()])
-        self._keep("seat", seats or ())
-        for name in names:
-            self._level_tilt(name)
+        seen = self._seen_from(seat)
+        q = self._gaussian(seen)
+        block = torch.cholesky_inverse(cholesky(q.tril @ q.tril.mT, 0.0, "D⁻¹"))
+        self._set("loc", q.columns)
+        self._set("low_rank", seen.low_rank)
+        self._put_block(block, block)
+        self._put_seat(seat)
+        self._level_tilt("tilt")
 
     @torch.no_grad()
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
         """P − I and Pm under L, ``(..., M, M)``; those of the prior, 0, where no step has been taken."""
-        seats = self._seats(anchor)
-        self._level_out(seats, True)
-        near, rest, blocks, low_rank = self._seen_from(seats)
-        whole = assembled(self._groups.unstack(blocks), self._groups.unstack(low_rank))
-        r = whole @ torch.cat(self._groups.unstack(near), -2)
-        r = r if rest is None else r + torch.cat(self._groups.unstack(rest), -2)
+        seat, stack = self._seat(anchor), self._stack
+        self._level_out(seat)
+        near, rest, block, low_rank = self._seen_from(seat)
+        whole = assembled(stack.blocks(block, square=True), torch.cat(stack.blocks(low_rank), -2))
+        r = (whole @ side_by_side(stack.vectors(near))[..., None])[..., 0]
+        r = r if rest is None else r + side_by_side(stack.vectors(rest))
         known = float(self.steps_taken > 0)
-        return known * (whole - eye_like(whole)), known * r[..., 0]
+        return known * (whole - eye_like(whole)), known * r
 
     @torch.no_grad()
     def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
@@ -271,11 +251,12 @@ class NaturalLowRank(Natural):
         whole = (0.5 * (gram + gram.mT) + eye_like(gram)).expand(*self.batch_shape, *gram.shape[-2:])
         loc = torch.cholesky_solve(pull.expand(whole.shape[:-1])[..., None], cholesky(whole, 0.0, "I + G"))[..., 0]
         blocks, low_rank = nearest(whole, self.sizes, self.rank, self.base)
-        self._put_each("loc", loc.split(self.sizes, -1))
-        self._put_each("low_rank", low_rank)
+        self._set("loc", self._stack.columns(loc.split(self.sizes, -1)))
+        self._set("low_rank", self._stack.rows(low_rank.split(self.sizes, -2)))
         if self.base:
-            self._put_blocks(self._groups.stack(blocks))
-        self._keep("seat", self._seats(anchor) or ())
+            block = self._stack.squares(blocks)
+            self._put_block(block, block)
+        self._put_seat(self._seat(anchor))
         self.skip(max(KNOWN - self.steps_taken, 0))
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:
@@ -284,79 +265,69 @@ class NaturalLowRank(Natural):
 
     def step(self, taken: Pass, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
         base: _Base = taken.base
-        groups = self._groups
         each, weight = (part[..., None, None] for part in (rate / total, weight))
-        kept = 1 - each * weight
+        kept, num = 1 - each * weight, sum(self.sizes)
         with flags_kept() as flags:  # a step can't be taken again: what has failed is looked at here, and left out
-            here = self._from(base.seats) if again else base
+            here = self._from(base.seat) if again else base
             target = self._target(taken, here, each, kept)
             aims = target.blocks() if self.base else None
-            blocks, low_rank = here.blocks, groups.over(here.low_rank)
-            blocks, low_rank = sweep(groups, target, aims, blocks, low_rank, here.known)
-            for _ in range(1, self.sweeps or (1 if rate <= _SLOW and sum(self.sizes) <= _SMALL else 2)):
-                found = blocks if aims is None else lifted(blocks, aims)
-                blocks, low_rank = sweep(groups, target, aims, found, low_rank)
-            right = -each * (weight * groups.over(base.loc) + self._slope(taken))
-            shift = target.solve(right, aims, blocks, low_rank, self.iterations)
-        shift = cautious(shift[..., 0], taken, groups.order, target.cut)[..., None]
-        loc = [m + x for m, x in zip(here.loc, groups.cut(shift))]
-        low = groups.cut(low_rank)
+            block, low_rank = sweep(target, aims, here.block, here.low_rank, here.known)
+            for _ in range(1, self.sweeps or (1 if rate <= _SLOW and num <= _SMALL else 2)):
+                found = block if aims is None else lifted(block, aims)
+                block, low_rank = sweep(target, aims, found, low_rank)
+            # P̂(m̂ − m) = −(ρ/c)(Φᵀg + cm)
+            right = -each * (weight * base.loc.flatten(-3, -2) + self._slope(taken))
+            shift = target.solve(right, aims, block, low_rank, self.iterations)
+        shift = cautious(shift[..., 0], taken, target.cut)[..., None]
+        loc = here.loc + self._stack.cut(shift)
         failed = sum(flag.count_nonzero() for flag in flags)
-        size = sum(part.sum() for part in (*loc, *blocks, *low))
+        size = loc.sum() + block.sum() + low_rank.sum()
         fine = (0 * size == failed) & (each > 0).all()  # 0 times a number that is finite is 0
-        loc, blocks, low = (
-            [torch.where(fine, a, b) for a, b in zip(new, old)]
-            for new, old in ((loc, here.loc), (blocks, here.blocks), (low, here.low_rank))
-        )
-        self._keep("loc", loc)
-        self._keep("low_rank", low)
+        self._set("loc", torch.where(fine, loc, here.loc))
+        self._set("low_rank", self._stack.cut(torch.where(fine, low_rank, here.low_rank)))
         if aims is not None:
-            self._put_blocks(blocks, aims)
-        self._keep("seat", base.seats or ())
+            self._put_block(torch.where(fine, block, here.block), aims)
+        self._put_seat(base.seat)
 
-    def _from(self, seats: Optional[Seats]) -> _Base:
+    def _from(self, seat: Optional[Tensor]) -> _Base:
         """What there is, under another L."""
-        seen = self._seen_from(seats)
-        return _Base(list(self._gaussian(seen).columns), seen.blocks, seen.low_rank, seats)
+        seen = self._seen_from(seat)
+        return _Base(self._gaussian(seen).columns, seen.block, seen.low_rank.flatten(-3, -2), seat)
 
-    def _target(self, taken: Pass, here: _Base, each: Tensor, kept: Tensor) -> Target:
+    def _target(self, taken: Pass, here: _Base, each: Tensor, kept: Tensor) -> Any:
         """P̂, formed where it is small, and where curvatures are negative or shown by draws."""
-        groups, low_rank = self._groups, self._groups.over(here.low_rank)
-        curved = taken.curvatures(groups.order)
+        curved = taken.curvatures()
         signed = bool(taken.draws) or _any_signed(curved)
         rows = [(part.phi, each * (2 * part.h)[..., None]) for part in curved]
         if not signed and sum(self.sizes) > _FEW:
-            return Products(groups, here.blocks, low_rank, kept, rows)
-        zero = torch.zeros_like(low_rank @ low_rank.mT)
+            return Products(self._stack, here.block, here.low_rank, kept, rows)
+        zero = here.low_rank.new_zeros(*here.low_rank.shape[:-1], here.low_rank.shape[-2])
         data = sum((phi.mT @ (phi * (h.clamp(min=0) if signed else h)) for phi, h in rows), zero)
-        formed = Formed(groups, here.blocks, low_rank, kept, data)
+        formed = Formed(self._stack, here.block, here.low_rank, kept, data)
         if signed:
             shown = each * self._curvature_by_draws(taken)
             formed.add(shown + sum(phi.mT @ (phi * h.clamp(max=0)) for phi, h in rows))
         return formed
 
     def _slope(self, taken: Pass) -> Tensor:
-        """Φᵀg and the draws' gradients, joined over processes."""
-        order, slope = self._groups.order, torch.zeros_like(self._groups.over(taken.base.loc))
+        """Φᵀg and the draws' gradients, flat, joined over processes."""
+        slope = torch.zeros_like(taken.base.loc.flatten(-3, -2))
         for row, grad in taken.gradients():
-            slope = slope + row.beside(order).mT @ grad[..., None]
+            slope = slope + row.phi.mT @ grad[..., None]
         for _, grad in taken.drawn():
-            slope = slope + self._ordered(grad).reshape(-1, *slope.shape[:-1]).sum(0)[..., None]
+            slope = slope + self._flat(grad).reshape(-1, *slope.shape).sum(0)
         return joined(slope)[0]
 
-    def _ordered(self, w: Tensor) -> Tensor:
-        """A vector's blocks in the order of their sizes."""
-        parts = w.split(self.sizes, -1)
-        return torch.cat([parts[b] for b in self._groups.order], -1)
+    def _flat(self, w: Tensor) -> Tensor:
+        """A vector as a flat column."""
+        return self._stack.flat([part[..., None, :] for part in w.split(self.sizes, -1)]).mT
 
     def _curvature_by_draws(self, taken: Pass) -> Tensor:
-        """½(C + Cᵀ) with C = Σ ∇f(w)(w − m)ᵀP over draws of q, its blocks in the order of their sizes."""
+        """½(C + Cᵀ) with C = Σ ∇f(w)(w − m)ᵀP over draws of q: E ∇²f (Stein; Lin, Khan and Schmidt, 2019)."""
         base: _Base = taken.base
-        groups, low_rank = self._groups, self._groups.over(base.low_rank)
-        found = torch.zeros_like(low_rank @ low_rank.mT)
+        found = torch.zeros_like(base.low_rank @ base.low_rank.mT)
         for centred, grad in taken.drawn():
-            scaled = times(groups, base.blocks, low_rank, self._ordered(centred)[..., None])
-            one = self._ordered(grad)[..., None] * scaled.mT
+            one = self._flat(grad) * times(base.block, base.low_rank, self._flat(centred)).mT
             found = found + one.reshape(-1, *found.shape).sum(0)
         return 0.5 * (found + found.mT)
 

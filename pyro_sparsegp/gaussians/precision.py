@@ -11,7 +11,6 @@ With L_aL_aᵀ = I + BᵀB and T = L_a⁻¹Bᵀ, S = L(I − TᵀT)Lᵀ and log|
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 from typing import Optional, Self
@@ -25,21 +24,17 @@ from ..numerics.linalg import (
     cholesky,
     gaussian_kl,
     on_diagonal,
+    plus_one,
     root_of_inverse,
     row_squares,
     side_by_side,
     solve_lower,
 )
 from .base import Coefficients, Gaussian
-from .groups import Groups, each_times, total
 from .product import DenseFactor, Product
+from .stack import Stack, each_times
 
 __all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions", "small_columns"]
-
-
-def _columns(groups: Groups, phi: Tensor) -> list[Tensor]:
-    """Φ of all blocks, in the order of the groups, as stacked ones, ``(..., C, N, M)``."""
-    return [part.mT for part in groups.cut(phi.mT)]
 
 
 class LowRankGaussian(Gaussian):
@@ -51,150 +46,104 @@ class LowRankGaussian(Gaussian):
     """
 
     def __init__(self, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]) -> None:
-        groups = Groups([block.shape[-1] for block in loc])
-        self._set(groups, groups.columns(loc), groups.stack(b), None if trils is None else groups.stack(trils))
+        stack = Stack([block.shape[-1] for block in loc])
+        trils = (
+            [torch.eye(n, dtype=x.dtype, device=x.device) for x, n in zip(b, stack.sizes)] if trils is None else trils
+        )
+        self._set(stack, stack.columns(loc), stack.rows(b), stack.squares(trils))
 
     @classmethod
-    def of_groups(
-        cls, groups: Groups, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]
-    ) -> Self:
-        """Of blocks that are stacked by their sizes, m as columns."""
+    def stacked(cls, stack: Stack, loc: Tensor, b: Tensor, tril: Tensor) -> Self:
+        """Of blocks that are stacked, m as columns."""
         new = cls.__new__(cls)
-        new._set(groups, loc, b, trils)
+        new._set(stack, loc, b, tril)
         return new
 
-    def _set(
-        self, groups: Groups, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]
-    ) -> None:
-        self.groups, self.sizes, self.batch_shape = groups, groups.sizes, loc[0].shape[:-3]
-        self._loc, self._b, self._trils = loc, b, trils
-        gram = total([part.mT @ part for part in b])
+    def _set(self, stack: Stack, loc: Tensor, b: Tensor, tril: Tensor) -> None:
+        self.stack, self.sizes, self.batch_shape = stack, stack.sizes, loc.shape[:-3]
+        self.columns, self._b, self.tril = loc, b, tril
+        b = b.flatten(-3, -2)
         # I + BᵀB has eigenvalues of at least 1: no jitter.
-        eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-        self.inner = cholesky(eye + gram, 0.0, "I + BᵀB of a low-rank precision")
-        self._t = [solve_lower(self.inner[..., None, :, :], part.mT) for part in b]  # (..., C, R, M_b)
-
-    def with_loc(self, loc: Sequence[Tensor]) -> Self:
-        """The same covariance round another mean, columns stacked by the blocks' sizes."""
-        new = copy.copy(self)
-        new._loc = loc
-        return new
-
-    @property
-    def parts(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Optional[Sequence[Tensor]]]:
-        """What :meth:`of_groups` makes it of."""
-        return self._loc, self._b, self._trils
+        self.inner = cholesky(plus_one(b.mT @ b), 0.0, "I + BᵀB of a low-rank precision")
+        self._t = solve_lower(self.inner, b.mT)  # (..., R, C·M)
 
     @property
     def loc(self) -> list[Tensor]:
-        return self.groups.vectors(self._loc)
-
-    @property
-    def columns(self) -> Sequence[Tensor]:
-        """m, as columns stacked by the blocks' sizes."""
-        return self._loc
+        return self.stack.vectors(self.columns)
 
     @property
     def b(self) -> list[Tensor]:
         """B, a block each."""
-        return self.groups.unstack(self._b)
+        return self.stack.blocks(self._b)
 
     @property
-    def trils(self) -> Optional[list[Tensor]]:
+    def trils(self) -> list[Tensor]:
         """L, a block each."""
-        return None if self._trils is None else self.groups.unstack(self._trils)
+        return self.stack.blocks(self.tril, square=True)
 
     @functools.cached_property
     def low_rank(self) -> Tensor:
-        """V = LTᵀ of all blocks, ``(..., ΣM, R)``: S = LLᵀ − VVᵀ."""
-        trils = self._trils
-        parts = [t.mT for t in self._t] if trils is None else [tril @ t.mT for tril, t in zip(trils, self._t)]
-        return self.groups.over(parts)
+        """V = LTᵀ, ``(..., C·M, R)``: S = LLᵀ − VVᵀ."""
+        return self._scaled(self._t.mT)
 
-    def _scaled(self, phi: Sequence[Tensor]) -> Sequence[Tensor]:
-        return phi if self._trils is None else [part @ tril for part, tril in zip(phi, self._trils)]
+    def _scaled(self, v: Tensor) -> Tensor:
+        """Lv, flat."""
+        return each_times(self.tril, self.stack.cut(v)).flatten(-3, -2)
+
+    def flat(self, features: Sequence[Tensor]) -> Tensor:
+        return self.stack.flat(features)
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return self._moments(features)[1]
+        return self.moments(features)[1]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return self._moments(features)
+        return self.moments_by(self.flat(features))
 
-    def _moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        phi = side_by_side(self.groups.of_group(features, self.groups.order))
-        mean, change = (phi @ self.groups.over(self._loc))[..., 0], -row_squares(phi @ self.low_rank)
-        if self._trils is None:
-            return mean, change
-        # diag(Φ(LLᵀ − I)Φᵀ) by one product for each group of blocks, Φ of its blocks stacked.
-        for part, tril in zip(_columns(self.groups, phi), self._trils):
-            change = change + row_squares(each_times(part, tril)).sum(-2)
-        return mean, change - row_squares(phi)
+    def moments_by(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`moments` of flat features."""
+        # diag(Φ(LLᵀ − VVᵀ − I)Φᵀ), the first by one product for all blocks
+        own = row_squares(each_times(self.stack.cut(phi.mT).mT, self.tril)).sum(-2)
+        change = own - row_squares(phi @ self.low_rank) - row_squares(phi)
+        return (phi @ self.columns.flatten(-3, -2))[..., 0], change
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
-        phi = self.groups.stack(features)
-        flat = _flat(phi)
-        coupled = flat @ self.low_rank
-        change = -coupled @ coupled.mT
-        if self._trils is not None:
-            v = _flat(self._scaled(phi))
-            change = change + v @ v.mT - flat @ flat.mT
-        return change
+        phi = self.flat(features)
+        coupled, own = phi @ self.low_rank, each_times(self.stack.cut(phi.mT).mT, self.tril)
+        own = own.transpose(-3, -2).flatten(-2)
+        return own @ own.mT - coupled @ coupled.mT - phi @ phi.mT
 
     def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
-        return self.groups.vectors(self.covariance_times_columns(self.groups.columns(v)))
+        return self.stack.vectors(self.covariance_times_columns(self.stack.columns(v)))
 
-    def covariance_times_columns(self, v: Sequence[Tensor]) -> list[Tensor]:
-        """L(I − TᵀT)Lᵀv, of columns stacked by the blocks' sizes."""
-        trils = self._trils
-        scaled = v if trils is None else [tril.mT @ part for tril, part in zip(trils, v)]
-        inner = total([t @ part for t, part in zip(self._t, scaled)])[..., None, :, :]
-        left = [part - t.mT @ inner for part, t in zip(scaled, self._t)]
-        return left if trils is None else [tril @ part for tril, part in zip(trils, left)]
+    def covariance_times_columns(self, v: Tensor) -> Tensor:
+        """L(I − TᵀT)Lᵀv, of stacked columns."""
+        scaled = each_times(self.tril.mT, v).flatten(-3, -2)
+        return each_times(self.tril, self.stack.cut(scaled - self._t.mT @ (self._t @ scaled)))
 
     @functools.cached_property
     def _log_det(self) -> Tensor:
         """log|S|."""
-        log_det = -2 * self.inner.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        for tril in self._trils or ():
-            log_det = log_det + 2 * tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
-        return log_det
-
-    @functools.cached_property
-    def _trace(self) -> Tensor:
-        """tr S."""
-        trace = -self.low_rank.square().sum((-2, -1))
-        if self._trils is None:
-            trace = trace + sum(self.sizes)
-        for tril in self._trils or ():
-            trace = trace + tril.square().sum((-3, -2, -1))
-        return trace
+        own = self.tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
+        return 2 * (own - self.inner.diagonal(dim1=-2, dim2=-1).log().sum(-1))
 
     def kl(self) -> Tensor:
-        return gaussian_kl(self.groups.over(self._loc)[..., 0], self._trace, self._log_det)
+        trace = self.tril.square().sum((-3, -2, -1)) - self.low_rank.square().sum((-2, -1))
+        return gaussian_kl(self.columns.flatten(-3), trace, self._log_det)
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
         # ε + Bη has covariance P = I + BBᵀ, so v = P⁻¹(ε + Bη) has covariance P⁻¹; P⁻¹ = I − TᵀT.
-        like = self._loc[0]
-        eta = torch.randn(*shape, 1, self._b[0].shape[-1], 1, dtype=like.dtype, device=like.device)
-        noise = [
-            torch.randn(*shape, *b.shape[-3:-1], 1, dtype=like.dtype, device=like.device) + b @ eta for b in self._b
-        ]
-        inner = total([t @ block for t, block in zip(self._t, noise)])[..., None, :, :]
-        draws = []
-        for i, (loc, t, block) in enumerate(zip(self._loc, self._t, noise)):
-            v = block - t.mT @ inner
-            draws.append(loc + (v if self._trils is None else self._trils[i] @ v))
-        return self.groups.vectors(draws)
+        like, b = self.columns, self._b.flatten(-3, -2)
+        eta = torch.randn(*shape, b.shape[-1], 1, dtype=like.dtype, device=like.device)
+        noise = torch.randn(*shape, *like.shape[-3:], dtype=like.dtype, device=like.device).flatten(-3, -2) + b @ eta
+        v = noise - self._t.mT @ (self._t @ noise)
+        return self.stack.vectors(like + self.tril @ self.stack.cut(v))
 
     def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
-        log_ratio, inner = -self._log_det, []
-        for i, (block, loc, b) in enumerate(zip(self.groups.columns(w), self._loc, self._b)):
-            v = block - loc
-            if self._trils is not None:
-                v = solve_lower(self._trils[i], v)
-            log_ratio = log_ratio + (block.square() - v.square()).sum((-3, -2, -1))
-            inner.append(b.mT @ v)
-        return 0.5 * (log_ratio - total(inner).square().sum((-2, -1)))
+        block = self.stack.columns(w)
+        v = solve_lower(self.tril, block - self.columns)
+        inner = self._b.flatten(-3, -2).mT @ v.flatten(-3, -2)
+        squares = (block.square() - v.square()).sum((-3, -2, -1)) - inner.square().sum((-2, -1))
+        return 0.5 * (squares - self._log_det)
 
     def marginal(self, blocks: Sequence[int]) -> Gaussian:
         chosen = sorted(blocks)
@@ -202,26 +151,17 @@ class LowRankGaussian(Gaussian):
             return self
         if not chosen:
             return Product([], [], [])
-        # S_bb = L_b(I − T_bᵀT_b)L_bᵀ = L_b(I − TᵀT)L_bᵀ over the chosen blocks.
-        whole, t = self.loc, self.groups.unstack(self._t)
-        roots = self.trils or [torch.eye(m.shape[-1], dtype=m.dtype, device=m.device) for m in whole]
-        size = sum(self.sizes[b] for b in chosen)
-        loc = torch.cat([whole[b] for b in chosen], -1)
-        low_rank = torch.cat([roots[b] @ t[b].mT for b in chosen], -2)
-        own = [roots[b] @ roots[b].mT for b in chosen]
-        covariance = on_diagonal(own, loc.new_zeros(*self.batch_shape, size, size))
+        parts = self.stack.blocks(self.stack.cut(self.low_rank))
+        low_rank, own, loc = torch.cat([parts[b] for b in chosen], -2), self.trils, self.loc
+        covariance = on_diagonal([own[b] @ own[b].mT for b in chosen], torch.zeros_like(low_rank @ low_rank.mT))
         tril = cholesky(covariance - low_rank @ low_rank.mT, 0.0, "a marginal covariance of coefficients")
-        return Product([self.sizes[b] for b in chosen], [DenseFactor(loc, tril)], [tuple(range(len(chosen)))])
+        factor = DenseFactor(torch.cat([loc[b] for b in chosen], -1), tril)
+        return Product([self.sizes[b] for b in chosen], [factor], [tuple(range(len(chosen)))])
 
     @property
     def covariance_matrix(self) -> Tensor:
-        eyes = torch.eye(sum(self.sizes), dtype=self._loc[0].dtype, device=self._loc[0].device)
-        return eyes + self.covariance_change(list(eyes.split(self.sizes, -1)))
-
-
-def _flat(phi: Sequence[Tensor]) -> Tensor:
-    """Stacked features, ``(..., C, N, M)``, side by side in the order of the groups, ``(..., N, ΣM)``."""
-    return side_by_side([part.transpose(-3, -2).flatten(-2) for part in phi])
+        eye = torch.eye(sum(self.sizes), dtype=self.columns.dtype, device=self.columns.device)
+        return eye + self.covariance_change(list(eye.split(self.sizes, -1)))
 
 
 def leading_directions(features: Sequence[Tensor], small: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -234,15 +174,12 @@ def leading_directions(features: Sequence[Tensor], small: Sequence[Tensor]) -> t
         stay: at 0 they would have no gradient.
     :returns: U, with zeros there, and which columns these are, ``(..., R)``.
     """
-    u = [part.to(features[0]) for part in small]
+    phi, random = side_by_side(features), torch.cat(list(small), -2).to(features[0])
+    found = random
     for _ in range(5):
-        seen = torch.stack([phi @ part for phi, part in zip(features, u)]).sum(0)
-        p = torch.linalg.qr(seen)[0]  # (..., n, R)
-        u = [phi.mT @ p for phi in features]
-    found = torch.cat(u, -2)
+        found = phi.mT @ torch.linalg.qr(phi @ found)[0]  # (..., M, min(R, n))
     mixing = torch.linalg.svd(found, full_matrices=False)[2]
     found = found @ mixing.mT
-    random = torch.cat(list(small), -2).to(found)
     lost = found.norm(dim=-2) < random[..., : found.shape[-1]].norm(dim=-2)
     found = found * ~lost[..., None, :]
     spare = torch.cat([lost, lost.new_ones(*lost.shape[:-1], random.shape[-1] - lost.shape[-1])], -1)

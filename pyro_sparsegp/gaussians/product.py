@@ -328,7 +328,13 @@ class Product(Gaussian):
         return _sum(f.variance_change(phi) for f, phi in zip(self.factors, self._join(features)))
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
+        return self._moments(self._join(features))
+
+    def moments_by(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        return self._moments(phi.split([sum(self.sizes[b] for b in group) for group in self.groups], -1))
+
+    def _moments(self, joined: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        parts = [f.moments(phi) for f, phi in zip(self.factors, joined)]
         means, changes = zip(*parts) if parts else ((), ())
         return _sum(means), _sum(changes)
 

@@ -74,22 +74,17 @@ DEFAULT_RATE = Falling(whole=0.25)
 class Row:
     """Marginals at some inputs.
 
-    :param features: Φ, a block ``(..., N, M_b)`` each.
+    :param phi: Φ of all blocks side by side, without its graph.
     :param mean: Φm.
     :param change: diag(Φ(S − I)Φᵀ).
     :param covariance: S, if it is one of these marginals' alone: its gradient is Φᵀ diag(h) Φ.
     """
 
-    features: Sequence[Tensor]
+    phi: Tensor
     mean: Tensor
     change: Tensor
     covariance: Optional[Tensor] = None
     is_signed: Optional[bool] = None  # whether a curvature is negative, once that has been looked at
-
-    def beside(self, order: Optional[Sequence[int]] = None) -> Tensor:
-        """Φ of all blocks side by side, in their own or another order, without its graph."""
-        blocks = self.features if order is None else [self.features[b] for b in order]
-        return side_by_side([phi.detach() for phi in blocks])
 
 
 class Curvature(NamedTuple):
@@ -149,7 +144,7 @@ class Pass:
         """w − m of each draw and the gradient by w."""
         return ((centred, w.grad) for centred, w in self.draws if w.grad is not None)
 
-    def curvatures(self, order: Optional[Sequence[int]] = None) -> list[Curvature]:
+    def curvatures(self) -> list[Curvature]:
         """The gradients by variances. Those of functions that have covariances too, φ₁, …, φ_K with the gradients H,
         K × K, are turned to the axes of H, Σ_j e_jφ_j with the eigenvalues: a curvature that is positive stays so.
         """
@@ -157,12 +152,12 @@ class Pass:
         met = {id(row) for group in groups for row in group}
         alone = [row for row in self.rows if row.change.grad is not None and id(row) not in met]
         _look_at_signs(alone)
-        found = [_of_row(row, order) for row in alone]
+        found = [_of_row(row) for row in alone]
         for group in groups:
-            found += self._turned(group, order)
+            found += self._turned(group)
         return found
 
-    def _turned(self, group: list[Row], order: Optional[Sequence[int]]) -> list[Curvature]:
+    def _turned(self, group: list[Row]) -> list[Curvature]:
         own = [(a, b, value.grad) for a, b, value in self.crosses if a in group and value.grad is not None]
         size = own[0][2]
         assert size is not None
@@ -174,15 +169,15 @@ class Pass:
             i, j = group.index(a), group.index(b)
             hessian[..., i, j] = hessian[..., j, i] = 0.5 * grad
         values, axes = torch.linalg.eigh(hessian.nan_to_num())
-        phis = torch.stack([row.beside(order) for row in group], -1)  # (..., N, M, K)
+        phis = torch.stack([row.phi for row in group], -1)  # (..., N, M, K)
         turned = (phis @ axes).unbind(-1)
         return [Curvature(phi, h, None, bool((h < 0).any())) for phi, h in zip(turned, values.unbind(-1))]
 
 
-def _of_row(row: Row, order: Optional[Sequence[int]]) -> Curvature:
+def _of_row(row: Row) -> Curvature:
     h, by_covariance = row.change.grad, None if row.covariance is None else row.covariance.grad
     assert h is not None
-    return Curvature(row.beside(order), h, by_covariance, bool(row.is_signed))
+    return Curvature(row.phi, h, by_covariance, bool(row.is_signed))
 
 
 def _look_at_signs(rows: Iterable[Row]) -> None:
@@ -450,15 +445,16 @@ class Recorded(Gaussian):
         return self
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return self.note(features, *super().moments(features))
+        phi = self.flat(features)
+        return self.note(phi, *self.moments_by(phi))
 
     def note(
-        self, features: Sequence[Tensor], mean: Tensor, change: Tensor, covariance: Optional[Tensor] = None
+        self, phi: Tensor, mean: Tensor, change: Tensor, covariance: Optional[Tensor] = None
     ) -> tuple[Tensor, Tensor]:
         """Record marginals."""
         if covariance is not None:
             self.taken.record.tensors.append(covariance)
-        self.row = Row(features, self.taken.keep(mean), self.taken.keep(change), covariance)
+        self.row = Row(phi.detach(), self.taken.keep(mean), self.taken.keep(change), covariance)
         self.taken.rows.append(self.row)
         return self.row.mean, self.row.change
 
@@ -495,19 +491,17 @@ def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
     return anchor + torch.diag_embed(each)
 
 
-def cautious(shift: Tensor, taken: Pass, order: Optional[Sequence[int]] = None, cut: Optional[Tensor] = None) -> Tensor:
+def cautious(shift: Tensor, taken: Pass, cut: Optional[Tensor] = None) -> Tensor:
     """A step of m, ``(..., M)``, shortened where it would move function values by more than three of the prior's
     deviations, or half of one where negative curvatures are cut: a slope along them meets the prior's precision alone.
 
-    :param order: of the blocks, where it is not their own.
     :param cut: whether they are, ``(...)``; ``None`` is nowhere. Asked for where several functions of this posterior
         meet in densities, such as a mean and its log-noise.
     """
     farthest = []
     for row in taken.rows:
-        phi = row.beside(order)
-        moved = (phi @ shift[..., None])[..., 0].abs_()
-        by = torch.linalg.vector_norm(phi, dim=-1).clamp_(min=torch.finfo(phi.dtype).tiny)
+        moved = (row.phi @ shift[..., None])[..., 0].abs_()
+        by = torch.linalg.vector_norm(row.phi, dim=-1).clamp_(min=torch.finfo(shift.dtype).tiny)
         farthest.append((moved / by).amax(-1, keepdim=True))
     if taken.draws:  # whose inputs are not known
         farthest.append(shift.abs().amax(-1, keepdim=True))
