@@ -8,6 +8,9 @@ import shutil
 import urllib.request
 from pathlib import Path
 
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
 import pyro_sparsegp
 
 HERE = Path(__file__).parent
@@ -22,7 +25,6 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.intersphinx",
-    "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
@@ -37,6 +39,7 @@ myst_heading_anchors = 3
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 html_theme = "furo"
+html_math_renderer = "mathml"  # browsers show it by themselves: no script, no network
 html_title = f"pyro_sparsegp {release}"
 html_static_path = ["_static"]
 
@@ -115,7 +118,27 @@ def relocate(app: object, name: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\(\.\./((?:\.\./)+)(?:tests/)?(tutorials|benchmarks)/", r"](\1\2/", source[0])
 
 
+def as_mathml(block: bool) -> tuple:
+    """How a page's HTML gets a formula: as MathML, which docutils makes of its LaTeX."""
+
+    def visit(writer: object, node: nodes.Element) -> None:
+        formula = tex2mathml(node.astext(), as_block=block)
+        writer.body.append(f'<div class="math">{formula}</div>' if block else formula)
+        raise nodes.SkipNode
+
+    return visit, None
+
+
+def is_inner(app: object, what: str, name: str, value: object, skip: bool, options: object) -> bool | None:
+    """Whether a member is left out of the reference: methods of families, which only modules of the package call."""
+    function = getattr(value, "fget", value)
+    of_families = (getattr(function, "__module__", None) or "").startswith("pyro_sparsegp.families")
+    return True if of_families and "." in getattr(function, "__qualname__", "") else None
+
+
 def setup(app: object) -> None:
     """Register with Sphinx."""
+    app.add_html_math_renderer("mathml", as_mathml(False), as_mathml(True))
+    app.connect("autodoc-skip-member", is_inner)
     app.connect("builder-inited", gather)
     app.connect("source-read", relocate)

@@ -31,10 +31,19 @@ import torch
 from pyro.infer import SVI
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, kernels
+from pyro_sparsegp import (
+    AutoSparseGP,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    diagnostics,
+    kernels,
+)
 from pyro_sparsegp.families import CoupledPrecision, MeanFieldAdditive
 
-options = command_line.options("Additive models of visits to a doctor.", steps=(250, "training steps of each guide"))
+options = command_line.options(
+    "Additive models of visits to a doctor.",
+    steps=(250, "training steps of each guide"),
+)
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
 
@@ -58,12 +67,18 @@ columns = {
     "limitation": frame["physlm"].to_numpy(),
 }
 names = list(columns)
-everything = torch.tensor(np.stack(list(columns.values()), 1), dtype=torch.float64, device=options.device)
-visits = torch.tensor(frame["mdvis"].to_numpy(), dtype=torch.float64, device=options.device)
+everything = torch.tensor(
+    np.stack(list(columns.values()), 1), dtype=torch.float64, device=options.device
+)
+visits = torch.tensor(
+    frame["mdvis"].to_numpy(), dtype=torch.float64, device=options.device
+)
 order = torch.randperm(len(visits)).to(options.device)
 held, kept = order[: len(order) // 5], order[len(order) // 5 :]
 x, y, x_new, y_new = everything[kept], visits[kept], everything[held], visits[held]
-print(f"{len(y)} rows to train on, {len(y_new)} held out; {y.mean():.2f} visits on average, variance {y.var():.1f}")
+print(
+    f"{len(y)} rows to train on, {len(y_new)} held out; {y.mean():.2f} visits on average, variance {y.var():.1f}"
+)
 
 # %% [markdown]
 # ## The program
@@ -80,7 +95,9 @@ print(f"{len(y)} rows to train on, {len(y_new)} held out; {y.mean():.2f} visits 
 
 # %%
 def model(x, y=None, size=None):
-    lengths = pyro.param("lengths", 0.5 * x.new_ones(4), constraint=constraints.positive)
+    lengths = pyro.param(
+        "lengths", 0.5 * x.new_ones(4), constraint=constraints.positive
+    )
     scales = pyro.param("scales", x.new_ones(3), constraint=constraints.positive)
     spread = pyro.param("spread", 0.1 * x.new_ones(2), constraint=constraints.positive)
 
@@ -97,10 +114,14 @@ def model(x, y=None, size=None):
     intercept = pyro.sample("intercept", dist.Normal(x.new_tensor(1.0), 2.0))
     slopes = pyro.sample("slopes", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
     f = pyro.sample("f", GaussianProcess(kernel, x))
-    log_rate = intercept + x[:, 4:] @ slopes + f  # + exposure.log(), if people were observed for different times
+    log_rate = (
+        intercept + x[:, 4:] @ slopes + f
+    )  # + exposure.log(), if people were observed for different times
     shape = pyro.param("shape", x.new_tensor(1.0), constraint=constraints.positive)
     with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.NegativeBinomial(shape, logits=log_rate - shape.log()), obs=y)
+        return pyro.sample(
+            "y", dist.NegativeBinomial(shape, logits=log_rate - shape.log()), obs=y
+        )
 
 
 # %% [markdown]
@@ -130,7 +151,12 @@ def fit(family):
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, family)
     guide(x, y)
-    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / options.steps)}), loss)
+    svi = SVI(
+        model,
+        guide,
+        pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / options.steps)}),
+        loss,
+    )
     for _ in range(options.steps):
         rows = torch.randint(len(x), (500,), device=x.device)
         svi.step(x[rows], y[rows], size=len(x))
@@ -140,13 +166,20 @@ def fit(family):
 loss = TraceQuadrature_ELBO(10)
 inducing = [12, 12, 36, None, None]
 guides = {}
-for family in (MeanFieldAdditive(inducing, init="grid"), CoupledPrecision(inducing, rank=16, init="grid")):
+for family in (
+    MeanFieldAdditive(inducing, init="grid"),
+    CoupledPrecision(inducing, rank=16, init="grid"),
+):
     guide = guides[type(family).__name__] = fit(family)
     with torch.no_grad():
         bound = -np.mean([loss.loss(model, guide, x, y) for _ in range(5)])
         ratio, factor = contrast(guide)
-    print(f"{type(family).__name__:20} bound {bound:.1f}; negative binomial shape {pyro.param('shape').item():.3f}")
-    print(f"{'':20} poor against excellent health: {ratio:.2f} [{ratio / factor:.2f}, {ratio * factor:.2f}]")
+    print(
+        f"{type(family).__name__:20} bound {bound:.1f}; negative binomial shape {pyro.param('shape').item():.3f}"
+    )
+    print(
+        f"{'':20} poor against excellent health: {ratio:.2f} [{ratio / factor:.2f}, {ratio * factor:.2f}]"
+    )
 
 # %% [markdown]
 # ## The effects
@@ -175,10 +208,18 @@ with torch.no_grad():
     covariance = parts.covariance_matrix
     spread = covariance.diagonal().sqrt()
     print("correlations of the effects of one person:", ", ".join(parts.names))
-    print(np.array2string((covariance / spread / spread[:, None]).cpu().numpy(), precision=2, suppress_small=True))
+    print(
+        np.array2string(
+            (covariance / spread / spread[:, None]).cpu().numpy(),
+            precision=2,
+            suppress_small=True,
+        )
+    )
     draws = parts.rsample((1000,))
     total = sum(draws.values()).exp()
-    print(f"all effects of that person: rate times {total.median():.2f}, sd {total.std():.2f}")
+    print(
+        f"all effects of that person: rate times {total.median():.2f}, sd {total.std():.2f}"
+    )
 
 # %% [markdown]
 # ## Against lines alone
@@ -192,25 +233,41 @@ with torch.no_grad():
 # %%
 def deviance(mean):
     ratio = torch.where(y_new > 0, y_new * (y_new.clamp(min=1) / mean).log(), 0.0)
-    return (2 * (ratio - (y_new + shape) * ((shape + y_new) / (shape + mean)).log())).mean().item()
+    return (
+        (2 * (ratio - (y_new + shape) * ((shape + y_new) / (shape + mean)).log()))
+        .mean()
+        .item()
+    )
 
 
 shape = pyro.param("shape").item()
 with torch.no_grad():
     q = guides["CoupledPrecision"].posterior(x_new)["f"]
-    rate = (medians["intercept"] + x_new[:, 4:] @ medians["slopes"] + q.mean + q.variance / 2).exp()
+    rate = (
+        medians["intercept"]
+        + x_new[:, 4:] @ medians["slopes"]
+        + q.mean
+        + q.variance / 2
+    ).exp()
 
 
 def dummies(x):
     x = x.cpu().numpy()
-    factors = [(x[:, [column]] == np.arange(1, count)).astype(float) for column, count in ((2, 5), (3, 4))]
+    factors = [
+        (x[:, [column]] == np.arange(1, count)).astype(float)
+        for column, count in ((2, 5), (3, 4))
+    ]
     return sm.add_constant(np.hstack([x[:, [0, 1, 4, 5]], *factors]))
 
 
-lines = sm.GLM(y.cpu().numpy(), dummies(x), family=sm.families.NegativeBinomial(alpha=1 / shape)).fit()
+lines = sm.GLM(
+    y.cpu().numpy(), dummies(x), family=sm.families.NegativeBinomial(alpha=1 / shape)
+).fit()
 additive, alone = deviance(rate), deviance(y.mean().expand_as(y_new))
 straight = deviance(torch.as_tensor(lines.predict(dummies(x_new))).to(y_new))
-print(f"deviance a row: additive {additive:.4f}, lines {straight:.4f}, the mean alone {alone:.4f}")
+print(
+    f"deviance a row: additive {additive:.4f}, lines {straight:.4f}, the mean alone {alone:.4f}"
+)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]

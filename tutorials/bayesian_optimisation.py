@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Bayesian optimisation
 #
-# *Where should the next measurement be, if each is dear?*
+# *Where should the next measurement be, if each is expensive?*
 #
 # A GP is fitted to the values seen so far, and an acquisition function says where another is worth most: expected
 # improvement (Jones, Schonlau and Welch, 1998), from the posterior's mean and standard deviation, and Thompson
@@ -51,7 +51,11 @@ torch.set_default_dtype(torch.float64)
 # %%
 def branin(x):
     u, v = 15 * x[..., 0] - 5, 15 * x[..., 1]
-    value = (v - 5.1 / (4 * math.pi**2) * u**2 + 5 / math.pi * u - 6) ** 2 + 10 * (1 - 1 / (8 * math.pi)) * u.cos() + 10
+    value = (
+        (v - 5.1 / (4 * math.pi**2) * u**2 + 5 / math.pi * u - 6) ** 2
+        + 10 * (1 - 1 / (8 * math.pi)) * u.cos()
+        + 10
+    )
     return (value - 54.8) / 51.9
 
 
@@ -63,7 +67,9 @@ def measure(x):
 
 
 def model(x, y=None):
-    length = pyro.sample("length", dist.LogNormal(torch.full((2,), -1.0), 0.5).to_event(1))
+    length = pyro.sample(
+        "length", dist.LogNormal(torch.full((2,), -1.0), 0.5).to_event(1)
+    )
     scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
     noise = pyro.sample("noise", dist.LogNormal(-3.5, 0.5))
     f = pyro.sample("f", GaussianProcess(scale * kernels.Matern52(length), x))
@@ -92,7 +98,9 @@ def expected_improvement(posterior, best):
     """E[max(best − f, 0)]."""
     gain, spread = best - posterior.mean, posterior.stddev
     z = gain / spread
-    return gain * torch.special.ndtr(z) + spread * dist.Normal(0.0, 1.0).log_prob(z).exp()
+    return (
+        gain * torch.special.ndtr(z) + spread * dist.Normal(0.0, 1.0).log_prob(z).exp()
+    )
 
 
 def next_place(kind, guide, x):
@@ -114,7 +122,10 @@ def next_place(kind, guide, x):
     for _ in range(10):
         place.requires_grad_()
         (slope,) = torch.autograd.grad(
-            worth(place).log().sum() if kind == "expected improvement" else worth(place).sum(), place
+            worth(place).log().sum()
+            if kind == "expected improvement"
+            else worth(place).sum(),
+            place,
         )
         with torch.no_grad():
             moved = (place + 0.01 * slope / slope.norm().clamp(min=1e-9)).clamp(0, 1)
@@ -127,7 +138,11 @@ def optimise(kind, seed):
     x = torch.rand(5, 2)
     y = measure(x)
     for _ in range(options.rounds):
-        new = torch.rand(1, 2) if kind == "at random" else next_place(kind, fitted(x, y), x)
+        new = (
+            torch.rand(1, 2)
+            if kind == "at random"
+            else next_place(kind, fitted(x, y), x)
+        )
         x, y = torch.cat([x, new]), torch.cat([y, measure(new)])
     return x, branin(x).cummin(0).values - lowest
 
@@ -136,7 +151,10 @@ kinds = ["at random", "expected improvement", "Thompson sampling"]
 regrets, visited = {}, {}
 for kind in kinds:
     runs = [optimise(kind, seed) for seed in range(2)]
-    visited[kind], regrets[kind] = runs[0][0], torch.stack([regret for _, regret in runs])
+    visited[kind], regrets[kind] = (
+        runs[0][0],
+        torch.stack([regret for _, regret in runs]),
+    )
     last = [round(regret, 4) for regret in regrets[kind][:, -1].tolist()]
     print(f"{kind:22} regret after {5 + options.rounds} measurements: {last}")
 
@@ -144,11 +162,17 @@ for kind in kinds:
 grid = torch.cartesian_prod(torch.linspace(0, 1, 60), torch.linspace(0, 1, 60))
 figure, axes = plt.subplots(1, 3, figsize=(13, 3.8))
 for kind in kinds:
-    axes[0].semilogy(range(1, regrets[kind].shape[1] + 1), regrets[kind].mean(0).clamp(min=1e-4), label=kind)
+    axes[0].semilogy(
+        range(1, regrets[kind].shape[1] + 1),
+        regrets[kind].mean(0).clamp(min=1e-4),
+        label=kind,
+    )
 axes[0].set(xlabel="measurements", title="regret, mean of two runs")
 axes[0].legend(fontsize=7)
 for axis, kind in zip(axes[1:], kinds[1:]):
-    axis.contourf(*grid.T.reshape(2, 60, 60), branin(grid).reshape(60, 60), 20, cmap="Greys")
+    axis.contourf(
+        *grid.T.reshape(2, 60, 60), branin(grid).reshape(60, 60), 20, cmap="Greys"
+    )
     axis.plot(*visited[kind][:5].T, "wo", mec="k", ms=4)
     axis.plot(*visited[kind][5:].T, "r.", ms=6)
     axis.set(title=kind)
@@ -159,7 +183,7 @@ print(f"The picture is in {options.out}")
 # %% [markdown]
 # ## Slope and curvature
 #
-# Where a posterior is asked for by its inputs, forward mode works as well as reverse: the Hessian of its mean, for
+# Posteriors can be differentiated by their inputs, in forward mode as well as reverse: the Hessian of its mean, for
 # Newton's method, say.
 
 # %%
@@ -173,7 +197,10 @@ def mean(place):
 
 at = x[branin(x).argmin()]
 curvature = jacfwd(jacrev(mean))(at)
-print("eigenvalues of the mean's Hessian at the best place:", torch.linalg.eigvalsh(curvature).tolist())
+print(
+    "eigenvalues of the mean's Hessian at the best place:",
+    torch.linalg.eigvalsh(curvature).tolist(),
+)
 
 # %% [markdown]
 # ## What was claimed
@@ -185,8 +212,12 @@ print("eigenvalues of the mean's Hessian at the best place:", torch.linalg.eigva
 if options.full:
     for kind in kinds[1:]:
         assert regrets[kind][:, -1].mean() < 0.5 * regrets["at random"][:, -1].mean()
-    assert regrets["expected improvement"][:, -1].max() < 0.05  # within 5 % of the function's sd
-    assert torch.linalg.eigvalsh(curvature).max() > 0  # the mean is curved upwards there
+    assert (
+        regrets["expected improvement"][:, -1].max() < 0.05
+    )  # within 5 % of the function's sd
+    assert (
+        torch.linalg.eigvalsh(curvature).max() > 0
+    )  # the mean is curved upwards there
 
 # %% [markdown]
 # ## What to try next

@@ -29,21 +29,35 @@ import torch
 from pyro.infer import SVI
 from sklearn.datasets import load_breast_cancer
 
-from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp import (
+    AutoSparseGP,
+    ExpectationPropagation,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    kernels,
+    predict,
+)
 from pyro_sparsegp.distributions import Probit
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
 options = command_line.options(
-    "Classes by two kinds of inference.", device=False, steps=(60, "training steps of each guide")
+    "Classes by two kinds of inference.",
+    device=False,
+    steps=(60, "training steps of each guide"),
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
 
 tumours = load_breast_cancer()
-inputs, label = torch.as_tensor(tumours.data), 1.0 - torch.as_tensor(tumours.target).double()  # 1 is malignant
+inputs, label = (
+    torch.as_tensor(tumours.data),
+    1.0 - torch.as_tensor(tumours.target).double(),
+)  # 1 is malignant
 order = torch.randperm(len(label))
 train, test = order[:285], order[285:]
-inputs = ((inputs - inputs[train].mean(0)) / inputs[train].std(0))[:, :10]  # the ten means of each tumour's nuclei
+inputs = ((inputs - inputs[train].mean(0)) / inputs[train].std(0))[
+    :, :10
+]  # the ten means of each tumour's nuclei
 
 # %% [markdown]
 # ## The program
@@ -65,7 +79,11 @@ def model(x, y=None):
 
 # %%
 rows, chances = {}, {}
-for title, family in {"SVGP": SVGP(40), "SGPR": SGPR(40), "SparseEP": SparseEP(40, trainable=True)}.items():
+for title, family in {
+    "SVGP": SVGP(40),
+    "SGPR": SGPR(40),
+    "SparseEP": SparseEP(40, trainable=True),
+}.items():
     pyro.set_rng_seed(1)
     guide = AutoSparseGP(model, family, point_estimates=True)
     optim = pyro.optim.Adam({"lr": 0.1})
@@ -86,7 +104,9 @@ for title, family in {"SVGP": SVGP(40), "SGPR": SGPR(40), "SparseEP": SparseEP(4
     chances[title] = chance
     rows[title] = {
         "objective": -training.evaluate_loss(inputs[train], label[train]),
-        "test log density": (y * chance.log() + (1 - y) * (1 - chance).log()).mean().item(),
+        "test log density": (y * chance.log() + (1 - y) * (1 - chance).log())
+        .mean()
+        .item(),
         "accuracy": ((chance > 0.5) == (y > 0.5)).double().mean().item(),
         "Brier score": (chance - y).square().mean().item(),
         "sd of f": f.stddev.mean().item(),
@@ -109,10 +129,17 @@ for title, chance in chances.items():
     bins = torch.bucketize(chance, edges[1:-1])
     kept = [b for b in range(5) if (bins == b).sum() >= 5]
     axes[0].plot(
-        [chance[bins == b].mean() for b in kept], [label[test][bins == b].mean() for b in kept], "o-", label=title
+        [chance[bins == b].mean() for b in kept],
+        [label[test][bins == b].mean() for b in kept],
+        "o-",
+        label=title,
     )
 axes[0].plot([0, 1], [0, 1], "k--", lw=0.8)
-axes[0].set(xlabel="predicted chance of malignant", ylabel="share that was", title="calibration, held out")
+axes[0].set(
+    xlabel="predicted chance of malignant",
+    ylabel="share that was",
+    title="calibration, held out",
+)
 axes[0].legend(fontsize=8)
 axes[1].plot(chances["SGPR"], chances["SparseEP"], "k.", ms=4)
 axes[1].plot([0, 1], [0, 1], "k--", lw=0.8)
@@ -126,10 +153,16 @@ print(f"The picture is in {options.out}")
 
 # %%
 if options.full:
-    assert table.loc["SparseEP", "objective"] > table.loc["SGPR", "objective"]  # an estimate, above the bound
-    assert table.loc["SGPR", "objective"] > table.loc["SVGP", "objective"] - 3  # the same family, the same bound
+    assert (
+        table.loc["SparseEP", "objective"] > table.loc["SGPR", "objective"]
+    )  # an estimate, above the bound
+    assert (
+        table.loc["SGPR", "objective"] > table.loc["SVGP", "objective"] - 3
+    )  # the same family, the same bound
     assert (table["accuracy"] > 0.9).all()
-    assert table["test log density"].max() - table["test log density"].min() < 0.02  # they hardly differ here
+    assert (
+        table["test log density"].max() - table["test log density"].min() < 0.02
+    )  # they hardly differ here
 
 # %% [markdown]
 # ## What to try next

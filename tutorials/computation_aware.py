@@ -70,13 +70,20 @@ for name, family in families.items():
     guide = AutoSparseGP(model, family)
     elbo = TraceQuadrature_ELBO(num_nodes=2)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), elbo)
-    for _ in tqdm(range(options.steps), desc=name, mininterval=1.0, disable=command_line.IN_NOTEBOOK):
+    for _ in tqdm(
+        range(options.steps),
+        desc=name,
+        mininterval=1.0,
+        disable=command_line.IN_NOTEBOOK,
+    ):
         loss = svi.step(x, y)
     with torch.no_grad():
         posteriors[name] = guide.posterior(grid)["f"]
         hole = guide.posterior(torch.tensor([[1.5]]).to(x))["f"]
         ratio = ratios[name] = (hole.variance / hole.mathematical_variance).item()
-    print(f"{name:25} ELBO {-loss:8.2f}; variance in the hole, over the exact posterior's: {ratio:.2f}")
+    print(
+        f"{name:25} ELBO {-loss:8.2f}; variance in the hole, over the exact posterior's: {ratio:.2f}"
+    )
 
 # %% [markdown]
 # `SparsePosterior.mathematical_variance` is the exact posterior's, `computational_variance` the rest. Where the
@@ -84,20 +91,46 @@ for name, family in families.items():
 # the inducing point in the hole they claim to know f better than all the data do.
 
 # %%
-figure, axes = plt.subplots(1, len(posteriors), figsize=(4.2 * len(posteriors), 3.4), sharey=True)
+figure, axes = plt.subplots(
+    1, len(posteriors), figsize=(4.2 * len(posteriors), 3.4), sharey=True
+)
 for axis, (name, q) in zip(axes, posteriors.items()):
     t, mean = grid[:, 0].cpu(), q.mean.cpu()
-    inner, total = (2 * variance.sqrt().cpu() for variance in (q.mathematical_variance, q.variance))
-    axis.fill_between(t, mean - inner, mean + inner, alpha=0.35, label="mathematical (±2 sd)")
+    inner, total = (
+        2 * variance.sqrt().cpu() for variance in (q.mathematical_variance, q.variance)
+    )
+    axis.fill_between(
+        t, mean - inner, mean + inner, alpha=0.35, label="mathematical (±2 sd)"
+    )
     more = torch.maximum(inner, total)
     for sign in (-1, 1):
         label = "and computational" if sign == 1 else None
-        axis.fill_between(t, mean + sign * inner, mean + sign * more, color="C1", alpha=0.35, lw=0, label=label)
-        axis.plot(t, mean + sign * total, color="C3", lw=0.7, label="claimed" if sign == 1 else None)
+        axis.fill_between(
+            t,
+            mean + sign * inner,
+            mean + sign * more,
+            color="C1",
+            alpha=0.35,
+            lw=0,
+            label=label,
+        )
+        axis.plot(
+            t,
+            mean + sign * total,
+            color="C3",
+            lw=0.7,
+            label="claimed" if sign == 1 else None,
+        )
     axis.plot(t, mean, color="k", lw=1)
     axis.plot(x[:, 0].cpu(), y.cpu(), ".", color="0.4", ms=3)
     if "inducing" in name:
-        axis.plot(z[:, 0].cpu(), torch.full((5,), -3.2), "^", color="C3", label="inducing points")
+        axis.plot(
+            z[:, 0].cpu(),
+            torch.full((5,), -3.2),
+            "^",
+            color="C3",
+            label="inducing points",
+        )
     axis.set(title=name, xlabel="x", ylim=(-3.5, 3.5))
 axes[0].legend(fontsize=7, loc="upper left")
 figure.tight_layout()
@@ -116,13 +149,23 @@ counts = torch.tensor(spots["SUNACTIVITY"].to_numpy()).round().to(options.device
 
 
 def sunspots(x, y=None):
-    cycle = pyro.param("cycle", torch.tensor(11.0).to(x), constraint=constraints.positive)  # years
-    drift = pyro.param("drift", torch.tensor(30.0).to(x), constraint=constraints.positive)
-    scale = pyro.param("scale", torch.tensor(1.0).to(x), constraint=constraints.positive)
+    cycle = pyro.param(
+        "cycle", torch.tensor(11.0).to(x), constraint=constraints.positive
+    )  # years
+    drift = pyro.param(
+        "drift", torch.tensor(30.0).to(x), constraint=constraints.positive
+    )
+    scale = pyro.param(
+        "scale", torch.tensor(1.0).to(x), constraint=constraints.positive
+    )
     size = pyro.param("size", torch.tensor(10.0).to(x), constraint=constraints.positive)
     level = pyro.param("level", torch.tensor(3.5).to(x))
-    kernel = scale * kernels.Product(kernels.Periodic(1.0, period=cycle), kernels.Matern32(drift))
-    f = pyro.sample("f", GaussianProcess(kernel, x, mean=lambda x: level.expand(len(x))))
+    kernel = scale * kernels.Product(
+        kernels.Periodic(1.0, period=cycle), kernels.Matern32(drift)
+    )
+    f = pyro.sample(
+        "f", GaussianProcess(kernel, x, mean=lambda x: level.expand(len(x)))
+    )
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.GammaPoisson(size, size / f.exp()), obs=y)
 
@@ -131,7 +174,12 @@ pyro.clear_param_store()
 guide = AutoSparseGP(sunspots, ComputationAware(48))
 svi = SVI(sunspots, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO())
 losses = []
-for _ in tqdm(range(2 * options.steps), desc="sunspots", mininterval=1.0, disable=command_line.IN_NOTEBOOK):
+for _ in tqdm(
+    range(2 * options.steps),
+    desc="sunspots",
+    mininterval=1.0,
+    disable=command_line.IN_NOTEBOOK,
+):
     losses.append(svi.step(years, counts))
 print(f"ELBO {-losses[0]:.1f} -> {-losses[-1]:.1f}; sites: {guide.site_status['f']}")
 print(f"cycle {pyro.param('cycle').item():.2f} years")
@@ -140,16 +188,36 @@ print(f"cycle {pyro.param('cycle').item():.2f} years")
 span = torch.arange(1690.0, 2030.0, 0.5)[:, None].to(options.device)
 with torch.no_grad():
     q = guide.posterior(span)["f"]
-    mean, total, inner = q.mean.cpu(), 2 * q.variance.sqrt().cpu(), 2 * q.mathematical_variance.sqrt().cpu()
+    mean, total, inner = (
+        q.mean.cpu(),
+        2 * q.variance.sqrt().cpu(),
+        2 * q.mathematical_variance.sqrt().cpu(),
+    )
 figure, axis = plt.subplots(figsize=(10, 3.4))
 t = span[:, 0].cpu()
 axis.fill_between(
-    t, (mean - total).exp(), (mean + total).exp(), color="C1", alpha=0.35, lw=0, label="and computational"
+    t,
+    (mean - total).exp(),
+    (mean + total).exp(),
+    color="C1",
+    alpha=0.35,
+    lw=0,
+    label="and computational",
 )
-axis.fill_between(t, (mean - inner).exp(), (mean + inner).exp(), color="C0", alpha=0.45, lw=0, label="mathematical")
+axis.fill_between(
+    t,
+    (mean - inner).exp(),
+    (mean + inner).exp(),
+    color="C0",
+    alpha=0.45,
+    lw=0,
+    label="mathematical",
+)
 axis.plot(t, mean.exp(), color="k", lw=0.8)
 axis.plot(years[:, 0].cpu(), counts.cpu(), ".", color="0.3", ms=3)
-axis.set(xlabel="year", ylabel="sunspots", ylim=(0, 260), title="48 actions for 309 years")
+axis.set(
+    xlabel="year", ylabel="sunspots", ylim=(0, 260), title="48 actions for 309 years"
+)
 axis.legend(fontsize=8, loc="upper left")
 figure.tight_layout()
 figure.savefig(options.out / "computation_aware_counts.png", dpi=110)
@@ -161,7 +229,9 @@ print(f"The pictures are in {options.out}")
 # %%
 if options.full:
     assert ratios["5 inducing points"] < 0.5  # overconfident in the hole
-    assert all(ratio > 1 - 1e-6 for name, ratio in ratios.items() if "actions" in name)  # never
+    assert all(
+        ratio > 1 - 1e-6 for name, ratio in ratios.items() if "actions" in name
+    )  # never
 
 # %% [markdown]
 # ## What to try next

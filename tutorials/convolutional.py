@@ -30,11 +30,20 @@ from pyro.infer import SVI
 from sklearn.datasets import load_digits
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, bases, kernels, predict
+from pyro_sparsegp import (
+    AutoSparseGP,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    bases,
+    kernels,
+    predict,
+)
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SVGP, OrthogonalInducing
 
-options = command_line.options("Functions of images.", steps=(150, "training steps of each guide"))
+options = command_line.options(
+    "Functions of images.", steps=(150, "training steps of each guide")
+)
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
 
@@ -50,7 +59,7 @@ SHAPE, PATCH = (8, 8), (3, 3)
 #
 # Ten outputs, one a class, and the robust-max likelihood: an image's class is that of the largest output, but for an
 # error rate ε. Images are rows, `(N, 64)`; `image_shape` says how to read them. Weights are learned relative to 1/P,
-# their default, at which f is the mean response. `kernels.TICK` is told where a patch is, too: the response to a stroke
+# their default, which makes f the mean response. `kernels.TICK` also sees where a patch is: the response to a stroke
 # may then differ from place to place, as slowly as the kernel of the locations lets it.
 
 
@@ -72,8 +81,13 @@ def convolutional(x):
 
 def located(x):
     weights = pyro.param("weights", x.new_ones(36)) / 36
-    patch, location = kernels.RBF(positive("length", 1.0)), kernels.Matern32(positive("place", 3.0))
-    return positive("variance", 20.0) * kernels.TICK(patch, location, SHAPE, PATCH, weights)
+    patch, location = (
+        kernels.RBF(positive("length", 1.0)),
+        kernels.Matern32(positive("place", 3.0)),
+    )
+    return positive("variance", 20.0) * kernels.TICK(
+        patch, location, SHAPE, PATCH, weights
+    )
 
 
 def single(kernel):
@@ -105,7 +119,10 @@ def train(model, families, **settings):
     hits = (probabilities.argmax(-1) == truth).double().mean().item()
     score = probabilities.gather(-1, truth[:, None]).log().mean().item()
     scores.append(score)
-    return guide, f"accuracy {hits:.1%}, test log-likelihood {score:.3f}, {1000 * spent / options.steps:.0f} ms a step"
+    return (
+        guide,
+        f"accuracy {hits:.1%}, test log-likelihood {score:.3f}, {1000 * spent / options.steps:.0f} ms a step",
+    )
 
 
 # %% [markdown]
@@ -119,14 +136,23 @@ placed = bases.inducing_patches(x, 64, SHAPE, PATCH, locations=True)
 for name, kernel, family in [
     ("RBF", plain, SVGP(64, init="kmeans")),
     ("convolutional", convolutional, SVGP(patches)),
-    ("convolutional, patches and images", convolutional, OrthogonalInducing(patches, x[:8])),
+    (
+        "convolutional, patches and images",
+        convolutional,
+        OrthogonalInducing(patches, x[:8]),
+    ),
     ("TICK", located, SVGP(placed)),
 ]:
     guide, summary = train(single(kernel), family)
     print(f"{name:34} {summary}")
     if name == "convolutional":
-        found, weights = guide.gps.f.basis.inputs[0].detach(), pyro.param("weights").detach()
-        strength = guide.posterior(x[:100])["f"].coefficients.loc[0].detach().norm(dim=0)
+        found, weights = (
+            guide.gps.f.basis.inputs[0].detach(),
+            pyro.param("weights").detach(),
+        )
+        strength = (
+            guide.posterior(x[:100])["f"].coefficients.loc[0].detach().norm(dim=0)
+        )
 
 # %% [markdown]
 # Patches help a little: by natural steps the plain kernel, too, makes much of 500 images. The inducing patches after
@@ -153,7 +179,7 @@ figure.savefig(options.out / "convolutional.png", dpi=110)
 # 6 by 6 images. Nothing is trained beforehand: the upper layer's inducing patches start from images under random
 # convolutions.
 #
-# The upper layer looks at all patches of an image at once, so that their values must be drawn together, those of other
+# The upper layer looks at all patches of an image at once, so their values must be drawn together. Values of different
 # images need not be. The guide finds this out at its first call. `independent_draws=("g",)` ignores the correlation of
 # patches, as is common practice: a step is cheaper, what it maximises no longer quite the bound.
 #
@@ -169,7 +195,10 @@ def deep(x, y=None, size=None):
     k = positive("inner variance", 2.0) * kernels.RBF(positive("inner length", 1.0))
     g = pyro.sample("g", GaussianProcess(k, rows).expand([4]).to_event(1))
     hidden = bases.as_images(g, len(x))  # (N, 4·36)
-    patch, location = kernels.RBF(positive("length", 4.0)), kernels.Matern32(positive("place", 3.0))
+    patch, location = (
+        kernels.RBF(positive("length", 4.0)),
+        kernels.Matern32(positive("place", 3.0)),
+    )
     k = positive("variance", 20.0) * kernels.TICK(patch, location, (4, 6, 6), PATCH)
     f = pyro.sample("f", GaussianProcess(k, hidden).expand([10]).to_event(1))
     with pyro.plate("data", size or len(x), subsample=x):
@@ -178,8 +207,13 @@ def deep(x, y=None, size=None):
 
 hidden = bases.random_convolution(x, SHAPE, PATCH, channels=4)
 upper = bases.inducing_patches(hidden, 64, (4, 6, 6), PATCH, locations=True)
-for name, settings in [("two layers", {}), ("two layers, independent draws", {"independent_draws": ("g",)})]:
-    guide, summary = train(deep, {"g": SVGP(patches, rate=0.02), "f": SVGP(upper)}, **settings)
+for name, settings in [
+    ("two layers", {}),
+    ("two layers, independent draws", {"independent_draws": ("g",)}),
+]:
+    guide, summary = train(
+        deep, {"g": SVGP(patches, rate=0.02), "f": SVGP(upper)}, **settings
+    )
     print(f"{name:34} {summary}")
     if not settings:
         learned = guide.posterior(x[:6])["g"].mean.detach()
@@ -205,7 +239,9 @@ print(f"The pictures are in {options.out}")
 
 # %%
 if options.full:
-    assert min(scores[1:4]) > scores[0] + 0.01  # patches help a little: images held out are likelier
+    assert (
+        min(scores[1:4]) > scores[0] + 0.01
+    )  # patches help a little: images held out are likelier
 
 # %% [markdown]
 # ## What to try next

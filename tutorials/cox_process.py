@@ -35,7 +35,9 @@ from tqdm import tqdm
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP, WeightSpace
 
-options = command_line.options("Log-intensities of events.", steps=(600, "training steps of each guide"))
+options = command_line.options(
+    "Log-intensities of events.", steps=(600, "training steps of each guide")
+)
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
 
@@ -48,23 +50,29 @@ pyro.set_rng_seed(0)
 
 # %%
 def intensity(t):
-    return torch.where(t < 4.0, 12.0, 30.0 + 20.0 * torch.sin(3 * t)).where(t < 8.0, torch.full_like(t, 4.0))
+    return torch.where(t < 4.0, 12.0, 30.0 + 20.0 * torch.sin(3 * t)).where(
+        t < 8.0, torch.full_like(t, 4.0)
+    )
 
 
 top, end = 50.0, 10.0
 proposed = end * torch.rand(int(torch.poisson(torch.tensor(top * end))), 1)
-events = proposed[torch.rand(len(proposed)) < intensity(proposed[:, 0]) / top].to(options.device)
+events = proposed[torch.rand(len(proposed)) < intensity(proposed[:, 0]) / top].to(
+    options.device
+)
 print(f"{len(events)} events in [0, {end:g}]")
 
 # %% [markdown]
 # ## The program
 #
-# The cells' midpoints are the nodes of the integral. Without events the model is the prior at other places, which is
-# how the guide is asked for the intensity there.
+# The cells' midpoints are the nodes of the integral. Without events the model is the prior at other places, where
+# the guide then gives the intensity.
 
 # %%
 num_cells = 200
-midpoints = ((torch.arange(num_cells) + 0.5) * end / num_cells)[:, None].to(options.device)
+midpoints = ((torch.arange(num_cells) + 0.5) * end / num_cells)[:, None].to(
+    options.device
+)
 widths = torch.full((num_cells,), end / num_cells).to(options.device)
 level = math.log(len(events) / end)
 
@@ -72,7 +80,10 @@ level = math.log(len(events) / end)
 def cox(kernel):
     def model(nodes, weights, events=None):
         x = nodes if events is None else torch.cat([nodes, events])
-        f = pyro.sample("f", GaussianProcess(kernel(), x, mean=lambda x: x.new_full((len(x),), level)))
+        f = pyro.sample(
+            "f",
+            GaussianProcess(kernel(), x, mean=lambda x: x.new_full((len(x),), level)),
+        )
         with pyro.plate("window", len(nodes)):
             pyro.factor("none_elsewhere", -weights * f[: len(nodes)].exp())
         if events is not None:
@@ -82,7 +93,9 @@ def cox(kernel):
     return model
 
 
-network = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16)).to(options.device)
+network = nn.Sequential(
+    nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16)
+).to(options.device)
 with torch.no_grad():
     network[0].weight.mul_(3.0)
 
@@ -93,8 +106,12 @@ def deep():
 
 
 def stationary():
-    length = pyro.param("length", torch.tensor(1.0).to(events), constraint=constraints.positive)
-    scale = pyro.param("scale", torch.tensor(1.0).to(events), constraint=constraints.positive)
+    length = pyro.param(
+        "length", torch.tensor(1.0).to(events), constraint=constraints.positive
+    )
+    scale = pyro.param(
+        "scale", torch.tensor(1.0).to(events), constraint=constraints.positive
+    )
     return scale * kernels.Matern32(length)
 
 
@@ -107,12 +124,23 @@ for name, kernel, family in [
     model = cox(kernel)
     guide = AutoSparseGP(model, family)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
-    for _ in tqdm(range(options.steps), desc=name, mininterval=1.0, disable=command_line.IN_NOTEBOOK):
+    for _ in tqdm(
+        range(options.steps),
+        desc=name,
+        mininterval=1.0,
+        disable=command_line.IN_NOTEBOOK,
+    ):
         loss = svi.step(midpoints, widths, events)
     with torch.no_grad():
         q = guide.posterior(midpoints, widths)["f"]
         mean = (q.mean + q.variance / 2).exp()
-        inside = dist.Normal(q.mean, q.stddev).cdf(intensity(midpoints[:, 0]).log()).sub(0.5).abs() < 0.475
+        inside = (
+            dist.Normal(q.mean, q.stddev)
+            .cdf(intensity(midpoints[:, 0]).log())
+            .sub(0.5)
+            .abs()
+            < 0.475
+        )
     posteriors[name] = q
     coverage.append(inside.double().mean().item())
     print(
@@ -129,7 +157,9 @@ for axis, (name, q) in zip(axes, posteriors.items()):
     axis.fill_between(t, (mean - spread).exp(), (mean + spread).exp(), alpha=0.3, lw=0)
     axis.plot(t, (mean + spread.square() / 8).exp(), label="E[exp f]")
     axis.plot(t, intensity(t), "k--", lw=0.8, label="truth")
-    axis.plot(events[:, 0].cpu(), torch.full((len(events),), -2.0), "|", color="0.4", ms=4)
+    axis.plot(
+        events[:, 0].cpu(), torch.full((len(events),), -2.0), "|", color="0.4", ms=4
+    )
     axis.set(title=name, xlabel="time", ylim=(-4, 75))
 axes[0].set_ylabel("events per unit of time")
 axes[0].legend(fontsize=8)
@@ -138,8 +168,8 @@ figure.savefig(options.out / "cox_process.png", dpi=110)
 print(f"The picture is in {options.out}")
 
 # %% [markdown]
-# The deep basis is too sure of itself: its 95 % intervals hold the truth at far fewer of the cells than they should,
-# where those of the Matérn kernel come close. It has few features, in which the jump and the waves must both be said,
+# The deep basis is too sure of itself: its 95 % intervals hold the truth at far fewer of the cells than they should.
+# The Matérn kernel's come close. It has few features, in which the jump and the waves must both be said,
 # and its network is a point estimate: what the network might be instead, no interval tells. Bounds of two *models*,
 # as these are, say which explains the data better, not which is calibrated.
 #

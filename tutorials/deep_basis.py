@@ -36,7 +36,9 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP, ExactWeightSpace, WeightSpace
 
-options = command_line.options("Networks as kernels.", steps=(2000, "training steps of each guide"))
+options = command_line.options(
+    "Networks as kernels.", steps=(2000, "training steps of each guide")
+)
 torch.set_default_dtype(torch.float64)
 
 
@@ -55,7 +57,9 @@ torch.set_default_dtype(torch.float64)
 # %%
 def truth(x):
     steps = [torch.sigmoid(200 * (x + a)) for a in (0.6, 0.0, -0.4)]
-    pieces = 0.3 * (1 - steps[0]) + 0.9 * (steps[0] - steps[1]) - 0.6 * (steps[1] - steps[2])
+    pieces = (
+        0.3 * (1 - steps[0]) + 0.9 * (steps[0] - steps[1]) - 0.6 * (steps[1] - steps[2])
+    )
     return pieces + 0.01 * torch.sin(50 * torch.sin(10 * x))
 
 
@@ -65,7 +69,13 @@ def sample(num):
 
 
 def new_network(rank=32):
-    layers = nn.Linear(1, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, rank)
+    layers = (
+        nn.Linear(1, 64),
+        nn.Tanh(),
+        nn.Linear(64, 64),
+        nn.Tanh(),
+        nn.Linear(64, rank),
+    )
     with torch.no_grad():  # features as short as the steps are, from the start
         for part in layers[0].parameters():
             part.mul_(10)
@@ -75,7 +85,10 @@ def new_network(rank=32):
 class EvenRows(nn.Module):
     def __init__(self, network):
         super().__init__()
-        self.network, self.log_norm = network, nn.Parameter(torch.zeros(()).to(options.device))
+        self.network, self.log_norm = (
+            network,
+            nn.Parameter(torch.zeros(()).to(options.device)),
+        )
 
     def forward(self, x):
         return self.log_norm.exp() * nn.functional.normalize(self.network(x), dim=-1)
@@ -88,7 +101,12 @@ grid = torch.linspace(-1.2, 1.2, 600)[:, None].to(options.device)
 found = {}  # error, standard deviation of f, share of the largest feature direction
 figure, axes = plt.subplots(1, 3, figsize=(14, 3.4), sharey=True)
 for axis, (name, correction, even) in zip(
-    axes, [("no correction", False, False), ("correction", True, False), ("correction, even norm", True, True)]
+    axes,
+    [
+        ("no correction", False, False),
+        ("correction", True, False),
+        ("correction, even norm", True, True),
+    ],
 ):
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
@@ -96,7 +114,9 @@ for axis, (name, correction, even) in zip(
 
     def model(x, y=None, network=network, correction=correction):
         pyro.module("network", network)
-        noise = pyro.param("noise", torch.tensor(0.1).to(x), constraint=constraints.positive)
+        noise = pyro.param(
+            "noise", torch.tensor(0.1).to(x), constraint=constraints.positive
+        )
         f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(network, correction), x))
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f, noise), obs=y)
@@ -110,7 +130,11 @@ for axis, (name, correction, even) in zip(
         spectrum = torch.linalg.svdvals(network(x)).square()
         inside = grid[:, 0].abs() < 1
         error = (q.mean - truth(grid[:, 0]))[inside].square().mean().sqrt()
-    found[name] = error.item(), q.stddev[inside].median().item(), (spectrum[0] / spectrum.sum()).item()
+    found[name] = (
+        error.item(),
+        q.stddev[inside].median().item(),
+        (spectrum[0] / spectrum.sum()).item(),
+    )
     print(
         f"{name:21} bound {-loss:8.2f}; RMSE to the truth {error.item():.3f}; noise {pyro.param('noise').item():.3f} "
         f"(truth 0.1); share of the largest feature direction {(spectrum[0] / spectrum.sum()).item():.0%}; median sd "
@@ -156,7 +180,9 @@ class Regression(PyroModule):
     def __init__(self):
         super().__init__()
         self.network = EvenRows(new_network())
-        self.noise = PyroParam(torch.tensor(0.3).to(options.device), constraints.positive)
+        self.noise = PyroParam(
+            torch.tensor(0.3).to(options.device), constraints.positive
+        )
 
     def forward(self, x, y=None, size=None):
         f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(self.network), x))
@@ -183,7 +209,18 @@ optimiser = torch.optim.AdamW(
 def nll(guide, x, y):
     q = guide.posterior(x)["f"]
     variance = q.variance + model.noise**2
-    return (0.5 * (math.log(2 * math.pi) + variance.log() + (y - q.mean).square() / variance)).mean().item()
+    return (
+        (
+            0.5
+            * (
+                math.log(2 * math.pi)
+                + variance.log()
+                + (y - q.mean).square() / variance
+            )
+        )
+        .mean()
+        .item()
+    )
 
 
 best, patience = (math.inf, {}), 0
@@ -195,12 +232,22 @@ for step in range(options.steps):
     if step % 100 == 99 or step == options.steps - 1:
         score, patience = nll(guide, *valid), patience + 1
         if score < best[0]:
-            best, patience = (score, copy.deepcopy({"model": model.state_dict(), "guide": guide.state_dict()})), 0
+            best, patience = (
+                (
+                    score,
+                    copy.deepcopy(
+                        {"model": model.state_dict(), "guide": guide.state_dict()}
+                    ),
+                ),
+                0,
+            )
         if patience == 10:
             break
 model.load_state_dict(best[1]["model"])
 guide.load_state_dict(best[1]["guide"])
-print(f"stopped after {step + 1} steps; validation NLL {best[0]:.4f}, test NLL {nll(guide, *test):.4f}")
+print(
+    f"stopped after {step + 1} steps; validation NLL {best[0]:.4f}, test NLL {nll(guide, *test):.4f}"
+)
 
 # %% [markdown]
 # Under `SVI` the same is said by names: Pyro's optimisers take a callable of a parameter's name.
@@ -208,7 +255,11 @@ print(f"stopped after {step + 1} steps; validation NLL {best[0]:.4f}, test NLL {
 
 # %%
 def settings(name):
-    return {"lr": 3e-3, "weight_decay": 1e-4} if "network" in name else {"lr": 1e-2, "weight_decay": 0.0}
+    return (
+        {"lr": 3e-3, "weight_decay": 1e-4}
+        if "network" in name
+        else {"lr": 1e-2, "weight_decay": 0.0}
+    )
 
 
 svi = SVI(model, guide, pyro.optim.AdamW(settings), TraceQuadrature_ELBO(2))

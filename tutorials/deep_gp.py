@@ -13,7 +13,7 @@
 #
 # A deep GP (Damianou and Lawrence, 2013) is a program in which the values of one GP site stand in the inputs of
 # another. Nothing else is needed: no layer class, no special inference. The guide sees that the values of `f1` enter
-# `f2`, draws them (Salimbeni and Deisenroth, 2017), and integrates those of `f2` by quadrature, given each draw.
+# `f2`, draws them (Salimbeni and Deisenroth, 2017), and given each draw integrates the values of `f2` by quadrature.
 #
 # On the command line: `python tutorials/deep_gp.py [--device cuda] [--steps 800] [--out DIR]`.
 
@@ -28,7 +28,13 @@ from sklearn.datasets import load_wine
 from torch.distributions import constraints
 from tqdm import tqdm
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp import (
+    AutoSparseGP,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    kernels,
+    predict,
+)
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing
 
@@ -52,11 +58,20 @@ grid = torch.linspace(-0.1, 1.1, 241, device=options.device)[:, None]
 
 
 def parameter(name, value):
-    return pyro.param(name, torch.as_tensor(value, device=options.device), constraint=constraints.positive)
+    return pyro.param(
+        name,
+        torch.as_tensor(value, device=options.device),
+        constraint=constraints.positive,
+    )
 
 
 def single(x, y=None):
-    f = pyro.sample("f", GaussianProcess(parameter("scale", 1.0) * kernels.RBF(parameter("length", 0.3)), x))
+    f = pyro.sample(
+        "f",
+        GaussianProcess(
+            parameter("scale", 1.0) * kernels.RBF(parameter("length", 0.3)), x
+        ),
+    )
     with pyro.plate("data", len(x)):
         return pyro.sample("y", dist.Normal(f, parameter("noise", 0.3)), obs=y)
 
@@ -77,7 +92,9 @@ def single(x, y=None):
 # %%
 def deep(x, y=None):
     inner = parameter("scale_1", 0.1) * kernels.RBF(parameter("length_1", 0.3))
-    f1 = pyro.sample("f1", GaussianProcess(inner, x, mean=lambda x: x.mT).expand([1]).to_event(1))
+    f1 = pyro.sample(
+        "f1", GaussianProcess(inner, x, mean=lambda x: x.mT).expand([1]).to_event(1)
+    )
     outer = parameter("scale_2", 1.0) * kernels.RBF(parameter("length_2", [0.3, 0.3]))
     f2 = pyro.sample("f2", GaussianProcess(outer, torch.cat([f1.mT, x], -1)))
     with pyro.plate("data", len(x)):
@@ -88,9 +105,14 @@ def fit(model, families, *data, steps=options.steps, seed=1):
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     guide = AutoSparseGP(model, families)
-    optim = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": 0.1 ** (1 / steps)})  # the rate falls tenfold
+    optim = pyro.optim.ClippedAdam(
+        {"lr": 0.03, "lrd": 0.1 ** (1 / steps)}
+    )  # the rate falls tenfold
     svi = SVI(model, guide, optim, TraceQuadrature_ELBO(2))
-    losses = [svi.step(*data) for _ in tqdm(range(steps), mininterval=1.0, disable=command_line.IN_NOTEBOOK)]
+    losses = [
+        svi.step(*data)
+        for _ in tqdm(range(steps), mininterval=1.0, disable=command_line.IN_NOTEBOOK)
+    ]
     return guide, -sum(losses[-50:]) / len(losses[-50:])
 
 
@@ -98,7 +120,12 @@ def best_of(starts, model, families, *data):
     """The fit with the best bound, its parameters in Pyro's store."""
     found = []
     for seed in range(1, starts + 1):
-        found.append((*fit(model, families, *data, seed=seed), pyro.get_param_store().get_state()))
+        found.append(
+            (
+                *fit(model, families, *data, seed=seed),
+                pyro.get_param_store().get_state(),
+            )
+        )
         print(f"start {seed}: bound {found[-1][1]:.1f}")
     guide, bound, state = max(found, key=lambda one: one[1])
     pyro.get_param_store().set_state(state)
@@ -116,14 +143,21 @@ for title, model, top, families in [
         "two layers",
         deep,
         "f2",
-        {"f1": OrthogonalInducing(8, 8, natural=False), "f2": OrthogonalInducing(10, 10, natural=False)},
+        {
+            "f1": OrthogonalInducing(8, 8, natural=False),
+            "f2": OrthogonalInducing(10, 10, natural=False),
+        },
     ),
 ]:
     guide, bound = best_of(3 if top == "f2" else 1, model, families, x, y)
-    draws = predict(model, guide, grid, num_samples=min(200, options.draws), joint=False)
+    draws = predict(
+        model, guide, grid, num_samples=min(200, options.draws), joint=False
+    )
     mean, spread = draws[top].mean(0), draws[top].std(0)
     error = (mean - truth)[inside].square().mean().sqrt()
-    print(f"{title:11} bound {bound:7.1f}, noise {pyro.param('noise').item():.3f} (0.06 is true), RMSE {error:.3f}")
+    print(
+        f"{title:11} bound {bound:7.1f}, noise {pyro.param('noise').item():.3f} (0.06 is true), RMSE {error:.3f}"
+    )
     fits[title] = mean.cpu(), spread.cpu(), bound, error.item()
 
 # %% [markdown]
@@ -177,7 +211,12 @@ def growers(components=None):
             f1 = pyro.sample("f1", prior.expand([2]).to_event(1))
             h = torch.cat([f1.mT, x], -1)
         length = parameter("length", [3.0] * h.shape[-1])
-        f = pyro.sample("f", GaussianProcess(parameter("scale", 2.0) * kernels.RBF(length), h).expand([3]).to_event(1))
+        f = pyro.sample(
+            "f",
+            GaussianProcess(parameter("scale", 2.0) * kernels.RBF(length), h)
+            .expand([3])
+            .to_event(1),
+        )
         with pyro.plate("data", len(x)):
             return pyro.sample("y", RobustMax(f.mT, epsilon=1e-2), obs=y)
 
@@ -188,19 +227,32 @@ scores = {"one layer": [], "two layers": []}
 for split in range(3):
     order = torch.randperm(len(label), generator=torch.Generator().manual_seed(split))
     fit_rows, test_rows = order[:60], order[60:]
-    z = ((inputs - inputs[fit_rows].mean(0)) / inputs[fit_rows].std(0)).to(options.device)
-    y_fit, y_test = label[fit_rows].to(options.device), label[test_rows].to(options.device)
+    z = ((inputs - inputs[fit_rows].mean(0)) / inputs[fit_rows].std(0)).to(
+        options.device
+    )
+    y_fit, y_test = (
+        label[fit_rows].to(options.device),
+        label[test_rows].to(options.device),
+    )
     components = torch.linalg.svd(z[fit_rows], full_matrices=False).Vh[:2]
     for title, model in [("one layer", growers()), ("two layers", growers(components))]:
         families = OrthogonalInducing(15, 15, natural=False)
-        guide, bound = fit(model, families, z[fit_rows], y_fit, steps=options.steps // 4)
-        draws = predict(model, guide, z[test_rows], num_samples=options.draws, joint=False)
+        guide, bound = fit(
+            model, families, z[fit_rows], y_fit, steps=options.steps // 4
+        )
+        draws = predict(
+            model, guide, z[test_rows], num_samples=options.draws, joint=False
+        )
         probs = RobustMax(draws["f"].mT, 1e-2).probs.mean(0)
         log_density = probs.gather(-1, y_test[:, None]).log().mean()
-        scores[title].append([bound, (probs.argmax(-1) == y_test).double().mean(), log_density])
+        scores[title].append(
+            [bound, (probs.argmax(-1) == y_test).double().mean(), log_density]
+        )
 for title, found in scores.items():
     means, spread = torch.tensor(found).mean(0), torch.tensor(found).std(0)
-    for name, mean, sd in zip(("bound", "test accuracy", "test log-likelihood"), means, spread):
+    for name, mean, sd in zip(
+        ("bound", "test accuracy", "test log-likelihood"), means, spread
+    ):
         print(f"{title:11} {name:20} {mean:8.3f} ({sd:.3f})")
 
 # %% [markdown]
@@ -213,15 +265,23 @@ for title, found in scores.items():
 # %%
 if options.full:
     one, two = fits["one layer"], fits["two layers"]
-    assert two[2] > max(one[2], best) + 20  # the step: a better bound than one layer's, even at its optimum,
+    assert (
+        two[2] > max(one[2], best) + 20
+    )  # the step: a better bound than one layer's, even at its optimum,
     assert two[3] < one[3]  # and a smaller error
-    assert bent[sides[1]] - bent[sides[0]] > 0.2  # and the step's sides, 0.1 apart, are moved apart
-    accuracy = {title: torch.tensor(found)[:, 1].mean() for title, found in scores.items()}
-    assert abs(accuracy["one layer"] - accuracy["two layers"]) < 0.05  # the wines: alike
+    assert (
+        bent[sides[1]] - bent[sides[0]] > 0.2
+    )  # and the step's sides, 0.1 apart, are moved apart
+    accuracy = {
+        title: torch.tensor(found)[:, 1].mean() for title, found in scores.items()
+    }
+    assert (
+        abs(accuracy["one layer"] - accuracy["two layers"]) < 0.05
+    )  # the wines: alike
 
 # %% [markdown]
 # ## What to try next
 #
 # * Layers of images: [convolutional](convolutional.ipynb).
-# * A network in the place of the inner layer: [deep basis](deep_basis.ipynb), [networks](../docs/how-to/networks.md).
+# * A network instead of the inner layer: [deep basis](deep_basis.ipynb), [networks](../docs/how-to/networks.md).
 # * Latent inputs: [how to](../docs/how-to/deep-gps.md).

@@ -60,7 +60,9 @@ options = command_line.options(
     processes=(2, "that share the calibration", 1),
 )
 torch.set_default_dtype(torch.float64)
-warnings.filterwarnings("ignore", message="Estimated shape parameter")  # the tables below say it
+warnings.filterwarnings(
+    "ignore", message="Estimated shape parameter"
+)  # the tables below say it
 warnings.filterwarnings("ignore", category=FutureWarning, module="arviz_plots")
 
 
@@ -92,7 +94,7 @@ def model(x, y=None):
 #
 # The losses say it: here the mean of the last fifty steps beside that of the fifty before. Expectation propagation
 # takes the place of SVI for its own family: its loss is −log Z, and hyperparameters are points. Under draws of
-# hyperparameters the loss is noisy. Whether what there is will do is what the rest of this page asks.
+# hyperparameters the loss is noisy. The rest of this page asks whether this posterior is good enough.
 
 
 # %%
@@ -102,15 +104,27 @@ def fit(family, seed=0):
     if isinstance(family, SparseEP):
         inference = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.03}))
     else:
-        inference = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), TraceQuadrature_ELBO(num_nodes=2))
-    steps = tqdm(range(options.steps), mininterval=1.0, disable=command_line.IN_NOTEBOOK)
+        inference = SVI(
+            model,
+            guide,
+            pyro.optim.Adam({"lr": 0.03}),
+            TraceQuadrature_ELBO(num_nodes=2),
+        )
+    steps = tqdm(
+        range(options.steps), mininterval=1.0, disable=command_line.IN_NOTEBOOK
+    )
     losses = torch.tensor([inference.step(x, y) for _ in steps])
     print(f"loss {losses[-100:-50].mean():.2f}, then {losses[-50:].mean():.2f}")
     return guide
 
 
 guides = {}
-for name, family in {"SGPR 15": SGPR(15), "SGPR 4": SGPR(4), "SVGP 15": SVGP(15), "EP 15": SparseEP(15)}.items():
+for name, family in {
+    "SGPR 15": SGPR(15),
+    "SGPR 4": SGPR(4),
+    "SVGP 15": SVGP(15),
+    "EP 15": SparseEP(15),
+}.items():
     print(name, end=": ")
     guides[name] = fit(family)
 
@@ -123,7 +137,16 @@ for name, family in {"SGPR 15": SGPR(15), "SGPR 4": SGPR(4), "SVGP 15": SVGP(15)
 trees = {}
 for name, guide in guides.items():
     trees[name] = diagnostics.to_datatree(
-        model, guide, x, y, num_samples=options.draws, predict=new, exact=True, include_f=False, seed=0, name=name
+        model,
+        guide,
+        x,
+        y,
+        num_samples=options.draws,
+        predict=new,
+        exact=True,
+        include_f=False,
+        seed=0,
+        name=name,
     )
 print(", ".join(trees["SGPR 15"].children))
 names = ["scale", "length", "noise"]
@@ -135,18 +158,28 @@ arviz_stats.summary(trees["SGPR 15"], var_names=names, kind="stats", ci_prob=0.9
 # %%
 pyro.set_rng_seed(0)
 nuts = MCMC(
-    NUTS(poutine.reparam(model, config=Whitening()), max_tree_depth=5, init_strategy=init_to_median()),
+    NUTS(
+        poutine.reparam(model, config=Whitening()),
+        max_tree_depth=5,
+        init_strategy=init_to_median(),
+    ),
     num_samples=options.nuts,
     warmup_steps=options.nuts,
     disable_progbar=command_line.IN_NOTEBOOK,
 )
 nuts.run(x, y)
-trees["NUTS"] = diagnostics.to_datatree(model, nuts, x, y, predict=new, seed=0, name="NUTS")
-compared = {name: trees[name] for name in ("SGPR 15", "SGPR 4", "SVGP 15", "EP 15", "NUTS")}
+trees["NUTS"] = diagnostics.to_datatree(
+    model, nuts, x, y, predict=new, seed=0, name="NUTS"
+)
+compared = {
+    name: trees[name] for name in ("SGPR 15", "SGPR 4", "SVGP 15", "EP 15", "NUTS")
+}
 same_length = {  # plots align draws, and leave out a model that has fewer
     name: xarray.DataTree.from_dict(
         {
-            group: tree[group].to_dataset().isel(draw=slice(min(options.draws, options.nuts)))
+            group: tree[group]
+            .to_dataset()
+            .isel(draw=slice(min(options.draws, options.nuts)))
             for group in ("posterior", "predictions")
         }
     )
@@ -201,23 +234,33 @@ def mended(tree):
     weights = diagnostics.psis(tree, target="exact")
     weights.require()
     return arviz_base.extract(
-        tree, var_names=names, num_samples=options.draws, weights=np.exp(weights.log_weights), random_seed=0
+        tree,
+        var_names=names,
+        num_samples=options.draws,
+        weights=np.exp(weights.log_weights),
+        random_seed=0,
     )
 
 
 try:
     draws = mended(trees["SGPR 15"])
     for name in names:
-        print(f"{name}: mean {float(draws[name].mean()):.2f}, sd {float(draws[name].std()):.2f}")
+        print(
+            f"{name}: mean {float(draws[name].mean()):.2f}, sd {float(draws[name].std()):.2f}"
+        )
 except ValueError as error:
     print(error)
 
 confident = fit(SGPR(15))
 with torch.no_grad():
     for name in names:
-        getattr(confident.scales, f"{name}_unconstrained").sub_(torch.tensor(10.0).log())
+        getattr(confident.scales, f"{name}_unconstrained").sub_(
+            torch.tensor(10.0).log()
+        )
     confident.locs.noise_unconstrained.sub_(0.7)  # and half the noise
-tree = diagnostics.to_datatree(model, confident, x, y, num_samples=options.draws, predict=new, exact=True, seed=0)
+tree = diagnostics.to_datatree(
+    model, confident, x, y, num_samples=options.draws, predict=new, exact=True, seed=0
+)
 try:
     mended(tree)
 except ValueError as error:
@@ -249,7 +292,9 @@ surer = diagnostics.predictive_scores(model, confident, held_x, held_y, seed=0)
 print("\nthe confident guide:")
 print(surer)
 show(
-    arviz_plots.plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=["year"]),
+    arviz_plots.plot_ecdf_pit(
+        scores.tree, group="predictive_scores", var_names="pit", sample_dims=["year"]
+    ),
     "pit",
 )
 
@@ -283,7 +328,9 @@ def simple(x, y=None):
 
 def one_point(x, y):
     guide = AutoSparseGP(simple, SVGP(1))
-    svi = SVI(simple, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(num_nodes=2))
+    svi = SVI(
+        simple, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(num_nodes=2)
+    )
     for _ in range(60):
         svi.step(x, y)
     return guide
@@ -322,7 +369,9 @@ print(f"The pictures and the tree are in {options.out}")
 # %%
 if options.full:
     assert diagnostics.psis(trees["SGPR 15"]).khat < 0.7  # close to its own target,
-    assert diagnostics.psis(tree, target="exact").khat > 0.7  # and a tenth of the spread is flagged,
+    assert (
+        diagnostics.psis(tree, target="exact").khat > 0.7
+    )  # and a tenth of the spread is flagged,
     assert surer.coverage(0.95) < 0.85 < scores.coverage(0.95)  # by held-out data, too
 
 # %% [markdown]

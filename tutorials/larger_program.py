@@ -13,8 +13,8 @@
 #
 # Eight clinics count visits in each of ten quarters. The number of patients on their books differs (an offset),
 # clinics differ (a plate of intercepts, partially pooled), and all share a trend that nobody has a formula for: a GP.
-# The program says just that; the GP is one `pyro.sample` site. The same program is asked for its prior predictions,
-# fitted by SVI, and sampled by NUTS.
+# The program says just that; the GP is one `pyro.sample` site. The same program draws prior predictions,
+# is fitted by SVI, and is sampled by NUTS.
 #
 # On the command line: `python tutorials/larger_program.py [--steps 150] [--draws 100] [--out DIR] [--short]`.
 
@@ -30,7 +30,14 @@ from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, Predictive
 from pyro.infer.autoguide.initialization import init_to_median
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels, predict
+from pyro_sparsegp import (
+    AutoSparseGP,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    Whitening,
+    kernels,
+    predict,
+)
 from pyro_sparsegp.diagnostics import to_datatree
 from pyro_sparsegp.families import SGPR, SVGP
 
@@ -42,7 +49,9 @@ options = command_line.options(
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
-warnings.filterwarnings("ignore", message=".*transitions of this MCMC diverged")  # few draws; looked at below
+warnings.filterwarnings(
+    "ignore", message=".*transitions of this MCMC diverged"
+)  # few draws; looked at below
 
 # %% [markdown]
 # ## The data
@@ -60,8 +69,8 @@ visits = torch.poisson(0.1 * patients * (trend + effect[clinic]).exp())
 # %% [markdown]
 # ## The program
 #
-# The GP's inputs are the ten quarters, not the eighty rows: its values are looked up, `f[quarter]`, as those of any
-# other site are.
+# The GP's inputs are the ten quarters, not the eighty rows: its values are looked up, `f[quarter]`, as any
+# other site's are.
 
 # %%
 quarters = torch.linspace(0, 1, num_quarters)[:, None]
@@ -95,16 +104,21 @@ print(
 # %% [markdown]
 # ## SVI: two families
 #
-# `SVGP` keeps q(f) independent of the other latents, of which the data tell sums only; `SGPR`, on sites, has q(c) q(f
-# | c, data). Both integrate the ten function values in closed form and by quadrature: `f[quarter]` puts each of them
-# into eight counts, which the guide finds out.
+# `SVGP` keeps q(f) independent of the other latents, though the data inform only their sum with f; `SGPR`, on sites,
+# has q(c) q(f | c, data). Both integrate the ten function values in closed form and by quadrature:
+# `f[quarter]` puts each into eight counts, which the guide finds out.
 
 # %%
 results = {}
 for title, family in [("SVI, SVGP", SVGP(quarters)), ("SVI, SGPR", SGPR(quarters))]:
     pyro.set_rng_seed(1)
     guide = AutoSparseGP(model, family, init_loc_fn=init_to_median)
-    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.985}), TraceQuadrature_ELBO(10))
+    svi = SVI(
+        model,
+        guide,
+        pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.985}),
+        TraceQuadrature_ELBO(10),
+    )
     losses = [svi.step(*data) for _ in range(options.steps)]
     print(f"{title}: bound {-sum(losses[-20:]) / len(losses[-20:]):.1f} nats")
     draws = predict(model, guide, *data[:4], num_samples=200)
@@ -124,10 +138,13 @@ mcmc = MCMC(
     disable_progbar=True,
 )
 mcmc.run(*data)
-tree = to_datatree(model, mcmc, *data, include_f=True, posterior_predictive=False, log_likelihood=False)
+tree = to_datatree(
+    model, mcmc, *data, include_f=True, posterior_predictive=False, log_likelihood=False
+)
 print(f"{int(tree.sample_stats.diverging.sum())} divergences")
 results["NUTS"] = {
-    name: torch.from_numpy(tree.posterior[name].values[0]).double() for name in ("a", "f", "base", "spread")
+    name: torch.from_numpy(tree.posterior[name].values[0]).double()
+    for name in ("a", "f", "base", "spread")
 }
 
 # %% [markdown]
@@ -140,10 +157,25 @@ results["NUTS"] = {
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
 for i, (title, found) in enumerate(results.items()):
     low, mid, high = found["f"].quantile(torch.tensor([0.05, 0.5, 0.95]), 0)
-    axes[0].errorbar(quarters[:, 0] + 0.012 * i, mid, [mid - low, high - mid], fmt="o", ms=3, label=title)
+    axes[0].errorbar(
+        quarters[:, 0] + 0.012 * i,
+        mid,
+        [mid - low, high - mid],
+        fmt="o",
+        ms=3,
+        label=title,
+    )
     low, mid, high = found["a"].quantile(torch.tensor([0.05, 0.5, 0.95]), 0)
-    axes[1].errorbar(torch.arange(num_clinics) + 0.15 * i, mid, [mid - low, high - mid], fmt="o", ms=3)
-axes[0].plot(quarters[:, 0], 0.5 * torch.sin(5 * quarters[:, 0]), "k--", lw=0.8, label="true")
+    axes[1].errorbar(
+        torch.arange(num_clinics) + 0.15 * i,
+        mid,
+        [mid - low, high - mid],
+        fmt="o",
+        ms=3,
+    )
+axes[0].plot(
+    quarters[:, 0], 0.5 * torch.sin(5 * quarters[:, 0]), "k--", lw=0.8, label="true"
+)
 axes[1].plot(torch.arange(num_clinics), effect, "k_", ms=12)
 axes[0].set(title="the trend, f", xlabel="time")
 axes[1].set(title="the clinics, a", xlabel="clinic")
@@ -152,7 +184,10 @@ figure.tight_layout()
 figure.savefig(options.out / "larger_program.png", dpi=80)
 
 spreads = {title: found["f"].std(0).mean() for title, found in results.items()}
-sums = {title: (found["base"][:, None] + found["f"]).mean(0) for title, found in results.items()}
+sums = {
+    title: (found["base"][:, None] + found["f"]).mean(0)
+    for title, found in results.items()
+}
 for title in results:
     print(
         f"{title:10} sd of f {spreads[title]:.3f}, of base {results[title]['base'].std():.3f}, "
@@ -169,7 +204,9 @@ if options.full:
     for title in ("SVI, SVGP", "SVI, SGPR"):
         assert (sums[title] - sums["NUTS"]).abs().max() < 0.15  # means agree with NUTS
     nuts = results["NUTS"]["base"].std()
-    assert results["SVI, SVGP"]["base"].std() < 0.7 * nuts  # an independent q(base) is too narrow
+    assert (
+        results["SVI, SVGP"]["base"].std() < 0.7 * nuts
+    )  # an independent q(base) is too narrow
 
 # %% [markdown]
 # ## What to try next

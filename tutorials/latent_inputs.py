@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Latent inputs
 #
-# *What lies behind measurements of which nobody gives the inputs?*
+# *What lies behind measurements if nobody gives their inputs?*
 #
 # In a Gaussian process latent variable model (Lawrence, 2005) the inputs are latents: each wine of UCI's set has 13
 # measurements, which are 13 outputs of GPs at a place in the plane that is to be found. In Pyro this is an ordinary
@@ -31,7 +31,9 @@ from sklearn.datasets import load_wine
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
-options = command_line.options("A GP latent variable model.", device=False, steps=(300, "training steps"))
+options = command_line.options(
+    "A GP latent variable model.", device=False, steps=(300, "training steps")
+)
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
 
@@ -51,7 +53,9 @@ def model(y):
     noise = pyro.sample("noise", dist.LogNormal(-0.5, 0.5))
     with pyro.plate("wines", len(y)):
         x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-    f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x).expand([outputs]).to_event(1))
+    f = pyro.sample(
+        "f", GaussianProcess(kernels.RBF(length), x).expand([outputs]).to_event(1)
+    )
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(f.mT, noise).to_event(1), obs=y)
 
@@ -64,7 +68,9 @@ components = Y @ torch.linalg.svd(Y, full_matrices=False).Vh[:2].mT
 components = components / components.std(0)
 starts = {
     "draws": {},
-    "principal components": {"init_loc_fn": init_to_value(values={"x": components}, fallback=init_to_median)},
+    "principal components": {
+        "init_loc_fn": init_to_value(values={"x": components}, fallback=init_to_median)
+    },
 }
 
 
@@ -78,7 +84,12 @@ found = {}
 for title, start in starts.items():
     pyro.set_rng_seed(1)
     guide = AutoSparseGP(model, SVGP(16), **start)
-    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / 300)}), TraceQuadrature_ELBO(2))
+    svi = SVI(
+        model,
+        guide,
+        pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.1 ** (1 / 300)}),
+        TraceQuadrature_ELBO(2),
+    )
     losses = [svi.step(Y) for _ in range(options.steps)]
     places, width = guide.locs.x.detach(), guide.scales.x.detach()
     bound = -sum(losses[-20:]) / len(losses[-20:])
@@ -109,7 +120,9 @@ print(f"The picture is in {options.out}")
 
 # %%
 for title, (places, width, *_) in found.items():
-    print(f"from {title}: the places' sd is {places.std():.2f}, each known to about {width.mean():.2f}")
+    print(
+        f"from {title}: the places' sd is {places.std():.2f}, each known to about {width.mean():.2f}"
+    )
 
 # %% [markdown]
 # ## What was claimed
@@ -118,8 +131,12 @@ for title, (places, width, *_) in found.items():
 if options.full:
     for places, width, _, share in found.values():
         assert share > 0.85  # growers are told apart though nobody named them
-        assert width.mean() < 0.5 * places.std()  # places are known well enough to look at
-    assert found["principal components"][2] > found["draws"][2] - 20  # a good start is no worse
+        assert (
+            width.mean() < 0.5 * places.std()
+        )  # places are known well enough to look at
+    assert (
+        found["principal components"][2] > found["draws"][2] - 20
+    )  # a good start is no worse
 
 # %% [markdown]
 # ## What to try next

@@ -31,7 +31,9 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.families import SVGP
 
 options = command_line.options(
-    "One function, six likelihoods.", device=False, steps=(80, "training steps of each guide")
+    "One function, six likelihoods.",
+    device=False,
+    steps=(80, "training steps of each guide"),
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
@@ -72,14 +74,20 @@ def outliers(x, y=None):
     share = pyro.sample("share", dist.Beta(1.0, 9.0))
     f = pyro.sample("f", GaussianProcess(kernel, x))
     with pyro.plate("data", len(x)):
-        wrong = pyro.sample("wrong", dist.Bernoulli(share), infer={"enumerate": "parallel"})
-        return pyro.sample("y", dist.Normal(f, torch.where(wrong == 1, 3.0, scale)), obs=y)
+        wrong = pyro.sample(
+            "wrong", dist.Bernoulli(share), infer={"enumerate": "parallel"}
+        )
+        return pyro.sample(
+            "y", dist.Normal(f, torch.where(wrong == 1, 3.0, scale)), obs=y
+        )
 
 
 def grade_probabilities(f):
     """P(grade) = σ(8(upper cut − f)) − σ(8(lower cut − f))."""
     below = torch.sigmoid(8 * (torch.tensor([-0.4, 0.3, 0.9]) - f[:, None]))
-    edges = torch.cat([torch.zeros_like(below[:, :1]), below, torch.ones_like(below[:, :1])], -1)
+    edges = torch.cat(
+        [torch.zeros_like(below[:, :1]), below, torch.ones_like(below[:, :1])], -1
+    )
     return edges.diff(dim=-1).clamp(min=1e-12)
 
 
@@ -101,14 +109,20 @@ class Censored(dist.TorchDistribution):
         super().__init__(self.normal.batch_shape, validate_args=False)
 
     def log_prob(self, value):
-        above = torch.special.ndtr((self.normal.loc - self.high) / self.normal.scale).clamp(min=1e-30).log()
+        above = (
+            torch.special.ndtr((self.normal.loc - self.high) / self.normal.scale)
+            .clamp(min=1e-30)
+            .log()
+        )
         return torch.where(value >= self.high, above, self.normal.log_prob(value))
 
     def sample(self, sample_shape=()):
         return self.normal.sample(sample_shape).clamp(max=self.high)
 
     def expand(self, batch_shape, _instance=None):
-        return Censored(self.normal.loc.expand(batch_shape), self.normal.scale, self.high)
+        return Censored(
+            self.normal.loc.expand(batch_shape), self.normal.scale, self.high
+        )
 
 
 def censored(x, y=None):
@@ -145,7 +159,9 @@ for title, (model, y) in data.items():
     error = (f.mean - truth).square().mean().sqrt().item()
     inside = ((truth - f.mean).abs() < 1.645 * f.stddev).double().mean().item()
     found[title] = f.mean.detach(), f.stddev.detach(), error, inside
-    print(f"{title:18} loss {loss:7.1f}, RMSE of f {error:.3f}, truth within 90 % intervals {inside:.2f}")
+    print(
+        f"{title:18} loss {loss:7.1f}, RMSE of f {error:.3f}, truth within 90 % intervals {inside:.2f}"
+    )
     if "g" in posteriors:
         sizes = posteriors["g"].mean.detach().exp()
 naive = wild - truth
@@ -178,11 +194,15 @@ if options.full:
     for title, (_, _, error, _) in found.items():
         assert error < 0.25, title  # each finds the function,
     for title in ("heavy tails", "outliers"):
-        assert found[title][2] < 0.3 * naive.square().mean().sqrt()  # outliers do not lead astray,
+        assert (
+            found[title][2] < 0.3 * naive.square().mean().sqrt()
+        )  # outliers do not lead astray,
     assert sizes[-1] > 2 * sizes[0]  # the noise is seen to grow,
     mean, spread, *_ = found["cut off at 0.8"]
     assert mean[truth > 1.1].mean() > 0.9  # and f goes above what was read,
-    assert spread[truth > 1.1].mean() > 1.3 * spread[truth < 0.5].mean()  # less certain there
+    assert (
+        spread[truth > 1.1].mean() > 1.3 * spread[truth < 0.5].mean()
+    )  # less certain there
 
 # %% [markdown]
 # ## What to try next

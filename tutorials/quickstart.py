@@ -30,8 +30,20 @@ from pyro import poutine
 from pyro.infer import MCMC, NUTS, SVI, Predictive
 from tqdm import tqdm
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels
-from pyro_sparsegp.families import SVGP, CoupledCovariance, CoupledPrecision, MeanFieldAdditive, OrthogonalInducing
+from pyro_sparsegp import (
+    AutoSparseGP,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    Whitening,
+    kernels,
+)
+from pyro_sparsegp.families import (
+    SVGP,
+    CoupledCovariance,
+    CoupledPrecision,
+    MeanFieldAdditive,
+    OrthogonalInducing,
+)
 
 options = command_line.options(
     "One model, several guides, on the Mauna Loa CO2 series.",
@@ -73,7 +85,8 @@ def model(x, y=None, size=None):
     kernel = (
         kernels.Linear(0.01)
         + trend * kernels.RBF(trend_length)
-        + season * kernels.Product(kernels.Periodic(season_shape, period=1.0), kernels.RBF(60.0))
+        + season
+        * kernels.Product(kernels.Periodic(season_shape, period=1.0), kernels.RBF(60.0))
         + weather * kernels.Matern32(weather_length)
     )
     f = pyro.sample("f", GaussianProcess(kernel, x))
@@ -105,7 +118,12 @@ def fit(name, family):
     optim = pyro.optim.ClippedAdam({"lr": 0.03, "lrd": (1 / 30) ** (1 / options.steps)})
     svi = SVI(model, guide, optim, TraceQuadrature_ELBO(num_nodes=2))
     start = time.time()
-    bar = tqdm(range(options.steps), desc=name, mininterval=1.0, disable=command_line.IN_NOTEBOOK)
+    bar = tqdm(
+        range(options.steps),
+        desc=name,
+        mininterval=1.0,
+        disable=command_line.IN_NOTEBOOK,
+    )
     for step in bar:
         loss = svi.step(train_t, train_y)
         if step % 50 == 49:
@@ -118,7 +136,9 @@ def fit(name, family):
         predictive = dist.Normal(f.mean, (f.variance + noise**2).sqrt())
         density = predictive.log_prob(test_y).mean().item()
         rmse = (f.mean - test_y).square().mean().sqrt().item() * unit.item()
-        covered = ((test_y - f.mean).abs() < 1.96 * predictive.scale).double().mean().item()
+        covered = (
+            ((test_y - f.mean).abs() < 1.96 * predictive.scale).double().mean().item()
+        )
     return guide, (elbo, density, rmse, 100 * covered, seconds)
 
 
@@ -130,9 +150,13 @@ for name, family in families.items():
 heading = f"{'family':20}{'ELBO':>10}{'test log density':>18}{'RMSE (ppm)':>12}{'95% coverage':>14}{'seconds':>9}"
 lines = [heading, "-" * len(heading)]
 for name, (elbo, density, rmse, covered, seconds) in rows.items():
-    lines.append(f"{name:20}{elbo:10.1f}{density:18.3f}{rmse:12.3f}{covered:13.1f}%{seconds:9.1f}")
+    lines.append(
+        f"{name:20}{elbo:10.1f}{density:18.3f}{rmse:12.3f}{covered:13.1f}%{seconds:9.1f}"
+    )
 print("\n" + "\n".join(lines))
-print("ELBO in nats; test log density a week, of standardised ppm; 20 % of the weeks held out.")
+print(
+    "ELBO in nats; test log density a week, of standardised ppm; 20 % of the weeks held out."
+)
 
 # %% [markdown]
 # ## A picture
@@ -155,29 +179,59 @@ def to_numpy(*tensors):
 
 def draw():
     figure = plt.figure(figsize=(11, 6.4), layout="constrained")
-    axes = figure.subplot_mosaic([["all", "all", "all"], ["trend", "season", "weather"]], height_ratios=[1.5, 1])
-    grid = torch.linspace(t.min().item(), t.max().item() + 8, 1500, device=t.device)[:, None]
+    axes = figure.subplot_mosaic(
+        [["all", "all", "all"], ["trend", "season", "weather"]], height_ratios=[1.5, 1]
+    )
+    grid = torch.linspace(t.min().item(), t.max().item() + 8, 1500, device=t.device)[
+        :, None
+    ]
     axis = axes["all"]
     axis.plot(years, ppm, ".", color="0.6", markersize=2, label="weekly means")
     for name in ("CoupledCovariance", "SVGP"):
         f = guides[name].posterior(grid)["f"]
-        x, mean, sd = to_numpy(grid[:, 0].cpu() + middle, f.mean.cpu() * unit + level, f.stddev.cpu() * unit)
+        x, mean, sd = to_numpy(
+            grid[:, 0].cpu() + middle,
+            f.mean.cpu() * unit + level,
+            f.stddev.cpu() * unit,
+        )
         axis.plot(x, mean, color=COLOURS[name], linewidth=1, label=name)
-        axis.fill_between(x, mean - 1.96 * sd, mean + 1.96 * sd, color=COLOURS[name], alpha=0.25, linewidth=0)
+        axis.fill_between(
+            x,
+            mean - 1.96 * sd,
+            mean + 1.96 * sd,
+            color=COLOURS[name],
+            alpha=0.25,
+            linewidth=0,
+        )
     axis.axvline(years.max(), color="0.4", linewidth=0.8, linestyle=":")
-    axis.set(ylabel="CO₂ (ppm)", title="Mauna Loa: one Pyro model, guides swapped by one argument")
+    axis.set(
+        ylabel="CO₂ (ppm)",
+        title="Mauna Loa: one Pyro model, guides swapped by one argument",
+    )
     axis.legend(loc="upper left", frameon=False)
-    spans = {"trend": grid, "season": torch.linspace(0, 2, 300, device=t.device)[:, None] + 2}
+    spans = {
+        "trend": grid,
+        "season": torch.linspace(0, 2, 300, device=t.device)[:, None] + 2,
+    }
     spans["weather"] = torch.linspace(-5, 5, 400, device=t.device)[:, None]
     for index, (part, span) in enumerate(spans.items(), 1):
         axis = axes[part]
         for name in ("MeanFieldAdditive", "CoupledPrecision", "CoupledCovariance"):
             component = guides[name].posterior(span)["f"].components[index]
             x, mean, sd = to_numpy(
-                span[:, 0].cpu() + middle, component.mean.cpu() * unit, component.stddev.cpu() * unit
+                span[:, 0].cpu() + middle,
+                component.mean.cpu() * unit,
+                component.stddev.cpu() * unit,
             )
             axis.plot(x, mean, color=COLOURS[name], linewidth=1, label=name)
-            axis.fill_between(x, mean - 1.96 * sd, mean + 1.96 * sd, color=COLOURS[name], alpha=0.2, linewidth=0)
+            axis.fill_between(
+                x,
+                mean - 1.96 * sd,
+                mean + 1.96 * sd,
+                color=COLOURS[name],
+                alpha=0.2,
+                linewidth=0,
+            )
         axis.set(title=part, ylabel="ppm", xlabel="year")
         axis.ticklabel_format(useOffset=False)
     axes["season"].legend(frameon=False, fontsize=7, loc="lower left")
@@ -209,7 +263,9 @@ if command_line.IN_NOTEBOOK:
     )
     mcmc.run(train_t[few], train_y[few])
     noise = mcmc.get_samples()["noise"]
-    print(f"noise by NUTS on 30 weeks: {noise.mean() * unit:.2f} ± {noise.std() * unit:.2f} ppm")
+    print(
+        f"noise by NUTS on 30 weeks: {noise.mean() * unit:.2f} ± {noise.std() * unit:.2f} ppm"
+    )
 
 # %% [markdown]
 # ## What was claimed
@@ -218,13 +274,25 @@ if command_line.IN_NOTEBOOK:
 if options.full:
     bounds = {name: row[0] for name, row in rows.items()}
     densities = [row[1] for row in rows.values()]
-    assert min(bounds, key=bounds.get) == "MeanFieldAdditive"  # independent terms cost most
+    assert (
+        min(bounds, key=bounds.get) == "MeanFieldAdditive"
+    )  # independent terms cost most
     assert max(densities) - min(densities) < 0.1  # predictions of the sum hardly differ
     with torch.no_grad():
-        trend = {name: guides[name].posterior(t)["f"].components[1].stddev.mean() for name in list(rows)[2:]}
-    print("mean sd of the trend (ppm):", {name: round(float(sd * unit), 2) for name, sd in trend.items()})
-    assert trend["MeanFieldAdditive"] < 0.5 * trend["CoupledCovariance"]  # far too sure of a term
-    assert trend["CoupledPrecision"] > 0.5 * trend["CoupledCovariance"]  # a low rank holds the level that terms share
+        trend = {
+            name: guides[name].posterior(t)["f"].components[1].stddev.mean()
+            for name in list(rows)[2:]
+        }
+    print(
+        "mean sd of the trend (ppm):",
+        {name: round(float(sd * unit), 2) for name, sd in trend.items()},
+    )
+    assert (
+        trend["MeanFieldAdditive"] < 0.5 * trend["CoupledCovariance"]
+    )  # far too sure of a term
+    assert (
+        trend["CoupledPrecision"] > 0.5 * trend["CoupledCovariance"]
+    )  # a low rank holds the level that terms share
 
 # %% [markdown]
 # ## What to try next

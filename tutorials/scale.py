@@ -71,22 +71,28 @@ def simulated(generator, num):
 generator = np.random.default_rng(0)
 with open(folder / "x", "wb") as xs, open(folder / "y", "wb") as ys:
     for start in range(0, options.rows, BLOCK):
-        for file, part in zip((xs, ys), simulated(generator, min(BLOCK, options.rows - start))):
+        for file, part in zip(
+            (xs, ys), simulated(generator, min(BLOCK, options.rows - start))
+        ):
             part.tofile(file)
-x_new, y_new = (torch.from_numpy(part).to(device) for part in simulated(generator, 2_000))
+x_new, y_new = (
+    torch.from_numpy(part).to(device) for part in simulated(generator, 2_000)
+)
 megabytes = sum((folder / name).stat().st_size for name in "xy") / 2**20
 print(f"{options.rows:,} rows, {megabytes:.0f} MiB on disk")
 
 # %% [markdown]
 # ## The program
 #
-# `size` is the number of all rows, by which the plate scales up those in hand. `fit` fills it in.
+# `size` is the number of all rows: the plate scales up the rows of a batch to it. `fit` fills it in.
 
 
 # %%
 def model(x, y=None, size=None):
     scale = pyro.sample("scale", dist.LogNormal(x.new_tensor(0.0), 1.0))
-    length = pyro.sample("length", dist.LogNormal(x.new_zeros(COLUMNS), 1.0).to_event(1))
+    length = pyro.sample(
+        "length", dist.LogNormal(x.new_zeros(COLUMNS), 1.0).to_event(1)
+    )
     f = pyro.sample("f", GaussianProcess(scale * kernels.Matern52(length), x, mean=0.5))
     with pyro.plate("data", size or len(x), subsample=x):
         return pyro.sample("y", dist.Poisson(f.exp()), obs=y)
@@ -104,7 +110,9 @@ settings = {"steps": options.steps, "device": device, "progress": False}
 
 def judged(guide):
     """Mean log predictive density of new rows, and the share of them that their 90 % intervals hold."""
-    scores = diagnostics.predictive_scores(model, guide, x_new, y_new, num_samples=2, probs=(0.9,), seed=0)
+    scores = diagnostics.predictive_scores(
+        model, guide, x_new, y_new, num_samples=2, probs=(0.9,), seed=0
+    )
     return float(scores.summary.loc["log_score", "mean"]), scores.coverage(0.9)
 
 
@@ -116,7 +124,7 @@ def judged(guide):
 # after another and shuffled within, or a `DataLoader`; no more than a batch of it is held.
 #
 # A fit to the first block comes first, in memory, so that what the library itself takes is not counted. (The pages of
-# a memory map that were read stay as long as nobody else wants the memory, and count as the process's: its growth is
+# a memory map that were read stay as long as nobody else needs the memory, and count as the process's: its growth is
 # shown, and says nothing.)
 
 # %%
@@ -140,11 +148,19 @@ class Blocks:
                     num = min(BLOCK, options.rows - start)
                     x = np.fromfile(xs, np.float32, num * COLUMNS).reshape(num, COLUMNS)
                     y = np.fromfile(ys, np.float32, num)
-                    for rows in generator.permutation(num)[: num - num % self.batch_size].reshape(-1, self.batch_size):
+                    for rows in generator.permutation(num)[
+                        : num - num % self.batch_size
+                    ].reshape(-1, self.batch_size):
                         yield torch.from_numpy(x[rows]), torch.from_numpy(y[rows])
 
 
-fit(model, new(), tuple(torch.from_numpy(part) for part in simulated(generator, 20_000)), batch_size=512, **settings)
+fit(
+    model,
+    new(),
+    tuple(torch.from_numpy(part) for part in simulated(generator, 20_000)),
+    batch_size=512,
+    **settings,
+)
 results, scores, growth = {}, {}, {}
 for name, data, how in (
     ("iterable", Blocks(), {"size": options.rows}),
@@ -185,9 +201,13 @@ def cut_off(losses):
 first = fit(model, new(), maps, checkpoint=file, stopping=cut_off, **short)
 resumed = new()
 second = fit(model, resumed, maps, checkpoint=file, resume=True, **short)
-print(f"{first.steps} steps, then to {second.steps}; the checkpoint has {file.stat().st_size / 2**10:.0f} KiB")
+print(
+    f"{first.steps} steps, then to {second.steps}; the checkpoint has {file.stat().st_size / 2**10:.0f} KiB"
+)
 same = np.array_equal(uncut.losses, second.losses) and all(
-    torch.equal(a, b) for a, b in zip(whole.state_dict().values(), resumed.state_dict().values()) if torch.is_tensor(a)
+    torch.equal(a, b)
+    for a, b in zip(whole.state_dict().values(), resumed.state_dict().values())
+    if torch.is_tensor(a)
 )
 print(f"the same, bit for bit, as without the cut: {same}")
 
@@ -238,16 +258,35 @@ script.write_text(
         """
     )
 )
-arguments = [str(script), str(folder), str(options.rows), str(min(options.steps // 5, options.rows // 512))]
+arguments = [
+    str(script),
+    str(folder),
+    str(options.rows),
+    str(min(options.steps // 5, options.rows // 512)),
+]
 environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+torchrun = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+]
 for command in ([sys.executable, *arguments], [*torchrun, *arguments]):
-    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=240)
+    subprocess.run(
+        command, check=True, env=environment, capture_output=True, timeout=240
+    )
 alone, first_of_two, second_of_two = (
-    torch.load(folder / f"result_{name}.pt", weights_only=False) for name in ("1_0", "2_0", "2_1")
+    torch.load(folder / f"result_{name}.pt", weights_only=False)
+    for name in ("1_0", "2_0", "2_1")
 )
-apart = max((found[1] - alone[1]).abs().max().item() for found in (first_of_two, second_of_two))
-print(f"{len(alone[0])} steps; two processes and one are {apart:.1e} apart in f, {alone[1].std():.2f} its spread")
+apart = max(
+    (found[1] - alone[1]).abs().max().item() for found in (first_of_two, second_of_two)
+)
+print(
+    f"{len(alone[0])} steps; two processes and one are {apart:.1e} apart in f, {alone[1].std():.2f} its spread"
+)
 
 # %% [markdown]
 # ## On a GPU
@@ -264,7 +303,12 @@ axes[0].set(title="bound, nats a row", xlabel="step", ylim=(-3, -1))
 axes[0].legend()
 axes[1].plot(-uncut.losses / options.rows, lw=3, alpha=0.4, label="uncut")
 axes[1].plot(-first.losses / options.rows, lw=1, label="cut off")
-axes[1].plot(np.arange(first.steps, second.steps), -second.losses[first.steps :] / options.rows, lw=1, label="resumed")
+axes[1].plot(
+    np.arange(first.steps, second.steps),
+    -second.losses[first.steps :] / options.rows,
+    lw=1,
+    label="resumed",
+)
 axes[1].set(title="cut off and resumed", xlabel="step", ylim=(-3, -1))
 axes[1].legend()
 figure.tight_layout()

@@ -30,7 +30,11 @@ from pyro.infer.autoguide.initialization import init_to_sample
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR
 
-options = command_line.options("Sensors that share signals.", device=False, steps=(100, "training steps of each guide"))
+options = command_line.options(
+    "Sensors that share signals.",
+    device=False,
+    steps=(100, "training steps of each guide"),
+)
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
 
@@ -68,7 +72,9 @@ def coregionalised(x, y=None, seen=True):
     noise = pyro.sample("noise", dist.LogNormal(-2.0, 0.5))
     f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x).to_event(1))
     with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal((A @ f).mT, noise).mask(seen).to_event(1), obs=y)
+        return pyro.sample(
+            "y", dist.Normal((A @ f).mT, noise).mask(seen).to_event(1), obs=y
+        )
 
 
 # %% [markdown]
@@ -79,8 +85,15 @@ def coregionalised(x, y=None, seen=True):
 found = {}
 for title, model in [("independent", independent), ("coregionalised", coregionalised)]:
     pyro.set_rng_seed(2)
-    guide = AutoSparseGP(model, SGPR(20), init_loc_fn=init_to_sample, point_estimates=True)
-    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.98}), TraceQuadrature_ELBO(2))
+    guide = AutoSparseGP(
+        model, SGPR(20), init_loc_fn=init_to_sample, point_estimates=True
+    )
+    svi = SVI(
+        model,
+        guide,
+        pyro.optim.ClippedAdam({"lr": 0.1, "lrd": 0.98}),
+        TraceQuadrature_ELBO(2),
+    )
     for _ in range(options.steps):
         loss = svi.step(x, Y, seen=~Y.isnan())
     with torch.no_grad():
@@ -90,7 +103,9 @@ for title, model in [("independent", independent), ("coregionalised", coregional
     error = (mean - truth)[off, 2].square().mean().sqrt().item()
     width = variance[off, 2].sqrt().mean().item()
     found[title] = mean, variance.sqrt(), -loss, error, width
-    print(f"{title:15} bound {-loss:7.1f} nats; in the gap RMSE {error:.3f}, sd {width:.3f}")
+    print(
+        f"{title:15} bound {-loss:7.1f} nats; in the gap RMSE {error:.3f}, sd {width:.3f}"
+    )
 
 # %%
 figure, axes = plt.subplots(2, 3, figsize=(13, 5), sharex=True, sharey=True)
@@ -115,7 +130,9 @@ if options.full:
     one, shared = found["independent"], found["coregionalised"]
     assert shared[3] < 0.3 * one[3]  # the gap is filled,
     assert shared[4] < 0.5 * one[4]  # with less uncertainty,
-    assert ((shared[0] - truth).abs() < 3 * shared[1] + 0.05)[off, 2].double().mean() > 0.9  # which is not too little
+    assert ((shared[0] - truth).abs() < 3 * shared[1] + 0.05)[
+        off, 2
+    ].double().mean() > 0.9  # which is not too little
 
 # %% [markdown]
 # ## What to try next

@@ -43,7 +43,9 @@ pyro.set_rng_seed(0)
 
 
 def truth(x, t):
-    return torch.sin(2 * math.pi * (x[:, 0] + t)) + 0.5 * torch.cos(6 * math.pi * x[:, 0])
+    return torch.sin(2 * math.pi * (x[:, 0] + t)) + 0.5 * torch.cos(
+        6 * math.pi * x[:, 0]
+    )
 
 
 def piece(t, num=30):
@@ -82,14 +84,24 @@ stream = [(first_x, first_y), *(piece(0.0) for _ in range(options.pieces))]
 in_pieces, at_once = copy.deepcopy(trained), copy.deepcopy(trained)
 for i, (x, y) in enumerate(stream):
     in_pieces.absorb(x, y, forget=0.0 if i else 1.0)
-at_once.absorb(torch.cat([x for x, _ in stream]), torch.cat([y for _, y in stream]), forget=1.0)
+at_once.absorb(
+    torch.cat([x for x, _ in stream]), torch.cat([y for _, y in stream]), forget=1.0
+)
 
 grid = torch.linspace(0, 1, 200)[:, None]
 q, p = in_pieces.posterior(grid)["f"], at_once.posterior(grid)["f"]
-apart = max((q.mean - p.mean).abs().max().item(), (q.variance - p.variance).abs().max().item())
-held = sum(value.numel() for value in in_pieces.state_dict().values() if isinstance(value, torch.Tensor))
+apart = max(
+    (q.mean - p.mean).abs().max().item(), (q.variance - p.variance).abs().max().item()
+)
+held = sum(
+    value.numel()
+    for value in in_pieces.state_dict().values()
+    if isinstance(value, torch.Tensor)
+)
 rows = sum(len(x) for x, _ in stream)
-print(f"{rows} rows in {len(stream)} pieces: {apart:.1e} apart from all at once; {held} numbers are held")
+print(
+    f"{rows} rows in {len(stream)} pieces: {apart:.1e} apart from all at once; {held} numbers are held"
+)
 
 # %% [markdown]
 # ## A function that drifts
@@ -109,7 +121,12 @@ def followed(forget, drift):
         with torch.no_grad():
             q = guide.posterior(x)["f"]
             noise = guide.median(x, y)["noise"]
-        scores.append(dist.Normal(q.mean, (q.variance + noise**2).sqrt()).log_prob(y).mean().item())
+        scores.append(
+            dist.Normal(q.mean, (q.variance + noise**2).sqrt())
+            .log_prob(y)
+            .mean()
+            .item()
+        )
         guide.absorb(x, y, forget=forget)
     return guide, torch.tensor(scores)
 
@@ -121,7 +138,9 @@ half = options.pieces // 2
 score = {forget: drifting[forget][1][half:].mean().item() for forget in shares}
 rest = {forget: resting[forget][1][half:].mean().item() for forget in shares}
 for forget in shares:
-    print(f"forget={forget}: log density of rows to come {score[forget]:7.3f} under drift, {rest[forget]:6.3f} without")
+    print(
+        f"forget={forget}: log density of rows to come {score[forget]:7.3f} under drift, {rest[forget]:6.3f} without"
+    )
 
 # %%
 figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), sharey=True)
@@ -132,7 +151,9 @@ for axis, forget in zip(axes, [0.0, 0.3, 1.0]):
     mean, spread = q.mean, 2 * q.stddev
     axis.fill_between(grid[:, 0], mean - spread, mean + spread, alpha=0.3)
     axis.plot(grid, mean, label="posterior")
-    axis.plot(grid, truth(grid, 0.003 * options.pieces), "k--", label="the function now")
+    axis.plot(
+        grid, truth(grid, 0.003 * options.pieces), "k--", label="the function now"
+    )
     axis.plot(grid, truth(grid, 0.0), "k:", label="at the start")
     axis.set(title=f"forget={forget}")
 axes[0].legend(fontsize=7)
@@ -146,7 +167,10 @@ print(f"The picture is in {options.out}")
 # %%
 assert apart < 1e-8
 if options.full:
-    assert max(score, key=score.get) in (0.1, 0.3)  # under drift, some forgetting is best
+    assert max(score, key=score.get) in (
+        0.1,
+        0.3,
+    )  # under drift, some forgetting is best
     assert score[0.0] < 0.0  # and none is worse than knowing little
     assert max(rest, key=rest.get) == 0.0  # without drift, none is
 

@@ -15,7 +15,7 @@
 # trains on each of them by the same loop, from its defaults, and is judged by data that it has not seen: the table
 # has the bound in nats (log Z of expectation propagation), the mean test log density, the share of test data within
 # their 90 % intervals, the CPU seconds of training, and the memory that the guide holds. `WeightSpace` and
-# `ExactWeightSpace` have another prior, random Fourier features in the place of the kernel: their bounds are those of
+# `ExactWeightSpace` have another prior, random Fourier features instead of the kernel: their bounds belong to
 # another model.
 #
 # On the command line: `python tutorials/which_guide.py [--steps 60] [--out DIR] [--short]`.
@@ -62,7 +62,9 @@ from pyro_sparsegp.families import (
 )
 
 options = command_line.options(
-    "All families on three tasks.", device=False, steps=(60, "training steps of each guide", 2)
+    "All families on three tasks.",
+    device=False,
+    steps=(60, "training steps of each guide", 2),
 )
 torch.set_default_dtype(torch.float64)
 pyro.set_rng_seed(0)
@@ -76,9 +78,15 @@ num, num_test = 200, 400
 inputs = torch.rand(num + num_test, 2)
 truth = torch.sin(6 * inputs[:, 0]) + (4 * inputs[:, 1] - 2).square() / 2 - 0.7
 tasks = {
-    "noise": (truth + 0.2 * torch.randn(len(truth)), lambda f, scale: dist.Normal(f, scale)),
+    "noise": (
+        truth + 0.2 * torch.randn(len(truth)),
+        lambda f, scale: dist.Normal(f, scale),
+    ),
     "counts": (torch.poisson(truth.exp()), lambda f, scale: dist.Poisson(f.exp())),
-    "classes": (torch.bernoulli(torch.sigmoid(2 * truth)), lambda f, scale: dist.Bernoulli(logits=f)),
+    "classes": (
+        torch.bernoulli(torch.sigmoid(2 * truth)),
+        lambda f, scale: dist.Bernoulli(logits=f),
+    ),
 }
 frequencies = kernels.RandomFourier.draw(kernels.RBF, 40, dim=1)
 
@@ -96,9 +104,13 @@ def features(length):
 def program(likelihood, effect=smooth):
     def model(x, y=None):
         size = pyro.sample("size", dist.LogNormal(torch.zeros(2), 1.0).to_event(1))
-        length = pyro.sample("length", dist.LogNormal(torch.full((2,), -1.0), 0.5).to_event(1))
+        length = pyro.sample(
+            "length", dist.LogNormal(torch.full((2,), -1.0), 0.5).to_event(1)
+        )
         noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
-        kernel = sum((size[d] * effect(length[d])[d] for d in (0, 1)), kernels.Constant(1.0))
+        kernel = sum(
+            (size[d] * effect(length[d])[d] for d in (0, 1)), kernels.Constant(1.0)
+        )
         f = pyro.sample("f", GaussianProcess(kernel, x))
         with pyro.plate("data", len(x)):
             return pyro.sample("y", likelihood(f, noise), obs=y)
@@ -153,7 +165,9 @@ def judged(name, family, task):
     seconds = time.process_time() - start
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scores = diagnostics.predictive_scores(model, guide, *test, num_samples=2, probs=(0.9,), seed=0)
+        scores = diagnostics.predictive_scores(
+            model, guide, *test, num_samples=2, probs=(0.9,), seed=0
+        )
     return {
         "task": task,
         "family": name,
@@ -161,11 +175,17 @@ def judged(name, family, task):
         "test log density": scores.summary.loc["log_score", "mean"],
         "within 90 %": scores.coverage(0.9),
         "CPU seconds": seconds,
-        "KiB held": sum(t.numel() * t.element_size() for t in [*guide.parameters(), *guide.buffers()]) / 1024,
+        "KiB held": sum(
+            t.numel() * t.element_size()
+            for t in [*guide.parameters(), *guide.buffers()]
+        )
+        / 1024,
     }
 
 
-table = pd.DataFrame([judged(name, family, task) for task in tasks for name, family in families.items()])
+table = pd.DataFrame(
+    [judged(name, family, task) for task in tasks for name, family in families.items()]
+)
 for task, rows in table.groupby("task", sort=False):
     print(f"\n{task}, {num} rows, {options.steps} steps")
     print(rows.drop(columns="task").set_index("family").round(3).to_string())
@@ -178,14 +198,19 @@ for task, rows in table.groupby("task", sort=False):
 # (green) has an estimate of log p(y), no bound. The picture leaves out those with another prior.
 
 # %%
-color = {name: "C1" if isinstance(family, SiteFamily) else "C0" for name, family in families.items()} | {
-    "SparseEP": "C2"
-}
+color = {
+    name: "C1" if isinstance(family, SiteFamily) else "C0"
+    for name, family in families.items()
+} | {"SparseEP": "C2"}
 same = table[~table.family.str.endswith("WeightSpace")]
 figure, axes = plt.subplots(1, 4, figsize=(14, 4), sharey=True)
 for axis, (task, rows) in zip(axes, same.groupby("task", sort=False)):
     best = rows.bound[rows.family != "SparseEP"].max()
-    axis.barh(rows.family, (rows.bound - best).clip(lower=-20), color=[color[name] for name in rows.family])
+    axis.barh(
+        rows.family,
+        (rows.bound - best).clip(lower=-20),
+        color=[color[name] for name in rows.family],
+    )
     axis.set(title=task, xlabel="nats from the best bound, cut at -20")
 seconds = same.groupby("family", sort=False)["CPU seconds"].mean()
 axes[3].barh(seconds.index, seconds, color=[color[name] for name in seconds.index])
@@ -203,17 +228,28 @@ if options.full:
     at = table.set_index(["task", "family"])
     for task in tasks:
         bound = at.loc[task, "bound"]
-        same = bound[[not name.endswith("WeightSpace") and name != "SparseEP" for name in bound.index]]
-        assert bound["SGPR"] > same.max() - 15  # the plain choices are close to the best of all,
+        same = bound[
+            [
+                not name.endswith("WeightSpace") and name != "SparseEP"
+                for name in bound.index
+            ]
+        ]
+        assert (
+            bound["SGPR"] > same.max() - 15
+        )  # the plain choices are close to the best of all,
         assert bound["SVGP"] > same.max() - 15
         score = at.loc[task, "test log density"]
         assert score["SVGP"] > score.max() - 0.1  # on data held out, too
         assert score["SGPR"] > score.max() - 0.1
         free_sites = bound[["FreeSites", "AdditiveFreeSites"]]
         assert (free_sites < same.max()).all()  # what is left to Adam is behind,
-        assert (at.loc[task, "within 90 %"] > 0.8).all()  # and nobody is badly calibrated
+        assert (
+            at.loc[task, "within 90 %"] > 0.8
+        ).all()  # and nobody is badly calibrated
     noise = at.loc["noise", "bound"]
-    assert noise["SGPR"] >= noise["ConditionalSGPR"] - 1  # what leaves out, bounds lower
+    assert (
+        noise["SGPR"] >= noise["ConditionalSGPR"] - 1
+    )  # what leaves out, bounds lower
 
 # %% [markdown]
 # ## How to choose
@@ -222,7 +258,7 @@ if options.full:
 # alone gives: effects one by one (`CoupledPrecision`), intervals that hold what computation left out
 # (`ComputationAware`), the posterior's shape beyond a bound's optimum (`SparseEP`), features that are known
 # (`WeightSpace`). `MeanFieldAdditive` pays for leaving out how effects depend on each other. `FreeSites` and
-# `AdditiveFreeSites` leave their two numbers a row to Adam, for which these few steps are not enough: their form is
+# `AdditiveFreeSites` leave their two numbers a row to Adam, which needs more steps than these: their form is
 # `SGPR`'s, which has its sites from the likelihood itself. The [chooser](../docs/how-to/choose-a-guide.md) has all by
 # problem.
 

@@ -29,7 +29,13 @@ import pyro.distributions as dist
 import torch
 from pyro.infer import SVI
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
+from pyro_sparsegp import (
+    AutoSparseGP,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    families,
+    kernels,
+)
 from pyro_sparsegp.bases import Basis, Features
 from pyro_sparsegp.gaussians import Diagonal, FullCholesky
 
@@ -53,7 +59,9 @@ grid = torch.linspace(0, 1, 241)[:, None]
 
 def truth(x):
     angle = 2 * math.pi * x[..., 0]
-    return 1.2 * torch.sin(angle) + 0.6 * torch.cos(2 * angle) + 0.3 * torch.sin(3 * angle)
+    return (
+        1.2 * torch.sin(angle) + 0.6 * torch.cos(2 * angle) + 0.3 * torch.sin(3 * angle)
+    )
 
 
 y = truth(x) + 0.4 * torch.randn(len(x))
@@ -115,10 +123,16 @@ def temperature(kernel):
     def model(x, y=None):
         level = pyro.sample("level", dist.LogNormal(0.0, 1.0))
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-        length = pyro.sample("length", dist.LogNormal(-1.0, 1.0)) if kernel is not Circle else None
+        length = (
+            pyro.sample("length", dist.LogNormal(-1.0, 1.0))
+            if kernel is not Circle
+            else None
+        )
         noise = pyro.sample("noise", dist.LogNormal(-1.0, 1.0))
         shape = Circle() if kernel is Circle else kernel(length)
-        f = pyro.sample("f", GaussianProcess(level * kernels.Constant(1.0) + scale * shape, x))
+        f = pyro.sample(
+            "f", GaussianProcess(level * kernels.Constant(1.0) + scale * shape, x)
+        )
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f, noise), obs=y)
 
@@ -127,27 +141,40 @@ def temperature(kernel):
 
 def dense(guide, kernel):
     """log p(y, hyperparameters) in closed form, at the guide's point."""
-    at = {name: value for name, value in guide.median(x, y).items() if name in ("level", "scale", "noise")}
+    at = {
+        name: value
+        for name, value in guide.median(x, y).items()
+        if name in ("level", "scale", "noise")
+    }
     k = at["level"] + at["scale"] * kernel(x) + at["noise"] ** 2 * torch.eye(len(x))
-    prior = sum(dist.LogNormal(-1.0 * (name == "noise"), 1.0).log_prob(value) for name, value in at.items())
+    prior = sum(
+        dist.LogNormal(-1.0 * (name == "noise"), 1.0).log_prob(value)
+        for name, value in at.items()
+    )
     return (dist.MultivariateNormal(torch.zeros(len(x)), k).log_prob(y) + prior).item()
 
 
 fits = {}
-for name, kernel in {"RBF": kernels.RBF, "Periodic": kernels.Periodic, "Circle": Circle}.items():
+for name, kernel in {
+    "RBF": kernels.RBF,
+    "Periodic": kernels.Periodic,
+    "Circle": Circle,
+}.items():
     guide, bound = trained(temperature(kernel), families.SGPR(20), x, y, nodes=2)
     with torch.no_grad():
         q = guide.posterior(grid)["f"]
     error = (q.mean - truth(grid))[night].square().mean().sqrt().item()
     seam = (q.mean[0] - q.mean[-1]).abs().item()
     fits[name] = q.mean, q.stddev, bound, error, seam
-    print(f"{name:9} bound {bound:8.2f}, RMSE at night {error:.3f}, apart at midnight {seam:.1e}")
+    print(
+        f"{name:9} bound {bound:8.2f}, RMSE at night {error:.3f}, apart at midnight {seam:.1e}"
+    )
 exact = dense(guide, Circle())
 print(f"{'':9} dense {exact:8.2f} for the last")
 
 # %% [markdown]
 # `RBF` does not know that the day closes, and says nothing right where rows are few. The built-in `Periodic` does, and
-# has a length scale besides; on this truth, a few smooth waves, it is ahead of the spline. That is what a comparison
+# has a length scale too; on this truth, a few smooth waves, it is ahead of the spline. That is what a comparison
 # is for.
 
 # %% [markdown]
@@ -174,11 +201,17 @@ class Counts(dist.TorchDistribution):
         return value * self.log_rate - self.log_rate.exp() - torch.lgamma(value + 1)
 
     def expected_log_prob(self, value, variance):
-        return value * self.log_rate - (self.log_rate + variance / 2).exp() - torch.lgamma(value + 1)
+        return (
+            value * self.log_rate
+            - (self.log_rate + variance / 2).exp()
+            - torch.lgamma(value + 1)
+        )
 
     def sample(self, sample_shape=()):
         with torch.no_grad():
-            return torch.poisson(self.log_rate.exp().expand(self._extended_shape(sample_shape)))
+            return torch.poisson(
+                self.log_rate.exp().expand(self._extended_shape(sample_shape))
+            )
 
     def expand(self, batch_shape, _instance=None):
         return Counts(self.log_rate.expand(batch_shape), validate_args=False)
@@ -208,18 +241,34 @@ for _ in range(100):
     S = torch.linalg.solve(torch.eye(len(x)) + K * best, K)
     m, v = S @ linear, S.diagonal()
     rate = (m + v / 2).exp()
-    best, linear = best + 0.5 * (rate - best), linear + 0.5 * (counts - rate + rate * m - linear)
+    best, linear = (
+        best + 0.5 * (rate - best),
+        linear + 0.5 * (counts - rate + rate * m - linear),
+    )
 at_prior = torch.eye(len(x)) + K * best  # S = (I + KΛ)⁻¹K
 shrunk = torch.linalg.solve(at_prior, K * best).trace()
-divergence = (torch.linalg.slogdet(at_prior)[1] - shrunk + m @ (linear - best * m)) / 2  # K⁻¹m = Λz − Λm
+divergence = (
+    torch.linalg.slogdet(at_prior)[1] - shrunk + m @ (linear - best * m)
+) / 2  # K⁻¹m = Λz − Λm
 expected = Counts(m).expected_log_prob(counts, v).sum()
 poisson_best = (expected - divergence).item()
 
 by_counts = {}
-for name, likelihood in {"Poisson(exp f)": lambda f: dist.Poisson(f.exp()), "Counts": Counts}.items():
-    guide, _ = trained(counted(likelihood), families.SVGP(24, trainable=False), x, counts)
-    by_counts[name] = [-TraceQuadrature_ELBO(nodes).loss(guide.model, guide, x, counts) for nodes in (1, 2, 20)]
-    print(f"{name:15} bound by 1, 2 and 20 nodes: " + ", ".join(f"{bound:.4f}" for bound in by_counts[name]))
+for name, likelihood in {
+    "Poisson(exp f)": lambda f: dist.Poisson(f.exp()),
+    "Counts": Counts,
+}.items():
+    guide, _ = trained(
+        counted(likelihood), families.SVGP(24, trainable=False), x, counts
+    )
+    by_counts[name] = [
+        -TraceQuadrature_ELBO(nodes).loss(guide.model, guide, x, counts)
+        for nodes in (1, 2, 20)
+    ]
+    print(
+        f"{name:15} bound by 1, 2 and 20 nodes: "
+        + ", ".join(f"{bound:.4f}" for bound in by_counts[name])
+    )
 print(f"{'dense optimum':15}                           {poisson_best:.4f}")
 
 # %% [markdown]
@@ -244,7 +293,9 @@ class Waves(Features):
     def __init__(self, kernel, num, like):
         super().__init__(kernel, (2 * num + 1,))
         self.num, fine = num, 512
-        row = kernel(like.new_zeros(1, 1), torch.arange(fine).to(like)[:, None] / fine)[0]
+        row = kernel(like.new_zeros(1, 1), torch.arange(fine).to(like)[:, None] / fine)[
+            0
+        ]
         values = torch.fft.rfft(row).real[: num + 1] / fine
         self.roots = values.clamp(min=1e-14).sqrt()
 
@@ -317,7 +368,9 @@ for num in sizes:
         "DiagonalWaves": DiagonalWaves(num),
         "OptimalWaves": OptimalWaves(num),
     }.items():
-        lr = 0.005 if name == "SVGP" else 0.05  # of inducing inputs; of the diagonal's means and variances
+        lr = (
+            0.005 if name == "SVGP" else 0.05
+        )  # of inducing inputs; of the diagonal's means and variances
         guide, bound = trained(model, family, x, counts, lr=lr)
         curves[name].append(bound - poisson_best)
         if name == "FreeWaves":
@@ -329,12 +382,16 @@ for name, curve in curves.items():
 again = AutoSparseGP(model, FreeWaves(sizes[-1]), point_estimates=True)
 again.load_state_dict(waves.state_dict())
 with torch.no_grad():
-    loaded = torch.equal(again.posterior(grid)["f"].mean, waves.posterior(grid)["f"].mean)
+    loaded = torch.equal(
+        again.posterior(grid)["f"].mean, waves.posterior(grid)["f"].mean
+    )
     q = waves.posterior(x)["f"]
     mean_error = (q.mean - m).abs().max().item()
     sd_error = (q.stddev / v.sqrt() - 1).abs().max().item()
 print(f"a loaded state predicts the same: {loaded}")
-print(f"against the dense posterior of f: means to {mean_error:.3f}, sd to {sd_error:.1%}")
+print(
+    f"against the dense posterior of f: means to {mean_error:.3f}, sd to {sd_error:.1%}"
+)
 
 # %% [markdown]
 # `OptimalWaves` has at once what `FreeWaves` learns. Waves are ahead of inducing points in the middle of the table, and
@@ -372,15 +429,25 @@ def measured(x, y=None):
 
 gram = circle()(x) + 0.16 * torch.eye(len(x))
 cross = circle()(grid, x)
-exact_variance = circle().diag(grid) - (cross * torch.linalg.solve(gram, cross.mT).mT).sum(-1)
+exact_variance = circle().diag(grid) - (
+    cross * torch.linalg.solve(gram, cross.mT).mT
+).sum(-1)
 evidence = dist.MultivariateNormal(torch.zeros(len(x)), gram).log_prob(y).item()
 policies = {}
-for name, actions in {"sparse, built in": "sparse", "random, built in": "random", "hours": Hours(x, 10)}.items():
-    guide, bound = trained(measured, families.ComputationAware(10, actions=actions), x, y, nodes=2)
+for name, actions in {
+    "sparse, built in": "sparse",
+    "random, built in": "random",
+    "hours": Hours(x, 10),
+}.items():
+    guide, bound = trained(
+        measured, families.ComputationAware(10, actions=actions), x, y, nodes=2
+    )
     with torch.no_grad():
         variance = guide.posterior(grid)["f"].variance
     policies[name] = bound, variance
-    print(f"{name:17} bound {bound:8.2f}, least variance over exact {(variance / exact_variance).min():.3f}")
+    print(
+        f"{name:17} bound {bound:8.2f}, least variance over exact {(variance / exact_variance).min():.3f}"
+    )
 print(f"{'dense evidence':17}       {evidence:8.2f}")
 
 # %% [markdown]
@@ -391,14 +458,23 @@ figure, axes = plt.subplots(1, 3, figsize=(14, 3.8))
 for name, color in (("RBF", "C1"), ("Circle", "C0")):
     mean, spread, *_ = fits[name]
     axes[0].plot(grid[:, 0], mean, color=color, label=name)
-    axes[0].fill_between(grid[:, 0], mean - 2 * spread, mean + 2 * spread, color=color, alpha=0.2, lw=0)
+    axes[0].fill_between(
+        grid[:, 0], mean - 2 * spread, mean + 2 * spread, color=color, alpha=0.2, lw=0
+    )
 axes[0].plot(x[:, 0], y, "k.", ms=2, alpha=0.4)
 axes[0].plot(grid[:, 0], truth(grid), "k--", lw=0.8)
 axes[0].set(title="a kernel", xlabel="share of the day", ylim=(-3, 3))
 axes[0].legend()
 for name, curve in curves.items():
-    axes[1].plot([2 * num + 1 for num in sizes], [max(-gap, 1e-3) for gap in curve], ".-", label=name)
-axes[1].set(title="a basis: nats below the dense optimum", xlabel="coefficients", yscale="log")
+    axes[1].plot(
+        [2 * num + 1 for num in sizes],
+        [max(-gap, 1e-3) for gap in curve],
+        ".-",
+        label=name,
+    )
+axes[1].set(
+    title="a basis: nats below the dense optimum", xlabel="coefficients", yscale="log"
+)
 axes[1].legend()
 for name, (_, variance) in policies.items():
     axes[2].plot(grid[:, 0], variance.sqrt(), label=name)
@@ -414,13 +490,19 @@ print(f"The picture is in {options.out}")
 
 # %%
 if options.full:
-    assert kernel_error < 1e-9 < 1e-8 > -smallest  # the kernel is its series, and a kernel;
+    assert (
+        kernel_error < 1e-9 < 1e-8 > -smallest
+    )  # the kernel is its series, and a kernel;
     assert fits["Circle"][4] < 1e-9 < fits["RBF"][4]  # its functions close,
     assert fits["Circle"][3] < 0.5 * fits["RBF"][3]  # which helps where rows are few
-    assert exact - 1 < fits["Circle"][2] < exact  # and SGPR's bound is below the evidence, by less than a nat.
+    assert (
+        exact - 1 < fits["Circle"][2] < exact
+    )  # and SGPR's bound is below the evidence, by less than a nat.
     plain, own = by_counts.values()
     assert max(own) - min(own) < 1e-8  # The expectation has no nodes,
-    assert abs(plain[-1] - own[-1]) < 1e-4 < abs(plain[0] - own[0])  # and is what many of them would give,
+    assert (
+        abs(plain[-1] - own[-1]) < 1e-4 < abs(plain[0] - own[0])
+    )  # and is what many of them would give,
     assert poisson_best - 1 < own[-1] < poisson_best  # below the dense optimum.
     for name, curve in curves.items():
         assert max(curve) < 1e-3, name  # So are all families,
@@ -429,7 +511,9 @@ if options.full:
         assert abs(free - optimal) < 0.05  # what is learned is what is given,
         assert diagonal < free + 1e-3  # and what is left out costs.
     at = sizes.index(4)
-    assert curves["FreeWaves"][at] > curves["SVGP"][at]  # Waves are ahead with 9 coefficients,
+    assert (
+        curves["FreeWaves"][at] > curves["SVGP"][at]
+    )  # Waves are ahead with 9 coefficients,
     assert curves["FreeWaves"][0] < curves["SVGP"][0]  # inducing points with 5.
     assert curves["FreeWaves"][-1] > -0.5
     assert mean_error < 0.02
@@ -437,7 +521,9 @@ if options.full:
     assert loaded
     for bound, variance in policies.values():
         assert bound < evidence
-        assert (variance > exact_variance - 1e-9).all()  # No action makes f more certain than the data do.
+        assert (
+            variance > exact_variance - 1e-9
+        ).all()  # No action makes f more certain than the data do.
     assert policies["hours"][0] > policies["random, built in"][0]
 
 # %% [markdown]

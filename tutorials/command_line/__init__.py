@@ -26,17 +26,23 @@ def options(description, device=True, **numbers):
     parser = argparse.ArgumentParser(description=description)
     if device:
         parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--short", action="store_true", help="see in seconds whether all runs")
+    parser.add_argument(
+        "--short", action="store_true", help="see in seconds whether all runs"
+    )
     for name, (default, text, *_) in numbers.items():
         parser.add_argument(f"--{name}", type=int, help=f"{text}; {default} by default")
     place = Path("output" if IN_NOTEBOOK else "tutorials/output")
     parser.add_argument("--out", type=Path, default=place, help="where the pictures go")
     found = parser.parse_args([] if IN_NOTEBOOK else None)
     defaults = {name: default for name, (default, *_) in numbers.items()}
-    short = {name: more[0] if more else SHORT for name, (_, _, *more) in numbers.items()}
+    short = {
+        name: more[0] if more else SHORT for name, (_, _, *more) in numbers.items()
+    }
     for name in numbers:
         if getattr(found, name) is None:
             setattr(found, name, short[name] if found.short else defaults[name])
-    found.full = not found.short and all(getattr(found, name) == default for name, default in defaults.items())
+    found.full = not found.short and all(
+        getattr(found, name) == default for name, default in defaults.items()
+    )
     found.out.mkdir(parents=True, exist_ok=True)
     return found
