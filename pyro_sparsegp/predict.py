@@ -117,8 +117,8 @@ def _require_free(model: Callable, guide: AutoSparseGP, args: tuple, kwargs: dic
     for name in (*guide.structure.latents, *guide.structure.gps):
         if name in trace.nodes and trace.nodes[name]["is_observed"]:
             raise ValueError(
-                f"the model given to predict holds site {name!r} at a value, of which the guide's draws of other sites "
-                "know nothing: make the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), "
+                f"the model given to predict holds site {name!r} at a value that the guide was not trained "
+                "with: make the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), "
                 "...), and train it."
             )
 

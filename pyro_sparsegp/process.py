@@ -62,7 +62,7 @@ class GaussianProcess(TorchDistribution):
     torch.Size([5])
 
     :param kernel: a kernel, or any callable with its two methods.
-    :param x: inputs, ``(N, D)``; leading batch dimensions broadcast with those of the hyperparameters.
+    :param x: inputs, ``(N, D)``; leading batch dimensions broadcast with the hyperparameters'.
     :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, a number, or ``None``
         (zero).
     :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32. For

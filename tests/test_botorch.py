@@ -111,9 +111,9 @@ def test_outputs_of_several_sites_are_picked():
     assert part.num_outputs == 2
     torch.testing.assert_close(part.posterior(at).mean[..., 1], rows[0].reshape(4, 3))
     torch.testing.assert_close(part.subset_output([0]).posterior(at).mean[..., 0], rows[2].reshape(4, 3))
-    with pytest.raises(ValueError, match=r"Model has 3 outputs, numbers 0 to 2; asked for \[3\]"):
+    with pytest.raises(ValueError, match=r"Model has 3 outputs, numbers 0 to 2; got \[3\]"):
         model.posterior(at, output_indices=[1, 3])
-    with pytest.raises(ValueError, match=r"Model has 2 outputs, numbers 0 to 1; asked for \[2\]"):
+    with pytest.raises(ValueError, match=r"Model has 2 outputs, numbers 0 to 1; got \[2\]"):
         part.subset_output([2])
     transform = ScalarizedPosteriorTransform(torch.tensor([1.0, 2.0, 0.0]))
     found = model.posterior(at, posterior_transform=transform)

@@ -41,7 +41,7 @@ def test_a_posterior_asked_for_a_site_that_is_none():
     posteriors = guide.posterior(x)
     assert isinstance(posteriors, dict)
     assert list(posteriors) == ["f"]
-    with pytest.raises(KeyError, match=r"'g' is no GP site of the model: the posteriors are those of \['f'\]"):
+    with pytest.raises(KeyError, match=r"'g' is no GP site of the model; its GP sites are \['f'\]"):
         posteriors["g"]
     assert posteriors.get("g") is None
 

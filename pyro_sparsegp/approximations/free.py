@@ -147,7 +147,7 @@ class SparseGP(AbstractModule):
 
     def follow_network(self, rows: Tensor, network: Sequence[str]) -> None:
         """Have natural steps hold sites about f at the outputs, which are the process's inputs, of a network at these
-        rows, ``(K, d)``, in the place of about u: u stays where it is while the outputs move.
+        rows, ``(K, d)``, instead of u: u stays where it is while the outputs move.
 
         :param network: its parameters' names.
         """
@@ -159,7 +159,7 @@ class SparseGP(AbstractModule):
         self.coefficients = q
 
     def join(self, part: Part) -> None:
-        """Have the coefficients be a part of those of several sites."""
+        """Make the coefficients a part of the coefficients of several sites."""
         del self.coefficients
         self.coefficients = part
 

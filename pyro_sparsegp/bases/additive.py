@@ -30,8 +30,8 @@ class AdditiveFeatures(Features):
 
     :param kernel: Σ_c k_c.
     :param sizes: the sizes of all blocks.
-    :param groups: numbers of summands, and their features: one summand's under k_c, or those of summands that differ by
-        numbers only, stacked.
+    :param groups: numbers of summands, and their features: features of one summand under k_c, or stacked features of
+        summands that differ by numbers only.
     :param part: makes such a summand's own features, of c and its L.
     """
 

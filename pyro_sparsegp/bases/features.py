@@ -30,7 +30,7 @@ class ExplicitFeatures(Basis):
     """The kernel's own R features; no parameters. R = 0 for a term that is all residual, such as white noise.
 
     :param size: R.
-    :param rows: inputs ``(K, D)`` at which f's values keep their meaning while features move; ``None`` for none.
+    :param rows: inputs ``(K, D)``; f's values there keep their meaning while features move. ``None`` for none.
     """
 
     rows: Optional[Tensor]
@@ -63,7 +63,7 @@ class KernelFeatures(Features):
 
     :param kernel: k, with k(x, z) = φ(x)ᵀφ(z).
     :param size: R.
-    :param rows: as of :class:`ExplicitFeatures`.
+    :param rows: see :class:`ExplicitFeatures`.
     """
 
     def __init__(self, kernel: Any, size: int, rows: Optional[Tensor] = None) -> None:

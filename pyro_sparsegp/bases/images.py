@@ -70,7 +70,7 @@ def inducing_patches(
     found = found[torch.randperm(len(found), device=images.device)[: 200 * num]].unique(dim=0)
     found = found[torch.randperm(len(found), device=images.device)[: 100 * num]]
     if len(found) < num:
-        raise ValueError(f"inducing_patches is asked for {num}, the images have {len(found)} distinct patches")
+        raise ValueError(f"inducing_patches cannot return {num} patches: the images have {len(found)} distinct patches")
     centres = k_means(None, found, num, most=100 * num)
     if not locations:
         return centres

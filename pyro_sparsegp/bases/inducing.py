@@ -73,7 +73,7 @@ class InducingFeatures(CrossFeatures):
         return self.factor
 
     def hold_at(self, x: Optional[Tensor]) -> None:
-        """Have sites be about f at these inputs, ``(K, D)``, in the place of u; ``None`` for about w."""
+        """Let sites keep their meaning about f at these inputs, ``(K, D)``, instead of u; ``None``: about w."""
         self.anchor = None if x is None else side_by_side(self(x))
 
     @property

@@ -88,7 +88,7 @@ def k_means(kernel: Any, x: Tensor, num: int, num_iterations: int = 25, most: in
     :param x: the inputs, ``(N, D)``.
     :param num: how many points.
     :param num_iterations: of Lloyd's algorithm.
-    :param most: in the place of these 20,000.
+    :param most: the number of random rows, by default 20,000.
     :returns: ``(num, D)``.
     """
     x = x[torch.randperm(x.shape[0], device=x.device)[: max(most, 20 * num)]]

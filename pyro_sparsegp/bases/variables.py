@@ -38,7 +38,7 @@ class InducingVariables(AbstractModule):
     """M linear functionals u of f in another domain: Fourier coefficients, integrals, derivatives, other sensors.
 
     Subclass it, say what K_uu and K_fu are, and give an object as ``inducing`` (or ``orthogonal``) to any family on
-    inducing points. It is a Pyro module: its parameters train, those of a copy of each guide's own,
+    inducing points. It is a Pyro module. Each guide trains the parameters of its own copy,
     ``guide.gps.f.basis.variables_0``.
 
     >>> import torch

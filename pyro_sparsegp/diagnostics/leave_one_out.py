@@ -34,10 +34,10 @@ def loo(
     :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
         training arguments.
     :param args: see there.
-    :param target: "vfe" or "fitc", as of :func:`psis`; "none" leaves p/q out, and judges the posterior as it is. By
+    :param target: "vfe" or "fitc", see :func:`psis`; "none" leaves p/q out, and judges the posterior as it is. By
         default the tree's own; but "none", with a warning, where the k-hat of p/q is above 0.7.
     :param var_name: the observed site, where there are several.
-    :returns: with two attributes more, ``target``, the one used, and ``khat`` of p/q (NaN where it was not asked for,
+    :returns: with two attributes more, ``target``, the one used, and ``khat`` of p/q (NaN for the target "none",
         −∞ of MCMC); ``warning`` is set where k-hat is above 0.7.
     """
     if target not in (None, "vfe", "fitc", "none"):
@@ -97,11 +97,11 @@ def loo_large(
     :param args: the training arguments.
     :param observations: m; by default 400, or all of fewer.
     :param num_samples: S, draws.
-    :param target: as of :func:`loo`: by default the guide's own, or "none" where k-hat is above 0.7.
+    :param target: see :func:`loo`: by default the guide's own, or "none" where k-hat is above 0.7.
     :param var_name: the observed site, where there are several.
     :param chunk_size: rows whose features are held in memory at once.
     :param seed: of the draws and of the subset: with the same seed, two models are compared on the same subset.
-    :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as of
+    :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as in
         :func:`loo`.
     """
     if target not in (None, "vfe", "fitc", "none"):

@@ -113,7 +113,7 @@ def predictive_scores(
         where there are neither.
     :param probs: of the central intervals in the summary.
     :param var_name: the observed site, where there are several.
-    :param ordered: whether classes have an order; by default those of ``OrderedLogistic`` have.
+    :param ordered: whether classes have an order; by default only under ``OrderedLogistic``.
     :param chunk_size: rows whose features are held in memory at once.
     :param seed: makes the draws repeatable and leaves the global generators alone.
     :param kwargs: the model's further arguments.

@@ -169,7 +169,7 @@ class CoupledPrecision(AdditiveFamily):
 
     @property
     def couples(self) -> bool:
-        """Whether its q(w) couples all coefficients, so that those of several GP sites can have one."""
+        """Whether its q(w) couples all coefficients, so that several GP sites can share one."""
         return True
 
     @property

@@ -116,19 +116,17 @@ class BasisFamily(Family):
 class FreeFormFamily(BasisFamily):
     """A recipe for :class:`SparseGP` modules: a basis, and a free posterior over its coefficients.
 
-    A new one gives, besides its basis, the :class:`~pyro_sparsegp.gaussians.Coefficients` it takes.
+    A subclass names its basis and the :class:`~pyro_sparsegp.gaussians.Coefficients` it takes.
 
-    :param start: where the covariance of q(w) starts: "data" (default), at what the inputs of the guide's first call
-        would leave of it, if their noise were as large as the process, (I + ΦᵀΦ/k̄)⁻¹; or "prior", as in the papers,
-        from where steps are lost until it is as narrow as that. The mean starts at the prior's, and so do inner layers
-        of a deep GP, which at a narrow start would hand on nothing but their mean.
-    :param natural: whether q(w) learns by natural gradients (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021):
-        a step of its own for each backward pass, taken when q is next asked for, with no parameter of q's for an
-        optimiser; ``None``, the default, where the family can. ``False`` makes q's mean and scale parameters, as L-BFGS
-        wants them.
-    :param rate: of natural steps, ρ in (0, 1] or a function of the step's number: how far q goes towards what the
-        batch alone would have it be. By default it falls, max(0.1, 1/(1 + t)), or max(0.25, 1/(1 + t)) in steps on all
-        rows; where function values are drawn, as those of an inner layer or by Trace_ELBO, it is 0.1 at most.
+    :param start: where the covariance of q(w) starts. "data", the default, is the posterior given the first call's
+        inputs under noise as large as the process, (I + ΦᵀΦ/k̄)⁻¹. "prior" starts at the prior, as in the papers, and
+        takes more steps. The mean starts at the prior's. Inner layers of a deep GP always start at the prior.
+    :param natural: whether q(w) learns by natural gradients (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021),
+        one step in each ``svi.step`` under :class:`~pyro_sparsegp.TraceQuadrature_ELBO`. ``None``, the default, is
+        yes where the family can. ``False`` makes q's mean and scale parameters of the optimiser.
+    :param rate: the size ρ of natural steps in (0, 1], or a function of the step's number: how far q goes from where it
+        is to the optimum of the batch alone. The default falls, max(0.1, 1/(1 + t)), or max(0.25, 1/(1 + t)) in steps
+        on all rows. Where function values are drawn it is at most 0.1.
     """
 
     free: ClassVar[bool] = True
@@ -160,7 +158,7 @@ class FreeFormFamily(BasisFamily):
 
     @property
     def couples(self) -> bool:
-        """Whether its q(w) couples all coefficients, so that those of several GP sites can have one."""
+        """Whether its q(w) couples all coefficients, so that several GP sites can share one."""
         kind = self.new_coefficients()
         layout = getattr(kind, "layout", None)
         whole = layout is not None and [factor for factor, _ in layout(2)] == [DenseFactor]
@@ -237,9 +235,9 @@ class SiteFamily(Family):
 
     :param at: where ℓ' and ℓ'' are taken: "marginals", their expectations under q, the optimum of the bound; or
         "mean", at q's mean, which is Newton's method for Laplace's approximation.
-    :param rate: the damping of these updates, in (0, 1].
-    :param updates: how many updates a step makes. One will do with Adam; L-BFGS, whose line search wants a function
-        of the parameters alone, needs some 20 where the likelihood is not Gaussian.
+    :param rate: the step size of these updates in (0, 1].
+    :param updates: the number of updates per step. One is enough with Adam. L-BFGS needs some 20 where the likelihood
+        is not Gaussian, because its line search needs a function of the parameters alone.
     """
 
     at: str = field(default="marginals", kw_only=True)

@@ -27,9 +27,10 @@ class ComputationAware(SiteFamily):
 
     :param num_actions: i.
     :param actions: "sparse" (learned, one number a datum, eq. 14), "cg" (residuals of conjugate gradients), "eigen"
-        (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``; of a module, a
-        copy trains, ``guide.gps.f.policy.policy``. Sparse and random actions belong to the rows of the first call.
-    :param tolerance: of "cg": the residual, relative to the first, at which it stops.
+        (top eigenvectors), "random", or a callable ``(kernel, sites) -> S`` of shape ``(N, i)``. If it is a
+        module, a copy of it trains, ``guide.gps.f.policy.policy``. Sparse and random actions belong to the rows of the
+        first call.
+    :param tolerance: of "cg": the relative residual that ends the iterations.
     :param batches: whether training steps bring mini-batches of rows, ``size=N``. The actions are then of the n rows of
         the guide's first call, ``guide(x[rows], y[rows])``, and 0 elsewhere: q is the posterior given less, so that its
         variance is still at least the exact posterior's, and the bound is that of all N rows. A step of B rows

@@ -44,8 +44,8 @@ class WeightSpace(OnFeatures, FreeFormFamily):
     Natural steps follow features that training moves, up to 256 of them, by their values at rows of the first call:
     all, or max(256, 4R) random ones. To follow more would take far longer than a step, O(R³) with a large factor.
 
-    Under a :class:`~pyro_sparsegp.kernels.DeepBasis` a step's variance correction is relative to the batch, that of
-    predictions to the training inputs that the guide has seen in one call: call it on all of them once.
+    Under a :class:`~pyro_sparsegp.kernels.DeepBasis` the variance correction is relative to the batch in a step, and
+    in predictions to the training inputs that the guide has seen in one call: call it on all of them once.
     """
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
@@ -73,9 +73,9 @@ class ExactWeightSpace(OnFeatures, OptimalFamily):
 
     A step takes O(NR²) time for R features. Beyond 32,768 rows on a CPU (a million on a GPU) these are formed in
     blocks and dropped, on the way back too, so that memory is O(N + BR) with B rows a block: a network's output must
-    then depend on each row alone. Under a :class:`~pyro_sparsegp.kernels.DeepBasis` the bound is that of eq. 11, and
-    predictions are those of eq. 12, from sites of variance 1/λₙ + c(xₙ): for a likelihood that is Gaussian in f those
-    of ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is training's.
+    then depend on each row alone. Under a :class:`~pyro_sparsegp.kernels.DeepBasis` the bound is eq. 11, and
+    predictions are eq. 12, from sites of variance 1/λₙ + c(xₙ). For a likelihood that is Gaussian in f these are the
+    sites of ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is training's.
     """
 
     module: ClassVar = ExactWeightSpaceGP

@@ -215,18 +215,18 @@ class AutoSparseGP(SiteMessenger):
         What a site takes from the spread of other latents is not in its width: under ``coupled``, where that makes it
         less than half of what it is, a warning tells so; draws of all together are
         :func:`~pyro_sparsegp.predict`'s. An inner layer of a deep GP is at its posterior mean. Subsampling is off.
-        Latents of single rows are those learned if the arguments are all those of training, observations included, else
-        draws from the model.
+        Latents of single rows are as learned if all arguments are the training data, observations included;
+        otherwise they are drawn from the model.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
-        :raises KeyError: where what is returned is asked for a site that is none of the GP sites.
+        :raises KeyError: where the dict has no such GP site.
         """
         posteriors = self.posterior_at_medians(*args, **kwargs)
         warn_of_medians(self, posteriors)
         return posteriors
 
     def posterior_at_medians(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
-        """:meth:`posterior`, for those who want it given these medians."""
+        """:meth:`posterior`, without the warning about widths."""
         self._ready(args, kwargs)
         known = are_known_rows(self, args, kwargs)
         run = Posteriors(self, conditions_now(self, median=True))
@@ -238,8 +238,8 @@ class AutoSparseGP(SiteMessenger):
         return next(self.draws(1, *args, joint=joint, **kwargs))
 
     def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> Iterator[dict[str, Tensor]]:
-        """Draws of every site at new inputs, for prediction: subsampling is off, latents under the data plate come
-        from the model, or are those learned if the arguments are all those of training, observations included.
+        """Draws of every site at new inputs, for prediction, one after the other. Subsampling is off. Latents under the
+        data plate are drawn from the model, unless all arguments are the training data: then they are as learned.
 
         :param num: how many.
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
@@ -375,7 +375,7 @@ class AutoSparseGP(SiteMessenger):
         """The posterior of a GP site under a prior of other inputs, given the sites of a draw.
 
         :param sites: of a family on sites, those the draw was conditioned on.
-        :param new_rows: whether the inputs are new, not those of training.
+        :param new_rows: whether the inputs are new.
         """
         process, _ = as_process(prior)
         if process is None:

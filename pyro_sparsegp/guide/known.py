@@ -190,7 +190,7 @@ class KnownGuide(AutoNormalMessenger):
         return {name: module for name, module in self.modules_by_site().items() if isinstance(module, SiteGP)}
 
     def corrected_modules(self) -> dict[str, SparseGP]:
-        """Those of kernels whose diagonal depends on the rows of training, some of which they have seen."""
+        """The modules of kernels whose diagonal depends on the training rows, by GP site."""
         modules = self.modules_by_site().items()
         return {name: module for name, module in modules if isinstance(module, SparseGP) and module.num_seen}
 
@@ -225,7 +225,7 @@ class KnownGuide(AutoNormalMessenger):
         return points if isinstance(points, bool) else name in points
 
     def is_shared(self, name: str) -> bool:
-        """Whether a latent's value is that of all rows, those of training and others."""
+        """Whether a latent has one value for all rows, of training and new."""
         return name in self.facts.latents and name not in self.local_latents
 
     @property
@@ -278,7 +278,7 @@ class KnownGuide(AutoNormalMessenger):
         return bool(known) and not site["cond_indep_stack"] and name not in known
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
-        """What a call's data are to those of training; ``None`` if a state without them was loaded."""
+        """What a call's data have to do with the training data; ``None`` if a state without them was loaded."""
         data = None if self.core is None else self.core.data
         return None if data is None else Relation(data, self.model, args, kwargs)
 

@@ -249,7 +249,7 @@ class SiteMessenger(KnownGuide):
         if self.by_expectation and self.training and torch.is_grad_enabled():
             raise ValueError(
                 "the guide has a family of expectation propagation, whose sites no gradient trains: take "
-                "ExpectationPropagation(model, guide, optim) in the place of SVI, or a family such as SVGP."
+                "ExpectationPropagation(model, guide, optim) instead of SVI, or a family such as SVGP."
             )
         model_trace, guide_trace = super().get_traces()
         site: Any

@@ -79,7 +79,7 @@ class BySite(dict[str, SparsePosterior]):
     """A dict of posteriors; a missing key raises KeyError listing the GP sites."""
 
     def __missing__(self, name: str) -> SparsePosterior:
-        raise KeyError(f"{name!r} is no GP site of the model: the posteriors are those of {sorted(self)}")
+        raise KeyError(f"{name!r} is no GP site of the model; its GP sites are {sorted(self)}")
 
 
 class Run(ABC):

@@ -56,7 +56,7 @@ class ExpectationPropagation:
     :param power: α in (0, 1]: 1 is expectation propagation, near 0 it is variational inference.
     :param schedule: "inner" updates the parameters after each sweep, "outer" only at convergence.
     :param gradient: "matched", which supposes that the tilted moments are q's, so that the cavities are held: those
-        over w for all data at once (eq. 4 with w in the place of inducing values; only Zₙ moves), those over inducing
+        over w for all data at once (eq. 4 with w instead of inducing values; only Zₙ moves), those over inducing
         values u = Lw for mini-batches (eq. 6; the prior moves, too), since the sites of other data are about u; or
         "exact", the derivative of log Z_EP with sites held, for all data at once. They agree at convergence.
     :param num_nodes: of each one-dimensional integral.
@@ -161,7 +161,7 @@ class ExpectationPropagation:
         }
 
     def get_state(self) -> dict[str, Any]:
-        """What the next sweep takes from this one, besides the guide's state and the optimiser's; see
+        """What the next sweep needs from this one, beyond the states of guide and optimiser; see
         :func:`~pyro_sparsegp.fit`.
         """
         return {"progress": dict(self._refined.progress), "agreed": self._agreed}

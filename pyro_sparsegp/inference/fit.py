@@ -97,16 +97,16 @@ def fit(
         as ``indices``, each if its signature has them: ``pyro.plate("data", size or len(x), subsample=x)``.
     :param guide: an :class:`AutoSparseGP`; a fresh one sees up to 8,192 random rows at its first call.
     :param data: the model's arguments, a tuple or a dict of tensors with a row for each datum (NumPy arrays and memory
-        maps too); or a ``DataLoader`` or another iterable of batches, each a tuple or a dict of arguments, of which no
-        more than a batch is held in memory.
+        maps too); or a ``DataLoader`` or another iterable of batches, each a tuple or a dict of arguments; no more
+        than a batch is held in memory.
     :param steps: how many in all; 2,000 if ``epochs`` are not given either.
-    :param epochs: passes over the data, in the place of ``steps``.
+    :param epochs: passes over the data, instead of ``steps``.
     :param batch_size: rows a step, drawn anew without replacement in each epoch; by default all of them.
     :param size: how many rows there are in all, where ``data`` do not say; of all processes.
     :param optim: a Pyro optimiser; one with a schedule (``PyroLRScheduler``) takes its step after each of the fit's. By
         default Adam with rates that fall to the end of the steps, smaller ones for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
-    :param method: an ``SVI`` or an :class:`ExpectationPropagation` of one's own, in the place of these two.
+    :param method: an ``SVI`` or an :class:`ExpectationPropagation` of your own, instead of these two.
     :param stopping: is given the losses so far after each step, and says whether to stop.
     :param checkpoint: a file for all that the fit is, written so that it is never half there; the folder must exist.
     :param checkpoint_every: seconds from one to the next; 0 is after each step.

@@ -48,9 +48,9 @@ class TraceQuadrature_ELBO(ELBO):
     rows by itself, runs once, with the guide under it. Other latents are one draw a particle: the bound is
     deterministic if there are none.
 
-    A distribution that brings its own expectation over normal parameters (a method ``expected_log_prob(value,
-    variance)``, see :class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) is asked for that instead, however many
-    function values it takes: :class:`~pyro_sparsegp.distributions.RobustMax` does.
+    A distribution may bring its own expectation over normal parameters, a method ``expected_log_prob(value, variance)``
+    (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`). It is used instead, for any number of function
+    values. :class:`~pyro_sparsegp.distributions.RobustMax` has one.
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 

@@ -38,8 +38,8 @@ class Model(BoTorchModel, FantasizeMixin):
 
     Its posterior is that of the GP site's values, of any family under any likelihood, other latents at their medians,
     with gradients by the inputs; a q-batch is joint. Under a computation-aware family the variance holds what
-    computation left out, so that acquisition functions explore there. Outputs are a site's, or those of several sites
-    one after the other, which are independent of each other.
+    computation left out, so that acquisition functions explore there. Outputs belong to one site, or of several
+    sites one after the other, and then independent.
 
     The model refers to the guide: train it on, or :meth:`~AutoSparseGP.absorb` a measurement, and the posterior
     follows. What if a measurement came out so: :meth:`fantasize` and :meth:`condition_on_observations`, which knowledge
@@ -69,8 +69,8 @@ class Model(BoTorchModel, FantasizeMixin):
             raise ValueError(f"Model's guide must be an AutoSparseGP, got {_name_of(guide)}.{turned}")
         if model != guide.model:
             raise ValueError(
-                f"Model's model is {_name_of(model)}, and its guide was made of {_name_of(guide.model)}, of which the "
-                "posterior is. Give the guide's own: Model(guide.model, guide)."
+                f"Model's model is {_name_of(model)}, but its guide has the model {_name_of(guide.model)}. "
+                "Give the guide's own model: Model(guide.model, guide)."
             )
         if guide.structure is None:
             raise ValueError("Model's guide was never called: train it on the data first, or call guide(x, y)")
@@ -122,7 +122,7 @@ class Model(BoTorchModel, FantasizeMixin):
         outputs = list(range(self._all)) if self._outputs is None else self._outputs
         unknown = [i for i in chosen if not -len(outputs) <= i < len(outputs)]
         if unknown:
-            raise ValueError(f"Model has {len(outputs)} outputs, numbers 0 to {len(outputs) - 1}; asked for {unknown}")
+            raise ValueError(f"Model has {len(outputs)} outputs, numbers 0 to {len(outputs) - 1}; got {unknown}")
         return [outputs[i] for i in chosen]
 
     def posterior(
@@ -208,7 +208,7 @@ class Model(BoTorchModel, FantasizeMixin):
             if centre.dim() == mean.dim() == 2 and centre.shape == mean.mT.shape and torch.allclose(centre, mean.mT):
                 return _by_output(fn.variance.expand(centre.shape).mT)  # a column for each output
         raise ValueError(
-            f"the variance of a measurement is asked for, and no observed site has a distribution of mean {name!r}, "
+            f"the variance of a measurement is not known: no observed site has a distribution of mean {name!r}, "
             f"such as Normal({name}, noise). Say what one is worth as a measurement of {name!r}, "
             "Model(model, guide, noise=variance), or give variances to posterior(X, observation_noise=...) or "
             "condition_on_observations(X, Y, noise=...)."
@@ -230,7 +230,7 @@ class Model(BoTorchModel, FantasizeMixin):
         :param Y: measurements of f, ``(..., n, P)`` with as many or more batches.
         :param noise: their variances, which broadcast to Y; by default the likelihood's.
         :returns: a model of as many batches as Y.
-        :raises ValueError: if the shapes do not fit, or the likelihood's noise is asked for and it has none.
+        :raises ValueError: if the shapes do not fit, or no noise is given and the likelihood has none.
         """
         return _Given(self, X, Y, noise)
 

@@ -304,9 +304,9 @@ class Anova(Kernel):
         return self.base(x, nodes) @ weights, known / torch.where(known, v, 1.0)
 
     def check_inputs(self, x: Tensor) -> None:
-        """Refuse a base of which nothing is left.
+        """Refuse a base that has no function of mean zero.
 
-        :raises ValueError: if no function of the base but 0 has mean zero, as of ``Linear`` on [0, 1].
+        :raises ValueError: if only the function 0 has mean zero, as for ``Linear`` on [0, 1].
         """
         super().check_inputs(x)
         nodes, _ = self._nodes(x.detach(), self.num_nodes)

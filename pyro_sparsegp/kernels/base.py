@@ -68,8 +68,8 @@ class CovarianceFunction(ABC):
 
     ``k(x, z)`` is the matrix of k(xₙ, zₘ), ``(..., N, M)``; ``k(x)`` the covariance of the values at x with
     themselves, ``(..., N, N)``, which alone carries a diagonal term such as that of :class:`White`;
-    ``k.diag(x)`` its diagonal, ``(..., N)``. A subclass of :class:`~pyro_sparsegp.kernels.Kernel`, which has the
-    algebra besides, gives ``__call__`` and ``diag``; the rest has defaults.
+    ``k.diag(x)`` its diagonal, ``(..., N)``. A subclass of :class:`~pyro_sparsegp.kernels.Kernel`, which adds
+    the algebra, defines ``__call__`` and ``diag``; the rest has defaults.
     """
 
     @abstractmethod
@@ -87,7 +87,7 @@ class CovarianceFunction(ABC):
         return self._name
 
     def named(self, name: str) -> Any:
-        """The same kernel under a name, by which posteriors know it as a term of a sum.
+        """The same kernel under a name. Posteriors list the terms of a sum by name.
 
         >>> kernel = RBF(0.3)[0].named("temperature") + 2.0 * RBF(0.5)[1].named("wind")
         >>> [term.name for term in kernel.terms]
@@ -195,8 +195,8 @@ class CovarianceFunction(ABC):
         """``num`` draws of the zero-mean process as functions of inputs, x ↦ ``(num, ..., N)``.
 
         Exact where the kernel has finite features, otherwise by ``num_features`` random Fourier features
-        (Rahimi and Recht, 2007); ``None`` if the kernel has neither. The batch dimensions are those of the
-        hyperparameters and of x, with independent draws along each.
+        (Rahimi and Recht, 2007); ``None`` if the kernel has neither. Draws are independent along the batch
+        dimensions of the hyperparameters and of x.
 
         :param x: inputs of the right dtype, device and number of columns, ``(..., N, D)``.
         """

@@ -28,7 +28,7 @@ class DeepBasis(FeatureKernel):
 
     to f. By itself, and in a step of training, the maximum is over the rows that the kernel is given; its gradient is
     that of the largest row. ``relative_to(rows)`` is the kernel of prediction: the maximum is over those rows,
-    evaluated now, and the row asked for. Guides and :meth:`GaussianProcess.given` call it with the training inputs.
+    evaluated now, and the row itself. Guides and :meth:`GaussianProcess.given` call it with the training inputs.
     Without the correction, training tends to a kernel of rank one and vanishing uncertainty (theorem 1).
 
     In training the correction is the penalty Σₙ c(xₙ)/(2σ²). A network as torch initialises it has features of uneven

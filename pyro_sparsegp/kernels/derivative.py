@@ -29,8 +29,8 @@ class Derivative(Kernel):
     The last column of the inputs is j; :meth:`at` makes them. Any family takes it, with inducing variables of either
     kind: observed slopes are rows like others, with noise of their own.
 
-    Functions must be differentiable: those of ``Matern12`` are not, those of ``Matern32`` are once. A mean function is
-    that of the same inputs: :meth:`of` makes it of one of x. Independent noise, of ``White``, is that of values alone.
+    Functions must be differentiable: ``Matern12`` has no derivatives, ``Matern32`` has first ones. A mean function has
+    the same inputs (x, j): :meth:`of` makes it from a function of x. ``White`` adds noise to values alone.
 
     :param kernel: k, of D columns.
     :raises ValueError: if k is no kernel, or its diagonal depends on the other rows.
@@ -60,7 +60,7 @@ class Derivative(Kernel):
         """Inputs (x, j), ``(..., N, D + 1)``.
 
         :param x: ``(..., N, D)``.
-        :param j: 0 for values, else the column, from 1, by which derivatives are taken: for all rows or for each.
+        :param j: 0 for values; 1 to D for the derivative by this column. A number for all rows, or one for each.
         :raises ValueError: if x is no matrix, or a number is none from 0 to D.
         """
         if x.dim() < 2:

@@ -36,7 +36,7 @@ def patch_grid(image_shape: Sequence[int], patch_shape: Sequence[int], stride: i
 
 
 def patches(images: Tensor, image_shape: Sequence[int], patch_shape: Sequence[int], stride: int = 1) -> Tensor:
-    """The patches of images, ``(..., N, P, C·h·w)``, those of a row of the image next to each other.
+    """The patches of images, ``(..., N, P, C·h·w)``, row by row.
 
     >>> patches(torch.rand(5, 3 * 28 * 28), (3, 28, 28), (5, 5), stride=2).shape
     torch.Size([5, 144, 75])

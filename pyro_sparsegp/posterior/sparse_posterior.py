@@ -57,7 +57,7 @@ class SparsePosterior(Marginals):
 
         By Matheron's rule (Wilson et al., 2020, eq. 8): a prior function plus φ(x)ᵀ(w − w'), where w' are that
         function's own coefficients. The prior functions of a stationary kernel are ``num_features`` random
-        Fourier waves, those of a kernel with finite features exact. Where the kernel offers neither (a
+        Fourier waves; a kernel with finite features has exact ones. Where the kernel offers neither (a
         :class:`~pyro_sparsegp.kernels.Periodic` or an adapted one), values are drawn exactly, conditioned on all
         values drawn before, which costs O(n³) in the number n of points evaluated in all.
         """

@@ -81,7 +81,7 @@ def require_own_rows(name: str, site: Any, each_row: bool = False) -> None:
         # (N, 1) beside (N,): log densities (N, N), of each value under each row's parameters.
         if together.numel() > max(value.numel(), shape.numel()):
             why = f"each value would meet every row, {tuple(together)} in all. " + (
-                "Give a value for each row, y[:, 0] in the place of y; or for P outputs in P columns let the "
+                "Give a value for each row, y[:, 0] instead of y; or for P outputs in P columns let the "
                 "distribution have them too, .to_event(1)."
                 if value.dim() > 1 and value.shape[-1] == 1
                 else "Give the data, or the distribution's parameters, the shape of the other."

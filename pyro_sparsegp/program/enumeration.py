@@ -172,7 +172,7 @@ def _require_element(name: str, plates: Plates, latent: str, there: Plates, grou
     elif all(len(numbers[key]) == 1 and group.row_of(key, plates) for key in outside):
         return
     elif any(len(numbers[key]) > 1 for key in outside):
-        why = ", of which each row picks more than one element"
+        why = ", and each row picks more than one of its elements"
     raise ValueError(
         f"site {name!r} stands in plates {[key for key, _ in plates]} and depends on the discrete site {latent!r}{why}"
         f", which stands in {[key for key, _ in there]} and is enumerated: a sum is taken for each of its elements. "

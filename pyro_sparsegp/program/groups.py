@@ -34,8 +34,8 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
         warned,
         "groups",
         name,
-        f"latent site {name!r} is drawn from the model, not as it was learned: its plate {plate!r} holds data, so that "
-        f"in a prediction its {size} values are taken for those of new groups. Where the groups are those of training "
+        f"latent site {name!r} is drawn from the model, not as it was learned: its plate {plate!r} holds data, so "
+        f"a prediction takes its {size} values for new groups. If they are the groups of training, "
         "give the data a plate of another name and of the same size, and leave the latent in its own.",
         stacklevel=2,
     )

@@ -1,0 +1,66 @@
+"""Plain words: phrases that make a reader read a sentence twice do not come back."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pyro_sparsegp
+from tests.test_docstrings import methods, public
+
+ROOT = Path(__file__).parent.parent
+PHRASES = re.compile(
+    r"\b(of|by|for|from|at|beside) (which|whose)\b|\bthose of\b|\bthe same of\b|\bas of\b|\bof theirs\b|\bas ever\b"
+    r"|\b(is|are) told of\b|\basked for\b|\bin the place of\b|\bno part of\b|\b(is|are|too) dear\b|\bwants\b"
+    r"|\bin hand\b|\bto be had\b|\bwhat there is\b|\bbesides\b|\bnothing else has to\b"
+)
+MADE = {"docs/changelog.md", "docs/contributing.md", "docs/benchmarks"}  # by a build of the site
+
+
+def found(text):
+    prose = re.sub(r"```.*?```|`[^`]*`", "`", text, flags=re.S)
+    return [match[0] for match in PHRASES.finditer(re.sub(r"\s+", " ", prose))]
+
+
+def pages():
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        where = page.relative_to(ROOT).as_posix()
+        if where not in MADE and "/".join(where.split("/")[:2]) not in MADE:
+            yield where, page.read_text()
+    for tutorial in (ROOT / "tutorials").glob("*.py"):
+        lines = tutorial.read_text().splitlines()
+        yield tutorial.name, "\n".join(line[2:] for line in lines if line.startswith("# "))
+
+
+def docstrings():
+    for name, value in public():
+        if name.startswith("pyro_sparsegp.gaussians."):  # for those who write a family
+            continue
+        yield name, inspect.getdoc(value) or ""
+        for method, function in methods(value) if inspect.isclass(value) else ():
+            yield f"{name}.{method}", inspect.getdoc(function) or ""
+
+
+def messages():
+    """What warnings and errors say, wherever in the package."""
+    for path in Path(pyro_sparsegp.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+            if name.lower().startswith("warn") or name.endswith(("Error", "Warning")):
+                parts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                yield f"{path.name}:{node.lineno}", " ".join(part for part in parts if isinstance(part, str))
+
+
+def test_phrases_do_not_come_back():
+    everything = [*pages(), *docstrings(), *messages()]
+    wrong = {where: hits for where, text in everything if (hits := found(text))}
+    assert not wrong, "\n".join(f"{where}: {', '.join(hits)}" for where, hits in wrong.items())
+
+
+def test_code_is_shown_whole():
+    """Lines of code on pages are at most 88 columns wide."""
+    wide = []
+    for where, text in pages():
+        for block in re.findall(r"^```(?:python|py)\n(.*?)^```", text, re.M | re.S):
+            wide += [f"{where}: {line}" for line in block.splitlines() if len(line) > 88]
+    assert not wide, "\n".join(wide)
