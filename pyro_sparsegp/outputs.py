@@ -13,7 +13,7 @@ __all__ = ["mix_outputs"]
 def mix_outputs(
     mixing: Tensor, shared: Tensor, own: Optional[Tensor] = None, output: Optional[Tensor] = None
 ) -> Tensor:
-    """f_p(x_n) = Σ_q A_pq g_q(x_n) + h_p(x_n): a linear model of coregionalisation of functions' values.
+    """Mixed outputs f_p(x_n) = Σ_q A_pq g_q(x_n) + h_p(x_n): a linear model of coregionalisation.
 
     Of all outputs at all inputs, ``(P, N)``; or of one output a row, ``(N,)``, where outputs are observed at inputs of
     their own or in part. A is any tensor, sampled or a parameter, g and h are values of GP sites under any kernels.

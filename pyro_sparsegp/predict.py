@@ -41,14 +41,14 @@ def predict(
 
     Function values come from the sparse posterior of a guide, or, for MCMC draws of f at the training inputs,
     from the process conditioned on them (:meth:`GaussianProcess.given`). Latents under a plate that holds data
-    are drawn from the model; subsampling is off. A :class:`~pyro_sparsegp.NumericalWarning` tells of
-    transitions of an ``MCMC`` that diverged.
+    are drawn from the model; subsampling is off. A :class:`~pyro_sparsegp.NumericalWarning` counts
+    the transitions of an ``MCMC`` that diverged.
 
     :param model: the model. Under a guide it may differ from the guide's in what follows the latent sites.
     :param result: a fitted guide, an ``MCMC`` that has run, or its samples, each ``(S, ...)``. MCMC may have run
         on the model under :class:`~pyro_sparsegp.Whitening`.
     :param args: the model's arguments at the new inputs, observations left out (``None``).
-    :param num_samples: how many draws of a guide, 100 if not given; MCMC has as many as its samples.
+    :param num_samples: the number of draws of a guide, by default 100; MCMC has as many as its samples.
     :param joint: draw a guide's function values jointly, in O(N³) a draw, or independently of each other.
     :param data: the training arguments, ``(x, y)``, where ``result`` is a mapping of samples.
     :param kwargs: the model's further arguments.

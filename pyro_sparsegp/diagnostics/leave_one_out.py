@@ -35,7 +35,7 @@ def loo(
         training arguments.
     :param args: see there.
     :param target: "vfe" or "fitc", see :func:`psis`; "none" leaves p/q out, and judges the posterior as it is. By
-        default the tree's own; but "none", with a warning, where the k-hat of p/q is above 0.7.
+        default the tree's own, or "none", with a warning, if the k-hat of p/q is above 0.7.
     :param var_name: the observed site, where there are several.
     :returns: with two attributes more, ``target``, the one used, and ``khat`` of p/q (NaN for the target "none",
         −∞ of MCMC); ``warning`` is set where k-hat is above 0.7.
@@ -51,7 +51,7 @@ def compare(
     target: Optional[str] = None,
     **kwargs: Any,
 ) -> pandas.DataFrame:
-    """``arviz_stats.compare`` of trees, or of what :func:`loo` and :func:`loo_large` returned, by name.
+    """A table that compares trees, or results of :func:`loo` and :func:`loo_large`, by ``arviz_stats.compare``.
 
     :param results: names to trees or results.
     :param target: of :func:`loo`, for trees.

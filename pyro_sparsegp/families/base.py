@@ -43,7 +43,7 @@ NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 
 @dataclass(frozen=True, eq=False)
 class Family(ABC):
-    """What the guide asks of a family: a fresh module, or one to load a state into."""
+    """The interface of a family: it makes a new module, or one to load a state into."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -53,14 +53,14 @@ class AutoSparseGP(SiteMessenger):
     each GP site q(f | c) the family's: under the hyperparameters in c, f = μ + φᵀw + r with a basis φ, a Gaussian q(w)
     and the residual r as in the prior. Families on sites take q(w) from the data and c, others learn one for all c.
 
-    It runs the model: at each site it sees the prior, under the hyperparameters just drawn, and
-    answers with a posterior. Other latents get Pyro's mean-field normal (override :meth:`get_posterior` for
-    others) or a point estimate. The first call initialises: it finds the GP sites, places inducing inputs among
-    that call's inputs, and learns how the likelihood depends on function values; call the guide once on
-    representative inputs, all of them say, if the first mini-batch is smaller than the number of inducing points.
+    The guide runs the model. At each site it sees the prior under the hyperparameters just drawn, and answers with a
+    posterior. Other latents get Pyro's mean-field normal (override :meth:`get_posterior` for another) or a point
+    estimate. The first call initialises: it finds the GP sites, places inducing inputs among that call's inputs, and
+    finds out how the likelihood depends on function values. If the first mini-batch is smaller than the number of
+    inducing points, call the guide once on representative inputs before.
 
-    ``guide(*args)`` draws all sites; sites that were observed at the first call and are not now (``y=None``) come
-    from the model, so that ``guide(x_new)`` and :class:`~pyro.infer.Predictive` are posterior predictive.
+    ``guide(*args)`` draws all sites; sites that were observed at the first call and are not now (``y=None``) are
+    drawn from the model, so ``guide(x_new)`` and :class:`~pyro.infer.Predictive` are posterior predictive.
     ``guide.train()``, the default, draws function values independently of each other, which is what a likelihood
     of single values needs; ``guide.eval()`` draws them jointly.
 

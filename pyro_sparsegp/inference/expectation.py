@@ -27,7 +27,7 @@ __all__ = ["ExpectationPropagation"]
 
 
 class ExpectationPropagation:
-    """Expectation propagation, with hyperparameters trained meanwhile.
+    """Training by expectation propagation: sweeps over the sites, and steps of the hyperparameters.
 
     Hernández-Lobato and Hernández-Lobato, 2016, "Scalable Gaussian Process Classification via Expectation
     Propagation"; with a power, Bui, Yan and Turner, 2017. Each factor ∫ p(yₙ | f) N(f | φₙᵀw, dₙ) df has a

@@ -48,12 +48,12 @@ _LEFT = {
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a fit did.
+    """The result of a fit.
 
-    :param steps: how many it took, those before a resumption among them.
+    :param steps: the number of steps, including steps before a resumption.
     :param reason: why it stopped.
-    :param losses: of each step, ``(steps,)``, in nats: minus the bound, or −log Z of expectation propagation.
-    :param seconds: of the loop.
+    :param losses: the loss of each step, ``(steps,)``, in nats: minus the bound, or −log Z of expectation propagation.
+    :param seconds: the time of the loop.
     """
 
     steps: int
@@ -88,34 +88,34 @@ def fit(
 ) -> FitResult:
     """Fit a guide, and the model's own parameters, to data.
 
-    It is a loop over ``svi.step(*batch, size=N)``, or ``ep.step``, and no more: a loop of one's own does the same. A
-    Ctrl-C lets the step that runs come to its end, writes the checkpoint and returns the result so far.
+    It loops over ``svi.step(*batch, size=N)`` or ``ep.step``, as your own loop would. Ctrl-C ends after the current
+    step, writes the checkpoint and returns the result so far.
 
     >>> result = fit(model, guide, (x, y), batch_size=1024, steps=2000, checkpoint="fit.pt")  # doctest: +SKIP
 
-    :param model: the guide's model. With batches it is given the number of all rows as ``size`` and the rows' numbers
-        as ``indices``, each if its signature has them: ``pyro.plate("data", size or len(x), subsample=x)``.
+    :param model: the guide's model. With batches it gets the number of all rows as ``size`` and the rows' numbers as
+        ``indices``, if the signature has them: ``pyro.plate("data", size or len(x), subsample=x)``.
     :param guide: an :class:`AutoSparseGP`; a fresh one sees up to 8,192 random rows at its first call.
     :param data: the model's arguments, a tuple or a dict of tensors with a row for each datum (NumPy arrays and memory
         maps too); or a ``DataLoader`` or another iterable of batches, each a tuple or a dict of arguments; no more
         than a batch is held in memory.
-    :param steps: how many in all; 2,000 if ``epochs`` are not given either.
+    :param steps: the number of steps; 2,000 if ``epochs`` are not given either.
     :param epochs: passes over the data, instead of ``steps``.
-    :param batch_size: rows a step, drawn anew without replacement in each epoch; by default all of them.
-    :param size: how many rows there are in all, where ``data`` do not say; of all processes.
-    :param optim: a Pyro optimiser; one with a schedule (``PyroLRScheduler``) takes its step after each of the fit's. By
-        default Adam with rates that fall to the end of the steps, smaller ones for networks.
+    :param batch_size: rows per step, without replacement within an epoch; by default all rows.
+    :param size: the number of all rows, of all processes, if ``data`` do not show it.
+    :param optim: a Pyro optimiser. The schedule of a ``PyroLRScheduler`` advances after each step. By default Adam with
+        step sizes that fall to the end, and smaller ones for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
     :param method: an ``SVI`` or an :class:`ExpectationPropagation` of your own, instead of these two.
-    :param stopping: is given the losses so far after each step, and says whether to stop.
-    :param checkpoint: a file for all that the fit is, written so that it is never half there; the folder must exist.
-    :param checkpoint_every: seconds from one to the next; 0 is after each step.
-    :param resume: whether to go on from ``checkpoint``, if that file is there: on a CPU, with the same arguments, the
-        result is the same bit for bit as that of a fit that was not cut off.
+    :param stopping: a function of the losses so far that returns whether to stop; called after each step.
+    :param checkpoint: a file for the state of the fit, replaced in one operation; its folder must exist.
+    :param checkpoint_every: seconds between checkpoints; 0 writes one after each step.
+    :param resume: whether to continue from ``checkpoint``, if that file exists. On a CPU, with the same arguments, the
+        result equals an uninterrupted fit's, bit for bit.
     :param group: a ``torch.distributed`` process group, under ``torchrun``: each process gives its own rows, and all
         end up with the parameters of one process with the joined batches. Checkpoints are written by each process:
         give each its own file.
-    :param device: where batches are moved.
+    :param device: the device that batches are moved to.
     :param progress: whether to show a bar with the bound, the rate and the time left.
     :param left: arguments that have left raise, saying what took their place.
     :raises ValueError: naming the argument that does not fit.

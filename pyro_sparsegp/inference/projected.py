@@ -23,7 +23,7 @@ __all__ = ["ProjectedLikelihood"]
 
 
 class ProjectedLikelihood(ELBO):
-    """log p(Sᵀy) in place of the evidence lower bound (Wenger et al., 2024, eq. 9 and lemma S2).
+    """An objective: log p(Sᵀy) instead of the evidence lower bound (Wenger et al., 2024, eq. 9 and lemma S2).
 
     −½((y − μ)ᵀS(SᵀK̂S)⁻¹Sᵀ(y − μ) + log|SᵀK̂S| − log|SᵀS| + i log 2π): the evidence of the data projected on
     orthonormalised actions. These stand for the data: densities of sites downstream of a GP are left out; other

@@ -38,8 +38,8 @@ class Model(BoTorchModel, FantasizeMixin):
 
     Its posterior is that of the GP site's values, of any family under any likelihood, other latents at their medians,
     with gradients by the inputs; a q-batch is joint. Under a computation-aware family the variance holds what
-    computation left out, so that acquisition functions explore there. Outputs belong to one site, or of several
-    sites one after the other, and then independent.
+    computation left out, so that acquisition functions explore there. Outputs are a site's, or several sites'
+    in order, which are then independent.
 
     The model refers to the guide: train it on, or :meth:`~AutoSparseGP.absorb` a measurement, and the posterior
     follows. What if a measurement came out so: :meth:`fantasize` and :meth:`condition_on_observations`, which knowledge

@@ -155,7 +155,7 @@ class Compound(Kernel):
 
 
 class Sum(Compound):
-    """k(x, x') = Σ_c k_c(x, x'); nested sums are flattened, ``terms`` lists the summands.
+    """A sum of kernels, Σ_c k_c(x, x'). Nested sums are flattened; ``terms`` lists the summands.
 
     :param kernels: k_1, …, k_C.
     """
@@ -186,7 +186,7 @@ class Sum(Compound):
 
 
 class Product(Compound):
-    """k(x, x') = Π_c k_c(x, x'); an interaction where the factors read different columns.
+    """A product of kernels, Π_c k_c(x, x'): an interaction where the factors read different columns.
 
     :param kernels: k_1, …, k_C.
     """
@@ -254,7 +254,7 @@ class _Modified(Compound):
 
 
 class Scaled(_Modified):
-    """k(x, x') = s·k₀(x, x'); ``s * k`` makes it.
+    """A scaled kernel, s·k₀(x, x'), written ``s * k``: s is a variance.
 
     :param kernel: k₀.
     :param variance: s > 0, ``(...,)``.
@@ -295,7 +295,7 @@ class Scaled(_Modified):
 
 
 class Select(_Modified):
-    """k(x, x') = k₀(x[dims], x'[dims]): the kernel k₀ on some columns of the inputs.
+    """A kernel k₀ on some columns of the inputs, k₀(x[dims], x'[dims]), written ``k[dims]``.
 
     :param kernel: k₀.
     :param dims: a column's number, several, or a slice; what counts from the end, ``k[-1]`` or ``k[2:]``, has numbers
@@ -401,7 +401,7 @@ class Select(_Modified):
 
 
 class Constant(Kernel):
-    """k = s: one shared random level, an intercept with prior N(0, s).
+    """Constant kernel: k = s, one shared random level, an intercept with prior N(0, s).
 
     :param variance: s > 0, ``(...,)``.
     """

@@ -16,7 +16,7 @@ __all__ = ["Categorical"]
 
 
 class Categorical(Kernel):
-    """k(x, x') = s·[x = x'] for a column of codes 0, …, L − 1: independent effects of the levels, of variance s.
+    """Independent effects of the levels 0, …, L − 1 of a column, with variance s: k(x, x') = s·[x = x'].
 
     A random intercept is ``s * Categorical(L)[column]``; ``Categorical(L)[column] * RBF(l)[other]`` is a smooth
     function of the other column for each level. Its features are the L indicators, so that sparse families are exact

@@ -30,7 +30,7 @@ __all__ = ["FeatureKernel", "Linear", "Polynomial", "RandomFourier", "White"]
 
 
 class FeatureKernel(Kernel):
-    """k(x, x') = φ(x)ᵀφ(x') with ``features(x)``, φ, of shape ``(..., N, R)``."""
+    """A kernel with finitely many features: k(x, x') = φ(x)ᵀφ(x'), ``features(x)`` of shape ``(..., N, R)``."""
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor: ...
@@ -48,7 +48,7 @@ class FeatureKernel(Kernel):
 
 
 class Linear(FeatureKernel):
-    """k = Σ_d v_d x_d x'_d: a linear function through the origin; add :class:`Constant` for an intercept.
+    """A linear function through the origin: k = Σ_d v_d x_d x'_d; add :class:`Constant` for an intercept.
 
     :param variance: v > 0, prior variance of the slopes: a number, ``(..., 1)`` or one per column, ``(..., D)``.
     """
@@ -63,7 +63,7 @@ class Linear(FeatureKernel):
 
 
 class Polynomial(FeatureKernel):
-    """k = (xᵀx' + b)^p, with all monomials up to degree p as its features.
+    """Polynomial kernel: k = (xᵀx' + b)^p, with all monomials up to degree p as its features.
 
     :param degree: p, a whole number of at least 1.
     :param bias: b ≥ 0, ``(...,)``.
@@ -157,7 +157,7 @@ class RandomFourier(FeatureKernel):
 
 
 class White(FeatureKernel):
-    """k(x, z) = 0 and k(x) = s·I: independent noise at every row.
+    """White noise: k(x, z) = 0 and k(x) = s·I, independent at every row.
 
     It has no features: all of it is residual, and sparse families give it no coefficients. The data then teach them
     nothing of it, its variance s enters the bound as a penalty, Σs/(2σ²), and the posterior of the other terms is too

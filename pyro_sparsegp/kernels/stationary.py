@@ -125,7 +125,7 @@ class _Covariance(Function):
 
 
 class Stationary(Kernel):
-    """k(x, x') = g(s) with s = Σ_d (x_d − x'_d)²/ℓ_d² and g(0) = 1. The variance is a factor: ``v * RBF(l)``.
+    """A stationary kernel k(x, x') = g(s) with s = Σ_d (x_d − x'_d)²/ℓ_d², g(0) = 1; ``v * RBF(l)`` has the variance v.
 
     :param lengthscale: ℓ > 0 in the units of the inputs: a number, ``(..., 1)`` or one per column, ``(..., D)``.
     """
@@ -231,7 +231,7 @@ class Matern12(_Matern):
 
 
 class Matern32(_Matern):
-    """k = (1 + a)e^(−a), a = √(3s), s = Σ_d (x_d − x'_d)²/ℓ_d². Its functions are once differentiable.
+    """Matérn 3/2: k = (1 + a)e^(−a), a = √(3s), s = Σ_d (x_d − x'_d)²/ℓ_d². Functions are once differentiable.
 
     :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
     """
@@ -250,7 +250,7 @@ class Matern32(_Matern):
 
 
 class Matern52(_Matern):
-    """k = (1 + a + a²/3)e^(−a), a = √(5s), s = Σ_d (x_d − x'_d)²/ℓ_d². Functions are twice differentiable.
+    """Matérn 5/2: k = (1 + a + a²/3)e^(−a), a = √(5s), s = Σ_d (x_d − x'_d)²/ℓ_d². Functions have two derivatives.
 
     :param lengthscale: ℓ > 0 in the units of the inputs, ``()``, ``(..., 1)`` or one per column, ``(..., D)``.
     """
@@ -275,7 +275,7 @@ def _safe_sqrt(s: Tensor) -> Tensor:
 
 
 class RationalQuadratic(Stationary):
-    """k = (1 + s/(2α))^(−α): a mixture of :class:`RBF` over length scales.
+    """Rational quadratic: k = (1 + s/(2α))^(−α), a mixture of :class:`RBF` over length scales.
 
     s = Σ_d (x_d − x'_d)²/ℓ_d².
 
@@ -313,7 +313,7 @@ class RationalQuadratic(Stationary):
 
 
 class Periodic(RBF):
-    """k = exp(−2 Σ_d sin²(π(x_d − x'_d)/p_d)/ℓ_d²) (MacKay, 1998): an RBF on the circle of circumference p.
+    """Periodic functions: k = exp(−2 Σ_d sin²(π(x_d − x'_d)/p_d)/ℓ_d²), an RBF on a circle (MacKay, 1998).
 
     :param lengthscale: ℓ > 0, without unit: relative to a circle of radius 1.
     :param period: p > 0 in the units of the inputs, shaped like ``lengthscale``.
