@@ -15,6 +15,7 @@ import math
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pyro
@@ -103,25 +104,67 @@ def sampled(x: torch.Tensor) -> kernels.Kernel:
     return scale * kernels.Matern32(length[:1])[0] + kernels.RBF(length[1:])[1]
 
 
-def observed(likelihood, kernel=parameters, data=reals, mean=None, mask=False):
-    """A GP and one observed site."""
+def observed(likelihood, kernel=parameters, data=reals, mean=None, mask=False, outputs=0, other=None):
+    """A GP, or several outputs of one, and one observed site; perhaps another GP beside."""
 
     def model(x, y=None, size=None):
-        f = pyro.sample("f", GaussianProcess(kernel(x), x, mean=mean))
+        process = GaussianProcess(kernel(x), x, mean=mean)
+        f = pyro.sample("f", process.expand([outputs]).to_event(1) if outputs else process)
+        values = [f, pyro.sample("g", GaussianProcess(other[0], x, mean=other[1]))] if other else [f]
         with pyro.plate("data", size or len(x), subsample=x):
             y = data(x) if y is None and mask else y
-            if mask:
-                with poutine.mask(mask=torch.arange(len(x)) % 4 != 0):
-                    return pyro.sample("y", likelihood(f), obs=y)
-            return pyro.sample("y", likelihood(f), obs=y)
+            with poutine.mask(mask=torch.arange(len(x)) % 4 != 0) if mask else nullcontext():
+                return pyro.sample("y", likelihood(*values), obs=y)
 
     model.data = data
     return model
 
 
-normal = observed(lambda f: dist.Normal(f, 0.2))
+def around(f):
+    return dist.Normal(f, 0.2)
 
 
+def rate(f):
+    return dist.Poisson(f.exp())
+
+
+def pair(x):
+    """Two columns of data."""
+    return torch.stack([reals(x), -reals(x)], -1)
+
+
+def additive(x):
+    return kernels.Anova(kernels.RBF(0.4))[0] + 0.5 * kernels.Anova(kernels.Matern32(0.6))[1] + kernels.Constant(1.0)
+
+
+normal = observed(around)
+poisson = observed(rate, data=counts, mean=1.0)
+poisson_latents = observed(rate, kernel=sampled, data=counts, mean=1.0)
+bernoulli = observed(lambda f: dist.Bernoulli(logits=f), data=binary)
+probit = observed(Probit, data=binary)
+student = observed(lambda f: dist.StudentT(4.0, f, 0.2))
+gamma = observed(lambda f: dist.Gamma(2.0, 2.0 * (-f).exp()), data=lambda x: reals(x).exp())
+masked = observed(rate, data=counts, mean=1.0, mask=True)
+classes = observed(lambda f: dist.Categorical(logits=f.mT), data=labels, outputs=3)
+robust = observed(lambda f: RobustMax(f.mT, 1e-2), data=labels, outputs=3)
+outputs = observed(lambda f: around(f.mT).to_event(1), data=pair, outputs=2)
+heteroscedastic = observed(lambda f, g: dist.Normal(f, g.exp()), other=(0.2 * kernels.RBF(0.5), -1.5))
+sums = observed(lambda f, g: around(f + g), other=(0.5 * kernels.RBF(0.2), None))
+averages = observed(lambda f: dist.Normal(f.cumsum(-1) / torch.arange(1, f.shape[-1] + 1).to(f), 0.1))
+anova = observed(around, kernel=additive)
+
+
+def of(data):
+    """What a program is trained on."""
+
+    def marked(program):
+        program.data = data
+        return program
+
+    return marked
+
+
+@of(reals)
 def regression(x, y=None, size=None):
     s = pyro.sample("noise", dist.HalfNormal(x.new_tensor(1.0)))
     f = pyro.sample("f", GaussianProcess(sampled(x), x))
@@ -129,66 +172,17 @@ def regression(x, y=None, size=None):
         return pyro.sample("y", dist.Normal(f, s), obs=y)
 
 
-poisson = observed(lambda f: dist.Poisson(f.exp()), data=counts, mean=1.0)
-poisson_latents = observed(lambda f: dist.Poisson(f.exp()), kernel=sampled, data=counts, mean=1.0)
-bernoulli = observed(lambda f: dist.Bernoulli(logits=f), data=binary)
-probit = observed(lambda f: Probit(f), data=binary)
-student = observed(lambda f: dist.StudentT(4.0, f, 0.2))
-gamma = observed(lambda f: dist.Gamma(2.0, 2.0 * (-f).exp()), data=lambda x: reals(x).exp())
-masked = observed(lambda f: dist.Poisson(f.exp()), data=counts, mean=1.0, mask=True)
-
-
+@of(counts)
 def subsampled(x, y=None):
     plate = pyro.plate("data", len(x), subsample_size=16 if y is not None else None)
     with plate as i:
         pass
     f = pyro.sample("f", GaussianProcess(parameters(x), x[i]))
     with plate:
-        return pyro.sample("y", dist.Poisson(f.exp()), obs=None if y is None else y[i])
+        return pyro.sample("y", rate(f), obs=None if y is None else y[i])
 
 
-subsampled.data = counts
-
-
-def heteroscedastic(x, y=None):
-    f = pyro.sample("f", GaussianProcess(parameters(x), x))
-    g = pyro.sample("g", GaussianProcess(0.2 * kernels.RBF(0.5), x, mean=-1.5))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
-
-
-def sums(x, y=None):
-    f = pyro.sample("f", GaussianProcess(parameters(x), x))
-    g = pyro.sample("g", GaussianProcess(0.5 * kernels.RBF(0.2), x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f + g, 0.2), obs=y)
-
-
-def averages(x, y=None):
-    """Normal data around sums of values."""
-    f = pyro.sample("f", GaussianProcess(parameters(x), x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f.cumsum(-1) / torch.arange(1, len(x) + 1).to(x), 0.1), obs=y)
-
-
-def classes(x, y=None):
-    f = pyro.sample("f", GaussianProcess(parameters(x), x).expand([3]).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
-
-
-def robust(x, y=None):
-    f = pyro.sample("f", GaussianProcess(parameters(x), x).expand([3]).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", RobustMax(f.mT, 1e-2), obs=y)
-
-
-def outputs(x, y=None):
-    f = pyro.sample("f", GaussianProcess(parameters(x), x).expand([2]).to_event(1))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y)
-
-
+@of(reals)
 def deep(x, y=None):
     prior = GaussianProcess(0.1 * kernels.RBF(0.5), x, mean=lambda x: x.mT)
     h = pyro.sample("h", prior.expand([2]).to_event(1))
@@ -197,6 +191,7 @@ def deep(x, y=None):
         return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
 
+@of(counts)
 def groups(x, y=None):
     """An intercept and effects of groups beside f."""
     mu = pyro.sample("mu", dist.Normal(x.new_tensor(0.0), 2.0))
@@ -204,17 +199,19 @@ def groups(x, y=None):
         a = pyro.sample("a", dist.Normal(x.new_tensor(0.0), 0.5))
     f = pyro.sample("f", GaussianProcess(parameters(x), x))
     with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Poisson((mu + a[torch.arange(len(x)) % 4] + f).exp()), obs=y)
+        return pyro.sample("y", rate(mu + a[torch.arange(len(x)) % 4] + f), obs=y)
 
 
+@of(counts)
 def per_row(x, y=None):
     """A latent for each row, which overdispersed counts have."""
     f = pyro.sample("f", GaussianProcess(parameters(x), x))
     with pyro.plate("data", len(x)):
         e = pyro.sample("e", dist.Normal(x.new_tensor(0.0), 0.3))
-        return pyro.sample("y", dist.Poisson((f + e).exp()), obs=y)
+        return pyro.sample("y", rate(f + e), obs=y)
 
 
+@of(reals)
 def outliers(x, y=None):
     f = pyro.sample("f", GaussianProcess(parameters(x), x))
     with pyro.plate("data", len(x)):
@@ -222,19 +219,13 @@ def outliers(x, y=None):
         return pyro.sample("y", dist.Normal(f, torch.where(z == 1, 10.0, 1.0) * 0.2), obs=y)
 
 
+@of(pair)
 def latent_inputs(x, y=None):
     with pyro.plate("rows", len(x)):
         t = pyro.sample("t", dist.Normal(x.new_zeros(1), 1.0).to_event(1))
     f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), t).expand([2]).to_event(1))
     with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y)
-
-
-def anova(x, y=None):
-    kernel = kernels.Anova(kernels.RBF(0.4))[0] + 0.5 * kernels.Anova(kernels.Matern32(0.6))[1] + kernels.Constant(1.0)
-    f = pyro.sample("f", GaussianProcess(kernel, x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+        return pyro.sample("y", around(f.mT).to_event(1), obs=y)
 
 
 def basis_model(correction):
@@ -244,23 +235,27 @@ def basis_model(correction):
         for i, p in enumerate(network.parameters()):
             p.data = 0.5 * torch.sin(1.0 + i + torch.arange(p.numel(), dtype=torch.float64)).reshape(p.shape)
 
-    def model(x, y=None):
+    def kernel(x):
         pyro.module("network", network)
-        f = pyro.sample("f", GaussianProcess(kernels.DeepBasis(network, correction), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+        return kernels.DeepBasis(network, correction)
 
+    model = observed(around, kernel=kernel)
     model.start = start
     return model
 
 
+basis, corrected = basis_model(False), basis_model(True)
+
+
+@of(reals)
 def derivative(x, y=None):
     at = kernels.Derivative.at(x, torch.arange(len(x)) % 3)
     f = pyro.sample("f", GaussianProcess(kernels.Derivative(kernels.RBF(torch.tensor([0.6, 0.9]))), at))
     with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+        return pyro.sample("y", around(f), obs=y)
 
 
+@of(reals)
 def coloured(x, y=None):
     """Multivariate normal noise."""
     f = pyro.sample("f", GaussianProcess(parameters(x), x))
@@ -268,92 +263,78 @@ def coloured(x, y=None):
     return pyro.sample("y", dist.MultivariateNormal(f, noise), obs=y)
 
 
-for program in (heteroscedastic, sums, averages, deep, anova, derivative, coloured, outliers, regression):
-    program.data = reals
-for program in (groups, per_row):
-    program.data = counts
-for program in (classes, robust):
-    program.data = labels
-for program in (outputs, latent_inputs):
-    program.data = lambda x: torch.stack([reals(x), -reals(x)], -1)
-basis, corrected = basis_model(False), basis_model(True)
-basis.data = corrected.data = reals
-
-
 FREE = {
-    "SVGP": lambda: SVGP(8),
-    "SVGPGradients": lambda: SVGP(8, natural=False),
-    "OrthogonalInducing": lambda: OrthogonalInducing(5, 5),
-    "OrthogonallyDecoupled": lambda: OrthogonallyDecoupled(5, 5),
-    "DecoupledColumns": lambda: OrthogonallyDecoupled(5, 6, num_columns=4),
-    "Unwhitened": lambda: OrthogonalInducing(5, 5, whiten=False),
-    "MeanFieldAdditive": lambda: MeanFieldAdditive(5),
-    "CoupledCovariance": lambda: CoupledCovariance(5),
-    "CoupledPrecision": lambda: CoupledPrecision(5),
-    "CoupledPrecisionGradients": lambda: CoupledPrecision(5, natural=False),
-    "CoupledPrecisionIdentity": lambda: CoupledPrecision(5, rank=6, base="identity"),
+    "SVGP": SVGP(8),
+    "SVGPGradients": SVGP(8, natural=False),
+    "OrthogonalInducing": OrthogonalInducing(5, 5),
+    "OrthogonallyDecoupled": OrthogonallyDecoupled(5, 5),
+    "DecoupledColumns": OrthogonallyDecoupled(5, 6, num_columns=4),
+    "Unwhitened": OrthogonalInducing(5, 5, whiten=False),
+    "MeanFieldAdditive": MeanFieldAdditive(5),
+    "CoupledCovariance": CoupledCovariance(5),
+    "CoupledPrecision": CoupledPrecision(5),
+    "CoupledPrecisionGradients": CoupledPrecision(5, natural=False),
+    "CoupledPrecisionIdentity": CoupledPrecision(5, rank=6, base="identity"),
 }
 ON_SITES = {
-    "SGPR": lambda: SGPR(8),
-    "FreeSites": lambda: FreeSites(8),
-    "CollapsedOrthogonal": lambda: CollapsedOrthogonal(5, 5),
-    "SemiCollapsedOrthogonal": lambda: SemiCollapsedOrthogonal(5, 5),
-    "ConditionalSGPR": lambda: ConditionalSGPR(8),
-    "AdditiveSGPR": lambda: AdditiveSGPR(5),
-    "AdditiveFreeSites": lambda: AdditiveFreeSites(5),
-    "ComputationAware": lambda: ComputationAware(8),
-    "ComputationAwareCG": lambda: ComputationAware(8, "cg"),
+    "SGPR": SGPR(8),
+    "FreeSites": FreeSites(8),
+    "CollapsedOrthogonal": CollapsedOrthogonal(5, 5),
+    "SemiCollapsedOrthogonal": SemiCollapsedOrthogonal(5, 5),
+    "ConditionalSGPR": ConditionalSGPR(8),
+    "AdditiveSGPR": AdditiveSGPR(5),
+    "AdditiveFreeSites": AdditiveFreeSites(5),
+    "ComputationAware": ComputationAware(8),
+    "ComputationAwareCG": ComputationAware(8, "cg"),
 }
 ALL = FREE | ON_SITES
 
 
+# A program, what its cases are called, the families by name, options.
+CASES = [
+    (regression, "regression", [*ALL], {}),
+    (poisson, "poisson", [*ALL], {}),
+    (normal, "normal", ["SVGP", "SVGPGradients", "OrthogonalInducing", "CoupledPrecision", "SGPR"], {}),
+    (bernoulli, "bernoulli", ["SVGP", "SVGPGradients", "OrthogonalInducing", "CoupledPrecision", "SGPR"], {}),
+    (poisson_latents, "poisson_latents", ["SVGP", "SGPR", "CoupledPrecision"], {}),
+    (student, "student", ["SVGP", "SGPR", "ComputationAware"], {}),
+    (gamma, "gamma", ["SVGP", "SGPR"], {}),
+    (probit, "probit", ["SVGP", "SGPR"], {}),
+    (masked, "masked", ["SVGP", "SGPR"], {}),
+    (subsampled, "subsampled", ["SVGP", "CoupledPrecision", "OrthogonallyDecoupled"], {}),
+    (heteroscedastic, "heteroscedastic", ["SVGP", "SGPR", "CoupledPrecision"], {}),
+    (heteroscedastic, "joint", {"SVGP": {("f", "g"): SVGP(6)}}, {}),
+    (sums, "sums", ["SVGP", "SGPR"], {}),
+    (sums, "sums_joint", {name: {("f", "g"): ALL[name]} for name in ("SVGP", "CoupledPrecision")}, {}),
+    (averages, "averages", ["SVGP", "OrthogonalInducing"], {}),
+    (coloured, "coloured", ["SVGP", "CoupledPrecision"], {}),
+    (classes, "classes", ["SVGP", "SGPR"], {}),
+    (robust, "robust", ["SVGP"], {}),
+    (outputs, "outputs", ["SVGP", "SGPR"], {}),
+    (deep, "deep", {"SVGP": SVGP(6), "Orthogonal": OrthogonalInducing(4, 4)}, {}),
+    (groups, "groups", ["SVGP", "SGPR"], {}),
+    (groups, "groups_points", ["SVGP"], {"guide": {"point_estimates": True}}),
+    (per_row, "per_row", ["SVGP"], {}),
+    (outliers, "outliers", ["SVGP", "SGPR"], {}),
+    (latent_inputs, "latent_inputs", {"SVGP": SVGP(6)}, {}),
+    (anova, "anova", ["SVGP", "CoupledPrecision", "AdditiveSGPR"], {}),
+    (basis, "basis", {"WeightSpace": WeightSpace(), "ExactWeightSpace": ExactWeightSpace()}, {}),
+    (corrected, "corrected", {"WeightSpace": WeightSpace(), "ExactWeightSpace": ExactWeightSpace()}, {}),
+    (derivative, "derivative", ["SVGP", "SGPR"], {}),
+    (normal, "ep_normal", {"SparseEP": SparseEP(8)}, {"ep": True}),
+    (probit, "ep_probit", {"SparseEP": SparseEP(8)}, {"ep": True}),
+    (poisson, "ep_poisson", {"SparseEP": SparseEP(8)}, {"ep": {"power": 0.5}}),
+]
+SINGLE = ("regression-SVGP", "poisson-SVGP", "regression-SGPR", "poisson-CoupledPrecision", "classes-SVGP")
+
+
 def cases() -> dict[str, tuple]:
-    """By name: a program, a family, options of the guide, options of training."""
+    """By name: a program, a family, options."""
     found = {}
-
-    def add(program, label, families, **options):
-        for name, family in families.items():
+    for program, label, named, options in CASES:
+        for name, family in (named if isinstance(named, dict) else {name: ALL[name] for name in named}).items():
             found[f"{label}-{name}"] = program, family, options
-
-    some = {name: ALL[name] for name in ("SVGP", "SVGPGradients", "OrthogonalInducing", "CoupledPrecision", "SGPR")}
-    few = {name: ALL[name] for name in ("SVGP", "SGPR")}
-    add(regression, "regression", ALL)
-    add(poisson, "poisson", ALL)
-    add(normal, "normal", some)
-    add(bernoulli, "bernoulli", some)
-    add(poisson_latents, "poisson_latents", few | {"CoupledPrecision": ALL["CoupledPrecision"]})
-    add(student, "student", {**few, "ComputationAware": ALL["ComputationAware"]})
-    add(gamma, "gamma", few)
-    add(probit, "probit", few)
-    add(masked, "masked", few)
-    add(subsampled, "subsampled", {name: FREE[name] for name in ("SVGP", "CoupledPrecision", "OrthogonallyDecoupled")})
-    add(heteroscedastic, "heteroscedastic", {**few, "CoupledPrecision": ALL["CoupledPrecision"]})
-    add(heteroscedastic, "joint", {"SVGP": lambda: {("f", "g"): SVGP(6)}})
-    add(sums, "sums", few)
-    add(sums, "sums_joint", {k: (lambda k=k: {("f", "g"): ALL[k]()}) for k in ("SVGP", "CoupledPrecision")})
-    add(averages, "averages", {name: ALL[name] for name in ("SVGP", "OrthogonalInducing")})
-    add(coloured, "coloured", {name: ALL[name] for name in ("SVGP", "CoupledPrecision")})
-    add(classes, "classes", few)
-    add(robust, "robust", {"SVGP": FREE["SVGP"]})
-    add(outputs, "outputs", few)
-    add(deep, "deep", {"SVGP": lambda: SVGP(6), "Orthogonal": lambda: OrthogonalInducing(4, 4)})
-    add(groups, "groups", few)
-    add(groups, "groups_points", {"SVGP": FREE["SVGP"]}, guide={"point_estimates": True})
-    add(per_row, "per_row", {"SVGP": FREE["SVGP"]})
-    add(outliers, "outliers", few)
-    add(latent_inputs, "latent_inputs", {"SVGP": lambda: SVGP(6)})
-    add(anova, "anova", {name: ALL[name] for name in ("SVGP", "CoupledPrecision", "AdditiveSGPR")})
-    weights = {"WeightSpace": WeightSpace, "ExactWeightSpace": ExactWeightSpace}
-    add(basis, "basis", weights)
-    add(corrected, "corrected", weights)
-    add(derivative, "derivative", few)
-    add(normal, "ep_normal", {"SparseEP": lambda: SparseEP(8)}, ep=True)
-    add(probit, "ep_probit", {"SparseEP": lambda: SparseEP(8)}, ep=True)
-    add(poisson, "ep_poisson", {"SparseEP": lambda: SparseEP(8)}, ep={"power": 0.5})
-    for name in ("regression-SVGP", "poisson-SVGP", "regression-SGPR", "poisson-CoupledPrecision", "classes-SVGP"):
-        program, family, options = found[name]
-        found[name + "-float32"] = program, family, options | {"dtype": torch.float32}
-    return found
+    return found | {f"{name}-float32": (*found[name][:2], {"dtype": torch.float32}) for name in SINGLE}
 
 
 QUICK = [
@@ -387,7 +368,7 @@ def outcome(name: str) -> dict:
     x = inputs().to(dtype)
     y = program.data(x)
     new = inputs(NUM + 5)[NUM:].to(dtype)
-    guide = AutoSparseGP(program, family(), **options.get("guide", {}))
+    guide = AutoSparseGP(program, family, **options.get("guide", {}))
     optim = pyro.optim.Adam({"lr": 0.02})
     if ep := options.get("ep"):
         trainer = ExpectationPropagation(program, guide, optim, **(ep if isinstance(ep, dict) else {}))

@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 import torch
 
-from . import ep_worker, group_worker
+from . import group_worker
 
 FORK = multiprocessing.get_context("fork")  # processes that have imported what they need
 EP = ("matched", "exact", "batches")
@@ -62,9 +62,9 @@ def test_a_group_needs_torch_distributed():
     from pyro_sparsegp import AutoSparseGP, ExpectationPropagation
     from pyro_sparsegp.families import SparseEP
 
-    guide = AutoSparseGP(ep_worker.model, SparseEP(4))
+    guide = AutoSparseGP(group_worker.probit, SparseEP(4))
     with pytest.raises(ValueError, match="torchrun"):
-        ExpectationPropagation(ep_worker.model, guide, pyro.optim.Adam({"lr": 0.1}), group="world")
+        ExpectationPropagation(group_worker.probit, guide, pyro.optim.Adam({"lr": 0.1}), group="world")
 
 
 def test_a_joined_batch_of_one_process_is_its_own():

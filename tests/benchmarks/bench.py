@@ -79,16 +79,16 @@ def positive(name, value):
     return pyro.param(name, value, constraint=constraints.positive)
 
 
-def regression(length, noise=0.3, ard=True, kernel=kernels.Matern32, likelihood=None):
-    """A program: one scale, a length scale a column or one of all, a normal likelihood or one of ``f``."""
+def regression(length, noise=0.3, ard=True, kernel=kernels.Matern32):
+    """A program: one scale, a length scale a column or one of all, a normal likelihood."""
 
     def model(x, y=None, size=None):
         scale = positive("scale", x.new_ones(()))
         ell = positive("length", x.new_full(x.shape[-1:] if ard else (), length))
         f = pyro.sample("f", GaussianProcess(scale * kernel(ell), x))
-        around = likelihood(f) if likelihood else dist.Normal(f, positive("noise", x.new_full((), noise)))
+        sd = positive("noise", x.new_full((), noise))
         with pyro.plate("data", size or len(x), subsample=x):
-            return pyro.sample("y", around, obs=y)
+            return pyro.sample("y", dist.Normal(f, sd), obs=y)
 
     return model
 
@@ -136,8 +136,8 @@ class Training:
     :param batch: rows a step; 0 is all.
     """
 
-    def __init__(self, model, guide, x, y, rate=0.01, batch=0, nodes=2, generator=None):
-        self.guide, self.x, self.y, self.batch, self.generator = guide, x, y, batch, generator
+    def __init__(self, model, guide, x, y, rate=0.01, batch=0, nodes=2):
+        self.guide, self.x, self.y, self.batch = guide, x, y, batch
         self.svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": rate}), TraceQuadrature_ELBO(nodes))
         self.seconds, self.steps = 0.0, 0
 
@@ -145,7 +145,7 @@ class Training:
         """One step, on rows at random."""
         if not self.batch:
             return self.svi.step(self.x, self.y)
-        rows = torch.randint(len(self.x), (self.batch,), generator=self.generator).to(self.x.device)
+        rows = torch.randint(len(self.x), (self.batch,)).to(self.x.device)
         return self.svi.step(self.x[rows], self.y[rows], size=len(self.x))
 
     def until(self, steps=math.inf, seconds=math.inf):
