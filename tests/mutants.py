@@ -99,7 +99,7 @@ jitter-in-silence: test_linalg.py::test_cholesky_escalates_and_says_so
 narrow-factor-gradient: test_fused.py::test_whitening_is_that_of_the_factor
 - both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)
 + both = mirrored(inner if by_factor is None or by_turn is None else by_turn).mul_(0.5)
-moments-gradient: test_posteriors.py::test_moments_together_and_their_derivatives
+moments-gradient: test_posteriors.py::test_moments_that_are_differentiated_once
 - by_phi = by_phi.addcmul_(phi, each, value=-1).addr_(a, loc)
 + by_phi = by_phi.addr_(a, loc)
 gram-gradient: test_posteriors.py::test_the_weighted_gram_and_its_derivatives

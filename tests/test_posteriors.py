@@ -14,6 +14,7 @@ from pyro_sparsegp.gaussians import (
     IdentityPlusLowRank,
 )
 from pyro_sparsegp.gaussians.optimal import weighted_gram
+from pyro_sparsegp.gaussians.steps import recording
 
 SIZES = (3, 1, 4)
 KINDS = [FullCholesky, BlockCholesky, Diagonal, Identity, CholeskyIdentity, BlockPlusLowRank, IdentityPlusLowRank]
@@ -90,6 +91,17 @@ def test_moments_together_and_their_derivatives(kind):
     torch.testing.assert_close(torch.autograd.grad(one, leaves, weights, retain_graph=True), second)
     again = [torch.autograd.grad(sum(g.square().sum() for g in grads), features) for grads in (first, second)]
     torch.testing.assert_close(*again)
+
+
+def test_moments_that_are_differentiated_once():
+    """As an objective takes them: by a backward pass of their own."""
+    with recording(torch.zeros(())):
+        q = random_gaussian(FullCholesky)
+    features, weights = [torch.randn(5, size, requires_grad=True) for size in SIZES], (torch.randn(5), torch.randn(5))
+    one, other = q.moments(features), (q.mean(features), q.variance_change(features))
+    leaves = [*features, *(value for factor in q.factors for value in (factor.loc, factor.tril))]
+    found, expected = (torch.autograd.grad(each, leaves, weights, retain_graph=True) for each in (one, other))
+    torch.testing.assert_close(found, expected)
 
 
 def test_the_weighted_gram_and_its_derivatives():
