@@ -148,6 +148,16 @@ def test_mixtures(model, written_out, family, objective):
     )
 
 
+def test_a_loop_over_rows():
+    def looped(x, y=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        for i in pyro.plate("data", len(x)):
+            z = pyro.sample(f"z_{i}", dist.Bernoulli(0.2), infer=PARALLEL)
+            pyro.sample(f"y_{i}", dist.Normal(f[i], torch.where(z == 1, 2.0, 0.2)), obs=None if y is None else y[i])
+
+    assert_same(bound(looped, SVGP(4), *data(5)), bound(fixed, SVGP(4), *data(5)))
+
+
 def test_mini_batches():
     x, y = data()
     guide, other = (AutoSparseGP(model, SVGP(8)) for model in (outliers, outliers_written_out))

@@ -22,11 +22,10 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
+from .models import one_function
 
-def model(x, y=None):
-    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+model = one_function(kernels.RBF(0.3), lambda f: dist.Normal(f, 0.1))
+classes = one_function(kernels.RBF(0.3), lambda f: dist.Bernoulli(logits=f))
 
 
 def data(num=20):
@@ -70,12 +69,6 @@ def test_data_that_do_not_fit(family, later):
 def columns(x, y):
     f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
     pyro.sample("y", dist.Normal(f[:, None], 0.1), obs=y)
-
-
-def classes(x, y=None):
-    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from ..program.bare import bare
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.facts import explore
-from ..program.handlers import unrecorded, unweighted
+from ..program.handlers import unrecorded
 from ..program.likelihood import Expectation
 from ..program.reader import Reader
 from ..program.traces import all_sites, free_values, held_trace, is_free, repeatable
@@ -100,7 +100,7 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
     if not same and data is not None:
         args, kwargs = data.args, data.kwargs
     run = UnderLatents(guide, same, _reads_itself(guide))
-    with unrecorded() if learns else unweighted(whole=same), torch.set_grad_enabled(learns or run.reads):
+    with unrecorded(same, learns), torch.set_grad_enabled(learns or run.reads):
         run.perform(args, kwargs)
     if same and guide.takes_batches and data is not None and holds_part(run.trace):
         return condition(guide, args, kwargs, False, learns)  # the rows it knows, as a batch of more

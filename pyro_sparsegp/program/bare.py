@@ -5,16 +5,33 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import torch
+from pyro import poutine
 from pyro.distributions import MaskedDistribution
 from pyro.distributions.torch_distribution import ExpandedDistribution
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
-__all__ = ["as_process", "bare", "fill_masked", "unmasked", "unmasked_rows", "without_event", "without_masks"]
+__all__ = [
+    "as_process",
+    "bare",
+    "fill_masked",
+    "sample_sites",
+    "unmasked",
+    "unmasked_rows",
+    "without_event",
+    "without_masks",
+]
 
 _WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
+
+
+def sample_sites(trace: poutine.Trace) -> dict[str, Any]:
+    """A trace's sample sites by name, plates' row numbers not among them."""
+    sites: dict[str, Any] = dict(trace.nodes)
+    return {n: site for n, site in sites.items() if site["type"] == "sample" and not site_is_subsample(site)}
 
 
 def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Optional
 
@@ -212,19 +213,14 @@ def why_without_density(site: Any, error: Exception) -> str:
             f"its dtype is {site['value'].dtype}, which {type(bare(site['fn'])).__name__} does not take ({error}). "
             "Give numbers of the inputs' dtype, y.to(x.dtype)."
         )
-    nan, event_dim = site["value"].isnan(), site["fn"].event_dim
+    nan = site["value"].isnan()
     if nan.any():
-        rows = (f".flatten(-{event_dim})" if event_dim > 1 else "") + (".any(-1)" if event_dim else "")
         return (
-            f"{which(nan, 'are NaN')}. Drop those rows, or mask them: "
-            f"poutine.mask(mask=~y.isnan(){rows}) around the site."
-            + (
-                " To keep their other values, mask single ones: dist.Normal(...).mask(~y.isnan()).to_event(...)."
-                if isinstance(site["fn"], torch.distributions.Independent)
-                else ""
-            )
+            f"{which(nan, 'are NaN')}. Drop those rows, or mask them around the site: poutine.mask(mask=~y.isnan()), of"
+            " rows of several values poutine.mask(mask=~y.isnan().any(-1)). To keep the others of a row, mask single "
+            "ones: dist.Normal(...).mask(~y.isnan()).to_event(...)."
         )
-    text = str(error)
-    text = text if len(text) < 400 else f"{text[:300]} ... {text[-60:]}"
+    # Categorical and those whose values count from 0: test_robust_max.py::test_labels.
     classes = isinstance(site["fn"].support, type(constraints.integer_interval(0, 1)))
-    return f"{text}. Classes count from 0: where they are 1, 2, ..., give y - 1." if classes else text
+    remedy = " Classes count from 0: where they are 1, 2, ..., give y - 1." if classes else ""
+    return f"{textwrap.shorten(str(error), 400)}.{remedy}"

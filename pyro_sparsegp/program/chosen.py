@@ -9,6 +9,8 @@ from torch import Tensor
 
 __all__ = ["Values"]
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class Values(Tensor):
     """All values of an enumerated latent, or a function of these alone, ``(K, 1, ..., N)``: the same for each element.
@@ -35,33 +37,29 @@ class Values(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        own = next((part for part in args if isinstance(part, Values)), None)
         with torch._C.DisableTorchFunctionSubclass():
-            if func == Tensor.__getitem__ and own is args[0]:
-                index = args[1][1] if isinstance(args[1], tuple) and args[1][:1] == (Ellipsis,) else args[1]
-                if isinstance(index, (int, Tensor)):
-                    return own._picked(index)
-            # A function of the values alone is the same for each element, too, as torch.where(z == 1, ...):
-            # test_values_keep_their_numbers_through_functions_of_their_own.
             found = func(*args, **kwargs)
-            others = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor) and part is not own]
-            if own is None or others or type(found) is not Tensor or found.shape != own.shape:
+            given = [part for part in (*args, *kwargs.values()) if isinstance(part, Tensor)]
+            # A function of the values alone is the same for each element, too, as torch.where(z == 1, ...):
+            # test_rows_that_share_a_class.
+            alone = type(found) is Tensor and all(part is given[0] and found.shape == part.shape for part in given)
+            if not alone or not given or not isinstance(given[0], Values):
                 return found
-            return Values.of(found, own.site, own.place, own.read)
+            return Values.of(found, given[0].site, given[0].place, given[0].read)
 
-    def _picked(self, index: Any) -> Tensor:
-        if (
-            not isinstance(index, Tensor)
-            or index.dim() != 1
-            or index.dtype.is_floating_point
-            or index.dtype == torch.bool
-        ):
-            what = f"{index.dtype} of shape {tuple(index.shape)}" if isinstance(index, Tensor) else repr(index)
+    def __getitem__(self, index: Any) -> Tensor:
+        index = index[1] if isinstance(index, tuple) and index[:1] == (Ellipsis,) else index
+        if not isinstance(index, (int, Tensor)):
+            return super().__getitem__(index)
+        numbers = torch.as_tensor(index)
+        if numbers.dim() != 1 or numbers.dtype not in _WHOLE:
+            what = f"{numbers.dtype} of shape {tuple(numbers.shape)}" if numbers.dim() else str(index)
             raise ValueError(
                 f"discrete site {self.site!r} is enumerated, and indexed by {what}: give each row the number of "
                 f"its element of the plate, whole numbers (N,), {self.site}[group]; or loop over pyro.plate."
             )
         # The same numbers twice are one choice: test_group_classes.py::test_groups.
-        if not any(index is one or torch.equal(index, one) for one in self.read):
-            self.read.append(index)
-        return self.as_subclass(Tensor).index_select(self.place, torch.zeros_like(index))
+        if not any(numbers is one or torch.equal(numbers, one) for one in self.read):
+            self.read.append(numbers)
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).index_select(self.place, torch.zeros_like(numbers))

@@ -180,6 +180,7 @@ def _walk(tree: Any) -> Iterator[tuple[tuple, Any]]:
 
 
 def _is_plain(item: Any) -> bool:
+    # What torch.load(weights_only=True) takes, by its type: a subclass of dict is not.
     if type(item) is dict:
         return all(isinstance(key, (str, int)) and _is_plain(part) for key, part in item.items())
     return all(map(_is_plain, item)) if type(item) in (list, tuple) else isinstance(item, _PLAIN)

@@ -23,9 +23,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .bare import as_process, fill_masked
+from .bare import as_process, fill_masked, sample_sites
 from .chosen import Values
-from .summed_out import PLATES, Factor, Group, Plates, SummedOut
+from .summed_out import PLATES, Factor, Group, Plates, SummedOut, depth, with_size
 
 __all__ = ["Enumeration", "class_probabilities"]
 
@@ -40,7 +40,7 @@ class Enumeration(Messenger):
 
     def forget(self) -> None:
         """Forget all but the names: what the run's sites were."""
-        self._numbers: dict[Any, list[Tensor]] = {}  # by plate, those by which rows pick its elements
+        self._numbers: dict[str, list[Tensor]] = {}  # by plate, those by which rows pick its elements
         self._groups: dict[int, Group] = {}  # by a latent's dimension
         self._sizes: dict[int, int] = {}
 
@@ -62,7 +62,6 @@ class Enumeration(Messenger):
             group = self._joined(msg, latents, plates)
             msg["fn"] = fn = SummedOut(msg["fn"], latents, plates, msg["mask"], group)
             group.terms.append(lambda masked: fn.at(_filled(msg, fn.given_discrete), masked))
-            group.met = True
 
     _pyro_sample = meet
 
@@ -83,12 +82,11 @@ class Enumeration(Messenger):
         self._groups[dim], self._sizes[dim], group.latents[dim] = group, len(values), plates
         group.terms.append(lambda masked: Factor(latents | {dim}, plates, density if masked else no_mask))
         # No other handler is to see it: it is no latent of this run.
-        keys = [key for key, frame in plates.items() if frame.vectorized]
         # Values that know by which numbers rows pick them: test_group_classes.py::test_groups.
-        if len(keys) == 1 and not fn.event_shape:
-            frame, shape = plates[keys[0]], list(values.shape)
-            shape[frame.dim] = frame.size
-            values = Values.of(values.expand(shape), name, frame.dim, self._numbers.setdefault(keys[0], []))
+        if len(plates) == 1 and not fn.event_shape:
+            ((key, frame),) = plates.items()
+            values = values.expand(with_size(values, frame.dim, frame.size))
+            values = Values.of(values, name, frame.dim, self._numbers.setdefault(key, []))
         msg["value"], msg["done"], msg["type"] = values, True, "enumerated"
 
     def probabilities(self) -> dict[str, Tensor]:
@@ -99,7 +97,7 @@ class Enumeration(Messenger):
         for group in {id(group): group for group in self._groups.values()}.values():
             factors, moves = [term(True) for term in group.terms], {}
             for dim, plates in group.latents.items():
-                sizes = {frame.dim: frame.size for frame in plates.values() if frame.vectorized}
+                sizes = {frame.dim: frame.size for frame in plates.values()}
                 shape = [self._sizes[dim], *[1] * (dim - 1 - PLATES), *(sizes.get(d, 1) for d in range(-PLATES, 0))]
                 # A factor of 1 for each value and element: its gradient is that of p(z).
                 moves[dim] = factors[0].value.new_zeros(shape).requires_grad_()
@@ -109,8 +107,7 @@ class Enumeration(Messenger):
                 total = torch.stack([factor.value.sum() for factor in group.contract(factors)]).sum()
                 shares = torch.autograd.grad(total, list(moves.values()))
             for (dim, plates), share in zip(group.latents.items(), shares):
-                depth = max((-frame.dim for frame in plates.values() if frame.vectorized), default=0)
-                share = share.reshape(len(share), *share.shape[share.dim() - depth :])
+                share = share.reshape(len(share), *share.shape[share.dim() - depth(plates) :])
                 found[self.names[dim - PLATES - 1]] = share.movedim(0, -1)
         return {name: found[name] for name in self.names}
 
@@ -151,7 +148,6 @@ class Enumeration(Messenger):
                 )
             joined.latents |= group.latents
             joined.terms += group.terms
-            joined.met |= group.met
         # A product over rows is one over the elements of z's plates only if it is known which rows each has.
         for dim in latents:
             _require_element(msg["name"], plates, self.names[dim - PLATES - 1], joined.latents[dim], joined)
@@ -174,15 +170,15 @@ def _require_element(name: str, plates: Plates, latent: str, there: Plates, grou
     elif any(len(numbers[key]) > 1 for key in outside):
         why = ", and each row picks more than one of its elements"
     raise ValueError(
-        f"site {name!r} stands in plates {[key for key, _ in plates]} and depends on the discrete site {latent!r}{why}"
-        f", which stands in {[key for key, _ in there]} and is enumerated: a sum is taken for each of its elements. "
+        f"site {name!r} stands in plates {list(plates)} and depends on the discrete site {latent!r}{why}"
+        f", which stands in {list(there)} and is enumerated: a sum is taken for each of its elements. "
         f"Put site {name!r} into these plates too, or give each row one number of its element, {latent}[group], before "
         "anything else is done with it; or sum it out in the model."
     )
 
 
 def _plates(msg: Any) -> Plates:
-    return {(frame.name, frame.counter): frame for frame in msg["cond_indep_stack"]}
+    return {frame.name: frame for frame in msg["cond_indep_stack"] if frame.vectorized}
 
 
 def _filled(msg: Any, fn: Any) -> Tensor:
@@ -212,10 +208,8 @@ def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: An
     enumeration = Enumeration()
     with poutine.block(), torch.no_grad():
         held = poutine.condition(enumeration(model), data=dict(values))
-        sites: dict[str, Any] = dict(poutine.trace(held).get_trace(*args, **kwargs).nodes)
-    for name, site in sites.items():
-        if site["type"] != "sample" or site_is_subsample(site):
-            continue
+        trace = poutine.trace(held).get_trace(*args, **kwargs)
+    for name, site in sample_sites(trace).items():
         if name in values and site["value"].shape != site["fn"].shape():
             raise ValueError(
                 f"class_probabilities: the value of site {name!r} has shape {tuple(site['value'].shape)}, its "

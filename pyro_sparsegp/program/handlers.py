@@ -19,7 +19,7 @@ from torch import Tensor
 from ..posterior.base import Marginals
 from .traces import all_sites, as_process, is_observation, repeatable, without_event
 
-__all__ = ["AtMeans", "Held", "is_blocked", "observes", "stand_in", "unrecorded", "unweighted"]
+__all__ = ["AtMeans", "Held", "is_blocked", "observes", "stand_in", "unrecorded"]
 
 
 class Held(Messenger):
@@ -52,30 +52,24 @@ class AtMeans(Messenger):
             msg["value"], msg["done"] = fn.mean, True
 
 
-def unrecorded() -> Any:
-    """Hide a run from the traces around it; handlers that change its sites stay in force."""
-    return block_messengers(lambda messenger: isinstance(messenger, TraceMessenger))
+def unrecorded(same: bool, learns: bool) -> Any:
+    """Hide a run from the traces around it. Handlers that change its sites stay in force, but scales and masks where
+    the data are not those that the call is about, and for the mask that leaves all out, by which Pyro's prediction says
+    that it wants no densities.
 
-
-def unweighted(whole: bool) -> Any:
-    """As :func:`unrecorded`, of a run of data that the call is not about: scales and masks around it are not theirs.
-
-    :param whole: whether only a mask that leaves all out is meant, by which Pyro's prediction says that it wants no
-        densities.
+    :param same: whether the run is of the call's data.
+    :param learns: whether the call is a step of training.
     """
-
-    def is_hidden(messenger: Any) -> bool:
-        if isinstance(messenger, MaskMessenger):
-            return messenger.mask is False or not whole
-        return isinstance(messenger, TraceMessenger) or (isinstance(messenger, ScaleMessenger) and not whole)
-
-    return block_messengers(is_hidden)
+    kinds = (TraceMessenger,) if same or learns else (TraceMessenger, MaskMessenger, ScaleMessenger)
+    unwanted = () if learns else (MaskMessenger,)
+    return block_messengers(lambda m: isinstance(m, kinds) or (isinstance(m, unwanted) and m.mask is False))
 
 
 def is_blocked(model: Callable) -> bool:
     """Whether a model was given under ``poutine.block``, which hides sites of it."""
+    # Pyro's handlers wrap a model as partial(call, handler, model).
     wrapped = getattr(model, "func", None)
-    while isinstance(wrapped, partial) and len(wrapped.args) > 1:  # a handler and what it is around
+    while isinstance(wrapped, partial) and len(wrapped.args) > 1:
         handler, model = wrapped.args[:2]
         if isinstance(handler, BlockMessenger):
             return True

@@ -62,6 +62,7 @@ class Reader:
             def moved(f: Tensor) -> Tensor:
                 return total({**node, name: f})
 
+            # A quadratic ℓ is known from its value, slope and curvature at one point.
             if at_mean:
                 found = expand(moved, node[name], outputs_meet)
                 return found.value, found.first, found.second

@@ -33,6 +33,7 @@ class Probe:
 
 def has_network(model: Callable, trace: poutine.Trace) -> bool:
     """Whether a model runs a network, by :func:`pyro.module` in a run's trace or as a module in a PyroModule."""
+    # pyro.module names a network's parameters "network$$$layer.weight".
     return any("$$$" in name for name, _ in all_sites(trace)) or (
         isinstance(model, nn.Module) and any(not isinstance(part, PyroModule) for part in model.modules())
     )
@@ -112,6 +113,7 @@ def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional
 
 def held_parameters(source: Any) -> Iterator[tuple[Tensor, str, Optional[str]]]:
     """The tensors and modules' parameters that an object holds, however deep; what each is, and its module's name."""
+    # So many objects at most: a model may refer to a whole application.
     stack, seen = [source], set[int]()
     while stack and len(seen) < 10_000:
         item = stack.pop()

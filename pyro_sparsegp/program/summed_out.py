@@ -19,10 +19,10 @@ from torch import Tensor
 from ..numerics.shapes import broadcast_shapes
 from .bare import unmasked_rows, without_masks
 
-__all__ = ["PLATES", "Factor", "Group", "Plates", "SummedOut"]
+__all__ = ["PLATES", "Factor", "Group", "Plates", "SummedOut", "depth", "with_size"]
 
 PLATES = 4  # dimensions from the right that are left to plates
-Plates = Mapping[Any, Any]  # Pyro's frames, by name and, of a plate that is iterated over, the number it is at
+Plates = Mapping[str, Any]  # Pyro's frames by name; none of a plate that is iterated over, whose sites are single ones
 
 
 class Factor(NamedTuple):
@@ -47,24 +47,22 @@ class Group:
     :param scale: of them all.
     :param latents: the plates of each, by its dimension.
     :param terms: give the log densities so far, with what masks leave out or without masks.
-    :param met: whether one is of a site that depends on them.
     """
 
     names: Sequence[str]
-    numbers: Mapping[Any, Sequence[Tensor]]
+    numbers: Mapping[str, Sequence[Tensor]]
     scale: Any
     latents: dict[int, Plates] = field(default_factory=dict)
     terms: list[Callable[[bool], Factor]] = field(default_factory=list)
-    met: bool = False
 
-    def row_of(self, key: Any, plates: Plates) -> Optional[tuple[Any, Tensor]]:
+    def row_of(self, key: str, plates: Plates) -> Optional[tuple[Any, Tensor]]:
         """Which of the plates has rows that belong to elements of plate ``key``, and their numbers."""
         return next(
             (
                 (frame, index)
                 for index in self.numbers.get(key, ())
                 for frame in plates.values()
-                if frame.vectorized and frame.size == len(index)
+                if frame.size == len(index)
             ),
             None,
         )
@@ -110,15 +108,15 @@ class Group:
             value = padded(factor.value)
             found = {key: self.row_of(key, factor.plates) for key in plates if key not in factor.plates}
             rows = [row for row, _ in filter(None, found.values())]
-            gone = [f for key, f in factor.plates.items() if key not in plates and f.vectorized and f not in rows]
+            gone = [f for key, f in factor.plates.items() if key not in plates and f not in rows]
             # A factor that is the same for all elements of a plate counts once for each.
             for frame in (*gone, *rows):
-                value = value.expand(_with_size(value, frame.dim, frame.size))
+                value = value.expand(with_size(value, frame.dim, frame.size))
             for frame in gone:
                 value = value.sum(frame.dim, keepdim=True)
             for key, (row, index) in ((key, pair) for key, pair in found.items() if pair):
                 # ∏ over the rows of a group: Σ_n log φₙ where group[n] = g.
-                empty = value.new_zeros(_with_size(value, row.dim, plates[key].size))
+                empty = value.new_zeros(with_size(value, row.dim, plates[key].size))
                 value = empty.index_add(row.dim, index, value).transpose(row.dim, plates[key].dim)
             total = total + value
         return Factor(frozenset().union(*(factor.latents for factor in factors)), plates, total)
@@ -133,10 +131,16 @@ class Group:
         return value.expand(broadcast_shapes(value.shape, tuple(shape)))
 
 
-def _with_size(value: Tensor, dim: int, size: int) -> list[int]:
+def with_size(value: Tensor, dim: int, size: int) -> list[int]:
+    """The shape of a tensor with one size changed."""
     shape = list(value.shape)
     shape[dim] = size
     return shape
+
+
+def depth(plates: Plates) -> int:
+    """How many dimensions from the right they take."""
+    return max((-frame.dim for frame in plates.values()), default=0)
 
 
 def padded(value: Tensor) -> Tensor:
@@ -160,9 +164,9 @@ class SummedOut(TorchDistribution):
 
     def __init__(self, fn: Any, latents: frozenset[int], plates: Plates, mask: Any, group: Group) -> None:
         self.given_discrete, self.latents, self.plates, self.site_mask = fn, latents, plates, mask
-        self.group, self.before, self.normalised = group, list(group.terms), not group.met
-        depth = max((-frame.dim for frame in plates.values() if frame.vectorized), default=0)
-        super().__init__(torch.Size(fn.batch_shape[len(fn.batch_shape) - depth :]), fn.event_shape, validate_args=False)
+        self.group, self.before = group, list(group.terms)
+        batch_shape = fn.batch_shape[len(fn.batch_shape) - depth(plates) :]
+        super().__init__(torch.Size(batch_shape), fn.event_shape, validate_args=False)
 
     @property
     def support(self) -> Any:
@@ -191,9 +195,7 @@ class SummedOut(TorchDistribution):
         (left,) = group.contract([*before, self.at(value, self.masked)])
         total = left.value
         # log p(yᵢ | y₁, ..., yᵢ₋₁) = log p(y₁, ..., yᵢ) − log p(y₁, ..., yᵢ₋₁): test_enumeration.py::test_mixtures.
-        # Before the first of them Σ_z p(z) = 1.
-        if not self.normalised:
-            total = total - group.product(group.contract(before), left.plates).value
+        total = total - group.product(group.contract(before), left.plates).value
         total = total.reshape(total.shape[total.dim() - PLATES :])
         plates = (*[1] * (PLATES - len(self.batch_shape)), *self.batch_shape)
         if left.plates.keys() != self.plates.keys():
@@ -223,10 +225,3 @@ class SummedOut(TorchDistribution):
         values = self.given_discrete.expand((*lead, *plates)).sample().reshape(-1, *plates, *self.event_shape)
         index = index.reshape(1, *index.shape, *[1] * len(self.event_shape)).expand(1, *values.shape[1:])
         return values.gather(0, index)[0].reshape(self.shape())
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
-        """Only to the shape that it has."""
-        # Plates ask a distribution for the shape that they give it.
-        if torch.Size(batch_shape) != self.batch_shape:
-            raise NotImplementedError("a distribution with discrete variables summed out has the shape of its plates")
-        return self

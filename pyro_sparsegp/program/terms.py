@@ -137,6 +137,7 @@ class Terms:
         def at(f: Tensor) -> tuple[Tensor, ...]:
             trace = held_trace(self.model, self.values | {name: f}, self.args, self.kwargs)
             parts = log_densities(trace, trace.nodes.keys() - owners.keys(), by_entry=True)
+            # A plate's scale says how many data each stands for; a site is that of one.
             return tuple(parts[site] / self.factors[site] for site in owners)
 
         with pyro.validation_enabled(False):

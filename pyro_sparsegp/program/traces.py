@@ -12,10 +12,9 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import SubsampleMessenger
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .bare import as_process, bare, fill_masked, without_event
+from .bare import as_process, bare, fill_masked, sample_sites, without_event
 from .enumeration import Enumeration
 
 __all__ = [
@@ -48,12 +47,6 @@ def all_sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
     return list(trace.nodes.items())
 
 
-def sample_sites(trace: poutine.Trace) -> dict[str, Any]:
-    """A trace's sample sites by name, plates' row numbers not among them."""
-    sites: dict[str, Any] = dict(trace.nodes)
-    return {n: site for n, site in sites.items() if site["type"] == "sample" and not site_is_subsample(site)}
-
-
 def is_free(site: Any) -> bool:
     """Whether a sample site is not observed."""
     return site["type"] == "sample" and not site["is_observed"]
@@ -80,6 +73,7 @@ def settle_left_out(site: Any, nodes: Mapping[str, Any], draw: bool) -> None:
 
     :param draw: draw them from the model; or take any, the observed ones, where no density depends on them.
     """
+    # A handler may have given them values, as MCMC's samples or condition do.
     if site["value"] is None:
         twin = site["name"].removesuffix(LEFT_OUT) + "_observed"
         site["value"] = site["fn"]() if draw else nodes[twin]["value"]
