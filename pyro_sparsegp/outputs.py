@@ -15,16 +15,16 @@ def mix_outputs(
 ) -> Tensor:
     """Mixed outputs f_p(x_n) = Σ_q A_pq g_q(x_n) + h_p(x_n): a linear model of coregionalisation.
 
-    Of all outputs at all inputs, ``(P, N)``; or of one output a row, ``(N,)``, where outputs are observed at inputs of
-    their own or in part. A is any tensor, sampled or a parameter, g and h are values of GP sites under any kernels.
+    It returns all outputs at all inputs, ``(P, N)``; or with ``output`` one output per row, ``(N,)``, if outputs are
+    observed at different inputs. A is any tensor, sampled or a parameter; g and h are values of GP sites.
 
     >>> mix_outputs(torch.tensor([[1.0], [2.0]]), torch.tensor([[0.1, 0.2, 0.3]]), output=torch.tensor([0, 1, 1]))
     tensor([0.1000, 0.4000, 0.6000])
 
     :param mixing: A, ``(P, Q)``.
     :param shared: g at the inputs, ``(Q, N)``.
-    :param own: h at the inputs, ``(P, N)``: what each output has by itself.
-    :param output: of each row the number of its output, ``(N,)`` whole numbers from 0 to P − 1.
+    :param own: h at the inputs, ``(P, N)``: each output's own part.
+    :param output: the number of each row's output, ``(N,)`` whole numbers from 0 to P − 1.
     :raises ValueError: naming the argument, if the shapes do not fit.
     """
     for name, given in (("mixing", mixing), ("shared", shared), ("own", own), ("output", output)):

@@ -17,7 +17,7 @@ __all__ = ["WhitenReparam", "Whitening"]
 
 
 class WhitenReparam(Reparam):
-    """f = μ + Lε with LLᵀ = k(x, x) and a latent site ``{name}_whitened``, ε ~ N(0, I).
+    """Reparameterises a GP site as f = μ + Lε with LLᵀ = k(x, x) and a latent site ``{name}_whitened``, ε ~ N(0, I).
 
     (Murray and Adams, 2010, section 3: the prior's scale no longer constrains the values.)
     """

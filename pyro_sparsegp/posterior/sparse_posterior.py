@@ -21,7 +21,7 @@ class SparsePosterior(Marginals):
     log dq/dp, the only base measure that a function has: log q(w) − log p(w) at the coefficients of a draw of
     this object (kept with the last draw, as TransformedDistribution caches).
 
-    :param process: the prior at the inputs wanted.
+    :param process: the prior at the inputs.
     :param basis: the basis under that prior's kernel.
     :param coefficients: q(w).
     :param name: the site, for errors.

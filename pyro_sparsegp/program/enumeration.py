@@ -189,14 +189,14 @@ def _filled(msg: Any, fn: Any) -> Tensor:
 
 
 def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-    """p(z | values, data) of each enumerated discrete site z, exactly: for one draw of all other latents.
+    """The exact probabilities p(z | values, data) of each enumerated discrete site z, given a draw of all others.
 
-    For the derivative of the log of a sum over z by a term of it is that term's share: p(z = k | ·) =
-    ∂ log Σ_z p(z) p(data | z, ·) / ∂ log p(z = k). Averages over a guide's joint draws at the rows of training are the
-    posterior's: after ``guide.eval()``, ``class_probabilities(model, guide(x, y), x, y)``.
+    p(z = k | ·) = ∂ log Σ_z p(z) p(data | z, ·) / ∂ log p(z = k), because the derivative of a log sum by the log of
+    a term is that term's share. Average over a guide's joint draws at the training rows to get the posterior's: after
+    ``guide.eval()``, ``class_probabilities(model, guide(x, y), x, y)``.
 
     :param model: the model.
-    :param values: of all its other latents, GP sites at the rows of training among them; others are passed over.
+    :param values: the values of all other latents, including GP sites at the training rows; other names are ignored.
     :param args: the model's arguments, the data among them.
     :param kwargs: its keyword arguments.
     :returns: by site, ``(..., K)``: a probability for each value, in the order of the distribution's
