@@ -197,36 +197,31 @@ def test_measurements_that_are_not_of_f_are_data():
         train(with_another_mean, guide, x[:20], y[:20], other=y[:20], steps=1)
 
 
+def weighed(weight):
+    def model(x, y=None, size=None):
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
+        scale = weight(x) if callable(weight) else weight
+        with poutine.scale(scale=scale), pyro.plate("data", size or len(x), subsample=x):
+            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    return model
+
+
 @pytest.mark.parametrize("weight", [3.0, 0.5, torch.full((20,), 3.0)], ids=["3", "0.5", "by rows"])
 def test_a_weight_of_the_data_is_no_size(weight):
-    def weighed(x, y=None, size=None):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-        with poutine.scale(scale=weight), pyro.plate("data", size or len(x), subsample=x):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
-
+    """But a scale of all rows over the call's is one."""
     x, y = data(num=60)
-    guide = AutoSparseGP(weighed, SVGP(6))
-    train(weighed, guide, x[:20], y[:20], steps=1)
+    model, scaled = weighed(weight), weighed(lambda x: 60 / len(x))
+    guide = AutoSparseGP(model, SVGP(6))
+    train(model, guide, x[:20], y[:20], steps=1)
     with pytest.warns(UserWarning, match="other 20 rows than before, and no plate scales them up.*taken for a weight"):
-        train(weighed, guide, x[20:40], y[20:40], steps=1)
+        train(model, guide, x[20:40], y[20:40], steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        sized = AutoSparseGP(weighed, SVGP(6))
+        sized, guide = AutoSparseGP(model, SVGP(6)), AutoSparseGP(scaled, SVGP(6))
         for i in range(2):
-            train(weighed, sized, x[20 * i : 20 * i + 20], y[20 * i : 20 * i + 20], size=60, steps=1)
-
-
-def test_a_scale_of_all_rows_over_these_is_a_size():
-    def scaled(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-        with pyro.plate("data", len(x)), poutine.scale(scale=60 / len(x)):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
-
-    x, y = data(num=60)
-    guide = AutoSparseGP(scaled, SVGP(6))
-    guide(x, y)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+            train(model, sized, x[20 * i : 20 * i + 20], y[20 * i : 20 * i + 20], size=60, steps=1)
+        guide(x, y)
         train(scaled, guide, x[:7], y[:7], steps=1)
 
 
