@@ -1,6 +1,5 @@
 """Effects of additive models, and how they go together."""
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -11,8 +10,6 @@ from pyro_sparsegp.bases import Additive, InducingPoints
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
-    AdditiveFreeSites,
-    AdditiveSGPR,
     ComputationAware,
     CoupledCovariance,
     CoupledPrecision,
@@ -158,36 +155,6 @@ def test_white_noise_is_an_effect_of_its_own(family):
 
 
 LENGTHS = torch.tensor([[0.3], [0.6]], dtype=torch.float64)
-PER_OUTPUT = [
-    torch.tensor([1.0, 2.0]) * kernels.Matern32(LENGTHS)[0] + kernels.Matern12(0.5)[1],
-    kernels.Linear(1.0) + torch.tensor([1.0, 2.0]) * kernels.Matern32(LENGTHS)[0],
-]
-
-
-@pytest.mark.parametrize("kernel", PER_OUTPUT, ids=["first", "second"])
-@pytest.mark.parametrize("family", [AdditiveSGPR, AdditiveFreeSites, CoupledCovariance])
-def test_one_term_has_hyperparameters_an_output(family, kernel):
-    x, y = data(num=12)
-    both = torch.stack([y, 1 - y])
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, x, jitter=1e-11).expand([2]).to_event(1))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f.mT, NOISE).to_event(1), obs=y)
-
-    guide = AutoSparseGP(model, family(12))
-    loss = TraceQuadrature_ELBO(2).loss(model, guide, x, both.mT)
-    if family is not AdditiveSGPR:
-        assert loss < 1e4
-        return
-    TraceQuadrature_ELBO(2)(model, guide)(x, both.mT)
-    parts = guide.posterior(x)["f"].components
-    for p in range(2):
-        one = [kernels.Matern32(LENGTHS[p])[0] * (p + 1.0), *(k for k in kernel.terms if not k.batch_shape)]
-        one = one if kernel is PER_OUTPUT[0] else one[::-1]
-        mean, covariance = exact(kernels.Sum(*one), x, both[p], x)
-        assert_close(torch.cat([part.mean[p] for part in parts]), mean, rtol=1e-5, atol=1e-6)
-        assert_close(parts.covariance_matrix[p], covariance, rtol=1e-4, atol=1e-6)
 
 
 def test_names():
@@ -272,15 +239,3 @@ def test_sobol_indices_want_orthogonal_effects():
     q = MeanFieldAdditive(8).build(process, "f")(process, "f")
     with pytest.raises(ValueError, match="no term that varies"):
         q.components.sobol_indices()
-
-
-def test_paths_of_anova_terms():
-    """Sample functions of effects have mean zero, too."""
-    kernel = kernels.Anova(kernels.Matern52(0.5), 0.0, 1.0)[0] + kernels.Constant(0.5)
-    x = torch.rand(40, 2)
-    guide = AutoSparseGP(gaussian(kernel), CoupledPrecision(12))
-    guide(x, torch.sin(6 * x[:, 0]))
-    q = guide.posterior(x)["f"]
-    grid = torch.linspace(0, 1, 1001)[:, None].expand(1001, 2)
-    draws = q.components["x0"].paths(10)(grid)
-    assert (0.5 * (draws[:, 1:] + draws[:, :-1]).mean(-1)).abs().max() < 1e-3

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch.distributions import constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, ProjectedLikelihood, TraceQuadrature_ELBO, kernels, predict
-from pyro_sparsegp.approximations import projected
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, ProjectedLikelihood, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.bases import actions as actions_module
 from pyro_sparsegp.bases import policies
 from pyro_sparsegp.bases.policies import local_blocks
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 from pyro_sparsegp.gaussians import ProjectedGaussian
 
-from .models import bernoulli, data, gaussian, maximise, regression, train
+from .models import bernoulli, data, gaussian, regression, train
 from .test_theorems import KERNEL, NOISE, evidence
 
 POLICIES = ("sparse", "cg", "eigen", "random")
@@ -263,27 +262,6 @@ def test_worst_case_error():
     torch.testing.assert_close(norm, q.variance + NOISE**2)
 
 
-@pytest.mark.slow  # the objective itself is held against dense algebra below
-def test_training_by_projected_data_generalises_worse():
-    """Figures S1 and S2: the bound of eq. 11 against the likelihood of eq. 9, averaged over data sets."""
-    gaps = []
-    for seed in range(3):
-        x, y = data(num=200, seed=seed)
-        new, target = data(num=300, seed=seed + 50)
-        scores = []
-        for loss in (TraceQuadrature_ELBO(2), ProjectedLikelihood()):
-            pyro.clear_param_store()
-            pyro.set_rng_seed(seed)
-            guide = AutoSparseGP(learned, ComputationAware(8))
-            losses = train(learned, guide, x, y, steps=200, lr=0.05, loss=loss)
-            assert losses[-1] < losses[0]
-            q = guide.posterior(new)["f"]
-            scale = (q.variance + pyro.param("noise") ** 2).sqrt()
-            scores.append(-dist.Normal(q.mean, scale).log_prob(target).mean().item())
-        gaps.append(scores[1] - scores[0])
-    assert sum(gaps) / 3 > 0.02
-
-
 def test_projected_likelihood_keeps_other_terms_and_refuses_other_families():
     x, y = data(num=30)
 
@@ -306,31 +284,6 @@ def test_projected_likelihood_keeps_other_terms_and_refuses_other_families():
     x, y = data(bernoulli, 30)
     with pytest.raises(ValueError, match="Gaussian in the function values"):
         ProjectedLikelihood().loss(bernoulli, AutoSparseGP(bernoulli, ComputationAware(5)), x, y)
-
-
-def test_variance_at_an_inducing_point_off_the_data():
-    """Figure 1: SVGP is certain of f at an inducing point far from the data, CaGP is not."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.cat([torch.rand(40, 1, generator=generator), 2 + torch.rand(40, 1, generator=generator)])
-    y = torch.sin(6 * x[:, 0]) + 0.05 * torch.randn(80, generator=generator)
-    kernel = kernels.Matern32(0.5)
-    gap = torch.tensor([[1.5]])
-    model = gaussian(kernel, 0.3)
-    z = torch.tensor([[0.2], [0.6], [1.5], [2.3], [2.8]])
-    svgp, _ = maximise(model, SVGP(z, trainable=False), x, y)
-    sgpr = fitted(x, y, SGPR(z, trainable=False), model)
-    aware = fitted(x, y, ComputationAware(5), model)
-    gain = kernel(gap, x) @ torch.linalg.inv(kernel(x) + 0.09 * torch.eye(80))
-    truth = (kernel(gap) - gain @ kernel(x, gap)).item()
-    variances = {
-        name: guide.posterior(gap)["f"].variance.item()
-        for name, guide in (("svgp", svgp), ("sgpr", sgpr), ("aware", aware))
-    }
-    assert variances["svgp"] < 0.8 * truth
-    assert abs(variances["svgp"] - variances["sgpr"]) < 1e-3
-    assert variances["aware"] >= truth
-    assert sgpr.posterior(gap)["f"].computational_variance < 0
-    assert aware.posterior(gap)["f"].computational_variance >= 0
 
 
 def test_mutual_information_is_largest_for_eigenvectors():
@@ -434,70 +387,11 @@ def test_residual_actions_without_a_residual():
     assert (q.mean == 0).all()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_prediction_visits_the_pairs_of_rows_once(policy, monkeypatch):
-    x, y = data(num=40)
-    new = torch.rand(5, 2)
-    guide = AutoSparseGP(learned, ComputationAware(6, policy))
-    train(learned, guide, x, y, steps=3)
-    passes = []
-    plain = projected.project
-    monkeypatch.setattr(projected, "project", lambda *args: passes.append(1) or plain(*args))
-    with torch.no_grad():
-        first = guide.posterior(new)["f"]
-        at_data = first.at(x)
-        assert at_data.variance.isfinite().all()
-        assert len(passes) == 1
-        predict(learned, guide, new, num_samples=4)
-        assert len(passes) == 2
-    torch.testing.assert_close(guide.posterior(x)["f"].variance, at_data.variance)
-    for change in ("length", "policy", "training"):
-        with torch.no_grad():
-            before = guide.posterior(new)["f"].mean
-        if change == "length":
-            dict(pyro.get_param_store().named_parameters())["length"].data.add_(0.1)
-        elif change == "training":
-            train(learned, guide, x, y, steps=1)
-        elif policy == "sparse":
-            guide.gps.f.policy.values_unconstrained.data.add_(torch.rand(40))
-        elif policy == "random":
-            guide.gps.f.policy.draws.add_(torch.randn(40, 6))
-        else:
-            continue
-        with torch.no_grad():
-            after = guide.posterior(new)["f"].mean
-        assert (before - after).abs().max() > 1e-6
-        torch.testing.assert_close(after, guide.posterior(new)["f"].mean)
-
-
 def test_the_divergence_of_projections_that_say_nothing_is_0():
     # ỹᵀα − αᵀDα, of numbers of 1e16 each, would leave anything.
     target, noise = torch.tensor([1e8, -3e7], dtype=torch.float64), torch.tensor([3e-1, 7.0], dtype=torch.float64)
     q = ProjectedGaussian(target, noise.sqrt().diag(), noise, torch.zeros(2, 2, dtype=torch.float64))
     assert abs(float(q.kl())) < 1e-12
-
-
-class Lazy(torch.nn.Module):
-    """Takes its size, and a buffer that was none, from the data."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("matrix", torch.zeros(0))
-        self.register_buffer("mark", None)
-
-    def forward(self, kernel, sites):
-        if not self.matrix.numel():
-            self.matrix, self.mark = torch.randn(len(sites.inputs), 4).to(sites.inputs), torch.ones(3)
-        return self.matrix
-
-
-def test_buffers_that_get_their_size_from_the_data_are_loaded():
-    x, y = data(num=20)
-    guide = fitted(x, y, ComputationAware(4, Lazy()))
-    other = AutoSparseGP(guide.model, ComputationAware(4, Lazy()))
-    other.load_state_dict(guide.state_dict())
-    torch.testing.assert_close(other.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
-    assert other.gps.f.policy.policy.mark.shape == (3,)
 
 
 def test_an_action_of_zeros_is_named():

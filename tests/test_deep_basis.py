@@ -12,12 +12,12 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import MCMC, NUTS, Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import Predictive
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 from torch.distributions import MultivariateNormal, constraints
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels, predict
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
@@ -31,7 +31,7 @@ from pyro_sparsegp.families import (
 from pyro_sparsegp.kernels import DeepBasis
 from pyro_sparsegp.numerics import chunks as blocks
 
-from .models import data, estimate, maximise, train
+from .models import data, maximise, train
 
 NOISE = 0.2
 
@@ -150,13 +150,6 @@ def test_algebra_carries_the_diagonal(name):
     assert not kernel.relative_to(x).depends_on_rows
 
 
-def test_selected_columns():
-    network, x = mlp(1), torch.rand(8, 3)
-    k = DeepBasis(network)[1].relative_to(x)
-    torch.testing.assert_close(k.diag(2 * x), DeepBasis(network).relative_to(x[:, 1:2]).diag(2 * x[:, 1:2]))
-    assert k.columns == (1,)
-
-
 def test_exact_process_needs_no_more_than_the_kernel():
     network, x, y = mlp(), *data(num=12)
     process = GaussianProcess(DeepBasis(network), x, jitter=0.0)
@@ -173,33 +166,6 @@ def test_exact_process_needs_no_more_than_the_kernel():
     gain = k(new, x) @ torch.linalg.inv(covariance + shift)
     torch.testing.assert_close(given.mean, gain @ y, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(given.variance, (k(new) - gain @ k(x, new))[0] + 1e-8, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:.*transitions of this MCMC diverged")  # a short run
-def test_prior_predictive_and_nuts():
-    x, y = data(num=10)
-    network = mlp()
-
-    def model(x, y=None):
-        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
-        frozen = [p.detach() for p in network.parameters()]
-        phi = lambda x: torch.tanh(x @ frozen[0].mT + frozen[1]) @ frozen[2].mT + frozen[3]  # noqa: E731
-        f = pyro.sample("f", GaussianProcess(scale * DeepBasis(phi) + kernels.White(1e-3), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
-
-    draws = Predictive(model, num_samples=250)(x)["f"]
-    level = squares(network, x).max().item()
-    assert math.isclose(
-        (draws[:, 0, :] if draws.dim() == 3 else draws).var().item(), level * math.exp(0.125), rel_tol=0.35
-    )
-    whitened = pyro.poutine.reparam(model, config=Whitening())
-    mcmc = MCMC(NUTS(whitened, max_tree_depth=4), num_samples=6, warmup_steps=6, disable_progbar=True)
-    mcmc.run(x, y)
-    new = torch.rand(3, 2)
-    values = predict(model, mcmc, new)["f"]
-    assert values.shape == (6, 3)
-    assert values.isfinite().all()
 
 
 # Exact weight space: eq. 5, 6, 11 and 12.
@@ -305,35 +271,6 @@ def test_features_collapse_to_rank_one_without_correction_and_not_with_it():
     assert heights.min() > 0.9 * heights.max()  # a uniform prior variance
 
 
-class EvenRows(nn.Module):
-    """The network of the class docstring: outputs of one learned norm."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network, self.log_norm = network, nn.Parameter(torch.zeros(()))
-
-    def forward(self, x):
-        return self.log_norm.exp() * nn.functional.normalize(self.network(x), dim=-1)
-
-
-def test_features_of_even_norm_have_no_penalty_and_train_sooner():
-    """With a network's uneven features the penalty rules the first steps; the bound of even ones is far ahead."""
-    x = 2 * torch.rand(60, 1) - 1
-    y = torch.sign(torch.sin(8 * x[:, 0])) + NOISE * torch.randn(60)
-    bounds = []
-    for wrap in (lambda network: network, EvenRows):
-        pyro.clear_param_store()
-        network = wrap(mlp(1, outputs=32, width=32))
-        model = deep(network)
-        guide = AutoSparseGP(model, ExactWeightSpace())
-        train(model, guide, x, y, steps=40, lr=8e-3)
-        bounds.append(elbo(model, guide, x, y))
-    assert bounds[1] > bounds[0] + 20
-    assert correction(network, x).abs().max() < 1e-12
-    plain = deep(network, False)
-    assert abs(elbo(plain, AutoSparseGP(plain, ExactWeightSpace()), x, y) - bounds[1]) < 1e-8
-
-
 # Natural steps under features that move.
 
 
@@ -354,21 +291,15 @@ def test_q_follows_features_that_turn():
     assert abs(elbo(model, guide, x, y) - bound) < 0.1
 
 
-def test_features_are_followed_from_the_first_step_in_which_they_train():
-    network, (x, y) = mlp().requires_grad_(False).eval(), data(num=40)
-    model = deep(network)
-    guide = AutoSparseGP(model, WeightSpace())
-    train(model, guide, x, y, steps=2)
-    assert not guide.gps.f.coefficients.seat.numel()  # following costs several times the rest of a step
-    network.requires_grad_()
-    train(model, guide, x, y, steps=2)
-    coefficients = guide.gps.f.coefficients
-    assert coefficients.seat.shape == (40, 5)
-    bound = elbo(model, guide, x, y)
-    with torch.no_grad():
-        network[2].weight.neg_()
-        network[2].bias.neg_()
-    assert abs(elbo(model, guide, x, y) - bound) < 0.1
+class EvenRows(nn.Module):
+    """The network of the class docstring: outputs of one learned norm."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.log_norm = network, nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.log_norm.exp() * nn.functional.normalize(self.network(x), dim=-1)
 
 
 def test_natural_steps_keep_up_with_a_network():
@@ -396,18 +327,6 @@ def test_natural_steps_keep_up_with_a_network():
 
 
 # Blocks of rows.
-
-
-@pytest.mark.parametrize("family", [ExactWeightSpace(), WeightSpace()], ids=["exact", "free"])
-def test_objectives_agree(family):
-    x, y = data(num=20)
-    model = deep(mlp())
-    guide = AutoSparseGP(model, family)
-    train(model, guide, x, y, steps=8)
-    bound = TraceQuadrature_ELBO(2).loss(model, guide, x, y)
-    for loss in (Trace_ELBO(), TraceMeanField_ELBO()):
-        mean, error = estimate(loss, model, guide, x, y, num=30)
-        assert abs(mean - bound) < 5 * error + 1e-6
 
 
 class Watched(nn.Module):
@@ -744,22 +663,6 @@ def test_components_of_a_sum(family):
     torch.testing.assert_close(q.components[3].variance, (2 * new @ s[6:, 6:] * new).sum(-1))
 
 
-@pytest.mark.parametrize(
-    "family", [MeanFieldAdditive(4), WeightSpace(), ExactWeightSpace()], ids=["additive", "free", "exact"]
-)
-def test_terms_keep_their_names(family):
-    network, (x, y) = mlp(), data(num=20)
-    model = deep(network, wrap=lambda k: (0.5 * k).named("deep") + kernels.Linear(2.0).named("trend"))
-    guide = AutoSparseGP(model, family)
-    guide(x, y)
-    parts = guide.posterior(torch.rand(3, 2))["f"].components
-    assert parts.names == ("deep", "trend")
-    torch.testing.assert_close(parts["deep"].mean, parts[0].mean)
-    base = DeepBasis(network).named("deep").relative_to(x)
-    assert base.name == "deep"
-    assert not base.depends_on_rows
-
-
 def test_paths_have_the_residual():
     network, (x, y) = mlp(), data(num=30)
     model = deep(network)
@@ -772,37 +675,6 @@ def test_paths_have_the_residual():
 
 
 # Deep kernel learning: a network on the inputs.
-
-
-@pytest.mark.parametrize(
-    "family",
-    [SVGP(8), OrthogonalInducing(5, 4), MeanFieldAdditive(6), SGPR(8), ComputationAware(10)],
-    ids=lambda f: type(f).__name__,
-)
-def test_deep_kernel_learning(family):
-    network, (x, y) = mlp(2, 2), data(num=60)
-
-    def model(x, y=None):
-        pyro.module("network", network)
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.7), network(x)))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
-
-    guide = AutoSparseGP(model, family)
-    guide(x, y)
-    start = [z.detach().clone() for name, z in guide.named_parameters() if "inputs" in name]
-    with torch.no_grad():
-        for z in start:  # the inducing inputs are rows of the feature space
-            assert (z[:, None] == network(x)).all(-1).any(1).all()
-    before = [p.detach().clone() for p in network.parameters()]
-    start_loss = TraceQuadrature_ELBO(2).loss(model, guide, x, y)
-    losses = train(model, guide, x, y, steps=24, lr=0.02)
-    assert losses[-1] < start_loss - 10
-    assert all(not torch.equal(p, old) for p, old in zip(network.parameters(), before))
-    moved = [z for name, z in guide.named_parameters() if "inputs" in name]
-    assert all(not torch.equal(a, b) for a, b in zip(moved, start))
-    q = guide.posterior(x)["f"]
-    assert (q.mean - y).square().mean().sqrt() < 0.5
 
 
 def test_terms_with_features_under_a_deep_basis_know_the_level():

@@ -57,30 +57,6 @@ def test_coincident_points_whose_distance_rounds_below_zero(name):
     torch.testing.assert_close(found, found.median().expand(200), atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_covariances_are_those_of_finite_differences(name):
-    """At coincident points, too, where a Matérn function's curvature is not finite."""
-    kernel = KERNELS[name](LENGTH)
-    x = augmented(6)
-    x = torch.cat([x, Derivative.at(x[:, :2], 0), Derivative.at(x[:, :2], 2)])
-    step = 1e-4
-    values, weights = [], []
-    for row in x:
-        move = torch.zeros(2)
-        if row[-1]:
-            move[int(row[-1]) - 1] = step
-        values += [row[:2] + move, row[:2] - move]
-        weights.append([0.5 / step, -0.5 / step] if row[-1] else [0.5, 0.5])
-    functional = torch.block_diag(*[torch.tensor([w]) for w in weights])
-    dense = functional @ kernel(torch.stack(values)) @ functional.mT
-    atol = 5e-3 if name == "Matern32" else 1e-5  # its second derivative has a kink
-    found = Derivative(kernel)(x)
-    torch.testing.assert_close(found, dense, atol=atol, rtol=1e-5)
-    torch.testing.assert_close(Derivative(kernel)(x, x.clone()), found, atol=1e-7, rtol=1e-7)
-    torch.testing.assert_close(Derivative(kernel).diag(x), found.diagonal(), atol=1e-7, rtol=1e-7)
-    assert torch.linalg.eigvalsh(found).min() > -1e-6
-
-
 def test_gradients_by_hyperparameters_and_inputs():
     x = augmented(4)
 
@@ -108,13 +84,6 @@ def test_several_outputs_and_diagonal_terms():
     extra = torch.where(x[:, -1] == 0, 0.3, 0.0)
     torch.testing.assert_close(noisy(x) - plain(x), extra.diag())
     torch.testing.assert_close(noisy.diag(x) - plain.diag(x), extra)
-
-
-def test_float32():
-    x = augmented(6).float()
-    k = Derivative(kernels.Matern52(0.5))
-    assert k(x).dtype == k.diag(x).dtype == torch.float32
-    torch.testing.assert_close(k(x).double(), k(x.double()), atol=2e-3, rtol=1e-3)
 
 
 NOISE = 0.05

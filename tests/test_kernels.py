@@ -9,7 +9,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch.testing import assert_close
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels
-from pyro_sparsegp.families import SGPR, AdditiveSGPR
+from pyro_sparsegp.families import SGPR
 from pyro_sparsegp.kernels.stacked import stacked, structure
 
 from .models import gaussian
@@ -227,29 +227,6 @@ def test_columns_from_the_end():
     assert kernels.Anova(a[-1], 0, 1)[-1](x).shape == (5, 5)
     known = a[0] + a[1, 2] * kernels.Linear()
     assert GaussianProcess(known, x).kernel is known
-
-
-def test_columns_from_the_end_in_an_additive_family():
-    x, y = torch.rand(20, 4), torch.rand(20)
-    a = kernels.RBF(0.7)
-    found = []
-    for kernel in (
-        a[-1] + kernels.Matern12()[:2] + kernels.Linear()[2:] + 0.5 * kernels.Anova(a, 0, 1)[-2],
-        a[3] + kernels.Matern12()[0, 1] + kernels.Linear()[2, 3] + 0.5 * kernels.Anova(a, 0, 1)[2],
-    ):
-        model = gaussian(kernel)
-        pyro.set_rng_seed(0)
-        guide = AutoSparseGP(model, AdditiveSGPR(5))
-        guide(x, y)
-        parts = guide.posterior(x)["f"].components
-        other = AutoSparseGP(model, AdditiveSGPR(5))
-        other.load_state_dict(guide.state_dict())
-        again = other.posterior(x)["f"].components
-        assert [part.mean.equal(same.mean) for part, same in zip(parts, again)] == [True] * 4
-        found.append((parts.names, torch.stack([part.mean for part in parts]), guide.get_extra_state()["gps"]))
-    assert found[0][0] == found[1][0] == ("x3", "x0:x1", "x2:x3", "x2")
-    assert_close(found[0][1], found[1][1])
-    assert found[0][2] == found[1][2]
 
 
 def test_functions_as_kernels():

@@ -184,28 +184,6 @@ def test_semi_collapsed_bounds_reach_the_collapsed_ones(line):
     assert titsias(x, y, Z) < mean_only < free < titsias(x, y, torch.cat([Z, O])) < normal(x, y, KERNEL(x))
 
 
-def test_three_sets_of_the_same_points_are_no_tighter_than_two(line):
-    # More blocks leave out more of the covariance: the same union, cut finer, never gains; fewer cuts never lose.
-    x, y = line
-    bounds = [
-        bound(family, x, y)[1]
-        for family in (
-            SGPR(torch.cat([Z, O])),
-            CollapsedOrthogonal(Z, O),
-            CollapsedOrthogonal(Z, [O[:3], O[3:]]),
-            CollapsedOrthogonal(Z, list(O.split(1))),
-        )
-    ]
-    assert bounds == sorted(bounds, reverse=True)
-    # With independent sets, far from one another, nothing is left out.
-    apart = [torch.linspace(a, a + 0.4, 4).double()[:, None] for a in (0.0, 20.0, 40.0)]
-    far = torch.cat([torch.rand(15, 1).double() * 0.4 + a for a in (0.0, 20.0, 40.0)])
-    target = torch.sin(4 * far[:, 0])
-    two = bound(CollapsedOrthogonal(apart[0], torch.cat(apart[1:])), far, target)[1]
-    three = bound(CollapsedOrthogonal(apart[0], apart[1:]), far, target)[1]
-    assert three == pytest.approx(two, abs=1e-6)
-
-
 def test_unwhitened_posterior_is_the_papers(line):
     x, y = line
     pyro.clear_param_store()
@@ -349,32 +327,6 @@ def test_wrong_arguments_are_named():
         OrthogonallyDecoupled(5, [5, 5], num_columns=3)
     with pytest.raises(ValueError, match='covariance must be "free" or "prior", got \'identity\''):
         SemiCollapsedOrthogonal(5, 5, "identity")
-
-
-@pytest.mark.parametrize("family", [SemiCollapsedOrthogonal(8, 8), ConditionalSGPR(8)], ids=["semi", "conditional"])
-def test_other_likelihoods_and_several_outputs(family):
-    x, y = data(bernoulli)
-    pyro.clear_param_store()
-    guide = AutoSparseGP(bernoulli, family)
-    losses = train(bernoulli, guide, x, y, steps=8, lr=0.15)
-    assert losses[-1] < losses[0] - 3
-    below = AutoSparseGP(bernoulli, SGPR(guide.gps.f.basis.inputs[0].detach()))
-    assert train(bernoulli, below, x, y, steps=1)[0] < 1e6
-
-    def outputs(x, y=None):
-        from pyro_sparsegp import GaussianProcess
-
-        f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.4), x).expand([2]).to_event(1))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f.mT, 0.3).to_event(1), obs=y)
-
-    pyro.clear_param_store()
-    guide = AutoSparseGP(outputs, family)
-    svi = SVI(outputs, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(5))
-    target = torch.stack([y, -y], -1)
-    losses = [svi.step(x, target) for _ in range(3)]
-    assert losses[-1] < losses[0]
-    assert guide.posterior(x)["f"].mean.shape == (2, len(x))
 
 
 def test_conditional_bound_is_above_titsias_also_for_other_likelihoods():

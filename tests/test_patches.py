@@ -4,16 +4,13 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
-from pyro.infer import MCMC, NUTS, SVI
+from pyro.infer import SVI
 from torch.testing import assert_close
 
 from pyro_sparsegp import (
     AutoSparseGP,
-    ExpectationPropagation,
     GaussianProcess,
     TraceQuadrature_ELBO,
-    Whitening,
     bases,
     kernels,
     predict,
@@ -24,11 +21,9 @@ from pyro_sparsegp.families import (
     AdditiveFreeSites,
     CollapsedOrthogonal,
     ComputationAware,
-    CoupledPrecision,
     FreeFormFamily,
     FreeSites,
     OrthogonalInducing,
-    SparseEP,
 )
 from pyro_sparsegp.numerics import chunks as blocks
 from pyro_sparsegp.posterior.drawing import GroupedSite
@@ -405,57 +400,6 @@ def test_paths_agree_with_the_posterior(kind):
     assert_close(values.std(0), q.stddev, atol=0.08, rtol=0.15)
 
 
-def test_sums_under_additive_families():
-    def model(x, y=None):
-        k = 20.0 * kernels.Convolutional(kernels.RBF(1.0), (SIDE, SIDE), (3, 3)) + 0.5 * kernels.RBF(2.0)
-        f = pyro.sample("f", GaussianProcess(k + kernels.Constant(1.0), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
-
-    x, y = bars(40)
-    guide = AutoSparseGP(model, CoupledPrecision(8))
-    train(model, guide, x, y, steps=3, lr=0.05)
-    assert guide.gps.f.basis.term_0.inputs[0].shape == (8, 9)
-    assert guide.gps.f.basis.term_1.inputs[0].shape == (8, 36)
-    q = guide.posterior(x)["f"]
-    assert len(q.components) == 3
-    assert_close(sum(part.mean for part in q.components), q.mean)
-
-
-def test_expectation_propagation():
-    x, y = bars(40)
-    guide = AutoSparseGP(one_layer, SparseEP(12))
-    ep = ExpectationPropagation(one_layer, guide, pyro.optim.Adam({"lr": 0.02}))
-    losses = [ep.step(x, y) for _ in range(30)]
-    assert losses[-1] < losses[0]
-    new, truth = bars(40, 1)
-    assert ((guide.posterior(new)["f"].mean > 0) == truth).double().mean() > 0.8
-
-
-@pytest.mark.filterwarnings("ignore:.*transitions of this MCMC diverged")  # a short run
-def test_prior_predictive_and_nuts():
-    x, y = bars(8)
-    torch.manual_seed(0)
-    draws = torch.stack([poutine.trace(one_layer).get_trace(x).nodes["y"]["value"] for _ in range(5)])
-    assert draws.shape == (5, 8)
-
-    def model(x, y=None):
-        k = 30.0 * kernels.Convolutional(kernels.RBF(1.0), (SIDE, SIDE), (3, 3))
-        f = pyro.sample("f", GaussianProcess(k, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
-
-    y = 2 * y - 1
-    whitened = poutine.reparam(model, config=Whitening())
-    mcmc = MCMC(NUTS(whitened, max_tree_depth=3), num_samples=80, warmup_steps=20, disable_progbar=True)
-    mcmc.run(x, y)
-    new = bars(3, 3)[0]
-    drawn = predict(model, mcmc, new)["f"]
-    k = 30.0 * kernels.Convolutional(kernels.RBF(1.0), (SIDE, SIDE), (3, 3))
-    exact = k(new, x) @ torch.linalg.solve(k(x) + 0.25 * torch.eye(8), y)
-    assert_close(drawn.mean(0), exact, atol=0.3, rtol=0)
-
-
 def classes(num, seed=0, dtype=torch.float64):
     """Images of a horizontal bar, a vertical bar, or a diagonal."""
     generator = torch.Generator().manual_seed(seed)
@@ -466,26 +410,6 @@ def classes(num, seed=0, dtype=torch.float64):
         for i in range(3):
             x[n, r + i * (y[n] != 0), c + i * (y[n] != 1)] += 1
     return x.flatten(1).to(dtype), y
-
-
-def test_outputs_share_the_patches():
-    def model(x, y=None, size=None):
-        k = kernels.TICK(30.0 * kernels.RBF(1.0), kernels.Matern32(3.0), (SIDE, SIDE), (3, 3))
-        f = pyro.sample("f", GaussianProcess(k, x).expand([3]).to_event(1))
-        with pyro.plate("data", size or len(x), subsample=x):
-            return pyro.sample("y", RobustMax(f.mT), obs=y)
-
-    x, y = classes(90)
-    guide = AutoSparseGP(model, OrthogonalInducing(12, 8))
-    guide(x, y)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO())
-    for step in range(15):
-        rows = torch.arange(90).roll(-30 * step)[:30]
-        svi.step(x[rows], y[rows], size=90)
-    new, truth = classes(60, 1)
-    f = guide.posterior(new)["f"].mean
-    assert f.shape == (3, 60)
-    assert (f.argmax(0) == truth).double().mean() > 0.7
 
 
 # Deep models.
@@ -548,39 +472,6 @@ def test_two_layers_train_from_scratch(independent, dtype):
     assert guide(new[:5])["g"].shape == (2, 80)
 
 
-def test_three_layers_are_drawn_image_by_image():
-    def model(x, y=None, size=None):
-        h = hidden("g1", x, (SIDE, SIDE), (2, 2), 0.1, 2, bases.identity_convolution((SIDE, SIDE), (2, 2), 2))
-        h = hidden("g2", h, (2, 5, 5), (2, 2), 0.1, 2, bases.identity_convolution((2, 5, 5), (2, 2), 2))
-        f = pyro.sample("f", GaussianProcess(kernels.Convolutional(20.0 * kernels.RBF(1.5), (2, 4, 4), (2, 2)), h))
-        with pyro.plate("data", size or len(x), subsample=x):
-            return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
-
-    x, y = bars(80)
-    h1 = bases.random_convolution(x, (SIDE, SIDE), (2, 2), 2)
-    h2 = x.reshape(80, 1, SIDE, SIDE)[..., 1:-1, 1:-1].expand(-1, 2, -1, -1).flatten(1)  # what the means hand on
-    guide = AutoSparseGP(
-        model,
-        {
-            "g1": SVGP(bases.inducing_patches(x, 10, (SIDE, SIDE), (2, 2))),
-            "g2": OrthogonalInducing(bases.inducing_patches(h1, 6, (2, 5, 5), (2, 2)), 6),
-            "f": SVGP(bases.inducing_patches(h2, 12, (2, 4, 4), (2, 2))),
-        },
-    )
-    guide(x[:10], y[:10])
-    # A patch of the second layer sees overlapping parts of the first: only images are apart.
-    assert guide.structure.groups == {"g1": (25, "f"), "g2": (16, "f")}
-    losses = []
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.08}), TraceQuadrature_ELBO())
-    start = svi.evaluate_loss(x, y, size=80)
-    for _ in range(40):
-        rows = torch.randperm(80)[:20]
-        losses.append(svi.step(x[rows], y[rows], size=80))
-    assert sum(losses[-10:]) / 10 < 0.8 * start
-    new, truth = bars(60, 1)
-    assert ((guide.posterior(new)["f"].mean > 0) == truth).double().mean() > 0.7
-
-
 @pytest.mark.parametrize("lengths", [torch.tensor(0.7), torch.tensor([[0.5], [1.5]])], ids=["shared", "one an output"])
 def test_draws_of_groups_have_the_covariance_within_them(lengths):
     def model(x, y=None):
@@ -630,25 +521,6 @@ def test_names_of_independent_draws():
     guide = AutoSparseGP(two_layers, SVGP(4), independent_draws=("h",))
     with pytest.raises(ValueError, match=r"independent_draws names \['h'\]; the GP sites are \['f', 'g'\]"):
         guide(x, y)
-
-
-def test_a_step_in_pieces_is_the_same(monkeypatch):
-    """Dropping what the kernels make on the way changes neither the bound nor its gradients, under vmap too."""
-    x, y = bars(20)
-    guide = AutoSparseGP(one_layer, SVGP(8, natural=False), point_estimates=True)
-    guide(x, y)
-
-    def gradients():
-        for p in guide.parameters():
-            p.grad = None
-        loss = TraceQuadrature_ELBO().loss_and_grads(one_layer, guide, x, y)
-        return [torch.tensor(loss), *(p.grad.clone() for p in guide.parameters())]
-
-    whole = gradients()
-    monkeypatch.setattr(blocks, "_PIECE", 200)
-    monkeypatch.setattr(blocks, "_KEPT", 100)
-    for one, other in zip(whole, gradients()):
-        assert_close(one, other)
 
 
 # Where the layers start.

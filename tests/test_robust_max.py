@@ -10,9 +10,9 @@ import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
 
-from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
+from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.distributions import Probit, RobustMax
-from pyro_sparsegp.families import SGPR, SVGP, OrthogonalInducing, SparseEP
+from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
 from .models import estimate, one_function, train
 
@@ -271,29 +271,6 @@ class TestBound:
         exact = TraceQuadrature_ELBO().loss(model, posterior, x, y)
         assert abs(mean - exact) < 5 * error
 
-    def test_epsilon_as_a_latent(self):
-        x, y = classes()
-        y = torch.where(torch.rand(len(y)) < 0.2, (y + 1) % 3, y)
-
-        def model(x, y=None):
-            epsilon = pyro.sample("epsilon", dist.Beta(1.0, 9.0))
-            f = pyro.sample("f", GaussianProcess(4.0 * KERNEL, x).expand([3]).to_event(1))
-            with pyro.plate("data", len(x)):
-                return pyro.sample("y", RobustMax(f.mT, epsilon), obs=y)
-
-        guide = AutoSparseGP(model, SVGP(12))
-        losses = train(model, guide, x, y, steps=40, lr=0.25, loss=TraceQuadrature_ELBO())
-        assert sum(losses[-10:]) < sum(losses[:10])
-        assert 0.05 < predict(model, guide, x, joint=False)["epsilon"].mean() < 0.4
-
-    def test_float32(self):
-        x, y = classes()
-        model = multiclass()
-        guide = guide_for(model, x.float(), y)
-        loss = TraceQuadrature_ELBO().loss(model, guide, x.float(), y)
-        double = guide.double()
-        assert TraceQuadrature_ELBO().loss(model, double, x, y) == pytest.approx(loss, rel=1e-3)
-
     def test_beside_other_densities(self):
         """The rest of the model is integrated as ever: by nodes, or drawn."""
         x, y = classes()
@@ -326,19 +303,6 @@ class TestBound:
         exact = exact + (y * g.mean - (g.mean + g.variance / 2).exp() - torch.lgamma(y + 1.0)).sum()
         exact = exact + dist.Normal(f.mean.sum(0), 0.5).log_prob(z[0]).sum() - f.variance.sum() / (2 * 0.25)
         assert found == pytest.approx(exact.item(), rel=1e-7)
-
-    def test_training_finds_the_classes(self):
-        x, y = classes(150, 4)
-        model = multiclass(4, 1e-3, 2.0 * kernels.RBF(0.3))
-        guide = AutoSparseGP(model, OrthogonalInducing(15, 15))
-        train(model, guide, x, y, steps=20, lr=0.05, loss=TraceQuadrature_ELBO())
-        x_new, y_new = classes(200, 4, seed=2)
-        q = guide.posterior(x_new)["f"]
-        probs = RobustMax(q.mean.mT, 1e-3).expected_probs(q.variance.mT)
-        assert (probs.argmax(-1) == y_new).double().mean() > 0.9
-        draws = predict(model, guide, x_new, num_samples=100, joint=False)["y"]
-        share = torch.nn.functional.one_hot(draws, 4).double().mean(0)
-        assert (share - probs).abs().mean() < 0.03
 
     def test_refused_where_it_needs_a_gradient(self):
         x, y = classes()
@@ -440,20 +404,6 @@ class TestOtherDistributions:
         other = AutoSparseGP(plain, SVGP(8))
         other.load_state_dict(guide.state_dict())
         assert TraceQuadrature_ELBO(40).loss(plain, other, x, y) == pytest.approx(value)
-
-
-def test_softmax_trains_by_draws():
-    x, y = classes(120)
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(4.0 * KERNEL, x).expand([3]).to_event(1))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
-
-    guide = AutoSparseGP(model, SVGP(12))
-    with pytest.warns(UserWarning, match="Monte Carlo"):
-        train(model, guide, x, y, steps=50, lr=0.05)
-    assert (guide.posterior(x)["f"].mean.argmax(0) == y).double().mean() > 0.9
 
 
 def test_predictive_scores_see_the_same_probabilities():
