@@ -18,7 +18,7 @@ from torch.distributions import constraints
 
 from .kernels.algebra import Kernel, as_kernel
 from .kernels.base import hyperparameters
-from .numerics.linalg import cholesky, solve_lower
+from .numerics.linalg import cholesky, solve_lower, times
 from .numerics.shapes import broadcast_shapes
 
 __all__ = ["GaussianProcess", "Origin", "PriorProcess"]
@@ -253,7 +253,7 @@ class GaussianProcess(TorchDistribution):
         self.require_place()
         shape = self._extended_shape(sample_shape)
         noise = torch.randn(shape, dtype=self.x.dtype, device=self.x.device)
-        return self.mean + (self.scale_tril @ noise[..., None])[..., 0]
+        return self.mean + times(self.scale_tril, noise)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Exact log density of function values ``(..., N)``, in nats."""

@@ -16,6 +16,7 @@ from pyro_sparsegp.families import (
     ConditionalSGPR,
     CoupledCovariance,
     CoupledPrecision,
+    Exact,
     FreeFormFamily,
     FreeSites,
     MeanFieldAdditive,
@@ -47,6 +48,7 @@ FAMILIES = {
     "FreeSites": FreeSites(12),
     "ComputationAwareSparse": ComputationAware(12),
     "ComputationAwareCG": ComputationAware(12, "cg"),
+    "Exact": Exact(),
 }
 
 DTYPES = (torch.float64, torch.float32)

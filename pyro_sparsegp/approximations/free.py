@@ -26,7 +26,6 @@ from ..process import GaussianProcess
 
 __all__ = ["SparseGP"]
 
-
 _ROWS = 4096  # enough to show where posteriors start
 _MOST_FOLLOWED = 256  # inducing points; beyond, following takes far longer than a step
 
@@ -42,9 +41,7 @@ class SparseGP(AbstractModule):
     :param family: what was declared, :meth:`Family.declared`.
     """
 
-    following: Optional[Following]  # of other latents
     kept_rows: Optional[Tensor]  # inputs of a network, (K, d), whose outputs there say how features move
-    network: list[str]  # its parameters' names
     rows: Optional[Tensor]  # inputs of training, where the kernel's diagonal depends on them
 
     def __init__(
@@ -53,8 +50,8 @@ class SparseGP(AbstractModule):
         super().__init__()
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
-        self.following = None
-        self.network = []
+        self.following: Optional[Following] = None  # of other latents
+        self.network: list[str] = []  # its parameters' names
         self.num_rows = 0  # inputs of training in all, where a plate tells
         self.register_buffer("kept_rows", None)
         self.register_buffer("rows", None)
@@ -115,13 +112,13 @@ class SparseGP(AbstractModule):
         features.hold_at(origin.at(self.kept_rows) if origin is not None and is_known else None)
 
     def _anchor(self, features: Features) -> Any:
-        """L, as the coefficients want it."""
+        # L, as the coefficients want it.
         if self.coefficients.waits and self.kept_rows is None and not self.coefficients.wants(features):
             return None
         return features.anchors if self.coefficients.by_block else features.anchor
 
     def _level(self, process: GaussianProcess, features: Features) -> Optional[Tensor]:
-        """The values ``(..., M)`` of a constant mean for u = Lw; ``None`` where it is none, or never moved."""
+        # The values (..., M) of a constant mean for u = Lw; None where it is none, or never moved.
         mean = process.mean_function
         if not isinstance(mean, Tensor) or mean.shape[-1:] not in ((), (1,)):
             return None

@@ -49,15 +49,20 @@ class SiteGP(AbstractModule):
         kind: type[SparsePosterior] = SparsePosterior,
         sites: Optional[Sites] = None,
         exact: bool = False,
+        new_inputs: bool = False,
     ) -> SparsePosterior:
         """The posterior of ``process`` given ``sites``, by default those kept.
 
         :param exact: whether the sites are the likelihood itself, so that an optimal q(w) is where the bound is
             stationary.
+        :param new_inputs: whether the process's inputs are others than the sites'.
         """
         if sites is None and self.sites.empty:
             return self.unread(process, name, kind)
-        return self.given(process, name, kind, self.sites() if sites is None else sites, exact)
+        sites = self.sites() if sites is None else sites
+        if new_inputs:
+            return self.at_new_inputs(process, name, kind, sites)
+        return self.given(process, name, kind, sites, exact)
 
     def reorder(self, order: Tensor) -> None:
         """Follow the data into another order: row n is what row ``order[n]`` was."""
@@ -70,8 +75,7 @@ class SiteGP(AbstractModule):
 
     def forget(self) -> None:
         """Forget what was read off the training data."""
-        if isinstance(self.sites, KeptSites):
-            self.sites.forget()
+        self.sites.forget()  # type: ignore[union-attr]
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         """The prior, before any sites are read."""
@@ -96,10 +100,13 @@ class SiteGP(AbstractModule):
         kind: type[SparsePosterior] = SparsePosterior,
         sites: Optional[Sites] = None,
     ) -> SparsePosterior:
-        """The posterior at new inputs, where a kernel's diagonal that depends on the rows is that beside the sites'."""
-        if sites is None and self.sites.empty:
-            return self.unread(process, name, kind)
-        sites = self.sites() if sites is None else sites
+        """The posterior at new inputs."""
+        return self.forward(process, name, kind, sites, new_inputs=True)
+
+    def at_new_inputs(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites
+    ) -> SparsePosterior:
+        """That, where a kernel's diagonal that depends on the rows is that beside the sites'."""
         return self.given(process.relative_to(sites.inputs), name, kind, sites, False)
 
     @property
@@ -121,6 +128,4 @@ class SiteGP(AbstractModule):
 
 def same_rows(inputs: Tensor, x: Tensor) -> bool:
     """Whether two matrices of inputs are the same, or equal."""
-    if inputs is x or inputs.shape != x.shape:
-        return inputs is x
-    return inputs.data_ptr() == x.data_ptr() or torch.equal(inputs, x)
+    return inputs is x or torch.equal(inputs, x)

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from ..bases import Basis
+from ..bases.inducing import features_of
+from ..bases.variables import Values
 from ..gaussians import Gaussian, optimal
 from ..gaussians.sites import Sites
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .on_sites import SiteGP, same_rows
 
-__all__ = ["OptimalGP", "gradients_unless"]
+__all__ = ["ExactGP", "OptimalGP", "gradients_unless"]
 
 
 class OptimalGP(SiteGP):
@@ -54,12 +56,24 @@ class OptimalGP(SiteGP):
 
     def conditioned(self, features: Any, phi: Any, sites: Sites, exact: bool, name: str) -> tuple[Any, Any, Gaussian]:
         """The features that the posterior has, Φ of them at the sites' inputs, and q(w) given the sites."""
+        # S⁻¹ = I + ΦᵀΛΦ, S⁻¹m = Φᵀλ(z − μ)
         groups = [(b,) for b in range(len(phi))] if self.blockwise else None
         with gradients_unless(exact):
             return features, phi, optimal(phi, sites.precision, sites.linear, groups, name)
 
     def spec(self) -> dict[str, Any]:
         return {"basis": self.basis.spec(), **super().spec()}
+
+
+class ExactGP(OptimalGP):
+    """q(f | sites), exact: the basis is f at the sites' own inputs X, wherever these are now."""
+
+    unread = SiteGP.unread  # one row's variance may be 0, as a linear kernel's at 0 (test_exact.py)
+
+    def features_at(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
+        features = features_of(process.kernel, [Values(x)], process.jitter, name)
+        # Φ at X is K_XX L⁻ᵀ = L, but for the jitter.
+        return features, [features.factor]
 
 
 def gradients_unless(exact: bool) -> Any:

@@ -30,9 +30,20 @@ class ProjectedGP(SiteGP):
         self.policy, self.takes_batches = policy, batches
 
     def given(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites, exact: bool
+        self,
+        process: GaussianProcess,
+        name: str,
+        kind: type[SparsePosterior],
+        sites: Sites,
+        exact: bool,
+        actions: Optional[Actions] = None,
     ) -> SparsePosterior:
-        return self._posterior(process, name, kind, sites, self.policy(process.kernel, sites, name))
+        actions = self.policy(process.kernel, sites, name) if actions is None else actions
+        features, products = project(process.kernel, actions, name)
+        here = same_rows(sites.inputs, process.x)
+        values = (lambda f: actions.left(f[..., None])[..., 0]) if here else None
+        q = ProjectedGaussian(actions.target, features.factor, actions.noise, features.covariance, values)
+        return kind(process, features, q, name, sites, features.of(products) if here else None)
 
     @property
     def num_rows(self) -> Optional[int]:
@@ -44,27 +55,7 @@ class ProjectedGP(SiteGP):
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         sites = Sites.none(process.x[:1], process.batch_shape)
-        actions = DenseActions(sites, sites.linear[..., None])
-        return self._posterior(process, name, kind, sites, actions)
-
-    def _posterior(
-        self,
-        process: GaussianProcess,
-        name: str,
-        kind: type[SparsePosterior],
-        sites: Sites,
-        actions: Actions,
-    ) -> SparsePosterior:
-        features, products = project(process.kernel, actions, name)
-        here = same_rows(sites.inputs, process.x)
-
-        def values(f: Tensor) -> Tensor:
-            return actions.left(f[..., None])[..., 0]
-
-        coefficients = ProjectedGaussian(
-            actions.target, features.factor, actions.noise, features.covariance, values if here else None
-        )
-        return kind(process, features, coefficients, name, sites, features.of(products) if here else None)
+        return self.given(process, name, kind, sites, False, DenseActions(sites, sites.linear[..., None]))
 
     def spec(self) -> dict[str, Any]:
         return {"basis": {"kind": "projection"}, **super().spec()}

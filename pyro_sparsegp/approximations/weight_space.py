@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 from torch import Tensor
 
@@ -30,22 +30,15 @@ class ExactWeightSpaceGP(OptimalGP):
             gram, pull = features.gram(sites.inputs, sites.precision, sites.linear)
             return features, None, from_natural(gram, pull, features.sizes, None, name)
 
-    def predict(
-        self,
-        process: GaussianProcess,
-        name: str,
-        kind: type[SparsePosterior] = SparsePosterior,
-        sites: Optional[Sites] = None,
+    def at_new_inputs(
+        self, process: GaussianProcess, name: str, kind: type[SparsePosterior], sites: Sites
     ) -> SparsePosterior:
         """The posterior at new inputs, where the kernel's diagonal acts on the training data too.
 
         q(w) is the optimum for sites of variance 1/λₙ + c(xₙ) (Zhu, Yuchi and Xie, 2025, eq. 12). For a likelihood that
         is Gaussian in f they are those of ∫ p(y | f) N(f | φᵀw, c) df; for others λₙ is training's.
         """
-        if (sites is None and self.sites.empty) or not process.kernel.depends_on_rows:
-            return super().predict(process, name, kind, sites)
-        sites = self.sites() if sites is None else sites
         settled = process.relative_to(sites.inputs)
         features = self.basis(settled.kernel, process.jitter, name)
-        gram, pull = features.gram(sites.inputs, sites.precision, sites.linear, absorb=True)
+        gram, pull = features.gram(sites.inputs, sites.precision, sites.linear, settled is not process)
         return kind(settled, features, from_natural(gram, pull, features.sizes, None, name), name, sites)

@@ -78,7 +78,7 @@ class BlockActions(Actions):
         self.target = self._sum((values * sites.linear.index_select(-1, order))[..., None, :])[..., 0, :]
 
     def _sum(self, columns: Tensor) -> Tensor:
-        """Sums of ``(..., B, N)`` over each block of columns, ``(..., B, i)``."""
+        # Sums of (..., B, N) over each block of columns, (..., B, i).
         return _sums(columns, self.sizes, -1)
 
     @property
@@ -158,7 +158,7 @@ def white(sites: Sites) -> Tensor:
 
 
 def _sums(values: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
-    """Sums over consecutive blocks of a dimension, the last or the one before; equal sizes stand together."""
+    # Sums over consecutive blocks of a dimension, the last or the one before; equal sizes stand together.
     large = sizes[0]
     num = sizes.count(large)
     if num == len(sizes):

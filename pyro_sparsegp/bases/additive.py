@@ -48,7 +48,7 @@ class AdditiveFeatures(Features):
         self._stack = groups[0][1] if len(groups) == 1 and len(groups[0][0]) > 1 else None
 
     def _in_order(self, ask: Callable[[Any], Sequence[Any]]) -> list[Any]:
-        """What features give, a list of one entry a block each, summand by summand."""
+        # What features give, a list of one entry a block each, summand by summand.
         found: dict[int, Sequence[Any]] = {}
         for members, features in self.groups:
             given = ask(features)
@@ -182,15 +182,14 @@ class Additive(Basis):
 
 
 def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[list[int]]:
-    """Summands that differ by numbers only, with values at as many inputs each for a basis; others by themselves."""
+    # Summands that differ by numbers only, with values at as many inputs each for a basis; others by themselves.
     found: dict[Any, list[int]] = {}
     for c, (basis, term) in enumerate(zip(bases, terms)):
         key: Any = c
         if type(basis) is InducingPoints and len(basis.sizes) == 1 and not basis.of_source[0]:
             z, shared = basis.inputs[0], structure(term)
             if isinstance(z, Tensor) and shared is not None:
-                cut = basis.columns is not None and z.shape[-1] == len(basis.columns)
-                key = shared, z.shape, z.dtype, basis.jitter, cut
+                key = shared, z.shape, z.dtype, basis.jitter, basis.is_cut
         found.setdefault(key, []).append(c)
     return list(found.values())
 
@@ -198,9 +197,9 @@ def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[list[int]]:
 def _together(
     terms: Sequence[Any], bases: Sequence[InducingPoints], jitter: Optional[float], name: str
 ) -> InducingFeatures:
-    """The features of summands that differ by numbers only, stacked."""
+    # The features of summands that differ by numbers only, stacked.
     inputs = [basis.inputs[0] for basis in bases]
     values = Values(torch.stack(inputs, -3))
-    cut = bases[0].columns is not None and inputs[0].shape[-1] == len(bases[0].columns)
-    kernel = stacked(terms, values.z, [basis.columns for basis in bases] if cut else None)  # type: ignore[misc]
+    columns: Any = [basis.columns for basis in bases] if bases[0].is_cut else None
+    kernel = stacked(terms, values.z, columns)
     return features_of(kernel, [values], bases[0].jitter if jitter is None else jitter, name)

@@ -43,7 +43,7 @@ class ConditionalFeatures(CrossFeatures):
         self.known = self._both(phi, across)
 
     def _across(self, x: Tensor, phi: Tensor) -> Tensor:
-        """c(x, X)B, ``(..., n, M)``."""
+        # c(x, X)B, (..., n, M).
 
         def product(rows: slice) -> Tensor:
             return self.cross(x[..., rows, :], self.inputs) @ self.weights

@@ -42,6 +42,7 @@ class DecoupledFeatures(CrossFeatures):
         pull = between(self.kernel, part, means) @ weights[..., None]  # k(Z, O)a
         batch = broadcast_shapes(inducing.factor.shape[:-2], pull.shape[:-2])
         factor, pull = (matrix.expand(*batch, *matrix.shape[-2:]) for matrix in (inducing.factor, pull))
+        # L⁻¹k(Z, O)a, so that c(x, O)a = k(x, O)a − φ(x)ᵀ of it
         self.pull = solve_lower(factor, pull)[..., 0]
         self._square: Optional[Tensor] = None
 
@@ -73,7 +74,7 @@ class DecoupledFeatures(CrossFeatures):
         return [*blocks, (t / self.square().sqrt())[..., None]]
 
     def _against(self, rows: Tensor) -> Tensor:
-        """Some entries of K_OO a, ``(..., n)``."""
+        # Some entries of K_OO a, (..., n).
         means = self.means
         if isinstance(means, Values):
             columns = type(means)(means.z.index_select(0, rows)).between(self.kernel, means)
@@ -88,6 +89,7 @@ class DecoupledFeatures(CrossFeatures):
             whole = not isinstance(self.means, Values)  # formed at once
             cost = 1 if whole else self.means.size
             against = in_pieces(lambda rows: self._against(index[rows]), len(index), cost, self.weights, -1)
+            # κ = aᵀC_OO a = aᵀK_OO a − ‖L⁻¹k(Z, O)a‖²
             total = (self.weights * against).sum(-1)
             self._square = (total - self.pull.square().sum(-1)).clamp(min=_FLOOR)
         return self._square

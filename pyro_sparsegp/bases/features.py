@@ -22,7 +22,6 @@ from .base import Basis, Component, Features
 
 __all__ = ["ExplicitFeatures", "KernelFeatures"]
 
-
 _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, and so many a feature
 
 
@@ -117,6 +116,7 @@ class KernelFeatures(Features):
             found = self._explicit(self.kernel, rows) if is_long(x) else self.explicit(x)
             phi = found.features
             if absorb:
+                # 1/(1/λ + c) = λ/(1 + λc) with c = k(x, x) − ‖φ‖² (eq. 12)
                 residual = (found.diagonal - row_squares(phi)).clamp(min=0)
                 shrunk = 1 / (1 + precision * residual)
                 precision, linear = precision * shrunk, linear * shrunk
@@ -151,8 +151,7 @@ class KernelFeatures(Features):
         return by_rows(lambda rows: (super(KernelFeatures, self).function(rows, w),), x)[0]
 
     def components(self) -> list[Component]:
-        blocks = tuple(range(len(self.sizes)))
-        terms = self.kernel.terms
+        blocks, terms = tuple(range(len(self.sizes))), self.kernel.terms
         if len(terms) == 1:
             return [(self.kernel, self, blocks)]
         return [(term, _TermFeatures(terms, i, self.size), blocks) for i, term in enumerate(terms)]

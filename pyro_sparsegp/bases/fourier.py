@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..kernels import Matern12, Matern32, Matern52, Scaled, Select
 from ..kernels.base import as_tensor
+from ..numerics.codes import require_count
 from .variables import InducingVariables
 
 __all__ = ["FourierCoefficients"]
@@ -39,10 +40,7 @@ class FourierCoefficients(InducingVariables):
         super().__init__()
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
             raise ValueError(f"FourierCoefficients' low must be below high, both finite, got {low} and {high}")
-        if isinstance(num_frequencies, bool) or not isinstance(num_frequencies, int) or num_frequencies < 1:
-            raise ValueError(
-                f"FourierCoefficients' num_frequencies must be a whole number of at least 1, got {num_frequencies!r}"
-            )
+        require_count(num_frequencies, "FourierCoefficients' num_frequencies")
         self.low, self.high, self.num_frequencies = float(low), float(high), num_frequencies
         self.register_buffer("interval", torch.tensor([self.low, self.high]))  # says dtype and device
 
@@ -59,7 +57,7 @@ class FourierCoefficients(InducingVariables):
         )
 
     def _gram(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
-        """The integrals, ``(..., M)``, which are 0 for m ≠ m', and h_m(low), ``(M, p)``, at unit variance."""
+        # The integrals, (..., M), which are 0 for m ≠ m', and h_m(low), (M, p), at unit variance.
         omega = self._frequencies(rate)
         density = {1: 2 * rate, 2: 4 * rate**3, 3: 16 / 3 * rate**5}[order]
         waves = (rate.square() + omega.square()) ** order * ((self.high - self.low) / 2)
@@ -77,7 +75,7 @@ class FourierCoefficients(InducingVariables):
 
     @staticmethod
     def _end_precision(rate: Tensor, order: int) -> Tensor:
-        """P⁻¹, ``(..., p, p)``, at unit variance."""
+        # P⁻¹, (..., p, p), at unit variance.
         square = rate.square()[..., 0]
         one, zero = torch.ones_like(square), torch.zeros_like(square)
         if order == 1:
@@ -89,7 +87,7 @@ class FourierCoefficients(InducingVariables):
         return torch.linalg.inv(torch.stack(rows, -1).unflatten(-1, (3, 3)))
 
     def _norms(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
-        """The matrix of ⟨φ_m, φ_m'⟩, ``(..., M, M)``, and ‖φ_m‖, ``(..., M)``, at unit variance."""
+        # The matrix of ⟨φ_m, φ_m'⟩, (..., M, M), and ‖φ_m‖, (..., M), at unit variance.
         integrals, at_end = self._gram(rate, order)
         gram = torch.diag_embed(integrals) + at_end @ self._end_precision(rate, order) @ at_end.mT
         return gram, gram.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -119,7 +117,7 @@ class FourierCoefficients(InducingVariables):
         return found if variance is None else found * as_tensor(variance, x).sqrt()[..., None, None]
 
     def _beyond(self, t: Tensor, rate: Tensor, order: int) -> Tensor:
-        """cov(f(t), u) beyond the interval, ``(..., N, M)``, from h at its nearer end, with rates ``(..., 1, 1)``."""
+        # cov(f(t), u) beyond the interval, (..., N, M), from h at its nearer end, with rates (..., 1, 1).
         _, at_end = self._gram(rate[..., 0], order)
         above = t > self.high
         s = torch.where(above, t - self.high, self.low - t).clamp(min=0)[..., None]
@@ -135,7 +133,7 @@ class FourierCoefficients(InducingVariables):
 
 
 def _parts(kernel: Any) -> tuple[Any, Any, Any]:
-    """A Matérn kernel, its variance and the column it reads."""
+    # A Matérn kernel, its variance and the column it reads.
     variance: Any = None
     column: Any = None
     inner = kernel
@@ -156,7 +154,7 @@ def _parts(kernel: Any) -> tuple[Any, Any, Any]:
 
 
 def _rate(matern: Any, like: Tensor) -> Tensor:
-    """λ = √(2ν)/ℓ, ``(..., 1)``."""
+    # λ = √(2ν)/ℓ, (..., 1).
     lengthscale = as_tensor(matern.lengthscale, like)
     if not lengthscale.dim():
         lengthscale = lengthscale[None]

@@ -26,8 +26,8 @@ __all__ = ["InducingFeatures", "InducingPoints", "features_of"]
 
 Inducing = Union[int, Tensor, InducingVariables]
 
+_LAYOUT = ("columns", "width", "of_source", "jitter", "codes", "units")
 _WIDENED = 3e-8  # the jitter in float32 where K_uu is found in float64
-_LAGGING = 1e-8  # the least where q(w) is free and inputs are learned: 1e-6 is steadier and biases more; not settled
 
 
 class InducingFeatures(CrossFeatures):
@@ -49,13 +49,13 @@ class InducingFeatures(CrossFeatures):
     @property
     def z(self) -> Tensor:
         """Z, ``(M, D)``, where u is f(Z)."""
-        (values,) = self._joined
-        assert isinstance(values, Values)
-        return values.z
+        return self._joined[0].z  # type: ignore[union-attr]
 
     def covariance_with(self, x: Tensor) -> Tensor:
         """K_fu, ``(..., N, M)``."""
-        parts = [checked(part.cross(self.cross, x), part, "cross", x.shape[-2]) for part in self._joined]
+        parts = []
+        for part in self._joined:
+            parts.append(checked(part.cross(self.cross, x), part, "cross", x.shape[-2]))
         return parts[0] if len(parts) == 1 else side_by_side(parts)
 
     def __call__(self, x: Tensor) -> list[Tensor]:
@@ -110,7 +110,7 @@ class InducingPoints(Basis):
         self,
         sets: Sequence[Union[Tensor, InducingVariables]],
         trainable: bool = True,
-        columns: Optional[tuple[int, ...]] = None,
+        columns: Optional[Sequence[int]] = None,
         width: Optional[int] = None,
         of_source: Optional[Sequence[bool]] = None,
         jitter: Optional[float] = None,
@@ -118,37 +118,35 @@ class InducingPoints(Basis):
         units: Optional[Sequence[float]] = None,
     ) -> None:
         super().__init__()
-        self.sizes = tuple(z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets)
+        self.sizes = tuple([z.shape[-2] if isinstance(z, Tensor) else z.size for z in sets])
+        self.trainable, self.jitter = trainable, jitter
+        self.columns = None if columns is None else tuple(columns)
         self.of_source = (False,) * len(sets) if of_source is None else tuple(of_source)
-        first = next((z for z in sets if isinstance(z, Tensor)), None)
-        self.trainable, self.columns = trainable, columns
-        self.width = width or (None if first is None else first.shape[-1])
-        self.jitter = default_jitter(first.dtype) if jitter is None and first is not None else jitter
         self.codes = tuple(sorted(codes)) if trainable else ()
         self.units = None if units is None else tuple(units)
-        if first is not None:  # on the device, so that a step copies nothing there
-            self._keep("column_index", columns, first, torch.int64)
-            held = [i in self.codes for i in range(self.width or 0)] if self.codes else None
-            self._keep("held", held, first, torch.bool)
-            cut = columns is not None and first.shape[-1] == len(columns)
-            self._keep("unit", [units[c] for c in columns or ()] if units and cut else units, first, first.dtype)
+        given = [z for z in sets if isinstance(z, Tensor)]
+        self.width = width or sum(z.shape[-1] for z in given[:1])
+        for first in given[:1]:  # on its device, so that a step copies nothing there
+            self.is_cut = len(columns or range(self.width)) == first.shape[-1] != self.width
+            self._keep("column_index", self.columns, first, torch.int64)
+            self._keep("held", [i in self.codes for i in range(self.width)], first, torch.bool)
+            cut = [units[c] for c in self.columns] if units and self.is_cut else units  # type: ignore[union-attr]
+            self._keep("unit", cut, first, first.dtype)
         for i, z in enumerate(sets):
             if not isinstance(z, Tensor):
                 setattr(self, f"variables_{i}", z)
                 continue
-            unit = self._unit(i)
-            z = z.detach().clone() if unit is None else z.detach() / unit
+            z = z.detach().clone() if (unit := self._unit(i)) is None else z.detach() / unit
             if trainable:
                 setattr(self, f"inputs_{i}", PyroParam(z))
             else:
                 self.register_buffer(f"inputs_{i}", z)
 
     def _keep(self, name: str, values: Any, like: Tensor, dtype: torch.dtype) -> None:
-        value = None if values is None else torch.tensor(values, dtype=dtype, device=like.device)
-        self.register_buffer(name, value, persistent=False)
+        self.register_buffer(name, None if values is None else torch.tensor(values).to(like.device, dtype), False)
 
     def _unit(self, i: int) -> Optional[Tensor]:
-        """The unit of a set's inputs, ``(d,)``."""
+        # The unit of a set's inputs, (d,).
         return None if self.units is None or self.of_source[i] else self.unit
 
     @classmethod
@@ -161,42 +159,28 @@ class InducingPoints(Basis):
         name: str,
         trainable: bool = True,
         columns: Optional[tuple[int, ...]] = None,
-        free: bool = False,
     ) -> InducingPoints:
         """The sets as a guide's first call starts them: counts are chosen among the inputs, the rest is as given.
 
         :param kernel: the kernel they are for. If it has a ``source``, counts are of inputs of that.
         :param x: inputs, ``(..., N, D)``.
-        :param free: whether q(w) is learned by gradients, so that it lags behind inputs that move.
         :raises ValueError: naming the site, as :func:`choose_inputs`.
         """
-        source = kernel.source
-        patches = None if source is None else _some_source_inputs(kernel, x)
-
-        def is_of_source(given: Inducing) -> bool:
-            if patches is None or isinstance(given, InducingVariables):
-                return False
-            return not isinstance(given, Tensor) or given.shape[-1] != x.shape[-1]
-
-        if source is None and any(term.source is not None for term in kernel.terms):
-            for given in sets:
-                if isinstance(given, Tensor) and given.shape[-1] != x.shape[-1]:
-                    raise ValueError(
-                        f"the inducing inputs of site {name!r} must be a tensor (M, {x.shape[-1]}), got "
-                        f"{tuple(given.shape)}: a sum of kernels has no patches of its own. Give images, or take an "
-                        "additive family, such as MeanFieldAdditive([patches, images])."
-                    )
-        of_source = [is_of_source(given) for given in sets]
-        found: list[Any] = [_own(z, x, trainable) if isinstance(z, InducingVariables) else None for z in sets]
-        for domain, rows, cut in ((kernel, x, columns), (source, patches, None)):
-            here = [i for i, z in enumerate(found) if z is None and of_source[i] == (domain is not kernel)]
-            some: list[Any] = [sets[i] for i in here]
-            for i, z in zip(here, choose_inputs(domain, rows, some, init, name, cut) if here else ()):  # type: ignore
-                found[i] = z
-        jitter = _jitter(kernel, x, of_source, found, free and trainable)
-        codes = kernel.code_columns(x.shape[-1])
-        units = _units(x, found) if trainable else None
-        return cls(found, trainable, columns, x.shape[-1], of_source, jitter, codes, units)
+        width, source = x.shape[-1], kernel.source
+        if source is None:
+            _require_images(kernel, width, sets, name)
+        found: list[Any] = [_own(z, x, trainable) if isinstance(z, InducingVariables) else z for z in sets]
+        values = [i for i, z in enumerate(found) if not isinstance(z, InducingVariables)]
+        images = [i for i in values if source is None or (isinstance(z := found[i], Tensor) and z.shape[-1] == width)]
+        patches = [i for i in values if i not in images]
+        for here, of, rows, cut in ((images, kernel, x, columns), (patches, source, None, None)):
+            if here:
+                rows = _some_source_inputs(kernel, x) if rows is None else rows
+                chosen = choose_inputs(of, rows, [found[i] for i in here], init, name, cut)
+                found = [chosen[here.index(i)] if i in here else z for i, z in enumerate(found)]
+        of_source = [i in patches for i in range(len(sets))]
+        jitter, units = _jitter(kernel, x, of_source, found), _units(x, found) if trainable else None
+        return cls(found, trainable, columns, width, of_source, jitter, kernel.code_columns(width), units)
 
     @torch.no_grad()
     def ordered(self, kernel: Any) -> InducingPoints:
@@ -229,19 +213,25 @@ class InducingPoints(Basis):
         """The first ``num`` sets and the others, as bases of their own."""
 
         def part(sets: slice) -> InducingPoints:
-            given = self.inputs[sets], self.trainable, self.columns, self.width, self.of_source[sets]
-            return InducingPoints(*given, self.jitter, self.codes, self.units)
+            layout = self._layout() | {"of_source": self.of_source[sets]}
+            return InducingPoints(self.inputs[sets], self.trainable, **layout)
 
         return part(slice(None, num)), part(slice(num, None))
+
+    def _layout(self) -> dict[str, Any]:
+        # What its inputs are but for their values, as the arguments of a new one.
+        found = {name: getattr(self, name) for name in _LAYOUT}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     @property
     def inputs(self) -> list[Any]:
         """The inducing inputs, a tensor for each set, or its :class:`InducingVariables`."""
         found = []
         for i in range(len(self.sizes)):
-            z = getattr(self, f"inputs_{i}", None)
-            unit = self._unit(i)
-            found.append(getattr(self, f"variables_{i}") if z is None else z if unit is None else z * unit)
+            if (z := getattr(self, f"inputs_{i}", None)) is None:
+                found.append(getattr(self, f"variables_{i}"))
+            else:
+                found.append(z if (unit := self._unit(i)) is None else z * unit)
         return found
 
     def variables(self) -> list[Variables]:
@@ -253,9 +243,9 @@ class InducingPoints(Basis):
             elif of_source:
                 found.append(SourceValues(given))
             else:
-                if self.columns is not None and given.shape[-1] == len(self.columns) != self.width:
+                if given.shape[-1] != self.width:
                     # The kernel never reads the other columns; what stands there does not matter.
-                    full = given.new_zeros(given.shape[0], self.width or 0)
+                    full = given.new_zeros(given.shape[0], self.width)
                     given = full.index_copy(1, self.column_index, given)
                 found.append(Values(torch.where(self.held, given.detach(), given) if self.codes else given))
         return found
@@ -269,16 +259,8 @@ class InducingPoints(Basis):
         return features_of(kernel, self.variables(), self.jitter if jitter is None else jitter, name)
 
     def spec(self) -> dict[str, Any]:
-        return {
-            "kind": "inducing",
-            "shapes": [list(z.shape) if isinstance(z, Tensor) else None for z in self.inputs],
-            "columns": None if self.columns is None else list(self.columns),
-            "width": self.width,
-            "of_source": list(self.of_source),
-            "jitter": self.jitter,
-            "codes": list(self.codes),
-            "units": None if self.units is None else list(self.units),
-        }
+        shapes = [list(z.shape) if isinstance(z, Tensor) else None for z in self.inputs]
+        return {"kind": "inducing", "shapes": shapes, **self._layout()}
 
     @classmethod
     def rebuilt(
@@ -288,21 +270,19 @@ class InducingPoints(Basis):
 
         :param sets: what the family declares, for its :class:`InducingVariables`.
         """
-        columns = None if spec["columns"] is None else tuple(spec["columns"])
-        empty = [
+        empty: list[Any] = [
             _own(given, like, trainable) if isinstance(given, InducingVariables) else like.new_zeros(shape)
             for given, shape in zip(sets, spec["shapes"])
         ]
-        # A state that says nothing of the jitter had that of its dtype.
-        jitter = spec.get("jitter") or default_jitter(like.dtype)
-        codes, units = spec.get("codes", ()), spec.get("units")
-        return cls(empty, trainable, columns, spec["width"], spec["of_source"], jitter, codes, units)
+        # Older states have no codes and no units; those without a jitter had that of their dtype.
+        layout: dict[str, Any] = {name: spec.get(name) for name in _LAYOUT}
+        layout |= {"codes": spec.get("codes", ()), "jitter": spec.get("jitter") or default_jitter(like.dtype)}
+        return cls(empty, trainable, **layout)
 
 
 def _units(x: Tensor, sets: Sequence[Any]) -> Optional[list[float]]:
-    """Of columns of x, and of inducing inputs beside it, whose range is at most a half, the power of two from it on; 1
-    of others; ``None`` if of all.
-    """
+    # Of columns of x, and of inducing inputs beside it, whose range is at most a half, the power of two from it on; 1
+    # of others; None if of all.
     beside = [z for z in sets if isinstance(z, Tensor) and z.shape[-1] == x.shape[-1]]
     rows = torch.cat([x.detach().flatten(0, -2), *beside]).double()
     least, largest = rows.amin(0), rows.amax(0)
@@ -320,37 +300,41 @@ def features_of(kernel: Any, variables: list[Variables], jitter: Optional[float]
     # Φ = K_fu L⁻ᵀ magnifies the rounding of K_uu by its condition number, that of K_fu by the root of it only.
     exact = widened(kernel, variables)
     dtype = None if exact is variables else variables[0].z.dtype  # type: ignore[attr-defined]
-    rows: list[list[Tensor]] = []
     sets = _join(exact)
-    for b, part in enumerate(sets):
+    whole = checked(sets[0].covariance(kernel), sets[0], "covariance", sets[0].size)
+    for b, part in enumerate(sets[1:], 1):
         own = checked(part.covariance(kernel), part, "covariance", part.size)
-        rows.append([*(between(kernel, part, other) for other in sets[:b]), own])
-    whole = rows[0][0]
-    for b in range(1, len(sets)):
-        below = side_by_side(rows[b][:-1])
-        whole = side_by_side([side_by_side([whole, below.mT]).mT, side_by_side([below, rows[b][-1]]).mT]).mT
+        below = side_by_side([between(kernel, part, other) for other in sets[:b]])
+        whole = side_by_side([side_by_side([whole, below.mT]).mT, side_by_side([below, own]).mT]).mT
     scale = whole.detach().diagonal(dim1=-2, dim2=-1)[..., : exact[0].size].mean(-1)  # of the first set for all
     what = f"{'K_ZZ' if type(sets[0]) is Values and len(sets) == 1 else 'K_uu'} of site {name!r}"
     whitened = whitening(whole, jitter, what, scale, functools.partial(hyperparameters, kernel), dtype)
     return InducingFeatures(kernel, variables, whitened.factor, whitened)
 
 
-def _jitter(kernel: Any, x: Tensor, of_source: Sequence[bool], sets: Sequence[Any], lags: bool) -> float:
-    """The relative jitter of K_uu, for sets as :class:`InducingPoints` takes them; see ``tests/benchmarks/jitter.md``.
-
-    It biases the bound, so it is as small as the dtype lets it be: rounding of K_fu grows with its inverse root. Where
-    q(w) lags behind inputs that move, a larger one keeps their steps from moving q(f) by much more.
-    """
+def _jitter(kernel: Any, x: Tensor, of_source: Sequence[bool], sets: Sequence[Any]) -> float:
+    # The relative jitter of K_uu, for sets as `InducingPoints` takes them; see tests/benchmarks/jitter.md.
+    #
+    # It biases the bound, so it is as small as the dtype lets it be: rounding of K_fu grows with its inverse root.
     like: list[Any] = [
         (SourceValues if source else Values)(z) if isinstance(z, Tensor) else z for z, source in zip(sets, of_source)
     ]
-    exact = x.dtype == torch.float64 or widened(kernel, like) is not like
-    least = default_jitter(x.dtype) if not exact or x.dtype == torch.float64 else _WIDENED
-    return max(least, _LAGGING) if lags else least
+    return default_jitter(x.dtype) if widened(kernel, like) is like else _WIDENED
+
+
+def _require_images(kernel: Any, width: int, sets: Sequence[Inducing], name: str) -> None:
+    # Refuse patches for a sum of kernels, of which some have patches.
+    for given in sets if any(term.source is not None for term in kernel.terms) else ():
+        if isinstance(given, Tensor) and given.shape[-1] != width:
+            raise ValueError(
+                f"the inducing inputs of site {name!r} must be a tensor (M, {width}), got {tuple(given.shape)}: a sum "
+                "of kernels has no patches of its own. Give images, or take an additive family, such as "
+                "MeanFieldAdditive([patches, images])."
+            )
 
 
 def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVariables:
-    """A guide's own copy, with the dtype and device of ``like``."""
+    # A guide's own copy, with the dtype and device of like.
     own = copy.deepcopy(given).to(dtype=like.dtype, device=like.device)
     if not trainable:
         freeze(own)
@@ -358,7 +342,7 @@ def _own(given: InducingVariables, like: Tensor, trainable: bool) -> InducingVar
 
 
 def _some_source_inputs(kernel: Any, x: Tensor, rows: int = 1000, most: int = 100_000) -> Tensor:
-    """Distinct inputs of the kernel's source, ``(n, d)``, that f reads at some random rows of x."""
+    # Distinct inputs of the kernel's source, (n, d), that f reads at some random rows of x.
     x = x.detach().flatten(0, -2)
     x = x[torch.randperm(x.shape[0], device=x.device)[:rows]]
     found = kernel.source_inputs(x).flatten(0, -2)
@@ -367,7 +351,7 @@ def _some_source_inputs(kernel: Any, x: Tensor, rows: int = 1000, most: int = 10
 
 
 def _join(variables: Sequence[Variables]) -> list[Variables]:
-    """The sets, those next to each other and of one domain as one: fewer and larger kernel matrices."""
+    # The sets, those next to each other and of one domain as one: fewer and larger kernel matrices.
     found: list[Any] = []
     for part in variables:
         if found and isinstance(part, Values) and type(part) is type(found[-1]):

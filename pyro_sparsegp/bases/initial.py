@@ -19,6 +19,7 @@ __all__ = [
 ]
 
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
+_AT_ONCE = 64  # rows that are drawn before the variance that is left is known again
 
 Initialiser = Callable[[Any, Tensor, int], Tensor]
 
@@ -36,8 +37,7 @@ def random_pivots(kernel: Any, x: Tensor, num: int) -> Tensor:
     :param num: how many points.
     :returns: ``(num, D)``.
     """
-    # The largest of values over standard exponential draws is at one in proportion to the values (Gumbel-max).
-    return _pivots(kernel, x, num, lambda remaining: remaining / torch.empty_like(remaining).exponential_())
+    return _pivots(kernel, x, num, lambda remaining: torch.multinomial(remaining, _AT_ONCE, replacement=True))
 
 
 def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
@@ -52,12 +52,15 @@ def greedy_variance(kernel: Any, x: Tensor, num: int) -> Tensor:
     :param num: how many points.
     :returns: ``(num, D)``.
     """
-    return _pivots(kernel, x, num, lambda remaining: remaining)
+    return _pivots(kernel, x, num, lambda remaining: remaining.argmax(0, keepdim=True))
 
 
 @torch.no_grad()
-def _pivots(kernel: Any, x: Tensor, num: int, score: Callable[[Tensor], Tensor]) -> Tensor:
-    """Rows of x, each the one of the highest score of the variances that are left."""
+def _pivots(kernel: Any, x: Tensor, num: int, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows of x, some at a time, by the variances that are left.
+
+    :param draw: numbers of rows, from their variances; some may be left out.
+    """
     x = x[torch.randperm(x.shape[0], device=x.device)]
     rest = max(num - _PIVOTS, 0)  # rows that the choice does not see: none is taken twice
     few = num - rest
@@ -66,18 +69,43 @@ def _pivots(kernel: Any, x: Tensor, num: int, score: Callable[[Tensor], Tensor])
     remaining = _flat_mean(kernel.diag(some), 1).clone()
     exhausted = 1e-6 * remaining.max()
     noise = torch.rand_like(remaining)
-    chosen = [x[:rest]]
-    rows = x.new_zeros(few, len(some))
-    taken = torch.zeros_like(remaining, dtype=torch.bool)
-    for m in range(few):
-        # Scores stay on the device: used-up rows rank by noise below all others, taken ones last.
-        i = torch.where(remaining > exhausted, score(remaining), noise - 1).masked_fill(taken, -2.0).argmax()
-        chosen.append(some[i][None])
-        taken = taken | (torch.arange(len(some), device=x.device) == i)
-        column = _flat_mean(kernel(some[i][None], some), 2)[0]
-        rows[m] = (column - rows[:m].T @ rows[:m, i]) / remaining[i].clamp(min=exhausted).sqrt()
-        remaining = (remaining - rows[m].square()).clamp(min=0)
-    return torch.cat([*chosen[1:], chosen[0]])
+    chosen = remaining.new_zeros(0, dtype=torch.int64)
+    rows = x.new_zeros(few, len(some))  # R of the factorisation k ≈ RᵀR
+    while len(chosen) < few and (remaining > exhausted).any():
+        m = len(chosen)
+        drawn = draw(torch.where(remaining > exhausted, remaining, 0.0))
+        own = _flat_mean(kernel(some[drawn], some[drawn]), 2) - rows[:m, drawn].T @ rows[:m, drawn]
+        places, factor = _thinned(own, exhausted, few - m)
+        kept = drawn[places]
+        # R_new = L⁻¹(k(kept, ·) − R_keptᵀR)
+        block = _flat_mean(kernel(some[kept], some), 2) - rows[:m, kept].T @ rows[:m]
+        rows[m : m + len(kept)] = new = torch.linalg.solve_triangular(factor, block, upper=False)
+        chosen = torch.cat([chosen, kept])
+        remaining = (remaining - new.square().sum(0)).clamp(min=0).index_fill(0, chosen, 0.0)
+    others = noise.index_fill(0, chosen, -1.0).topk(few - len(chosen)).indices
+    return torch.cat([some[chosen], some[others], x[:rest]])
+
+
+def _thinned(own: Tensor, least: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """Of rows that were drawn in proportion to their variances, those that would be drawn one after the other, and L of
+    their covariance: each is kept with the probability of what those kept before it leave of its variance (Epperly,
+    Tropp and Webber, 2024).
+
+    :param own: their covariance, ``(B, B)``.
+    :param least: a variance that counts as none.
+    :param most: how many are kept.
+    """
+    left, floor = own.double().cpu(), float(least)
+    before, chances = left.diagonal().clone(), [0.0, *torch.rand(len(left) - 1).tolist()]
+    kept: list[int] = []
+    columns: list[Tensor] = []
+    for i in range(len(left)):
+        if not i or (len(kept) < most and left[i, i] > max(chances[i] * before[i], floor)):
+            kept.append(i)
+            columns.append(left[:, i] / left[i, i].clamp(min=floor).sqrt())
+            left = left - columns[-1][:, None] * columns[-1]
+    places = torch.tensor(kept)
+    return places.to(own.device), torch.stack(columns, -1)[places].tril().to(own)
 
 
 @torch.no_grad()
@@ -169,7 +197,6 @@ _NAMED: dict[str, Initialiser] = {
     "kmeans": k_means,
     "pivots": random_pivots,
 }
-_OF_ROWS = ("greedy", "pivots")
 _MANY = 1024  # rows above which points are taken to be too few for them
 
 
@@ -201,44 +228,48 @@ def choose_inputs(
         )
     for given in sets:
         _check(given, rows, name, columns)
-    wanted = [0 if isinstance(given, Tensor) else int(given) for given in sets]
-    chosen = rows[:0]
-    if sum(wanted):
-        distinct = _num_distinct(rows if columns is None else _those(rows, columns), sum(wanted))
-        if columns is not None:
-            wanted = [min(num, distinct) for num in wanted]
-        if sum(wanted) > distinct:
-            raise ValueError(
-                f"site {name!r} asks for {sum(wanted)} inducing points, the guide's first call has {distinct} distinct "
-                "inputs: ask for fewer, give the inputs as a tensor, or first call the guide once on representative "
-                "inputs, all of them say."
-            )
-        chosen = (init if callable(init) else _NAMED[init])(kernel, rows, sum(wanted)).to(rows)
-        if init == "grid" and len(sets) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6
-            wanted = [len(chosen)]
-        if chosen.shape != (sum(wanted), rows.shape[-1]):
-            raise ValueError(
-                f"init returned inducing inputs of shape {tuple(chosen.shape)} for site {name!r}, expected "
-                f"{(sum(wanted), rows.shape[-1])}"
-            )
-        if init not in _OF_ROWS:
-            _require_inputs(kernel, chosen, init, name)
-    free = iter(chosen.split([num for num in wanted if num]) if sum(wanted) else [])
+    wanted = [given for given in sets if not isinstance(given, Tensor)]
+    free = iter(_chosen(kernel, rows, wanted, init, name, columns) if wanted else [])
     found = [given.to(rows) if isinstance(given, Tensor) else next(free) for given in sets]
-    if columns is None:
+    if columns is None or len(columns) == rows.shape[-1]:
         return found
-    return [_those(z, columns) if z.shape[-1] == rows.shape[-1] != len(columns) else z for z in found]
+    return [z if z.shape[-1] == len(columns) else _those(z, columns) for z in found]
 
 
-def _require_inputs(kernel: Any, chosen: Tensor, init: Union[str, Initialiser], name: str) -> None:
-    """Raise if places between rows are no inputs of the kernel's, such as between codes of outputs."""
+def _chosen(
+    kernel: Any,
+    rows: Tensor,
+    wanted: list[int],
+    init: Union[str, Initialiser],
+    name: str,
+    columns: Optional[tuple[int, ...]],
+) -> Sequence[Tensor]:
+    # Sets of so many inputs each.
+    distinct = _num_distinct(rows if columns is None else _those(rows, columns), sum(wanted))
+    if columns is not None:
+        wanted = [min(num, distinct) for num in wanted]
+    if sum(wanted) > distinct:
+        raise ValueError(
+            f"site {name!r} asks for {sum(wanted)} inducing points, the guide's first call has {distinct} distinct "
+            "inputs: ask for fewer, give the inputs as a tensor, or first call the guide once on representative "
+            "inputs, all of them say."
+        )
+    chosen = (init if callable(init) else _NAMED[init])(kernel, rows, sum(wanted)).to(rows)
+    if init == "grid" and len(wanted) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6
+        wanted = [len(chosen)]
+    if chosen.shape != (sum(wanted), rows.shape[-1]):
+        raise ValueError(
+            f"init returned inducing inputs of shape {tuple(chosen.shape)} for site {name!r}, expected "
+            f"{(sum(wanted), rows.shape[-1])}"
+        )
     try:
-        kernel.check_inputs(chosen)
+        kernel.check_inputs(chosen)  # places between rows may be none, such as between codes of outputs
     except ValueError as error:
         raise ValueError(
             f"init={init!r} places inducing inputs of site {name!r} between rows, where the kernel has no values: "
             f'{error} Take init="pivots" or "greedy", which take rows, or give the inputs.'
         ) from None
+    return chosen.split(wanted)
 
 
 def _those(x: Tensor, columns: Sequence[int]) -> Tensor:
@@ -246,7 +277,7 @@ def _those(x: Tensor, columns: Sequence[int]) -> Tensor:
 
 
 def _num_distinct(rows: Tensor, enough: int) -> int:
-    """How many rows are distinct; or some lower number that is enough, which a part of many rows may show."""
+    # How many rows are distinct; or some lower number that is enough, which a part of many rows may show.
     step = max(1, rows.shape[0] // (4 * enough + 4096))
     shown = rows[::step].unique(dim=0).shape[0]
     return shown if step == 1 or shown >= enough else rows.unique(dim=0).shape[0]

@@ -183,16 +183,6 @@ class UserPolicy(Policy):
         else:
             self.__dict__["policy"] = policy
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Buffers may have got their sizes from the data, at the first call.
-        for path, module in self.named_modules():
-            place = f"{prefix}{path}." if path else prefix
-            for name, buffer in module._buffers.items():
-                saved = state_dict.get(place + name)
-                if saved is not None and (buffer is None or buffer.shape != saved.shape):
-                    module._buffers[name] = torch.empty_like(saved, device=saved.device)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def actions(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
         matrix = self.policy(kernel, sites)
         rows = sites.inputs.shape[-2]
@@ -205,7 +195,7 @@ class UserPolicy(Policy):
 
 
 def _orthonormal(matrix: Tensor, precision: Tensor) -> Tensor:
-    """Orthonormal columns with the span of Λ^-½S, over the rows with λ > 0."""
+    # Orthonormal columns with the span of Λ^-½S, over the rows with λ > 0.
     positive = precision > 0
     scale = torch.where(positive, precision, 1.0).rsqrt() * positive
     scaled = scale[..., None] * matrix
@@ -222,7 +212,7 @@ def _orthonormal(matrix: Tensor, precision: Tensor) -> Tensor:
 
 
 def _whitened(kernel: Any, sites: Sites) -> Callable[[Tensor], Tensor]:
-    """V ↦ Λ^½KΛ^½V, ``(..., N, c)``, in blocks of rows; a small matrix is formed once."""
+    # V ↦ Λ^½KΛ^½V, (..., N, c), in blocks of rows; a small matrix is formed once.
     root, x = safe_root(sites.precision)[..., None], sites.inputs
     num = x.shape[-2]
     if num * num <= _WHOLE:

@@ -44,6 +44,7 @@ class ProjectedFeatures(CrossFeatures):
 
 def project(kernel: Any, actions: Actions, name: str) -> tuple[ProjectedFeatures, Tensor]:
     """The basis under ``actions`` and k(x, X)S at the training inputs, ``(..., N, i)``."""
+    # RRᵀ = SᵀKS + D (algorithm S2)
     products = actions.gram(kernel)
     gram = actions.left(products)
     gram = (gram + gram.mT) / 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Optional, Protocol, runtime_checkable
+from typing import Any, Optional, Union
 
 from torch import Tensor
 
@@ -16,22 +16,6 @@ from ..modules import AbstractModule
 from ..numerics.linalg import wider
 
 __all__ = ["InducingVariables", "SourceValues", "Values", "Variables", "between", "checked", "freeze", "widened"]
-
-
-@runtime_checkable
-class Variables(Protocol):
-    """A set of inducing variables."""
-
-    @property
-    def size(self) -> int: ...
-
-    def covariance(self, kernel: Any) -> Tensor: ...
-
-    def cross(self, kernel: Any, x: Tensor) -> Tensor: ...
-
-    def between(self, kernel: Any, other: Any) -> Tensor: ...
-
-    def of(self, draw: Callable) -> Optional[Tensor]: ...
 
 
 class InducingVariables(AbstractModule):
@@ -143,14 +127,16 @@ class SourceValues(Values):
         return None if of_source is None else of_source(self.z)
 
 
+Variables = Union[InducingVariables, Values]  # a set of inducing variables
+
+
 def widened(kernel: Any, variables: list[Any]) -> list[Any]:
     """The sets with inputs in float64, where these are float32 and all kernels follow; otherwise the same list."""
-    if not all(isinstance(part, Values) for part in variables):
-        return variables
-    owners = [kernel.source if isinstance(part, SourceValues) else kernel for part in variables]
-    dtypes = {wider(part.z) for part in variables}
-    if dtypes == {variables[0].z.dtype} or not all(map(in_any_dtype, owners)):
-        return variables
+    for part in variables:
+        if not isinstance(part, Values) or wider(part.z) == part.z.dtype:
+            return variables
+        if not in_any_dtype(kernel.source if isinstance(part, SourceValues) else kernel):
+            return variables
     return [type(part)(part.z.to(wider(part.z))) for part in variables]
 
 

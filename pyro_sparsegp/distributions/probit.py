@@ -64,7 +64,7 @@ class Probit(TorchDistribution):
 
 
 def _log_ndtr(x: Tensor) -> Tensor:
-    """log Φ(x); torch.special.log_ndtr has no batching rule."""
+    # log Φ(x); torch.special.log_ndtr has no batching rule.
     left = x < 0
     below, above = torch.where(left, x, 0.0), torch.where(left, 0.0, x)
     scaled = torch.special.erfcx(-below / math.sqrt(2))  # 2Φ(x)exp(x²/2)

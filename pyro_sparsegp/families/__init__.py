@@ -15,7 +15,7 @@ from .additive import (
     MeanFieldAdditive,
 )
 from .base import ExpectationFamily, Family, FreeFormFamily, OptimalFamily, SiteFamily
-from .inducing import SGPR, SVGP, FreeSites, InducingFamily, SparseEP
+from .inducing import SGPR, SVGP, Exact, FreeSites, InducingFamily, SparseEP
 from .orthogonal import (
     CollapsedOrthogonal,
     ConditionalSGPR,
@@ -37,6 +37,7 @@ __all__ = [
     "ConditionalSGPR",
     "CoupledCovariance",
     "CoupledPrecision",
+    "Exact",
     "ExactWeightSpace",
     "ExpectationFamily",
     "Family",

@@ -18,6 +18,7 @@ from ..gaussians import (
     NaturalLowRank,
 )
 from ..kernels.algebra import term_names
+from ..numerics.codes import require_choice, require_count
 from ..process import GaussianProcess
 from .base import (
     BasisFamily,
@@ -26,6 +27,7 @@ from .base import (
     NewCoefficients,
     OptimalFamily,
     WithFreeSites,
+    require_basis,
     require_own_diagonal,
 )
 
@@ -78,13 +80,11 @@ class OnTerms(BasisFamily):
             if inducing is None:
                 raise ValueError(f"{type(self).__name__}'s inducing has no entry for term {i} of site {name!r}: {term}")
             require_own_diagonal(term, f"{name}, term {i}")
-            columns = term.columns
-            where = f"{name}, term {i}"
             part = InducingPoints.chosen(
-                term, process.x, [inducing], self.init, where, self.trainable, columns, self.free
+                term, process.x, [inducing], self.init, f"{name}, term {i}", self.trainable, term.columns
             )
             parts.append(part.ordered(term) if self.is_natural else part)
-        return Additive(parts, term_names(process.kernel))
+        return require_basis(Additive(parts, term_names(process.kernel)), name)
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         wanted = self._entries(len(spec["parts"]))
@@ -99,7 +99,7 @@ class OnTerms(BasisFamily):
         )
 
     def _entries(self, num_terms: int) -> list[Optional[Inducing]]:
-        """What is asked for, for each summand."""
+        # What is asked for, for each summand.
         return list(self.inducing) if isinstance(self.inducing, Sequence) else [self.inducing] * num_terms
 
 
@@ -159,10 +159,8 @@ class CoupledPrecision(AdditiveFamily):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.base not in ("block", "identity"):
-            raise ValueError(f'CoupledPrecision\'s base must be "block" or "identity", got {self.base!r}')
-        if self.rank is not None and (not isinstance(self.rank, int) or self.rank < 1):
-            raise ValueError(f"CoupledPrecision's rank must be None or a whole number of at least 1, got {self.rank!r}")
+        require_choice(self.base, "CoupledPrecision's base", "block", "identity")
+        require_count(self.rank, "CoupledPrecision's rank", or_none=True)
 
     def new_coefficients(self) -> NewCoefficients:
         return partial(BlockPlusLowRank if self.base == "block" else IdentityPlusLowRank, rank=self.rank)

@@ -13,11 +13,13 @@ from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
 from ..bases import Basis, InducingVariables
+from ..bases.inducing import Inducing
 from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate
 from ..gaussians.documented import with_inherited_arguments
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import DEFAULT_RATE
+from ..numerics.codes import require_choice, require_count
 from ..process import GaussianProcess
 
 __all__ = [
@@ -34,9 +36,6 @@ __all__ = [
     "require_matrix",
     "require_own_diagonal",
 ]
-
-
-Inducing = Union[int, Tensor, InducingVariables]
 
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 
@@ -96,8 +95,6 @@ _NOT_DECLARED = ("init", "trainable", "start", "at", "rate", "updates", "toleran
 class BasisFamily(Family):
     """A family on a basis: it says how this starts, and how it is made again before its state is loaded."""
 
-    free: ClassVar[bool] = False  # whether q(w) is learned by gradients
-
     @property
     def is_natural(self) -> bool:
         """Whether q(w) learns by natural gradients."""
@@ -129,7 +126,6 @@ class FreeFormFamily(BasisFamily):
         on all rows. Where function values are drawn it is at most 0.1.
     """
 
-    free: ClassVar[bool] = True
     start: str = field(default="data", kw_only=True)
     natural: Optional[bool] = field(default=None, kw_only=True)
     rate: Optional[Rate] = field(default=None, kw_only=True)
@@ -143,8 +139,7 @@ class FreeFormFamily(BasisFamily):
         is_number = isinstance(self.rate, (int, float))
         if not (self.rate is None or callable(self.rate) or (is_number and 0 < self.rate <= 1)):
             raise ValueError(f"{kind}'s rate must be a number in (0, 1] or a function of the step, got {self.rate!r}")
-        if self.start not in ("data", "prior"):
-            raise ValueError(f'{type(self).__name__}\'s start must be "data" or "prior", got {self.start!r}')
+        require_choice(self.start, f"{kind}'s start", "data", "prior")
 
     @property
     def can_step(self) -> bool:
@@ -203,18 +198,17 @@ class FreeFormFamily(BasisFamily):
         return partial(NaturalGaussian, kind=self.new_coefficients(), rate=self.natural_rate, **kwargs)
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
-        module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+        module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x)
         module.start(process, name)
         return module
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> SparseGP:
-        module = self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
+        module = self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like)
         if "kept_rows" in spec:
             module.follow_network(like.new_zeros(spec["kept_rows"]), spec["network"])
         return module
 
-    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
-        require_basis(basis, name)
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor) -> SparseGP:
         coefficients = self.chosen_coefficients()(basis.sizes, batch_shape, like)
         return SparseGP(basis, coefficients, batch_shape, self.declared())
 
@@ -245,14 +239,10 @@ class SiteFamily(Family):
     updates: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.at not in ("marginals", "mean"):
-            raise ValueError(f'{type(self).__name__}\'s at must be "marginals" or "mean", got {self.at!r}')
+        require_choice(self.at, f"{type(self).__name__}'s at", "marginals", "mean")
         if not (isinstance(self.rate, (int, float)) and 0 < self.rate <= 1):
             raise ValueError(f"{type(self).__name__}'s rate must be a number in (0, 1], got {self.rate!r}")
-        if not isinstance(self.updates, int) or self.updates < 1:
-            raise ValueError(
-                f"{type(self).__name__}'s updates must be a whole number of at least 1, got {self.updates!r}"
-            )
+        require_count(self.updates, f"{type(self).__name__}'s updates")
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,11 +253,10 @@ class OptimalFamily(SiteFamily, BasisFamily):
 
     def build(self, process: GaussianProcess, name: str) -> OptimalGP:
         require_matrix(process, name)
-        return self._assemble(self.new_basis(process, name), self.new_sites(process), process.batch_shape, name)
+        return self._assemble(self.new_basis(process, name), self.new_sites(process), process.batch_shape)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> OptimalGP:
-        basis = self.old_basis(spec["basis"], like)
-        return self._assemble(basis, self.old_sites(spec, like), spec["batch_shape"], name)
+        return self._assemble(self.old_basis(spec["basis"], like), self.old_sites(spec, like), spec["batch_shape"])
 
     def new_sites(self, process: GaussianProcess) -> Union[KeptSites, FreeSitesModule]:
         """The module of the sites, for the inputs of a first call."""
@@ -277,10 +266,7 @@ class OptimalFamily(SiteFamily, BasisFamily):
         """The module of the sites of that ``spec``."""
         return KeptSites(like, spec["batch_shape"], spec["columns"])
 
-    def _assemble(
-        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
-    ) -> OptimalGP:
-        require_basis(basis, name)
+    def _assemble(self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int]) -> OptimalGP:
         return self.module(basis, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
 
 
@@ -293,14 +279,10 @@ class ExpectationFamily(BasisFamily):
 
     def build(self, process: GaussianProcess, name: str) -> ExpectationGP:
         require_own_diagonal(process.kernel, name)
-        return self._assemble(self.new_basis(process, name), process.batch_shape, process.x, name)
+        return ExpectationGP(self.new_basis(process, name), process.batch_shape, process.x, self.declared())
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ExpectationGP:
-        return self._assemble(self.old_basis(spec["basis"], like), spec["batch_shape"], like, name)
-
-    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> ExpectationGP:
-        require_basis(basis, name)
-        return ExpectationGP(basis, batch_shape, like, self.declared())
+        return ExpectationGP(self.old_basis(spec["basis"], like), spec["batch_shape"], like, self.declared())
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,10 +306,11 @@ def require_own_diagonal(kernel: Any, name: str) -> None:
         )
 
 
-def require_basis(basis: Any, name: str) -> None:
-    """Refuse a basis without coefficients."""
+def require_basis(basis: Any, name: str) -> Any:
+    """A basis, refused if it has no coefficients."""
     if not basis.sizes:
         raise ValueError(f"the kernel of site {name!r} is white noise alone; no basis can represent it")
+    return basis
 
 
 def require_matrix(process: GaussianProcess, name: str) -> None:

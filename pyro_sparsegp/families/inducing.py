@@ -1,12 +1,12 @@
 """Families on one set of inducing points."""
 
-from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 from torch import Tensor
 
+from ..approximations.optimal import ExactGP
 from ..bases import Basis, InducingPoints
 from ..bases.initial import Initialiser
 from ..gaussians import FullCholesky, Unwhitened
@@ -22,7 +22,9 @@ from .base import (
     require_own_diagonal,
 )
 
-__all__ = ["SGPR", "SVGP", "FreeSites", "InducingFamily", "OnInducingPoints", "SparseEP"]
+__all__ = ["SGPR", "SVGP", "Exact", "FreeSites", "InducingFamily", "OnInducingPoints", "SparseEP"]
+
+_MOST = 4000  # rows that Exact takes: a step takes some five times N³ operations
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +40,13 @@ class OnInducingPoints(BasisFamily):
     init: Union[str, Initialiser, None] = field(default=None, kw_only=True)
     trainable: bool = field(default=True, kw_only=True)
 
-    @abstractmethod
     def sets(self) -> list[Inducing]:
         """The sets of inducing inputs, in order."""
+        return [self.inducing]  # type: ignore[attr-defined]
 
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         require_own_diagonal(process.kernel, name)
-        basis = InducingPoints.chosen(
-            process.kernel, process.x, self.sets(), self.init, name, self.trainable, free=self.free
-        )
+        basis = InducingPoints.chosen(process.kernel, process.x, self.sets(), self.init, name, self.trainable)
         return basis.ordered(process.kernel) if self.is_natural else basis
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
@@ -83,9 +83,6 @@ class SVGP(InducingFamily):
 
     inducing: Inducing = 64
 
-    def sets(self) -> list[Inducing]:
-        return [self.inducing]
-
     def new_coefficients(self) -> NewCoefficients:
         return FullCholesky
 
@@ -102,8 +99,30 @@ class SGPR(OnInducingPoints, OptimalFamily):
 
     inducing: Inducing = 64
 
-    def sets(self) -> list[Inducing]:
-        return [self.inducing]
+
+@dataclass(frozen=True, eq=False)
+class Exact(OptimalFamily):
+    """No inducing points: the posterior of the whole process given all N rows, in O(N³) a step; up to 4,000 rows.
+
+    For a likelihood that is Gaussian in f the bound is log p(y) itself (Rasmussen and Williams, 2006, eq. 2.30); for
+    others q is the Gaussian of all N function values that is optimal (Opper and Archambeau, 2009), by sites:
+    S⁻¹ = K⁻¹ + Λ. Every other family approximates it.
+
+    :raises ValueError: at a first call on more rows, naming families for these.
+    """
+
+    module: ClassVar = ExactGP
+
+    def new_basis(self, process: GaussianProcess, name: str) -> Basis:
+        if process.x.shape[-2] > _MOST:
+            raise ValueError(
+                f"site {name!r} has {process.x.shape[-2]} rows; Exact, O(N³) a step, is for up to {_MOST}: take "
+                "SVGP, by mini-batches, or ComputationAware."
+            )
+        return InducingPoints([])  # which are the rows of each call
+
+    def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
+        return InducingPoints([])
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +155,3 @@ class SparseEP(OnInducingPoints, ExpectationFamily):
 
     inducing: Inducing = 64
     trainable: bool = field(default=False, kw_only=True)
-
-    def sets(self) -> list[Inducing]:
-        return [self.inducing]

@@ -12,7 +12,8 @@ from ..approximations.optimal import OptimalGP
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
-from .base import Inducing, NewCoefficients, OptimalFamily, require_basis
+from ..numerics.codes import require_choice, require_count
+from .base import Inducing, NewCoefficients, OptimalFamily
 from .inducing import SGPR, InducingFamily, OnInducingPoints
 
 __all__ = [
@@ -76,10 +77,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
     def __post_init__(self) -> None:
         super().__post_init__()
         num = self.num_columns
-        if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 1):
-            raise ValueError(
-                f"OrthogonallyDecoupled's num_columns must be None or a whole number of at least 1, got {num!r}"
-            )
+        require_count(num, "OrthogonallyDecoupled's num_columns", or_none=True)
         if self.natural and not self.can_step:
             raise ValueError(
                 "OrthogonallyDecoupled's num_columns has a mean that gradients train; leave natural=True out, or "
@@ -107,9 +105,9 @@ class OrthogonallyDecoupled(OrthogonalInducing):
     def new_coefficients(self) -> NewCoefficients:
         return CholeskyIdentity if self.num_columns is None else FullCholesky
 
-    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor, name: str) -> SparseGP:
+    def _assemble(self, basis: Any, batch_shape: Sequence[int], like: Tensor) -> SparseGP:
         if self.num_columns is None:
-            return super()._assemble(basis, batch_shape, like, name)
+            return super()._assemble(basis, batch_shape, like)
         first, means = basis.split(1)
         coefficients = self.parameterised(FullCholesky)(first.sizes, batch_shape, like)
         return DecoupledGP(first, means, coefficients, batch_shape, self.declared(), self.num_columns, like)
@@ -119,7 +117,7 @@ class OrthogonallyDecoupled(OrthogonalInducing):
             return super()._rebuild(spec, like, name)
         first, second = spec["basis"], spec["means"]
         both = {key: [*first[key], *second[key]] for key in ("shapes", "of_source")}
-        return self._assemble(self.old_basis(first | both, like), spec["batch_shape"], like, name)
+        return self._assemble(self.old_basis(first | both, like), spec["batch_shape"], like)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,15 +150,9 @@ class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.covariance not in ("free", "prior"):
-            raise ValueError(
-                f'SemiCollapsedOrthogonal\'s covariance must be "free" or "prior", got {self.covariance!r}'
-            )
+        require_choice(self.covariance, "SemiCollapsedOrthogonal's covariance", "free", "prior")
 
-    def _assemble(
-        self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int], name: str
-    ) -> OptimalGP:
-        require_basis(basis, name)
+    def _assemble(self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int]) -> OptimalGP:
         kind = BlockCholesky if self.covariance == "free" else Identity
         others = kind(basis.sizes[1:], batch_shape, sites.inputs)
         return SemiCollapsedGP(basis, others, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)

@@ -11,6 +11,7 @@ from ..approximations.projected import ProjectedGP
 from ..bases.policies import BlockPolicy, EigenPolicy, KrylovPolicy, Policy, RandomPolicy, UserPolicy
 from ..gaussians.sites import KeptSites
 from ..kernels.base import white_share
+from ..numerics.codes import require_count
 from ..process import GaussianProcess
 from .base import SiteFamily, require_matrix
 
@@ -44,10 +45,7 @@ class ComputationAware(SiteFamily):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.num_actions, bool) or not isinstance(self.num_actions, int) or self.num_actions < 1:
-            raise ValueError(
-                f"ComputationAware's num_actions must be a whole number of at least 1, got {self.num_actions!r}"
-            )
+        require_count(self.num_actions, "ComputationAware's num_actions")
         if not callable(self.actions) and self.actions not in _POLICIES:
             raise ValueError(
                 f"ComputationAware's actions must be one of {sorted(_POLICIES)} or a callable (kernel, sites) -> S, "

@@ -10,7 +10,7 @@ from ..approximations.weight_space import ExactWeightSpaceGP
 from ..bases import Basis, ExplicitFeatures
 from ..gaussians import FullCholesky, NaturalAtRows
 from ..process import GaussianProcess
-from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily
+from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily, require_basis
 
 __all__ = ["ExactWeightSpace", "OnFeatures", "WeightSpace"]
 
@@ -28,7 +28,7 @@ class OnFeatures(BasisFamily):
                 f"the kernel of site {name!r} has no finite features, {process.kernel!r}: weight space needs a kernel "
                 "such as Linear or Polynomial; for others take inducing points, SVGP or SGPR."
             )
-        return ExplicitFeatures(phi.shape[-1])
+        return require_basis(ExplicitFeatures(phi.shape[-1]), name)
 
     def old_basis(self, spec: dict[str, Any], like: Tensor) -> Basis:
         return ExplicitFeatures(spec["size"])

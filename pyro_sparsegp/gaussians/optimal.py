@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, congruence, plus_one, side_by_side, times_lower
+from ..numerics.linalg import cholesky, congruence, plus_one, side_by_side, times, times_lower
 from .product import DenseFactor, Factor, Product
 
 __all__ = ["PrecisionFactor", "from_natural", "optimal", "seen_from", "weighted_gram"]
@@ -31,7 +31,7 @@ class PrecisionFactor(DenseFactor):
         self.factor = factor
 
     def unscale(self, v: Tensor) -> Tensor:
-        return (self.factor.mT @ v[..., None])[..., 0]
+        return times(self.factor.mT, v)
 
 
 class _WeightedGram(Function):

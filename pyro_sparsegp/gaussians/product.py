@@ -23,6 +23,7 @@ from ..numerics.linalg import (
     root_of_inverse,
     row_squares,
     side_by_side,
+    times,
     times_lower,
     times_upper,
     tril_of_product,
@@ -200,7 +201,7 @@ class DenseFactor(Factor):
         return super().moments(phi)
 
     def scale(self, v: Tensor) -> Tensor:
-        return (self.tril @ v[..., None])[..., 0]
+        return times(self.tril, v)
 
     def unscale(self, v: Tensor) -> Tensor:
         return torch.linalg.solve_triangular(self.tril, v[..., None], upper=False)[..., 0]

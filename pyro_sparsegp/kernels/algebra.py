@@ -111,7 +111,7 @@ class Compound(Kernel):
     """
 
     def __init__(self, parts: Sequence[Any], what: str) -> None:
-        self.parts = tuple(as_kernel(part, what.format(i)) for i, part in enumerate(parts))
+        self.parts = tuple(map(as_kernel, parts, map(what.format, range(len(parts)))))
         if not parts:
             raise ValueError(f"{type(self).__name__} needs at least one kernel, got none")
 
@@ -267,7 +267,7 @@ class Scaled(_Modified):
         self.variance = positive(variance, "the variance that scales a kernel")
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        return self.kernel.scaled(as_tensor(self.variance, x)[..., None, None], x, z)
+        return self.parts[0].scaled(as_tensor(self.variance, x)[..., None, None], x, z)
 
     def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
         variance = as_tensor(self.variance, values[0])
@@ -314,7 +314,7 @@ class Select(_Modified):
 
     @property
     def _known(self) -> bool:
-        """Whether the columns have numbers before there are inputs."""
+        # Whether the columns have numbers before there are inputs.
         return not isinstance(self._dims, slice) and min(self._dims) >= 0
 
     @property
@@ -328,7 +328,7 @@ class Select(_Modified):
         return self._dims  # type: ignore[return-value]
 
     def _numbers(self, num: int) -> tuple[int, ...]:
-        """The numbers of the columns, of ``num``."""
+        # The numbers of the columns, of num.
         dims = self._dims
         found = tuple(range(num)[dims]) if isinstance(dims, slice) else tuple(d + num * (d < 0) for d in dims)
         if not found or len(set(found)) < len(found):

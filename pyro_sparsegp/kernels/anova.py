@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..numerics.codes import require_count
 from ..numerics.functions import Function
 from .algebra import Constant, Kernel, Product, Scaled, Select, as_kernel, in_batch
-from .base import Scalar, as_tensor, describe, per_column
+from .base import Scalar, as_tensor, describe, per_column, require_one
 from .draws import PriorFunctions
 from .stationary import RBF, Matern12, Matern32, Matern52
 
@@ -51,7 +52,7 @@ class _Profile(NamedTuple):
         return torch.where(a < _NEAR, 2 * self._mean(near, 1), 1 - 2 * self.twice(far) / far.square())
 
     def _mean(self, a: Tensor, power: int) -> Tensor:
-        """The mean of (1 − t)ᵖ(1 − g(at)) over t in [0, 1], for a up to ``_NEAR``, where closed forms cancel."""
+        # The mean of (1 − t)ᵖ(1 − g(at)) over t in [0, 1], for a up to _NEAR, where closed forms cancel.
         nodes, weights = _legendre(_NUM_NEAR, a.dtype, a.device)
         t = 0.5 + 0.5 * nodes
         return -self.parts(a[..., None] * t)[0] @ (weights * (1 - t) ** power)
@@ -81,6 +82,7 @@ def _matern52(a: Tensor) -> tuple[Tensor, Tensor]:
     return torch.addcmul(less, a, third), torch.addcmul(third, size, third)
 
 
+_ONE = "Anova acts on one column", "Anova(RBF(l), low, high)[2]"
 _NEAR, _NUM_NEAR = 0.5, 6  # up to this distance a rule of six nodes leaves 1e-13 of the integrals
 _FINE = 512  # nodes of the mean of a sample function, whose waves may be short
 _PROFILES: dict[type, _Profile] = {
@@ -164,7 +166,7 @@ class _Matrix(Function):
 
 @functools.lru_cache(maxsize=32)
 def _legendre(num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Gauss-Legendre nodes on [−1, 1] and weights that add up to 1; kept, so that a step copies nothing."""
+    # Gauss-Legendre nodes on [−1, 1] and weights that add up to 1; kept, so that a step copies nothing.
     nodes, weights = np.polynomial.legendre.leggauss(num)
     with torch.inference_mode(False):  # they must serve training, too
         return torch.as_tensor(nodes).to(device, dtype), torch.as_tensor(weights / 2).to(device, dtype)
@@ -216,8 +218,7 @@ class Anova(Kernel):
         bounds = [bound for bound in (low, high) if not isinstance(bound, Tensor)]
         if sorted(set(bounds)) != bounds or not all(map(math.isfinite, bounds)):
             raise ValueError(f"Anova needs finite bounds, low < high, got {low} and {high}")
-        if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-            raise ValueError(f"Anova's num_nodes must be a whole number of at least 1, got {num_nodes!r}")
+        require_count(num_nodes, "Anova's num_nodes")
         self.variance: Optional[Scalar] = None
         while isinstance(base, Scaled):
             self.variance = base.variance if self.variance is None else self.variance * base.variance
@@ -235,13 +236,13 @@ class Anova(Kernel):
         return type(self.base) in _PROFILES
 
     def _times_variance(self, value: Tensor, dims: int, power: float = 1.0) -> Tensor:
-        """``value``, of which the last ``dims`` dimensions are no batch, times the variance's power."""
+        # value, of which the last dims dimensions are no batch, times the variance's power.
         if self.variance is None:
             return value
         return as_tensor(self.variance, value)[(..., *[None] * dims)] ** power * value
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        _require_one(x)
+        require_one(x, *_ONE)
         other = x if z is None else z
         if not self.in_closed_form:
             left, inverse = self._means(x)
@@ -258,7 +259,7 @@ class Anova(Kernel):
         return self._times_variance(_Matrix.apply(*numbers, self._profile)[0], 2)
 
     def diag(self, x: Tensor) -> Tensor:
-        _require_one(x)
+        require_one(x, *_ONE)
         if self.in_closed_form:
             spread, left = self._ends(x).spread, self._deficits(x)
             value = spread.to(x) - left * (2 + left / (1 - spread).to(x))
@@ -282,11 +283,11 @@ class Anova(Kernel):
         return _Ends(inverse, low, high - low, self._profile.spread(high - low))
 
     def _deficits(self, x: Tensor) -> Tensor:
-        """c(x) = m(x) − v, ``(..., N)``.
-
-        k₀ = (1 − v) − (1 − k(x, x')) − c(x) − c(x') − c(x)c(x')/v: for a long length scale all of k, m and v are nearly
-        1, and their differences from 1 are what k₀ is made of. They are found in double precision, of N numbers only.
-        """
+        # c(x) = m(x) − v, (..., N).
+        #
+        # k₀ = (1 − v) − (1 − k(x, x')) − c(x) − c(x') − c(x)c(x')/v: for a long length scale all of k, m and v are
+        # nearly
+        # 1, and their differences from 1 are what k₀ is made of. They are found in double precision, of N numbers only.
         inverse, low, width, spread = self._ends(x)
         since = x.double()[..., 0] * inverse - low
         return (spread - self._profile.lost(torch.stack([since, width - since])).sum(0) / width).to(x)
@@ -297,7 +298,7 @@ class Anova(Kernel):
         return ((low + high) / 2 + (high - low) / 2 * nodes)[..., None], weights
 
     def _means(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """m(x), ``(..., N)``, and 1/v, ``(...,)``, or 0 where all functions have mean zero already."""
+        # m(x), (..., N), and 1/v, (...,), or 0 where all functions have mean zero already.
         nodes, weights = self._nodes(x, self.num_nodes)
         v = (self.base(nodes, nodes) @ weights) @ weights
         known = v > 100 * torch.finfo(x.dtype).eps * (self.base.diag(nodes) @ weights)
@@ -321,12 +322,12 @@ class Anova(Kernel):
             )
 
     def features(self, x: Tensor) -> Optional[Tensor]:
-        _require_one(x)
+        require_one(x, *_ONE)
         phi = self._projected(x)
         return None if phi is None else self._times_variance(phi, 2, 0.5)
 
     def _projected(self, x: Tensor) -> Optional[Tensor]:
-        """φ − u(uᵀφ)/‖u‖², ``(..., N, R)``, u the mean of the base's features φ: m(x) = uᵀφ(x), v = ‖u‖²."""
+        # φ − u(uᵀφ)/‖u‖², (..., N, R), u the mean of the base's features φ: m(x) = uᵀφ(x), v = ‖u‖².
         phi, (nodes, weights) = self.base.features(x), self._nodes(x, self.num_nodes)
         at_nodes = None if phi is None else self.base.features(nodes)
         if phi is None or at_nodes is None:
@@ -357,13 +358,6 @@ class Anova(Kernel):
     def _repr_arguments(self) -> str:
         base = repr(self.base) if self.variance is None else f"{describe(self.variance)} * {self.base!r}"
         return f"{base}, {describe(self.low)}, {describe(self.high)}"
-
-
-def _require_one(x: Tensor) -> None:
-    if x.shape[-1] != 1:
-        raise ValueError(
-            f"Anova acts on one column, the inputs have {x.shape[-1]}: select one, Anova(RBF(l), low, high)[2]"
-        )
 
 
 def centred_on(kernel: Any) -> Optional[dict[int, tuple[Scalar, Scalar]]]:

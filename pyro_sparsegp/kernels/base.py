@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Optional, Union
@@ -23,6 +24,7 @@ __all__ = ["CovarianceFunction", "Explicit"]
 
 Scalar = Union[float, int, Tensor]
 EventDims = tuple[tuple[str, int], ...]
+_BATCH, _DEPENDS = operator.attrgetter("batch_shape"), operator.attrgetter("depends_on_rows")
 
 
 def as_tensor(value: Scalar, like: Tensor) -> Tensor:
@@ -30,13 +32,6 @@ def as_tensor(value: Scalar, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(dtype=like.dtype, device=like.device)
     return like.new_full((), float(value))  # no copy from the host
-
-
-def batch_of(value: Scalar, event_dim: int) -> torch.Size:
-    """The leading batch dimensions of a hyperparameter whose last ``event_dim`` dimensions are its own."""
-    if not isinstance(value, Tensor) or value.dim() <= event_dim:
-        return torch.Size()
-    return value.shape[: value.dim() - event_dim]
 
 
 def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
@@ -50,6 +45,15 @@ def per_column(value: Scalar, x: Tensor, name: str) -> Tensor:
             f"give one number, shape () or (..., 1), or one per column, (..., {x.shape[-1]})."
         )
     return value[..., None, :]
+
+
+def require_one(x: Tensor, reads: str, selected: str) -> None:
+    """Refuse inputs of several columns for a kernel of one.
+
+    :param reads: what the kernel reads, for the error, and how one is ``selected``.
+    """
+    if x.shape[-1] != 1:
+        raise ValueError(f"{reads}, the inputs have {x.shape[-1]}: select one, {selected}")
 
 
 class Explicit(NamedTuple):
@@ -104,8 +108,13 @@ class CovarianceFunction(ABC):
     @property
     def batch_shape(self) -> torch.Size:
         """The broadcast leading batch dimensions of the hyperparameters, those of :attr:`parts` among them."""
-        own = [batch_of(getattr(self, name), dims) for name, dims in self.event_dims]
-        return broadcast_shapes(*own, *(part.batch_shape for part in self.parts))
+        # Asked of every process: a plain loop, since a comprehension is a call (test_runs.py, `few_files`).
+        shapes: list[torch.Size] = list(map(_BATCH, self.parts))
+        for name, dims in self.event_dims:
+            value = getattr(self, name)
+            if isinstance(value, Tensor) and value.dim() > dims:
+                shapes.append(value.shape[: value.dim() - dims])
+        return broadcast_shapes(*shapes) if shapes else torch.Size()
 
     @property
     def terms(self) -> tuple[Any, ...]:
@@ -117,7 +126,7 @@ class CovarianceFunction(ABC):
 
     def with_parts(self, parts: Sequence[Any]) -> Any:
         """The kernel made of other parts; itself if they are the same objects."""
-        if all(part is own for part, own in zip(parts, self.parts)):
+        if all(map(operator.is_, parts, self.parts)):
             return self
         new = copy.copy(self)
         new.parts = tuple(parts)
@@ -134,7 +143,7 @@ class CovarianceFunction(ABC):
 
     def on_columns(self, num: int) -> Any:
         """The kernel for inputs of ``num`` columns, in which ``k[2:]`` and ``k[-1]`` have numbers."""
-        return self.with_parts([part.on_columns(num) for part in self.parts])
+        return self.with_parts([part.on_columns(num) for part in self.parts]) if self.parts else self
 
     def scaled(self, variance: Tensor, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         """v·k(x, z) for a variance v, ``(..., 1, 1)``; a kernel may have a cheaper way than a product."""
@@ -164,7 +173,7 @@ class CovarianceFunction(ABC):
     @property
     def depends_on_rows(self) -> bool:
         """Whether the diagonal term at a row depends on which other rows are given, as that of a ``DeepBasis``."""
-        return any(part.depends_on_rows for part in self.parts)
+        return any(map(_DEPENDS, self.parts))
 
     def relative_to(self, rows: Tensor) -> Any:
         """The kernel with the diagonal term that it has in the company of ``rows``, ``(N, D)``, the training inputs."""
@@ -213,6 +222,7 @@ class CovarianceFunction(ABC):
         amplitude = math.sqrt(2 / num_features)
 
         def functions(x: Tensor) -> Tensor:
+            # f ≈ √(2k(x, x)/R) Σ_r w_r cos(ω_rᵀx + b_r) (Rahimi and Recht, 2007)
             waves = torch.cos(x @ omega.mT + phase) @ weights
             return amplitude * self.diag(x).sqrt() * waves[..., 0]
 

@@ -7,10 +7,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..numerics.codes import unknown_codes
+from ..numerics.codes import require_count, unknown_codes
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel
-from .base import Scalar, as_tensor, describe, positive
+from .base import Scalar, as_tensor, describe, positive, require_one
 
 __all__ = ["Categorical"]
 
@@ -28,14 +28,14 @@ class Categorical(Kernel):
     """
 
     event_dims = (("variance", 0),)
+    _one = "Categorical reads one column of codes", "Categorical(L)[2]"
 
     def __init__(self, num_levels: int, variance: Scalar = 1.0) -> None:
-        if isinstance(num_levels, bool) or not isinstance(num_levels, int) or num_levels < 1:
-            raise ValueError(f"Categorical's num_levels must be a whole number of at least 1, got {num_levels!r}")
+        require_count(num_levels, "Categorical's num_levels")
         self.num_levels, self.variance = num_levels, positive(variance, "Categorical's variance")
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        _require_one(x)
+        require_one(x, *self._one)
         same = x == (x if z is None else z).mT
         return as_tensor(self.variance, x)[..., None, None] * same
 
@@ -44,7 +44,7 @@ class Categorical(Kernel):
         return variance.expand(broadcast_shapes(variance.shape, x.shape[:-1]))
 
     def features(self, x: Tensor) -> Tensor:
-        _require_one(x)
+        require_one(x, *self._one)
         levels = torch.arange(self.num_levels, dtype=x.dtype, device=x.device)
         return as_tensor(self.variance, x).sqrt()[..., None, None] * (x == levels)
 
@@ -64,10 +64,3 @@ class Categorical(Kernel):
 
     def _repr_arguments(self) -> str:
         return f"{self.num_levels}, {describe(self.variance)}"
-
-
-def _require_one(x: Tensor) -> None:
-    if x.shape[-1] != 1:
-        raise ValueError(
-            f"Categorical reads one column of codes, the inputs have {x.shape[-1]}: select one, Categorical(L)[2]"
-        )

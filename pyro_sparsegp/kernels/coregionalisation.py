@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..numerics.codes import unknown_codes
 from ..numerics.shapes import broadcast_shapes
-from .base import describe
+from .base import describe, require_one
 from .features import FeatureKernel
 
 __all__ = ["Coregionalisation"]
@@ -54,11 +54,7 @@ class Coregionalisation(FeatureKernel):
         return self.mixing.shape[-2]
 
     def features(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != 1:
-            raise ValueError(
-                f"Coregionalisation reads one column, the output's number; the inputs have {x.shape[-1]}: select one, "
-                "Coregionalisation(A)[1]"
-            )
+        require_one(x, "Coregionalisation reads one column, the output's number", "Coregionalisation(A)[1]")
         rows = (x == torch.arange(self.num_outputs, dtype=x.dtype, device=x.device)).to(x.dtype)
         # Zeros would make an output that does not exist a certainty. (A guide's first call names the number.)
         rows = torch.where(rows.any(-1, keepdim=True), rows, torch.nan)

@@ -160,7 +160,7 @@ def _is_rough(kernel: Any) -> bool:
 
 
 def _split(inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x, the directions of derivatives (0 of values), and which rows are derivatives."""
+    # x, the directions of derivatives (0 of values), and which rows are derivatives.
     x, code = inputs[..., :-1], inputs[..., -1].detach()
     columns = torch.arange(1, x.shape[-1] + 1, dtype=code.dtype, device=code.device)
     along = (code[..., None] == columns).to(x.dtype)

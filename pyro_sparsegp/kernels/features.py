@@ -146,6 +146,7 @@ class RandomFourier(FeatureKernel):
             raise ValueError(
                 f"RandomFourier's frequencies are for {self.omega.shape[-1]} columns, the inputs have {x.shape[-1]}"
             )
+        # φ = (cos ωᵀx/ℓ, sin ωᵀx/ℓ)/√R (Rahimi and Recht, 2007)
         angle = (x / length) @ self.omega.to(x).mT
         return torch.cat([angle.cos(), angle.sin()], -1) / math.sqrt(self.omega.shape[0])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..numerics.chunks import in_pieces
 from ..numerics.shapes import broadcast_shapes
 from .algebra import Kernel, Product, Select, as_kernel
-from .base import as_tensor, batch_of, describe
+from .base import as_tensor, describe
 from .draws import PriorFunctions, SourceFunctions
 
 __all__ = ["TICK", "Convolutional", "patch_grid", "patches"]
@@ -60,7 +60,7 @@ def patches(images: Tensor, image_shape: Sequence[int], patch_shape: Sequence[in
 
 
 def _whole(value: Sequence[int], name: str, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """``value`` as three whole numbers, a missing number of channels 1."""
+    # value as three whole numbers, a missing number of channels 1.
     numbers = tuple(value) if isinstance(value, (tuple, list, torch.Size)) else (value,)
     if len(numbers) not in lengths or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in numbers):
         wanted = {2: "(h, w)", 3: "(H, W) or (C, H, W)", 1: "a whole number"}[max(lengths)]
@@ -92,6 +92,8 @@ class Convolutional(Kernel):
     :raises ValueError: if shapes do not fit, or the diagonal of k_g depends on the rows given.
     """
 
+    event_dims = (("weights", 1),)
+
     def __init__(
         self,
         base: Any,
@@ -120,8 +122,7 @@ class Convolutional(Kernel):
 
     @property
     def batch_shape(self) -> torch.Size:
-        weights = torch.Size() if self.weights is None else batch_of(self.weights, 1)
-        return broadcast_shapes(self.base.batch_shape, weights)
+        return broadcast_shapes(self.base.batch_shape, super().batch_shape)
 
     # What f is made of.
 
@@ -136,7 +137,7 @@ class Convolutional(Kernel):
         return patches(x, self.image_shape, self.patch_shape, self.stride)
 
     def _of_patch(self, z: Tensor) -> Tensor:
-        """What k_g reads of inputs of the source."""
+        # What k_g reads of inputs of the source.
         return z
 
     def _weights(self, like: Tensor) -> Tensor:
@@ -145,11 +146,11 @@ class Convolutional(Kernel):
         return as_tensor(self.weights, like)
 
     def _towards(self, z: Tensor) -> Tensor:
-        """a with cov(f(x), g(z)) = Σ_p a_p k_g(x[p], z), ``(..., P, 1)`` or ``(..., P, M)``."""
+        # a with cov(f(x), g(z)) = Σ_p a_p k_g(x[p], z), (..., P, 1) or (..., P, M).
         return self._weights(z)[..., None]
 
     def _pairwise(self, like: Tensor) -> Tensor:
-        """W with k(x, x') = Σ_pq W_pq k_g(x[p], x'[q]), ``(..., P, P)``."""
+        # W with k(x, x') = Σ_pq W_pq k_g(x[p], x'[q]), (..., P, P).
         w = self._weights(like)
         return w[..., :, None] * w[..., None, :]
 
@@ -174,7 +175,7 @@ class Convolutional(Kernel):
         return p.reshape(p.shape[0], *[1] * (dims - (p.dim() - 3)), *p.shape[1:])
 
     def _of_pairs(self, p: Tensor, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """The covariance of f at pairs of images, those of numbers i in p and j in q; ``(pairs, ...)``."""
+        # The covariance of f at pairs of images, those of numbers i in p and j in q; (pairs, ...).
         mix = self._pairwise(p)
 
         def covariance(pairs: slice) -> Tensor:
@@ -333,7 +334,7 @@ class TICK(Convolutional):
 
 
 def _inner(k: Tensor, mix: Tensor) -> Tensor:
-    """Σ_pq W_pq k_pq, ``(n, ...)``, of k ``(n, ..., P, P)`` and W ``(..., P, P)``."""
+    # Σ_pq W_pq k_pq, (n, ...), of k (n, ..., P, P) and W (..., P, P).
     if mix.dim() == 2:
         return k.flatten(-2) @ mix.flatten()
     return (k * mix).sum((-2, -1))

@@ -29,7 +29,7 @@ def structure(kernel: Any) -> Optional[tuple[Any, ...]]:
 
 
 def _width(value: Optional[Scalar], dims: int) -> int:
-    """How many numbers a hyperparameter has by itself, 0 of one that there isn't."""
+    # How many numbers a hyperparameter has by itself, 0 of one that there isn't.
     if value is None:
         return 0
     return value.shape[-1] if isinstance(value, Tensor) and dims and value.dim() else 1
@@ -60,7 +60,7 @@ def stacked(kernels: Sequence[Any], like: Tensor, columns: Optional[Sequence[Seq
 
 
 def _stack(values: Sequence[Scalar], own: int, like: Tensor) -> Tensor:
-    """Hyperparameters, ``(...,)`` or ``(..., D)``, as one, ``(..., C)`` or ``(..., C, D)``."""
+    # Hyperparameters, (...,) or (..., D), as one, (..., C) or (..., C, D).
     tensors = [value if isinstance(value, Tensor) else as_tensor(value, like) for value in values]
     tensors = [tensor.reshape(1) if own and not tensor.dim() else tensor for tensor in tensors]
     shape = broadcast_shapes(*[tensor.shape for tensor in tensors])

@@ -26,26 +26,27 @@ _FEW = 16  # columns: up to here the product of inputs, even in float64, costs l
 
 
 def _towards(grad: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """The gradient by inputs of that by their squared distances to others."""
+    # The gradient by inputs of that by their squared distances to others.
     return 2 * (grad.sum(-1, keepdim=True) * one - grad @ other).sum_to_size(one.shape)
 
 
 def _moved(one: Tensor, other: Tensor, change: Tensor) -> Tensor:
-    """The change of inputs' squared distances to others."""
+    # The change of inputs' squared distances to others.
     return 2 * ((one * change).sum(-1, keepdim=True) - change @ other.mT)
 
 
 def squared_distance(x: Tensor, z: Tensor) -> Tensor:
     """‖xₙ − zₘ‖², ``(..., N, M)``, by one matrix product; rounding may leave it slightly negative."""
     # In float32 the product would leave few digits of distances that are small beside the inputs' range.
-    a, b = (part.to(wider(part) if part.shape[-1] <= _FEW else part.dtype) for part in (x, z))
+    dtype = wider(x) if x.shape[-1] <= _FEW else x.dtype
+    a, b = x.to(dtype), z.to(dtype)
     a2, b2 = a.square().sum(-1, keepdim=True), b.square().sum(-1, keepdim=True)
     left = torch.cat([a, a2, torch.ones_like(a2)], -1)  # (x, ‖x‖², 1)ᵀ(−2z, 1, ‖z‖²)
     return (left @ torch.cat([-2 * b, torch.ones_like(b2), b2], -1).mT).to(x.dtype)
 
 
 def _clean(x: Tensor, z: Optional[Tensor]) -> Tensor:
-    """s, not below 0; without z, of x with itself, where the diagonal is 0 and no rounding error."""
+    # s, not below 0; without z, of x with itself, where the diagonal is 0 and no rounding error.
     s = squared_distance(x, x if z is None else z)
     # Derivatives pass where rounding has left less than 0, as s has no value there (test_derivative.py, `coincident`).
     s = s + (s.clamp(min=0) - s).detach()
@@ -293,6 +294,7 @@ class RationalQuadratic(Stationary):
 
     def covariance(self, x: Tensor, z: Optional[Tensor], variance: Optional[Tensor]) -> Tensor:
         s = _clean(x, z)
+        # (1 + s/2α)^−α = exp(−α log1p(s/2α))
         alpha = as_tensor(self.alpha, s)[..., None, None]
         value = (-alpha * (s / (2 * alpha)).log1p()).exp()
         return value if variance is None else variance * value

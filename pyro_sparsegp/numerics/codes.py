@@ -1,10 +1,12 @@
-"""Whole numbers that name something: classes, levels, outputs."""
+"""Whole numbers that name something, classes, levels or outputs, or count; and words of which one is chosen."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-__all__ = ["require_codes", "unknown_codes"]
+__all__ = ["require_choice", "require_codes", "require_count", "unknown_codes"]
 
 
 def unknown_codes(codes: Tensor, num: int) -> list[float]:
@@ -21,3 +23,22 @@ def require_codes(codes: Tensor, num: int, what: str, remedy: str) -> None:
     some = unknown_codes(codes.detach(), num)
     if some:
         raise ValueError(f"{what} must be whole numbers from 0 to {num - 1}, got {some}; {remedy}.")
+
+
+def require_count(value: Any, what: str, or_none: bool = False) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    :raises ValueError: with ``what`` it is.
+    """
+    if not (or_none and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{what} must be {'None or ' * or_none}a whole number of at least 1, got {value!r}")
+
+
+def require_choice(value: Any, what: str, *choices: str) -> None:
+    """Refuse what is none of some words.
+
+    :raises ValueError: with ``what`` it is.
+    """
+    if value not in choices:
+        listed = " or ".join(f'"{word}"' for word in choices)
+        raise ValueError(f"{what} must be {listed}, got {value!r}")

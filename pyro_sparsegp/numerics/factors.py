@@ -1,7 +1,9 @@
-"""Cholesky factors, and rows over them, with gradients that cost least."""
+"""Cholesky factors, products and solves with triangular matrices by blocks, and gradients that cost least."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any, Optional
 
 import torch
@@ -9,11 +11,124 @@ from torch import Tensor
 
 from .functions import Function, aligned
 from .shapes import broadcast_shapes
-from .triangular import LARGE, mirrored, over_lower, over_upper, solve_lower, tril_of_lower, tril_of_product
 
-__all__ = ["Factor", "Whitened", "factorised", "turn_of"]
+__all__ = [
+    "Factor",
+    "Whitened",
+    "congruence",
+    "factorised",
+    "gram",
+    "mirrored",
+    "over_lower",
+    "over_upper",
+    "solve_lower",
+    "times_lower",
+    "times_upper",
+    "tril_of_product",
+    "turn_of",
+]
 
+_LARGE = 256  # from here on blocks pay
+_MANY = 8  # right hand sides
+_PARTS = 4
 _ALIASED, _ODD = 128, 8  # rows of which multiples are slow on a CPU, and how many more are not
+
+# Products by blocks leave out blocks of zeros, and half of what is symmetric: a library's triangular product costs as
+# much as a full one, its symmetric product is not to be had. Operations that can be differentiated and mapped.
+
+
+def _blocks(num: int) -> list[tuple[int, int]]:
+    size = 64 * -(-num // (64 * _PARTS))
+    return list(itertools.pairwise([*range(0, num, size), num]))
+
+
+def times_lower(a: Tensor, lower: Tensor) -> Tensor:
+    """AL, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
+    if lower.shape[-1] < _LARGE or lower.dim() > 2:
+        return a @ lower
+    return torch.cat([a[..., i:] @ lower[i:, i:j] for i, j in _blocks(lower.shape[-1])], -1)
+
+
+def times_upper(a: Tensor, lower: Tensor) -> Tensor:
+    """ALᵀ, ``(..., N, M)``, for a lower triangular L, ``(..., M, M)``."""
+    if lower.shape[-1] < _LARGE or lower.dim() > 2:
+        return a @ lower.mT
+    return torch.cat([a[..., :j] @ lower[i:j, :j].mT for i, j in _blocks(lower.shape[-1])], -1)
+
+
+def tril_of_product(a: Tensor, b: Tensor, symmetric: bool = False, lower: bool = False) -> Tensor:
+    """AᵀB, ``(..., M, M)``, up to the last block on the diagonal of each row; what is above means nothing.
+
+    :param symmetric: whether AᵀB is symmetric: what is above is then filled.
+    :param lower: whether A is lower triangular, and B is, or what AᵀB needs of it is below the diagonal.
+    """
+    if a.shape[-1] < _LARGE or a.dim() > 2 or b.dim() > 2:
+        return a.mT @ b
+    whole = (a[:1, :1] * b[:1, :1]).new_zeros(a.shape[-1], a.shape[-1])  # mapped, where one of them is
+    for i, j in _blocks(a.shape[-1]):
+        first = i if lower else 0
+        whole[i:j, :j] = row = a[first:, i:j].mT @ b[first:, :j]
+        if symmetric:
+            whole[:i, i:j] = row[:, :i].mT
+    return whole
+
+
+# AᵀB where that is symmetric: of A, (..., N, M), and A with scaled rows, say.
+gram = functools.partial(tril_of_product, symmetric=True)
+# LᵀAL for a lower triangular L and a symmetric A, of which AL is given.
+congruence = functools.partial(tril_of_product, symmetric=True, lower=True)
+
+
+def mirrored(lower: Tensor) -> Tensor:
+    """The symmetric matrix, ``(..., M, M)``, of which this is the lower triangle; what is above means nothing."""
+    tril = lower.tril()
+    return tril + tril.tril(-1).mT
+
+
+# LAPACK's matrices lie in memory by columns: where right hand sides do, a transposition away, no copy has to turn them.
+# Those of AL⁻ᵀ do in LX = Aᵀ (1.4 to 3 times as quick as XLᵀ = A in float32 on one AMD EPYC, alike on another); many of
+# L⁻¹B do in XLᵀ = Bᵀ. In LX = Aᵀ an L by rows, LAPACK's transpose, is there 1.3 to 1.9 times as quick as one by
+# columns, its copy included.
+
+
+def solve_lower(factor: Tensor, right: Tensor) -> Tensor:
+    """L⁻¹B for a lower triangular L, ``(..., M, M)``, and B, ``(..., M, K)``."""
+    if right.shape[-1] < _MANY:
+        return torch.linalg.solve_triangular(factor, right, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, right.mT, upper=True, left=False).mT
+
+
+def over_upper(rows: Tensor, factor: Tensor) -> Tensor:
+    """AL⁻ᵀ, ``(..., N, M)``, by rows, for a lower triangular L, ``(..., M, M)``."""
+    return torch.linalg.solve_triangular(factor.contiguous(), rows.mT, upper=False).mT
+
+
+def over_lower(rows: Tensor, factor: Tensor) -> Tensor:
+    """AL⁻¹, ``(..., N, M)``, by rows, for a lower triangular L, ``(..., M, M)``."""
+    return torch.linalg.solve_triangular(factor.mT.contiguous(), rows.mT, upper=True).mT
+
+
+def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`torch.linalg.cholesky_ex`, of a large matrix by halves: as products, which are quicker. A CPU's caches map
+    columns of 128 numbers, or a multiple, to few places, where LAPACK takes 2 to 3 times as long: they get 8 more.
+    """
+    num = matrix.shape[-1]
+    if num < 2 * _LARGE or matrix.dim() > 2:
+        if num % _ALIASED or matrix.device.type != "cpu":
+            return torch.linalg.cholesky_ex(matrix)
+        # blockdiag(A, I), of whose factor A's is cut out
+        wide = torch.nn.functional.pad(matrix, (0, _ODD, 0, _ODD))
+        wide.diagonal(dim1=-2, dim2=-1)[..., num:] = 1
+        factor, info = torch.linalg.cholesky_ex(wide)
+        return factor[..., :num, :num].mT.contiguous().mT, info
+    # [L₁ 0; A₂₁L₁⁻ᵀ L₂] with L₂L₂ᵀ = A₂₂ − A₂₁L₁⁻ᵀ(A₂₁L₁⁻ᵀ)ᵀ
+    half = num // 2 + (0 if num // 2 % _ALIASED else _ODD)
+    top, flag = factorised(matrix[:half, :half])
+    side = over_upper(matrix[half:, :half], top)
+    bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
+    factor = torch.zeros_like(matrix)
+    factor[:half, :half], factor[half:, :half], factor[half:, half:] = top, side, bottom
+    return factor, flag.abs() + other.abs()
 
 
 class Factor(Function):
@@ -43,7 +158,7 @@ class Factor(Function):
         # the rounding of an antisymmetric part that is far larger would stay.
         if by_factor is None and by_turn is None:
             return None, None, None
-        inner = by_turn if by_factor is None else tril_of_lower(factor, by_factor)
+        inner = by_turn if by_factor is None else tril_of_product(factor, by_factor, lower=True)
         both = mirrored(inner if by_factor is None or by_turn is None else inner + by_turn).mul_(0.5)
         left = over_lower(both, factor)  # PL⁻¹, whose transpose is L⁻ᵀP
         # It is symmetric: its transpose is in the order of A's rows, which a solve's result is not.
@@ -66,35 +181,8 @@ class Factor(Function):
         return Factor.apply(matrix, shift, dtype), (0, 0, 0)
 
 
-def factorised(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`torch.linalg.cholesky_ex`, of a large matrix by halves: as products, which are quicker. A CPU's caches map
-    columns of 128 numbers, or a multiple, to few places, where LAPACK takes 2 to 3 times as long: they get 8 more.
-    """
-    num = matrix.shape[-1]
-    if num < 2 * LARGE or matrix.dim() > 2:
-        if num % _ALIASED or matrix.device.type != "cpu":
-            return torch.linalg.cholesky_ex(matrix)
-        return _within_odd_columns(matrix)
-    half = num // 2 + (0 if num // 2 % _ALIASED else _ODD)
-    top, flag = factorised(matrix[:half, :half])
-    side = over_upper(matrix[half:, :half], top)
-    bottom, other = factorised(torch.addmm(matrix[half:, half:], side, side.mT, alpha=-1))
-    factor = torch.zeros_like(matrix)
-    factor[:half, :half], factor[half:, :half], factor[half:, half:] = top, side, bottom
-    return factor, flag.abs() + other.abs()
-
-
-def _within_odd_columns(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`torch.linalg.cholesky_ex` of blockdiag(A, I), cut out."""
-    num = matrix.shape[-1]
-    wide = torch.nn.functional.pad(matrix, (0, _ODD, 0, _ODD))
-    wide.diagonal(dim1=-2, dim2=-1)[..., num:] = 1
-    factor, info = torch.linalg.cholesky_ex(wide)
-    return factor[..., :num, :num].mT.contiguous().mT, info
-
-
 class _Turn(Function):
-    # Of L, only whose lower triangle has a gradient.
+    # Of L, only whose lower triangle has a gradient: L̄ = L⁻ᵀ tril(grad).
 
     @staticmethod
     def forward(factor: Tensor) -> Tensor:
@@ -118,11 +206,9 @@ class _Turn(Function):
         return _Turn.apply(factor.movedim(in_dims[0], 0)), 0
 
 
-def turn_of(factor: Tensor) -> Tensor:
-    """Zeros, ``(..., M, M)``, whose derivative is L⁻¹dL for a lower triangular L: what follows from that alone has its
-    gradient by L at the cost of one triangular solve.
-    """
-    return _Turn.apply(factor)
+# Zeros, (..., M, M), whose derivative is L⁻¹dL for a lower triangular L: what follows from that alone has its gradient
+# by L at the cost of one triangular solve.
+turn_of = _Turn.apply
 
 
 class Whitened(Function):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 
-__all__ = ["Function", "aligned", "mapped_first"]
+__all__ = ["Function", "aligned"]
 
 
 class Function(torch.autograd.Function):
@@ -25,14 +25,6 @@ class Function(torch.autograd.Function):
         cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
         if "jvp" in vars(cls):
             cls.jvp = staticmethod(_nested(cls.jvp))  # type: ignore[method-assign, assignment]
-
-
-def mapped_first(info: Any, in_dims: Sequence[Optional[int]], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """For a rule of ``vmap``: the tensors with the mapped dimension first, of those that have none too."""
-    return [
-        tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        for tensor, dim in zip(tensors, in_dims)
-    ]
 
 
 def aligned(in_dims: Sequence[Optional[int]], tensors: Sequence[Optional[Tensor]]) -> list[Optional[Tensor]]:

@@ -11,21 +11,23 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from .factors import Factor, Whitened, factorised, turn_of
-from .functions import Function
-from .shapes import broadcast_shapes
-from .triangular import (
+from .factors import (
+    Factor,
+    Whitened,
     congruence,
+    factorised,
     gram,
     mirrored,
     over_lower,
     over_upper,
     solve_lower,
-    solve_upper,
     times_lower,
     times_upper,
     tril_of_product,
+    turn_of,
 )
+from .functions import Function
+from .shapes import broadcast_shapes
 
 __all__ = [
     "NumericalWarning",
@@ -50,8 +52,8 @@ __all__ = [
     "row_squares",
     "side_by_side",
     "solve_lower",
-    "solve_upper",
     "sum_blocks",
+    "times",
     "times_lower",
     "times_upper",
     "tril_of_product",
@@ -179,7 +181,7 @@ def whitening(
 
 
 def _why(matrix: Tensor) -> str:
-    """Why there is no Cholesky factor of a finite matrix, and what to do."""
+    # Why there is no Cholesky factor of a finite matrix, and what to do.
     if not (matrix.diagonal(dim1=-2, dim2=-1) > 0).any():
         return (
             "No entry of its diagonal is above 0: the kernel is 0 at these inputs, where nothing is left to factorise. "
@@ -315,13 +317,22 @@ def row_squares(x: Tensor) -> Tensor:
     return _RowSquares.apply(x)
 
 
+def times(matrix: Tensor, v: Tensor) -> Tensor:
+    """Av, ``(..., N)``, for A, ``(..., N, M)``, and v, ``(..., M)``; vectors with more dimensions before these, such as
+    draws, are the columns of one product.
+    """
+    more = v.dim() + 1 - matrix.dim()
+    if more < 1:
+        return (matrix @ v[..., None])[..., 0]
+    columns = v.flatten(0, more - 1).movedim(0, -1)
+    return (matrix @ columns).movedim(-1, 0).unflatten(0, v.shape[:more])
+
+
 def sum_blocks(features: Sequence[Tensor], w: Sequence[Tensor]) -> Tensor:
     """Σ_b Φ_b w_b, ``(..., N)``; a zero without blocks."""
-    if not features:
-        return torch.zeros(())
-    total = (features[0] @ w[0][..., None])[..., 0]
+    total = times(features[0], w[0]) if features else torch.zeros(())
     for phi, block in zip(features[1:], w[1:]):
-        total = total + (phi @ block[..., None])[..., 0]
+        total = total + times(phi, block)
     return total
 
 

@@ -88,7 +88,7 @@ def fingerprints(rows: _Rows) -> Tensor:
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """All bits spread over all bits (Steele, Lea and Flood, 2014, SplitMix): floats end in zeros."""
+    # All bits spread over all bits (Steele, Lea and Flood, 2014, SplitMix): floats end in zeros.
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return bits ^ ((bits >> 31) & ((1 << 33) - 1))

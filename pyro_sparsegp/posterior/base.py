@@ -23,7 +23,7 @@ from ..bases.base import Features
 from ..gaussians.base import Gaussian
 from ..gaussians.sites import Sites
 from ..kernels.base import hyperparameters
-from ..numerics.linalg import above_rounding, cholesky, row_squares, solve_lower, sum_blocks
+from ..numerics.linalg import above_rounding, cholesky, row_squares, solve_lower, sum_blocks, times
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 
@@ -69,30 +69,32 @@ class Marginals(TorchDistribution):
         """Φ at the inputs, a block ``(..., N, M_b)`` for each block of coefficients."""
         return self._cached("features", lambda: self.basis(self.process.x))
 
+    # The dict, which copies in traces share, is looked into by hand: closures cost calls (test_runs.py, `few_files`).
+
     @property
     def _moments(self) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-        def compute() -> Any:
-            known = self._cache.get("features")
-            return self.basis.marginals(self.process.kernel, self.process.x, self.coefficients, known)
-
-        return self._cached("moments", compute)
+        if "moments" not in self._cache:
+            process, known = self.process, self._cache.get("features")
+            self._cache["moments"] = self.basis.marginals(process.kernel, process.x, self.coefficients, known)
+        return self._cache["moments"]
 
     @property
     def mean(self) -> Tensor:
         """μ + Φm, ``(..., N)``."""
-        shape, process = self._batch_shape + self._event_shape, self.process
-        return self._cached("mean", lambda: (process.mean_at(process.x) + self._moments[0]).expand(shape))
+        if "mean" not in self._cache:
+            mean = self.process.mean_at(self.process.x) + self._moments[0]
+            self._cache["mean"] = mean.expand(self._batch_shape + self._event_shape)
+        return self._cache["mean"]
 
     @property
     def variance(self) -> Tensor:
         """diag(k(x, x) + Φ(S − I)Φᵀ), ``(..., N)``, kept above rounding error."""
-
-        def compute() -> Tensor:
+        if "variance" not in self._cache:
             _, change, known = self._moments
             prior = self.process.kernel.diag(self.process.x) if known is None else known
-            return above_rounding(prior + change, prior).expand(self._batch_shape + self._event_shape)
-
-        return self._cached("variance", compute)
+            variance = above_rounding(prior + change, prior)
+            self._cache["variance"] = variance.expand(self._batch_shape + self._event_shape)
+        return self._cache["variance"]
 
     @property
     def stddev(self) -> Tensor:
@@ -148,6 +150,7 @@ class Marginals(TorchDistribution):
                     "use a family that reads them off the model, such as ComputationAware or SGPR."
                 )
             root, x, kernel = self.sites.precision.sqrt(), self.sites.inputs, self.process.kernel
+            # k − k(·, X)Λ^½(I + Λ^½KΛ^½)⁻¹Λ^½k(X, ·): no division by a λ of 0
             gram = root[..., None] * kernel(x) * root[..., None, :]
             eye = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
             factor = cholesky(gram + eye, 0.0, f"I + Λ^½KΛ^½ of site {self.name!r}")
@@ -170,7 +173,9 @@ class Marginals(TorchDistribution):
     @property
     def kl(self) -> Tensor:
         """KL[q ‖ p] of the whole process from its prior, in nats, of the batch's shape (a scalar without one)."""
-        return self._cached("kl", lambda: self.coefficients.kl().expand(self._batch_shape))
+        if "kl" not in self._cache:
+            self._cache["kl"] = self.coefficients.kl().expand(self._batch_shape)
+        return self._cache["kl"]
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Marginals:
         """Independent copies with the given batch shape."""
@@ -189,7 +194,8 @@ class Marginals(TorchDistribution):
         w = self.coefficients.rsample(shape)
         value = self.process.mean_at(self.process.x) + sum_blocks(self.features, w)
         noise = torch.randn(shape + self._event_shape, dtype=value.dtype, device=value.device)
-        value = value + (self.residual_tril @ noise[..., None])[..., 0]
+        # f = μ + Φw + Rε with RRᵀ = ρ
+        value = value + times(self.residual_tril, noise)
         self._cache["draw"] = value, w
         return value
 
@@ -244,7 +250,7 @@ class Marginals(TorchDistribution):
 
     def residual(self, like: Tensor) -> Tensor:
         """A joint draw of r ~ N(0, ρ) at the inputs, of the shape of ``like``, ``(..., N)``, in O(N³)."""
-        return (self.residual_tril @ torch.randn_like(like)[..., None])[..., 0]
+        return times(self.residual_tril, torch.randn_like(like))
 
     @property
     def residual_tril(self) -> Tensor:

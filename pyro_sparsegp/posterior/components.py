@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..kernels.algebra import term_names
 from ..kernels.anova import centred_on
-from ..numerics.linalg import cholesky, on_diagonal, sum_blocks
+from ..numerics.linalg import cholesky, on_diagonal, sum_blocks, times
 from ..numerics.shapes import broadcast_shapes
 from ..process import GaussianProcess
 from .base import Marginals
@@ -122,7 +122,7 @@ class Components(Sequence):
             noise = [part.residual(draw) for part, draw in zip(self._parts, draws)]
         else:  # one basis for all: what it leaves of one component depends on what it leaves of the others
             together = torch.cat(draws, -1)
-            noise = list((self._residual_tril @ torch.randn_like(together)[..., None])[..., 0].split(self._rows, -1))
+            noise = list(times(self._residual_tril, torch.randn_like(together)).split(self._rows, -1))
         return {name: draw + rest for name, draw, rest in zip(self.names, draws, noise)}
 
     def sobol_indices(self, num_draws: int = 500) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ class Components(Sequence):
         return {label: part / total for label, part in parts.items()}
 
     def _grid(self, box: dict[int, Any]) -> tuple[Tensor, Tensor]:
-        """A product grid of Gauss-Legendre nodes over a box, ``(G, D)``, and weights ``(G,)`` that add up to 1."""
+        # A product grid of Gauss-Legendre nodes over a box, (G, D), and weights (G,) that add up to 1.
         like = self._whole.process.x
         if not box:
             return like.new_zeros(1, like.shape[-1]), like.new_ones(1)
@@ -183,14 +183,14 @@ class Components(Sequence):
         return [part.process.x.shape[-2] for part in self._parts]
 
     def _prior(self, which: Sequence[int]) -> Tensor:
-        """The prior covariance of some effects, which are independent."""
+        # The prior covariance of some effects, which are independent.
         num = sum(self._rows[c] for c in which)
         parts = [self._parts[c].process for c in which]
         whole = parts[0].x.new_zeros(*self._whole.batch_shape, num, num)
         return on_diagonal([part.kernel(part.x) for part in parts], whole)
 
     def _stacked(self, which: Sequence[int], blocks: Sequence[int]) -> list[Tensor]:
-        """Φ of some effects, one after the other, for some blocks of w; zeros where an effect has none."""
+        # Φ of some effects, one after the other, for some blocks of w; zeros where an effect has none.
         sizes = self._whole.coefficients.sizes
         rows = []
         for c in which:

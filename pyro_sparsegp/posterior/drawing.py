@@ -174,13 +174,13 @@ class GroupedSite(ExpectedSite):
         return self.process.mean_at(self.process.x) + value.movedim(0, -2).flatten(-2)
 
     def _grouped(self, rows: Tensor, dims: int) -> Tensor:
-        """``(..., N, R)`` as ``(groups, ..., G, R)``, with ``dims`` dimensions between."""
+        # (..., N, R) as (groups, ..., G, R), with dims dimensions between.
         groups = rows.unflatten(-2, (-1, self.group)).movedim(-3, 0)
         return groups.reshape(groups.shape[0], *[1] * (dims + 3 - groups.dim()), *groups.shape[1:])
 
 
 def _each(matrix: Tensor, v: Tensor) -> Tensor:
-    """Av, ``(groups, ..., R)``, for A ``(groups, ..., R, C)`` and v ``(groups, ..., C)``."""
+    # Av, (groups, ..., R), for A (groups, ..., R, C) and v (groups, ..., C).
     if matrix.shape[1:-2].numel() > 1:
         return (matrix @ v[..., None])[..., 0]
     # One matrix serves all outputs of a group: their values are its columns.

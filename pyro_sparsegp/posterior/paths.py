@@ -26,6 +26,7 @@ def sample_paths(posterior: Marginals, num: int, num_features: int) -> Callable[
     if prior is None:
         return _Sequential(posterior, num, w)
     function, own = prior
+    # f + φᵀ(w − w') (Wilson et al., 2020, eq. 8)
     update = [a - b for a, b in zip(w, own)]
 
     def path(x: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ class _Sequential:
         # What a diagonal is in the company of other rows, it must be wherever the paths are evaluated.
         self.kernel = posterior.process.kernel.relative_to(x)
         self.x = x[..., :0, :]
-        self.phi = basis_at(posterior, self.x)
+        self.phi: list[Tensor] = []
         self.factor = x.new_zeros(*posterior.batch_shape, 0, 0)
         self.noise = x.new_zeros(*self.shape, 0)
         self.values = x.new_zeros(*self.shape, 0)  # f − μ at the inputs asked for so far
@@ -65,7 +66,7 @@ class _Sequential:
         return self.posterior.process.at(x).mean + self.values[..., place[first[known:]]]
 
     def _extend(self, x: Tensor) -> Tensor:
-        """f − μ at new inputs."""
+        # f − μ at new inputs.
         posterior, kernel = self.posterior, self.kernel
         phi = posterior.basis(x)
         new = kernel(x)
@@ -86,22 +87,15 @@ class _Sequential:
         return sum_blocks(phi, self.w) + residual
 
     def _remember(self, x: Tensor, phi: list[Tensor], white: Tensor, rest: Tensor, fresh: Tensor) -> None:
-        zeros = rest.new_zeros(*rest.shape[:-2], white.shape[-2], rest.shape[-1])
-        top = torch.cat([self.factor, zeros.expand(*self.factor.shape[:-2], -1, -1)], -1)
         bottom = torch.cat([white.mT, rest.expand(*white.shape[:-2], -1, -1)], -1)
-        self.factor = torch.cat([top, bottom], -2)
+        self.factor = torch.cat([torch.nn.functional.pad(self.factor, (0, rest.shape[-1])), bottom], -2)
         self.noise = torch.cat([self.noise, fresh], -1)
         self.x = torch.cat([self.x, x], -2)
         self.phi = [torch.cat([old, block], -2) for old, block in zip(self.phi, phi)] if self.phi else phi
 
 
-def basis_at(posterior: Marginals, x: Tensor) -> list[Tensor]:
-    """Φ at inputs; no rows at no inputs, for which kernels need not be defined."""
-    return [] if x.shape[-2] == 0 else posterior.basis(x)
-
-
 def _first_of_equal(x: Tensor) -> Tensor:
-    """For each row of ``(..., N, D)`` the number of the first that is equal to it, ``(N,)``."""
+    # For each row of (..., N, D) the number of the first that is equal to it, (N,).
     _, kind = x.detach().movedim(-2, 0).flatten(1).unique(dim=0, return_inverse=True)
     numbers = torch.arange(len(kind), device=x.device)
     first = torch.full_like(numbers, len(kind)).scatter_reduce(0, kind, numbers, "amin")
