@@ -37,17 +37,13 @@ def mix_outputs(
     rows, num = mixing.shape[0], shared.shape[-1]
     if own is not None and own.shape[-2:] != (rows, num):
         raise ValueError(f"mix_outputs' own must be of shape ({rows}, {num}), got {tuple(own.shape)}")
+    own = mixing.new_zeros(rows, num) if own is None else own
     if output is None:
-        mixed = mixing @ shared
-        return mixed if own is None else mixed + own
-    if output.shape != (num,) or output.is_floating_point():
+        return mixing @ shared + own
+    whole = output.shape == (num,) and not output.is_floating_point()
+    if not whole or not ((output >= 0) & (output < rows)).all():
         raise ValueError(
-            f"mix_outputs' output must be {num} whole numbers, one a row, got {output.dtype} of shape "
-            f"{tuple(output.shape)}"
+            f"mix_outputs' output must be {num} whole numbers from 0 to {rows - 1}, one a row, got {output.dtype} of "
+            f"shape {tuple(output.shape)}{f', up to {int(output.max())}' if whole else ''}"
         )
-    output = torch.where(output < 0, rows, output)  # which would count from the end
-    try:
-        chosen = (mixing[output].mT * shared).sum(-2)
-    except IndexError as error:
-        raise ValueError(f"mix_outputs' output must be numbers from 0 to {rows - 1}, rows of mixing: {error}") from None
-    return chosen if own is None else chosen + own[..., output, torch.arange(num, device=own.device)]
+    return (mixing[output].mT * shared).sum(-2) + own[..., output, torch.arange(num, device=own.device)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Optional, Union
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from .guide import AutoSparseGP
 from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
+from .program.blocks import Draw, in_blocks, values_of
 from .program.groups import grouped, plate_sizes, warn_of_groups
 from .program.traces import as_process, is_observation, whole_plates
-from .warned import Warned, warn_once
+from .warned import Warned, require_number
 from .whitening import Whitening, unwhiten
 
 __all__ = ["predict"]
@@ -41,8 +42,8 @@ def predict(
 
     Function values come from the sparse posterior of a guide, or, for MCMC draws of f at the training inputs,
     from the process conditioned on them (:meth:`GaussianProcess.given`). Latents under a plate that holds data
-    are drawn from the model; subsampling is off. A :class:`~pyro_sparsegp.NumericalWarning` counts
-    the transitions of an ``MCMC`` that diverged.
+    are drawn from the model; subsampling is off. ``torch.func.vmap`` makes many draws at once if the program allows it.
+    A :class:`~pyro_sparsegp.NumericalWarning` counts the transitions of an ``MCMC`` that diverged.
 
     :param model: the model. Under a guide it may differ from the guide's in what follows the latent sites.
     :param result: a fitted guide, an ``MCMC`` that has run, or its samples, each ``(S, ...)``. MCMC may have run
@@ -56,89 +57,83 @@ def predict(
     :raises ValueError: where ``result`` is none of these, or lacks the training data; where the model holds data of
         other rows.
     """
-    if num_samples is not None and (
-        isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1
-    ):
-        raise ValueError(f"num_samples must be a whole number of at least 1, got {num_samples!r}")
+    if num_samples is not None:
+        require_number("num_samples", num_samples)
     if isinstance(result, AutoSparseGP):
-        draws = list(_from_guide(model, result, 100 if num_samples is None else num_samples, joint, args, kwargs))
+        one, rows = _of_guide(model, result, joint, args, kwargs), 0
+        samples: Samples = {"": torch.arange(num_samples or 100)}
     else:
-        samples, (old_args, old_kwargs) = _samples_and_data(result, data)
-        model = bare_model(model)
+        samples, (old_args, old_kwargs) = samples_and_data(result, data)
+        model, warned = bare_model(model), Warned()
         available = len(next(iter(samples.values())))
         if num_samples is not None and num_samples > available:
             raise ValueError(f"num_samples is {num_samples}, the MCMC result has {available} draws")
-        draws, warned = [], Warned()
-        for s in range(available)[: num_samples or available]:
-            one = {name: value[s] for name, value in samples.items()}
-            known = _Known(model, one, old_args, old_kwargs, warned)
-            draws.append(known.draw(args, kwargs))
-    return {name: torch.stack([draw[name] for draw in draws]) for name in draws[0]}
+        samples = {name: value[:num_samples] for name, value in samples.items()}
+        rows = max(value[0].numel() for value in samples.values())
+
+        def one(sample: Draw) -> Draw:
+            trained = Trained(model, sample, old_args, old_kwargs, warned)
+            return values_of(trained.at(args, kwargs))
+
+    def numbers(draw: Draw) -> int:  # of a covariance at the inputs; of features, where values are drawn singly
+        most = rows + max(value.numel() for value in draw.values())
+        return most * (most if joint else 128)
+
+    blocks = list(in_blocks(one, samples, numbers))
+    return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def _values(trace: Any) -> dict[str, Tensor]:
-    return {
-        name: site["value"]
-        for name, site in trace.nodes.items()
-        if site["type"] == "sample" and not site_is_subsample(site)
-    }
+# From a guide.
 
 
-def _from_guide(
-    model: Callable, guide: AutoSparseGP, num: int, joint: bool, args: tuple, kwargs: dict[str, Any]
-) -> Iterator[dict[str, Tensor]]:
-    structure = None if model is guide.model else guide.structure
-    if structure is not None:
+def _of_guide(
+    model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any]
+) -> Callable[[Draw], Draw]:
+    """What makes a draw from a guide, for the guide's own model or another that follows the same latents."""
+    structure = guide.structure
+    if structure is not None and model is not guide.model:
         _require_free(model, guide, args, kwargs)
-    draws, warned = guide.draws(num, *args, joint=joint, **kwargs), Warned()
-    for _ in range(num):
+
+    def one(_: Draw) -> Draw:
         try:
-            values = next(draws)
+            values = guide.draw(*args, joint=joint, **kwargs)
         except RuntimeError as error:
-            _require_own_rows(guide.trace.nodes, error)
+            require_own_rows(guide.trace.nodes, error)
             raise
-        if structure is None:
-            _require_own_rows(guide.trace.nodes)
-            yield values
-            continue
+        if structure is None or model is guide.model:
+            require_own_rows(guide.trace.nodes)
+            return values
         latent = {name: values[name] for name in (*structure.latents, *structure.gps) if name in values}
         with whole_plates():
             trace = poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs)
-        _require_own_rows({name: site for name, site in trace.nodes.items() if name not in latent})
-        _warn_of_held(guide, trace.nodes, warned)
-        yield _values(trace)
+        require_own_rows({name: site for name, site in trace.nodes.items() if name not in latent})
+        return values_of(trace)
+
+    return one
 
 
 def _require_free(model: Callable, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raise if a model holds latents of the guide's at values of its own."""
-    assert guide.structure is not None
+    """Raise if a model holds latents of the guide's at values of its own; warn if it draws what the guide's held."""
+    facts = guide.facts
     with torch.no_grad(), poutine.block(), whole_plates():
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
-    for name in (*guide.structure.latents, *guide.structure.gps):
-        if name in trace.nodes and trace.nodes[name]["is_observed"]:
-            raise ValueError(
-                f"the model given to predict holds site {name!r} at a value that the guide was not trained "
-                "with: make the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), "
-                "...), and train it."
-            )
+        sites: Any = poutine.trace(model).get_trace(*args, **kwargs).nodes
+    held = [name for name in (*facts.latents, *facts.gps) if name in sites and sites[name]["is_observed"]]
+    if held:
+        raise ValueError(
+            f"the model given to predict holds site {held[0]!r} at a value that the guide was not trained "
+            "with: make the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), "
+            "...), and train it."
+        )
+    drawn = [name for name in facts.rows if name in sites and not sites[name]["is_observed"]]
+    for name in (name for name in drawn if guide.is_given(name, sites[name])):
+        warnings.warn(
+            f"the guide was trained with site {name!r} held at a value, which the model given to predict draws "
+            "from its prior, apart from all that was learned: give predict the guide's own model.",
+            stacklevel=5,
+        )
 
 
-def _warn_of_held(guide: AutoSparseGP, sites: Mapping[str, Any], warned: Warned) -> None:
-    """Tell of latents that the guide's own model held at a value, and this one draws."""
-    assert guide.structure is not None
-    for name in guide.structure.rows:
-        if name in sites and not sites[name]["is_observed"] and guide.is_given(name, sites[name]):
-            warn_once(
-                warned,
-                "held",
-                name,
-                f"the guide was trained with site {name!r} held at a value, which the model given to predict draws "
-                "from its prior, apart from all that was learned: give predict the guide's own model.",
-                stacklevel=5,
-            )
-
-
-def _require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None) -> None:
+def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None) -> None:
     """Raise if a run at new inputs observes data of other rows, those of training."""
     for name, site in sites.items():
         if not is_observation(site):
@@ -152,12 +147,16 @@ def _require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = Non
             ) from error
 
 
-def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:
+# From MCMC.
+
+
+def samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:
+    """An MCMC's samples, or those given, and the training arguments."""
     args, kwargs = data, dict[str, Any]()
     if isinstance(result, MCMC):
-        if data is None:
-            args, kwargs = getattr(result, "_args", None), getattr(result, "_kwargs", None) or {}
-    elif not (isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values())):
+        if args is None:
+            args, kwargs = getattr(result, "_args", None), getattr(result, "_kwargs", {})
+    elif not are_samples(result):
         raise ValueError(
             "predict's result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, "
             f"got {type(result).__name__}"
@@ -170,16 +169,19 @@ def _samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tupl
     return result, (tuple(args), kwargs)
 
 
+def are_samples(given: Any) -> bool:
+    """Whether this is a mapping to tensors."""
+    return isinstance(given, Mapping) and {isinstance(value, Tensor) for value in given.values()} == {True}
+
+
 def divergences(result: MCMC) -> list[list[int]]:
     """The numbers of the draws whose transitions diverged, of each chain."""
-    chains = getattr(result, "_diagnostics", None) or []
-    return [sorted(set((chain or {}).get("divergences", []))) for chain in chains]
+    return [sorted(set(chain.get("divergences", []))) for chain in getattr(result, "_diagnostics", []) if chain]
 
 
 def _warn_of_divergences(result: MCMC) -> None:
-    num = sum(map(len, divergences(result)))
+    num, first = sum(map(len, divergences(result))), next(iter(result.get_samples(group_by_chain=True).values()))
     if num:
-        first = next(iter(result.get_samples(group_by_chain=True).values()))
         warnings.warn(
             f"{num} of {first.shape[0] * first.shape[1]} transitions of this MCMC diverged: its draws may miss part of "
             "the posterior, and so may all that is made of them. Run it on poutine.reparam(model, config=Whitening()), "
@@ -196,57 +198,65 @@ def bare_model(model: Callable) -> Callable:
     return model
 
 
-class _Known(Messenger):
-    """Runs the model at new inputs given one MCMC draw at the training inputs."""
+class Trained(Messenger):
+    """A run of the model at the training inputs, with its latents at one MCMC draw, and runs at other inputs given it.
+
+    :param sample: values of latent sites, of function values or their whitened noise among them.
+
+    ``trace`` is that of the training inputs; ``known`` has the inputs, values and prior means of GP sites there;
+    ``local`` names the latents under plates that hold data, ``moments`` are of GP sites in the last run elsewhere.
+    """
 
     def __init__(
-        self,
-        model: Callable,
-        sample: dict[str, Tensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        warned: Optional[Warned] = None,
+        self, model: Callable, sample: Samples, args: tuple, kwargs: dict[str, Any], warned: Optional[Warned] = None
     ) -> None:
         super().__init__()
         self.model, self.sample = model, sample
         self.warned = Warned() if warned is None else warned
         self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.groups: dict[str, dict[str, int]] = {}
-        self.training = True
-        trace = poutine.trace(self._run).get_trace(*args, **kwargs)
-        plates = {
-            frame.name for site in trace.nodes.values() if is_observation(site) for frame in site["cond_indep_stack"]
-        }
+        self.training, self.marginal = True, False
+        self.trace = poutine.trace(self._run).get_trace(*args, **kwargs)
+        sites: Any = self.trace.nodes
+        plates = {frame.name for site in sites.values() if is_observation(site) for frame in site["cond_indep_stack"]}
         self.local = {
             name
-            for name, site in trace.nodes.items()
+            for name, site in sites.items()
             if site["type"] == "sample" and any(frame.name in plates for frame in site["cond_indep_stack"])
         }
-        self.groups = {name: plate_sizes(trace.nodes[name]) for name in grouped(trace)}
+        self.groups = {name: plate_sizes(sites[name]) for name in grouped(self.trace)}
         self.training = False
 
     def _run(self, *args: Any, **kwargs: Any) -> None:
         with self:
             self.model(*args, **kwargs)
 
-    def draw(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """One draw of every site at new inputs."""
+    def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
+        """A run at other inputs.
+
+        :param marginal: draw function values independently of each other.
+        """
+        self.marginal = marginal
         with whole_plates():
-            return _values(poutine.trace(self._run).get_trace(*args, **kwargs))
+            return poutine.trace(self._run).get_trace(*args, **kwargs)
 
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
         if msg["is_observed"] or site_is_subsample(msg):
-            if not self.training:
-                _require_own_rows({msg["name"]: msg})
+            if not (self.training or self.marginal):  # whose data are to be scored
+                require_own_rows({name: msg})
             return
         process, event_dim = as_process(msg["fn"])
-        if process is not None:
-            if self.training:
-                msg["value"] = self._function_values(name, process)
-                self.known[name] = process.x, msg["value"], process.mean
+        if process is not None and self.training:
+            msg["value"] = self._function_values(name, process)
+            self.known[name] = process.x, msg["value"], process.mean
+        elif process is not None:
+            given: Any = process.given(*self.known[name])
+            if self.marginal:
+                mean, variance = self.moments[name] = given.mean, given.variance.clamp(min=0)
+                msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
             else:
-                given: Any = process.given(*self.known[name])
                 msg["fn"] = given.to_event(event_dim) if event_dim else given
         elif name in self.sample and (self.training or name not in self.local):
             msg["value"] = self.sample[name]

@@ -90,8 +90,7 @@ class GaussianProcess(TorchDistribution):
         self._scale_tril: Optional[Tensor] = None
         if jitter is not None and not (isinstance(jitter, (int, float)) and jitter >= 0):
             raise ValueError(f"GaussianProcess's jitter must be None or a number of at least 0, got {jitter!r}")
-        number = isinstance(mean, (int, float)) and not isinstance(mean, bool)
-        if not (mean is None or number or isinstance(mean, Tensor) or callable(mean)):
+        if not (isinstance(mean, (type(None), int, float, Tensor)) or callable(mean)):
             raise ValueError(
                 f"GaussianProcess's mean must be a number, a tensor, a callable of x or None, got {type(mean).__name__}"
             )
@@ -104,10 +103,10 @@ class GaussianProcess(TorchDistribution):
             self._refuse_inputs()
             super().__init__(torch.Size(), x[..., None].shape[:1], validate_args=False)
             return
-        if number:
-            self.mean_function = x.new_full((), mean)  # type: ignore[arg-type]
         batch_shape = broadcast_shapes(self.kernel.batch_shape, x.shape[:-2])
-        if isinstance(mean, Tensor):
+        if isinstance(mean, (int, float)):
+            self.mean_function = x.new_full((), mean)
+        elif isinstance(mean, Tensor):
             if x.shape[-2] > 1:  # a single row's column is as good as a value
                 _require_rows(mean, x, batch_shape, "is")
             batch_shape = broadcast_shapes(batch_shape, mean.shape[:-1])
@@ -156,14 +155,12 @@ class GaussianProcess(TorchDistribution):
         :raises ValueError: if μ was given as a tensor of values at other inputs, or its shape does not fit.
         """
         mean = self.mean_function
-        if mean is None:
-            return x.new_zeros(())
         if callable(mean):
             value = mean(x)
             _require_rows(value, x, self._batch_shape, "returned")
             return value
         self._require_mean_at(x)
-        return mean
+        return x.new_zeros(()) if mean is None else mean
 
     def _require_mean_at(self, x: Tensor) -> None:
         mean = self.mean_function
@@ -171,19 +168,13 @@ class GaussianProcess(TorchDistribution):
             raise ValueError("GaussianProcess's mean is a tensor of values at other inputs; give a callable of x")
 
     def at(self, x: Tensor) -> GaussianProcess:
-        """The same process at other inputs.
-
-        :raises ValueError: if μ was given as values at these inputs, or the others have other columns.
-        """
+        """The same process at other inputs, of as many columns, where μ is known there: else a ValueError."""
         self.require_columns(x)
         self._require_mean_at(x)
         return GaussianProcess(self.kernel, x, self.mean_function, self.jitter)
 
     def require_columns(self, x: Tensor) -> None:
-        """Raise if other inputs have not as many columns as this process's.
-
-        :raises ValueError: naming both numbers.
-        """
+        """Raise a ValueError if other inputs have not as many columns as this process's."""
         if x.shape[-1:] != self.x.shape[-1:]:
             raise ValueError(
                 f"inputs of shape {tuple(x.shape)} for a process whose own have {self.x.shape[-1]} columns, "
@@ -237,15 +228,11 @@ class GaussianProcess(TorchDistribution):
         return new
 
     def require_place(self, site: Optional[str] = None) -> None:
-        """Raise if this process has unfit inputs, or was sampled where its values would become ``(N, N)``.
-
-        :raises ValueError: naming the site, what is wrong with the inputs or the plate, and the remedy.
-        """
+        """Raise a ValueError if this process has unfit inputs, or was sampled where its values would become (N, N)."""
         if self._unfit is not None:
-            where = "GaussianProcess's" if site is None else f"GP site {site!r}: GaussianProcess's"
-            raise ValueError(f"{where} {self._unfit}")
+            raise ValueError(f"{'' if site is None else f'GP site {site!r}: '}GaussianProcess's {self._unfit}")
         if self._misplaced is not None:
-            where = f"site {site!r}" if site is not None else "a GaussianProcess"
+            where = "a GaussianProcess" if site is None else f"site {site!r}"
             raise ValueError(f"{where} stands {self._misplaced}")
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
@@ -294,13 +281,13 @@ def _unfit_inputs(x: Any) -> Optional[str]:
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         return f"x must be a floating point tensor (N, D), got {kind}; make it one with torch.as_tensor(x).double()"
-    if x.dtype.itemsize < 4:
-        return f"x is {x.dtype}, of which torch has no Cholesky factors; give x.float(), or x.double()"
-    if x.dim() < 2:
-        return f"x must have shape (N, D), got {tuple(x.shape)}; for one column write x[:, None]."
-    if x.shape[-2] == 0 or x.shape[-1] == 0:
-        return f"x must have at least one row and one column, got {tuple(x.shape)}"
-    return None
+    shape = tuple(x.shape)
+    faults = (
+        (x.dtype.itemsize < 4, f"x is {x.dtype}, which torch does not factorise; give x.float(), or x.double()"),
+        (x.dim() < 2, f"x must have shape (N, D), got {shape}; for one column write x[:, None]."),
+        (0 in shape[-2:], f"x must have at least one row and one column, got {shape}"),
+    )
+    return next((why for wrong, why in faults if wrong), None)
 
 
 def _require_rows(mean: Tensor, x: Tensor, batch_shape: torch.Size, came: str) -> None:

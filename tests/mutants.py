@@ -310,8 +310,8 @@ nested-jvp-drops: test_derivative.py::test_covariances_are_those_of_reverse_mode
 - with _set_fwd_grad_enabled(True):
 + with _set_fwd_grad_enabled(False):
 noise-is-shared: test_botorch.py::test_noise_and_its_absence
-- covariance = covariance + noises[place].diag_embed()
-+ covariance = covariance + noises[place][..., None]
+- covariances = covariances + noises[chosen].diag_embed()
++ covariances = covariances + noises[chosen][..., None]
 batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient
 - return Rows(same, inputs, steps and (same or (guide.takes_batches and not fewer)), relation)
 + return Rows(same, inputs, steps and same, relation)

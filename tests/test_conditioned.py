@@ -126,8 +126,8 @@ def test_every_way_to_ask_conditions_on_the_draw(name, place):
     fresh.load_state_dict(guide.state_dict())
     for other in (fresh, copy.deepcopy(guide)):
         pyro.set_rng_seed(0)
-        again = predict(model, other, new, num_samples=3, joint=False)
-        torch.testing.assert_close(again["f"], draws["f"][:3])
+        again = predict(model, other, new, num_samples=30, joint=False)
+        torch.testing.assert_close(again["f"], draws["f"])
 
 
 @pytest.mark.parametrize(("name", "place"), EVERYWHERE)

@@ -11,31 +11,13 @@ import torch
 from pyro_sparsegp import AutoSparseGP
 from pyro_sparsegp.families import SVGP
 
-from .models import data, regression, train
+from .models import data, regression
 
 pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
 backend = pytest.importorskip("pyro_sparsegp.diagnostics.backend")
 
 ROOT = Path(__file__).parents[1]
-
-
-def a_tree(num_samples=40):
-    x, y = data(num=40)
-    guide = AutoSparseGP(regression, SVGP(10))
-    train(regression, guide, x, y, steps=30)
-    return diagnostics.to_datatree(regression, guide, x, y, num_samples=num_samples)
-
-
-@pytest.mark.filterwarnings("ignore:Estimated shape parameter")
-def test_the_new_arviz_takes_trees():
-    """Summaries of arviz 1 take the tree."""
-    arviz = pytest.importorskip("arviz")
-    if int(arviz.__version__.split(".")[0]) < 1:
-        pytest.skip("arviz before 1")
-    tree = a_tree()
-    assert "noise" in arviz.summary(tree, var_names=["noise"], kind="stats").index
-    assert np.isfinite(diagnostics.loo(tree, target="none").elpd)
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 3.0])

@@ -10,7 +10,7 @@ import torch
 from pyro import poutine
 
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, ExactWeightSpace, SparseEP, WeightSpace
+from pyro_sparsegp.families import SGPR, SVGP, SparseEP, WeightSpace
 
 from .models import (
     FAMILIES,
@@ -30,6 +30,7 @@ pytest.importorskip("xarray")
 stats = pytest.importorskip("arviz_stats")
 arviz_base = pytest.importorskip("arviz_base")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
+as_source = pytest.importorskip("pyro_sparsegp.diagnostics.sources").as_source
 
 KERNEL = kernels.RBF(0.1)
 NOISE = 0.17
@@ -57,53 +58,17 @@ def exact_loo(x, y, kernel=KERNEL, noise=NOISE):
 pytestmark = pytest.mark.filterwarnings("ignore:Estimated shape parameter")
 
 
-# test_loo_is_the_exact_processes holds the integrated densities, test_psis_refuses that few points have a
-# large k-hat.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-def test_the_table_of_integrated_and_sampled_densities():
-    """SGPR with M = 8, 10, 15 points for 200 rows: with the residual integrated, the elpd is near the exact GP's
-    where it is hopeless at sampled f, and k-hat towards the exact model falls with M.
-    """
-    x, y = smooth_data()
-    exact = float(exact_loo(x, y).sum())
-    integrated, sampled, khats = [], [], []
-    for num in (8, 10, 15):
-        guide = on_a_grid(num, x, y)
-        tree = diagnostics.to_datatree(
-            guide.model, guide, x, y, num_samples=120, exact=True, include_f=True, posterior_predictive=False, seed=0
-        )
-        integrated.append(diagnostics.loo(tree, target="none").elpd)
-        terms = dist.Normal(torch.as_tensor(tree.posterior["f"].values[0]).double(), NOISE).log_prob(y)
-        sampled_tree = tree.copy()
-        sampled_tree["log_likelihood"] = (
-            tree["log_likelihood"].to_dataset().assign(y=(tree.log_likelihood.y.dims, terms[None]))
-        )
-        sampled.append(stats.loo(sampled_tree, reff=1.0).elpd)
-        khats.append(diagnostics.psis(tree, target="exact").khat)
-        assert diagnostics.psis(tree).khat == -np.inf  # q is the optimum: the variational target sees nothing
-    assert all(abs(elpd - exact) < 6 for elpd in integrated[1:]), (exact, integrated)
-    assert abs(integrated[-1] - exact) < 2
-    assert sampled[0] < exact - 500
-    assert sampled[1] < exact - 40
-    assert khats == sorted(khats, reverse=True), khats
-    assert khats[0] > 0.7 > khats[-1]
-
-
 def test_the_exact_target_is_the_marginal_likelihood():
     """For a Gaussian likelihood log p(y | w) is N(y; h, ρ + σ²I); its average over the prior's w is log p(y)."""
-    from pyro_sparsegp.diagnostics.sources import as_source
-
     x, y = smooth_data(30)
     guide = on_a_grid(6, x, y)
     source = as_source(guide.model, guide, (x, y), {}, exact=True)
-    draw = source.draw()
-    q = draw.posteriors["f"]
+    (draw,) = source.draws()
+    q = source.posteriors["f"]
     rho = KERNEL(x) - q.features[0] @ q.features[0].mT
-    dense = dist.MultivariateNormal(draw.moments["f"][0], rho + NOISE**2 * torch.eye(30)).log_prob(y)
-    torch.testing.assert_close(
-        source.log_joints(draw, source.densities(draw))["lp_exact"] - draw.log_prior, dense, atol=1e-3, rtol=1e-5
-    )
+    dense = dist.MultivariateNormal(draw.means["f"], rho + NOISE**2 * torch.eye(30)).log_prob(y)
+    found = source.log_joints(draw, source.densities(draw))["lp_exact"] - draw.log_prior
+    torch.testing.assert_close(found, dense, atol=1e-3, rtol=1e-5)
     # lp − log_q averages to log p(y) through its exponential
     guide = on_a_grid(12, x, y)
     tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=25, exact=True, posterior_predictive=False)
@@ -116,7 +81,6 @@ def test_the_exact_target_is_the_marginal_likelihood():
 def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     """The estimate of p(y | w) averages to brute force over the residual's draws."""
     from pyro_sparsegp.diagnostics.marginal import log_marginal
-    from pyro_sparsegp.diagnostics.sources import as_source
 
     likelihood = {"bernoulli": lambda f: dist.Bernoulli(logits=f), "poisson": lambda f: dist.Poisson((1 + f).exp())}[
         name
@@ -128,25 +92,15 @@ def test_the_exact_target_of_other_likelihoods_is_unbiased(name):
     guide = AutoSparseGP(model, SVGP(torch.tensor([[0.2], [0.8]])))
     guide(x, y)
     source = as_source(model, guide, (x, y), {}, exact=True)
-    draw = source.draw()
-    h, root = draw.moments["f"][0], draw.posteriors["f"].residual_tril
+    (draw,) = source.draws()
+    moments, root = {"f": (draw.means["f"][0], draw.variances["f"][0])}, source.posteriors["f"].residual_tril
+    h = moments["f"][0]
+    source.densities(draw)
     f = h + (root @ torch.randn(6, 60_000)).mT
     brute = torch.logsumexp(likelihood(f).log_prob(y).sum(-1), 0) - np.log(60_000)
-    values = torch.stack([log_marginal(source.reader, {}, draw.posteriors, draw.moments) for _ in range(60)])
+    values = torch.stack([log_marginal(source.reader, {}, source.posteriors, moments) for _ in range(60)])
     assert values.std() < 0.6
     assert abs(torch.logsumexp(values, 0) - np.log(60) - brute) < 0.06
-
-
-def test_projected_data_have_the_exact_density_of_their_joint_draws():
-    """ComputationAware's weights average to the evidence: log q(f) − log p(f) is right."""
-    x, y = smooth_data(30)
-    guide = AutoSparseGP(gaussian(KERNEL, NOISE), ComputationAware(20, "eigen"))
-    guide(x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=90, exact=True, posterior_predictive=False)
-    weights = torch.as_tensor((tree.sample_stats.lp - tree.sample_stats.log_q).values[0])
-    evidence = dist.MultivariateNormal(torch.zeros(30), KERNEL(x) + NOISE**2 * torch.eye(30)).log_prob(y)
-    assert abs(torch.logsumexp(weights, 0) - np.log(90) - evidence) < 0.2
-    assert diagnostics.psis(tree).target == "exact"
 
 
 def test_weights_mend_hyperparameters():
@@ -230,7 +184,7 @@ def test_loo_is_the_exact_processes():
     """With inducing points at all distinct places, LOO is the exact GP's, point by point."""
     x, y = smooth_data(60)
     guide = on_a_grid(16, x, y)
-    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=150, posterior_predictive=False)
+    tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=600, posterior_predictive=False)
     found = diagnostics.loo(tree)
     np.testing.assert_allclose(found.elpd_i.values, exact_loo(x, y), atol=0.9)
     assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.8
@@ -366,10 +320,10 @@ def test_loo_large_without_weights():
     coefficients, q = guide.posterior(x[:1])["f"].coefficients, guide.gps.f.coefficients
     with torch.no_grad():  # a mean that wanders about it, by twice what a draw does
         q.loc += 2 * (coefficients.rsample(())[0] - coefficients.loc[0])
-    with pytest.warns(UserWarning, match="above 0.7.* left out"):
+    with pytest.warns(UserWarning, match="above 0.41.* left out"):
         found = diagnostics.loo_large(model, guide, x, y, observations=100, num_samples=50)
     assert (found.target, found.warning) == ("none", True)
-    assert found.khat > 0.7
+    assert found.khat > 0.41
     assert not found.approx_posterior
     assert found.subsampling_se < 5
     scores = diagnostics.predictive_scores(model, guide, new, seen, num_samples=1).pointwise["log_score"].values
@@ -406,17 +360,17 @@ def test_scores_of_a_gaussian_likelihood_are_closed_form():
 
 def test_scores_of_mixtures_are_those_of_the_mixture(monkeypatch):
     """Of draws of hyperparameters: each has a normal, and the scores are the equal mixture's, by integration."""
-    from pyro_sparsegp.diagnostics import scorers
+    from pyro_sparsegp.diagnostics import scores
 
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
     train(regression, guide, x, y, steps=20, lr=0.05)
     new, seen = data(num=10, seed=4)
-    normals, read = [], scorers.Gaussian.read
-    monkeypatch.setattr(scorers.Gaussian, "read", lambda *args: normals.append(read(*args)) or normals[-1])
+    normals, read = [], scores._normals
+    monkeypatch.setattr(scores, "_normals", lambda *args: normals.append(read(*args)) or normals[-1])
     found = diagnostics.predictive_scores(regression, guide, new, seen, num_samples=12)
     assert found.method == "gaussian"
-    means, sds = torch.stack([m for m, _ in normals]), torch.stack([v.sqrt() for _, v in normals])
+    means, sds = torch.cat([m for m, _ in normals]), torch.cat([v.sqrt() for _, v in normals])
     assert means.std(0).min() > 0.01  # they differ
     each = dist.Normal(means, sds)
     crps = [normal_mixture_crps(m, s, v) for m, s, v in zip(means.mT, sds.mT, seen)]
@@ -427,18 +381,17 @@ def test_scores_of_mixtures_are_those_of_the_mixture(monkeypatch):
 
 
 def test_scores_by_draws_are_those_of_the_distribution():
-    from pyro_sparsegp.diagnostics.scorers import Draws
+    from pyro_sparsegp.diagnostics.scores import _of_draws
 
     y = torch.linspace(-2, 2, 5)
-    scorer = Draws(None, y, "y")
-    found = scorer.scores(torch.zeros(5), 0.3 + 0.7 * torch.randn(4000, 5))
+    found = _of_draws(y, 0.3 + 0.7 * torch.randn(4000, 5))
     crps = [normal_mixture_crps(torch.tensor([0.3]), torch.tensor([0.7]), v) for v in y]
     np.testing.assert_allclose(found["crps"], torch.stack(crps), atol=0.05)
     np.testing.assert_allclose(found["pit"], dist.Normal(0.3, 0.7).cdf(y), atol=0.03)
     few = torch.randn(3, 5)  # the estimate without bias: over pairs of different draws
     between = sum((few[i] - few[j]).abs() for i in range(3) for j in range(i)) / 3
     expected = (few - y).abs().mean(0) - 0.5 * between
-    np.testing.assert_allclose(scorer.scores(torch.zeros(5), few)["crps"], expected, atol=1e-6)
+    np.testing.assert_allclose(_of_draws(y, few)["crps"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -460,17 +413,11 @@ def test_scores_of_other_likelihoods(model, method):
         np.testing.assert_allclose(found.pointwise["crps"].values, (1 - p) ** 2, atol=1e-9)
 
 
-OTHERS = {"SparseEP": SparseEP(12), "WeightSpace": WeightSpace(), "ExactWeightSpace": ExactWeightSpace()}
+OTHERS = {"SparseEP": SparseEP(12), "WeightSpace": WeightSpace()}
 
 
-# One family of each kind of posterior; the others are slow.
-OF_A_KIND = {"SVGP", "CoupledPrecision", "ComputationAwareCG", "SparseEP"}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in OF_A_KIND else pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *OTHERS)],
-)
+# One family of each kind of posterior.
+@pytest.mark.parametrize("name", ["SVGP", "CoupledPrecision", "ComputationAwareCG", "SparseEP", "WeightSpace"])
 def test_coverage_of_every_family(name):
     """On a draw from the prior, with the true hyperparameters: 95 % intervals cover 93 to 97 % of new observations."""
     covered = []
@@ -490,7 +437,7 @@ def test_coverage_of_every_family(name):
             for _ in range(3):
                 ep.sweep(x[:100], y[:100])
         elif getattr(family, "is_natural", False):
-            train(model, guide, x[:100], y[:100], steps=40 if name == "CoupledPrecisionIdentity" else 8, lr=0.01)
+            train(model, guide, x[:100], y[:100], steps=8, lr=0.01)
         elif any(True for _ in guide.parameters()):
             maximise(model, guide, x[:100], y[:100], iterations=50)
         covered.append(diagnostics.predictive_scores(model, guide, x[100:], y[100:], num_samples=1).coverage(0.95))
@@ -518,13 +465,12 @@ def test_a_confident_guide_is_found_out():
     x, y = data(num=50)
     guide = AutoSparseGP(regression, SGPR(12))
     train(regression, guide, x, y, steps=20, lr=0.2)
-    good = diagnostics.psis(regression, guide, x, y, num_samples=30, target="fitc", seed=0)
+    new, seen = data(num=150, seed=9)
+    assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=4).coverage(0.95) > 0.85
     with torch.no_grad():
         for name in ("noise", "scale", "length"):
             getattr(guide.scales, f"{name}_unconstrained").sub_(np.log(10))
         guide.locs.noise_unconstrained.sub_(1.0)
-    bad = diagnostics.psis(regression, guide, x, y, num_samples=30, target="fitc", seed=0)
+    bad = diagnostics.psis(regression, guide, x, y, num_samples=300, target="fitc", seed=0)
     assert bad.khat > 0.7
-    assert bad.khat > good.khat
-    new, seen = data(num=150, seed=9)
     assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=4).coverage(0.95) < 0.85

@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pyro
@@ -159,16 +157,6 @@ def test_every_row_once_an_epoch_in_an_order_of_its_own():
     assert torch.equal(again.indices, fourth.indices)
 
 
-def test_rows_of_a_memory_map(tmp_path):
-    values = np.memmap(tmp_path / "rows", dtype=np.float64, mode="w+", shape=(50, 2))
-    values[:] = np.arange(100).reshape(50, 2)
-    values.flush()
-    maps = as_batches({"x": np.memmap(tmp_path / "rows", np.float64, "r", shape=(50, 2))}, 4, None, None, seed=0)
-    batch = next(maps.epoch(0))
-    assert isinstance(batch.kwargs["x"], torch.Tensor)
-    assert torch.equal(batch.kwargs["x"][:, 0], 2.0 * batch.indices)
-
-
 class Drawing:
     """Batches that are drawn, from the global random numbers, as they are asked for."""
 
@@ -267,12 +255,6 @@ def test_an_epoch_over_rows_on_disk_keeps_little_of_them(tmp_path):
     rows, before = 40_000, fit_memory.bench.peak()  # their squares are 6 GiB
     fit_memory.written(tmp_path, rows)
     assert fit_memory.epoch(tmp_path, rows, 4096, "maps") - before < 0.5
-
-
-@pytest.mark.slow  # the test above reads rows as this one does
-def test_an_epoch_over_many_rows_on_disk_stays_under_two_gibibytes():
-    command = [sys.executable, fit_memory.__file__, "--rows", "10000000", "--limit", "2"]
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=1800)
 
 
 # Steps and their rates.

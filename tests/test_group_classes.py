@@ -247,10 +247,10 @@ def test_pointwise_densities_add_up_by_group():
     source = pytest.importorskip("pyro_sparsegp.diagnostics.draws").GuideSource
     x, y = data()
     _, _, guide = bound(indexed, SVGP(8), x, GROUP, y)
-    source = source(guide, (x, GROUP, y), {}, False, 8192)
-    draw = source.draw()
-    rows = source.densities(draw).integrated["y"]
-    sums = of_groups(SLOPES[:, None] * draw.functions["f"], y, shares=draw.values["share"])
+    source = source(guide, (x, GROUP, y), {})
+    (draw,) = source.draws()
+    rows = source.densities(draw).integrated["y"][0]
+    sums = of_groups(SLOPES[:, None] * draw.functions["f"][0], y, shares=draw.values["share"][0])
     torch.testing.assert_close(torch.zeros(G).index_add(0, GROUP, rows), sums.logsumexp(0))
 
 

@@ -562,14 +562,12 @@ def test_what_takes_sites_to_be_independent_refuses_them():
 def test_pointwise_densities_are_of_joint_draws():
     x, y = _data()
     guide = _trained(_model(), families.SVGP(**AT_ONCE), x, y)
-    source = GuideSource(guide, (x, y), {}, False, 8192)
+    source = GuideSource(guide, (x, y), {})
     _, _, evidence = _exact(SUM)
     pyro.set_rng_seed(0)
-    for _ in range(3):
-        draw = source.draw()
-        assert (source.log_joints(draw, source.densities(draw))["lp"] - draw.log_q).item() == pytest.approx(
-            evidence, abs=0.05
-        )
+    for draws in source.draws(3):
+        weights = source.log_joints(draws, source.densities(draws))["lp"] - draws.stats["log_q"]
+        assert weights.tolist() == pytest.approx([evidence] * len(weights), abs=0.05)
 
 
 def test_scores_of_sites_with_one_posterior():

@@ -10,7 +10,7 @@ from pyro.infer import MCMC, NUTS, Predictive
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, Whitening, WhitenReparam, kernels, predict
 from pyro_sparsegp.families import SVGP
 from pyro_sparsegp.numerics.linalg import NumericalWarning
-from pyro_sparsegp.predict import _Known
+from pyro_sparsegp.predict import Trained
 
 from .models import data, gaussian, train
 
@@ -76,7 +76,7 @@ def test_predictions_from_draws_are_the_conditional_process():
     torch.testing.assert_close(again["f"], f.expand(3, 12), atol=2e-3, rtol=0)
     white = {k: v for k, v in many.items() if k != "f"}
     white["f_whitened"] = torch.linalg.solve(GaussianProcess(kernel, x).scale_tril, f).expand(150, 12)
-    known = _Known(model, {k: v[0] for k, v in white.items()}, (x, y), {})
+    known = Trained(model, {k: v[0] for k, v in white.items()}, (x, y), {})
     torch.testing.assert_close(known.known["f"][1], f)
 
 
@@ -177,6 +177,5 @@ def test_divergences_are_told_of():
     assert tree.sample_stats["diverging"].all()
     with pytest.warns(NumericalWarning, match="4 of 4 transitions"):
         diagnostics.predictive_scores(short, mcmc, x, y, num_samples=2)
-    mcmc = MCMC(NUTS(short), num_samples=5, warmup_steps=20, disable_progbar=True)
-    mcmc.run(x, y)
+    mcmc._diagnostics = [{"divergences": []}]
     predict(short, mcmc, x)  # in silence

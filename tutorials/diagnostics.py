@@ -57,7 +57,6 @@ options = command_line.options(
     draws=(200, "posterior draws of each guide", 30),
     nuts=(60, "draws of NUTS, and as many to warm up", 50),
     simulations=(16, "of the calibration", 2),
-    processes=(2, "that share the calibration", 1),
 )
 torch.set_default_dtype(torch.float64)
 warnings.filterwarnings(
@@ -349,7 +348,6 @@ for name, procedure in {"SGPR 12": enough, "SVGP 1": one_point}.items():
         grid,
         num_simulations=options.simulations,
         num_samples=49,
-        processes=options.processes,
         progress=not command_line.IN_NOTEBOOK,
     )
     show(arviz_plots.plot_ecdf_pit(ranks), f"sbc_{name.replace(' ', '_')}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
@@ -10,15 +9,17 @@ import numpy as np
 import pyro
 import torch
 from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from tqdm import tqdm
 
+from ..guide import AutoSparseGP
 from ..predict import predict
+from ..program.blocks import values_of
 from ..program.traces import as_process, is_observation, whole_plates
+from ..warned import require_number
 from .backend import xarray
 from .draws import sites_of
-from .given import guide_of, kind_of, require_arguments, require_model
+from .given import guide_of, kind_of, refuse_left, require_arguments, require_model
 from .groups import attributes, name_of
 
 __all__ = ["sbc"]
@@ -32,7 +33,6 @@ def sbc(
     num_samples: int = 199,
     rows: Union[int, Sequence[int]] = 4,
     observed: Optional[Mapping[str, str]] = None,
-    processes: int = 1,
     progress: bool = True,
     seed: int = 0,
     **kwargs: Any,
@@ -48,7 +48,7 @@ def sbc(
     ...     for _ in range(300):
     ...         svi.step(x, y)
     ...     return guide
-    >>> tree = sbc(model, fit, x, processes=2)                             # doctest: +SKIP
+    >>> tree = sbc(model, fit, x)                             # doctest: +SKIP
     >>> arviz_plots.plot_ecdf_pit(tree)                                    # doctest: +SKIP
 
     :param model: the model, that can be called without observations, ``model(*args, **kwargs)``.
@@ -58,15 +58,15 @@ def sbc(
     :param num_samples: L, posterior draws of each; ranks are 0 to L.
     :param rows: of function values, those ranked: so many rows spread evenly, or row numbers.
     :param observed: for observed sites, the name of the argument that takes their values, if it is not the site's.
-    :param processes: how many fits run at once, one thread each. Processes are forked: the model and ``fit`` may be any
-        functions, and must leave CUDA alone.
     :param progress: whether to show a progress bar.
-    :param seed: simulation s has the seed ``seed + s``, whatever the number of processes.
+    :param seed: simulation s has the seed ``seed + s``: trees of other seeds, from other processes, may be joined by
+        ``xarray.concat`` along ``draw``.
     :returns: an ``xarray.DataTree`` with a group ``prior_sbc``: for each latent site and each GP site's values at
         ``rows``, (rank + U)/(L + 1) with U uniform, dimensions ``(chain, draw, ...)``, a draw a simulation;
         ``arviz_plots.plot_ecdf_pit(tree)`` draws it.
     :raises ValueError: where the model observes nothing, or lacks an argument for its data.
     """
+    refuse_left("sbc", kwargs)
     require_model("sbc", "then the fitting function, then the model's arguments without data: (model, fit, x)", model)
     if not callable(fit) or guide_of(fit) is not None:
         raise ValueError(
@@ -74,47 +74,25 @@ def sbc(
             f"{kind_of(fit)}"
         )
     require_arguments("sbc", "It is called without observations; the order is (model, fit, x).", model, args, kwargs)
-    if num_simulations < 1 or num_samples < 1 or processes < 1:
-        raise ValueError(
-            "sbc needs num_simulations, num_samples and processes of at least 1, got "
-            f"{num_simulations}, {num_samples} and {processes}"
-        )
+    require_number("num_simulations", num_simulations)
+    require_number("num_samples", num_samples)
     if (isinstance(rows, int) and rows < 1) or (not isinstance(rows, int) and not len(rows)):
         raise ValueError(f"sbc's rows must be how many, at least 1, or a sequence of row numbers, got {rows!r}")
-
-    def simulate(seed: int) -> dict[str, np.ndarray]:
-        torch.manual_seed(seed)
-        return _ranks(model, fit, args, kwargs, dict(observed or {}), num_samples, rows)
-
-    seeds = range(seed, seed + num_simulations)
-    shown = {"total": num_simulations, "desc": "simulations", "disable": not progress}
-    if processes == 1:
-        with torch.random.fork_rng(), pyro.get_param_store().scope():  # the caller's stays as it is
-            found = list(tqdm(map(simulate, seeds), **shown))
-    else:  # a forked process inherits what it is started with: nothing has to be pickled
-        with multiprocessing.get_context("fork").Pool(processes, _begin, (simulate,)) as pool:
-            found = list(tqdm(pool.imap(_simulate, seeds), **shown))
-    stacked = {name: np.stack([one[name] for one in found])[None] for name in found[0]}
+    found = []
+    with torch.random.fork_rng(), pyro.get_param_store().scope():  # the caller's stays as it is
+        for s in tqdm(range(seed, seed + num_simulations), desc="simulations", disable=not progress):
+            torch.manual_seed(s)
+            found.append(_ranks(model, fit, args, kwargs, dict(observed or {}), num_samples, rows))
     variables = {
-        name: (["chain", "draw", *(f"{name}_dim_{i}" for i in range(array.ndim - 2))], array)
-        for name, array in stacked.items()
+        name: (
+            ["chain", "draw", *(f"{name}_dim_{i}" for i in range(one.ndim))],
+            np.stack([r[name] for r in found])[None],
+        )
+        for name, one in found[0].items()
     }
-    sizes = {dim: size for dims, array in variables.values() for dim, size in zip(dims, array.shape)}
+    coords = {dim: np.arange(size) for dims, array in variables.values() for dim, size in zip(dims, array.shape)}
     attrs = attributes(num_samples=num_samples, model=name_of(model))
-    coords = {dim: np.arange(size) for dim, size in sizes.items()}
     return xarray.DataTree.from_dict({"prior_sbc": xarray.Dataset(variables, coords=coords, attrs=attrs)})
-
-
-_worker: list[Callable] = []  # what a worker process does for each seed
-
-
-def _begin(simulate: Callable) -> None:
-    _worker[:] = [simulate]
-    torch.set_num_threads(1)
-
-
-def _simulate(seed: int) -> dict[str, np.ndarray]:
-    return _worker[0](seed)
 
 
 def _ranks(
@@ -129,9 +107,10 @@ def _ranks(
     """The normalised ranks of one simulation."""
     with torch.no_grad(), whole_plates():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
-    sites = {n: site for n, site in sites_of(trace) if not site_is_subsample(site) and not is_observation(site)}
-    functions = {n: site["value"] for n, site in sites.items() if as_process(site["fn"])[0] is not None}
-    truth = {n: site["value"] for n, site in sites.items() if n not in functions}
+    sites = sites_of(trace)
+    free = {n: value for n, value in values_of(trace).items() if not is_observation(sites[n])}
+    functions = {n: value for n, value in free.items() if as_process(sites[n]["fn"])[0] is not None}
+    truth = {n: value for n, value in free.items() if n not in functions}
     names = list(observed) or list(truth)[-1:]  # by default the last site is taken for the data
     if not names or not set(names) <= set(truth):
         raise ValueError(
@@ -139,6 +118,24 @@ def _ranks(
             "sbc with arguments that leave observations out"
         )
     data = {observed.get(name, name): truth.pop(name) for name in names}
+    guide = _fitted(fit, args, kwargs, data)
+    # Latents of single data have no posterior at new inputs, points have none at all.
+    plates = {frame.name for name in names for frame in sites[name]["cond_indep_stack"]}
+    local = {n for n in truth if plates & {frame.name for frame in sites[n]["cond_indep_stack"]}}
+    # At the training inputs, of the model without data: latents of single rows have no draws of theirs there.
+    draws = predict(model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
+    ranks = {n: _rank(draws[n], value) for n, value in truth.items() if n not in local and not guide.is_point(n)}
+    for name, value in functions.items():
+        num = value.shape[-1]
+        chosen = np.linspace(0, num - 1, min(rows, num)).round().astype(int) if isinstance(rows, int) else rows
+        if not all(-num <= row < num for row in chosen):
+            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {num - 1}, got {list(chosen)}")
+        ranks[name] = _rank(draws[name][..., list(chosen)], value[..., list(chosen)])
+    return ranks
+
+
+def _fitted(fit: Callable, args: tuple, kwargs: dict[str, Any], data: dict[str, Tensor]) -> AutoSparseGP:
+    """The guide that ``fit`` makes of simulated data."""
     pyro.clear_param_store()
     try:
         result = fit(*args, **kwargs, **data)
@@ -150,25 +147,7 @@ def _ranks(
     guide = guide_of(result)
     if guide is None:
         raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {kind_of(result)}")
-    # Latents of single data have no posterior at new inputs, points have none at all.
-    plates = {frame.name for name in names for frame in sites[name]["cond_indep_stack"]}
-    points = guide.point_estimates
-    ranked = [
-        name
-        for name in truth
-        if not plates & {frame.name for frame in sites[name]["cond_indep_stack"]}
-        and not (points if isinstance(points, bool) else name in points)
-    ]
-    # At the training inputs, of the model without data: latents of single rows have no draws of theirs there.
-    draws = predict(model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
-    ranks = {name: _rank(draws[name], truth[name]) for name in ranked}
-    for name, value in functions.items():
-        num = value.shape[-1]
-        chosen = np.linspace(0, num - 1, min(rows, num)).round().astype(int) if isinstance(rows, int) else rows
-        if not all(-num <= row < num for row in chosen):
-            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {num - 1}, got {list(chosen)}")
-        ranks[name] = _rank(draws[name][..., list(chosen)], value[..., list(chosen)])
-    return ranks
+    return guide
 
 
 def _rank(draws: Tensor, value: Tensor) -> np.ndarray:

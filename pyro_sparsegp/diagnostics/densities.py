@@ -15,7 +15,6 @@ from typing import Any, Optional
 import pyro
 import torch
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..numerics.tilted import tilted
@@ -26,6 +25,7 @@ from ..program.traces import held_trace, require_again, whole_plates
 __all__ = ["Densities", "DensityReader", "Moments"]
 
 Moments = tuple[Tensor, Tensor]  # mean and variance of function values, (..., N) each
+Values = Mapping[str, Tensor]
 
 _NUMBERS = 2**23  # values of function nodes evaluated at once
 _NODES = 32  # of an integral over one function value, at first
@@ -34,11 +34,11 @@ _MOST_NODES = 512  # of one that needs more
 
 @dataclass
 class Densities:
-    """One draw's densities.
+    """The densities of S draws.
 
-    :param integrated: log ∫ p(y | f) N(f | h, d) df of each site read, a value a datum.
-    :param expected: Σ E_{N(h, d)}[log p] of all of them, scaled.
-    :param log_evidence: Σ log ∫ p(y | f) N(f | h, d) df of all of them, scaled.
+    :param integrated: log ∫ p(y | f) N(f | h, d) df of each site read, ``(S, ...)``, a value a datum.
+    :param expected: Σ E_{N(h, d)}[log p] of all of them, scaled, ``(S,)``.
+    :param log_evidence: Σ log ∫ p(y | f) N(f | h, d) df of all of them, scaled, ``(S,)``.
     """
 
     integrated: dict[str, Tensor]
@@ -75,53 +75,57 @@ class DensityReader:
         self.plans: dict[str, _Plan] = {}  # found at the first draw
         self.scales: dict[str, Any] = {}  # of poutine.scale, by site
 
-    def __call__(self, held: Mapping[str, Tensor], functions: Mapping[str, Moments]) -> Densities:
-        """The densities at one draw.
+    def __call__(self, held: Values, functions: Mapping[str, Moments]) -> Densities:
+        """The densities at S draws.
 
-        :param held: values of all latent sites that are not integrated, subsample sites among them.
-        :param functions: h and d of the GP sites that are.
+        :param held: values of all latent sites that are not integrated, subsample sites among them, ``(S, ...)``.
+        :param functions: h and d of the GP sites that are, ``(S, ..., N)``.
         :raises ValueError: where an integrated density is not finite, naming the site and the rows.
         """
         with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
             if not self.plans:
-                self.plans = self._learn(held, functions)
-            integrated = {}
-            expected = log_evidence = torch.zeros((), dtype=torch.float64)
-            for name, plan in self.plans.items():
-                log_density, expectation = self._site(name, plan, held, functions)
-                _require_finite(name, log_density)
-                integrated[name] = log_density
-                expected = expected + (self.scales[name] * expectation).double().sum()
-                log_evidence = log_evidence + (self.scales[name] * log_density).double().sum()
-        return Densities(integrated, expected, log_evidence)
+                first = {gp: (mean[0], variance[0]) for gp, (mean, variance) in functions.items()}
+                self._learn({name: value[0] for name, value in held.items()}, first)
+            found = {name: self._site(name, held, functions) for name in self.plans}
+        for name, (log_density, _) in found.items():
+            _require_finite(name, log_density)
 
-    def density(self, name: str, held: Mapping[str, Tensor], functions: Mapping[str, Moments]) -> Tensor:
-        """One site's integrated densities; ``held`` may name another value of it."""
+        def total(kind: int) -> Tensor:
+            parts = [(self.scales[name] * pair[kind]).double() for name, pair in found.items()]
+            return sum((part.reshape(len(part), -1).sum(-1) for part in parts), torch.zeros(()))
+
+        return Densities({name: log_density for name, (log_density, _) in found.items()}, total(1), total(0))
+
+    def density(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Tensor:
+        """One site's integrated densities, ``(S, ...)``; ``held`` may name another value of it."""
         with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
-            return self._site(name, self.plans[name], held, functions)[0]
+            return self._site(name, held, functions)[0]
 
-    def total(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The sum of all log densities read, scaled, at values of all latent sites."""
+    def total(self, values: Values) -> Tensor:
+        """The sum of all log densities read, scaled, at one value of each latent site."""
         with whole_plates():
             terms = self._terms(values, self.sites)
         return sum(((self.scales[name] * term).sum() for name, term in terms.items()), torch.zeros(()))
 
-    def site(self, values: Mapping[str, Tensor], name: str) -> Any:
-        """A site of a run of the model at values of all latent sites."""
+    def distribution(self, name: str, values: Values) -> Any:
+        """That of a site in a run of the model at one value of each latent site."""
         with whole_plates(), pyro.validation_enabled(False):
-            return held_trace(self.model, values, self.args, self.kwargs).nodes[name]
+            return held_trace(self.model, values, self.args, self.kwargs).nodes[name]["fn"]
 
-    def _terms(self, values: Mapping[str, Tensor], only: Sequence[str]) -> dict[str, Tensor]:
+    def _terms(self, values: Values, only: Sequence[str]) -> dict[str, Tensor]:
         """Log densities of some sites, unscaled, 0 where they are masked."""
         sites: Any = held_trace(self.model, values, self.args, self.kwargs).nodes
-        found = {}
-        for name, site in sites.items():
-            if site["type"] == "sample" and not site_is_subsample(site) and name in only:
-                found[name] = torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), 1.0, site["mask"]))
-                self.scales[name] = site["scale"]
-        return found
+        kept = {name: sites[name] for name in only if name in sites}
+        for name, site in kept.items():
+            self.scales.setdefault(name, site["scale"])
+        return {
+            name: torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), 1.0, site["mask"]))
+            for name, site in kept.items()
+        }
 
-    def _learn(self, held: Mapping[str, Tensor], functions: Mapping[str, Moments]) -> dict[str, _Plan]:
+    # What depends on what, of one draw.
+
+    def _learn(self, held: Values, functions: Mapping[str, Moments]) -> None:
         """Find which densities depend on which function values: NaN among these shows, as NaN · 0 is NaN."""
         means = {gp: mean for gp, (mean, _) in functions.items()}
         start = self._terms({**held, **means}, self.sites)
@@ -135,7 +139,7 @@ class DensityReader:
                 for part in (half, ~half)
             ]
             for site, before in start.items():
-                # A comparison, as of RobustMax, makes no NaN of it, but another value
+                # A comparison, RobustMax's say, makes no NaN of it, but another value
                 # (test_predictive_scores_see_the_same_probabilities).
                 moves = [(part, differ(before, terms[site])) for part, terms in halves]
                 if any(moved.any() for _, moved in moves):
@@ -143,21 +147,19 @@ class DensityReader:
                     plans[site].aligned[gp] = own
         for site, plan in plans.items():
             single = [gp for gp, aligned in plan.aligned.items() if aligned]
-            for gp in plan.aligned:
-                by_row = start[site].shape == means[gp].shape[-1:]
-                if plan.quadratic is None and (gp in single or by_row):
-                    plan.quadratic = gp if self._is_quadratic(site, gp, {**held, **means}, functions[gp]) else None
-            if plan.quadratic is None and single:  # the one against whose residual the density is the narrowest
-                steps = {
-                    gp: self._terms({**held, **means, gp: means[gp] + _step(functions[gp])}, [site])[site]
-                    for gp in (single if len(single) > 1 else ())
-                }
-                change = {gp: float((terms - start[site]).abs().nan_to_num().sum()) for gp, terms in steps.items()}
-                plan.inner = max(single, key=lambda gp: change.get(gp, 0.0))
+            rows = [gp for gp in plan.aligned if gp in single or start[site].shape == means[gp].shape[-1:]]
+            values = {**held, **means}
+            plan.quadratic = next((gp for gp in rows if self._is_quadratic(site, gp, values, functions[gp])), None)
+            if plan.quadratic is None and single:
+                # The one against whose residual the density is the narrowest: others are at fixed nodes
+                # (test_a_narrow_likelihood_beside_another_process).
+                moved = {gp: self._terms({**values, gp: means[gp] + _step(functions[gp])}, [site]) for gp in single}
+                change = {gp: float((moved[gp][site] - start[site]).abs().nan_to_num().sum()) for gp in single}
+                plan.inner = max(single, key=change.__getitem__)
             plan.others = [gp for gp in plan.aligned if gp not in (plan.quadratic, plan.inner)]
-        return plans
+        self.plans = plans
 
-    def _is_quadratic(self, site: str, gp: str, values: Mapping[str, Tensor], moments: Moments) -> bool:
+    def _is_quadratic(self, site: str, gp: str, values: Values, moments: Moments) -> bool:
         """Whether each term is a sum of parabolas in single values of a GP site, curved wherever it slopes."""
         f, generator = moments[0], torch.Generator().manual_seed(0)
 
@@ -172,86 +174,72 @@ class DensityReader:
         # A straight or a rising parabola has no Gaussian; a flat density has nothing to integrate.
         if ((slope != 0) & (curvature >= 0)).any() or not curvature.any():
             return False
-        for size in (1.0, 1.0, 8.0):
+        for size in (1.0, 8.0):
             move = size * _step(moments) * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
-            parts = torch.stack([slope * move, 0.5 * curvature * move.square()])
-            change, most = parts.sum(0), parts.abs().sum(0)
-            if change.shape != value.shape:  # outputs that add up in one term
-                change, most = (part.reshape(-1, part.shape[-1]).sum(0) for part in (change, most))
+            parts = [_by_term(part, value) for part in (slope * move, 0.5 * curvature * move.square())]
+            most = parts[0].abs() + parts[1].abs()
             there = term(f + move)
-            reach = (1e-6 if f.dtype == torch.float64 else 1e-3) * (most + most.mean())
             # Of large terms that change little no more is known than their rounding.
+            reach = (1e-6 if f.dtype == torch.float64 else 1e-3) * (most + most.mean())
             reach = reach + 8 * torch.finfo(f.dtype).eps * (value.abs() + there.abs())
-            if not ((there - value - change).abs() <= reach).all():
+            if not ((there - value - sum(parts)).abs() <= reach).all():
                 return False
         return True
 
-    # One site's densities.
+    # One site's densities, of S draws.
 
-    def _site(self, name: str, plan: _Plan, held: Mapping[str, Tensor], functions: Mapping[str, Moments]) -> Moments:
-        """log ∫ p N(f | h, d) df and E[log p], a value a datum."""
+    def _site(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Moments:
+        """log ∫ p N(f | h, d) df and E[log p], a value a datum, ``(S, ...)`` each."""
+        plan = self.plans[name]
         means = {gp: mean for gp, (mean, _) in functions.items()}
-        fixed = {**held, **{gp: mean for gp, mean in means.items() if gp not in plan.aligned}}
-        if not plan.aligned:
-            term = self._terms(fixed, [name])[name]
-            return term, term
-        widths = [1 if plan.aligned[gp] else max(1, means[gp][..., 0].numel()) for gp in plan.others]
-        nodes, weights = normal_nodes(sum(widths), next(iter(means.values())))
-        values = {}
-        for gp, part in zip(plan.others, nodes.split(widths, -1)):  # an axis for all outputs, or one for each
+        # An axis of nodes for all outputs of a GP site, if its terms have single values of it, or one for each.
+        widths = [1 if plan.aligned[gp] else max(1, means[gp][0, ..., 0].numel()) for gp in plan.others]
+        like = next(value for value in (*means.values(), *held.values()) if value.is_floating_point())
+        nodes, weights = normal_nodes(sum(widths), like)
+        stack = {key: value.expand(len(nodes), *value.shape) for key, value in {**held, **means}.items()}
+        for gp, part in zip(plan.others, nodes.split(widths, -1)):
             h, d = functions[gp]
-            shape = [1] * h.dim() if part.shape[-1] == 1 else [*h.shape[:-1], 1]
-            values[gp] = h + d.sqrt() * part.reshape(-1, *shape)
+            shape = [1] * h.dim() if part.shape[-1] == 1 else [1, *h.shape[1:-1], 1]
+            stack[gp] = h + d.sqrt() * part.reshape(-1, *shape)
+        flat = {key: value.flatten(0, 1) for key, value in stack.items()}  # (J·S, ...) for J nodes
+        integrated = plan.quadratic or plan.inner
+        if integrated is None:
+            parts = (self._at(name, flat),) * 2
+        else:
+            moments = [part.expand(len(nodes), *part.shape).flatten(0, 1) for part in functions[integrated]]
+            parts = (self._closed if plan.quadratic else self._adaptive)(name, integrated, flat, *moments)
+        log_densities, expectations = (part.reshape(len(nodes), -1, *part.shape[1:]) for part in parts)
+        shaped = weights.reshape(-1, *[1] * (log_densities.dim() - 1)).to(log_densities)
+        # log Σⱼ wⱼ exp ℓⱼ and Σⱼ wⱼ E[ℓ]ⱼ over the nodes of what else moves the density.
+        return torch.logsumexp(log_densities + shaped.log(), 0), (shaped * expectations).sum(0)
 
-        if plan.inner is not None:
-            return _averages(*self._adaptive(name, plan.inner, fixed, values, len(weights), functions), weights)
+    def _at(self, name: str, stack: Values) -> Tensor:
+        """A site's log densities at each of stacked values, by vmap where the model allows it."""
+        size = max(value[0].numel() for value in stack.values())
+        return mapped(lambda values: (self._terms(values, [name])[name],), stack, max(1, _NUMBERS // size))[0]
 
-        def at(node: dict[str, Tensor]) -> Moments:
-            if plan.quadratic is not None:
-                return self._closed(name, plan.quadratic, {**fixed, **node}, functions[plan.quadratic])
-            term = self._terms({**fixed, **node}, [name])[name]
-            return term, term
+    def _closed(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> Moments:
+        def at(values: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            return _expanded(lambda f: self._terms({**values, gp: f}, [name])[name], values[gp])
 
-        return _averages(*_at_nodes(at, values), weights)
-
-    def _closed(self, name: str, gp: str, fixed: Mapping[str, Tensor], moments: Moments) -> Moments:
+        value, first, second = mapped(at, stack, max(1, _NUMBERS // h[0].numel()))
         # ℓ(f) = ℓ + ℓ'(f − h) − ½λ(f − h)²: log ∫ exp ℓ N(f | h, d) df = ℓ − ½ log(1 + λd) + ½ ℓ'²d/(1 + λd).
-        h, d = moments
-        value, first, second = _expanded(lambda f: self._terms({**fixed, gp: f}, [name])[name], h)
         precision = (-second).clamp(min=0)
         gain = 1 + precision * d
         change = 0.5 * (first.square() * d / gain - gain.log())
-        spread = -0.5 * precision * d
-        if change.shape != value.shape:  # outputs that add up in one term
-            change, spread = (part.reshape(-1, part.shape[-1]).sum(0) for part in (change, spread))
-        return value + change, value + spread
+        return value + _by_term(change, value), value + _by_term(-0.5 * precision * d, value)
 
-    def _adaptive(
-        self,
-        name: str,
-        gp: str,
-        fixed: Mapping[str, Tensor],
-        others: Mapping[str, Tensor],
-        num: int,
-        functions: Mapping[str, Moments],
-    ) -> Moments:
-        """As :meth:`_site`, at each of the nodes ``(J, ..., N)`` of other GP sites: ``(J, ..., N)`` each."""
-        h, d = functions[gp]
-        columns, weights = (part.reshape(-1, *[1] * (h.dim() + 1)) for part in normal_nodes(1, h))
-
-        def at(node: dict[str, Tensor]) -> Moments:
-            term = self._terms({**fixed, **node}, [name])[name]
-            return term, term
-
+    def _adaptive(self, name: str, gp: str, stack: Values, h: Tensor, d: Tensor) -> Moments:
+        columns, weights = (part.reshape(-1, *[1] * h.dim()) for part in normal_nodes(1, h))
         parts: list[Moments] = []
-        for rows in torch.arange(num).split(max(1, _NUMBERS // (_MOST_NODES * h.numel()))):
-            some = {other: value[rows] for other, value in others.items()}
+        for rows in torch.arange(len(h)).split(max(1, _NUMBERS // (_MOST_NODES * h[0].numel()))):
+            some = {key: value[rows] for key, value in stack.items()}
 
-            def log_density(f: Tensor, some: dict[str, Tensor] = some) -> Tensor:  # (K, J, ..., N)
-                beside = {other: value.expand(len(f), *value.shape).flatten(0, 1) for other, value in some.items()}
-                return _at_nodes(at, {**beside, gp: f.flatten(0, 1)})[0].reshape(f.shape)
+            def log_density(f: Tensor, some: Values = some) -> Tensor:  # (K, S, ..., N)
+                beside = {key: value.expand(len(f), *value.shape).flatten(0, 1) for key, value in some.items()}
+                return self._at(name, {**beside, gp: f.flatten(0, 1)}).reshape(f.shape)
 
-            mean, variance = (part.expand(len(rows), *part.shape) for part in (h, d))
+            mean, variance = h[rows], d[rows]
             # log Z of p(y | f) N(f | h, d) as expectation propagation takes it; E[log p] by the bound's nodes.
             integrated = tilted(log_density, mean, variance, mean, variance.sqrt(), num_nodes=_NODES).log_z
             parts.append((integrated, (weights * log_density(mean + variance.sqrt() * columns)).sum(0)))
@@ -269,34 +257,25 @@ def _expanded(term: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tens
     return value, first, second
 
 
-def _averages(log_densities: Tensor, expectations: Tensor, weights: Tensor) -> Moments:
-    """Of exponentials and of expectations over nodes, ``(J, ..., N)``, with these weights."""
-    shaped = weights.reshape(-1, *[1] * (log_densities.dim() - 1)).to(log_densities)
-    return torch.logsumexp(log_densities + shaped.log(), 0), (shaped * expectations).sum(0)
+def _by_term(parts: Tensor, terms: Tensor) -> Tensor:
+    """What values add to terms: outputs of a row, in front of the rows, add up where it has one term."""
+    extra = parts.dim() - terms.dim()
+    return parts.flatten(terms.dim() - 1, -2).sum(-2) if extra else parts
 
 
 def _require_finite(name: str, log_density: Tensor) -> None:
+    """Raise where a likelihood has no density at any function value that the posterior allows."""
     bad = ~log_density.isfinite()
-    if not bad.any():
-        return
-    rows = bad.reshape(-1, bad.shape[-1]).any(0) if bad.dim() else bad.reshape(1)
+    rows = bad.reshape(-1, bad.shape[-1] if bad.dim() > 1 else 1).any(0)
     found = rows.nonzero()[:, 0].tolist()
-    raise ValueError(
-        f"site {name!r} has integrated log densities that are not finite in rows "
-        f"[{', '.join(map(str, found[:10]))}{', ...' if len(found) > 10 else ''}] ({len(found)} of {len(rows)}): at no "
-        "function value that the posterior allows has the likelihood a density there. Look for NaN in the data (leave "
-        "missing rows out with poutine.mask), data outside of the likelihood's support, or hyperparameters at extremes."
-    )
-
-
-def _at_nodes(at: Callable, values: dict[str, Tensor]) -> Moments:
-    """``at`` at each of K joint nodes, ``(K, ..., N)`` a GP site; by vmap where the model allows it."""
-    if not values:
-        log_density, expectation = at({})
-        return log_density[None], expectation[None]
-    size = max(value[0].numel() for value in values.values())
-    log_density, expectation = mapped(at, values, max(1, _NUMBERS // size))
-    return log_density, expectation
+    if found:
+        raise ValueError(
+            f"site {name!r} has integrated log densities that are not finite in rows "
+            f"[{', '.join(map(str, found[:10]))}{', ...' if len(found) > 10 else ''}] ({len(found)} of {len(rows)}): "
+            "at no function value that the posterior allows has the likelihood a density there. Look for NaN in the "
+            "data (leave missing rows out with poutine.mask), data outside of the likelihood's support, or "
+            "hyperparameters at extremes."
+        )
 
 
 def _step(moments: Moments) -> Tensor:

@@ -1,12 +1,13 @@
-"""Posterior draws at a model's arguments, one at a time, with all that their densities are made of."""
+"""Posterior draws at a model's arguments, in blocks, with all that their densities are made of; those of a guide."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Optional
 
 import pyro
@@ -19,12 +20,10 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..approximations.weight_space import ExactWeightSpaceGP
-from ..gaussians import ProjectedGaussian
 from ..guide import AutoSparseGP
 from ..guide.conditions import Predicting
-from ..numerics.linalg import solve_lower
 from ..posterior.sparse_posterior import SparsePosterior
-from ..process import GaussianProcess
+from ..program.blocks import in_blocks, values_of
 from ..program.dependence import COUPLED
 from ..program.groups import plate_sizes, warn_of_groups
 from ..program.traces import as_process, bare, is_observation, whole_plates, without_event
@@ -33,52 +32,72 @@ from .marginal import log_marginal
 
 __all__ = [
     "LARGEST_JOINT",
-    "Draw",
+    "Call",
+    "Draws",
     "GuideSource",
     "Source",
     "is_factor",
-    "leave_one_out",
     "log_density_of",
-    "require_new",
     "require_shapes",
     "seeded",
     "sites_of",
 ]
 
 LARGEST_JOINT = 5000  # function values that are drawn jointly without being asked twice
+_ROWS = 8192  # whose features are held in memory at once
+_NODES = 64  # numbers a row that reading its densities takes
+
+Call = tuple[tuple, dict[str, Any]]
 
 
 @dataclass
-class Draw:
-    """One posterior draw.
+class Draws:
+    """S posterior draws: tensors by name, ``(S, ...)`` each. While one is made they are without S.
 
     :param values: latent sites that are no GPs.
     :param functions: each GP site's values at the inputs, ``(..., N)``.
-    :param coefficients: w of each GP site with one block after the other, ``(..., M)``; none where f itself is drawn.
-    :param moments: mean and variance of each function value given the rest of the draw, where it is integrated out.
+    :param coefficients: w of each GP site with one block after the other, ``(..., M)``; none of MCMC.
+    :param means: of each function value given the rest of the draw, where it is integrated out.
+    :param variances: of the same.
     :param held: all that a reading of the model's densities holds fixed.
-    :param sites: the observed sites, ``pyro.factor``'s among them, as the run left them.
     :param log_priors: the log prior density of each variable, summed.
-    :param log_q: the log density of hyperparameters and coefficients, or function values, under q; ``None`` of MCMC.
-    :param posteriors: of the GP sites under the draw's hyperparameters.
-    :param diverging: whether a sampler's transition diverged.
+    :param stats: ``log_q``, the log density of hyperparameters and coefficients under q; of MCMC ``diverging``.
+    :param simulated: a draw of each observed site.
+    :param predicted: each site at new inputs.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     functions: dict[str, Tensor] = field(default_factory=dict)
     coefficients: dict[str, Tensor] = field(default_factory=dict)
-    moments: dict[str, Moments] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    variances: dict[str, Tensor] = field(default_factory=dict)
     held: dict[str, Tensor] = field(default_factory=dict)
-    sites: dict[str, Any] = field(default_factory=dict)
     log_priors: dict[str, Tensor] = field(default_factory=dict)
-    log_q: Any = None
-    posteriors: dict[str, SparsePosterior] = field(default_factory=dict)
-    diverging: Optional[Tensor] = None
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    simulated: dict[str, Tensor] = field(default_factory=dict)
+    predicted: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def moments(self) -> dict[str, Moments]:
+        """Means and variances."""
+        return {name: (mean, self.variances[name]) for name, mean in self.means.items()}
 
     @property
     def log_prior(self) -> Tensor:
-        """The log prior density of the draw."""
+        """The log prior density."""
         return sum(self.log_priors.values(), torch.zeros((), dtype=torch.float64))
+
+    def flat(self) -> dict[Any, Tensor]:
+        """All tensors, by field and name."""
+        return {(f.name, name): value for f in fields(self) for name, value in getattr(self, f.name).items()}
+
+    @classmethod
+    def of(cls, flat: Mapping[Any, Tensor]) -> Draws:
+        """The draws of :meth:`flat`."""
+        new = cls()
+        for (kind, name), value in flat.items():
+            getattr(new, kind)[name] = value
+        return new
 
 
 class Source(ABC):
@@ -87,43 +106,82 @@ class Source(ABC):
     :param data: names of the observed sites.
     :param factors: names of the sites of ``pyro.factor``, which hold no data.
     :param names: of all sites.
+    :param sites: the observed sites of the first run.
     """
 
     name: str  # what kind of posterior this is
-    joint: bool  # whether function values are drawn jointly, in the place of coefficients
     target = "exact"  # what the draws are towards; of a guide it is known after the first draw
+    joint = False  # whether draws take the covariance of function values
+    alone = False  # whether one draw is made at a time
     data: list[str]
     factors: list[str]
     names: list[str]
     args: tuple
     kwargs: dict[str, Any]
+    sites: dict[str, Any]
     reader: DensityReader
 
     @abstractmethod
-    def draw(self) -> Draw:
-        """One draw."""
+    def items(self, num: int) -> dict[str, Tensor]:
+        """What draws are made of, ``(S, ...)`` each, for num draws where the source does not have them."""
 
     @abstractmethod
-    def at(self, args: tuple, kwargs: dict[str, Any], draw: Draw) -> dict[str, Tensor]:
-        """Every site at new inputs, given a draw."""
+    def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
+        """One draw."""
 
-    def densities(self, draw: Draw) -> Densities:
-        """The draw's pointwise densities, function values integrated given the rest."""
-        return self.reader(draw.held, draw.moments)
+    def draws(self, num: int = 1, new: Optional[Call] = None, simulates: bool = False) -> Iterator[Draws]:
+        """Draws in blocks, the first of which is a single one.
 
-    def log_joints(self, draw: Draw, densities: Densities) -> dict[str, Tensor]:
-        """By name, log p of the draw and the data, which importance weights set against log q."""
-        return {"lp": draw.log_prior + self.reader.total({**draw.held, **draw.functions})}
+        :param new: the model's arguments at new inputs, for ``predicted``.
+        :param simulates: whether observed sites are drawn.
+        """
+
+        def one(item: dict[Any, Tensor]) -> dict[Any, Tensor]:
+            return self.make(item, new, simulates).flat()
+
+        def numbers(draw: dict[Any, Tensor]) -> int:
+            count: Counter[str] = Counter()
+            for (kind, _), value in draw.items():
+                count[kind] += value.numel()
+            rows, new = count["functions"], min(count["predicted"], LARGEST_JOINT)
+            covariances = (rows + new) ** 2 if self.joint else new**2
+            return max(rows * _NODES, min(rows, _ROWS) * count["coefficients"], covariances)
+
+        return map(Draws.of, in_blocks(one, self.items(num), numbers, 1 if self.alone else 100))
+
+    def densities(self, draws: Draws) -> Densities:
+        """The draws' pointwise densities, function values integrated given the rest."""
+        return self.reader(draws.held, draws.moments)
+
+    @abstractmethod
+    def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
+        """By name, log p of the draws and the data, which importance weights set against log q."""
+
+    def _observed(self, sites: Mapping[str, Any], draw: Draws, simulates: bool) -> None:
+        """Take note of the first run's observed sites, and draw them in each."""
+        self.sites = self.sites or {name: sites[name] for name in (*self.data, *self.factors)}
+        require_shapes({name: sites[name] for name in self.data})
+        draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
+
+    def predictions(self, trace: poutine.Trace, known: Any) -> dict[str, Tensor]:
+        """The sites of a run at new inputs but those whose values were known.
+
+        :raises ValueError: where it was given observations.
+        """
+        for name, site in sites_of(trace).items():
+            if is_observation(site) and not site_is_subsample(site) and not is_factor(site):
+                raise ValueError(
+                    f"predict= holds observations of site {name!r}: give the model's arguments at new inputs without "
+                    "them, predict=x_new, or None in their place. predictive_scores judges predictions of data."
+                )
+        values = values_of(trace)
+        return {name: value for name, value in values.items() if name not in known and name not in self.factors}
 
 
 class GuideSource(Source):
     """Draws from a guide: hyperparameters and coefficients, function values given those.
 
-    Of data projections, whose coefficients are known exactly, function values are drawn jointly and take the
-    coefficients' place, in O(N³).
-
     :param exact: whether costs of O(N³) are allowed.
-    :param chunk_size: rows whose features are held in memory at once.
     :param marginal: leave the coefficients integrated out: the moments are those of the posterior's marginals. Those of
         GP sites with one posterior are drawn all the same.
     """
@@ -131,21 +189,21 @@ class GuideSource(Source):
     name = "variational"
 
     def __init__(
-        self,
-        guide: AutoSparseGP,
-        args: tuple,
-        kwargs: dict[str, Any],
-        exact: bool = False,
-        chunk_size: int = 8192,
-        marginal: bool = False,
+        self, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any], exact: bool = False, marginal: bool = False
     ) -> None:
-        if not isinstance(chunk_size, int) or chunk_size < 1:
-            raise ValueError(f"chunk_size must be a whole number of at least 1, got {chunk_size!r}")
         structure = guide.structure
         if structure is None:
             raise ValueError("the guide has not been initialised: train it, or call it once with the data, guide(x, y)")
+        projected = [f for f, spec in structure.gps.items() if spec["basis"].get("kind") == "projection"]
+        if projected and not marginal:
+            raise ValueError(
+                f"the posterior of site {projected[0]!r} knows its coefficients, the projected data, exactly, so that "
+                "there are no draws of them to weigh: predict(model, guide, x) draws function values, "
+                "predictive_scores(model, guide, x, y) scores them."
+            )
         self.guide, self.structure, self.args, self.kwargs = guide, structure, args, kwargs
-        self.exact, self.chunk_size = exact, chunk_size
+        self.exact = self.alone = exact
+        self.sites: dict[str, Any] = {}
         self._kept = Predicting()
         self.data = [name for name, num in structure.rows.items() if num]
         self.factors = [name for name, num in structure.rows.items() if not num]
@@ -153,139 +211,112 @@ class GuideSource(Source):
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
         self.drawn = {*structure.inner, *(f for f, kind in structure.dependence.items() if kind == COUPLED)}
         # Of a sum of sites with one posterior no marginal knows the variance (test_scores_of_sites_with_one_posterior).
-        self.marginal = marginal and not structure.joint  # of sites with one posterior no marginal is by itself
-        projected = [f for f, spec in structure.gps.items() if spec["basis"].get("kind") == "projection"]
-        if projected and not (exact or marginal):
-            raise ValueError(
-                f"the posterior of site {projected[0]!r} knows its coefficients, the projected data, exactly; all that "
-                "is random are function values given those. Ask for joint draws of these, exact=True, in O(N³)."
-            )
-        self.joint = bool(projected) and not self.marginal
+        self.marginal = marginal and not structure.joint
+        self.posteriors: dict[str, SparsePosterior] = {}  # of the last draw
         self.reader = DensityReader(guide.model, args, kwargs, [*self.data, *self.factors, *structure.downstream])
 
+    def items(self, num: int) -> dict[str, Tensor]:
+        return {"": torch.arange(num)}
+
     @torch.no_grad()
-    def draw(self) -> Draw:
-        guide, training = self.guide, self.guide.training
-        draw = Draw(log_q=torch.zeros((), dtype=torch.float64))
+    def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
+        guide, training, draw = self.guide, self.guide.training, Draws()
+        draw.stats["log_q"] = torch.zeros((), dtype=torch.float64)
         guide.eval()
+        self.posteriors = {}
         try:
             # As predictions are made: rows may be held-out ones, and a kernel's variance correction acts on q(w), too.
             quiet = pyro.validation_enabled(False), poutine.block()
             with guide.predicting(self._kept), quiet[0], whole_plates(), quiet[1], _AtTrainingRows(self, draw):
                 guide(*self.args, **self.kwargs)
-            priors, posteriors = (dict(sites_of(trace)) for trace in guide.get_traces())
-            sites = dict(sites_of(guide.trace))
+            priors, posteriors = map(sites_of, guide.get_traces())
+            sites = sites_of(guide.trace)
         finally:
             guide.train(training)
             guide.trace = poutine.Trace()
-        draw.sites = {name: sites[name] for name in (*self.data, *self.factors) if name in sites}
         missing = [n for n in (*self.data, *self.factors) if n not in sites or not sites[n]["is_observed"]]
         if missing:
             raise ValueError(
                 f"site {missing[0]!r} was observed when the guide was initialised and is not now: give the training "
                 "data, to_datatree(model, guide, x, y)."
             )
-        require_shapes({name: sites[name] for name in self.data})
-        for name, site in sites.items():
-            if name in draw.posteriors:
-                draw.functions[name] = site["value"]
-            if not site["is_observed"] and (name not in draw.posteriors or name in self.drawn):
-                draw.held[name] = site["value"]
-            if site["is_observed"] or site_is_subsample(site) or name in draw.posteriors:
+        self._observed(sites, draw, simulates)
+        values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
+        draw.functions = {name: values[name] for name in self.posteriors}
+        draw.held = {name: f for name, f in values.items() if name not in self.posteriors or name in self.drawn}
+        draw.means = {name: mean for name, mean in draw.means.items() if name not in self.drawn}
+        for name, value in values.items():
+            if name in self.posteriors or site_is_subsample(sites[name]):
                 continue
-            draw.values[name] = site["value"]
+            draw.values[name] = value
             p, q = priors[name], posteriors[name]
             if p["fn"] is q["fn"]:  # drawn from the model
                 continue
             if name not in self.structure.downstream:  # those have their own term
-                draw.log_priors[name] = log_density_of(p["fn"], p, site["value"])
-            draw.log_q = draw.log_q + log_density_of(q["fn"], q, site["value"])
-        draw.moments = {name: moments for name, moments in draw.moments.items() if name not in self.drawn}
+                draw.log_priors[name] = log_density_of(p["fn"], p, value)
+            draw.stats["log_q"] = draw.stats["log_q"] + log_density_of(q["fn"], q, value)
         self.target = self._target(priors)
+        if new is not None:
+            with poutine.block(), whole_plates(), _AtNewRows(self, draw) as at_new:
+                trace = poutine.trace(guide.model).get_trace(*new[0], **new[1])
+            draw.predicted = self.predictions(trace, at_new.known)
         return draw
 
     def _target(self, priors: Mapping[str, Any]) -> str:
         """The bound's, or expectation propagation's: a q(w) under a kernel's variance correction is optimal for
         integrated densities, as expectation propagation's is.
         """
-        if self.joint:
-            return "exact"
         exact = (n for n, m in self.guide.modules_by_site().items() if isinstance(m, ExactWeightSpaceGP))
         corrected = any(without_event(priors[name]["fn"])[0].kernel.depends_on_rows for name in exact)
         return "fitc" if self.guide.by_expectation or corrected else "vfe"
 
-    def log_joints(self, draw: Draw, densities: Densities) -> dict[str, Tensor]:
-        if self.joint:
-            lp = super().log_joints(draw, densities)["lp"]
-            return {"lp": lp, "lp_exact": lp}
+    def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
         # "vfe": log p(θ) p(w) + Σ E[log p(y | f) | w]; "fitc": the logarithm of the expectation for each datum;
         # "exact": log p(y | w) of all data together.
-        found = {"lp": draw.log_prior + densities.expected, "lp_fitc": draw.log_prior + densities.log_evidence}
+        found = {"lp": draws.log_prior + densities.expected, "lp_fitc": draws.log_prior + densities.log_evidence}
         if self.exact:
-            free = {name: q for name, q in draw.posteriors.items() if name not in self.drawn}
-            found["lp_exact"] = draw.log_prior + log_marginal(self.reader, draw.held, free, draw.moments)
+            held = {name: value[0] for name, value in draws.held.items()}
+            moments = {name: (mean[0], variance[0]) for name, (mean, variance) in draws.moments.items()}
+            found["lp_exact"] = draws.log_prior + log_marginal(self.reader, held, self.posteriors, moments)
         return found
-
-    def at(self, args: tuple, kwargs: dict[str, Any], draw: Draw) -> dict[str, Tensor]:
-        with torch.no_grad(), poutine.block(), whole_plates(), _AtNewRows(self, draw) as new:
-            trace = poutine.trace(self.guide.model).get_trace(*args, **kwargs)
-        require_new(trace)
-        return {
-            name: site["value"]
-            for name, site in sites_of(trace)
-            if not site_is_subsample(site) and name not in new.known and not is_factor(site)
-        }
 
 
 class _AtTrainingRows(Messenger):
     """Answers at the GP sites of a guide's run: draws coefficients, and function values given those."""
 
-    def __init__(self, source: GuideSource, draw: Draw) -> None:
+    def __init__(self, source: GuideSource, draw: Draws) -> None:
         super().__init__()
         self.source, self.draw = source, draw
 
     def _pyro_sample(self, msg: Any) -> None:
         q = without_event(msg["fn"])[0]
         if isinstance(q, SparsePosterior):
-            self.draw.posteriors[msg["name"]] = q
-            msg["value"] = self._jointly(msg["name"], q) if self.source.joint else self._by_moments(msg["name"], q)
+            self.source.posteriors[msg["name"]] = q
+            msg["value"] = self._function(msg["name"], q)
 
-    def _jointly(self, name: str, q: SparsePosterior) -> Tensor:
-        draw, f = self.draw, q.rsample()
-        # f is drawn, so that what is integrated of it is each value given all others, as of MCMC.
-        draw.moments[name] = leave_one_out(q.process, f)
-        self._add(name, q.process.log_prob(f).double().sum(), _exact_log_ratio(q, f))
-        if not isinstance(q.coefficients, ProjectedGaussian):
-            draw.coefficients[name] = torch.cat(q.draw[1], -1)
-        return f
-
-    def _by_moments(self, name: str, q: SparsePosterior) -> Tensor:
-        draw, source = self.draw, self.source
+    def _function(self, name: str, q: SparsePosterior) -> Tensor:
+        source, draw = self.source, self.draw
         if source.marginal:
-            mean, variance = q.moments(source.chunk_size)
+            mean, variance = q.moments(_ROWS)
         else:
             w = q.coefficients.rsample(q.batch_shape)
-            mean, variance = q.given_coefficients(w, source.chunk_size)
+            mean, variance = q.given_coefficients(w, _ROWS)
             draw.coefficients[name] = torch.cat([block.expand(*q.batch_shape, -1) for block in w], -1)
             # w ~ N(0, I) a priori, and log q(w) = log p(w) + log q(w)/p(w).
             log_prior = -0.5 * (draw.coefficients[name].double().square() + math.log(2 * math.pi)).sum()
-            self._add(f"{name}_w", log_prior, q.coefficients.log_ratio(w))
-        draw.moments[name] = mean, variance
+            draw.log_priors[f"{name}_w"] = log_prior
+            draw.stats["log_q"] = draw.stats["log_q"] + log_prior + q.coefficients.log_ratio(w).double().sum()
+        draw.means[name], draw.variances[name] = mean, variance
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
         if source.structure.dependence.get(name) == COUPLED:
             return q.rsample() if source.marginal else mean + q.residual(mean)
         return mean + variance.sqrt() * torch.randn_like(mean)
 
-    def _add(self, variable: str, log_prior: Tensor, log_ratio: Tensor) -> None:
-        """A variable's log p and log q/p."""
-        self.draw.log_priors[variable] = log_prior
-        self.draw.log_q = self.draw.log_q + log_prior + log_ratio.double().sum()
-
 
 class _AtNewRows(Messenger):
     """Answers in a run of the model at new inputs, given one draw from a guide."""
 
-    def __init__(self, source: GuideSource, draw: Draw) -> None:
+    def __init__(self, source: GuideSource, draw: Draws) -> None:
         super().__init__()
         self.source, self.draw = source, draw
         self.known: set[str] = set()
@@ -304,45 +335,14 @@ class _AtNewRows(Messenger):
             warn_of_groups(self.source.guide.warned, name, latent["plates"])
 
     def _function(self, name: str, prior: Any) -> Tensor:
-        q = self.source.guide.posterior_given(name, prior, self.draw.posteriors[name].sites, new_rows=True)
-        if name in self.draw.coefficients:
-            w = list(self.draw.coefficients[name].split(list(q.coefficients.sizes), -1))
-        else:  # projected data: nothing but the residual is random
-            w = q.coefficients.rsample(q.batch_shape)
-        mean, variance = q.given_coefficients(w, self.source.chunk_size)
+        source = self.source
+        q = source.guide.posterior_given(name, prior, source.posteriors[name].sites, new_rows=True)
+        w = list(self.draw.coefficients[name].split(list(q.coefficients.sizes), -1))
+        mean, variance = q.given_coefficients(w, _ROWS)
         # f | w ~ N(h, ρ): jointly in O(N³), or of many rows by its marginals.
         if mean.shape[-1] <= LARGEST_JOINT:
             return mean + q.residual(mean)
         return mean + variance.sqrt() * torch.randn_like(mean)
-
-
-def _exact_log_ratio(q: SparsePosterior, f: Tensor) -> Tensor:
-    """log q(f) − log p(f) of all values at the inputs, in nats.
-
-    With CCᵀ = k(x, x) and u = C⁻¹(f − μ), p(u) = N(0, I) and q(u) = N(C⁻¹Φm, I + A(S − I)Aᵀ), A = C⁻¹Φ: both are
-    well-conditioned where k(x, x) is not.
-    """
-    factor, mean = q.process.scale_tril, q.process.mean
-    u = solve_lower(factor, (f - mean)[..., None])[..., 0]
-    centre = solve_lower(factor, (q.mean - mean)[..., None])[..., 0]
-    # Cov q(u) − I = A(S − I)Aᵀ.
-    change = q.coefficients.covariance_change([solve_lower(factor, block) for block in q.features])
-    eye = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device)
-    root = torch.linalg.cholesky(eye + (change + change.mT) / 2)
-    # log q(u) − log p(u) = ½|u|² − ½|L⁻¹(u − c)|² − log|L|, LLᵀ = Cov q(u).
-    white = solve_lower(root, (u - centre)[..., None])[..., 0]
-    log_det = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return 0.5 * (u.square().sum(-1) - white.square().sum(-1)) - log_det
-
-
-def leave_one_out(process: GaussianProcess, f: Tensor) -> Moments:
-    """Mean and variance of each function value given all others, ``(..., N)`` each, in O(N³).
-
-    fₙ − [K⁻¹(f − μ)]ₙ / [K⁻¹]ₙₙ and 1 / [K⁻¹]ₙₙ (Rasmussen and Williams, 2006, eq. 5.12).
-    """
-    precision = torch.cholesky_inverse(process.scale_tril.expand(*f.shape, -1))
-    variance = 1 / precision.diagonal(dim1=-2, dim2=-1)
-    return f - (precision @ (f - process.mean)[..., None])[..., 0] * variance, variance
 
 
 @contextmanager
@@ -356,9 +356,9 @@ def seeded(seed: Optional[int]) -> Iterator[None]:
         yield
 
 
-def sites_of(trace: Any) -> list[tuple[str, Any]]:
+def sites_of(trace: Any) -> dict[str, Any]:
     """A trace's sample sites by name."""
-    return [(name, site) for name, site in trace.nodes.items() if site["type"] == "sample"]
+    return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
 
 
 def log_density_of(fn: Any, site: Any, value: Tensor) -> Tensor:
@@ -369,16 +369,6 @@ def log_density_of(fn: Any, site: Any, value: Tensor) -> Tensor:
 def is_factor(site: Any) -> bool:
     """Whether a site is ``pyro.factor``'s: a log density of no data."""
     return isinstance(bare(site["fn"]), dist.Unit)
-
-
-def require_new(trace: Any) -> None:
-    """Raise where a run at new inputs was given observations."""
-    for name, site in sites_of(trace):
-        if is_observation(site) and not site_is_subsample(site) and not is_factor(site):
-            raise ValueError(
-                f"predict= holds observations of site {name!r}: give the model's arguments at new inputs without them, "
-                "predict=x_new, or None in their place. predictive_scores judges predictions of observed data."
-            )
 
 
 def require_shapes(data: Mapping[str, Any]) -> None:

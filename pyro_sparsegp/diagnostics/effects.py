@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -60,19 +59,18 @@ def plot_effects(
     labels = [f"x{i}" for i in range(x.shape[-1])] if columns is None else list(columns)
     read = {name: _columns(part) for name, part in parts.items()}
     names = [name for name in parts.names if len(read[name]) in (1, 2)] if names is None else names
-    wrong = next((name for name in names if len(_columns(parts[name])) not in (1, 2)), None)
-    if posterior.batch_shape:
-        why = f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}; plot_effects is for a single one"
-    elif not 0 < prob < 1:
-        why = f"plot_effects' prob must be between 0 and 1, got {prob}"
-    elif len(labels) != x.shape[-1]:
-        why = f"plot_effects' columns names {len(labels)} columns, the inputs have {x.shape[-1]}"
-    elif wrong is not None:
-        why = f"term {wrong!r} reads {len(read[wrong])} columns; plot_effects shows terms of one or two"
-    else:
-        why = "" if names else f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}"
-    if why:
-        raise ValueError(why)
+    others = {name: len(_columns(parts[name])) for name in names if len(_columns(parts[name])) not in (1, 2)}
+    wrong, num_read = next(iter(others.items()), (None, 0))
+    faults = (
+        (posterior.batch_shape, f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}: give one"),
+        (not 0 < prob < 1, f"plot_effects' prob must be between 0 and 1, got {prob}"),
+        (len(labels) != x.shape[-1], f"columns names {len(labels)} columns, the inputs have {x.shape[-1]}"),
+        (others, f"term {wrong!r} reads {num_read} columns; plot_effects shows terms of one or two"),
+        (not names, f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}"),
+    )
+    for fault, why in faults:
+        if fault:
+            raise ValueError(why)
     rows, wide = -(-len(names) // num_columns), min(num_columns, len(names))
     size: dict[str, Any] = {"figsize": (4 * wide, 3 * rows), "squeeze": False, "layout": "constrained"}
     figure, axes = matplotlib.pyplot.subplots(rows, wide, **size)
@@ -87,8 +85,7 @@ def plot_effects(
     return figure
 
 
-@dataclass(frozen=True)
-class _Effects:
+class _Effects(NamedTuple):
     """Effects at these inputs.
 
     :param quantile: standard deviations to an interval's end.
@@ -104,31 +101,32 @@ class _Effects:
     change: Callable[[Tensor], Tensor]
     rug: bool
 
-    def show(self, axis: Any, part: SparsePosterior, column: int, other: Optional[int] = None) -> None:
+    def show(self, axis: Any, part: SparsePosterior, *columns: int) -> None:
         """The effect of one column or two: curves, one for each level of a factor; points, of a factor alone; a map."""
-        codes = list(part.process.kernel.code_columns(self.x.shape[-1]))
-        if other is not None and not codes:
-            self._map(axis, part, column, other)
-            return
-        if other is None and column in codes:
-            self._curve(axis, part, column, self._at(column, self.x[:, column].unique()), points=True)
-            return
-        by = codes[0] if other is not None else None
-        column = other if other is not None and by == column else column
-        at = self._at(column, self._line(column, self.num))
-        if by is None:
-            self._curve(axis, part, column, at)
+        codes = [column for column in part.process.kernel.code_columns(self.x.shape[-1]) if column in columns]
+        others = [column for column in columns if column not in codes[:1]]
+        if len(columns) == 2 and not codes:
+            self._map(axis, part, *columns)
+        elif not others:
+            self._curve(axis, part, self._at({columns[0]: self.x[:, columns[0]].unique()}), columns[0], points=True)
         else:
-            for level in self.x[:, by].unique().tolist():
-                at[:, by] = level
-                self._curve(axis, part, column, at, f"{self.labels[by]} = {level:g}")
+            self._curves(axis, part, others[0], codes[:1])
+
+    def _curves(self, axis: Any, part: SparsePosterior, column: int, codes: Sequence[int]) -> None:
+        line = self._line(column, self.num)
+        for by in codes:
+            for level in self.x[:, by].unique():
+                at = self._at({column: line, by: level})
+                self._curve(axis, part, at, column, f"{self.labels[by]} = {level.item():g}")
             axis.legend(fontsize="small")
+        if not codes:
+            self._curve(axis, part, self._at({column: line}), column)
         if self.rug:
             ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
             axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
 
     def _curve(
-        self, axis: Any, part: SparsePosterior, column: int, at: Tensor, label: Any = None, points: bool = False
+        self, axis: Any, part: SparsePosterior, at: Tensor, column: int, label: Any = None, points: bool = False
     ) -> None:
         part, places = part.at(at), at[:, column].cpu().numpy()
         spread = self.quantile * part.stddev
@@ -144,16 +142,14 @@ class _Effects:
 
     def _map(self, axis: Any, part: SparsePosterior, *columns: int) -> None:
         lines = [self._line(column, _MAP) for column in columns]
-        first, second = (grid.flatten() for grid in torch.meshgrid(*lines, indexing="ij"))
-        at = self._at(columns[0], first)
-        at[:, columns[1]] = second
-        part = part.at(at)
+        grids = torch.meshgrid(*lines, indexing="ij")
+        part = part.at(self._at({column: grid.flatten() for column, grid in zip(columns, grids)}))
         mean, spread = (value.reshape(_MAP, _MAP).T.cpu() for value in (self.change(part.mean), part.stddev))
         a, b = (line.cpu() for line in lines)
         axis.figure.colorbar(axis.contourf(a, b, mean, levels=15), ax=axis)
         axis.clabel(axis.contour(a, b, spread, levels=4, colors="w", linewidths=0.7), fontsize="x-small")
         if self.rug:
-            axis.plot(self.x[:, columns[0]].cpu(), self.x[:, columns[1]].cpu(), ".", color="k", ms=1, alpha=0.3)
+            axis.plot(*self.x[:, list(columns)].T.cpu(), ".", color="k", ms=1, alpha=0.3)
         axis.set(xlabel=self.labels[columns[0]], ylabel=self.labels[columns[1]])
 
     def _line(self, column: int, num: int) -> Tensor:
@@ -161,10 +157,11 @@ class _Effects:
         low, high = self.x[:, column].min(), self.x[:, column].max()
         return low + (high - low) * torch.linspace(0, 1, num, dtype=self.x.dtype, device=self.x.device)
 
-    def _at(self, column: int, places: Tensor) -> Tensor:
-        """Inputs at places along one column, the others as in the first row."""
-        at = self.x[:1].repeat(len(places), 1)
-        at[:, column] = places
+    def _at(self, places: dict[int, Tensor]) -> Tensor:
+        """Inputs at places along some columns, the others as in the first row."""
+        at = self.x[:1].repeat(max(len(values) if values.dim() else 1 for values in places.values()), 1)
+        for column, values in places.items():
+            at[:, column] = values
         return at
 
 

@@ -12,7 +12,32 @@ from pyro.infer import MCMC
 from ..guide import AutoSparseGP
 from ..posterior.sparse_posterior import SparsePosterior
 
-__all__ = ["guide_of", "is_tree", "kind_of", "nothing_unmasked", "require_arguments", "require_model", "require_tree"]
+__all__ = [
+    "guide_of",
+    "is_tree",
+    "kind_of",
+    "nothing_unmasked",
+    "refuse_left",
+    "require_arguments",
+    "require_model",
+    "require_tree",
+    "signature_of",
+]
+
+_LEFT = {  # since 0.1.0: what took the place of arguments
+    "chunk_size": "leave it out: blocks of rows and of draws are as large as memory allows",
+    "ordered": 'classes have log scores; of pyro.deterministic("probs", ...) in the model predict gives the '
+    "probabilities that other scores are made of",
+    "processes": "join simulations of other seeds, each in a process of its own: xarray.concat([a, b], dim='draw')",
+    "sample_dims": "stack the groups, tree.map_over_datasets(lambda group: "
+    'group.stack(sample=["chain", "draw"]) if "draw" in group.dims else group)',
+}
+
+
+def refuse_left(function: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise where the model's further arguments hold one that a function had."""
+    for name in kwargs.keys() & _LEFT.keys():
+        raise ValueError(f"{function} takes no {name}=: {_LEFT[name]}")
 
 
 def guide_of(given: Any) -> Optional[AutoSparseGP]:
@@ -28,12 +53,10 @@ def is_tree(given: Any) -> bool:
 
 def kind_of(given: Any) -> str:
     """In words, for an error."""
-    if isinstance(given, AutoSparseGP):
-        return "a guide"
-    if guide_of(given) is not None:
-        return f"a guide's {type(given).__name__} object"
     if isinstance(given, SparsePosterior):
         return f"the posterior of GP site {given.name!r}"
+    if guide_of(given) is not None:
+        return "a guide" if isinstance(given, AutoSparseGP) else f"a guide's {type(given).__name__} object"
     return "a DataTree" if is_tree(given) else type(given).__name__
 
 
@@ -43,14 +66,19 @@ def require_model(function: str, order: str, model: Any) -> None:
         raise ValueError(f"{function} takes the model first, {order}; got {kind_of(model)} in its place")
 
 
+def signature_of(model: Callable) -> Optional[inspect.Signature]:
+    """A model's signature, if it has one."""
+    try:
+        return inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+    except (TypeError, ValueError):
+        return None
+
+
 def require_arguments(function: str, remedy: str, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise where the model cannot be called with these arguments."""
+    signature = signature_of(model)
     try:
-        signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
-    except (TypeError, ValueError):  # a callable without one
-        return
-    try:
-        signature.bind(*args, **kwargs)
+        _ = signature and signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ValueError(f"{function} cannot call the model: {error}. {remedy}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,10 +15,11 @@ from torch import Tensor
 from .._version import __version__
 from ..program.bare import unmasked_rows
 from .backend import xarray
+from .given import signature_of
 
 __all__ = ["Table", "attributes", "constant_data", "name_of", "plate_names"]
 
-_RESERVED = ("chain", "draw", "sample", "pred_id")
+_RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
 
 
 def plate_names(name: str, site: Any, sites: Sequence[str] = ()) -> list[str]:
@@ -37,7 +37,7 @@ def plate_names(name: str, site: Any, sites: Sequence[str] = ()) -> list[str]:
 
 
 class Table:
-    """Arrays ``(chain, draw, ...)`` by group and variable, allocated once and filled draw by draw.
+    """Arrays by group and variable, a row a draw, allocated once and filled by blocks of draws.
 
     A plate names its dimension, function values have the data plate's, coefficients ``{site}_basis``, and others are
     ``{variable}_dim_{i}``.
@@ -46,26 +46,23 @@ class Table:
     :param dtype: of all groups but ``sample_stats``.
     :param dims: names to use instead: for a variable, of all its dimensions but chain and draw.
     :param coords: coordinate values by dimension.
-    :raises ValueError: where these are of other types, or name what ArviZ reserves.
+    :param choose: of so many rows, those of which log likelihoods are kept; others' take no memory. The logarithm of
+        the mean over draws of every row's likelihood is the coordinate ``{site}_lpd``.
     """
 
-    def __init__(self, shape: tuple[int, int], dtype: str, dims: Any = None, coords: Any = None) -> None:
-        for argument, given in (("dims", dims or {}), ("coords", coords or {})):
-            lists = given.values() if isinstance(given, Mapping) else [""]
-            if any(isinstance(names, str) or np.ndim(names) != 1 for names in lists):
-                raise ValueError(f"{argument} must be a mapping from names to lists, got {given!r}")
-        self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
-        taken = {name for names in (*self.dims.values(), self.coords) for name in names} & set(_RESERVED)
-        if taken:
-            raise ValueError(f"dims and coords must not use {sorted(taken)}, which ArviZ reserves")
+    def __init__(
+        self, shape: tuple[int, int], dtype: str, dims: Any = None, coords: Any = None, choose: Any = None
+    ) -> None:
         if dtype not in ("float16", "float32", "float64"):
             raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
         self.shape, self.dtype = shape, np.dtype(dtype)
+        self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
+        self.choose = choose
+        self.lpd: dict[str, np.ndarray] = {}
         self.arrays: dict[str, dict[str, np.ndarray]] = {}
         self.fixed: dict[str, dict[str, np.ndarray]] = {}  # of the groups that have no draws
         self.names: dict[str, list[str]] = {}  # of a variable's dimensions
         self.rows: dict[int, str] = {}  # the data plates, by size
-        self.functions: set[str] = set()
         self.discrete: set[str] = set()  # observed sites of whole numbers: torch holds counts as floats
         self.unmasked: dict[str, np.ndarray] = {}  # rows of the sites of which masks leave some out
         self.weights: dict[str, np.ndarray] = {}  # of rows, poutine.scale's, where they are not all 1
@@ -74,10 +71,10 @@ class Table:
         """Learn names, kinds, masks and weights from one draw's observed sites and function values."""
         for name, site in sites.items():
             self.names[name] = plate_names(name, site, list(sites))
-            for dim, size in zip(self.names[name], site["fn"].batch_shape):
-                if not dim.startswith(f"{name}_dim_"):
-                    # Function values and arguments of as many rows have the plate's name.
-                    self.rows.setdefault(size, dim)
+            own = f"{name}_dim_"
+            # Function values and arguments of as many rows have the plate's name.
+            sizes = zip(self.names[name], site["fn"].batch_shape)
+            self.rows = {size: dim for dim, size in sizes if not dim.startswith(own)} | self.rows
             value, rows = site["value"], unmasked_rows(site)
             if getattr(site["fn"].support, "is_discrete", False) and bool((value == value.round()).all()):
                 self.discrete.add(name)
@@ -88,25 +85,30 @@ class Table:
             if (scale != 1).any():
                 self.weights[name] = scale.expand(site["fn"].batch_shape).numpy()
         for name, f in functions.items():
-            self.functions.add(name)
             front = [f"{name}_dim_{i}" for i in range(f.dim() - 2)] + [f"{name}_output"] * (f.dim() > 1)
             self.names[name] = [*front, self.rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 1}")]
             self.names[f"{name}_w"] = [*(d.replace(f"{name}_dim", f"{name}_w_dim") for d in front), f"{name}_basis"]
 
-    def put(self, group: str, variable: str, index: tuple[int, int], value: Tensor) -> None:
-        """Write one draw's value."""
-        value = value.detach()
-        # torch holds counts as floats, ArviZ as integers.
+    def put(self, group: str, variable: str, start: int, values: Tensor) -> None:
+        """Write a block of draws, ``(B, ...)``, from a row on."""
+        values = values.detach()
         if variable in self.discrete and group.startswith(("posterior_predictive", "prior_predictive", "predictions")):
-            value = value.long()
+            values = values.long()
         if group == "log_likelihood" and variable in self.unmasked:
-            value = value[torch.from_numpy(self.unmasked[variable]).to(value.device)]
-        arrays = self.arrays.setdefault(group, {})
+            values = values[:, torch.from_numpy(self.unmasked[variable]).to(values.device)]
+        arrays, block = self.arrays.setdefault(group, {}), values.cpu().numpy()
+        num, kind = self.shape[0] * self.shape[1], "float64" if group == "sample_stats" else self.dtype
         if variable not in arrays:
-            kind = np.dtype("float64") if group == "sample_stats" else self.dtype
-            kind = kind if value.is_floating_point() else value.cpu().numpy().dtype
-            arrays[variable] = np.empty((*self.shape, *value.shape), kind)
-        arrays[variable][index] = value.cpu().numpy()
+            # Zeros that nobody writes to take no memory: a row's draws lie side by side.
+            array = np.zeros((*block.shape[1:], num), kind if values.is_floating_point() else block.dtype)
+            arrays[variable] = np.moveaxis(array, -1, 0)
+        rows: Any = ()
+        if group == "log_likelihood" and self.choose is not None:
+            rows = np.unravel_index(self.choose(values[0].numel()), block.shape[1:])
+            # πₙ = log 1/S Σ p(yₙ | draw), a block's part after the other's.
+            part = torch.logsumexp(values.double(), 0).cpu().numpy() - np.log(num)
+            self.lpd[variable] = np.logaddexp(self.lpd.get(variable, -np.inf), part)
+        arrays[variable][start : start + len(values)][:, *rows] = block[:, *rows]
 
     def fix(self, group: str, values: Mapping[str, Any]) -> None:
         """Add a group without draws; counts among observed values are integers."""
@@ -115,42 +117,46 @@ class Table:
 
     def datasets(self, **attrs: Any) -> dict[str, Any]:
         """The groups as ``xarray.Dataset``, with these attributes."""
-        found = {group: self._dataset(group, arrays) for group, arrays in self.arrays.items()}
-        found |= {group: self._dataset(group, arrays) for group, arrays in self.fixed.items() if arrays}
+        groups = {
+            group: {name: array.reshape(*self.shape, *array.shape[1:]) for name, array in arrays.items()}
+            for group, arrays in self.arrays.items()
+        }
+        found = {group: self._dataset(group, arrays, ["chain", "draw"]) for group, arrays in groups.items()}
+        found |= {group: self._dataset(group, arrays, []) for group, arrays in self.fixed.items() if arrays}
         return {group: dataset.assign_attrs(attributes(**attrs)) for group, dataset in found.items()}
 
-    def _dataset(self, group: str, arrays: Mapping[str, np.ndarray]) -> Any:
-        front = ["chain", "draw"] if group in self.arrays else []
+    def _dataset(self, group: str, arrays: Mapping[str, np.ndarray], front: list[str]) -> Any:
         sizes = dict(zip(front, self.shape))
         variables = {}
         for name, array in arrays.items():
             dims = [*front, *self._names(group, name, array.shape[len(front) :])]
-            for i, (dim, size) in enumerate(zip(dims, array.shape)):
-                if dim in arrays or sizes.setdefault(dim, size) != size:  # a plate's name that is taken, or fewer rows
-                    dims[i] = f"{name}_dim_{i - len(front)}"
-                    sizes[dims[i]] = size
+            # A plate's name that a variable has, or that is of other rows, gives way.
+            dims = [
+                dim if dim not in arrays and sizes.get(dim, size) == size else f"{name}_dim_{i - len(front)}"
+                for i, (dim, size) in enumerate(zip(dims, array.shape, strict=True))
+            ]
+            sizes.update(zip(dims, array.shape))
             variables[name] = dims, array
         coords: dict[str, Any] = {dim: self._coordinate(dim, size) for dim, size in sizes.items()}
         for site, (dims, _) in variables.items() if group == "log_likelihood" else ():
-            rows, weights = self.unmasked.get(site), self.weights.get(site)
-            if rows is not None:
+            rows = self.unmasked.get(site, np.ones((), bool))
+            if rows.ndim:
                 coords[dims[-1]] = self._coordinate(dims[-1], rows.size)[rows.ravel()]
-                weights = None if weights is None else weights[rows]
-            if weights is not None:  # which leave-one-out asks for, and travels with the rows
-                coords[f"{site}_weight"] = dims[2:], weights
+            if site in self.weights:  # which leave-one-out asks for, and travels with the rows
+                coords[f"{site}_weight"] = dims[2:], self.weights[site][rows] if rows.ndim else self.weights[site]
+            if site in self.lpd:
+                coords[f"{site}_lpd"] = dims[2:], self.lpd[site]
         return xarray.Dataset(variables, coords=coords)
 
     def _names(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
         """Names of a variable's dimensions, chain and draw apart."""
         known = list(self.dims.get(name, self.names.get(name, ())))
         if group == "log_likelihood" and name in self.unmasked:
-            return known if len(known) == 1 and self._has_same_rows(name) else [f"{name}_dim_0"]
-        if not shape:  # as the log prior density of a vector has none
-            return []
-        if len(known) == len(shape):
-            if group == "predictions" and name in self.functions and name not in self.dims and self.rows:
-                known[-1] = next(iter(self.rows.values()))
-            return known
+            # The first such site has the plate's name: another's mask may leave other rows
+            # (test_sites_of_one_plate_keep_rows_of_their_own).
+            return known if len(known) == 1 and name == next(iter(self.unmasked)) else [f"{name}_dim_0"]
+        if not shape or len(known) == len(shape):  # the log prior density of a vector has none
+            return known[: len(shape)]
         if name in self.dims:
             raise ValueError(f"dims[{name!r}] names {len(known)} dimensions, {known}, the variable has shape {shape}")
         names = [f"{name}_dim_{i}" for i in range(len(shape))]
@@ -158,41 +164,16 @@ class Table:
             names[0] = self._rows(group).get(shape[0], names[0])
         return names
 
-    def _has_same_rows(self, name: str) -> bool:
-        """Whether masks leave the rows that they leave of the first site with this dimension
-        (test_sites_of_one_plate_keep_rows_of_their_own).
-        """
-        first = next(n for n in self.arrays["log_likelihood"] if self.names[n] == self.names[name])
-        return first in self.unmasked and np.array_equal(self.unmasked[first], self.unmasked[name])
-
     def _rows(self, group: str) -> dict[int, str]:
         """The data plates by size, at new inputs those there."""
-        if not group.startswith("predictions"):
-            return self.rows
-        shapes = {n: a.shape[2:] for n, a in self.arrays["predictions"].items()}
-        pairs = [pair for n, shape in shapes.items() for pair in zip(shape, self._names("predictions", n, shape))]
-        return self.rows | {size: dim for size, dim in pairs if dim in self.rows.values()}
+        new = self.arrays.get("predictions", {}) if group.startswith("predictions") else {}
+        named = [(array.shape[-1], self.names.get(name, [""])[-1]) for name, array in new.items()]
+        return self.rows | {size: dim for size, dim in named if dim in self.rows.values()}
 
     def _coordinate(self, dim: str, size: int) -> np.ndarray:
         """A dimension's coordinate values: those given, if they are as many (new rows may be others), or numbers."""
         given = self.coords.get(dim)
         return np.arange(size) if given is None or len(given) != size else given
-
-    def require_used(self, datasets: Mapping[str, Any]) -> None:
-        """Raise where ``dims`` or ``coords`` name what is not there, or give values that fit nowhere.
-
-        :raises ValueError: naming them, and what there is.
-        """
-        variables = self.functions.union(*(dataset.data_vars for dataset in datasets.values()))
-        dimensions = {dim for dims in self.dims.values() for dim in dims}.union(*(d.sizes for d in datasets.values()))
-        for argument, given, there in (("dims", self.dims, variables), ("coords", self.coords, dimensions)):
-            for name in given:
-                if name not in there:
-                    raise ValueError(f"{argument} names {name!r}, which the tree does not have: it has {sorted(there)}")
-        for dim, values in self.coords.items():
-            sizes = {dataset.sizes[dim] for dataset in datasets.values() if dim in dataset.sizes}
-            if sizes and len(values) not in sizes:
-                raise ValueError(f"coords[{dim!r}] has {len(values)} values, the dimension has size {sorted(sizes)}")
 
 
 def name_of(model: Callable) -> str:
@@ -211,7 +192,7 @@ def attributes(**more: Any) -> dict[str, Any]:
         **more,
     }
     return {
-        key: value if isinstance(value, (str, int, float)) and not isinstance(value, bool) else json.dumps(value)
+        key: value if type(value) in (str, int, float) else json.dumps(value)
         for key, value in found.items()
         if value is not None
     }
@@ -221,21 +202,15 @@ def constant_data(
     model: Callable, args: tuple, kwargs: dict[str, Any], observed: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensor arguments of the model that are not observed values, by the names of its parameters."""
-    try:
-        signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
-        bound = dict(signature.bind_partial(*args, **kwargs).arguments)
-        more = next((n for n, p in signature.parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD), "")
-        bound |= bound.pop(more, {})
-    except (TypeError, ValueError):  # a callable without a signature
+    signature = signature_of(model)
+    if signature is None:
         bound = {f"arg_{i}": value for i, value in enumerate(args)} | kwargs
+    else:
+        bound = dict(signature.bind_partial(*args, **kwargs).arguments)
     flat: dict[str, Any] = {}
     for name, value in bound.items():
-        if isinstance(value, (tuple, list)):
-            flat |= {f"{name}_{i}": part for i, part in enumerate(value)}
-        elif isinstance(value, Mapping):
-            flat |= {str(key): part for key, part in value.items()}
-        else:
-            flat[name] = value
+        parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
+        flat |= {str(key): part for key, part in parts.items()} if isinstance(parts, Mapping) else {name: parts}
     tensors = {n: torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
     return {n: v for n, v in tensors.items() if not any(_same(v, other) for other in observed.values())}
 

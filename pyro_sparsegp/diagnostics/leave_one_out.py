@@ -9,8 +9,8 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from .backend import FEWEST, arviz_stats, pandas, smooth, xarray
-from .given import kind_of, nothing_unmasked, require_tree
-from .weights import LIMIT, log_weights_of, tree_of
+from .given import kind_of, nothing_unmasked, refuse_left, require_tree
+from .weights import good_k, log_weights_of, tree_of
 
 __all__ = ["compare", "loo", "loo_large"]
 
@@ -35,14 +35,12 @@ def loo(
         training arguments.
     :param args: see there.
     :param target: "vfe" or "fitc", see :func:`psis`; "none" leaves p/q out, and judges the posterior as it is. By
-        default the tree's own, or "none", with a warning, if the k-hat of p/q is above 0.7.
+        default the tree's own, or "none", with a warning, if the k-hat of p/q is above ``good_k`` of :func:`psis`.
     :param var_name: the observed site, where there are several.
     :returns: with two attributes more, ``target``, the one used, and ``khat`` of p/q (NaN for the target "none",
-        −∞ of MCMC); ``warning`` is set where k-hat is above 0.7.
+        −∞ of MCMC); ``warning`` is set where k-hat is too large.
     """
-    if target not in (None, "vfe", "fitc", "none"):
-        why = "; given w the data depend on each other under it, and leave no terms to leave out" * (target == "exact")
-        raise ValueError(f"loo's target must be 'vfe', 'fitc' or 'none', got {target!r}{why}")
+    _require_target("loo", target)
     return _leave_out(tree_of(tree_or_model, args, target, kwargs), target, var_name, None)
 
 
@@ -54,7 +52,7 @@ def compare(
     """A table that compares trees, or results of :func:`loo` and :func:`loo_large`, by ``arviz_stats.compare``.
 
     :param results: names to trees or results.
-    :param target: of :func:`loo`, for trees.
+    :param target: of :func:`loo`, for trees; where one's weights fail, all are judged by "none".
     :param kwargs: of ``arviz_stats.compare``.
     :returns: a ``pandas.DataFrame``, best first.
     :raises ValueError: where a result is neither.
@@ -66,8 +64,18 @@ def compare(
     for name, result in elpds.items():
         if not hasattr(result, "elpd"):
             require_tree(f"compare, for {name!r},", result)
-    elpds = {name: one if hasattr(one, "elpd") else loo(one, target=target) for name, one in elpds.items()}
+    trees = {name: one for name, one in elpds.items() if not hasattr(one, "elpd")}
+    elpds |= {name: loo(tree, target=target) for name, tree in trees.items()}
+    # One estimator for all rows: weighted sums of some beside plain ones of others differ by more than the models.
+    if any(getattr(found, "target", "") == "none" and found.khat > found.good_k for found in elpds.values()):
+        elpds |= {name: loo(tree, target="none") for name, tree in trees.items()}
     return stock(elpds, **kwargs)
+
+
+def _require_target(function: str, target: Optional[str]) -> None:
+    if target not in (None, "vfe", "fitc", "none"):
+        why = "; given w the data depend on each other under it, and leave no terms to leave out" * (target == "exact")
+        raise ValueError(f"{function}'s target must be 'vfe', 'fitc' or 'none', got {target!r}{why}")
 
 
 def loo_large(
@@ -78,15 +86,14 @@ def loo_large(
     num_samples: int = 500,
     target: Optional[str] = None,
     var_name: Optional[str] = None,
-    chunk_size: int = 8192,
     seed: int = 0,
     **kwargs: Any,
 ) -> arviz_stats.utils.ELPDData:
     """PSIS-LOO for large N: all log predictive densities, and importance sampling for a random subset of rows.
 
     The difference estimator, Σₙ πₙ + N/m Σ_{n in subset} (elpdₙ − πₙ) with πₙ = log mean over draws of p(yₙ | draw)
-    (Magnusson, Vehtari, Jonasson and Andersen, 2020, eq. 7), by ``arviz_stats.loo_subsample``. Memory is that of the
-    log likelihood, S·N numbers.
+    (Magnusson, Vehtari, Jonasson and Andersen, 2020, eq. 7), by ``arviz_stats.loo_subsample``. Memory is that of S·m
+    numbers and of a block of draws.
 
     Expect "none" for guides trained by mini-batches on large data: log p/q moves with the error of training in units
     of the posterior's spread, which falls as 1/√N. An optimal q(w) with points for hyperparameters has equal weights
@@ -97,26 +104,23 @@ def loo_large(
     :param args: the training arguments.
     :param observations: m; by default 400, or all of fewer.
     :param num_samples: S, draws.
-    :param target: see :func:`loo`: by default the guide's own, or "none" where k-hat is above 0.7.
+    :param target: see :func:`loo`: by default the guide's own, or "none" where k-hat is too large.
     :param var_name: the observed site, where there are several.
-    :param chunk_size: rows whose features are held in memory at once.
     :param seed: of the draws and of the subset: with the same seed, two models are compared on the same subset.
     :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as in
         :func:`loo`.
     """
-    if target not in (None, "vfe", "fitc", "none"):
-        raise ValueError(f"loo_large's target must be 'vfe', 'fitc' or 'none', got {target!r}")
-    options = {"num_samples": num_samples, "chunk_size": chunk_size, "seed": seed, **kwargs}
-    tree = tree_of(model, (guide, *args), target, options)
-    rng = np.random.default_rng(seed)
+    refuse_left("loo_large", kwargs)
+    _require_target("loo_large", target)
 
     def choose(num: int) -> np.ndarray:
         m = min(400, num) if observations is None else observations
         if not 1 <= m <= num:
             raise ValueError(f"observations must be between 1 and {num}, got {m}")
-        return np.sort(rng.choice(num, m, replace=False))
+        return np.sort(np.random.default_rng(seed).choice(num, m, replace=False))
 
-    return _leave_out(tree, target, var_name, choose)
+    options = {"num_samples": num_samples, "seed": seed, "_choose": choose, **kwargs}
+    return _leave_out(tree_of(model, (guide, *args), target, options), target, var_name, choose)
 
 
 def _leave_out(
@@ -129,50 +133,73 @@ def _leave_out(
         raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
     terms = _terms(tree, var_name)
     log_ratio, used, khat, reff = _towards(tree, target, size)
-    shape = terms.shape[2:]
-    subset = np.arange(terms[0, 0].size) if choose is None else choose(terms[0, 0].size)
+    shape, num = terms.shape[2:], terms[0, 0].size
+    subset = np.arange(num) if choose is None else choose(num)
     weights = np.broadcast_to(terms.coords.get(f"{terms.name}_weight", 1.0), shape).ravel()[subset]
     rows = terms.values.reshape(size, -1)[:, subset].astype("float64").T
+    log_weights = np.zeros((num, size))  # rows that are not chosen take no memory
+    pareto_k = np.full(num, np.nan)
     options: dict[str, Any] = {"pointwise": True, "var_name": terms.name}
     with np.errstate(all="ignore"), warnings.catch_warnings():
         # psislw takes log q − log p: p(yₙ | draw)^wₙ q/p.
         found = arviz_stats.base.array_stats.psislw(weights[:, None] * rows - log_ratio, r_eff=reff, axis=-1)
-        log_weights = np.zeros((np.prod(shape, dtype=int), size))  # rows that are not chosen take no memory
-        pareto_k = np.full(len(log_weights), np.nan)
         log_weights[subset], pareto_k[subset] = found
         given = terms.copy(data=log_weights.T.reshape(terms.shape))
         khats = terms[0, 0].copy(data=pareto_k.reshape(shape))
         if choose is None:
-            return _flagged(stock(tree, **options, log_weights=given, pareto_k=khats), used, khat)
-        # πₙ = log 1/S Σ p(yₙ | draw), of all rows.
-        lpd = terms[0, 0].copy(data=np.logaddexp.reduce(terms.values.reshape(size, *shape), dtype="float64"))
-        lpd = (lpd - np.log(size)).rename(terms.name)
-        rest = {"posterior": tree.posterior, "log_likelihood": tree.log_likelihood, "observed_data": lpd}
-        tree = xarray.DataTree.from_dict({name: group.to_dataset() for name, group in rest.items()})
-        # ArviZ's own k-hats, and its word on them, are of weights that leave out p/q and wₙ.
-        warnings.filterwarnings("ignore", "Estimated shape parameter")
-        options |= {"observations": subset, "reff": reff, "method": "plpd", "log_weights": given}
-        result = stock_of_some(tree, **options, log_lik_fn=lambda observed, data: lpd)
-    result.pareto_k = khats
-    result.warning = bool((pareto_k[subset] > result.good_k).any())
-    return _flagged(result, used, khat)
+            result = stock(tree, **options, log_weights=given, pareto_k=khats)
+        else:
+            # πₙ = log 1/S Σ p(yₙ | draw), of all rows.
+            lpd = terms[0, 0].copy(data=terms.coords[f"{terms.name}_lpd"].values).rename(terms.name)
+            rest = {"posterior": tree.posterior, "log_likelihood": tree.log_likelihood, "observed_data": lpd}
+            tree = xarray.DataTree.from_dict({name: group.to_dataset() for name, group in rest.items()})
+            # ArviZ's own k-hats, and its word on them, are of weights that leave out p/q and wₙ.
+            warnings.filterwarnings("ignore", "Estimated shape parameter")
+            options |= {"observations": subset, "reff": reff, "method": "plpd", "log_weights": given}
+            result = stock_of_some(tree, **options, log_lik_fn=lambda observed, data: lpd)
+            result.pareto_k, result.warning = khats, bool((pareto_k[subset] > result.good_k).any())
+    if not np.isfinite(result.elpd):
+        raise ValueError(
+            "leave-one-out is not finite: all weight is on one draw. The posterior is too far from the target; train "
+            'longer, take a richer family, or leave the weights p/q out by target="none".'
+        )
+    result.target, result.khat, result.approx_posterior = used, khat, used != "none"
+    result.warning = bool(result.warning) or khat > result.good_k
+    return result
 
 
 def _towards(tree: xarray.DataTree, target: Optional[str], size: int) -> tuple[Any, str, float, float]:
     """log p/q of the draws or 0, the target used, k-hat of p/q, and the share of draws that are independent."""
-    stats = tree.children.get("sample_stats")
-    if stats is not None and "log_q" in stats:
+    stats = tree["sample_stats"]
+    if "log_q" in stats:
         if target == "none":
             return 0.0, "none", np.nan, 1.0
         wanted = target or stats.attrs["target"]
         log_ratio = log_weights_of(tree, wanted).values
-        used, khat = _choose(log_ratio, wanted, target is not None)
-        return (0.0 if used == "none" else log_ratio.ravel()), used, khat, 1.0
-    if tree.posterior.sizes["chain"] == 1:  # of MCMC; stock ArviZ takes draws of one chain for independent as well
-        return 0.0, "none", -np.inf, 1.0
-    # Chains of MCMC are autocorrelated: the tail that is smoothed grows with 1/√r_eff.
-    ess = tree.posterior.to_dataset().azstats.ess(method="mean")
-    return 0.0, "none", -np.inf, np.hstack([ess[name].values.ravel() for name in ess.data_vars]).mean() / size
+        khat = float(
+            np.nan_to_num(np.max([smooth(chain)[1] for chain in log_ratio]), nan=np.inf, posinf=np.inf, neginf=-np.inf)
+        )
+        if khat > good_k(log_ratio.shape[1]):
+            _warn(wanted, khat, good_k(log_ratio.shape[1]), target is not None)
+            wanted = target or "none"
+        return (0.0 if wanted == "none" else log_ratio.ravel()), wanted, khat, 1.0
+    reff = 1.0  # of one chain of MCMC stock ArviZ takes the draws for independent as well
+    if tree.posterior.sizes["chain"] > 1:  # they are autocorrelated: the tail that is smoothed grows with 1/√r_eff
+        ess = tree.posterior.to_dataset().azstats.ess(method="mean")
+        reff = np.hstack([ess[name].values.ravel() for name in ess.data_vars]).mean() / size
+    return 0.0, "none", -np.inf, reff
+
+
+def _warn(wanted: str, khat: float, limit: float, asked: bool) -> None:
+    """Tell of weights that are not to be relied on."""
+    remedy = 'They are left out, as by target="none": leave-one-out judges the posterior as it is.'
+    if asked:
+        remedy = 'They add noise to leave-one-out; target="none" leaves them out, and judges the posterior as it is.'
+    warnings.warn(
+        f"the weights p/q of the draws towards {wanted!r} have k-hat {khat:.2f}, above {limit:.2f}: the posterior is "
+        f"too far from the target for them to mend it. {remedy}",
+        stacklevel=4,
+    )
 
 
 def _terms(tree: xarray.DataTree, var_name: Optional[str]) -> xarray.DataArray:
@@ -191,32 +218,3 @@ def _terms(tree: xarray.DataTree, var_name: Optional[str]) -> xarray.DataArray:
     if not terms.size:
         raise nothing_unmasked(str(terms.name))
     return terms
-
-
-def _choose(log_weights: np.ndarray, wanted: str, asked: bool) -> tuple[str, float]:
-    """The target to be used, and k-hat of the weights towards the one wanted."""
-    khat = float(np.max([smooth(chain)[1] for chain in log_weights]))
-    if khat <= LIMIT:
-        return wanted, khat
-    khat = np.inf if np.isnan(khat) else khat
-    if asked:
-        remedy = 'They add noise to leave-one-out; target="none" leaves them out, and judges the posterior as it is.'
-    else:
-        remedy = 'They are left out, as by target="none": leave-one-out judges the posterior as it is.'
-    warnings.warn(
-        f"the weights p/q of the draws towards {wanted!r} have k-hat {khat:.2f}, above {LIMIT}: the posterior is too "
-        f"far from the target for them to mend it. {remedy}",
-        stacklevel=3,
-    )
-    return (wanted if asked else "none"), khat
-
-
-def _flagged(found: Any, used: str, khat: float) -> Any:
-    if not np.isfinite(found.elpd):
-        raise ValueError(
-            "leave-one-out is not finite: all weight is on one draw. The posterior is too far from the target; train "
-            'longer, take a richer family, or leave the weights p/q out by target="none".'
-        )
-    found.target, found.khat, found.approx_posterior = used, khat, used != "none"
-    found.warning = bool(found.warning) or khat > LIMIT
-    return found

@@ -8,20 +8,24 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import numpy as np
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from ..program.bare import unmasked, unmasked_rows
+from ..distributions.probit import Probit
+from ..program.bare import bare, unmasked, unmasked_rows
+from ..program.likelihood import mapped
+from ..warned import require_number
 from .backend import pandas, xarray
-from .draws import seeded
-from .given import nothing_unmasked
+from .densities import DensityReader
+from .draws import Draws, seeded
+from .given import nothing_unmasked, refuse_left
 from .groups import attributes, plate_names
-from .scorers import scorer_for
 from .sources import as_source, observed_site
 
 __all__ = ["PredictiveScores", "predictive_scores"]
 
-_SCORES = ("log_score", "crps", "rps", "brier")
+_LAGS = 16  # pairs of draws for each draw, in the CRPS of a mixture
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,11 @@ class PredictiveScores:
     """Scores of each observation.
 
     :param tree: ``xarray.DataTree`` with the group ``predictive_scores``: ``log_score`` (nats, larger is better),
-        ``crps`` (in the data's units, smaller is better) and ``pit``, each a value an observation. Ordered classes have
-        ``rps``, the ranked probability score, in place of ``crps``; classes without an order have ``brier``, the Brier
-        score from 0 to 2, and in place of ``pit`` ``set_level``, the probability of the smallest set of classes, the
-        most probable first, that holds the observation.
+        ``crps`` (in the data's units, smaller is better) and ``pit``, each a value an observation; of classes
+        ``log_score`` alone.
         ``plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=[...])`` draws the PIT.
-    :param method: "gaussian", "bernoulli", "ordered", "categorical", "draws" or "log score": how they were found.
-    :param probs: the probabilities of the central intervals, or sets of classes.
+    :param method: "gaussian", "bernoulli", "draws" or "log score": how they were found.
+    :param probs: the probabilities of the central intervals.
     """
 
     tree: xarray.DataTree
@@ -47,29 +49,28 @@ class PredictiveScores:
         """The scores as an ``xarray.Dataset``."""
         return self.tree["predictive_scores"].to_dataset()
 
+    def coverage(self, prob: float) -> float:
+        """The share of observations within their central interval of that probability."""
+        if "pit" not in self.pointwise:
+            raise ValueError(f"there are no intervals of these observations, only {list(self.pointwise.data_vars)}")
+        return float(self._within(prob).mean())
+
     def _of(self, name: str) -> np.ndarray:
         """A score of what was observed: what a mask leaves out is NaN."""
         values = self.pointwise[name].values
         return values[~np.isnan(values)] if np.isfinite(values).any() else values
 
-    def coverage(self, prob: float) -> float:
-        """The share of observations within their central interval, or set of classes, of that probability."""
-        kind = next((name for name in ("set_level", "pit") if name in self.pointwise), None)
-        if kind is None:
-            raise ValueError(f"there are no intervals of these observations, only {list(self.pointwise.data_vars)}")
-        return float(self._within(kind, prob).mean())
-
-    def _within(self, kind: str, prob: float) -> np.ndarray:
-        """1 where the smallest interval or set that holds an observation has at most a probability, 0 elsewhere."""
-        levels = self._of(kind) if kind == "set_level" else 2 * np.abs(self._of(kind) - 0.5)
-        return np.where(np.isnan(levels), np.nan, levels <= prob)
+    def _within(self, prob: float) -> np.ndarray:
+        """1 where a central interval of a probability holds an observation, 0 elsewhere."""
+        away = 2 * np.abs(self._of("pit") - 0.5)
+        return np.where(np.isnan(away), np.nan, away <= prob)
 
     @property
     def summary(self) -> pandas.DataFrame:
         """Means over observations with their standard errors, a ``pandas.DataFrame``."""
-        columns = {name: self._of(name) for name in _SCORES if name in self.pointwise}
-        for kind in {"set_level", "pit"} & set(self.pointwise):
-            columns |= {f"coverage_{100 * prob:g}%": self._within(kind, prob) for prob in self.probs}
+        columns = {name: self._of(name) for name in ("log_score", "crps") if name in self.pointwise}
+        if "pit" in self.pointwise:
+            columns |= {f"coverage_{100 * prob:g}%": self._within(prob) for prob in self.probs}
         rows = {name: (values.mean(), values.std() / math.sqrt(values.size)) for name, values in columns.items()}
         return pandas.DataFrame.from_dict(rows, orient="index", columns=["mean", "se"])
 
@@ -84,8 +85,6 @@ def predictive_scores(
     num_samples: int = 100,
     probs: Sequence[float] = (0.5, 0.9, 0.95),
     var_name: Optional[str] = None,
-    ordered: Optional[bool] = None,
-    chunk_size: int = 8192,
     seed: Optional[int] = None,
     **kwargs: Any,
 ) -> PredictiveScores:
@@ -94,14 +93,13 @@ def predictive_scores(
     The predictive density is p(y | data) = E_{q(θ)} ∫ p(y | f, θ) q(f | θ) df: function values are integrated in
     closed form or by quadrature, and only hyperparameters are drawn. Where the likelihood is normal with a mean linear
     in f, so that predictions are mixtures of normals, CRPS and PIT are in closed form, too (Grimit, Gneiting, Berrocal
-    and Johnson, 2006, eq. 5); so they are for a Bernoulli likelihood. Classes (``Categorical``) have predictive
-    probabilities, and of these the ranked probability score where they are ordered (Epstein, 1969), the Brier score
-    where they are not (Brier, 1950). Otherwise scores come from a draw of y for each of θ and f: take more samples
-    there.
+    and Johnson, 2006, eq. 5); so they are for a Bernoulli likelihood. Classes (``Categorical``) have log scores
+    alone; of ``pyro.deterministic("probs", ...)`` in the model :func:`~pyro_sparsegp.predict` gives the probabilities
+    that other scores are made of. Otherwise scores come from a draw of y for each of θ and f: take more samples there.
 
     The PIT of discrete data is randomised (Czado, Gneiting and Held, 2009), and with the PIT goes coverage: an
-    observation is within the central interval of probability p if abs(PIT − ½) ≤ p/2. Classes without an order have
-    sets in place of intervals. What a mask leaves out has no score: rows are dropped, single outputs are NaN.
+    observation is within the central interval of probability p if abs(PIT − ½) ≤ p/2. What a mask leaves out has no
+    score: rows are dropped, single outputs are NaN.
 
     Memory is O(S·N).
 
@@ -113,52 +111,113 @@ def predictive_scores(
         where there are neither.
     :param probs: of the central intervals in the summary.
     :param var_name: the observed site, where there are several.
-    :param ordered: whether classes have an order; by default only under ``OrderedLogistic``.
-    :param chunk_size: rows whose features are held in memory at once.
     :param seed: makes the draws repeatable and leaves the global generators alone.
     :param kwargs: the model's further arguments.
     :raises ValueError: where the guide or the arguments do not fit.
     """
     if not all(0 < prob < 1 for prob in probs):
         raise ValueError(f"probs must lie strictly between 0 and 1, got {list(probs)}")
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}")
-    source = as_source(model, guide, args, kwargs, chunk_size=chunk_size, marginal=True)
+    refuse_left("predictive_scores", kwargs)
+    require_number("num_samples", num_samples)
+    source = as_source(model, guide, args, kwargs, marginal=True)
     site = observed_site(source, var_name)
-    log_densities, kept = [], []
+    log_densities, kept, method = [], [], ""
     with seeded(seed), torch.no_grad():
-        for s in range(num_samples):
-            draw = source.draw()
-            log_densities.append(source.densities(draw).integrated[site].double())
-            if s == 0:
-                scorer = scorer_for(source.reader, draw, site, ordered)
-            kept.append(scorer.read(draw))
-        log_score = torch.logsumexp(torch.stack(log_densities), 0) - math.log(num_samples)
-        others = scorer.scores(log_score, *(torch.stack(parts) for parts in zip(*kept)))
-    values = _where_observed({"log_score": log_score, **others}, draw.sites[site])
-    known = plate_names(site, draw.sites[site])
+        for draws in source.draws(num_samples, simulates=True):
+            log_densities.append(source.densities(draws).integrated[site].double())
+            method = method or _method(source.reader, source.sites[site])
+            gaussian = method == "gaussian"
+            kept.append(_normals(source.reader, draws, site) if gaussian else (draws.simulated[site],))
+        node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
+        log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
+        y = node["value"].to(parts[0] if method in ("gaussian", "draws") else log_score)
+        scores = {"log_score": log_score}
+        if method == "gaussian":
+            scores |= _of_normals(y, *parts)
+        elif method == "bernoulli":
+            scores |= _of_two_classes(y, log_score)
+        elif method == "draws":
+            scores |= _of_draws(y, parts[0])
+    values, rows = unmasked(node), unmasked_rows(node)
+    if values is not None and rows is not None:
+        if not rows.any():
+            raise nothing_unmasked(site)
+        scores = {n: s.where(rows if s.shape == rows.shape else values, torch.nan) for n, s in scores.items()}
+    known = plate_names(site, node)
     # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
     dims = known if len(known) == log_score.dim() else [f"{site}_dim_{i}" for i in range(log_score.dim())]
-    more = [f"{site}_output_{i}" for i in range(draw.sites[site]["value"].dim() - len(dims))]
-    arrays = {name: value.cpu().numpy() for name, value in values.items()}
-    coords = {dim: np.arange(size) for dim, size in zip(dims, log_score.shape)}
-    dataset = xarray.Dataset({name: ([*dims, *more][: a.ndim], a) for name, a in arrays.items()}, coords=coords)
+    more = [f"{site}_output_{i}" for i in range(node["value"].dim() - len(dims))]
+    arrays = {name: ([*dims, *more][: value.dim()], value.cpu().numpy()) for name, value in scores.items()}
+    dataset = xarray.Dataset(arrays, coords={dim: np.arange(size) for dim, size in zip(dims, log_score.shape)})
     if len(dims) == 1:  # an observation each, of which the masked ones are left out
         dataset = dataset.isel({dims[0]: np.flatnonzero(dataset["log_score"].notnull())})
-    dataset = dataset.assign_attrs(attributes(observed=site, method=scorer.method, posterior=source.name))
-    return PredictiveScores(xarray.DataTree.from_dict({"predictive_scores": dataset}), scorer.method, tuple(probs))
+    dataset = dataset.assign_attrs(attributes(observed=site, method=method, posterior=source.name))
+    return PredictiveScores(xarray.DataTree.from_dict({"predictive_scores": dataset}), method, tuple(probs))
 
 
-def _where_observed(scores: dict[str, Tensor], node: Any) -> dict[str, Tensor]:
-    """Scores with NaN where a mask leaves out what was to be predicted.
+def _method(reader: DensityReader, node: Any) -> str:
+    """How an observed site is scored: as much in closed form as its likelihood allows."""
+    fn, plan = bare(node["fn"]), reader.plans[node["name"]]
+    alone = plan.quadratic is not None and list(plan.aligned.values()) == [True] and not node["fn"].event_shape
+    if isinstance(fn, torch.distributions.Categorical):
+        return "log score"
+    if isinstance(fn, (torch.distributions.Bernoulli, Probit)):
+        return "bernoulli"
+    # A parabola in f: then the mean is linear in it, and the variance does not depend on it.
+    return "gaussian" if alone and isinstance(fn, torch.distributions.Normal) else "draws"
 
-    :raises ValueError: where it leaves out all.
-    """
-    values, rows = unmasked(node), unmasked_rows(node)
-    if values is None or rows is None:
-        return scores
-    if not rows.any():
-        raise nothing_unmasked(node["name"])
-    return {
-        name: score.where(rows if score.shape == rows.shape else values, torch.nan) for name, score in scores.items()
-    }
+
+def _normals(reader: DensityReader, draws: Draws, site: str) -> tuple[Tensor, ...]:
+    """Predictions given draws of hyperparameters: y ~ N(m(h), v + m'²d) with m linear, f ~ N(h, d)."""
+    (gp,) = reader.plans[site].aligned
+    h, d = draws.moments[gp]
+
+    def at(values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        fn = reader.distribution(site, values)
+        return fn.mean, fn.variance
+
+    stack = {**draws.held, **draws.functions}
+    (mean, variance), (moved, _) = (mapped(at, {**stack, gp: f}) for f in (h, h + 1))
+    return mean, variance + (moved - mean).square() * d
+
+
+def _of_normals(y: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """Scores of an equal mixture of N(m, v), ``(S, ...)`` each."""
+    pit = dist.Normal(m, v.sqrt()).cdf(y).mean(0)
+    # E|Y − y| − ½ E|Y − Y'|: of two draws from the mixture, one in S pairs has the same component.
+    inner = _expected_distance(torch.zeros_like(m), 2 * v).mean(0)
+    lags = range(1, min(_LAGS + 1, len(m)))
+    if lags:
+        # Pairs of draws that are no more than some lags apart stand for all pairs: O(S) and not O(S²).
+        between = sum(_expected_distance(m[lag:] - m[:-lag], v[lag:] + v[:-lag]).sum(0) for lag in lags)
+        inner = inner / len(m) + (1 - 1 / len(m)) * between / sum(len(m) - lag for lag in lags)
+    return {"crps": _expected_distance(y - m, v).mean(0) - 0.5 * inner, "pit": pit.clamp(0, 1)}
+
+
+def _of_two_classes(y: Tensor, log_score: Tensor) -> dict[str, Tensor]:
+    """CRPS is (P(1) − y)²; ``log_score`` is that of the class that was observed."""
+    own = log_score.exp()
+    one = torch.where(y > 0.5, own, 1 - own)
+    below = (1 - one) * (y > 0.5)  # P(Y < y)
+    return {"crps": (one - y).square(), "pit": (below + own * torch.rand_like(own)).clamp(0, 1)}
+
+
+def _of_draws(y: Tensor, drawn: Tensor) -> dict[str, Tensor]:
+    """CRPS and PIT from draws of y, ``(S, ...)``."""
+    num = len(drawn)
+    if num < 2 or drawn[0].shape != y.shape:
+        return {name: torch.full_like(y, torch.nan) for name in ("crps", "pit")}
+    # Σ|yᵢ − yⱼ| over pairs by ranks; the fair estimate, without bias in S.
+    rank = (2 * torch.arange(num).to(y) - num + 1).reshape(-1, *[1] * y.dim())
+    spread = (rank * drawn.sort(0).values).sum(0) / (num * (num - 1))
+    below, equal = (drawn < y).sum(0), (drawn == y).sum(0)
+    pit = (below + torch.rand_like(y) * (equal + 1)) / (num + 1)
+    return {"crps": (drawn - y).abs().mean(0) - spread, "pit": pit.clamp(0, 1)}
+
+
+def _expected_distance(delta: Tensor, variance: Tensor) -> Tensor:
+    """E|X| of X ~ N(δ, v): 2√v φ(δ/√v) + δ(2Φ(δ/√v) − 1)."""
+    scale = variance.sqrt()
+    z = delta / scale
+    normal = dist.Normal(0.0, 1.0)
+    return 2 * scale * normal.log_prob(z).exp() + delta * (2 * normal.cdf(z) - 1)

@@ -1,34 +1,24 @@
-"""One way to draw from any result: a guide, MCMC, or MCMC's samples."""
+"""Draws from any result: a guide, MCMC, or MCMC's samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, Optional
 
 import numpy as np
 import torch
 from pyro import poutine
 from pyro.infer import MCMC
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..predict import _Known, _samples_and_data, bare_model, divergences
+from ..predict import Trained, are_samples, bare_model, divergences, samples_and_data
+from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
-from ..program.traces import as_process, is_observation, whole_plates, without_event
-from .densities import DensityReader
-from .draws import (
-    Draw,
-    GuideSource,
-    Source,
-    is_factor,
-    leave_one_out,
-    log_density_of,
-    require_new,
-    require_shapes,
-    sites_of,
-)
+from ..program.likelihood import mapped
+from ..program.traces import is_observation, sample_sites, whole_plates, without_event
+from .densities import Densities, DensityReader, Moments
+from .draws import Call, Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
 from .given import guide_of, kind_of, require_arguments, require_model
 
 __all__ = ["SampleSource", "as_source", "observed_site"]
@@ -40,7 +30,6 @@ def as_source(
     args: tuple,
     kwargs: dict[str, Any],
     exact: bool = False,
-    chunk_size: int = 8192,
     marginal: bool = False,
 ) -> Source:
     """Draws from any result: a guide, an object with one (SVI, expectation propagation), MCMC, or its samples.
@@ -55,18 +44,18 @@ def as_source(
                 "the guide belongs to another model: give the one it was made for, to_datatree(guide.model, guide, ...)"
             )
         require_arguments("a posterior's draws", "Give the training data, (model, guide, x, y).", model, args, kwargs)
-        return GuideSource(guide, args, kwargs, exact, chunk_size, marginal)
+        return GuideSource(guide, args, kwargs, exact, marginal)
     if isinstance(result, MCMC):
-        _, old = _samples_and_data(result, None)
+        _, old = samples_and_data(result, None)
+        args, kwargs = (args, kwargs) if args or marginal else old
         samples = result.get_samples(group_by_chain=True)
-        if marginal:
-            return SampleSource(model, samples, args, kwargs, old)
-        source = SampleSource(model, samples, *((args, kwargs) if args else old))
+        source = SampleSource(model, samples, args, kwargs, old if marginal else (args, kwargs), marginal)
         for chain, numbers in enumerate(divergences(result)):
             source.diverging[chain, numbers] = True
         return source
-    if isinstance(result, Mapping) and result and all(isinstance(value, Tensor) for value in result.values()):
-        return SampleSource(model, {name: value[None] for name, value in result.items()}, args, kwargs)
+    if are_samples(result):
+        samples = {name: value[None] for name, value in result.items()}
+        return SampleSource(model, samples, args, kwargs, (args, kwargs))
     raise ValueError(
         "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
         f"pyro.infer.MCMC or a mapping of its samples, got {kind_of(result)}. The order is model, result, then the "
@@ -91,8 +80,8 @@ class SampleSource(Source):
     """Draws from MCMC samples of the same model, with or without :class:`~pyro_sparsegp.Whitening`.
 
     :param samples: ``(chain, draw, ...)`` each.
-    :param args: the model's arguments, those of training unless others are given besides.
-    :param old: the training arguments where these are others': function values are then integrated given those there.
+    :param old: the training arguments.
+    :param elsewhere: whether the model's arguments are others: function values are then integrated given those there.
     """
 
     name = "mcmc"
@@ -104,81 +93,77 @@ class SampleSource(Source):
         samples: Mapping[str, Tensor],
         args: tuple,
         kwargs: dict[str, Any],
-        old: Optional[tuple[tuple, dict[str, Any]]] = None,
+        old: Call,
+        elsewhere: bool = False,
     ) -> None:
-        self.model, self.args, self.kwargs, self.old = bare_model(model), args, kwargs, old
+        self.model, self.args, self.kwargs, self.old, self.elsewhere = bare_model(model), args, kwargs, old, elsewhere
         self.shape = next(iter(samples.values())).shape[:2]
         self.samples = {name: value.flatten(0, 1) for name, value in samples.items()}
-        sites = self._run({}, nullcontext())
-        seen = {name: site for name, site in sites.items() if is_observation(site) and not site_is_subsample(site)}
-        self.data = [name for name, site in seen.items() if not is_factor(site)]
-        self.factors = [name for name, site in seen.items() if is_factor(site)]
+        # Discrete latents are summed out, as they were when the sampler ran.
+        with torch.no_grad(), poutine.block(), whole_plates():
+            sites = sample_sites(poutine.trace(Enumeration()(self.model)).get_trace(*args, **kwargs))
+        seen = {name: site for name, site in sites.items() if is_observation(site)}
         if not seen:
             raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
-        self.names = [name for name, site in sites.items() if not site_is_subsample(site)]
+        self.data = [name for name, site in seen.items() if not is_factor(site)]
+        self.factors = [name for name, site in seen.items() if is_factor(site)]
+        self.names = list(sites)
         require_shapes({name: seen[name] for name in self.data})
         self.reader = DensityReader(self.model, args, kwargs, list(seen))
         self.diverging = np.zeros(self.shape, dtype=bool)
-        self._next = 0
+        self.sites: dict[str, Any] = {}
 
-    def _run(self, values: dict[str, Tensor], given: Any) -> dict[str, Any]:
-        """The sites of a run of the model with latents held at values, function values as a messenger answers."""
-        model = poutine.condition(Enumeration()(self.model), data=values)
-        with torch.no_grad(), poutine.block(), whole_plates(), given:
-            return dict(sites_of(poutine.trace(model).get_trace(*self.args, **self.kwargs)))
+    def items(self, num: int) -> dict[str, Tensor]:
+        """All samples, or the first; again from the first, where more are asked for."""
+        total = self.shape[0] * self.shape[1]
+        rows = torch.arange(num) % total
+        samples = {name: value[rows.to(value.device)] for name, value in self.samples.items()}
+        return {**samples, "": torch.as_tensor(self.diverging.ravel())[rows]}
 
     @torch.no_grad()
-    def draw(self) -> Draw:
-        s = self._next % (self.shape[0] * self.shape[1])
-        self._next += 1
-        sample = {name: value[s] for name, value in self.samples.items()}
-        draw = Draw(diverging=torch.as_tensor(self.diverging.ravel()[s]))
-        # Function values at the training inputs, unwhitened where the sampler ran on whitened ones.
-        known = _Known(self.model, sample, *(self.old or (self.args, self.kwargs)))
-        held = {name: value for name, value in sample.items() if name not in known.known}
-        if self.old is None:
-            functions = {name: f for name, (_, f, _) in known.known.items()}
-            sites = self._run({**held, **functions}, nullcontext())
-        else:  # latents of single rows are drawn from the model
-            held = {name: value for name, value in held.items() if name not in known.local}
-            sites = self._run(held, _GivenTraining(known, draw))
-        draw.sites = {name: sites[name] for name in (*self.data, *self.factors)}
-        for name, site in sites.items():
-            if name in draw.sites:
-                continue
-            if name in known.known:
-                draw.functions[name] = site["value"]
-            else:
-                draw.held[name] = site["value"]
-                if not site_is_subsample(site):
-                    draw.values[name] = site["value"]
-            if self.old is None and not site_is_subsample(site):
-                if not site["is_observed"]:
-                    raise ValueError(f"the MCMC samples hold no draws of site {name!r}: they have {sorted(sample)}")
-                draw.log_priors[name] = log_density_of(site["fn"], site, site["value"])
-                if name in known.known:
-                    draw.moments[name] = leave_one_out(without_event(site["fn"])[0], site["value"])
+    def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
+        sample = {name: value for name, value in item.items() if name}
+        draw = Draws(stats={"diverging": item[""]})
+        with poutine.block(), whole_plates():
+            trained = Trained(Enumeration()(self.model), sample, *self.old)
+            elsewhere = trained.at(self.args, self.kwargs, marginal=True) if self.elsewhere else None
+        sites = sites_of(elsewhere or trained.trace)
+        self._observed(sites, draw, simulates)
+        latent = {name: site for name, site in sites.items() if name not in (*self.data, *self.factors)}
+        values = {name: site["value"] for name, site in latent.items()}
+        draw.functions = {name: f for name, f in values.items() if name in trained.known}
+        draw.held = {name: value for name, value in values.items() if name not in trained.known}
+        draw.values = {name: value for name, value in draw.held.items() if not site_is_subsample(latent[name])}
+        # At the inputs of training f itself is known: a value is integrated given all others.
+        for name in (*draw.values, *draw.functions) if elsewhere is None else ():
+            self._note_training(name, latent[name], sample, trained, draw)
+        for name, moments in trained.moments.items():
+            draw.means[name], draw.variances[name] = moments
+        if new is not None:
+            with poutine.block():
+                trained.model = self.model  # discrete latents are drawn
+                trace = trained.at(*new)
+            draw.predicted = self.predictions(trace, {n for n in draw.values if n not in trained.local})
         return draw
 
-    def at(self, args: tuple, kwargs: dict[str, Any], draw: Draw) -> dict[str, Tensor]:
-        known = _Known(self.model, {**draw.values, **draw.functions}, self.args, self.kwargs)
-        with torch.no_grad(), poutine.trace() as tracer:
-            new = known.draw(args, kwargs)
-        require_new(tracer.trace)
-        kept = {name: value for name, value in new.items() if name not in draw.values or name in known.local}
-        return {name: value for name, value in kept.items() if name not in self.factors}
+    def _note_training(self, name: str, site: Any, sample: Mapping[str, Tensor], trained: Trained, draw: Draws) -> None:
+        """A latent's log prior density, and what is integrated out of function values, at the training inputs."""
+        if not site["is_observed"] and name not in sample and name not in trained.known:
+            raise ValueError(f"the MCMC samples hold no draws of site {name!r}: they have {sorted(sample)}")
+        draw.log_priors[name] = log_density_of(site["fn"], site, site["value"])
+        if name in trained.known:
+            trained.moments[name] = _given_others(without_event(site["fn"])[0], site["value"])
+
+    def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
+        stack = {**draws.held, **draws.functions}
+        return {"lp": draws.log_prior + mapped(lambda values: (self.reader.total(values),), stack)[0]}
 
 
-class _GivenTraining(Messenger):
-    """Answers at GP sites at new inputs: draws from the marginals given the function values at those of training."""
+def _given_others(process: GaussianProcess, f: Tensor) -> Moments:
+    """Mean and variance of each function value given all others, ``(..., N)`` each, in O(N³).
 
-    def __init__(self, known: _Known, draw: Draw) -> None:
-        super().__init__()
-        self.known, self.draw = known, draw
-
-    def _pyro_sample(self, msg: Any) -> None:
-        process, _ = as_process(msg["fn"])
-        if process is not None and not msg["is_observed"]:
-            given = process.given(*self.known.known[msg["name"]])
-            mean, variance = self.draw.moments[msg["name"]] = given.mean, given.variance.clamp(min=0)
-            msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
+    fₙ − [K⁻¹(f − μ)]ₙ / [K⁻¹]ₙₙ and 1 / [K⁻¹]ₙₙ (Rasmussen and Williams, 2006, eq. 5.12).
+    """
+    precision = torch.cholesky_inverse(process.scale_tril.expand(*f.shape, -1))
+    variance = 1 / precision.diagonal(dim1=-2, dim2=-1)
+    return f - (precision @ (f - process.mean)[..., None])[..., 0] * variance, variance

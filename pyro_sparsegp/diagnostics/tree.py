@@ -8,21 +8,21 @@ from typing import Any, Optional, Union
 import torch
 from pyro import poutine
 from pyro.infer.inspect import get_dependencies
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..predict import bare_model
+from ..program.blocks import in_blocks, values_of
 from ..program.traces import as_process, is_observation, whole_plates
+from ..warned import require_number
 from .backend import xarray
-from .draws import LARGEST_JOINT, Draw, GuideSource, Source, is_factor, seeded, sites_of
-from .given import require_arguments, require_model
+from .draws import LARGEST_JOINT, Call, Draws, GuideSource, Source, is_factor, seeded, sites_of
+from .given import refuse_left, require_arguments, require_model
 from .groups import Table, constant_data, name_of
 from .sources import SampleSource, as_source
 
 __all__ = ["prior_predictive", "to_datatree"]
 
 Arguments = Union[Tensor, tuple, Mapping[str, Any]]
-Call = tuple[tuple, dict[str, Any]]
 
 
 def to_datatree(
@@ -39,9 +39,9 @@ def to_datatree(
     coords: Optional[Mapping[str, Any]] = None,
     dims: Optional[Mapping[str, Sequence[str]]] = None,
     dtype: str = "float32",
-    chunk_size: int = 8192,
     seed: Optional[int] = None,
     name: Optional[str] = None,
+    _choose: Optional[Callable[[int], Any]] = None,
     **kwargs: Any,
 ) -> xarray.DataTree:
     """Posterior draws and all that ArviZ needs to judge them, as an ``xarray.DataTree``.
@@ -65,10 +65,9 @@ def to_datatree(
     Draws are of the posterior that the guide predicts with. Where a kernel's variance correction changes q(w)
     (:class:`~pyro_sparsegp.families.ExactWeightSpace`), it is the changed one, and "fitc" its target.
 
-    :class:`~pyro_sparsegp.families.ComputationAware` knows w, and is uncertain of f given w: it needs ``exact=True``,
-    and then has joint draws of f in place of w, with one target, p(θ) p(f) p(y | f), and the log likelihood of MCMC.
-    Memory is that of the arrays returned plus ``chunk_size`` rows of features; each draw costs one prediction of the
-    training data and a few runs of the model.
+    :class:`~pyro_sparsegp.families.ComputationAware` knows w, and is uncertain of f given w: there is nothing to weigh,
+    and no tree of it. Draws are made in blocks, by ``torch.func.vmap`` where the program allows it. Memory is that of
+    the arrays returned and of a block, some 100 MB.
 
     :param model: the model.
     :param guide: a fitted guide, several of them in a list, an object that has a guide (SVI, expectation
@@ -84,50 +83,34 @@ def to_datatree(
     :param coords: coordinate values by dimension.
     :param dims: names of a variable's dimensions, instead of the plates' names and ``{variable}_dim_{i}``.
     :param dtype: of all groups but ``sample_stats``.
-    :param chunk_size: rows whose features are held in memory at once.
     :param seed: makes the draws repeatable and leaves the global generators alone.
     :param name: the tree's name.
     :param kwargs: the model's further arguments.
     :raises ValueError: where the result, the arguments or the labels do not fit.
     """
-    _require_number("num_samples", num_samples, 1)
-    _require_number("prior", prior, 0)
-    if "sample_dims" in kwargs:
-        raise ValueError(
-            "to_datatree takes no sample_dims=: stack the groups, tree.map_over_datasets(lambda group: "
-            'group.stack(sample=["chain", "draw"]) if "draw" in group.dims else group)'
-        )
+    refuse_left("to_datatree", kwargs)
+    require_number("num_samples", num_samples)
+    require_number("prior", prior, 0)
     sources = [
-        as_source(model, result, args, kwargs, exact, chunk_size)
+        as_source(model, result, args, kwargs, exact)
         for result in (guide if isinstance(guide, (list, tuple)) else [guide])
     ]
-    chains, num_samples = _shape(sources, num_samples)
-    for site in sources[0].names:
-        if "/" in site:
-            raise ValueError(
-                f"site {site!r} has a slash in its name, which no variable of a DataTree may have: rename it in the "
-                f"model, to {site.replace('/', '_')!r} say."
-            )
+    shape = _shape(sources, num_samples)
+    _require_names(sources[0])
     new = None if predict is None else _arguments(predict)
-    kept = {"include_f": include_f, "log_likelihood": log_likelihood, "posterior_predictive": posterior_predictive}
     attrs = {"model": name_of(model), "posterior": sources[0].name, "family": _families(sources[0]), "name": name}
-    table = Table((chains, num_samples), dtype, dims, coords)
+    table, start = Table(shape, dtype, dims, coords, _choose), 0
     table.arrays["posterior"] = {}  # with draws, though function values that are left out may be all there is
     with seeded(seed):
-        for chain in range(chains):
-            source = sources[chain % len(sources)]
-            for s in range(num_samples):
-                draw = source.draw()
-                if chain == s == 0:
-                    table.learn(draw.sites, draw.functions)
-                    _add_data(table, model, source, draw, new)
-                for group, variable, value in _values(source, draw, new, **kept):
-                    table.put(group, variable, (chain, s), value)
-                if chain == s == 0:  # wrong labels are found before the other draws are made
-                    table.require_used(table.datasets())
+        for source in sources:
+            for draws in source.draws(shape[0] * shape[1] // len(sources), new, posterior_predictive):
+                if not start:
+                    _learn(table, model, source, draws, new)
+                for group, variable, value in _values(source, draws, include_f, log_likelihood):
+                    table.put(group, variable, start, value)
+                start += len(next(iter(draws.stats.values())))
     groups = table.datasets(**attrs)
-    if "sample_stats" in groups:
-        groups["sample_stats"].attrs["target"] = sources[0].target
+    groups["sample_stats"].attrs["target"] = sources[0].target
     if prior:
         before = Table((1, prior), dtype, dims, coords)
         with seeded(seed):
@@ -136,44 +119,33 @@ def to_datatree(
     return xarray.DataTree.from_dict(groups, name=name)
 
 
-def _values(
-    source: Source,
-    draw: Draw,
-    new: Optional[Call],
-    include_f: bool,
-    log_likelihood: bool,
-    posterior_predictive: bool,
-) -> Iterator[tuple[str, str, Tensor]]:
-    """One draw's values: group, variable and value."""
-    for variable, value in draw.values.items():
-        yield "posterior", variable, value
-    for site, w in draw.coefficients.items():
-        yield "posterior", f"{site}_w", w
-    for site, f in draw.functions.items() if include_f else ():
-        yield "posterior", site, f
-    for variable, log_prior in draw.log_priors.items():
-        yield "log_prior", variable, log_prior
-    for site in source.data if posterior_predictive else ():
-        yield "posterior_predictive", site, draw.sites[site]["fn"].sample()
+def _values(source: Source, draws: Draws, include_f: bool, log_likelihood: bool) -> Iterator[tuple[str, str, Tensor]]:
+    """Draws' values: group, variable and ``(S, ...)``."""
+    groups = {
+        "sample_stats": draws.stats,
+        "posterior": {**draws.values, **{f"{site}_w": w for site, w in draws.coefficients.items()}},
+        "log_prior": draws.log_priors,
+        "posterior_predictive": draws.simulated,
+        "predictions": draws.predicted,
+    }
+    if include_f:
+        groups["posterior"] |= draws.functions
     if log_likelihood:
-        densities = source.densities(draw)
-        for site in source.data:
-            yield "log_likelihood", site, densities.integrated[site]
-        for target, log_joint in source.log_joints(draw, densities).items():
-            yield "sample_stats", target, log_joint
-    if draw.log_q is not None:
-        yield "sample_stats", "log_q", draw.log_q
-    if draw.diverging is not None:
-        yield "sample_stats", "diverging", draw.diverging
-    for site, value in {} if new is None else source.at(*new, draw).items():
-        yield "predictions", site, value
+        densities = source.densities(draws)
+        groups["log_likelihood"] = {site: densities.integrated[site] for site in source.data}
+        groups["sample_stats"] = draws.stats | source.log_joints(draws, densities)
+    for group, variables in groups.items():
+        for variable, value in variables.items():
+            yield group, variable, value
 
 
-def _add_data(table: Table, model: Callable, source: Source, draw: Draw, new: Optional[Call]) -> None:
-    """The groups that have no draws."""
-    observed = {site: draw.sites[site]["value"] for site in source.data}
-    table.fix("observed_data", observed)
-    table.fix("constant_data", constant_data(model, source.args, source.kwargs, observed))
+def _learn(table: Table, model: Callable, source: Source, draws: Draws, new: Optional[Call]) -> None:
+    """What the first draw tells of all, and the groups that have no draws."""
+    observed = {name: source.sites[name] for name in source.data}
+    table.learn(observed, {name: f[0] for name, f in draws.functions.items()})
+    values = {name: site["value"] for name, site in observed.items()}
+    table.fix("observed_data", values)
+    table.fix("constant_data", constant_data(model, source.args, source.kwargs, values))
     if new is not None:
         table.fix("predictions_constant_data", constant_data(model, *new, {}))
 
@@ -186,6 +158,15 @@ def _shape(sources: Sequence[Source], num_samples: int) -> tuple[int, int]:
     if sampled and len(sources) > 1:
         raise ValueError("to_datatree takes one MCMC result, whose chains it keeps, or a list of guides")
     return (sampled[0].shape[0], sampled[0].shape[1]) if sampled else (len(sources), num_samples)
+
+
+def _require_names(source: Source) -> None:
+    slashed = next((site for site in source.names if "/" in site), None)
+    if slashed is not None:
+        raise ValueError(
+            f"site {slashed!r} has a slash in its name, which no variable of a DataTree may have: rename it in the "
+            f"model, to {slashed.replace('/', '_')!r} say."
+        )
 
 
 def _arguments(predict: Arguments) -> Call:
@@ -203,11 +184,6 @@ def _families(source: Source) -> Optional[dict[str, Any]]:
     if not isinstance(source, GuideSource):
         return None
     return {name: spec["family"] for name, spec in source.structure.gps.items()}
-
-
-def _require_number(argument: str, given: Any, least: int) -> None:
-    if not isinstance(given, int) or given < least:
-        raise ValueError(f"{argument} must be a whole number of at least {least}, got {given!r}")
 
 
 def prior_predictive(
@@ -244,7 +220,7 @@ def prior_predictive(
     :raises ValueError: where an argument of the model is missing, or ``observed``, ``dims`` or ``coords`` name what is
         not there, or N is so large that joint draws are out of the question.
     """
-    _require_number("num_samples", num_samples, 1)
+    require_number("num_samples", num_samples)
     if isinstance(observed, str):
         raise ValueError(f"observed must be a collection of names, got the string {observed!r}: give [{observed!r}]")
     require_model("prior_predictive", "then its arguments: (model, x)", model)
@@ -256,9 +232,7 @@ def prior_predictive(
     table = Table((1, num_samples), dtype, dims, coords)
     with seeded(seed):
         _draw_prior(table, model, args, kwargs, observed, include_f)
-    groups = table.datasets(model=name_of(model), name=name)
-    table.require_used(groups)
-    return xarray.DataTree.from_dict(groups, name=name)
+    return xarray.DataTree.from_dict(table.datasets(model=name_of(model), name=name), name=name)
 
 
 @torch.no_grad()
@@ -273,24 +247,30 @@ def _draw_prior(
     """The groups of :func:`prior_predictive`."""
     with whole_plates(), poutine.block():
         with _Sizes():
-            first = dict(sites_of(poutine.trace(model).get_trace(*args, **kwargs)))
+            first = sites_of(poutine.trace(model).get_trace(*args, **kwargs))
         seen = {n: site["value"] for n, site in first.items() if is_observation(site) and not is_factor(site)}
         unknown = sorted(set(observed or ()) - set(first))
         if unknown:
             raise ValueError(f"observed names {unknown}, which are no sites of the model: it has {list(first)}")
         data = {*seen, *(observed or ())} or _last_of(model, first, args, kwargs)
         functions = {n for n, site in first.items() if as_process(site["fn"])[0] is not None}
-        for s in range(table.shape[1]):
+        table.fix("observed_data", seen)
+        table.fix("constant_data", constant_data(model, args, kwargs, seen))
+
+        def one(_: Any) -> dict[Any, Tensor]:
             # Observations are kept for comparison and drawn anew.
-            sites = dict(sites_of(poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)))
-            if s == 0:
+            trace = poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
+            sites = sites_of(trace)
+            if not table.names:
                 table.learn({n: sites[n] for n in sites if n in data}, {n: sites[n]["value"] for n in functions})
-                table.fix("observed_data", seen)
-                table.fix("constant_data", constant_data(model, args, kwargs, seen))
-            for variable, site in sites.items():
-                if not site_is_subsample(site) and (include_f or variable not in functions):
-                    group = "prior_predictive" if variable in data else "prior"
-                    table.put(group, variable, (0, s), site["value"])
+            kept = {n: value for n, value in values_of(trace).items() if include_f or n not in functions}
+            return {("prior_predictive" if n in data else "prior", n): value for n, value in kept.items()}
+
+        start, rows = 0, max((first[name]["value"].numel() for name in functions), default=1)
+        for block in in_blocks(one, {"": torch.arange(table.shape[1])}, lambda draw: rows**2):
+            for (group, variable), value in block.items():
+                table.put(group, variable, start, value)
+            start += len(value)
 
 
 def _last_of(model: Callable, sites: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> set[str]:

@@ -12,10 +12,14 @@ from .backend import smooth, xarray
 from .given import guide_of, is_tree, kind_of
 from .tree import to_datatree
 
-__all__ = ["LIMIT", "PSIS", "log_weights_of", "psis", "tree_of"]
+__all__ = ["PSIS", "good_k", "log_weights_of", "psis", "tree_of"]
 
 TARGETS = ("vfe", "fitc", "exact")
-LIMIT = 0.7
+
+
+def good_k(num: int) -> float:
+    """min(1 − 1/log₁₀ S, 0.7), up to which weights of S draws may be relied on (Vehtari et al., 2024)."""
+    return min(1 - 1 / np.log10(num), 0.7)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class PSIS:
     :param pareto_k: k-hat of each chain's weights, ``xarray.DataArray`` ``(chain,)``; −∞ where all weights are equal.
         It does not see what q's draws leave out (:func:`psis`).
     :param target: what the draws are weighted towards.
-    :param good_k: min(1 − 1/log₁₀ S, 0.7), up to which the weights may be relied on.
+    :param good_k: min(1 − 1/log₁₀ S, 0.7) for S draws of a chain, below which the weights may be relied on.
     """
 
     log_weights: xarray.DataArray
@@ -48,19 +52,19 @@ class PSIS:
         return float(np.exp(-np.logaddexp.reduce(2 * self.log_weights.values.ravel())))
 
     def require(self) -> None:
-        """Raise unless k-hat is at most 0.7.
+        """Raise unless k-hat is at most :attr:`good_k`.
 
         :raises ValueError: naming the target, and what to do.
         """
-        if not self.khat <= LIMIT:
+        if not self.khat <= self.good_k:
             remedy = {
                 "vfe": "train longer, restart, or take a richer family (a full covariance, no mean field)",
                 "fitc": "train by expectation propagation, or take more inducing points",
                 "exact": "take more inducing points or another basis; then train longer, or take a richer family",
             }[self.target]
             raise ValueError(
-                f"k-hat towards the target {self.target!r} is {self.khat:.2f}, above {LIMIT}: the posterior is too far "
-                f"from the target for importance weights to mend it. To come closer: {remedy}."
+                f"k-hat towards the target {self.target!r} is {self.khat:.2f}, above {self.good_k:.2f}: the posterior "
+                f"is too far from the target for importance weights to mend it. To come closer: {remedy}."
             )
 
     def __repr__(self) -> str:
@@ -103,12 +107,12 @@ def psis(
     raw = log_weights_of(tree, target)
     # Each chain's weights are smoothed apart, towards the same p from a q of its own: their means are kept.
     pairs = [smooth(chain) for chain in raw.values]
-    # A chain whose q is nearer to p has the larger mean weight, and with it its share of all draws
+    # A chain whose q is nearer to p has the larger mean weight, log 1/S Σ p/q, and with it its share of all draws.
     means = np.logaddexp.reduce(raw.values, axis=1) - np.log(raw.sizes["draw"])
     smoothed = np.stack([weights for weights, _ in pairs]) + means[:, None]
     khat = xarray.DataArray([khat for _, khat in pairs], dims=["chain"], coords={"chain": raw.chain})
-    good_k = min(1 - 1 / np.log10(raw.sizes["draw"]), LIMIT)
-    return PSIS(raw.copy(data=smoothed - np.logaddexp.reduce(smoothed.ravel())), khat, target, good_k)
+    weights = raw.copy(data=smoothed - np.logaddexp.reduce(smoothed.ravel()))
+    return PSIS(weights, khat, target, good_k(raw.sizes["draw"]))
 
 
 def log_weights_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
@@ -123,22 +127,22 @@ def log_weights_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
         raise ValueError("the tree has no lp in sample_stats: make it by to_datatree with log_likelihood=True")
     if "log_q" not in stats:
         raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")
-    own = stats.attrs["target"]
-    # Draws of f itself have one target, the model, and one lp.
-    name = "lp" if target == ("exact" if own == "exact" else "vfe") else f"lp_{target}"
+    name = {"vfe": "lp", "fitc": "lp_fitc", "exact": "lp_exact"}[target]
     if name not in stats:
         raise ValueError(
-            f"the tree has draws and densities for the target {own!r}, not for {target!r}"
-            + (": make it by to_datatree(..., exact=True), in O(N³) a draw." if target == "exact" else ".")
+            "the tree has no densities for the target 'exact': make it by to_datatree(..., exact=True), in O(N³) each."
         )
     bad = ~np.isfinite(stats[name].values)
     if bad.any():
+        # Of a likelihood with bounded support E[log p] is −∞, its integrated density is not
+        # (test_an_expected_density_that_is_infinite_is_told_of).
         raise ValueError(
             f"{name}, the log density towards the target {target!r}, is not finite in {int(bad.sum())} of {bad.size} "
             "draws: the likelihood has no density at some function values that the posterior allows. "
             + 'E[log p(y | f)] is then infinite; the target "fitc" takes integrated densities. ' * (target == "vfe")
             + "Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
         )
+    # log p − log q of θ and w, both in float64.
     return stats[name] - stats["log_q"]
 
 

@@ -22,7 +22,7 @@ from ..program.checks import require_sizes
 from ..program.handlers import observes
 from ..program.registration import held_parameters
 from ..program.traces import all_sites, as_process, free_values, is_free, repeatable, whole_plates
-from ..warned import Warned
+from ..warned import Warned, require_number
 from .absorb import absorb
 from .checks import check_parameters, explain_nan
 from .conditions import Predicting, conditions_now, conditions_of_call
@@ -235,25 +235,25 @@ class AutoSparseGP(SiteMessenger):
 
     def draw(self, *args: Any, joint: bool = True, **kwargs: Any) -> dict[str, Tensor]:
         """One of :meth:`draws`."""
-        return next(self.draws(1, *args, joint=joint, **kwargs))
+        return self.draws(1, *args, joint=joint, **kwargs)[0]
 
-    def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> Iterator[dict[str, Tensor]]:
+    def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> list[dict[str, Tensor]]:
         """Draws of every site at new inputs, for prediction, one after the other. Subsampling is off. Latents under the
         data plate are drawn from the model, unless all arguments are the training data: then they are as learned.
 
         :param num: how many.
         :param joint: draw function values jointly, in O(N³), or independently from their marginals.
         """
-        if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-            raise ValueError(f"the number of draws must be a whole number of at least 1, got {num!r}")
+        require_number("the number of draws", num)
         self._ready(args, kwargs)
-        conditions, known = None, are_known_rows(self, args, kwargs)
+        conditions, known, draws = None, are_known_rows(self, args, kwargs), list[dict[str, Tensor]]()
         for _ in range(num):
             if conditions is None or self.has_random_latents:
                 conditions = conditions_now(self, False, known)
             run = Posteriors(self, conditions, joint_up_to=torch.inf if joint else -1)
             run.own_rows = known
-            yield self._predicted(run, args, kwargs).values
+            draws.append(self._predicted(run, args, kwargs).values)
+        return draws
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
         try:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
 from ..gaussians.sites import KeptSites
+from ..numerics.linalg import MAPPED
 from ..program.bare import bare
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
@@ -35,10 +36,7 @@ _LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again wheth
 
 @dataclass
 class Predicting:
-    """Calls at the same inputs, of a guide that does not learn between them.
-
-    :param conditions: those of the last call.
-    """
+    """Calls at the same inputs, of a guide that does not learn between them, and the conditions of the last one."""
 
     conditions: Optional[Conditions] = None
 
@@ -165,10 +163,11 @@ def _read(
 
 def _reads_itself(guide: KnownGuide) -> bool:
     """Whether the run in which latents are drawn gives all sites: each GP site's log densities are quadratic in its
-    values, and none meets another or itself.
+    values, and none meets another or itself; not under vmap, by which predict draws: it has no torch.autograd.grad.
     """
     facts, modules = guide.facts, guide.site_modules()
-    alone = not (facts.interactions or facts.meeting or facts.coupled) and len(modules) == len(facts.gps)
+    meet = facts.interactions or facts.meeting or facts.coupled or MAPPED.get()
+    alone = not meet and len(modules) == len(facts.gps)
     return alone and all(name in facts.quadratic and isinstance(m.sites, KeptSites) for name, m in modules.items())
 
 

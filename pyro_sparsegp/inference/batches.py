@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional, Union
@@ -16,45 +18,36 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 __all__ = ["Batch", "LoadedBatches", "TensorBatches", "as_batches"]
 
+Device = Union[str, torch.device, None]
 _END = object()
 
 
 @dataclass
 class Batch:
-    """One step's arguments.
-
-    :param num: how many rows these are.
-    :param weight: how many rows they stand for among several processes.
-    :param indices: the rows' numbers, where the fit drew them.
-    """
+    """One step's arguments."""
 
     args: tuple
     kwargs: dict[str, Any]
-    num: int
-    weight: float
-    indices: Optional[Tensor] = None
+    num: int  # of rows
+    weight: float  # how many rows they stand for among several processes
+    indices: Optional[Tensor] = None  # the rows' numbers, where the fit drew them
 
 
 def as_batches(
-    data: Any, batch_size: Optional[int], size: Optional[int], device: Optional[torch.device], seed: int
+    data: Any, batch_size: Optional[int], size: Optional[int], device: Device, seed: int
 ) -> Union[TensorBatches, LoadedBatches]:
-    """Batches of ``data``, as :func:`~pyro_sparsegp.fit` takes them.
-
-    :raises ValueError: naming the argument that does not fit.
-    """
+    """Batches of ``data``, as :func:`~pyro_sparsegp.fit` takes them."""
     if isinstance(data, (Tensor, np.ndarray, tuple, Mapping)):
         return TensorBatches(*_arguments(data), batch_size, size, device, seed)
     # A list of tensors could be (x, y) or batches of x.
-    listed = isinstance(data, list) and data and isinstance(data[0], (Tensor, np.ndarray))
+    listed = isinstance(data, list) and any(isinstance(value, (Tensor, np.ndarray)) for value in data[:1])
     if listed or isinstance(data, Iterator) or not isinstance(data, Iterable):
         raise ValueError(
             "data must be a tuple of the model's arguments, (x, y), or a dict of them; or batches of these that can be "
             f"passed over again, as DataLoader(dataset, batch_size=1024); got {type(data).__name__}"
         )
     if batch_size is not None:
-        raise ValueError(
-            f"batch_size={batch_size} is for data in tensors; a {type(data).__name__} makes its own batches"
-        )
+        raise ValueError(f"batch_size={batch_size} is for data in tensors; {type(data).__name__} makes its own batches")
     return LoadedBatches(data, size, device, seed)
 
 
@@ -65,11 +58,20 @@ def _arguments(data: Any) -> tuple[tuple, dict[str, Any]]:
     return (tuple(data), {}) if isinstance(data, (tuple, list)) else ((data,), {})
 
 
+def _each(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return tuple(map(function, args)), {key: function(value) for key, value in kwargs.items()}
+
+
+def _rows(args: tuple, kwargs: Mapping[str, Any]) -> list[int]:
+    """How many rows arguments have, of those that have any."""
+    return [len(value) for value in (*args, *kwargs.values()) if _has_rows(value)]
+
+
 def _has_rows(value: Any) -> bool:
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
 
 
-def _placed(value: Any, device: Optional[torch.device]) -> Any:
+def _placed(value: Any, device: Device) -> Any:
     value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     return value.to(device) if isinstance(value, Tensor) and device is not None else value
 
@@ -78,9 +80,7 @@ class TensorBatches:
     """Rows of tensors or arrays (of memory maps, no more than a batch is read), shuffled anew in each epoch.
 
     A batch always has ``batch_size`` rows: the remainder of each epoch's order, other rows each time, is left out.
-
-    :param args: tensors have a row for each datum; what else is there goes to every step as it is.
-    :param batch_size: rows a batch; ``None`` is all of them, in their own order.
+    Without a size it is all of them, in their own order. What has no rows goes to every step as it is.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class TensorBatches:
         kwargs: dict[str, Any],
         batch_size: Optional[int],
         size: Optional[int],
-        device: Optional[torch.device],
+        device: Device,
         seed: int,
     ) -> None:
-        rows = [len(value) for value in (*args, *kwargs.values()) if _has_rows(value)]
+        rows = _rows(args, kwargs)
         if not rows:
             raise ValueError("data has no tensor or array with rows; torch.as_tensor(table.to_numpy()) makes one")
         if batch_size is not None and (min(rows) < max(rows) or not 0 < batch_size <= rows[0]):
@@ -113,16 +113,15 @@ class TensorBatches:
             yield from [self.everything()][start:]
             return
         order = torch.randperm(self.num, generator=torch.Generator().manual_seed(self.seed + number))
-        for i in range(start, len(self)):
-            yield self._take(order[i * self.batch_size : (i + 1) * self.batch_size])
+        for rows in order[: len(self) * self.batch_size].split(self.batch_size)[start:]:
+            yield self._take(rows)
 
     def everything(self) -> Batch:
         """All rows, in their own order."""
         # The same tensors in each step: by their identity a guide knows the data again.
         if self._all is None:
-            args = tuple(_placed(value, self.device) for value in self.args)
-            kwargs = {key: _placed(value, self.device) for key, value in self.kwargs.items()}
-            self._all = Batch(args, kwargs, self.num, self.num)
+            placed = _each(lambda value: _placed(value, self.device), self.args, self.kwargs)
+            self._all = Batch(*placed, self.num, self.num)
         return self._all
 
     def first(self, num: int) -> Batch:
@@ -133,14 +132,11 @@ class TensorBatches:
 
     def _take(self, rows: Tensor) -> Batch:
         def of(value: Any) -> Any:
-            if not _has_rows(value):
-                return value
-            if isinstance(value, np.ndarray):
+            if isinstance(value, np.ndarray) and value.ndim:
                 return _placed(np.asarray(value[rows.numpy()]), self.device)
-            return _placed(value[rows.to(value.device)], self.device)
+            return _placed(value[rows.to(value.device)] if _has_rows(value) else value, self.device)
 
-        args, kwargs = tuple(map(of, self.args)), {key: of(value) for key, value in self.kwargs.items()}
-        return Batch(args, kwargs, len(rows), self.num, _placed(rows, self.device))
+        return Batch(*_each(of, self.args, self.kwargs), len(rows), self.num, _placed(rows, self.device))
 
 
 class LoadedBatches:
@@ -148,16 +144,14 @@ class LoadedBatches:
 
     An epoch draws from random numbers of its own, seeded by its number, so that those of training do not depend on it
     and it can be passed over again up to any batch. A method ``set_epoch`` of the source or its sampler is told it.
-
-    :param size: rows in all; by default those of the loader's data set.
+    There are ``size`` rows in all; by default those of the loader's data set.
     """
 
     whole = False
 
-    def __init__(self, source: Iterable, size: Optional[int], device: Optional[torch.device], seed: int) -> None:
-        self.source, self.device, self.seed = source, device, seed
+    def __init__(self, source: Iterable, size: Optional[int], device: Device, seed: int) -> None:
+        self.source, self.size, self.device, self.seed = source, size, device, seed
         self.sampler: Any = getattr(source, "sampler", None)
-        self.size = size
         # Where a data set's items are batches themselves, it does not say how many rows there are.
         if size is None and isinstance(source, DataLoader) and source.batch_sampler is not None:
             self.sampler = getattr(source.batch_sampler, "sampler", self.sampler)
@@ -175,28 +169,25 @@ class LoadedBatches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from one on."""
-        parts: Any = (self.source, self.sampler)
+        seed, parts = self.seed + number, (self.source, self.sampler)
         for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(number)
             if isinstance(getattr(part, "generator", None), torch.Generator):
-                part.generator.manual_seed(self.seed + number)
+                part.generator.manual_seed(seed)  # type: ignore[union-attr]
+            getattr(part, "set_epoch", id)(number)
         self._random = {
-            "torch": torch.Generator().manual_seed(self.seed + number).get_state(),
-            "random": random.Random(self.seed + number).getstate(),
-            "numpy": np.random.RandomState((self.seed + number) % 2**32).get_state(),
+            "torch": torch.Generator().manual_seed(seed).get_state(),
+            "random": random.Random(seed).getstate(),
+            "numpy": np.random.RandomState(seed % 2**32).get_state(),
         }
         with self._apart():
             stream = iter(self.source)
-        place = 0
-        while True:
+        for place in itertools.count():
             with self._apart():
                 item = next(stream, _END)
             if item is _END:
                 break
             if place >= start:
                 yield self._batch(item)
-            place += 1
         if not place:
             raise ValueError("data gives no batches")
 
@@ -211,10 +202,8 @@ class LoadedBatches:
             pyro.util.set_rng_state(outside)
 
     def _batch(self, item: Any) -> Batch:
-        args, kwargs = _arguments(item)
-        args = tuple(_placed(value, self.device) for value in args)
-        kwargs = {key: _placed(value, self.device) for key, value in kwargs.items()}
-        num = next((len(value) for value in (*args, *kwargs.values()) if _has_rows(value)), 0)
+        args, kwargs = _each(lambda value: _placed(value, self.device), *_arguments(item))
+        num = next(iter(_rows(args, kwargs)), 0)
         if not num:
             raise ValueError(f"a batch of data must hold tensors with rows, got {type(item).__name__}")
         return Batch(args, kwargs, num, num)
@@ -222,19 +211,17 @@ class LoadedBatches:
     def first(self, num: int) -> Batch:
         """Rows for a guide's first call: the first batches with so many, and no more than there are in all."""
         found: list[Batch] = []
+        rows, most = 0, math.inf if self.size is None else self.size
         for batch in self.epoch(0):
-            rows = sum(one.num for one in found) + batch.num
             # A source without end gives the same rows again.
-            if found and self.size is not None and rows > self.size:
+            if rows >= num or (found and rows + batch.num > most):
                 break
             found.append(batch)
-            if rows >= num:
-                break
+            rows += batch.num
 
-        def join(values: list[Any]) -> Any:
-            return torch.cat(values) if _has_rows(values[0]) else values[0]
+        def join(values: Sequence) -> Any:
+            return torch.cat(list(values)) if _has_rows(values[0]) else values[0]
 
-        args = tuple(join(list(values)) for values in zip(*(batch.args for batch in found)))
+        args = tuple(map(join, zip(*(batch.args for batch in found))))
         kwargs = {key: join([batch.kwargs[key] for batch in found]) for key in found[0].kwargs}
-        rows = sum(batch.num for batch in found)
         return Batch(args, kwargs, rows, rows)

@@ -16,7 +16,7 @@ from ..gaussians.sites import KeptSites
 from ..guide import AutoSparseGP
 from .expectation import ExpectationPropagation
 
-__all__ = ["random_state", "read", "restore", "set_random_state", "snapshot", "write"]
+__all__ = ["own_optim", "random_state", "read", "restore", "set_random_state", "snapshot", "write"]
 
 
 def write(state: dict[str, Any], path: Path) -> None:
@@ -33,11 +33,7 @@ def write(state: dict[str, Any], path: Path) -> None:
 
 
 def read(path: Path, mark: dict[str, Any]) -> dict[str, Any]:
-    """A state of :func:`write`, its tensors on the CPU; it is unpickled, so trust where it came from.
-
-    :param mark: what a fit that goes on must have alike.
-    :raises ValueError: if the file is none, or of another fit.
-    """
+    """A state of :func:`write` with this mark, tensors on the CPU; it is unpickled, so trust where it came from."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=False)
         saved = state["mark"]
@@ -55,18 +51,13 @@ def snapshot(guide: AutoSparseGP, model: Callable, method: Any) -> dict[str, Any
     # Before the guide's state is looked at, which may draw.
     random = random_state()
     store, own = pyro.get_param_store().get_state(), f"{guide._pyro_name}."
-    # SharedOptim, of several processes, holds the user's optimiser.
-    optim = getattr(method.optim, "optim", method.optim)
+    params = {name: value.detach() for name, value in store["params"].items() if not name.startswith(own)}
     state = {
         "guide": guide.state_dict(),
-        "parameters": {
-            name: (value.detach(), store["constraints"][name])
-            for name, value in store["params"].items()
-            if not name.startswith(own)
-        },
+        "parameters": {name: (value, store["constraints"][name]) for name, value in params.items()},
         "model": model.state_dict() if isinstance(model, nn.Module) else None,
         # A guide's name is another in each process: its place is taken by "".
-        "optim": {str(name).replace(own, ".", 1): value for name, value in optim.get_state().items()},
+        "optim": {str(name).replace(own, ".", 1): value for name, value in own_optim(method).get_state().items()},
         "expectation": method.get_state() if isinstance(method, ExpectationPropagation) else None,
         "sites": {name: sites.progress for name, sites in _kept_sites(guide).items()},
         "random": random,
@@ -76,16 +67,13 @@ def snapshot(guide: AutoSparseGP, model: Callable, method: Any) -> dict[str, Any
 
 
 def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method: Any, call: tuple) -> None:
-    """Put all of :func:`snapshot` back; random numbers last.
-
-    :param call: arguments of the guide's first call, by which the model registers what is to be loaded.
-    """
+    """Put all of :func:`snapshot` back; the arguments of a first call have the model register what is to be loaded."""
     guide.load_state_dict(state["guide"])
     with poutine.block(), torch.no_grad():
         guide.prepare(*call[0], **call[1])
     if isinstance(model, nn.Module):
         model.load_state_dict(state["model"])
-    store, own = pyro.get_param_store(), f"{guide._pyro_name}."
+    store, own, optim = pyro.get_param_store(), f"{guide._pyro_name}.", own_optim(method)
     here = dict(store.named_parameters())
     for name, (value, constraint) in state["parameters"].items():
         if name in here and here[name].shape == value.shape:
@@ -93,7 +81,6 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
             here[name].data.copy_(value)
         else:
             store.setdefault(name, torch.distributions.transform_to(constraint)(value), constraint)
-    optim = getattr(method.optim, "optim", method.optim)
     optim.optim_objs.clear()
     optim.grad_clip.clear()
     optim.set_state({own + n[1:] if n.startswith(".") else n: value for n, value in state["optim"].items()})
@@ -102,6 +89,11 @@ def restore(state: dict[str, Any], guide: AutoSparseGP, model: Callable, method:
     for name, sites in _kept_sites(guide).items():
         sites.progress = state["sites"][name]
     set_random_state(state["random"])
+
+
+def own_optim(method: Any) -> Any:
+    """The user's optimiser, which :class:`SharedOptim`, of several processes, holds."""
+    return getattr(method.optim, "optim", method.optim)
 
 
 def _kept_sites(guide: AutoSparseGP) -> dict[str, KeptSites]:

@@ -17,15 +17,12 @@ __all__ = ["SharedOptim", "Workers", "agree", "joined", "sharing"]
 
 
 class SharedOptim(PyroOptim):
-    """An optimiser that steps by the gradients of all processes' batches joined, within :func:`sharing`; natural
+    """A Pyro optimiser that steps by the gradients of all processes' batches joined, within :func:`sharing`; natural
     steps are by the sums of all of them, too.
 
-    >>> optim = SharedOptim(pyro.optim.Adam({"lr": 0.01}))
-    >>> svi = pyro.infer.SVI(model, guide, optim, TraceQuadrature_ELBO())  # doctest: +SKIP
+    >>> svi = SVI(model, guide, SharedOptim(pyro.optim.Adam({"lr": 0.01})), TraceQuadrature_ELBO())  # doctest: +SKIP
     >>> with sharing(torch.distributed.group.WORLD):  # doctest: +SKIP
     ...     svi.step(x, y, size=N)
-
-    :param optim: the Pyro optimiser that takes the steps.
     """
 
     def __init__(self, optim: PyroOptim) -> None:
@@ -60,8 +57,6 @@ def _name(parameter: Tensor) -> str:
 
 def agree(guide: torch.nn.Module, group: Optional[Any]) -> None:
     """Give a guide and the model's parameters in Pyro's store the values that they have in the first process."""
-    if group is None:
-        return
     own = {id(p) for p in guide.parameters()}
     store = [p for p in dict(pyro.get_param_store().named_parameters()).values() if id(p) not in own]
     Workers(group).agree([*guide.parameters(), *guide.buffers(), *sorted(store, key=_name)])

@@ -32,16 +32,15 @@ from .recipe import FallingAdam, falling
 
 __all__ = ["FitResult", "fit"]
 
-Data = Union[Tensor, np.ndarray, tuple, Mapping[str, Any], Iterable]
-
-# Rows of the guide's first call, by which it places inducing inputs, where batches have fewer.
-_FIRST = 8192
+_FIRST = 8192  # rows of the guide's first call, by which it places inducing inputs, where batches have fewer
+_WHERE = ("losses", "seconds", "epoch", "place")  # a fit has got to
 _SCORE = "score rows that were held out after the fit, diagnostics.predictive_scores(model, guide, x, y)"
 # Since 0.1.0: what took the place of arguments and results.
 _LEFT = {
     "warm_start": "leave it out; or fit SGPR to some 2,000 rows first and give its values as init_loc_fn and inducing",
-    **dict.fromkeys(("held_out", "score", "score_every", "patience"), _SCORE),
-    **dict.fromkeys(("scored", "scores", "best_score", "best_state"), _SCORE),
+    **dict.fromkeys(
+        ["held_out", "score", "score_every", "patience", "scored", "scores", "best_score", "best_state"], _SCORE
+    ),
     **dict.fromkeys(("history", "iterates"), "losses has the loss of each step; note more in a loop over svi.step"),
 }
 
@@ -68,7 +67,7 @@ class FitResult:
 def fit(
     model: Callable,
     guide: AutoSparseGP,
-    data: Data,
+    data: Union[Tensor, np.ndarray, tuple, Mapping[str, Any], Iterable],
     *,
     steps: Optional[int] = None,
     epochs: Optional[int] = None,
@@ -84,7 +83,7 @@ def fit(
     group: Optional[Any] = None,
     device: Union[str, torch.device, None] = None,
     progress: bool = True,
-    **left: Any,
+    **kwargs: Any,
 ) -> FitResult:
     """Fit a guide, and the model's own parameters, to data.
 
@@ -117,38 +116,29 @@ def fit(
         give each its own file.
     :param device: the device that batches are moved to.
     :param progress: whether to show a bar with the bound, the rate and the time left.
-    :param left: arguments that have left raise, saying what took their place.
     :raises ValueError: naming the argument that does not fit.
     """
-    _refuse_left(left)
+    for name in kwargs:
+        if name not in _LEFT:
+            raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
+        raise ValueError(f"{name}= has left fit: {_LEFT[name]}.")
     if not isinstance(guide, AutoSparseGP) or model != guide.model:
         raise ValueError(f"guide must be an AutoSparseGP of the model given, got {type(guide).__name__}")
-    method, place = _method(model, guide, optim, loss, method, group), None if device is None else torch.device(device)
-    batches = as_batches(data, batch_size, size, place, int(torch.randint(2**62, ())))
-    path = None if checkpoint is None else Path(checkpoint)
-    loop = _Loop(model, guide, method, batches, _total(steps, epochs, batches), Workers(group), stopping, path)
-    if resume and path is None:
+    if steps is not None and epochs is not None:
+        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
+    if resume and checkpoint is None:
         raise ValueError("resume=True goes on from the file checkpoint, and none is given")
+    method = _method(model, guide, optim, loss, method, group)
+    batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
+    total = epochs * len(batches) if epochs is not None else 2000 if steps is None else steps
+    path = None if checkpoint is None else Path(checkpoint)
+    loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path)
     if resume and path is not None and path.exists():
         loop.resume(path)
     else:
         loop.begin(batch_size or 1)
     reason = loop.run(checkpoint_every, progress)
     return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds)
-
-
-def _refuse_left(left: dict[str, Any]) -> None:
-    for name in left:
-        if name not in _LEFT:
-            raise TypeError(f"fit() got an unexpected keyword argument {name!r}")
-        raise ValueError(f"{name}= has left fit: {_LEFT[name]}.")
-
-
-def _total(steps: Optional[int], epochs: Optional[int], batches: Union[TensorBatches, LoadedBatches]) -> int:
-    """How many steps there are."""
-    if steps is not None and epochs is not None:
-        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
-    return epochs * len(batches) if epochs is not None else 2000 if steps is None else steps
 
 
 def _method(
@@ -160,65 +150,69 @@ def _method(
     group: Optional[Any],
 ) -> Union[SVI, ExpectationPropagation]:
     """What takes the steps."""
-    by_expectation = guide.by_expectation if method is None else isinstance(method, ExpectationPropagation)
-    if method is not None:
-        if optim is not None or loss is not None:
-            raise ValueError("method has an optimiser and a loss of its own: leave optim and loss out")
-        if method.model != model or poutine.unwrap(method.guide) is not guide:
-            raise ValueError("method must be of the model and the guide that fit is given")
-        if group is not None and (by_expectation or not isinstance(method.optim, SharedOptim)):
-            raise ValueError(
-                "group: method must be an SVI with SharedOptim(optim) for its optimiser; expectation propagation "
-                "shares its own steps, ExpectationPropagation(..., group=group)"
-            )
-        return method
-    optim = FallingAdam() if optim is None else optim
-    if by_expectation:
-        return ExpectationPropagation(model, guide, optim, group=group)
-    return SVI(model, guide, optim if group is None else SharedOptim(optim), loss or TraceQuadrature_ELBO())
+    if method is None:
+        optim = FallingAdam() if optim is None else optim
+        if guide.by_expectation:
+            return ExpectationPropagation(model, guide, optim, group=group)
+        return SVI(model, guide, optim if group is None else SharedOptim(optim), loss or TraceQuadrature_ELBO())
+    if optim is not None or loss is not None:
+        raise ValueError("method has an optimiser and a loss of its own: leave optim and loss out")
+    if method.model != model or poutine.unwrap(method.guide) is not guide:
+        raise ValueError("method must be of the model and the guide that fit is given")
+    if group is not None and not isinstance(method.optim, SharedOptim):
+        raise ValueError(
+            "group: method must be an SVI with SharedOptim(optim), or leave it out: it is made for the group"
+        )
+    return method
 
 
+@dataclass
 class _Loop:
-    """A fit: one step after the other until there is a reason to stop.
+    """A fit: one step of the method after the other until there is a reason to stop."""
 
-    :param method: takes a step.
-    :param total: how many steps.
-    :param path: of the checkpoint.
-    """
+    model: Callable
+    guide: AutoSparseGP
+    method: Union[SVI, ExpectationPropagation]
+    batches: Union[TensorBatches, LoadedBatches]
+    total: int
+    workers: Workers
+    stopping: Optional[Callable[[list[float]], bool]]
+    path: Optional[Path]
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    epoch: int = 0
+    place: int = 0
 
-    def __init__(
-        self,
-        model: Callable,
-        guide: AutoSparseGP,
-        method: Union[SVI, ExpectationPropagation],
-        batches: Union[TensorBatches, LoadedBatches],
-        total: int,
-        workers: Workers,
-        stopping: Optional[Callable[[list[float]], bool]],
-        path: Optional[Path],
-    ) -> None:
-        if guide.on_sites and not guide.takes_batches and (not batches.whole or workers.num > 1):
+    def __post_init__(self) -> None:
+        guide, batches, model = self.guide, self.batches, self.model
+        if guide.on_sites and not guide.takes_batches and (not batches.whole or self.workers.num > 1):
             raise ValueError(
                 "batch_size, data and group: the guide's family needs all rows in each step; give all data in tensors, "
-                "or take a family such as SVGP; or ComputationAware(..., batches=True), whose guide is first called on "
-                "the rows that its actions act on, guide(x[rows], y[rows])"
+                "or take SVGP; or ComputationAware(..., batches=True), first called on its rows, guide(x[r], y[r])"
             )
-        self.model, self.guide, self.method, self.batches, self.total = model, guide, method, batches, total
-        self.workers, self.stopping, self.path = workers, stopping, path
-        self.losses: list[float] = []
-        self.seconds, self.epoch, self.place = 0.0, 0, 0
-        # SharedOptim, of several processes, holds the user's optimiser.
-        self.optim = getattr(method.optim, "optim", method.optim)
-        call = model.forward if isinstance(model, torch.nn.Module) else model
-        self.takes = inspect.signature(call).parameters
-        self.size = batches.size
-        if workers.num > 1 and isinstance(batches, TensorBatches):
-            self.size = int(workers.sum(torch.tensor(float(batches.num), dtype=torch.float64))[0])
+        self.optim = files.own_optim(self.method)
+        self.takes = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters
+        self.size, num = batches.size, getattr(batches, "num", None)
+        if self.workers.num > 1 and num is not None:
+            self.size = int(self.workers.sum(torch.tensor(float(num), dtype=torch.float64))[0])
         # A model that makes do without is not told what it sees.
-        alone = batches.whole and workers.num == 1 and self.size == getattr(batches, "num", None)
+        alone = batches.whole and self.workers.num == 1 and self.size == num
         self.tells = "size" in self.takes and not (alone and self.takes["size"].default is not inspect.Parameter.empty)
         if self.tells and self.size is None:
             raise ValueError("size: the model takes the number of all rows, and data does not say it; give size=N")
+
+    def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
+        """The model's arguments."""
+        more: dict[str, Any] = {"size": self.size} if self.tells else {}
+        if "indices" in self.takes and batch.indices is not None:
+            more["indices"] = batch.indices
+        by_place = list(self.takes)[: len(batch.args)]
+        return batch.args, {name: value for name, value in more.items() if name not in by_place} | batch.kwargs
+
+    def _first(self) -> Batch:
+        # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches.
+        on_all = self.guide.on_sites and not self.guide.takes_batches
+        return self.batches.first(max(_FIRST, self.batches.size or 0) if on_all else _FIRST)
 
     def begin(self, few: int) -> None:
         """A guide's first call, on rows that stand for all."""
@@ -231,42 +225,27 @@ class _Loop:
                 self.guide(*args, **kwargs)
         if not batches.whole:
             self._require_scaled(batches.first(few))
-        if self.workers.num > 1:
-            local = self.guide.local_latents
-            if local:  # whose values processes would mix: test_distributed.py::test_latents_of_rows_are_refused
-                raise ValueError(
-                    f"fit with group= does not take latents inside plates: site {local[0]!r} has a value for each row, "
-                    "and each process has other rows. Fit it in one process."
-                )
-            agree(self.guide, self.workers.group)
-
-    def _first(self) -> Batch:
-        # A family on sites is conditioned on the rows of its first call: all of them, where it takes no batches.
-        on_all = self.guide.on_sites and not self.guide.takes_batches
-        return self.batches.first(max(_FIRST, self.batches.size or 0) if on_all else _FIRST)
-
-    def call(self, batch: Batch) -> tuple[tuple, dict[str, Any]]:
-        """The model's arguments."""
-        more: dict[str, Any] = {"size": self.size} if self.tells else {}
-        if "indices" in self.takes and batch.indices is not None:
-            more["indices"] = batch.indices
-        by_place = list(self.takes)[: len(batch.args)]
-        return batch.args, {name: value for name, value in more.items() if name not in by_place} | batch.kwargs
+        local = self.guide.local_latents if self.workers.num > 1 else ()
+        if local:  # whose values processes would mix: test_distributed.py::test_latents_of_rows_are_refused
+            raise ValueError(
+                f"fit with group= does not take latents inside plates: site {local[0]!r} has a value for each row, "
+                "and each process has other rows. Fit it in one process."
+            )
+        agree(self.guide, self.workers.group)
 
     @torch.no_grad()
     def _require_scaled(self, batch: Batch) -> None:
         """Raise if a batch's observations are not scaled up to all rows."""
         (args, kwargs), random = self.call(batch), files.random_state()
         with poutine.block():
-            drawn = poutine.trace(self.guide).get_trace(*args, **kwargs)
-            trace = poutine.trace(poutine.replay(self.model, trace=drawn)).get_trace(*args, **kwargs)
+            self.guide(*args, **kwargs)
         # What the look drew is of a batch's size, which differs between processes: their draws have to agree
         # (test_two_processes_are_one).
         files.set_random_state(random)
-        for name, site in trace.nodes.items():
-            frames = site["cond_indep_stack"] if site["type"] == "sample" and site["is_observed"] else ()
-            full = [frame.full_size for frame in frames if frame.size == batch.num]
-            if full and self.size is not None and batch.num < self.size and self.size not in full:
+        observed = {n: s for n, s in self.guide.trace.nodes.items() if s["type"] == "sample" and s["is_observed"]}
+        for name, site in observed.items():
+            full = [frame.full_size for frame in site["cond_indep_stack"] if frame.size == batch.num]
+            if full and batch.num < (self.size or 0) and self.size not in full:
                 raise ValueError(
                     f"data has {self.size} rows, and a batch's {batch.num} at site {name!r} are in a plate of "
                     f"{full[0]}: give the plate the number of all rows, def model(x, y=None, size=None) with "
@@ -281,54 +260,41 @@ class _Loop:
     def keep(self) -> None:
         """Write the checkpoint."""
         if self.path is not None:
-            where = {"losses": self.losses, "seconds": self.seconds, "epoch": self.epoch, "place": self.place}
-            where |= {"seed": self.batches.seed, "mark": self._mark()}
+            where = {name: getattr(self, name) for name in _WHERE} | {"seed": self.batches.seed, "mark": self._mark()}
             files.write(files.snapshot(self.guide, self.model, self.method) | where, self.path)
 
     def resume(self, path: Path) -> None:
         """Go on from the checkpoint."""
         saved = files.read(path, self._mark())
-        self.losses, self.seconds, self.epoch, self.place = (saved[k] for k in ("losses", "seconds", "epoch", "place"))
+        vars(self).update({name: saved[name] for name in _WHERE})
         self.batches.seed = saved["seed"]
         files.restore(saved, self.guide, self.model, self.method, self.call(self._first()))
 
+    # Steps.
+
     def run(self, checkpoint_every: float, progress: bool) -> str:
-        """Take the steps.
-
-        :returns: why it stopped.
-        """
-        began, written = time.monotonic() - self.seconds, time.monotonic()
-        reason = f"all {self.total} steps were taken"
-        with _interrupts() as interrupts, self._bar(progress) as bar:
-            stream = self._stream()
-            self._set_rates()
-            while len(self.losses) < self.total:
-                self.losses.append(self._step(next(stream)))
-                # Of the next step, before the checkpoint: a resumed optimiser takes its rates from there
-                # (test_resumed_as_if_never_cut_off).
-                self._set_rates()
-                self.seconds = time.monotonic() - began
-                bar.update()
-                recent = self.losses[-50:]
-                bar.set_postfix_str(f"loss {math.fsum(recent) / len(recent):.5g}", refresh=False)
-                why = self._why_stop(interrupts)
-                if why or time.monotonic() - written >= checkpoint_every:
-                    self.keep()
-                    written = time.monotonic()
-                if why:
-                    return why
-            self.keep()
-        return reason
-
-    @contextmanager
-    def _bar(self, progress: bool) -> Iterator[Any]:
-        """The bar; and natural steps' own rates after it, whatever ends the steps."""
-        taken = len(self.losses)
+        """Take the steps; why it stopped."""
+        began, written, why = time.monotonic() - self.seconds, time.monotonic(), ""
+        bar = tqdm(total=self.total, initial=len(self.losses), disable=not progress, unit="step", desc="fit")
         try:
-            with tqdm(total=self.total, initial=taken, disable=not progress, unit="step", desc="fit") as bar:
-                yield bar
+            with _interrupts() as interrupts, bar:
+                stream = self._stream()
+                self._set_rates()
+                while len(self.losses) < self.total and not why:
+                    self.losses.append(self._step(next(stream)))
+                    # Of the next step, before the checkpoint: a resumed optimiser takes its rates from there
+                    # (test_resumed_as_if_never_cut_off).
+                    self._set_rates()
+                    self.seconds = time.monotonic() - began
+                    bar.update()
+                    bar.set_postfix_str(f"loss {np.mean(self.losses[-50:]):.5g}", refresh=False)
+                    why = self._why_stop(interrupts)
+                    if why or time.monotonic() - written >= checkpoint_every or len(self.losses) == self.total:
+                        self.keep()
+                        written = time.monotonic()
         finally:
-            self._share(1.0)
+            self._share(1.0)  # natural steps' own rates after it, whatever ended the steps
+        return why or f"all {self.total} steps were taken"
 
     def _stream(self) -> Iterator[Batch]:
         """Batches without end, from the place that the fit has reached."""
@@ -357,7 +323,7 @@ class _Loop:
         if isinstance(self.method, ExpectationPropagation):
             value = self.method.step(*args, indices=batch.indices, **kwargs)
         else:
-            with sharing(self.workers.group if self.workers.num > 1 else None, batch.weight):
+            with sharing(self.workers.group, batch.weight):
                 value = self.method.step(*args, **kwargs)
                 value = float(joined(torch.tensor(value, dtype=torch.float64))[0])
         if not math.isfinite(value):
@@ -374,29 +340,25 @@ class _Loop:
         """Why the step that was taken is the last, if it is: a reason that any process has is one for all."""
         reason = "the stopping rule says so" if self.stopping is not None and self.stopping(self.losses) else ""
         reason = "interrupted" if interrupts else reason
-        stops = self.workers.largest(self.guide.like.new_tensor(float(bool(reason)))) if self.workers.num > 1 else 0
-        return reason or ("another process stopped" if stops else "")
+        stops = bool(self.workers.largest(self.guide.like.new_tensor(float(bool(reason)))))
+        return reason or "another process stopped" * stops
 
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """A Ctrl-C is noted in this list, since a step that is cut in two would leave some parameters before it and some
-    after; a second one raises :class:`KeyboardInterrupt` at once.
-    """
+    """A Ctrl-C is noted in this list, so that no step is cut in two; a second one raises KeyboardInterrupt at once."""
     noted: list[int] = []
-    # Python lets the main thread alone set handlers.
-    if threading.current_thread() is not threading.main_thread():
-        yield noted
-        return
-    before = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: Any) -> None:
         if noted:
             raise KeyboardInterrupt
         noted.append(number)
 
-    signal.signal(signal.SIGINT, note)
+    # Python lets the main thread alone set handlers.
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, note) if main else None
     try:
         yield noted
     finally:
-        signal.signal(signal.SIGINT, before)
+        if main:
+            signal.signal(signal.SIGINT, before)

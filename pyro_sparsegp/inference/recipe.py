@@ -13,16 +13,11 @@ from torch import Tensor
 
 __all__ = ["FallingAdam", "falling"]
 
-# Steps over which rates rise, while Adam's second moments are of few gradients.
-_WARM = 3
-# Share of the steps in which rates stay.
-_HELD = 0.4
-# Share of a rate at the end.
-_LAST = 0.01
-# Inducing inputs of a set from which on each takes smaller steps.
-_POINTS = 256
-# Share of the rate that a network's biases and other vectors take.
-_NETWORK = 0.2
+_WARM = 3  # steps over which rates rise, while Adam's second moments are of few gradients
+_HELD = 0.4  # share of the steps in which rates stay
+_LAST = 0.01  # share of a rate at the end
+_POINTS = 256  # inducing inputs of a set from which on each takes smaller steps
+_NETWORK = 0.2  # share of the rate that a network's biases and other vectors take
 _INPUTS = re.compile(r"\.gps\..*\.basis\.(.*\.)?inputs_\d+$")
 
 
@@ -42,10 +37,9 @@ class FallingAdam(PyroOptim):
     Noise of mini-batches moves parameters in proportion to the rate: a fit whose rate stays ends up beside the
     optimum, one whose rate falls at it (Robbins and Monro, 1951; the cosine is of Loshchilov and Hutter, 2017).
 
-    :param lr: of all parameters, before it falls; of the M inducing inputs of a set √(256/M) of it, if there are more
-        than 256. Adam's steps of each are as long as the rate whatever its gradient says, which is mostly noise of the
-        batch where there are many: the features of a row are moved by the sum. A network's unit is moved by the sum
-        of the steps of its n weights, which start at some 1/√n: they take 1/√n of the rate, its vectors a fifth.
+    :param lr: of all parameters, before it falls. Of the M > 256 inducing inputs of a set √(256/M) of it: features of
+        a row are moved by the sum of their steps, which are noise of the batch. The n weights of a network's unit,
+        which start at some 1/√n, take 1/√n of it, its vectors a fifth.
     """
 
     def __init__(self, lr: float = 0.05) -> None:
@@ -71,17 +65,13 @@ class FallingAdam(PyroOptim):
 
 def _of_rate(param: Tensor) -> float:
     """The share of the rate that a parameter takes."""
-    name = pyro.get_param_store().param_name(param) or ""
+    store = pyro.get_param_store()
+    name = store.param_name(param) or ""
     if _INPUTS.search(name):
         return math.sqrt(_POINTS / max(param.shape[-2], _POINTS))
-    # A number beside a network is a hyperparameter.
-    if param.dim() and _is_of_network(name):
+    module, registered, _ = name.partition("$$$")
+    beside = [p for key, p in store.named_parameters() if registered and key.startswith(module + registered)]
+    # A number beside a network, a module with weights in matrices, is a hyperparameter.
+    if param.dim() and any(p.dim() > 1 and len(p) > 1 for p in beside):
         return param[0].numel() ** -0.5 if param.dim() > 1 else _NETWORK
     return 1.0
-
-
-def _is_of_network(name: str) -> bool:
-    """Whether a parameter is of a module registered by :func:`pyro.module` that has weights in matrices."""
-    module, registered, _ = name.partition("$$$")
-    named = pyro.get_param_store().named_parameters() if registered else ()
-    return any(key.startswith(module + registered) and p.dim() > 1 and len(p) > 1 for key, p in named)

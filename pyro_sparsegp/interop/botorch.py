@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
@@ -79,12 +80,12 @@ class Model(BoTorchModel, FantasizeMixin):
             raise ValueError(f"Model's site is a name, or several different names, got {site!r}")
         _require_noise(noise)
         known = sorted(guide.structure.gps)
-        for name in self.sites:
-            if name not in known:
-                raise ValueError(f"Model's site {name!r} is none of the guide's GP sites, {known}")
-        for group in guide.structure.joint:
-            if len(set(group) & set(self.sites)) > 1:
-                raise ValueError(f"Model's sites {group} have one posterior, and outputs are taken to be independent")
+        unknown = [name for name in self.sites if name not in known]
+        if unknown:
+            raise ValueError(f"Model's site {unknown[0]!r} is none of the guide's GP sites, {known}")
+        joint = [group for group in guide.structure.joint if len(set(group) & set(self.sites)) > 1]
+        if joint:
+            raise ValueError(f"Model's sites {joint[0]} have one posterior, and outputs are taken to be independent")
         self._parts = model, guide  # in a tuple: BoTorch's train() and eval() are not the guide's
         self.arguments, self.noise = arguments, noise
         self._outputs: Optional[list[int]] = None
@@ -102,12 +103,9 @@ class Model(BoTorchModel, FantasizeMixin):
     @property
     def num_outputs(self) -> int:
         """How many outputs there are, P."""
-        return self._all if self._outputs is None else len(self._outputs)
-
-    @property
-    def _all(self) -> int:
         modules = self.guide.modules_by_site()
-        return sum(modules[name].batch_shape.numel() for name in self.sites)
+        every = sum(modules[name].batch_shape.numel() for name in self.sites)
+        return every if self._outputs is None else len(self._outputs)
 
     def subset_output(self, idcs: list[int]) -> Model:
         """The model of some of the outputs."""
@@ -119,7 +117,7 @@ class Model(BoTorchModel, FantasizeMixin):
         return new
 
     def _of(self, chosen: Sequence[int]) -> list[int]:
-        outputs = list(range(self._all)) if self._outputs is None else self._outputs
+        outputs = list(range(self.num_outputs)) if self._outputs is None else self._outputs
         unknown = [i for i in chosen if not -len(outputs) <= i < len(outputs)]
         if unknown:
             raise ValueError(f"Model has {len(outputs)} outputs, numbers 0 to {len(outputs) - 1}; got {unknown}")
@@ -148,22 +146,17 @@ class Model(BoTorchModel, FantasizeMixin):
         self._require_rows(X, "posterior's X")
         X = self.transform_inputs(X)
         means, covariances, noises = self._joint(X, observation_noise is True)
-        chosen = list(range(len(means)))
-        if output_indices is not None:
-            self._of(output_indices)
-            chosen = list(output_indices)
+        chosen = list(range(len(means)) if output_indices is None else output_indices)
+        self._of(chosen)
+        means, covariances = means[chosen], covariances[chosen]
         if isinstance(observation_noise, Tensor):
-            shape = (*means.shape[1:], len(chosen))
-            noises = observation_noise.expand(shape).movedim(-1, 0)
+            covariances = (
+                covariances + observation_noise.expand(*means.shape[1:], len(chosen)).movedim(-1, 0).diag_embed()
+            )
         elif noises is not None:
-            noises = noises[chosen]
-        normals = []
-        for place, i in enumerate(chosen):
-            covariance = covariances[i]
-            if noises is not None:
-                covariance = covariance + noises[place].diag_embed()
-            # An operator, which is factorised when it is drawn from, with jitter: places may coincide.
-            normals.append(MultivariateNormal(means[i], to_linear_operator(covariance)))
+            covariances = covariances + noises[chosen].diag_embed()
+        # An operator, which is factorised when it is drawn from, with jitter: places may coincide.
+        normals = [MultivariateNormal(mean, to_linear_operator(c)) for mean, c in zip(means, covariances)]
         whole = normals[0] if len(normals) == 1 else MultitaskMultivariateNormal.from_independent_mvns(normals)
         found = GPyTorchPosterior(whole)
         return found if posterior_transform is None else posterior_transform(found)
@@ -203,10 +196,11 @@ class Model(BoTorchModel, FantasizeMixin):
                 centre = fn.mean
             except (AttributeError, NotImplementedError):
                 continue
-            if centre.shape == mean.shape and torch.allclose(centre, mean):
-                return _by_output(fn.variance.expand(mean.shape))
-            if centre.dim() == mean.dim() == 2 and centre.shape == mean.mT.shape and torch.allclose(centre, mean.mT):
-                return _by_output(fn.variance.expand(centre.shape).mT)  # a column for each output
+            for turned in (False, True)[: mean.dim()]:  # a row for each output, or a column
+                around = centre.mT if turned and centre.dim() == 2 else centre
+                if around.shape == mean.shape and torch.allclose(around, mean):
+                    variance = fn.variance.expand(centre.shape)
+                    return _by_output(variance.mT if turned else variance)
         raise ValueError(
             f"the variance of a measurement is not known: no observed site has a distribution of mean {name!r}, "
             f"such as Normal({name}, noise). Say what one is worth as a measurement of {name!r}, "
@@ -333,9 +327,7 @@ def _blocks(posterior: SparsePosterior, q: int) -> Tensor:
 
 
 def _require_noise(noise: Any) -> None:
-    if noise is None:
-        return
-    number = isinstance(noise, (int, float)) and not isinstance(noise, bool)
-    fits = number or (isinstance(noise, Tensor) and noise.is_floating_point())
-    if not fits or not bool(torch.as_tensor(noise).isfinite().all()) or bool((torch.as_tensor(noise) < 0).any()):
+    given = 0.0 if noise is None else noise
+    value = torch.as_tensor(given if isinstance(given, (int, float, Tensor)) else math.nan)
+    if not bool((value.isfinite() & (value >= 0)).all()):
         raise ValueError(f"Model's noise is a variance, or a tensor of them, of at least 0; got {noise!r}")

@@ -30,6 +30,7 @@ from .functions import Function
 from .shapes import broadcast_shapes
 
 __all__ = [
+    "MAPPED",
     "NumericalWarning",
     "Unbound",
     "Whitening",
@@ -81,13 +82,12 @@ def default_jitter(dtype: torch.dtype) -> float:
 
 
 _FLAGS: ContextVar[Optional[list[Tensor]]] = ContextVar("flags of Cholesky factorisations", default=None)
+MAPPED: ContextVar[bool] = ContextVar("whether torch.func.vmap runs, whose caller has the flags", default=False)
 
 
 @contextmanager
 def flags_kept() -> Iterator[list[Tensor]]:
-    """Have :func:`cholesky` try the first jitter only and leave its flag, not 0 where there is no factor, to whoever
-    reads the list: nothing is read back from the device.
-    """
+    """Have :func:`cholesky` try one jitter and leave its flag, not 0 if it failed: nothing is read from the device."""
     flags: list[Tensor] = []
     token = _FLAGS.set(flags)
     try:
@@ -137,8 +137,8 @@ def whitening(
     """Lower Cholesky factor L of A + εsI, LLᵀ = A + εsI, with ε escalated until it exists, and B ↦ BL⁻ᵀ.
 
     ε starts at ``jitter`` and grows tenfold, four times at most; s is ``scale``, by default the mean of A's
-    diagonal, so the jitter is relative. One integer per matrix is read back to see whether the factorisation
-    failed, as in :func:`torch.linalg.cholesky`; nothing else leaves the device. (Within :func:`flags_kept` none is.)
+    diagonal, so the jitter is relative. One integer per matrix is read back to see whether it failed, as in
+    :func:`torch.linalg.cholesky`; nothing else leaves the device. (Within :func:`flags_kept` none is.)
 
     :param matrix: symmetric, ``(..., M, M)``.
     :param jitter: relative jitter; ``None`` is :func:`default_jitter` of the dtype.
@@ -158,7 +158,7 @@ def whitening(
         factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)
         flags = _FLAGS.get()
         if flags is not None:
-            info.data_ptr()  # raises under torch.func.vmap, as a look at it would: mapped ones can't be kept
+            _ = MAPPED.get() or info.data_ptr()  # raises under torch.func.vmap, as a look at it would
             flags.append(info)
             return Whitening(factor, turn)
         if not info.any():

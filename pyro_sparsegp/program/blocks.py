@@ -1,0 +1,84 @@
+"""A function of random numbers many times over, in blocks under ``torch.func.vmap``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Optional
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..numerics.linalg import MAPPED, flags_kept
+from .traces import sample_sites
+
+__all__ = ["Draw", "in_blocks", "values_of"]
+
+Draw = dict[Any, Tensor]
+
+_AT_ONCE = 2**23  # numbers that draws made at once may hold in one place
+_DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}
+
+
+def in_blocks(
+    one: Callable[[Draw], Draw], items: Mapping[Any, Tensor], numbers: Callable[[Draw], int], most: int = 100
+) -> Iterator[Draw]:
+    """A function of each item's tensors, results stacked, a block of items after the other.
+
+    The first is alone, in plain torch: it warns, learns and raises. Others are under ``torch.func.vmap`` with random
+    numbers of their own, or in a loop where it refuses the program: at most ``most`` at once, and as many as memory
+    allows, where a result is made of so many ``numbers``.
+    """
+    num = len(next(iter(items.values())))
+    first = one({key: value[0] for key, value in items.items()})
+    yield {key: value[None] for key, value in first.items()}
+    size, refused = min(max(_AT_ONCE // max(numbers(first), 1), 1), most), False
+    for start in range(1, num, size):
+        block = {key: value[start : start + size] for key, value in items.items()}
+        found = None if refused or size == 1 else _at_once(one, block)
+        if found is None:
+            refused = True
+            each = [one(dict(zip(block, item))) for item in zip(*block.values())]
+            found = {key: torch.stack([draw[key] for draw in each]) for key in first}
+        yield found
+
+
+def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
+    """The results by one mapped run; ``None`` where it fails, a matrix needs another jitter or numbers are NaN."""
+
+    def flagged(item: Draw) -> tuple[Draw, Tensor]:
+        with flags_kept() as flags:
+            found = one(item)
+        faults = [*flags, *(value.isnan() for value in found.values())]
+        return found, torch.stack([fault.any() for fault in faults]).any()
+
+    token = MAPPED.set(True)
+    try:
+        with _InPlace(), pyro.validation_enabled(False), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # torch's, of an operation without a rule
+            found, failed = torch.func.vmap(flagged, randomness="different")(block)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):  # the program's own the loop raises again
+        return None
+    finally:
+        MAPPED.reset(token)
+    return None if failed.any() else found
+
+
+class _InPlace(TorchFunctionMode):
+    """Draws in place, as of ``Normal.rsample``, for which vmap has no random numbers of their own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _DRAWS:
+            return func(*args, **(kwargs or {}))
+        drawn = func(torch.rand_like(args[0]), *args[1:], **(kwargs or {}))
+        # Whoever reads the tensor, and not what is returned, gets NaN, and the loop.
+        args[0].fill_(torch.nan)
+        return drawn
+
+
+def values_of(trace: poutine.Trace) -> Draw:
+    """The values of a trace's sample sites but plates' row numbers."""
+    return {name: site["value"] for name, site in sample_sites(trace).items()}
