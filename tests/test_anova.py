@@ -205,7 +205,11 @@ def test_matern12_has_gradients_at_its_kink():
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("base", CLOSED)
+# Matérn kernels draw frequencies by one line of code: the roughest of them is quick, and all others are slow.
+FREQUENCIES = [kernels.RBF, kernels.Matern12, *(pytest.param(base, marks=pytest.mark.slow) for base in CLOSED[2:])]
+
+
+@pytest.mark.parametrize("base", FREQUENCIES)
 def test_prior_functions(base):
     kernel = 1.3 * Anova(base(torch.tensor([[0.5], [2.0]])), LOW, HIGH)
     x = X[::4]

@@ -57,6 +57,13 @@ def conditional(place, kernel, x, y, new, c):
     return mean + gain @ (y - shift - mean), kernel.diag(new) - (gain * kernel(new, x)).sum(-1), evidence
 
 
+def standardised(draws, place, kernel, x, y, new):
+    """Draws of f in units of their dense distribution, given their draws of c."""
+    found = [conditional(place, kernel, x, y, new, c) for c in draws["c"]]
+    means, variances = (torch.stack([part[i] for part in found]) for i in (0, 1))
+    return (draws["f"] - means) / variances.sqrt()
+
+
 def assert_standard(z, far=0.0):
     """Draws standardised by what they should be, (S, N), have mean 0 and mean square 1."""
     assert abs(z.mean()) < 0.25 + far
@@ -102,20 +109,14 @@ def test_every_way_to_ask_conditions_on_the_draw(name, place):
     x, y = data()
     kernel = LINES if name == "weights" else KERNEL
     model, new = program(place, kernel), torch.linspace(0.2, 4.0, 7)[:, None]
-    guide = started(model, FAMILIES[name](x), x, y)
-
-    def standardised(draws):
-        found = [conditional(place, kernel, x, y, new, c) for c in draws["c"]]
-        means, variances = (torch.stack([part[i] for part in found]) for i in (0, 1))
-        return (draws["f"] - means) / variances.sqrt()
-
+    guide, exact = started(model, FAMILIES[name](x), x, y), (place, kernel, x, y, new)
     pyro.set_rng_seed(0)
     draws = predict(model, guide, new, num_samples=30, joint=False)
     assert abs(draws["c"].std() - 0.7) < 0.25
-    assert_standard(standardised(draws))
+    assert_standard(standardised(draws, *exact))
     # guide(...), in training and in eval mode.
     each = [guide(new) for _ in range(15)]
-    assert_standard(standardised({key: torch.stack([one[key] for one in each]) for key in ("c", "f")}), 0.15)
+    assert_standard(standardised({k: torch.stack([one[k] for one in each]) for k in ("c", "f")}, *exact), 0.15)
     # At the medians.
     q = guide.posterior(new)["f"]
     mean, variance, _ = conditional(place, kernel, x, y, new, torch.tensor(0.4))
@@ -263,9 +264,7 @@ def test_trees_condition_on_the_draw():
         "c": torch.as_tensor(tree["posterior"]["c"].values[0]),
         "f": torch.as_tensor(tree["predictions"]["f"].values[0]),
     }
-    found = [conditional("before", KERNEL, x, y, new, c) for c in draws["c"]]
-    means, variances = (torch.stack([part[i] for part in found]) for i in (0, 1))
-    assert_standard((draws["f"] - means) / variances.sqrt())
+    assert_standard(standardised(draws, "before", KERNEL, x, y, new))
 
 
 def test_group_effects_with_counts():
@@ -316,19 +315,15 @@ def test_the_state_holds_the_data_and_says_when_it_cannot():
 def test_handlers_around_are_seen_as_the_objective_sees_them():
     """poutine.scale, condition, do, mask, reparam and infer_config, round the model, the data and the step."""
     x, y = data(20)
-    exact = {}
-    for c in (0.3,):
-        _, _, exact[c] = conditional("before", KERNEL, x, y, x, torch.tensor(c))
-    model = program("before")
-    fixed = pyro.poutine.condition(model, {"c": torch.tensor(0.3)})
-    done = pyro.poutine.do(model, {"c": torch.tensor(0.3)})
-    prior = dist.Normal(0.0, 2.0).log_prob(torch.tensor(0.3))
-    for wrapped, rest in ((fixed, prior), (done, None)):
-        guide = AutoSparseGP(wrapped, SGPR(x, trainable=False))
-        loss = TraceQuadrature_ELBO(2).loss(wrapped, guide, x, y)
-        if rest is not None:
-            assert -loss == pytest.approx(float(exact[0.3] + rest), abs=1e-3)
-        mean = conditional("before", KERNEL, x, y, x, torch.tensor(0.3))[0]
+    at, rest, model = torch.tensor(0.3), TraceQuadrature_ELBO(2), program("before")
+    mean, _, evidence = conditional("before", KERNEL, x, y, x, at)
+    prior, family = dist.Normal(0.0, 2.0).log_prob(at), SGPR(x, trainable=False)
+    for handler in (pyro.poutine.condition, pyro.poutine.do):
+        wrapped = handler(model, {"c": at})
+        guide = AutoSparseGP(wrapped, family)
+        loss = rest.loss(wrapped, guide, x, y)
+        if handler is pyro.poutine.condition:
+            assert -loss == pytest.approx(float(evidence + prior), abs=1e-3)
         torch.testing.assert_close(guide.posterior(x)["f"].mean, mean, atol=1e-4, rtol=1e-3)
 
     plain = one_function(KERNEL, lambda f: dist.Normal(f, NOISE))
@@ -339,8 +334,7 @@ def test_handlers_around_are_seen_as_the_objective_sees_them():
             return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
     sharp = KERNEL(x) @ torch.linalg.solve(KERNEL(x) + NOISE**2 / 4 * torch.eye(20), y)
-    rest = TraceQuadrature_ELBO(2)
-    guide = AutoSparseGP(weighted, SGPR(x, trainable=False))
+    guide = AutoSparseGP(weighted, family)
     rest.loss(weighted, guide, x, y)
     torch.testing.assert_close(guide.posterior(x)["f"].mean, sharp, atol=1e-4, rtol=1e-3)
     for configured in (
@@ -348,15 +342,13 @@ def test_handlers_around_are_seen_as_the_objective_sees_them():
         pyro.poutine.mask(plain, mask=torch.tensor(True)),
         pyro.poutine.scale(plain, scale=1.0),
     ):
-        guide = AutoSparseGP(configured, SGPR(x, trainable=False))
-        alone = AutoSparseGP(plain, SGPR(x, trainable=False))
-        losses = [rest.loss_and_grads(g.model, g, x, y) for g in (guide, alone)]
+        losses = [rest.loss_and_grads(m, AutoSparseGP(m, family), x, y) for m in (configured, plain)]
         assert losses[0] == pytest.approx(losses[1])
     # A handler open around the step.
-    guide = started(model, SGPR(x, trainable=False), x, y)
-    with pyro.poutine.condition(data={"c": torch.tensor(0.3)}):
+    guide = started(model, family, x, y)
+    with pyro.poutine.condition(data={"c": at}):
         loss = rest.loss(model, guide, x, y)
-    assert -loss == pytest.approx(float(exact[0.3] + prior), abs=1e-3)
+    assert -loss == pytest.approx(float(evidence + prior), abs=1e-3)
     from pyro.infer.reparam import LocScaleReparam
 
     centred = pyro.poutine.reparam(model, config={"c": LocScaleReparam(0.0)})

@@ -9,6 +9,7 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SVGP, OrthogonalInducing
+from pyro_sparsegp.inference.quadrature import quadrature_axes
 
 from .models import data, estimate, train
 
@@ -109,6 +110,7 @@ def test_draws_and_quadrature_agree():
     x, y = data(num=25)
     model = deep()
     guide = fitted(model, x, y)
+    assert quadrature_axes(guide.structure) == {"f2": (0,)}
     drawn = estimate(Trace_ELBO(), model, guide, x, y, num=20)
     integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=12)
     assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5

@@ -96,9 +96,7 @@ def test_kernels_that_hold_networks_are_left_in_their_dtype():
 
     def model(x, y=None):
         pyro.module("network", network)
-        f = pyro.sample("f", GaussianProcess(Warped(network), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+        return gaussian(Warped(network))(x, y)
 
     guide = AutoSparseGP(model, SVGP(6))
     train(model, guide, x, y, steps=2)
@@ -158,14 +156,9 @@ def test_natural_steps_on_precise_data():
     x = torch.linspace(0, 1, 200)[:, None].float()
     y = (6 * x[:, 0]).sin() + 0.001 * torch.randn(200)
 
-    def model(x, y):
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(torch.tensor(0.3)), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.001), obs=y)
-
+    model = gaussian(kernels.RBF(torch.tensor(0.3)), 0.001)
     guide = AutoSparseGP(model, SVGP(16))
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
-    losses = [svi.step(x, y.float()) for _ in range(80)]
+    losses = train(model, guide, x, y.float(), steps=80, lr=0.01, loss=TraceQuadrature_ELBO())
     assert max(losses[60:]) < 0
     assert (guide.posterior(x, y.float())["f"].mean - (6 * x[:, 0]).sin()).abs().max() < 0.01
 
@@ -199,13 +192,9 @@ def test_low_rank_steps_on_precise_data(family):
 
     def model(x, y):
         scale = pyro.param("scale", torch.ones(()))
-        f = pyro.sample("f", GaussianProcess(sum(scale * kernels.RBF(0.3)[c] for c in range(5)), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.003), obs=y)
+        return gaussian(sum(scale * kernels.RBF(0.3)[c] for c in range(5)), 0.003)(x, y)
 
-    guide = AutoSparseGP(model, family)
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 1e-4}), TraceQuadrature_ELBO())
-    losses = [svi.step(x, y) for _ in range(50)]
+    losses = train(model, AutoSparseGP(model, family), x, y, steps=50, lr=1e-4, loss=TraceQuadrature_ELBO())
     assert min(losses) == pytest.approx(losses[-1], abs=25)  # 90 where the mean is found anew of (I + G)m
     assert losses[-1] < -350  # 2e6 with parts of factors
 
@@ -214,16 +203,10 @@ def test_effects_of_a_coupled_precision_keep_their_width():
     """The level that effects share has a precision of 1 beside one of N/s² = 70,000, in 24 bits."""
     x = torch.rand(60, 3)
 
-    def precise(x, y):
-        first, second, third = (kernels.Matern52(x.new_tensor(0.5))[i] for i in range(3))
-        f = pyro.sample("f", GaussianProcess(first + second + third, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.03), obs=y)
-
+    precise = gaussian(sum(kernels.Matern52(torch.tensor(0.5).float())[i] for i in range(3)), 0.03)
     guide = AutoSparseGP(precise, CoupledPrecision(8, rank=8))
-    svi = pyro.infer.SVI(precise, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(2))
-    for _ in range(60):
-        svi.step(x.float(), (4 * x).sin().sum(-1).float())
+    y = (4 * x).sin().sum(-1)
+    train(precise, guide, x.float(), y.float(), steps=60, lr=0.0, loss=TraceQuadrature_ELBO(2))
     found = guide.posterior(x.float(), x[:, 0].float())["f"].components[0].variance.double()
     parts = [kernels.Matern52(0.5)(part) for part in x.split(1, -1)]
     whole = sum(parts) + 0.03**2 * torch.eye(60)
@@ -256,14 +239,8 @@ def test_expectation_propagation_of_data_far_from_the_prior(size):
     """At f = 0 each log p is -(size/0.3)²/2, of which float32's rounding is more than a prior's deviation bends it."""
     x = torch.linspace(0, 1, 60)[:, None]
     y = size * torch.sin(6 * x[:, 0]) + 0.3 * torch.randn(60)
-    found = []
+    found, model = [], gaussian(kernels.RBF(0.3), 0.3)
     for dtype in (torch.float64, torch.float32):
-
-        def model(x, y=None):
-            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-            with pyro.plate("data", len(x)):
-                pyro.sample("y", dist.Normal(f, 0.3), obs=y)
-
         rows = x.to(dtype), y.to(dtype)
         guide = AutoSparseGP(model, SparseEP(rows[0][::4], trainable=False))
         steps = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.0}))

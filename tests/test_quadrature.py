@@ -33,6 +33,24 @@ from .models import (
 )
 
 RBF = kernels.RBF(0.5)
+LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceQuadrature_ELBO)
+
+
+def two(likelihood):
+    """Observations of two functions."""
+
+    def model(x, y=None):
+        f = pyro.sample("f", GaussianProcess(RBF, x))
+        g = pyro.sample("g", GaussianProcess(0.3 * RBF, x))
+        with pyro.plate("data", len(x)):
+            return pyro.sample("y", likelihood(f, g), obs=y)
+
+    return model
+
+
+def close(one, other, errors=5):
+    """Whether two estimates, each with its standard error, agree."""
+    return abs(one[0] - other[0]) < errors * (one[1] ** 2 + other[1] ** 2) ** 0.5
 
 
 def fitted(model, *args, family=None, steps=10):
@@ -49,18 +67,13 @@ def fitted(model, *args, family=None, steps=10):
 def test_three_elbos_agree(model):
     x, y = data(model, 20)
     guide = fitted(model, x, y, family=CoupledPrecision(4), steps=5)
-    means = [
-        estimate(loss, model, guide, x, y, num=12)
-        for loss in (Trace_ELBO(), TraceMeanField_ELBO(), TraceQuadrature_ELBO())
-    ]
-    reference = means.pop()
-    for mean, error in means:
-        assert abs(mean - reference[0]) < 5 * (error**2 + reference[1] ** 2) ** 0.5
+    *drawn, reference = (estimate(loss(), model, guide, x, y, num=12) for loss in LOSSES)
+    assert all(close(one, reference) for one in drawn)
 
 
 def test_three_elbos_agree_in_gradient():
     x, y = data(bernoulli, 30)
-    model = gaussian_logits(RBF)
+    model = LOGITS
     guide = fitted(model, x, y, family=SVGP(8, natural=False), steps=5)  # natural steps would follow each gradient
     parameters = list(guide.parameters())
 
@@ -73,8 +86,7 @@ def test_three_elbos_agree_in_gradient():
         torch.testing.assert_close(gradient(loss, 80), exact, atol=0.25 * exact.abs().max().item(), rtol=0.1)
 
 
-def gaussian_logits(kernel):
-    return one_function(kernel, lambda f: dist.Bernoulli(logits=f))
+LOGITS = one_function(RBF, lambda f: dist.Bernoulli(logits=f))
 
 
 @pytest.mark.parametrize(
@@ -95,13 +107,7 @@ def test_quadrature_against_a_fine_grid(like, likelihood):
 
 def test_two_sites_use_the_product_grid():
     x, y = data(heteroscedastic, 20)
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(RBF, x))
-        g = pyro.sample("g", GaussianProcess(0.3 * RBF, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
-
+    model = two(lambda f, g: dist.Normal(f, g.exp()))
     guide = fitted(model, x, y)
     assert guide.structure.interactions == [["f", "g"]]
     f, g = (guide.posterior(x)[name] for name in "fg")
@@ -156,26 +162,6 @@ def test_sites_that_never_meet_share_an_axis():
     assert abs(-TraceQuadrature_ELBO(5).loss(model, guide, x, y) - single) < 1e-7 * abs(single)
 
 
-def test_deep_gp_draws_the_inner_layer():
-    x, y = data(num=25)
-
-    def model(x, y=None):
-        inner = pyro.sample("inner", GaussianProcess(RBF, x, mean=lambda x: x.sum(-1)).expand([2]).to_event(1))
-        f = pyro.sample("f", GaussianProcess(kernels.RBF(1.0), torch.cat([inner.mT, x], -1)))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
-
-    guide = fitted(model, x, y)
-    assert guide.structure.inner == ["inner"]
-    assert quadrature_axes(guide.structure) == {"f": (0,)}
-    drawn = estimate(Trace_ELBO(), model, guide, x, y, num=15)
-    integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y, num=15)
-    assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
-    assert integrated[1] < drawn[1]
-    assert guide(x[:4])["y"].shape == (4,)
-    assert guide.posterior(x[:4])["inner"].mean.shape == (2, 4)
-
-
 def test_vector_valued_softmax_and_separate_outputs():
     x, y = data(num=25)
     label = (y > y.median()).long()
@@ -217,9 +203,7 @@ def test_coupled_likelihood_is_drawn_jointly():
     q = guide.posterior(x)["f"]
     fit = dist.Normal(a @ q.mean, 0.7).log_prob(seen).sum()
     exact = fit - (a @ q.covariance_matrix @ a.mT).trace() / (2 * 0.7**2) - q.kl
-    for loss in (TraceQuadrature_ELBO(), Trace_ELBO(), TraceMeanField_ELBO()):
-        mean, error = estimate(loss, model, guide, x, None, num=40)
-        assert abs(-mean - exact) < 5 * error
+    assert all(close(estimate(loss(), model, guide, x, None, num=40), (-exact, 0.0)) for loss in LOSSES)
 
 
 @pytest.mark.filterwarnings("ignore:latent site .* has a value for each datum")
@@ -239,7 +223,7 @@ def test_groups_other_plates_and_local_latents():
     assert guide.structure.dependence == {"f": "elementwise"}
     drawn = estimate(Trace_ELBO(), model, guide, x, y[group], num=15)
     integrated = estimate(TraceQuadrature_ELBO(2), model, guide, x, y[group], num=15)
-    assert abs(drawn[0] - integrated[0]) < 5 * (drawn[1] ** 2 + integrated[1] ** 2) ** 0.5
+    assert close(drawn, integrated)
 
 
 def test_masks_scales_and_factors():
@@ -311,11 +295,9 @@ def test_a_users_own_error_is_not_hidden():
     x, y = data(num=20)
 
     def model(x, y=None, broken=False):
-        f = pyro.sample("f", GaussianProcess(RBF, x))
         if broken:
             raise ValueError("my own mistake")
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+        return gaussian(RBF)(x, y)
 
     guide = fitted(model, x, y, steps=2)
     with pytest.raises(ValueError, match="my own mistake"):
@@ -324,12 +306,11 @@ def test_a_users_own_error_is_not_hidden():
 
 def test_deterministic_without_other_latents_and_keeps_no_graph():
     x, y = data(bernoulli, 20)
-    model = gaussian_logits(RBF)
-    guide = fitted(model, x, y)
+    guide = fitted(LOGITS, x, y)
     elbo = TraceQuadrature_ELBO()
-    assert elbo.loss(model, guide, x, y) == elbo.loss(model, guide, x, y)
+    assert elbo.loss(LOGITS, guide, x, y) == elbo.loss(LOGITS, guide, x, y)
     assert len(guide.trace.nodes) == len(Trace().nodes)
-    assert elbo(model, guide)(x, y).requires_grad
+    assert elbo(LOGITS, guide)(x, y).requires_grad
 
 
 def test_other_latents_are_one_draw_a_particle():
@@ -337,7 +318,7 @@ def test_other_latents_are_one_draw_a_particle():
     guide = fitted(regression, x, y)
     many = estimate(TraceQuadrature_ELBO(2, num_particles=6), regression, guide, x, y, num=12)
     one = estimate(TraceQuadrature_ELBO(2), regression, guide, x, y, num=30)
-    assert abs(many[0] - one[0]) < 5 * (many[1] ** 2 + one[1] ** 2) ** 0.5
+    assert close(many, one)
     assert many[1] * 12**0.5 < 0.7 * one[1] * 30**0.5
 
 
@@ -380,8 +361,7 @@ def test_the_loss_as_a_module_has_no_parameters_before_the_guide_has():
             self.noise = PyroParam(torch.tensor(0.3), constraints.positive)
 
         def forward(self, x, y=None):
-            f = pyro.sample("f", GaussianProcess(RBF, x))
-            pyro.sample("y", dist.Normal(f, self.noise).to_event(1), obs=y)
+            return gaussian(RBF, self.noise)(x, y)
 
     x, y = data(num=20)
     model = Model()
@@ -489,13 +469,8 @@ class TestMissing:
 
 def test_a_nan_gradient_never_reaches_the_parameters():
     x, y = data(num=30)
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(RBF, x))
-        scale = torch.where(f < 50.0, 0.2, (f - 60.0).sqrt())  # the hidden branch has no gradient
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, scale), obs=y)
-
+    # The hidden branch has no gradient.
+    model = one_function(RBF, lambda f: dist.Normal(f, torch.where(f < 50.0, 0.2, (f - 60.0).sqrt())))
     guide = AutoSparseGP(model, SVGP(6))
     guide(x, y)
     before = [p.detach().clone() for p in guide.parameters()]
@@ -532,24 +507,16 @@ class TestHandlers:
 class TestImportanceWeights:
     """Objectives that exponentiate densities need joint draws; Pyro's two-run samplers are refused."""
 
-    def fit(self):
+    def test_weights_and_renyi(self):
         x, y = data(num=20)
         model = gaussian(RBF)
         guide, _ = maximise(model, SVGP(20, trainable=False), x, y, iterations=60)
-        evidence = dist.MultivariateNormal(torch.zeros(20), RBF(x) + 0.04 * torch.eye(20)).log_prob(y)
-        return model, guide, x, y, evidence.item()
-
-    def test_renyi_needs_eval(self):
-        model, guide, x, y, evidence = self.fit()
+        evidence = dist.MultivariateNormal(torch.zeros(20), RBF(x) + 0.04 * torch.eye(20)).log_prob(y).item()
         renyi = RenyiELBO(alpha=0, num_particles=60)
         with pytest.raises(ValueError, match=r"RenyiELBO weighs draws.*GP site 'f'.*guide.eval\(\)"):
             renyi.loss(model, guide, x, y)
         guide.eval()
         assert -renyi.loss(model, guide, x, y) == pytest.approx(evidence, abs=0.25)
-
-    def test_the_pair_of_traces_gives_weights(self):
-        _, guide, x, y, evidence = self.fit()
-        guide.eval()
         weights = []
         for _ in range(60):
             guide(x, y)
@@ -576,9 +543,6 @@ VANISHING = {
 }
 
 
-LOSSES = (Trace_ELBO, TraceMeanField_ELBO, TraceQuadrature_ELBO)
-
-
 # Each kernel in each family, each loss in each family and under each kernel but one; the rest is slow.
 @pytest.mark.parametrize(
     ("family", "kernel", "loss"),
@@ -598,9 +562,7 @@ def test_a_row_whose_prior_variance_is_0_trains(family, kernel, loss):
 
     def model(x, y=None):
         scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-        f = pyro.sample("f", GaussianProcess(scale * kernel, x, jitter=1e-6))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        gaussian(scale * kernel, 0.1, jitter=1e-6)(x, y)
 
     guide = AutoSparseGP(model, family(x[2::4]))
     losses = train(model, guide, x, y, steps=2, loss=loss())
@@ -617,17 +579,13 @@ def test_a_step_that_is_taken_back_leaves_nothing_behind(family):
 
     def model(x, y, length):
         scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
-        f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(length), x, jitter=1e-16))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+        one_function(scale * kernels.RBF(length), lambda f: dist.Bernoulli(logits=f), jitter=1e-16)(x, y)
 
     found = []
     for fresh in (True, False):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        guide = AutoSparseGP(model, family)
-        loss = TraceQuadrature_ELBO(4)
-        losses = []
+        guide, loss, losses = AutoSparseGP(model, family), TraceQuadrature_ELBO(4), []
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of more jitter
             for length in (0.3, 0.3, 1e4, 0.3, 0.3):

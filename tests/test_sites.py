@@ -230,6 +230,14 @@ def test_a_prior_mean_is_a_shift_of_the_likelihood():
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-6, atol=1e-6)
 
 
+def test_a_site_stays_where_it_is_when_the_prior_mean_moves():
+    mean = torch.zeros(5, requires_grad=True)
+    old, marginals = Sites.none(torch.rand(5, 1), ()), (torch.randn(5) - mean, torch.ones(5))
+    sites = update(old, torch.randn(5), torch.rand(5) + 0.1, marginals, 0.7)
+    (slope,) = torch.autograd.grad((mean + sites.linear / sites.precision).sum(), mean)
+    torch.testing.assert_close(slope, torch.zeros(5))
+
+
 def test_counts_far_from_the_prior_do_not_overflow():
     x, _ = data(num=60)
     y = torch.poisson(torch.exp(8 + x[:, 0]))
