@@ -371,8 +371,14 @@ def test_a_sum_inside_indices():
         with pyro.plate("data", 20):
             return pyro.sample("y", dist.Normal(f0[places] + g[group, places], noise), obs=y)
 
-    with pytest.warns(UserWarning, match=r"GP sites 'f0', 'g0', 'g1' enter densities by their sum"):
-        AutoSparseGP(model, families.SVGP(4))(x, y)
+    def of_one_site(x, y=None):
+        f0 = pyro.sample("f0", GaussianProcess(shared, x))
+        g = pyro.sample("g", GaussianProcess(own, x).expand([2]).to_event(1))
+        with pyro.plate("data", 20):
+            return pyro.sample("y", dist.Normal(f0[places] + g[group, places], noise), obs=y)
+
+    with pytest.warns(UserWarning, match=r"GP sites 'f0', 'g' enter densities by their sum"):
+        AutoSparseGP(of_one_site, families.SVGP(4))(x, y)
     guide = AutoSparseGP(model, {("f0", "g0", "g1"): families.SVGP(x, trainable=False)})
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(2))
     for _ in range(8):
