@@ -44,11 +44,10 @@ class ExpectationGP(AbstractModule):
         self.basis, self.family = basis, family
         self.batch_shape = torch.Size(batch_shape)
         size = sum(basis.sizes)  # type: ignore[misc]
-        self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
-        self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
+        shapes = {"precision": (0,), "linear": (0,), "gram": (size, size), "pull": (size,)}
+        for buffer, shape in shapes.items():
+            self.register_buffer(buffer, like.new_zeros(*batch_shape, *shape))
         self.register_buffer("rows", like.new_zeros(0, size))
-        self.register_buffer("gram", like.new_zeros(*batch_shape, size, size))
-        self.register_buffer("pull", like.new_zeros(*batch_shape, size))
         self.register_buffer("anchor", like.new_zeros(0, 0))
         self.register_buffer("fingerprints", torch.zeros(3, 0, dtype=torch.int64, device=like.device))
 
@@ -88,15 +87,14 @@ class ExpectationGP(AbstractModule):
         self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
     ) -> SparsePosterior:
         """The posterior of ``process``, at its inputs and under its hyperparameters."""
+        # u = Lw keeps its meaning where L moves: P − I and Pm are those of L⁻¹ now.
         features = self.basis(process.kernel, process.jitter, name)
         gram, pull = seen_from(self.gram, self.pull, self.anchor, features.anchor)
         return kind(process, features, from_natural(gram, pull, features.sizes, None, name), name)
 
-    def predict(
-        self, process: GaussianProcess, name: str, kind: type[SparsePosterior] = SparsePosterior
-    ) -> SparsePosterior:
+    def predict(self, *args: Any) -> SparsePosterior:
         """The posterior at new inputs."""
-        return self(process, name, kind)
+        return self(*args)
 
     def features_of(self, rows: Tensor) -> Tensor:
         """Rows υ as features φ under the L of :attr:`gram`."""
@@ -118,6 +116,7 @@ class ExpectationGP(AbstractModule):
         :param phi: their features under the L of :attr:`gram`.
         :returns: what this adds to P, ``(..., M, M)``, and to Pm, ``(..., M)``: still to be added.
         """
+        # P ← P + Σ νφφᵀ − Σ ν₀φ₀φ₀ᵀ: what is taken away is what was added, φ₀ = Lᵀυ with the υ of then.
         old = self.features_of(self.rows[..., index, :])
         gram = weighted_gram(phi, precision) - weighted_gram(old, self.precision[..., index])
         pull = phi.mT @ linear[..., None] - old.mT @ self.linear[..., index, None]

@@ -46,6 +46,7 @@ def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc:
     :param loc: m, ``(..., M)``.
     :param factor: the lower Cholesky factor of P.
     """
+    # Eq. 14 and 15 in w, where υ is φ̂ and Σ is S.
     solved = over_lower(over_upper(rows, factor), factor)  # Sφ̂
     spread, centre = (solved * rows).sum(-1), (rows @ loc[..., None])[..., 0]
     left = 1 - precision * spread
@@ -56,7 +57,9 @@ def cavity_of(phi: Tensor, rows: Tensor, precision: Tensor, linear: Tensor, loc:
     else:
         cov = over_lower(over_upper(phi, factor), factor)
         across, spread_here, centre_here = (solved * phi).sum(-1), (cov * phi).sum(-1), (phi @ loc[..., None])[..., 0]
+    # μ⁻ = m + (ν(φ̂ᵀm − bφ̂ᵀSφ̂)/e − b)Sφ̂
     shift = precision * (centre - linear * spread) / left - linear
+    # Eq. 29
     quadratic = precision * centre.square() - 2 * linear * centre + linear.square() * spread
     return Cavity(
         mean=centre_here + shift * across,
@@ -89,6 +92,7 @@ def parabola(log_density: Callable[[Tensor], Tensor], centre: Tensor, step: Tens
 
 def prior_of(turn: Tensor, loc: Tensor, factor: Tensor) -> Tensor:
     """0, with the gradient by T of E_q log p(u), where w = T w₀ has the prior N(0, I) and q(w₀) is held."""
+    # E log N(u | 0, TTᵀ) of w = Tw₀ is log|T| − ½(|Tm|² + tr TSTᵀ) + a constant: eq. 6's terms of the prior.
     inverse = solve_lower(factor, torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device))
     squares = (turn @ loc[..., None]).square().sum((-2, -1)) + (turn @ inverse.mT).square().sum((-2, -1))
     value = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * squares
@@ -97,4 +101,5 @@ def prior_of(turn: Tensor, loc: Tensor, factor: Tensor) -> Tensor:
 
 def log_normaliser_of(factor: Tensor, loc: Tensor, pull: Tensor) -> Tensor:
     """G(q) − G(p) = ½(mᵀPm − log|P|), of the batch's shape."""
+    # Eq. 27 of q less that of N(0, I)
     return 0.5 * (loc * pull).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)

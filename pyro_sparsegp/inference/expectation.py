@@ -14,14 +14,11 @@ from torch import Tensor
 
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
-from ..numerics.linalg import cholesky, solve_lower
 from ..numerics.processes import Workers
-from ..numerics.tilted import log_normaliser
 from ..program.dependence import ELEMENTWISE, NONE
 from ..program.terms import Findings, Terms
-from .cavities import cavity_of, log_normaliser_of, prior_of
-from .refinement import Refinement, State
-from .site_runs import SiteRun
+from .refinement import Progress, Settings, SiteRun
+from .site_runs import site_run
 
 __all__ = ["ExpectationPropagation"]
 
@@ -83,24 +80,18 @@ class ExpectationPropagation:
         max_sweeps: int = 100,
         group: Optional[Any] = None,
     ) -> None:
-        for argument, value, fits, what in (
-            ("damping", damping, _is_share(damping), "a number in (0, 1]"),
-            ("power", power, _is_share(power), "a number in (0, 1]"),
-            ("schedule", schedule, schedule in ("inner", "outer"), "one of ('inner', 'outer')"),
-            ("gradient", gradient, gradient in ("matched", "exact"), "one of ('matched', 'exact')"),
-            ("num_nodes", num_nodes, _is_count(num_nodes, 4), "a whole number of at least 4"),
-            ("tolerance", tolerance, isinstance(tolerance, (int, float)) and tolerance >= 0, "a number of at least 0"),
-            ("max_sweeps", max_sweeps, _is_count(max_sweeps, 1), "a whole number of at least 1"),
-            (
-                "optim",
-                optim,
-                isinstance(optim, pyro.optim.PyroOptim),
-                "a Pyro optimiser, pyro.optim.Adam({'lr': 0.01})",
-            ),
-            ("guide", guide, isinstance(guide, AutoSparseGP), "an AutoSparseGP"),
-        ):
-            if not fits:
-                raise ValueError(f"ExpectationPropagation's {argument} must be {what}, got {value!r}")
+        _require("damping", damping, _is_share(damping), "a number in (0, 1]")
+        _require("power", power, _is_share(power), "a number in (0, 1]")
+        _require("schedule", schedule, schedule in ("inner", "outer"), "one of ('inner', 'outer')")
+        _require("gradient", gradient, gradient in ("matched", "exact"), "one of ('matched', 'exact')")
+        _require("num_nodes", num_nodes, _is_count(num_nodes, 4), "a whole number of at least 4")
+        _require(
+            "tolerance", tolerance, isinstance(tolerance, (int, float)) and tolerance >= 0, "a number of at least 0"
+        )
+        _require("max_sweeps", max_sweeps, _is_count(max_sweeps, 1), "a whole number of at least 1")
+        is_optimiser = isinstance(optim, pyro.optim.PyroOptim)
+        _require("optim", optim, is_optimiser, "a Pyro optimiser, pyro.optim.Adam({'lr': 0.01})")
+        _require("guide", guide, isinstance(guide, AutoSparseGP), "an AutoSparseGP")
         if model != guide.model:
             raise ValueError("ExpectationPropagation runs the guide's own model; it was given another")
         if not all(isinstance(family, ExpectationFamily) for family in guide.declared_families()):
@@ -114,7 +105,7 @@ class ExpectationPropagation:
         self.workers = Workers(group)
         self._agreed = self._checked = False
         self._findings = Findings()
-        self._refined = Refinement(self.damping, self.power, num_nodes, self.workers, guide.warned)
+        self._progress: dict[str, Progress] = {}
 
     def step(self, *args: Any, indices: Optional[Tensor] = None, **kwargs: Any) -> float:
         """Refine the sites, once or to convergence, and take one step of the optimiser.
@@ -157,18 +148,18 @@ class ExpectationPropagation:
                 "change": progress.change,
                 "converged": progress.change <= self.tolerance,
             }
-            for name, progress in self._refined.progress.items()
+            for name, progress in self._progress.items()
         }
 
     def get_state(self) -> dict[str, Any]:
         """What the next sweep needs from this one, beyond the states of guide and optimiser; see
         :func:`~pyro_sparsegp.fit`.
         """
-        return {"progress": dict(self._refined.progress), "agreed": self._agreed}
+        return {"progress": dict(self._progress), "agreed": self._agreed}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from :meth:`get_state`."""
-        self._refined.progress, self._agreed = dict(state["progress"]), state["agreed"]
+        self._progress, self._agreed = dict(state["progress"]), state["agreed"]
 
     # One call.
 
@@ -184,13 +175,28 @@ class ExpectationPropagation:
             processes, values, trace = guide.priors(args, kwargs)
             if sweeps:
                 guide.require_data()
-            assert guide.structure is not None
-            terms = Terms(guide.model, guide.structure, values, processes, args, kwargs, self._findings)
-            exact = self.gradient == "exact"
+            terms = Terms(guide.model, guide.facts, values, processes, args, kwargs, self._findings)
+            settings = Settings(self.damping, self.power, self.num_nodes, self.workers, guide.warned)
             runs = [
-                SiteRun.of(name, process, guide, terms, trace, indices, call, exact, self._refined.calls.get(name))
+                site_run(
+                    guide,
+                    name,
+                    process,
+                    terms,
+                    trace,
+                    call,
+                    indices,
+                    settings,
+                    self._progress.setdefault(name, Progress()),
+                )
                 for name, process in processes.items()
             ]
+        part = next((run.index for run in runs if run.index is not None), None)
+        if part is not None and self.gradient == "exact":
+            raise ValueError(
+                'ExpectationPropagation\'s gradient="exact" needs all data in each step; this one brings '
+                f'{len(part)} of {runs[0].num}. Take gradient="matched" for mini-batches.'
+            )
         sites: Any = capture.trace.nodes
         parameters = list(dict.fromkeys(site["value"].unconstrained() for site in sites.values()))
         if self.workers.num > 1 and not self._agreed:
@@ -198,129 +204,92 @@ class ExpectationPropagation:
             self.workers.agree(parameters)
             return self._work(args, kwargs, indices, sweeps, train)
         # With sites that say nothing yet, log Z tells more of the prior than of the data.
-        untouched = self.schedule == "inner" and any(run.module.empty and run.index is None for run in runs)
-        loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, call)
-        if train:
-            if loss is not None and loss.requires_grad:
-                loss.backward()
-                self.workers.sum_gradients(parameters)
-                self.optim(parameters)
-            pyro.infer.util.zero_grads(parameters)
+        untouched = self.schedule == "inner" and part is None and any(run.module.empty for run in runs)
+        loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, part is None, call)
+        if loss.requires_grad:
+            loss.backward()
+            self.workers.sum_gradients(parameters)
+            self.optim(parameters)
+        pyro.infer.util.zero_grads(parameters)
         return value
 
     def _check_fit(self) -> None:
         if self._checked:
             return
-        structure, guide = self.guide.structure, self.guide
-        assert structure is not None
-        for name, kind in structure.dependence.items():
-            why = None
-            if name in structure.inner:
-                why = "its values enter another GP site"
-            elif any(name in pair for pair in structure.interactions):
-                why = "it meets another GP site in one term of a density"
-            elif kind not in (ELEMENTWISE, NONE):
-                why = "one term of a density depends on several of its values"
-            if why is not None:
+        facts, guide = self.guide.facts, self.guide
+        for name, kind in facts.dependence.items():
+            whys = {
+                "its values enter another GP site": name in facts.inner,
+                "it meets another GP site in one term of a density": any(name in pair for pair in facts.interactions),
+                "one term of a density depends on several of its values": kind not in (ELEMENTWISE, NONE),
+            }
+            for why in (why for why, holds in whys.items() if holds):
                 raise ValueError(
                     f"GP site {name!r} cannot be trained by expectation propagation, whose integrals are "
                     f"one-dimensional: {why}. Take SVI with TraceQuadrature_ELBO and a family such as SVGP."
                 )
-        if set(structure.dependence.values()) == {NONE}:
+        if set(facts.dependence.values()) == {NONE}:
             raise ValueError(
-                f"no log density depends on GP site {next(iter(structure.dependence))!r} in the guide's first call: "
+                f"no log density depends on GP site {next(iter(facts.dependence))!r} in the guide's first call: "
                 "were all its rows masked? Call the guide once with data before training, guide(x, y)."
             )
-        points = guide.point_estimates
-        free = [name for name in structure.latents if not (points if isinstance(points, bool) else name in points)]
-        if free or (structure.latents and type(guide).get_posterior is not AutoSparseGP.get_posterior):
+        free = [name for name in facts.latents if not guide.is_point(name)]
+        if free or (facts.latents and type(guide).get_posterior is not AutoSparseGP.get_posterior):
             raise ValueError(
                 f"expectation propagation fits latents that are no GPs as points; the guide gives "
-                f"{free or list(structure.latents)} distributions. Leave point_estimates and get_posterior alone, or "
+                f"{free or list(facts.latents)} distributions. Leave point_estimates and get_posterior alone, or "
                 "take SVI with a family such as SVGP for posteriors of hyperparameters."
             )
-        if self.workers.num > 1 and any(latent["plates"] for latent in structure.latents.values()):
+        if self.workers.num > 1 and any(latent["plates"] for latent in facts.latents.values()):
             raise ValueError("with a process group, latents inside plates are not supported: shares would mix them")
         self._checked = True
 
-    # Sweeps.
-
     def _sweep_all(
-        self, runs: list[SiteRun], terms: Terms, sweeps: int, train: bool, call: tuple[tuple, dict[str, Any]]
-    ) -> tuple[Optional[Tensor], float]:
-        """Refine the sites up to ``sweeps`` times; the loss before the last, with its graph, and as a number."""
+        self, runs: list[SiteRun], terms: Terms, sweeps: int, train: bool, whole: bool, call: tuple
+    ) -> tuple[Tensor, float]:
+        """Refine the sites up to ``sweeps`` times; the loss before the last, with its graph, and as a number.
+
+        :param whole: whether the runs are of all data.
+        """
         # The matched gradient is log Z's where sites are near their fixed point. Where parameters have moved them far
         # from it they are swept again first, once if the likelihood is Gaussian: test_a_learned_noise.
-        whole = train and all(run.index is None for run in runs)
-        for i in range(max(sweeps, self.max_sweeps if whole else 1)):
-            states = [self._refined.state(run, terms) for run in runs]
-            refined = [self._refined.refine(run, state) for run, state in zip(runs, states)] if sweeps else []
+        most = self.max_sweeps if train and whole else max(sweeps, 1)
+        for i in range(most):
+            for run in runs:
+                run.look(terms)
+            refined = [run.refined() for run in runs] if sweeps else []
             change = max((progress.change for _, progress in refined), default=0.0)
-            far = whole and any(progress.far for _, progress in refined)
-            last = (i + 1 >= sweeps or change <= self.tolerance) and not far
-            last = last or i + 1 == max(sweeps, self.max_sweeps)
-            loss, total = self._loss(runs, states, terms, train and last)
+            far = train and whole and any(progress.far for _, progress in refined)
+            last = i + 1 == most or (not far and (i + 1 >= sweeps or change <= self.tolerance))
+            loss, total = self._loss(runs, terms, train and last)
             value = float(total)
-            self._require_finite(value, call)
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"−log Z_EP is {value}: {self.guide.explain_nan(*call[0], **call[1])}. The parameters are as they "
+                    "were before this step; look for NaN in the data (leave missing rows out with poutine.mask), data "
+                    "outside of a density's support, or too large a learning rate."
+                )
             for run, (sites, progress) in zip(runs, refined):
-                self._refined.keep(run, sites, progress)
+                run.keep(sites, progress)
+                self._progress[run.name] = progress
             if last:
                 break
         return loss, value
 
-    def _require_finite(self, value: float, call: tuple[tuple, dict[str, Any]]) -> None:
-        if not math.isfinite(value):
-            raise ValueError(
-                f"−log Z_EP is {value}: {self.guide.explain_nan(*call[0], **call[1])}. The parameters are as they "
-                "were before this step; look for NaN in the data (leave missing rows out with poutine.mask), data "
-                "outside of a density's support, or too large a learning rate."
-            )
-
-    # The objective.
-
-    def _loss(
-        self, runs: list[SiteRun], states: list[State], terms: Terms, train: bool
-    ) -> tuple[Optional[Tensor], Tensor]:
+    def _loss(self, runs: list[SiteRun], terms: Terms, train: bool) -> tuple[Tensor, Tensor]:
         """Minus the objective: this process's part of it, with the gradient wanted, and all of it."""
         with torch.set_grad_enabled(train):
             common, own = -terms.priors, -terms.rest
-            for run, state in zip(runs, states):
-                normaliser, expected = self._log_z(run, state, terms, train)
+            for run in runs:
+                normaliser, expected = run.log_z(terms, self.gradient if train else None)
                 common, own = common - normaliser, own - expected
         (total,) = self.workers.sum(own.detach())
-        return own + common / self.workers.num if train else None, total + common.detach()
+        return own + common / self.workers.num, total + common.detach()
 
-    def _log_z(self, run: SiteRun, state: State, terms: Terms, train: bool) -> tuple[Tensor, Tensor]:
-        """G(q) − G(p), and the sum of (log Z + G(cavity) − G(q))/α of the data given, scaled up to all."""
-        cavity, normaliser, at = state.cavity, state.log_normaliser, state.at
-        mean, variance = cavity.mean, cavity.variance
-        log_ratio = cavity.log_ratio
-        if train and self.gradient == "matched":
-            # Only φ moves: of m⁻ = φᵀμ⁻ and v⁻ = φᵀV⁻φ.
-            phi = run.phi
-            if run.index is not None and run.anchor is not None:
-                # The sites of other data stay where they are in u = Lw, and so do the cavities: φᵀw = φᵀL⁻¹u.
-                turn = solve_lower(run.anchor, run.anchor.detach())
-                phi = phi @ turn
-                normaliser = normaliser + prior_of(turn, state.loc, state.factor)
-            mean = (phi * cavity.loc).sum(-1)
-            variance = 2 * (phi * cavity.cov).sum(-1) - cavity.variance
-        elif train:
-            sites = run.sites
-            gram, pull = self.workers.sum(*run.module.sums(run.phi, sites.precision, sites.linear))
-            eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-            factor = cholesky(gram + eye, 0.0, f"q's precision at site {run.name!r}")
-            loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
-            scaled = self.power * sites.precision, self.power * sites.linear
-            moving = cavity_of(run.phi, run.phi, *scaled, loc, factor)
-            mean, variance, log_ratio = moving.mean, moving.variance, moving.log_ratio
-            normaliser = log_normaliser_of(factor, loc, pull)
-        values = None
-        if train and terms.differentiable and run.name in terms:
-            values = terms.log_density(run.name, at.nodes)
-        log_z = log_normaliser(at, mean + run.prior_mean, variance + run.residual, values, self.power)
-        each = torch.where(cavity.valid, log_z + log_ratio, 0.0) / self.power
-        return normaliser.sum(), run.scale * each.sum()
+
+def _require(argument: str, value: Any, fits: bool, what: str) -> None:
+    if not fits:
+        raise ValueError(f"ExpectationPropagation's {argument} must be {what}, got {value!r}")
 
 
 def _is_share(value: Any) -> bool:

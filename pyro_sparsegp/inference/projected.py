@@ -75,6 +75,7 @@ class ProjectedLikelihood(ELBO):
         assert structure is not None
         zero = guide.like.new_zeros(())
         model_trace, guide_trace, _ = guide.at_nodes(dict.fromkeys(structure.gps, zero), wrapped, args, kwargs)
+        # Σ log p(Sᵀy) of the GP sites, lemma S2, log p(y) of sites that are not after one, − Σ KL of other latents
         total: Any = zero
         sites: Any = model_trace.nodes
         for name, site in sites.items():

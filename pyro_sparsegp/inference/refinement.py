@@ -1,4 +1,7 @@
-"""The sites of expectation propagation, refined from their cavities."""
+"""One GP site in a call of expectation propagation, and how its sites are refined from their cavities.
+
+Equations are those of Hernández-Lobato and Hernández-Lobato, 2016, with w = L⁻¹u for the inducing values u.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +12,38 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from ..approximations.expectation import ExpectationGP
 from ..gaussians.sites import Sites, update
-from ..numerics.linalg import NumericalWarning, over_upper, row_squares
+from ..numerics.linalg import NumericalWarning, cholesky, over_upper, row_squares, solve_lower
 from ..numerics.processes import Workers
 from ..numerics.rows import Objects
-from ..numerics.tilted import Tilted, tilted
+from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..program.terms import Terms
 from ..warned import Warned, warn_once
-from .cavities import Cavity, cavity_of, is_valid, log_normaliser_of, parabola
-from .site_runs import SiteRun
+from .cavities import Cavity, cavity_of, is_valid, log_normaliser_of, parabola, prior_of
 
-__all__ = ["Progress", "Refinement", "State"]
+__all__ = ["Progress", "Settings", "SiteRun"]
 
 _SLOWEST = 1 / 64
 _NEAR = 1.0  # standard deviations by which sites near their fixed point move at most
 _NEAR_IF_EXACT = 0.05  # the same where one sweep ends there
 
 
-@dataclass
-class State:
-    """q, its cavities and tilted distributions at the sites as they are.
+@dataclass(frozen=True)
+class Settings:
+    """What ``ExpectationPropagation`` was given.
 
-    :param exact: where the likelihood is Gaussian, so that the site found is exact whatever the cavity.
-    :param loc: q's mean.
-    :param factor: of q's precision.
-    :param log_normaliser: G(q) − G(p).
+    :param damping: ρ, the weight of a new site.
+    :param power: α.
+    :param num_nodes: of each one-dimensional integral.
+    :param warned: what was warned of.
     """
 
-    cavity: Cavity
-    at: Tilted
-    exact: Tensor
-    loc: Tensor
-    factor: Tensor
-    log_normaliser: Tensor
+    damping: float
+    power: float
+    num_nodes: int
+    workers: Workers
+    warned: Warned
 
 
 @dataclass
@@ -52,9 +54,10 @@ class Progress:
     :param change: the last sweep's largest move, of exact sites too, in standard deviations.
     :param far: whether sites are too far from their fixed point for a gradient that supposes them there.
     :param moved: that of sites that are not exact, at the last sweep that was kept.
-    :param pace: a share of the damping, which falls where updates go astray, and the most that it grows to again.
+    :param pace: a share of the damping, which falls where updates go astray.
     :param start: the sites from which the last sweep started.
     :param seen: how many data came since the running sums were made anew.
+    :param given: of the last call with all data, these, their order and the fingerprints that this belongs to.
     """
 
     sites: Any = 0
@@ -64,153 +67,190 @@ class Progress:
     change: float = math.nan
     far: bool = False
     moved: float = math.inf
-    pace: tuple[float, float] = (1.0, 1.0)
+    pace: float = 1.0
     start: Optional[tuple[Tensor, Tensor]] = None
     seen: int = 0
+    given: Optional[tuple[Objects, Optional[Tensor], Tensor]] = None
 
 
-class Refinement:
-    """Refines the sites of GP sites, and remembers how that went.
+@dataclass
+class SiteRun:
+    """One GP site in one run of the model, and its sites as they are.
 
-    :param damping: the weight of a new site.
-    :param power: α.
-    :param num_nodes: of each one-dimensional integral.
-    :param warned: what was warned of.
+    :param phi: Φ at the data given, ``(..., B, M)``, with its graph.
+    :param residual: d, with its graph.
+    :param prior_mean: μ, with its graph.
+    :param spread: f's prior standard deviation.
+    :param index: the row numbers of the data given; ``None`` for all.
+    :param num: how many data there are.
+    :param anchor: L, with its graph, where the sites are about u = Lw.
+    :param sites: at the features that they are about, of the data given.
+    :param order: the sites' numbers where all data are given in another order.
+    :param given: all data given, as the tensors that they are, and their fingerprints, if they are not the last call's.
+
+    After :meth:`look`: the cavities, the tilted distributions ``at`` them, where the likelihood is Gaussian, so that
+    the site found is ``exact`` whatever the cavity; the factor of q's precision, q's mean, and G(q) − G(p).
     """
 
-    def __init__(self, damping: float, power: float, num_nodes: int, workers: Workers, warned: Warned) -> None:
-        self.damping, self.power, self.num_nodes = damping, power, num_nodes
-        self.workers, self.warned = workers, warned
-        self.progress: dict[str, Progress] = {}
-        self.calls: dict[str, tuple[Objects, Optional[Tensor], Tensor]] = {}  # SiteRun.of's ``last``
+    name: str
+    settings: Settings
+    progress: Progress
+    module: ExpectationGP
+    phi: Tensor
+    residual: Tensor
+    prior_mean: Tensor
+    spread: Tensor
+    index: Optional[Tensor]
+    num: int
+    anchor: Optional[Tensor]
+    sites: Sites
+    order: Optional[Tensor]
+    given: Optional[tuple[Objects, Tensor]]
+
+    cavity: Cavity = None  # type: ignore[assignment]
+    at: Tilted = None  # type: ignore[assignment]
+    exact: Tensor = None  # type: ignore[assignment]
+    factor: Tensor = None  # type: ignore[assignment]
+    loc: Tensor = None  # type: ignore[assignment]
+    log_normaliser: Tensor = None  # type: ignore[assignment]
+
+    # q and its cavities.
 
     @torch.no_grad()
-    def state(self, run: SiteRun, terms: Terms) -> State:
-        """q, its cavities and tilted distributions."""
-        factor, loc, pull, cavity = self._posterior(run)
-        residual, prior_mean = run.residual.detach(), run.prior_mean.detach()
+    def look(self, terms: Terms) -> None:
+        """Find q, its cavities and tilted distributions at the sites as they are."""
+        power = self.settings.power
+        self._find_posterior()
+        scaled = power * self.sites.precision, power * self.sites.linear
+        cavity = self.cavity = cavity_of(self.phi.detach(), self.sites.inputs, *scaled, self.loc, self.factor)
+        residual, prior_mean = self.residual.detach(), self.prior_mean.detach()
         mean, variance = cavity.mean + prior_mean, cavity.variance + residual
 
         def log_density(f: Tensor) -> Tensor:
-            return terms.log_density(run.name, f) if run.name in terms else torch.zeros_like(f)
+            return terms.log_density(self.name, f) if self.name in terms else torch.zeros_like(f)
 
-        # A tilted distribution is near where the cavity times the site was, as a factor of f rather than of φᵀw:
+        # Z = ∫ p(y | f)^α N(f | μ + m⁻, v⁻ + d) df, of which eq. 17 is the probit's. The tilted distribution is near
+        # where the cavity times the site was, as a factor of f rather than of φᵀw:
         # τ = αν/(1 − ανd); and where a Gaussian likelihood's is, however far from the cavity.
-        left = (1 - self.power * run.sites.precision * residual).clamp(min=1e-6)
-        precision = (1 / variance + self.power * run.sites.precision / left).clamp(min=0.25 / variance)
-        centre = prior_mean + (cavity.mean / variance + self.power * run.sites.linear / left) / precision
+        left = (1 - power * self.sites.precision * residual).clamp(min=1e-6)
+        precision = (1 / variance + power * self.sites.precision / left).clamp(min=0.25 / variance)
+        centre = prior_mean + (cavity.mean / variance + power * self.sites.linear / left) / precision
         top = mean
         for _ in range(2):  # in float32 rounding far from its top hides how a parabola bends: looked at near it again
-            slope, curvature = parabola(log_density, top, run.spread)
-            gaussian = 1 / variance + self.power * curvature
-            top = top + (self.power * slope - (top - mean) / variance) / gaussian
-        known = self._of(run).moved < 0.5 and run.index is None
-        at = tilted(
+            slope, curvature = parabola(log_density, top, self.spread)
+            gaussian = 1 / variance + power * curvature
+            top = top + (power * slope - (top - mean) / variance) / gaussian
+        at = self.at = tilted(
             log_density,
             mean,
             variance,
             torch.where(curvature > 0, top, centre),
             torch.where(curvature > 0, gaussian, precision).rsqrt(),
-            self.power,
-            self.num_nodes,
-            passes=1 if known else 5,
+            power,
+            self.settings.num_nodes,
+            passes=1 if self.progress.moved < 0.5 and self.index is None else 5,
         )
         small = 1e-6 if mean.dtype == torch.float64 else 1e-2
         exact = (curvature > 0) & ((at.variance * gaussian - 1).abs() < small)
-        exact = exact & ((at.mean - top).abs() < small * at.variance.sqrt())
-        return State(cavity, at, exact, loc, factor, log_normaliser_of(factor, loc, pull))
+        self.exact = exact & ((at.mean - top).abs() < small * at.variance.sqrt())
 
-    def _of(self, run: SiteRun) -> Progress:
-        return self.progress.setdefault(run.name, Progress())
-
-    def _sums(self, run: SiteRun, sites: Sites) -> tuple[Tensor, Tensor]:
-        """I + Σ νφφᵀ and Σ bφ of all data, with these sites of the data given."""
-        module, old = run.module, run.sites
-        if run.index is None:
-            gram, pull = self.workers.sum(*module.sums(sites.inputs, sites.precision, sites.linear))
-        elif sites is old:
-            gram, pull = module.gram, module.pull
-        else:
-            now = module.sums(sites.inputs, sites.precision, sites.linear)
+    def _sums(self, sites: Sites) -> tuple[Tensor, Tensor]:
+        """P = I + Σ νφφᵀ and Σ bφ of all data, with these sites of the data given."""
+        module, old = self.module, self.sites
+        # Of a mini-batch, P changes by what its sites have changed: Σ νφφᵀ of other data stays as it is.
+        gram, pull = module.sums(sites.inputs, sites.precision, sites.linear)
+        if self.index is not None:
             held = module.sums(old.inputs, old.precision, old.linear)
-            gram, pull = self.workers.sum(now[0] - held[0], now[1] - held[1])
+            gram, pull = gram - held[0], pull - held[1]
+        gram, pull = self.settings.workers.sum(gram, pull)
+        if self.index is not None:
             gram, pull = module.gram + gram, module.pull + pull
         return gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device), pull
 
-    def _any(self, flag: Tensor) -> bool:
-        """Whether a flag is true in any process."""
-        return bool(self.workers.largest(flag.any().float()))
-
-    def _posterior(self, run: SiteRun) -> tuple[Tensor, Tensor, Tensor, Cavity]:
-        """The Cholesky factor of q's precision, q's mean, their product and the cavities."""
-        gram, pull = self._sums(run, run.sites)
-        factor, info = torch.linalg.cholesky_ex(gram)
+    def _find_posterior(self) -> None:
+        """q's mean, the factor of its precision and its log normaliser."""
+        gram, pull = self._sums(self.sites)
+        self.factor, info = torch.linalg.cholesky_ex(gram)
         if self._any(info):
             # Without the negative sites q exists: test_negative_precisions_that_outweigh_the_rest_are_cut.
-            self._of(run).cut += 1
+            self.progress.cut += 1
             warn_once(
-                self.warned,
+                self.settings.warned,
                 "negative sites dropped",
-                run.name,
-                f"expectation propagation at GP site {run.name!r} dropped sites of negative precision, with which q "
+                self.name,
+                f"expectation propagation at GP site {self.name!r} dropped sites of negative precision, with which q "
                 "had no covariance: the likelihood is not log-concave, and the updates may not converge. Look at "
                 "ep.status; lower damping (0.1) and power (0.5) help.",
                 NumericalWarning,
                 stacklevel=6,
             )
-            run.sites = _without_negative(run.sites)
-            if run.index is not None:
-                module = run.module
+            self.sites = _without_negative(self.sites)
+            if self.index is not None:
+                module = self.module
                 kept = _without_negative(Sites(module.rows, module.precision, module.linear))
                 module.precision, module.linear = kept.precision, kept.linear
-                self._resum(module)
-            gram, pull = self._sums(run, run.sites)
-            factor = torch.linalg.cholesky(gram)
-        loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
-        scaled = self.power * run.sites.precision, self.power * run.sites.linear
-        return factor, loc, pull, cavity_of(run.phi.detach(), run.sites.inputs, *scaled, loc, factor)
+                self._resum()
+            gram, pull = self._sums(self.sites)
+            self.factor = torch.linalg.cholesky(gram)
+        # Eq. 12 and 13 in w: S = P⁻¹ and m = P⁻¹Σ bφ.
+        self.loc = torch.cholesky_solve(pull[..., None], self.factor)[..., 0]
+        self.log_normaliser = log_normaliser_of(self.factor, self.loc, pull)
 
-    def _resum(self, module: Any) -> None:
+    def _resum(self) -> None:
+        module = self.module
         sums = module.sums(module.features_of(module.rows), module.precision, module.linear)
-        module.gram, module.pull = self.workers.sum(*sums)
+        module.gram, module.pull = self.settings.workers.sum(*sums)
+
+    def _any(self, flag: Tensor) -> bool:
+        """Whether a flag is true in any process."""
+        return bool(self.settings.workers.largest(flag.any().float()))
+
+    # Refined sites.
 
     @torch.no_grad()
-    def refine(self, run: SiteRun, state: State) -> tuple[Sites, Progress]:
+    def refined(self) -> tuple[Sites, Progress]:
         """The refined sites, damped, and how that goes: nothing is kept."""
-        cavity, at, progress = state.cavity, state.at, replace(self._of(run))
-        residual, (mean, spread) = run.residual.detach(), cavity.marginal
+        cavity, at, power, workers = self.cavity, self.at, self.settings.power, self.settings.workers
+        progress, residual, (mean, spread) = replace(self.progress), self.residual.detach(), cavity.marginal
         variance = cavity.variance + residual
-        slope = (at.mean - cavity.mean - run.prior_mean.detach()) / variance  # a = ∂log Z/∂m⁻
+        # With a = ∂log Z/∂m⁻ and β = −∂²log Z/∂m⁻², the α and α² + αa/b of eq. 18 and 19, eq. 23 reads in w
+        # αν = β/(1 − v⁻β) and αb = (a + m⁻β)/(1 − v⁻β). By the tilted moments
+        # a = (E f − μ − m⁻)/(v⁻ + d), β = (1 − Var f/(v⁻ + d))/(v⁻ + d)
+        # and 1 − v⁻β = (d + v⁻ Var f/(v⁻ + d))/(v⁻ + d), without cancellation.
+        slope = (at.mean - cavity.mean - self.prior_mean.detach()) / variance
         beta = (1 - at.variance / variance) / variance
-        left = (residual + cavity.variance * at.variance / variance) / variance  # 1 − v⁻β, without cancellation
-        precision = beta / left / self.power
-        linear = (slope + cavity.mean * beta) / left / self.power
+        left = (residual + cavity.variance * at.variance / variance) / variance
+        precision = beta / left / power
+        linear = (slope + cavity.mean * beta) / left / power
         usable = cavity.valid & precision.isfinite() & linear.isfinite()
-        old = Sites(run.phi.detach(), run.sites.precision, run.sites.linear)
+        old = Sites(self.phi.detach(), self.sites.precision, self.sites.linear)
         # A site with whose neighbours there is no cavity goes, if it is negative; else it stays:
         # test_cavities_without_variance_are_skipped.
         precision = torch.where(usable, precision, old.precision.clamp(min=0))
         linear = torch.where(usable, linear, torch.where(old.precision < 0, 0.0, old.linear))
+        # Eq. 25, but for sites of a Gaussian likelihood, which are exact whatever the cavity: test_two_sweeps.
         gradient = linear - precision * mean
-        new = update(old, gradient, precision, (mean, spread), self.damping * progress.pace[0], math.inf)
-        new = _chosen(state.exact & usable, Sites(old.inputs, precision, linear), new)
-        more = precision - old.precision
-        moves = (more * spread).abs().maximum((gradient - old.linear + old.precision * mean).abs() * spread.sqrt())
-        either = torch.stack([moves, torch.where(state.exact, 0.0, moves)]).flatten(1)
-        told = either.amax(-1) if either.shape[-1] else either.new_zeros(2)
-        told = torch.cat([told, (new.precision < 0).any().reshape(1).to(told)])
-        progress.change, moved, has_negative = self.workers.largest(told).tolist()
+        new = update(old, gradient, precision, (mean, spread), self.settings.damping * progress.pace, math.inf)
+        exact = self.exact & usable
+        new = Sites(
+            old.inputs,
+            torch.where(exact, precision, new.precision),
+            torch.where(exact, linear, new.linear),
+        )
+        more = (precision - old.precision) * spread
+        moves = more.abs().maximum((gradient - old.linear + old.precision * mean).abs() * spread.sqrt())
+        told = torch.stack(
+            [moves.max(), torch.where(self.exact, 0.0, moves).max(), (new.precision < 0).any().to(moves)]
+        )
+        progress.change, moved, has_negative = workers.largest(told).tolist()
         progress.far = moved > _NEAR or progress.change > max(moved, _NEAR_IF_EXACT)
-        progress.skipped, progress.sites = (~usable).sum(), run.num
         if has_negative:
-            new = self._within_bounds(run, old, new)
-        progress.negative = (new.precision < 0).sum()
-        if self.workers.num > 1:
-            counts = progress.skipped.to(moves), progress.negative.to(moves), moves.new_tensor(float(run.num))
-            progress.skipped, progress.negative, progress.sites = self.workers.sum(*counts)
-        return self._careful(run, new, progress, moved), progress
+            new = self._within_bounds(old, new)
+        counts = (~usable).sum(), (new.precision < 0).sum(), moves.new_tensor(self.num)
+        progress.skipped, progress.negative, progress.sites = workers.sum(*(count.to(moves) for count in counts))
+        return self._careful(new, progress, moved), progress
 
-    def _within_bounds(self, run: SiteRun, old: Sites, new: Sites) -> Sites:
+    def _within_bounds(self, old: Sites, new: Sites) -> Sites:
         """New sites, those that lose precision less far if else q or cavities had no covariance: of likelihoods that
         are not log-concave, test_a_likelihood_far_from_log_concave_stays_bounded.
         """
@@ -222,64 +262,95 @@ class Refinement:
                 old.precision + kept * (new.precision - old.precision),
                 old.linear + kept * (new.linear - old.linear),
             )
-            factor, info = torch.linalg.cholesky_ex(self._sums(run, found)[0])
+            factor, info = torch.linalg.cholesky_ex(self._sums(found)[0])
             spread = row_squares(over_upper(found.inputs, factor))
-            valid = is_valid(1 - self.power * found.precision * spread, spread, found.inputs).all()
+            valid = is_valid(1 - self.settings.power * found.precision * spread, spread, found.inputs).all()
             if not self._any((info != 0).any() | ~valid):
                 break
         return found
 
-    @staticmethod
-    def _careful(run: SiteRun, new: Sites, progress: Progress, moved: float) -> Sites:
+    def _careful(self, new: Sites, progress: Progress, moved: float) -> Sites:
         """The refined sites; or, if the last sweep led astray, those from which it started, to go slower from there:
         test_student_t_with_outliers. Mini-batches, between whose visits others' sites move, go on from where they are.
         """
-        pace, most = progress.pace
-        astray = moved > max(2 * progress.moved, 0.5)
-        if run.index is not None or not astray:
-            progress.pace = min(1.1 * pace, most), most
-            if run.index is None:
-                kept = run.in_order(run.sites.precision), run.in_order(run.sites.linear)
-                progress.start, progress.moved = kept, moved
+        if self.index is not None:
             return new
-        slower = max(0.6 * pace, _SLOWEST)
-        progress.pace, progress.moved = (slower, slower), math.inf
-        if progress.start is None:
+        if moved <= max(2 * progress.moved, 0.5):
+            progress.start, progress.moved = (
+                (self._in_order(self.sites.precision), self._in_order(self.sites.linear)),
+                moved,
+            )
             return new
-        precision, linear = progress.start
-        progress.start = None
-        numbers = slice(None) if run.order is None else run.order
-        return Sites(new.inputs, precision[..., numbers], linear[..., numbers])
+        start, progress.start, progress.moved = progress.start, None, math.inf
+        progress.pace = max(0.6 * progress.pace, _SLOWEST)
+        if start is None:
+            return new
+        precision, linear = (part if self.order is None else part[..., self.order] for part in start)
+        return Sites(new.inputs, precision, linear)
 
     @torch.no_grad()
-    def keep(self, run: SiteRun, sites: Sites, progress: Progress) -> None:
+    def keep(self, sites: Sites, progress: Progress) -> None:
         """Have the module keep the sites of the data given."""
-        self.progress[run.name] = progress
-        module, anchor = run.module, None if run.anchor is None else run.anchor.detach()
+        module, anchor = self.module, None if self.anchor is None else self.anchor.detach()
         rows, precision, linear = sites.inputs, sites.precision, sites.linear
-        if run.index is None:
-            module.keep_all(run.in_order(rows, -2), anchor, run.in_order(precision), run.in_order(linear))
-            if self.workers.num > 1:
-                module.gram, module.pull = self.workers.sum(module.gram, module.pull)
-            if run.given is not None:
-                module.fingerprints = run.in_order(run.given[1])
-                self.calls[run.name] = run.given[0], run.order, module.fingerprints
+        if self.index is None:
+            module.keep_all(self._in_order(rows, -2), anchor, self._in_order(precision), self._in_order(linear))
+            module.gram, module.pull = self.settings.workers.sum(module.gram, module.pull)
+            if self.given is not None:
+                module.fingerprints = self._in_order(self.given[1])
+                progress.given = self.given[0], self.order, module.fingerprints
         else:
             if module.empty:
-                module.make_room(run.num, rows, anchor)
-            gram, pull = self.workers.sum(*module.keep_some(run.index, rows, precision, linear))
+                module.make_room(self.num, rows, anchor)
+            gram, pull = self.settings.workers.sum(*module.keep_some(self.index, rows, precision, linear))
             module.gram, module.pull = module.gram + gram, module.pull + pull
             progress.seen += rows.shape[-2]
-            if progress.seen >= run.num:  # rounding errors of the running sums
+            if progress.seen >= self.num:  # rounding errors of the running sums
                 progress.seen = 0
-                self._resum(module)
-        run.sites = sites
+                self._resum()
+        self.sites, self.progress = sites, progress
 
+    def _in_order(self, values: Tensor, dim: int = -1) -> Tensor:
+        """Values of all data given, in the sites' order."""
+        return values if self.order is None else values.index_select(dim, self.order.argsort())
 
-def _chosen(where: Tensor, one: Sites, other: Sites) -> Sites:
-    precision = torch.where(where, one.precision, other.precision)
-    return Sites(other.inputs, precision, torch.where(where, one.linear, other.linear))
+    # The objective.
+
+    def log_z(self, terms: Terms, gradient: Optional[str]) -> tuple[Tensor, Tensor]:
+        """G(q) − G(p), and the sum of (log Z + G(cavity) − G(q))/α of the data given, scaled up to all.
+
+        :param gradient: "matched" or "exact", or ``None`` for none.
+        """
+        cavity, normaliser, at, power = self.cavity, self.log_normaliser, self.at, self.settings.power
+        mean, variance, log_ratio, values = cavity.mean, cavity.variance, cavity.log_ratio, None
+        if gradient == "matched":
+            # Eq. 4: where moments match, ∂log Z_EP/∂ξ is that of Σ log Zₙ with the cavities over w held.
+            # Only φ moves: of m⁻ = φᵀμ⁻ and v⁻ = φᵀV⁻φ.
+            phi = self.phi
+            if self.index is not None and self.anchor is not None:
+                # The sites of other data stay where they are in u = Lw, and so do the cavities: φᵀw = φᵀL⁻¹u.
+                turn = solve_lower(self.anchor, self.anchor.detach())
+                phi = phi @ turn
+                normaliser = normaliser + prior_of(turn, self.loc, self.factor)
+            mean = (phi * cavity.loc).sum(-1)
+            variance = 2 * (phi * cavity.cov).sum(-1) - cavity.variance
+        elif gradient == "exact":
+            # Eq. 28 as it is, with the sites (ν, b) held.
+            sites = self.sites
+            gram, pull = self._sums(Sites(self.phi, sites.precision, sites.linear))
+            factor = cholesky(gram, 0.0, f"q's precision at site {self.name!r}")
+            loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
+            moving = cavity_of(self.phi, self.phi, power * sites.precision, power * sites.linear, loc, factor)
+            mean, variance, log_ratio = moving.mean, moving.variance, moving.log_ratio
+            normaliser = log_normaliser_of(factor, loc, pull)
+        if gradient is not None and terms.differentiable and self.name in terms:
+            values = terms.log_density(self.name, at.nodes)
+        # log Z̃ₙ = log Zₙ + G(cavity) − G(q), eq. 26, over α; eq. 6 scales those of a mini-batch up.
+        log_z = log_normaliser(at, mean + self.prior_mean, variance + self.residual, values, power)
+        each = torch.where(cavity.valid, log_z + log_ratio, 0.0) / power
+        return normaliser.sum(), self.num / self.phi.shape[-2] * each.sum()
 
 
 def _without_negative(sites: Sites) -> Sites:
-    return _chosen(sites.precision < 0, Sites.none(sites.inputs, sites.precision.shape[:-1]), sites)
+    linear = torch.where(sites.precision < 0, 0.0, sites.linear)
+    return Sites(sites.inputs, sites.precision.clamp(min=0), linear)

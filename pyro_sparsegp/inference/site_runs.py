@@ -1,8 +1,7 @@
-"""GP sites in one run of the model, and which of the sites of expectation propagation its data have."""
+"""Which data a call of expectation propagation brings, and the sites that these have."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Optional
 
@@ -20,113 +19,68 @@ from ..program.data import tensors
 from ..program.dependence import NONE
 from ..program.terms import Terms
 from ..program.traces import all_sites, is_observation
+from .refinement import Progress, Settings, SiteRun
 
-__all__ = ["SiteRun"]
+__all__ = ["site_run"]
 
 
-@dataclass
-class SiteRun:
-    """One GP site in one run of the model, and its sites as they are.
+def site_run(
+    guide: AutoSparseGP,
+    name: str,
+    process: GaussianProcess,
+    terms: Terms,
+    trace: poutine.Trace,
+    call: tuple[tuple, dict[str, Any]],
+    indices: Optional[Tensor],
+    settings: Settings,
+    progress: Progress,
+) -> SiteRun:
+    """One GP site of a run, its sites as they are kept.
 
-    :param phi: Φ at the data given, ``(..., B, M)``, with its graph.
-    :param residual: d, with its graph.
-    :param prior_mean: μ, with its graph.
-    :param spread: f's prior standard deviation.
-    :param index: the row numbers of the data given; ``None`` for all.
-    :param num: how many data there are.
-    :param anchor: L, with its graph, where the sites are about u = Lw.
-    :param sites: at the features that they are about, of the data given.
-    :param order: the sites' numbers where all data are given in another order.
-    :param given: all data given, by the tensors that they are, and their fingerprints, if not those of the call before.
+    :raises ValueError: naming the site, if the rows are not the data that it has sites of, or do not say which.
     """
-
-    name: str
-    module: ExpectationGP
-    phi: Tensor
-    residual: Tensor
-    prior_mean: Tensor
-    spread: Tensor
-    index: Optional[Tensor]
-    num: int
-    anchor: Optional[Tensor]
-    sites: Sites
-    order: Optional[Tensor]
-    given: Optional[tuple[Objects, Tensor]]
-
-    def in_order(self, values: Tensor, dim: int = -1) -> Tensor:
-        """Values of all data given, in the sites' order."""
-        return values if self.order is None else values.index_select(dim, self.order.argsort())
-
-    @property
-    def scale(self) -> float:
-        """How many data each datum given stands for."""
-        return self.num / self.phi.shape[-2]
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        process: GaussianProcess,
-        guide: AutoSparseGP,
-        terms: Terms,
-        trace: poutine.Trace,
-        indices: Optional[Tensor],
-        call: tuple[tuple, dict[str, Any]],
-        needs_all: bool,
-        last: Optional[tuple[Objects, Optional[Tensor], Tensor]],
-    ) -> SiteRun:
-        """One GP site of a run, its sites as they are kept.
-
-        :param last: of the last call with all data, these, their order and the fingerprints that this belongs to.
-        :param needs_all: whether each call must bring all data.
-        :raises ValueError: naming the site, if the rows are not the data that it has sites of, or do not say which.
-        """
-        scale: Any = trace.nodes[name]["scale"] if name in trace.nodes else 1.0
-        if isinstance(scale, Tensor) or scale != 1:
-            raise ValueError(
-                f"GP site {name!r} is scaled by {scale}; expectation propagation has no prior to another power. Scale "
-                "the likelihood's site alone, or the loss."
-            )
-        module: ExpectationGP = attrgetter(name)(guide.gps)
-        assert guide.structure is not None
-        features = module.basis(process.kernel, process.jitter, name)
-        phi, anchor = side_by_side(features(process.x)), features.anchor
-        prior = process.variance
-        residual = torch.maximum(prior - row_squares(phi), variance_floor(prior))
-        index, num = _rows(name, process, guide.structure.dependence[name] == NONE, terms, trace, indices)
-        kept = module.precision.shape[-1]
-        if kept not in (0, num):
-            raise ValueError(
-                f"GP site {name!r} has sites of {kept} data, this call brings {num}. For a part of the data, "
-                "give the plate their full number and row numbers, pyro.plate('data', N, subsample_size=B); "
-                "for other data, make a new guide."
-            )
-        if index is not None and needs_all:
-            raise ValueError(
-                'ExpectationPropagation\'s gradient="exact" needs all data in each step; this one brings '
-                f'{len(index)} of {num}. Take gradient="matched" for mini-batches.'
-            )
-        order = given = None
-        with torch.no_grad():
-            if index is None:
-                observed = [s["value"] for n, s in all_sites(trace) if n in guide.structure.rows and is_observation(s)]
-                arguments = tensors(call)
-                seen = [*(arguments or [process.x]), *observed]
-                if indices is None and last and last[2] is module.fingerprints and last[0].are(seen):
-                    order = last[1]  # nothing is read back from a device: test_a_family_stays_on_its_device
-                else:
-                    given = Objects(seen), _fingerprints(process.x, arguments, observed)
-                    order = module.order_of(given[1], name) if indices is None else indices.to(process.x.device)
-            sites = Sites(phi.detach(), torch.zeros_like(process.mean), torch.zeros_like(process.mean))
-            if kept:
-                rows, numbers = phi.detach(), order
-                if index is not None:
-                    module.look_from(None if anchor is None else anchor.detach())
-                    rows, numbers = module.features_of(module.rows[..., index, :]), index
-                each = slice(None) if numbers is None else numbers
-                sites = Sites(rows, module.precision[..., each], module.linear[..., each])
-        spread = prior.detach().sqrt()
-        return cls(name, module, phi, residual, process.mean, spread, index, num, anchor, sites, order, given)
+    scale: Any = trace.nodes[name]["scale"] if name in trace.nodes else 1.0
+    if isinstance(scale, Tensor) or scale != 1:
+        raise ValueError(
+            f"GP site {name!r} is scaled by {scale}; expectation propagation has no prior to another power. Scale "
+            "the likelihood's site alone, or the loss."
+        )
+    module: ExpectationGP = attrgetter(name)(guide.gps)
+    features = module.basis(process.kernel, process.jitter, name)
+    phi, anchor = side_by_side(features(process.x)), features.anchor
+    prior = process.variance
+    # d = k(x, x) − φφᵀ, FITC's diagonal (eq. 1)
+    residual = torch.maximum(prior - row_squares(phi), variance_floor(prior))
+    index, num = _rows(name, process, guide.facts.dependence[name] == NONE, terms, trace, indices)
+    kept = module.precision.shape[-1]
+    if kept not in (0, num):
+        raise ValueError(
+            f"GP site {name!r} has sites of {kept} data, this call brings {num}. For a part of the data, "
+            "give the plate their full number and row numbers, pyro.plate('data', N, subsample_size=B); "
+            "for other data, make a new guide."
+        )
+    order = given = None
+    with torch.no_grad():
+        if index is None:
+            observed = [s["value"] for n, s in all_sites(trace) if n in guide.facts.rows and is_observation(s)]
+            arguments, last = tensors(call), progress.given
+            seen = [*(arguments or [process.x]), *observed]
+            if indices is None and last and last[2] is module.fingerprints and last[0].are(seen):
+                order = last[1]  # nothing is read back from a device: test_a_family_stays_on_its_device
+            else:
+                given = Objects(seen), _fingerprints(process.x, arguments, observed)
+                order = module.order_of(given[1], name) if indices is None else indices.to(process.x.device)
+        sites = Sites(phi.detach(), torch.zeros_like(process.mean), torch.zeros_like(process.mean))
+        if kept:
+            rows, numbers = phi.detach(), order
+            if index is not None:
+                module.look_from(None if anchor is None else anchor.detach())
+                rows, numbers = module.features_of(module.rows[..., index, :]), index
+            picked = slice(None) if numbers is None else numbers
+            sites = Sites(rows, module.precision[..., picked], module.linear[..., picked])
+    spread = prior.detach().sqrt()
+    rest = residual, process.mean, spread, index, num, anchor, sites, order, given
+    return SiteRun(name, settings, progress, module, phi, *rest)
 
 
 def _fingerprints(x: Tensor, arguments: list[Tensor], observed: list[Tensor]) -> Tensor:
@@ -155,16 +109,12 @@ def _rows(
                 "pyro.plate('data', N, subsample=x)"
             )
         return None, here
-    if len(terms.plates) > 1 or name not in terms.findings.rowwise:
+    ((plate, (size, full)), *others) = terms.plates.items()
+    if others or name not in terms.findings.rowwise or size != here:
         raise ValueError(
-            f"the data of GP site {name!r} come in part, and not one for each of its values: a site needs all "
-            "terms of its value at once. Give all data in each step."
-        )
-    ((plate, (size, full)),) = terms.plates.items()
-    if size != here:
-        raise ValueError(
-            f"GP site {name!r} has {here} values, plate {plate!r} holds {size} of {full} rows: sample the process "
-            "at the inputs of those rows."
+            f"GP site {name!r} has {here} values, plate {plate!r} holds {size} of {full} rows, and not all terms of a "
+            "value stand in its row of that plate alone: a site needs all of them at once. Sample the process at the "
+            "inputs of those rows, or give all data in each step."
         )
     if indices is None:
         indices = trace.nodes[plate]["value"] if plate in trace.nodes else None
