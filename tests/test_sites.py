@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import itertools
 import math
 import pickle
 
@@ -40,6 +39,12 @@ LIKELIHOODS = {
     "negative_binomial": lambda f: dist.NegativeBinomial(5.0, logits=f),
 }
 
+CUT = {
+    "student": lambda f: dist.StudentT(3.0, f, 0.2),
+    "cauchy": lambda f: dist.Cauchy(f, 0.2),
+    "laplace": lambda f: dist.Laplace(f, 0.3),
+}
+
 DONE = {"truncated": 0, "halved": 0, "converged": True}
 
 
@@ -52,9 +57,19 @@ def observations(name, num=60):
     return x, y.abs() + 0.1 if name == "gamma" else y
 
 
-def best_bound(likelihood, x, y, z, num_nodes=20):
-    """The bound's maximum over q(u) = N(m, LLᵀ) of inducing points z, by dense algebra and L-BFGS."""
+def by_nodes(likelihood, y, num_nodes=20):
+    """E log p(y | f) over f ~ N(mean, variance), by Gauss-Hermite quadrature."""
     nodes, weights = [torch.as_tensor(part) for part in _hermite(num_nodes)]
+    return lambda mean, variance: (
+        likelihood(mean[:, None] + variance.sqrt()[:, None] * nodes).log_prob(y[:, None]) @ weights
+    )
+
+
+def best_bound(expected, x, z):
+    """The bound's maximum over q(u) = N(m, LLᵀ) of inducing points z, by dense algebra and L-BFGS.
+
+    :param expected: E log p(y | f) of each row, a function of the mean and the variance of f.
+    """
     tril = torch.linalg.cholesky(KERNEL(z) + 1e-8 * KERNEL.diag(z).mean() * torch.eye(len(z)))
     phi = torch.linalg.solve_triangular(tril, KERNEL(z, x), upper=False).mT
     rest = KERNEL.diag(x) - phi.square().sum(-1)
@@ -62,9 +77,9 @@ def best_bound(likelihood, x, y, z, num_nodes=20):
 
     def loss():
         root = below.tril(-1) + log_diagonal.exp().diag()
-        f = (phi @ loc)[:, None] + (rest + (phi @ root).square().sum(-1)).sqrt()[:, None] * nodes
+        total = expected(phi @ loc, rest + (phi @ root).square().sum(-1)).sum()
         divergence = 0.5 * (root.square().sum() + loc.square().sum() - len(z)) - log_diagonal.sum()
-        return divergence - (likelihood(f).log_prob(y[:, None]) @ weights).sum()
+        return divergence - total
 
     optimiser = torch.optim.LBFGS(
         [loc, below, log_diagonal], max_iter=400, history_size=50, tolerance_change=1e-10, line_search_fn="strong_wolfe"
@@ -194,27 +209,15 @@ def test_iterated_sites_reach_the_optimum_of_a_free_posterior(name):
     guide = AutoSparseGP(model, SGPR(z, trainable=False))
     elbo = TraceQuadrature_ELBO(20)
     losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(10)]
-    best = best_bound(LIKELIHOODS[name], x, y, z)
+    best = best_bound(by_nodes(LIKELIHOODS[name], y), x, z)
     assert abs(-losses[-1] - best) < 1e-4
     assert guide.site_status["f"] == DONE | {"sites": 60, "exact": False}
+    assert abs(-elbo.loss(model, AutoSparseGP(model, SGPR(z, trainable=False, updates=25)), x, y) - best) < 1e-3
     # Evaluation leaves q alone.
     with torch.no_grad():
         again = [elbo.loss(model, guide, x, y) for _ in range(3)]
     assert again[0] == again[1] == again[2]
     assert abs(again[0] - losses[-1]) < 1e-5
-
-
-def test_updates_within_a_step_converge_at_once():
-    x, y = observations("poisson")
-    model = with_likelihood(LIKELIHOODS["poisson"])
-    z = x[:10] + 0.01
-    elbo = TraceQuadrature_ELBO(20)
-    slow, fast = (
-        AutoSparseGP(model, SGPR(z, trainable=False)),
-        AutoSparseGP(model, SGPR(z, trainable=False, updates=25)),
-    )
-    converged = [elbo.loss_and_grads(model, slow, x, y) for _ in range(30)][-1]
-    assert abs(elbo.loss(model, fast, x, y) - converged) < 1e-4
 
 
 def test_a_prior_mean_is_a_shift_of_the_likelihood():
@@ -281,32 +284,13 @@ def _hermite(num):
     return nodes, weights / weights.sum()
 
 
-def test_student_t_curvature_is_cut_and_counted():
-    x, y = data(num=60)
-    y[::7] += 4.0
-    likelihood = lambda f: dist.StudentT(3.0, f, 0.2)  # noqa: E731
-    model = with_likelihood(likelihood)
-    z = x[:10] + 0.01
-    guide = AutoSparseGP(model, SGPR(z, trainable=False))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(12)]
-    best = best_bound(likelihood, x, y, z)
-    assert best - 0.1 < -losses[-1] < best + 1e-6
-    assert 0 < guide.site_status["f"]["truncated"] <= 20
-    assert (guide.gps.f.sites.precision >= 0).all()
-    aware = AutoSparseGP(model, ComputationAware(30))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, aware, x, y) for _ in range(5)]
-    assert torch.tensor(losses).isfinite().all()
-    assert (aware.posterior(x)["f"].variance > 0).all()
-    assert losses[-1] < losses[0] + 0.01
-
-
 def test_free_sites_have_the_papers_optimum():
     """Paper 0, eq. 4 and 6: λ² = −2 ∂E[log p]/∂σ², which is E[exp f] for counts, and the bound is SGPR's."""
     x, y = (part[:6] for part in observations("poisson", 20))  # 2N = 12 numbers for M(M + 3)/2 = 27: unique
     model = with_likelihood(LIKELIHOODS["poisson"])
     z = x + 0.01
     guide, bound = maximise(model, FreeSites(z, trainable=False), x, y, num_nodes=20, iterations=90)
-    best = best_bound(LIKELIHOODS["poisson"], x, y, z)
+    best = best_bound(by_nodes(LIKELIHOODS["poisson"], y), x, z)
     assert best - 1e-2 < bound < best + 1e-6
     sgpr = AutoSparseGP(model, SGPR(z, trainable=False))
     assert abs([-TraceQuadrature_ELBO(20).loss_and_grads(model, sgpr, x, y) for _ in range(8)][-1] - best) < 1e-4
@@ -432,6 +416,7 @@ def test_outputs_and_several_observed_sites():
     labels = (3 * (y - y.min()) / (y.max() - y.min() + 1e-3)).floor()
     guide = AutoSparseGP(softmax, SGPR(x[:8] + 0.01, trainable=False))
     losses = [TraceQuadrature_ELBO(8).loss_and_grads(softmax, guide, x, labels) for _ in range(8)]
+    assert not guide.site_status["f"]["exact"]
     _, best = maximise(softmax, SVGP(x[:8] + 0.01, trainable=False), x, labels, num_nodes=8, iterations=30)
     assert abs(-losses[-1] - best) < 1e-3
 
@@ -492,19 +477,11 @@ SITE_FAMILIES = {
 }
 
 
-QUICK_STATES = {*((name, regression) for name in SITE_FAMILIES), ("cg", bernoulli), ("FreeSites", bernoulli)}
-QUICK_STATES |= {("SGPR", bernoulli), ("SGPR", heteroscedastic)}
+STATES = [*((name, regression) for name in SITE_FAMILIES), ("cg", bernoulli), ("FreeSites", bernoulli)]
+STATES += [("SGPR", bernoulli), ("SGPR", heteroscedastic)]
 
 
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        pytest.param(
-            *pair, id=f"{pair[0]}-{pair[1].__name__}", marks=[] if pair in QUICK_STATES else [pytest.mark.slow]
-        )
-        for pair in itertools.product(SITE_FAMILIES, (regression, bernoulli, heteroscedastic))
-    ],
-)
+@pytest.mark.parametrize(("name", "model"), STATES)
 def test_state(name, model):
     family = SITE_FAMILIES[name]
     x, y = data(model, 16)
@@ -597,14 +574,16 @@ def outliers(likelihood=lambda f: dist.StudentT(3.0, f, 0.2), num=60):
     return with_likelihood(likelihood), x, y
 
 
-@pytest.mark.parametrize("rate", [pytest.param(0.1, marks=pytest.mark.slow), 0.7, 1.0])
+@pytest.mark.parametrize("rate", [0.7, 1.0])
 def test_cut_sites_reach_their_fixed_point(rate):
     model, x, y = outliers()
     z = x[:10] + 0.01
     guide = AutoSparseGP(model, SGPR(z, trainable=False, rate=rate))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(300 if rate < 0.5 else 32)]
-    best = best_bound(lambda f: dist.StudentT(3.0, f, 0.2), x, y, z)
+    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(32)]
+    best = best_bound(by_nodes(CUT["student"], y), x, z)
     assert abs(-losses[-1] - best) < 1e-3
+    assert 0 < guide.site_status["f"]["truncated"] <= 20
+    assert (guide.gps.f.sites.precision >= 0).all()
     f = guide.posterior(x)["f"].mean.detach()
     q = guide.posterior(x)["f"]
     sites = q.sites
@@ -614,20 +593,8 @@ def test_cut_sites_reach_their_fixed_point(rate):
     torch.testing.assert_close(sites.linear - sites.precision * f, slope, atol=0.02, rtol=0.02)
 
 
-CUT = {
-    "student": lambda f: dist.StudentT(3.0, f, 0.2),
-    "cauchy": lambda f: dist.Cauchy(f, 0.2),
-    "laplace": lambda f: dist.Laplace(f, 0.3),
-}
-PAIRS = (("sparse", "student"), ("cg", "cauchy"), ("eigen", "laplace"), ("random", "student"))
-
-
 @pytest.mark.parametrize(
-    ("actions", "name"),
-    [
-        pytest.param(*pair, marks=[] if pair in PAIRS else [pytest.mark.slow])
-        for pair in itertools.product(("sparse", "cg", "eigen", "random"), CUT)
-    ],
+    ("actions", "name"), [("sparse", "student"), ("cg", "cauchy"), ("eigen", "laplace"), ("random", "student")]
 )
 def test_projections_of_cut_sites_stay_within_reach(actions, name):
     model, x, y = outliers(CUT[name], 28)
@@ -637,13 +604,12 @@ def test_projections_of_cut_sites_stay_within_reach(actions, name):
     if actions != "random":  # whose projections see too little for the updates to contract
         assert max(losses[10:]) < losses[0] + 0.01
         assert max(losses[15:]) - min(losses[15:]) < 5
-    best = best_bound(CUT[name], x, y, x)
+    best = best_bound(by_nodes(CUT[name], y), x, x)
     assert min(losses) > -best - 0.01  # no bound above that of all inputs as inducing points
 
 
-@pytest.mark.parametrize("name", ["student", pytest.param("cauchy", marks=pytest.mark.slow)])
-def test_sites_of_projections_settle_where_some_are_kept_within_reach(name):
-    model, x, y = outliers(CUT[name], 14)
+def test_sites_of_projections_settle_where_some_are_kept_within_reach():
+    model, x, y = outliers(CUT["student"], 14)
     guide = AutoSparseGP(model, ComputationAware(6, "eigen"))
     guide(x, y)
     status = guide.site_status["f"]
@@ -694,33 +660,63 @@ def test_a_mask_that_changes_drops_what_was_seen():
         assert (seen.gps.f.sites.precision[20:] == 0).all()
 
 
-def test_kinks_are_curvature():
-    x, y = data(num=40)
-    likelihood = lambda f: dist.Laplace(f, 0.3)  # noqa: E731
-    model = with_likelihood(likelihood)
-    z = x[:8] + 0.01
-    guide = AutoSparseGP(model, SGPR(z, trainable=False))
-    losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(12)]
-    assert not guide.site_status["f"]["exact"]
-    best = best_bound(likelihood, x, y, z)
-    assert -losses[-1] > best - 2
+class Kinked(dist.Laplace):
+    """A Laplace distribution that does not say what its expectation is."""
 
 
-def test_classes_are_not_gaussian():
-    x, y = data(num=40)
-    labels = (y > y.mean()).double()
+@pytest.mark.parametrize("scale", [0.3, 0.02, 0.01])
+def test_kinks(scale):
+    """Median regression, against the dense bound with E|y − f| = d(2Φ(d/s) − 1) + 2sφ(d/s), d = y − m, in closed form.
 
-    def softmax(x, y=None):
-        f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
+    20 nodes left SGPR some hundred nats short at scales of 0.01 and 0.02. A kinked density that is not declared has
+    what nodes give: they claim more than q has, the less the more there are.
+    """
+    x, _ = data(num=60)
+    y = torch.sin(6 * x[:, 0]) + x[:, 1] + dist.Laplace(0.0, scale).sample((60,))
+    z = x[:10] + 0.01
+
+    def expected(mean, variance):
+        sd, unit = variance.sqrt(), dist.Normal(0.0, 1.0)
+        t = (y - mean) / sd
+        return -sd * (t * (2 * unit.cdf(t) - 1) + 2 * unit.log_prob(t).exp()) / scale - math.log(2 * scale)
+
+    best, gaps = best_bound(expected, x, z), []
+    for likelihood, num_nodes in ((dist.Laplace, 20), (Kinked, 20), (Kinked, 100)):
+        model = with_likelihood(lambda f, likelihood=likelihood: likelihood(f, scale))
+        guide, elbo = AutoSparseGP(model, SGPR(z, trainable=False)), TraceQuadrature_ELBO(num_nodes)
+        claimed = [-elbo.loss_and_grads(model, guide, x, y) for _ in range(40)][-1]
+        q = guide.posterior(x)["f"]
+        bound = (expected(q.mean, q.variance).sum() - q.kl).item()
+        gaps.append((best - bound, claimed - bound))
+    assert max(map(abs, gaps[0])) < 1e-3
+    if scale == 0.3:
+        assert gaps[2][0] < 0.5 * gaps[1][0] < 0.1
+        assert abs(gaps[2][1]) < 0.1
+
+
+@pytest.mark.parametrize("name", ["poisson", "bernoulli"])
+def test_a_step_runs_the_program_twice(name):
+    """Once mapped over nodes to draw the latents and read the sites, once for the bound."""
+    likelihood = LIKELIHOODS[name]
+    x, y = observations(name, 40)
+    runs = []
+
+    def model(x, y=None):
+        runs.append(1)
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.1))
+        f = pyro.sample("f", GaussianProcess(scale * KERNEL, x))
         with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Categorical(logits=f.mT), obs=y)
+            return pyro.sample("y", likelihood(f), obs=y)
 
-    z = x[:8] + 0.01
-    guide = AutoSparseGP(softmax, SGPR(z, trainable=False))
-    losses = [TraceQuadrature_ELBO(10).loss_and_grads(softmax, guide, x, labels) for _ in range(18)]
-    assert not guide.site_status["f"]["exact"]
-    _, best = maximise(softmax, SVGP(z, trainable=False), x, labels, num_nodes=10, iterations=60)
-    assert abs(-losses[-1] - best) < 1e-3
+    guide = AutoSparseGP(model, SGPR(8))
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.001}), TraceQuadrature_ELBO())
+    counts = []
+    for _ in range(8):  # at first sites move far enough to look whether the bound falls
+        runs.clear()
+        svi.step(x, y)
+        counts.append(len(runs))
+    assert max(counts) <= 16
+    assert counts[-3:] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8), ComputationAware(8, "cg")])
@@ -764,8 +760,6 @@ def test_deep_gps_with_projections():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
-    with pytest.raises(ValueError, match=r"GP site 'inner'.*enter another GP site"):
-        AutoSparseGP(deep, ComputationAware(8))(x, y)
     guide = AutoSparseGP(deep, {"inner": SVGP(8), "f": ComputationAware(12, "cg")})
     losses = train(deep, guide, x, y, steps=18, lr=0.15)
     assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
@@ -791,6 +785,9 @@ def test_messages_for_data_that_do_not_fit():
         pyro.infer.Trace_ELBO(num_particles=2, vectorize_particles=True).loss(
             counts, AutoSparseGP(counts, SGPR(5)), x, torch.ones(30)
         )
+    guide = AutoSparseGP(poutine.scale(gaussian(KERNEL), torch.ones(30)), SGPR(5))
+    with pytest.raises(ValueError, match="'f' has a poutine\\.scale with 30 values"):
+        guide(x, y)
 
 
 class Counted(kernels.Matern52):
@@ -820,7 +817,6 @@ class CountedWaves(kernels.FeatureKernel):
     ("family", "kernel", "others"),
     [
         (SGPR, Counted, {"inducing": 8}),
-        (CollapsedOrthogonal, Counted, {"inducing": 6, "orthogonal": 5}),
         (SemiCollapsedOrthogonal, Counted, {"inducing": 6, "orthogonal": 5}),
         (ConditionalSGPR, Counted, {"inducing": 8}),
         (ExactWeightSpace, CountedWaves, {}),
@@ -876,12 +872,11 @@ def test_no_expectation_is_taken_twice_at_the_same_marginals(monkeypatch):
 
     monkeypatch.setattr(Reader, "expect", note)
     guide = AutoSparseGP(model, SGPR(8, rate=0.8, updates=5))
-    for call, with_gradient in ((lambda: guide(x, y), 1), (lambda: guide.posterior(x), 0)):
+    for call in (lambda: guide(x, y), lambda: guide.posterior(x)):
         taken.clear()
         call()
         assert len(taken) > 5
         assert all(one not in taken[:i] for i, one in enumerate(taken))
-        assert sum(trained for _, trained, _ in taken) == with_gradient
 
 
 def test_updates_within_a_step_are_those_of_as_many_steps():
@@ -915,13 +910,6 @@ def test_a_scaled_model_has_the_same_posterior(likelihood):
         found.append((torch.as_tensor(loss / scale), q.mean.detach(), q.variance.detach()))
     for one, other in zip(*found):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
-
-
-def test_a_scale_of_several_values_is_refused():
-    x, y = data(regression, 30)
-    guide = AutoSparseGP(poutine.scale(with_likelihood(lambda f: dist.Normal(f, NOISE)), torch.ones(30)), SGPR(5))
-    with pytest.raises(ValueError, match="'f' has a poutine\\.scale with 30 values"):
-        guide(x, y)
 
 
 @pytest.mark.parametrize("told", ["by its kind", "by its slopes"])

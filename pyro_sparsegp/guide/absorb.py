@@ -49,12 +49,13 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         require_whole(trace)
         require_sizes(trace, each_row=True)
         found = _facts(guide, run, args, kwargs, trace)
+        # With q ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) for a prior, new rows have sites as all rows have under SGPR.
         modules = {
             name: Absorbing(guide.modules_by_site()[name], process, name, forget)
             for name, process in run.processes.items()
         }
         readings = [SiteReading.of(name, run.processes[name], module, found) for name, module in modules.items()]
-        marginals = {reading.name: reading.marginal() for reading in readings}
+        marginals = {reading.name: reading.look()[1] for reading in readings}
         reader = Reader(guide.model, args, kwargs, found, trace)
         tolerance = 1e-7 if guide.like.dtype == torch.float64 else 1e-3
         settle(reader, readings, marginals, _MOST, tolerance)
@@ -85,25 +86,22 @@ def _require_sums(guide: KnownGuide) -> None:
     for group in guide.facts.joint:
         raise ValueError(f"absorb: GP sites {group} have one posterior; train on old and new rows together.")
     for name, module in guide.modules_by_site().items():
-        family, take = module.family["name"], "SVGP or OrthogonalInducing"
         if isinstance(module, SiteGP):
-            why = (
-                "whose posterior follows from all its data, which it keeps: give it old and new rows together, "
-                "guide.forget_data() and then guide(x, y)"
-            )
+            why = "whose posterior follows from all its data: give it old and new rows together, guide.forget_data() "
+            why += "and then guide(x, y); or take SVGP or OrthogonalInducing"
         elif isinstance(module, ExpectationGP):
             why = "which keeps a site for each row: go on with ExpectationPropagation on old and new rows together"
         elif not isinstance(module.coefficients, (NaturalGaussian, NaturalLowRank)):
-            why = "whose q(w) is learned as parameters, natural=False: train on old and new rows together"
-            take = "the same with natural=True"
+            why = "whose q(w) is learned as parameters, natural=False: train on old and new rows together; or take "
+            why += "the same with natural=True"
         else:
             continue
-        raise ValueError(f"absorb: GP site {name!r} has the family {family}, {why}; or take {take}.")
+        raise ValueError(f"absorb: GP site {name!r} has the family {module.family['name']}, {why}.")
 
 
 def _facts(guide: KnownGuide, run: Priors, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> Structure:
     """How the densities of the new rows depend on GP sites' values."""
-    found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated)
+    found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated, num_nodes=guide.facts.num_nodes)
     values = free_values(trace)
 
     def held(moved: dict[str, Tensor]) -> poutine.Trace:
@@ -111,7 +109,7 @@ def _facts(guide: KnownGuide, run: Priors, args: tuple, kwargs: dict[str, Any], 
 
     flat = piecewise_constant(trace)
     explore(found, held, run.processes, [] if flat else list(run.processes))
-    remedy = "Train on old and new rows together"
     for name in run.processes:
-        require_separate_sites(found, name, "rows to absorb, of which absorb", flat, remedy)
+        reads = "rows to absorb, of which absorb"
+        require_separate_sites(found, name, reads, flat, "Train on old and new rows together")
     return found

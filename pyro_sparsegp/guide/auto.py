@@ -119,6 +119,7 @@ class AutoSparseGP(SiteMessenger):
         self.from_draws: Collection[str] = ()
         self._like = torch.empty(0)
         self._nodes: Optional[Mapping[str, Optional[Tensor]]] = None  # of the quadrature that calls
+        self._ahead: Optional[list[Any]] = None  # what runs at nodes are conditioned on, once that is known
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
@@ -132,7 +133,14 @@ class AutoSparseGP(SiteMessenger):
         nodes, has_data = self._nodes, True  # at_nodes calls, perhaps through a wrapper
         if nodes is None:
             self.prepare(*args, **kwargs)
-        rows = rows_of(self, args, kwargs)
+        if self._ahead:
+            rows, conditions = self._ahead[0]
+        else:
+            rows = rows_of(self, args, kwargs)
+            conditions = conditions_of_call(self, rows, args, kwargs)
+        if self._ahead == []:
+            self._ahead.append((rows, conditions))
+            return {}
         if nodes is None:
             require_refined(self.modules_by_site(), lambda: rows.fewer or not self._observes(args, kwargs))
             if self.corrected_modules() or self.facts.enumerated:
@@ -140,7 +148,7 @@ class AutoSparseGP(SiteMessenger):
         few = LARGEST_JOINT if rows.fewer and nodes is None else 0
         run = Posteriors(
             self,
-            conditions_of_call(self, rows, args, kwargs),
+            conditions,
             rows,
             joint_up_to=few if self.training else torch.inf,
             nodes=nodes,
@@ -327,6 +335,17 @@ class AutoSparseGP(SiteMessenger):
             yield
         finally:
             self.kept = before
+
+    @contextmanager
+    def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
+        """Runs at nodes within are conditioned on sites that are read once, before them: they may be mapped."""
+        self._ahead, self._nodes = [], {}
+        try:
+            wrapped(*args, **kwargs)
+            self._nodes = None
+            yield
+        finally:
+            self._ahead = self._nodes = None
 
     def at_nodes(
         self, nodes: Mapping[str, Optional[Tensor]], wrapped: Callable, args: tuple, kwargs: dict[str, Any]

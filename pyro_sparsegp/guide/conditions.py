@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
@@ -18,11 +17,12 @@ from ..numerics.linalg import MAPPED
 from ..program.bare import bare
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
+from ..program.dependence import ELEMENTWISE
 from ..program.facts import explore
 from ..program.handlers import unrecorded
 from ..program.likelihood import Expectation
-from ..program.reader import Reader
-from ..program.traces import all_sites, free_values, held_trace, is_free, repeatable
+from ..program.reader import DrawingReader, Reader, RefusedError, with_priors
+from ..program.traces import RandomState, all_sites, free_values, held_trace, is_free, log_densities, repeatable
 from ..warned import warn_once
 from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, settle
@@ -99,7 +99,7 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
         args, kwargs = data.args, data.kwargs
     run = UnderLatents(guide, same, _reads_itself(guide))
     with unrecorded(same, learns), torch.set_grad_enabled(learns or run.reads):
-        run.perform(args, kwargs)
+        first = _draw(guide, run, args, kwargs, learns and same)
     if same and guide.takes_batches and data is not None and holds_part(run.trace):
         return condition(guide, args, kwargs, False, learns)  # the rows it knows, as a batch of more
     if same and learns:
@@ -110,9 +110,9 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
         require_full_batch(name, module.family["name"], run.trace)
         if learns and not same and isinstance(module.sites, KeptSites):
             module.sites.progress["marginals"] = None  # those of another step
-    reader = Reader(guide.model, args, kwargs, guide.facts, run.trace)
+    reader = Reader(guide.model, args, kwargs, guide.facts, run.trace, _closed(guide.learnt))
     with torch.set_grad_enabled(learns):
-        readings = _read(guide, reader, modules, run, learns)
+        readings = _read(guide, reader, modules, run, learns, first)
     inner = guide.facts.inner
     values = {
         name: site["value"] if learns else site["value"].detach()
@@ -124,9 +124,14 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
 
 
 def _read(
-    guide: KnownGuide, reader: Reader, modules: dict[str, SiteGP], run: UnderLatents, learns: bool
+    guide: KnownGuide,
+    reader: Reader,
+    modules: dict[str, SiteGP],
+    run: UnderLatents,
+    learns: bool,
+    first: Optional[Expectation],
 ) -> list[SiteReading]:
-    """The sites of families on sites, at a run's latents."""
+    """The sites of families on sites, at a run's latents; ``first`` is what it has found at the marginals kept."""
     marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
     if learns:
         _look_again(guide.learnt, reader, run)
@@ -137,7 +142,9 @@ def _read(
             reading = SiteReading.of(name, process, module, reader.found)
             readings.append(reading)
             if not reading.direct or reader.meeting(name):
-                marginals[name] = reading.resume() if learns else reading.marginal()
+                marginals[name] = reading.resume() if learns else reading.look()[1]
+            if first is not None:
+                reading.expected = True, dict(marginals), first
         elif reader.meeting(name):
             with torch.no_grad():
                 q = module(process, name)
@@ -145,7 +152,7 @@ def _read(
     if not readings:
         return readings
     median = guide._computing_median
-    # A scale of several values is the reader's to refuse: test_sites.py::test_a_scale_of_several_values_is_refused.
+    # A scale of several values is the reader's to refuse: test_sites.py::test_messages_for_data_that_do_not_fit.
     one = all(torch.as_tensor(reader.trace.nodes[name]["scale"]).numel() == 1 for name in modules)
     if run.reads and one and all(reading.direct for reading in readings):
         for reading in readings:
@@ -161,6 +168,37 @@ def _read(
     return readings
 
 
+def _draw(
+    guide: KnownGuide, run: UnderLatents, args: tuple, kwargs: dict[str, Any], steps: bool
+) -> Optional[Expectation]:
+    """Draw the latents, and give E[ℓ] and its derivatives at the marginals of the step before, if there are any and no
+    GP sites or outputs meet.
+    """
+    facts, core, (name, module) = guide.facts, guide.learnt, next(iter(guide.site_modules().items()))
+    kept = module.sites.progress["marginals"] if steps and isinstance(module.sites, KeptSites) else None
+    alone = len(facts.gps) == 1 and facts.dependence[name] == ELEMENTWISE and not facts.enumerated
+    if alone and kept is not None and module.at == "marginals" and not (name in facts.quadratic or core.refuses):
+        state = RandomState(guide.like)
+        try:
+            reader = DrawingReader(lambda values: run.at(values, args, kwargs), facts, _closed(core))
+            found = reader.expect(name, {name: kept}, False)
+            run.trace.nodes[name]["value"] = kept[0]  # that of a node is of no use outside of the map
+            return found
+        except RefusedError:
+            core.refuses = True
+            state.restore()
+    run.at({}, args, kwargs)
+    return None
+
+
+def _closed(core: Core) -> Collection[str]:
+    """The sites whose expectation is in closed form, if no other densities depend on the values of the one GP site."""
+    forms = core.forms
+    if forms is None or len(core.facts.gps) > 1 or forms.functions or forms.rest.dependence:
+        return ()
+    return forms.rows
+
+
 def _reads_itself(guide: KnownGuide) -> bool:
     """Whether the run in which latents are drawn gives all sites: each GP site's log densities are quadratic in its
     values, and none meets another or itself; not under vmap, by which predict draws: it has no torch.autograd.grad.
@@ -173,14 +211,11 @@ def _reads_itself(guide: KnownGuide) -> bool:
 
 def _read_off(reading: SiteReading, run: UnderLatents, learns: bool) -> None:
     """The sites of a quadratic ℓ by its derivatives in a run with f at the prior's mean μ: λ = −ℓ″, λ(z − μ) = ℓ′."""
-    sites: Any = run.trace.nodes
-    move, prior = run.moves[reading.name], sites[reading.name]
-    total = move.new_zeros(())
+    names, move = list(run.trace.nodes), run.moves[reading.name]
     with torch.enable_grad():
-        for site in list(sites.values())[list(sites).index(reading.name) + 1 :]:
-            if site["type"] == "sample" and site["mask"] is not False and not site_is_subsample(site):
-                fn = site["infer"].get("prior", site["fn"])
-                total = total + scale_and_mask(fn.log_prob(site["value"]), site["scale"], site["mask"]).sum()
+        parts = log_densities(with_priors(run.trace), names[: names.index(reading.name) + 1]).values()
+        total = sum((part.sum() for part in parts), move.new_zeros(()))
+        prior: Any = run.trace.nodes[reading.name]
         (first,) = torch.autograd.grad(total / prior["scale"] + 0 * move.sum(), move, create_graph=True)
         (second,) = torch.autograd.grad(first.sum() + 0 * move.sum(), move, create_graph=learns)
     found = Expectation(total, first, second) if learns else Expectation(*(p.detach() for p in (total, first, second)))

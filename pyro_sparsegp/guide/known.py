@@ -59,6 +59,7 @@ class Core:
     unscaled: set[str] = field(default_factory=set)
     kinds: Optional[dict[str, Any]] = None
     looks: int = 0
+    refuses: bool = False  # whether torch.func.vmap refuses the program with the guide in it
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class TraceQuadrature_ELBO(ELBO):
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
-    :param num_nodes: K, nodes an axis.
+    :param num_nodes: K, nodes an axis; families on sites read their sites by as many.
     :param num_particles: draws of other latents, averaged; of those that are coupled, each with its mirror image.
     """
 
@@ -230,6 +230,8 @@ class TraceQuadrature_ELBO(ELBO):
 
     def _minus_bound(self, unwrapped: AutoSparseGP, guide: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
+        if torch.is_grad_enabled():
+            unwrapped.facts.num_nodes = self.num_nodes  # sites are read at as many
         evaluate = partial(self._bound, unwrapped, guide, args, kwargs)
         if unwrapped.structure is not None and unwrapped.structure.coupled:
             bounds = [bound for _ in range(self.num_particles) for bound in unwrapped.with_mirrored(evaluate)]
@@ -244,6 +246,12 @@ class TraceQuadrature_ELBO(ELBO):
         if guide not in self._expectations:
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
             self._expectations[guide] = find_expectations(guide, args, kwargs, warn)
+        if guide.on_sites:
+            with guide.conditioned(wrapped, args, kwargs):
+                return self._conditioned_bound(guide, wrapped, args, kwargs)
+        return self._conditioned_bound(guide, wrapped, args, kwargs)
+
+    def _conditioned_bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         closed = self._expectations[guide]
         grid = Grid(guide, wrapped, (args, kwargs), closed)
         grid.warn_of_draws()
@@ -314,8 +322,7 @@ class TraceQuadrature_ELBO(ELBO):
         ]
         first = self._ways.get(guide)
         if first is None:
-            # Families on sites read the model while the guide runs: that run stays outside of vmap.
-            first = 1 if guide.on_sites or outside or _repeats(guide, ways[:2]) else 0
+            first = 0 if guide.on_sites and not outside else 1 if outside or _repeats(guide, ways[:2]) else 0
         for way in range(first, len(ways)):
             state = RandomState(guide.like)
             try:

@@ -50,6 +50,7 @@ class Structure:
     :param summed: pairs of GP sites of separate posteriors that enter densities by a sum of them alone, f + cg.
     :param affine: whether values at several inputs meet in densities, and all of these are normal around affine
         functions of values.
+    :param num_nodes: along an axis of quadrature in training, at which sites are read, too.
     """
 
     gps: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class Structure:
     network: bool = False
     summed: list[list[str]] = field(default_factory=list)
     affine: bool = False
+    num_nodes: int = 20
 
     @property
     def follows_networks(self) -> bool:

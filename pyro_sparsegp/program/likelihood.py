@@ -70,20 +70,22 @@ def mapped(
     return tuple(map(torch.stack, zip(*map(function, each))))
 
 
-def normal_nodes(num_axes: int, like: Tensor) -> tuple[Tensor, Tensor]:
+def normal_nodes(num_axes: int, like: Tensor, num_nodes: Optional[int] = None) -> tuple[Tensor, Tensor]:
     """Standard normal nodes, ``(K, A)``, and weights, ``(K,)``: a Gauss-Hermite grid for one or two axes, scrambled
     Sobol points in plus-minus pairs beyond. They are made once for a dtype and device, so that a step copies nothing.
+
+    :param num_nodes: of the grid along each axis; by default 20 along one axis, 10 along two.
     """
-    return _normal_nodes(num_axes, like.dtype, like.device)
+    return _normal_nodes(num_axes, num_nodes or (20 if num_axes == 1 else 10), like.dtype, like.device)
 
 
 @functools.lru_cache(maxsize=32)
-def _normal_nodes(num_axes: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def _normal_nodes(num_axes: int, num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         if num_axes == 0:
             return torch.zeros(1, 0, dtype=dtype, device=device), torch.ones(1, dtype=dtype, device=device)
         if num_axes <= 2:
-            nodes, weights = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(20 if num_axes == 1 else 10))
+            nodes, weights = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(num))
             # ∫ g(f) N(f | 0, 1) df ≈ Σₖ wₖ g(fₖ), exact for polynomials of degree 2K − 1.
             points, products = (
                 torch.cartesian_prod(*[part] * num_axes).reshape(-1, num_axes)
