@@ -79,8 +79,8 @@ low-rank-draws: test_posteriors.py::TestAgainstDense::test_draws_have_the_moment
 - v = noise - self._t.mT @ (self._t @ noise)
 + v = noise + self._t.mT @ (self._t @ noise)
 block-of-the-factor: test_sites.py::test_collapsed_orthogonal_is_the_dense_bound
-- block = factor[..., :stop, :stop] if start == 0 else cholesky(whole[..., start:stop, start:stop], 0.0, what)
-+ block = factor[..., start:stop, start:stop]
+- block = factor[..., own, own] if own.start == 0 else cholesky(whole[..., own, own], 0.0, what)
++ block = factor[..., own, own]
 projected-kl: test_computation_aware.py::test_bound_and_posterior_are_the_papers
 - fit = ((self.covariance @ weights[..., None])[..., 0] * weights).sum(-1)
 + fit = self.white.square().sum(-1)
@@ -88,8 +88,8 @@ unwhitened-mean: test_orthogonal.py::test_unwhitened_posterior_is_the_papers
 - both = torch.cat([root, factor.loc[..., None]], -1).expand(*batch, num, num + 1)
 + both = torch.cat([root, block @ factor.loc[..., None]], -1).expand(*batch, num, num + 1)
 marginal-blocks: test_posteriors.py::TestAgainstDense::test_marginal
-- rows = [torch.arange(edges[i], edges[i + 1]) for i, b in enumerate(group) if b in wanted]
-+ rows = [torch.arange(edges[i], edges[i + 1]) for i, b in enumerate(group) if i < len(kept)]
+- factor = factor.select(torch.cat([part for b, part in zip(group, parts) if b in wanted]))
++ factor = factor.select(torch.cat([part for b, part in zip(group, parts)][: len(kept)]))
 no-jitter: test_linalg.py::test_cholesky_adds_a_jitter_relative_to_the_diagonal
 - factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)
 + factor, turn, info = Factor.apply(matrix, 0 * level * scale, dtype or matrix.dtype)
@@ -295,14 +295,14 @@ blocks-of-a-symmetric-product: test_fused.py::test_products_by_blocks
 - whole[i:j, :j] = row = a[first:, i:j].mT @ b[first:, :j]
 + whole[i:j, :j] = row = a[first:, i:j].mT @ a[first:, :j]
 natural-gradient-by-the-mean: test_fused.py::test_what_natural_parameters_say
-- total = total.addr(loc, along, alpha=0.5).addr(along - a, loc, alpha=0.5)
-+ total = total.addr(loc, along, alpha=0.5).addr(along, loc, alpha=0.5)
+- total = total.addr(held, along, alpha=0.5).addr(moved - a, loc, alpha=0.5)
++ total = total.addr(held, along, alpha=0.5).addr(moved, loc, alpha=0.5)
 forgets-half: test_absorb.py::test_forgetting_scales_the_old_sums
 - self._sums = (1 - forget) * gram, (1 - forget) * pull
 + self._sums = gram, (1 - forget) * pull
 absorbs-a-guess: test_absorb.py::test_pieces_make_the_posterior_of_all_rows
-- return (gram, pull) if self.steps_taken else (torch.zeros_like(gram), torch.zeros_like(pull))
-+ return gram, pull
+- known = float(self.steps_taken > 0)
++ known = 1.0
 slopes-lose-noise: test_derivative.py::test_several_outputs_and_diagonal_terms
 - found = torch.where(values, self.kernel(x), 0.5 * (found + found.mT))
 + found = 0.5 * (found + found.mT)

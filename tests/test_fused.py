@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.func import jacrev, jvp
 
-from pyro_sparsegp.gaussians.natural import _Known
-from pyro_sparsegp.gaussians.product import CovarianceFactor, DenseFactor
+from pyro_sparsegp.gaussians.about_values import _Known
+from pyro_sparsegp.gaussians.factors import CovarianceFactor, DenseFactor
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics import linalg
 
@@ -112,24 +112,26 @@ def test_moments(size, by):
 
 
 @SIZES
-def test_what_natural_parameters_say(size):
-    """Of sites that keep their meaning about u = Lw, through G = TᵀG₀T and T = L₀⁻¹L."""
-    before, start, sums, near = lower(size), lower(size), torch.randn(size), torch.randn(size)
+@pytest.mark.parametrize("part", ["of the prior's", "of its own"])
+def test_what_natural_parameters_say(size, part):
+    """Of sites that keep their meaning about u = Lw, through P = K + TᵀG₀T and T = L₀⁻¹L; the part K stays."""
+    before, start, sums, near, other = lower(size), lower(size), torch.randn(size), torch.randn(size), lower(size)
     gram = start @ start.mT
     root = (before + 0.1 * lower(size)).tril().requires_grad_()
+    stays = torch.eye(size) if part == "of the prior's" else torch.eye(size) + other @ other.mT
 
     def moved(root):
         turn = torch.linalg.solve_triangular(before, root.tril(), upper=False)
-        return turn.mT @ gram @ turn, turn.mT @ sums
+        return stays + turn.mT @ gram @ turn, turn.mT @ sums
 
     def found(root):
-        gram, pull = (part.detach() for part in moved(root))
-        rest = pull - near - gram @ near
-        return _Known.apply(gram, near, rest, linalg.turn_of(root))
+        precision, pull = (part.detach() for part in moved(root))
+        held = None if part == "of the prior's" else stays
+        return _Known.apply(precision, near, pull - precision @ near, held, linalg.turn_of(root))
 
     def expected(root):
-        gram, pull = moved(root)
-        covariance = torch.linalg.inv(torch.eye(size) + gram)
+        precision, pull = moved(root)
+        covariance = torch.linalg.inv(precision)
         return covariance @ pull, covariance, covariance.trace(), torch.logdet(covariance)
 
     for one, other in zip(found(root), expected(root)):

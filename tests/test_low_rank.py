@@ -1,6 +1,5 @@
 """Block plus low-rank precisions: the parts of their inverse, and the damped precision formed or not."""
 
-import itertools
 import warnings
 
 import pyro
@@ -64,23 +63,6 @@ def test_what_a_sweep_leaves_is_positive_definite_in_both_triangles():
         torch.testing.assert_close(part, part.mT, rtol=0, atol=1e-5 * part.abs().max().item())
     for triangle in (above_one(blocks, aims)[0], above_one(blocks, aims)[0].mT):
         assert torch.linalg.cholesky_ex(triangle)[1].eq(0).all()
-
-
-def test_a_sweep_comes_nearer():
-    blocks, low_rank, _ = pieces()
-    goal = Formed(STACK, blocks, low_rank, torch.tensor([[1.0]]).double(), torch.zeros(9, 9).double())
-    now, found = torch.eye(3).double().repeat(3, 1, 1), torch.randn(9, RANK).double()
-
-    def divergence():
-        ratio = torch.linalg.solve(dense(now, found), goal.matrix)
-        return 0.5 * (ratio.trace() - 9 - ratio.logdet()).item()
-
-    values = [divergence()]
-    for _ in range(60):
-        now, found = sweep(goal, goal.blocks(), now, found)
-        values.append(divergence())
-    assert all(after <= before + 1e-9 for before, after in itertools.pairwise(values))
-    assert values[-1] < 1e-2 * values[0]
 
 
 def test_root_of_a_precision():
@@ -156,6 +138,7 @@ def test_sites_that_are_drawn_learn_their_precision():
 
     q goes to P = I + ΦᵀAᵀAΦ/σ², the terms against each other.
     """
+    pyro.set_rng_seed(2)
     x = torch.linspace(0, 1, 12)[:, None].expand(12, 2)
     mixing = torch.eye(12) + 0.3 * torch.ones(12, 12) / 12
     kernel = kernels.RBF(0.4)[0] + kernels.RBF(0.5)[1]

@@ -113,7 +113,7 @@ class SparseGP(AbstractModule):
 
     def _anchor(self, features: Features) -> Any:
         # L, as the coefficients want it.
-        if self.coefficients.waits and self.kept_rows is None and not self.coefficients.wants(features):
+        if self.kept_rows is None and not self.coefficients.wants(features):
             return None
         return features.anchors if self.coefficients.by_block else features.anchor
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from ..bases import Basis, InducingPoints
 from ..bases.conditional import ConditionalFeatures
 from ..bases.decoupled import DecoupledFeatures
-from ..gaussians import Coefficients, DenseFactor, Gaussian, Product, ShiftFactor, optimal
-from ..gaussians.conditional import ConditionalFactor
+from ..gaussians import Coefficients, ConditionalFactor, DenseFactor, Gaussian, Product, ShiftFactor, optimal
 from ..gaussians.sites import Sites
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior

@@ -1,36 +1,26 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
-from .continued import Continued
+from .factors import ConditionalFactor, DenseFactor, DiagonalFactor, IdentityFactor, PrecisionFactor, ShiftFactor
 from .following import Drawn, DrawnGaussian, Following, Shifted
+from .free import BlockCholesky, CholeskyIdentity, Diagonal, FullCholesky, Identity, Unwhitened
 from .natural import NaturalGaussian
 from .natural_at_rows import NaturalAtOutputs, NaturalAtRows
 from .natural_low_rank import NaturalLowRank
-from .optimal import PrecisionFactor, from_natural, optimal, seen_from, weighted_gram
+from .optimal import from_natural, optimal, seen_from, weighted_gram
 from .precision import BlockPlusLowRank, IdentityPlusLowRank, LowRankGaussian
-from .product import (
-    BlockCholesky,
-    CholeskyIdentity,
-    DenseFactor,
-    Diagonal,
-    DiagonalFactor,
-    FullCholesky,
-    Identity,
-    IdentityFactor,
-    Product,
-)
+from .product import Continued, Product
 from .projected import ProjectedGaussian
 from .shared import Part, Share, Shared, Whole, block_diagonal
-from .shift import ShiftFactor
 from .sites import Sites
 from .steps import Falling, Rate
-from .unwhitened import Unwhitened
 
 __all__ = [
     "BlockCholesky",
     "BlockPlusLowRank",
     "CholeskyIdentity",
     "Coefficients",
+    "ConditionalFactor",
     "Continued",
     "DenseFactor",
     "Diagonal",

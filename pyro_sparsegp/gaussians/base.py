@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..modules import AbstractModule
-from ..numerics.linalg import side_by_side, sum_blocks
+from ..numerics.linalg import sum_blocks
 from .documented import Documented
 
 __all__ = ["Coefficients", "Gaussian"]
@@ -53,12 +53,8 @@ class Gaussian(ABC):
         """Φm and diag(Φ(S − I)Φᵀ) together, which a Gaussian may have at a lower cost than one by one."""
         return self.mean(features), self.variance_change(features)
 
-    def flat(self, features: Sequence[Tensor]) -> Tensor:
-        """Φ of all blocks side by side, as natural steps want it."""
-        return side_by_side(features)
-
     def moments_by(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`moments` of flat features."""
+        """:meth:`moments` of all blocks side by side."""
         return self.moments(phi.split(self.sizes, -1))
 
     def note_draws(self) -> None:  # noqa: B027, nothing is to be known by most
@@ -69,6 +65,7 @@ class Gaussian(ABC):
 
         :param rows: of the two matrices' marginals, as they were recorded.
         """
+        # ¼(‖φ + ψ‖² − ‖φ − ψ‖²) in the metric S − I
         both = self.variance_change([phi + psi for phi, psi in zip(features, others)])
         return (both - self.variance_change([phi - psi for phi, psi in zip(features, others)])) / 4
 
@@ -119,7 +116,6 @@ class Coefficients(Documented, AbstractModule):
         super().__init__()
 
     anchored: ClassVar[bool] = False  # whether it is about u = Lw
-    waits: ClassVar[bool] = False  # whether it is so from some step on, which :meth:`wants` knows
     by_block: ClassVar[bool] = False  # whether it wants L's blocks on the diagonal alone, in a list
     levelled: ClassVar[bool] = False  # whether it is told the values of the process's mean, too, where these may move
     placed: ClassVar[bool] = False  # whether where it is before any data depends on L
@@ -141,7 +137,7 @@ class Coefficients(Documented, AbstractModule):
         """Put the mean where training starts, ``(..., M)`` over all blocks."""
 
     def wants(self, features: Any) -> bool:
-        """Whether one that waits for an anchor wants that of a run's features."""
+        """Whether it takes the anchor of a run's features; one that follows features does once they train."""
         return True
 
     @abstractmethod

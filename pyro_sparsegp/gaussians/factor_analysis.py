@@ -36,6 +36,7 @@ def above_one(matrix: Tensor, made_of: Tensor) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(matrix)
     size = made_of.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
     least = (_SHARE * torch.finfo(matrix.dtype).eps * size).clamp(min=0, max=1)
+    # A + Σ (least − λ)₊vvᵀ, and the same to 1
     positive, above = (
         matrix + each_times(vectors * (lowest - values).clamp(min=0)[..., None, :], vectors.mT)
         for lowest in (least, torch.ones_like(least))
@@ -114,6 +115,7 @@ class Products:
         def over(a: Tensor, b: Tensor) -> Tensor:
             return torch.where(b > 0, a / b, 0.0)
 
+        # Hestenes and Stiefel (1952), with P⁻¹ before each residual
         x, z = torch.zeros_like(right), inverse(right)
         direction, rz = z, dot(right, z)
         for _ in range(iterations):
@@ -136,6 +138,7 @@ class Formed:
 
     def __init__(self, stack: Stack, blocks: Tensor, low_rank: Tensor, kept: Tensor, data: Tensor) -> None:
         self.stack, (data,) = stack, joined(data)
+        # P̂ = (1 − ρ)(D + BBᵀ) + ρI + ρΦᵀ2HΦ
         self.matrix = data + (kept * low_rank) @ low_rank.mT
         self._own = stack.diagonal(self.matrix)
         self._own.add_(kept[..., None] * blocks)
@@ -173,30 +176,23 @@ class _Inverse:
         return self._over_blocks(v) - self.scaled @ torch.cholesky_solve(self.scaled.mT @ v, self.inner)
 
 
-def sweep(
-    target: Any,
-    aims: Optional[Tensor],
-    blocks: Tensor,
-    low_rank: Tensor,
-    known: Optional[tuple[Tensor, Tensor]] = None,
-) -> tuple[Tensor, Tensor]:
+def sweep(target: Any, aims: Optional[Tensor], blocks: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
     """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
     D ← blockdiag(P̂ − BβP̂), which rounding may leave indefinite; then B ← BE^½, the expansion.
 
     :param target: P̂.
     :param aims: the blocks of P̂ on its diagonal; ``None`` leaves D.
-    :param known: V = D⁻¹BA⁻ᵀ and A, the factor of I + BᵀD⁻¹B.
     """
-    if known is None:
-        inverse = _Inverse(target.stack, blocks, low_rank)
-        known = solve_lower(inverse.inner, inverse.scaled.mT).mT, inverse.inner
-    v, inner = known
-    root = solve_lower(inner, eye_like(inner))  # A⁻¹
-    beta = v @ root  # βᵀ
+    inverse = _Inverse(target.stack, blocks, low_rank)
+    root = solve_lower(inverse.inner, eye_like(inverse.inner))
+    # β and E of the factors given the rest (Rubin and Thayer, 1982)
+    within = root.mT @ root  # (I + BᵀD⁻¹B)⁻¹
+    beta = inverse.scaled @ within  # βᵀ
     seen = target.times(beta)
-    moment = root.mT @ root + beta.mT @ seen
+    moment = within + beta.mT @ seen
     moment = _lifted(moment, rounding(moment) * moment.diagonal(dim1=-2, dim2=-1))
     root = cholesky(moment, 0.0, "the factors' second moment")  # which reads the lower triangle only
+    # B ← P̂βᵀE⁻¹, by which D = I is not expanded
     if aims is None:
         return blocks, torch.cholesky_solve(seen.mT, root).mT
     new = over_upper(seen, root)  # BE^½ = P̂βᵀE^-½, so that BβP̂ is its square
@@ -233,6 +229,7 @@ def nearest(precision: Tensor, sizes: Sequence[int], rank: int, base: bool) -> t
     for start in starts if base else starts[:1]:
         blocks, last = _within(start, sizes), float("inf")
         for _ in range(_MOST if base else 1):
+            # the best B given D, then the blocks that P̂ wants given B
             low_rank = _leading(precision, blocks, rank)
             away = _divergence(precision, assembled(blocks, low_rank))
             found.append((away, blocks, low_rank))
@@ -254,6 +251,7 @@ def _leading(precision: Tensor, blocks: Sequence[Tensor], rank: int) -> Tensor:
     white = solve_lower(root, solve_lower(root, precision).mT)
     values, vectors = torch.linalg.eigh(0.5 * (white + white.mT))
     kept = min(rank, values.shape[-1])
+    # B = RU(Λ − I)₊^½ of the leading ones
     vectors, values = vectors[..., values.shape[-1] - kept :], values[..., values.shape[-1] - kept :]
     b = torch.nn.functional.pad(root @ (vectors * (values - 1).clamp(min=0).sqrt()[..., None, :]), (0, rank - kept))
     # Columns that have nothing to do stay small, not 0, from which no step leads away.

@@ -13,12 +13,13 @@ change that the features did not span. Left as they were, they would err by the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from ..numerics.linalg import cholesky, plus_one, rounding, wider
+from .about_values import Seen
 from .natural import NaturalGaussian
 from .product import Product
 from .steps import Falling, Pass
@@ -37,8 +38,6 @@ class NaturalAtRows(NaturalGaussian):
     in which features train, sites are about w.
     """
 
-    waits: ClassVar[bool] = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._has_one = self._is_one
@@ -55,13 +54,11 @@ class NaturalAtRows(NaturalGaussian):
         self._is_one = self._has_one and anchor is None  # by a T that is not triangular the way back is autograd's
         return super().forward(anchor, level)
 
-    def _seat(self, anchor: Tensor) -> Tensor:
-        return anchor.contiguous()
+    def _seat(self, anchor: Optional[Tensor]) -> Optional[Tensor]:
+        return None if anchor is None else anchor.contiguous()
 
-    def _seen_from(self, seat: Optional[Tensor]) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    def _turned(self, seat: Tensor) -> Seen:
         kept = self._kept("loc")
-        if seat is None or not self.seat.numel():
-            return self.gram, kept, None
         # In float64 where there is such: the rounding of TᵀGT in float32 may be more than the prior's precision.
         turn = nearest(self.seat, seat)
         gram, loc = self.gram.to(turn), kept.to(turn)
@@ -69,6 +66,7 @@ class NaturalAtRows(NaturalGaussian):
             wide = seat.to(turn)
             back = wide.mT @ ((self.seat.to(turn) - wide) @ loc[..., None])
             near = (loc + torch.cholesky_solve(back, _normal(wide))[..., 0]).to(kept)
+        # Tᵀ(I + G)m − (I + TᵀGT)a, by differences that are small
         along = loc + (gram @ (loc - (turn @ near.to(turn)[..., None])[..., 0])[..., None])[..., 0]
         rest = (turn.mT @ along[..., None])[..., 0] - near
         return (turn.mT @ gram @ turn).to(self.gram), near, rest.to(kept)
@@ -91,7 +89,7 @@ class NaturalAtOutputs(NaturalAtRows):
     def started(cls, q: NaturalGaussian) -> NaturalAtOutputs:
         """At the start of that q, which has taken no step."""
         new = cls(q.sizes, q.batch_shape, q.gram, rate=q.rate)
-        new.layout, new._has_one, new.gram = q.layout, q._is_one, q.gram
+        new.layout, new.slices, new._has_one, new.gram = q.layout, q.slices, q._is_one, q.gram
         new._parameters.update(q._parameters)  # Pyro's store may have them by this name
         return new
 
@@ -101,6 +99,7 @@ class NaturalAtOutputs(NaturalAtRows):
         if now is not None and self.seat.shape == now.shape and isinstance(self.rate, Falling) and not drawn:
             before = self.seat.to(wider(self.seat))
             size = before.square().sum().clamp(min=torch.finfo(before.dtype).tiny)
+            # ‖A₀T − A‖²/‖A₀‖²
             lost = (before @ nearest(self.seat, now) - now).square().sum() / size
             rate = (lost.sqrt() / _LOST).clamp(rate, 1.0).to(total)  # type: ignore[assignment]  # a number on the device
         super().step(taken, weight, total, rate, again)
@@ -113,6 +112,7 @@ def nearest(before: Tensor, now: Tensor) -> Tensor:
     :param now: A, of that shape.
     """
     wide = before.to(wider(before))
+    # I + (A₀ᵀA₀ + εI)⁻¹A₀ᵀ(A − A₀)
     return plus_one(torch.cholesky_solve(wide.mT @ (now - before).to(wide), _normal(wide)))
 
 

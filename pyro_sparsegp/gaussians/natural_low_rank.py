@@ -21,14 +21,16 @@ from typing import Any, ClassVar, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, side_by_side, solve_lower
+from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, solve_lower, turn_of
 from ..numerics.processes import is_shared, joined, largest
-from .factor_analysis import Formed, Products, above_one, assembled, lifted, nearest, sweep, times
+from .about_values import AboutValues, Known, Seen
+from .base import Gaussian
+from .factor_analysis import Formed, Products, above_one, lifted, nearest, sweep, times
 from .optimal import from_natural
 from .precision import LowRankGaussian, leading_directions, small_columns
 from .product import Product
-from .stack import Stack, each_times, eye_like
-from .steps import DEFAULT_RATE, KNOWN, Curvature, Natural, Pass, Rate, Recorded, cautious, recorded, softened
+from .stack import Stack, each_times
+from .steps import DEFAULT_RATE, Curvature, Pass, Rate, Recorded, cautious, recorded, softened
 
 __all__ = ["NaturalLowRank"]
 
@@ -51,16 +53,15 @@ class _Seen(NamedTuple):
 
 
 class _Base(NamedTuple):
-    """Of a run: m and D as stacks, B flat, the L + ηsI that these belong to; V and A of :func:`sweep`, if known."""
+    """Of a run: m and D as stacks, B flat, the L + ηsI that these belong to."""
 
     loc: Tensor
     block: Tensor
     low_rank: Tensor
     seat: Optional[Tensor]
-    known: Optional[tuple[Tensor, Tensor]] = None
 
 
-class NaturalLowRank(Natural):
+class NaturalLowRank(AboutValues):
     """q(w) = N(m, (blockdiag(D) + BBᵀ)⁻¹) by natural steps, each projected on that form.
 
     (The form: Adam, Durrande and John, 2018; the projection is factor analysis, Rubin and Thayer, 1982.)
@@ -82,7 +83,6 @@ class NaturalLowRank(Natural):
     :param softness: η, as of :class:`NaturalGaussian`.
     """
 
-    anchored: ClassVar[bool] = True
     by_block: ClassVar[bool] = True
 
     def __init__(
@@ -97,8 +97,8 @@ class NaturalLowRank(Natural):
         iterations: int = 10,
         softness: float = 0.03,
     ) -> None:
-        super().__init__(sizes, batch_shape, like, rate)
-        self.softness, self.base = softness, base
+        super().__init__(sizes, batch_shape, like, rate, softness)
+        self.base = base
         self.rank = max(self.sizes) if rank is None else rank
         self.sweeps, self.iterations = sweeps, iterations
         self._stack = stack = Stack(self.sizes)
@@ -110,15 +110,13 @@ class NaturalLowRank(Natural):
             self._new_tilt("tilt", self.loc[..., 0], stack.size)
         self.register_buffer("block", plus_one(like.new_zeros(*shape, stack.size)))
         self.register_buffer("gain", like.new_zeros(*shape, stack.size))  # the positive part of D - I
-        self.register_buffer("seat", like.new_zeros(0, 0))
 
     def _put_block(self, block: Tensor, aims: Tensor) -> None:
         for name, value in zip(("block", "gain"), above_one(block, aims)):
             self._buffers[name] = value.to(self.block)
 
-    def _put_seat(self, seat: Optional[Tensor]) -> None:
-        if seat is not None:
-            self._buffers["seat"] = seat.detach()
+    def _put_loc(self, loc: Tensor) -> None:
+        self._set("loc", self._stack.cut(self._stack.wide(loc)[..., None]))
 
     # States have the parts block by block.
 
@@ -179,11 +177,6 @@ class NaturalLowRank(Natural):
         parts = zip(anchor, eyes)
         return self._stack.squares([eye if a is None else softened(a, self.softness, (len(eye),)) for a, eye in parts])
 
-    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
-        """Start at that mean, at the rate of the tenth step."""
-        self._set("loc", self._stack.columns(loc.split(self.sizes, -1)))
-        self.skip(KNOWN)
-
     def _seen_from(self, seat: Optional[Tensor]) -> _Seen:
         """Pm ← TᵀPm with T = L₀⁻¹L is m ← T⁻¹m + P⁻¹(TᵀK − KT⁻¹)m, with the part K of D that is not turned."""
         loc, low_rank = self._kept("loc"), self._kept("low_rank")
@@ -191,13 +184,17 @@ class NaturalLowRank(Natural):
             return _Seen(loc, None, self.block, low_rank)
         moved, stays = seat - self.seat, self.block - self.gain
         turn = plus_one(solve_lower(self.seat, moved))
+        # T⁻¹m = m − L⁻¹(L − L₀)m
         near = loc - solve_lower(seat, each_times(moved, loc))
+        # (TᵀK − KT⁻¹)m
         rest = each_times(turn.mT, each_times(stays, loc)) - each_times(stays, near)
+        # K + Tᵀ(D − K)T
         block = stays + each_times(turn.mT, each_times(self.gain, turn))
         return _Seen(near, rest, block, each_times(turn.mT, low_rank))
 
     def _gaussian(self, seen: _Seen, kind: type[LowRankGaussian] = LowRankGaussian) -> Any:
         near, rest, block, low_rank = seen
+        # with RRᵀ = D⁻¹, P = R⁻ᵀ(I + RᵀBBᵀR)R⁻¹
         tril = root_of_inverse(block, False, "a block of a low-rank precision")
         if self.base and recorded() is None and (torch.is_grad_enabled() or self._is_tilted("tilt")):
             tril = each_times(tril, self._tilt("tilt"))
@@ -206,22 +203,53 @@ class NaturalLowRank(Natural):
             q.columns = near + q.covariance_times_columns(rest)
         return q
 
-    def forward(self, anchor: Any = None) -> LowRankGaussian:
+    def forward(self, anchor: Any = None) -> Gaussian:
         seat, record = self._seat(anchor), recorded()
-        if record is not None:
-            self._level_out(seat)
-        seen = self._seen_from(seat)
         if record is None:
-            return self._gaussian(seen)
-        q = self._gaussian(seen, _Recorded)
-        known = q.low_rank.detach(), q.inner.detach()
-        low_rank = seen.low_rank.detach().flatten(-3, -2)
-        base = _Base(q.columns.detach(), seen.block.detach(), low_rank, None if seat is None else seat.detach(), known)
+            return self._gaussian(self._seen_from(seat))
+        held = None if seat is None else seat.detach()
+        self._level_out(held)
+        q: Any
+        if sum(self.sizes) <= _FEW and not self.batch_shape:
+            seen = self._seen_from(held)
+            q, loc = self._by_covariance(seen, seat)
+        else:
+            seen = self._seen_from(seat)
+            q = self._gaussian(seen, _Recorded)
+            loc = q.columns.detach()
+        base = _Base(loc, seen.block.detach(), seen.low_rank.detach().flatten(-3, -2), held)
         return q.recorded_in(record.new(self, base))
 
+    def _by_covariance(self, seen: _Seen, seat: Optional[Tensor]) -> tuple[Known, Tensor]:
+        """q(w) by S, which is quicker where it is small, with no graph but that by L + ηsI; and m as a stack."""
+        stack, turn, stays = self._stack, None, None
+        if seat is not None and self.seat.numel():
+            turn, stays = stack.dense(turn_of(seat)), stack.dense(self.block - self.gain)
+
+        def root() -> Tensor:
+            return root_of_inverse(self._dense(seat)[0], False, "a low-rank precision")
+
+        factor = self._known(self._dense_of(seen), stays, turn, root)
+        loc = stack.cut(stack.wide(factor.loc.detach())[..., None])
+        return Known(self.sizes, [factor], [range(len(self.sizes))]), loc
+
+    def _dense_of(self, seen: _Seen) -> Seen:
+        near, rest = (None if part is None else self._stack.narrow(part.flatten(-3)) for part in (seen.near, seen.rest))
+        assert near is not None
+        return self._stack.dense(seen.block, seen.low_rank.flatten(-3, -2)), near, rest
+
+    def _dense(self, seat: Optional[Tensor]) -> Seen:
+        return self._dense_of(self._seen_from(seat))
+
+    def _put_dense(self, precision: Tensor) -> None:
+        blocks, low_rank = nearest(precision, self.sizes, self.rank, self.base)
+        self._set("low_rank", self._stack.rows(low_rank.split(self.sizes, -2)))
+        if self.base:
+            block = self._stack.squares(blocks)
+            self._put_block(block, block)
+
     @torch.no_grad()
-    def _level_out(self, seat: Optional[Tensor]) -> None:
-        """Have D alone say what plain gradients have made of it."""
+    def _level_out(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> None:
         if not (self.base and self._is_tilted("tilt")):
             return
         seen = self._seen_from(seat)
@@ -233,58 +261,33 @@ class NaturalLowRank(Natural):
         self._put_seat(seat)
         self._level_tilt("tilt")
 
-    @torch.no_grad()
-    def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
-        """P − I and Pm under L, ``(..., M, M)``; those of the prior, 0, where no step has been taken."""
-        seat, stack = self._seat(anchor), self._stack
-        self._level_out(seat)
-        near, rest, block, low_rank = self._seen_from(seat)
-        whole = assembled(stack.blocks(block, square=True), torch.cat(stack.blocks(low_rank), -2))
-        r = (whole @ side_by_side(stack.vectors(near))[..., None])[..., 0]
-        r = r if rest is None else r + side_by_side(stack.vectors(rest))
-        known = float(self.steps_taken > 0)
-        return known * (whole - eye_like(whole)), known * r
-
-    @torch.no_grad()
-    def put_sums(self, anchor: Any, gram: Tensor, pull: Tensor) -> None:
-        """Have q be the nearest to that of G and r under L, with their mean: steps go on at a later one's rate."""
-        whole = (0.5 * (gram + gram.mT) + eye_like(gram)).expand(*self.batch_shape, *gram.shape[-2:])
-        loc = torch.cholesky_solve(pull.expand(whole.shape[:-1])[..., None], cholesky(whole, 0.0, "I + G"))[..., 0]
-        blocks, low_rank = nearest(whole, self.sizes, self.rank, self.base)
-        self._set("loc", self._stack.columns(loc.split(self.sizes, -1)))
-        self._set("low_rank", self._stack.rows(low_rank.split(self.sizes, -2)))
-        if self.base:
-            block = self._stack.squares(blocks)
-            self._put_block(block, block)
-        self._put_seat(self._seat(anchor))
-        self.skip(max(KNOWN - self.steps_taken, 0))
-
     def of(self, gram: Tensor, pull: Tensor) -> Product:
         """q(w) of these G and r, before it is brought to its form."""
         return from_natural(gram, pull, self.sizes)
 
     def step(self, taken: Pass, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
         base: _Base = taken.base
-        each, weight = (part[..., None, None] for part in (rate / total, weight))
+        stack, (each, weight) = self._stack, (part[..., None, None] for part in (rate / total, weight))
         kept, num = 1 - each * weight, sum(self.sizes)
         with flags_kept() as flags:  # a step can't be taken again: what has failed is looked at here, and left out
             here = self._from(base.seat) if again else base
             target = self._target(taken, here, each, kept)
             aims = target.blocks() if self.base else None
-            block, low_rank = sweep(target, aims, here.block, here.low_rank, here.known)
+            block, low_rank = sweep(target, aims, here.block, here.low_rank)
             for _ in range(1, self.sweeps or (1 if rate <= _SLOW and num <= _SMALL else 2)):
                 found = block if aims is None else lifted(block, aims)
                 block, low_rank = sweep(target, aims, found, low_rank)
             # P̂(m̂ − m) = −(ρ/c)(Φᵀg + cm)
-            right = -each * (weight * base.loc.flatten(-3, -2) + self._slope(taken))
+            right = -each * (weight * base.loc.flatten(-3, -2) + stack.wide(self._slope(taken))[..., None])
             shift = target.solve(right, aims, block, low_rank, self.iterations)
-        shift = cautious(shift[..., 0], taken, target.cut)[..., None]
-        loc = here.loc + self._stack.cut(shift)
+        shift = stack.wide(cautious(stack.narrow(shift[..., 0]), taken, target.cut))
+        loc = here.loc + stack.cut(shift[..., None])
         failed = sum(flag.count_nonzero() for flag in flags)
         size = loc.sum() + block.sum() + low_rank.sum()
+        # test_a_step_without_a_factor_is_left_out
         fine = (0 * size == failed) & (each > 0).all()  # 0 times a number that is finite is 0
         self._set("loc", torch.where(fine, loc, here.loc))
-        self._set("low_rank", self._stack.cut(torch.where(fine, low_rank, here.low_rank)))
+        self._set("low_rank", stack.cut(torch.where(fine, low_rank, here.low_rank)))
         if aims is not None:
             self._put_block(torch.where(fine, block, here.block), aims)
         self._put_seat(base.seat)
@@ -296,38 +299,42 @@ class NaturalLowRank(Natural):
 
     def _target(self, taken: Pass, here: _Base, each: Tensor, kept: Tensor) -> Any:
         """P̂, formed where it is small, and where curvatures are negative or shown by draws."""
-        curved = taken.curvatures()
+        curved, stack = taken.curvatures(), self._stack
         signed = bool(taken.draws) or _any_signed(curved)
-        rows = [(part.phi, each * (2 * part.h)[..., None]) for part in curved]
         if not signed and sum(self.sizes) > _FEW:
-            return Products(self._stack, here.block, here.low_rank, kept, rows)
+            rows = [(stack.wide(part.phi), each * (2 * part.h)[..., None]) for part in curved]
+            return Products(stack, here.block, here.low_rank, kept, rows)
         zero = here.low_rank.new_zeros(*here.low_rank.shape[:-1], here.low_rank.shape[-2])
-        data = sum((phi.mT @ (phi * (h.clamp(min=0) if signed else h)) for phi, h in rows), zero)
-        formed = Formed(self._stack, here.block, here.low_rank, kept, data)
+        data, negative = zero, each * self._curvature_by_draws(taken) if signed else zero
+        for phi, h, gram, _ in curved:
+            if signed or gram is None:
+                phi, h = stack.wide(phi), each * (2 * h)[..., None]
+                # ρΦᵀ2HΦ, of positive curvatures alone where there are others
+                data = data + phi.mT @ (phi * (h.clamp(min=0) if signed else h))
+                negative = negative + phi.mT @ (phi * h.clamp(max=0)) if signed else negative
+            else:
+                data = data + 2 * each * stack.wide(stack.wide(gram).mT)
+        formed = Formed(stack, here.block, here.low_rank, kept, data)
         if signed:
-            shown = each * self._curvature_by_draws(taken)
-            formed.add(shown + sum(phi.mT @ (phi * h.clamp(max=0)) for phi, h in rows))
+            formed.add(negative)
         return formed
 
     def _slope(self, taken: Pass) -> Tensor:
-        """Φᵀg and the draws' gradients, flat, joined over processes."""
-        slope = torch.zeros_like(taken.base.loc.flatten(-3, -2))
+        """Φᵀg and the draws' gradients, joined over processes."""
+        slope = self._stack.narrow(torch.zeros_like(taken.base.loc.flatten(-3)))
         for row, grad in taken.gradients():
-            slope = slope + row.phi.mT @ grad[..., None]
+            slope = slope + (row.phi.mT @ grad[..., None])[..., 0]
         for _, grad in taken.drawn():
-            slope = slope + self._flat(grad).reshape(-1, *slope.shape).sum(0)
+            slope = slope + grad.reshape(-1, *slope.shape).sum(0)
         return joined(slope)[0]
-
-    def _flat(self, w: Tensor) -> Tensor:
-        """A vector as a flat column."""
-        return self._stack.flat([part[..., None, :] for part in w.split(self.sizes, -1)]).mT
 
     def _curvature_by_draws(self, taken: Pass) -> Tensor:
         """½(C + Cᵀ) with C = Σ ∇f(w)(w − m)ᵀP over draws of q: E ∇²f (Stein; Lin, Khan and Schmidt, 2019)."""
         base: _Base = taken.base
         found = torch.zeros_like(base.low_rank @ base.low_rank.mT)
-        for centred, grad in taken.drawn():
-            one = self._flat(grad) * times(base.block, base.low_rank, self._flat(centred)).mT
+        for draw in taken.drawn():
+            centred, grad = (self._stack.wide(part)[..., None] for part in draw)
+            one = grad * times(base.block, base.low_rank, centred).mT
             found = found + one.reshape(-1, *found.shape).sum(0)
         return 0.5 * (found + found.mT)
 

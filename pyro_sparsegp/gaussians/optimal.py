@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, Optional
 
@@ -10,28 +9,11 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, congruence, plus_one, side_by_side, times, times_lower
-from .product import DenseFactor, Factor, Product
+from ..numerics.linalg import cholesky, congruence, plus_one, side_by_side, times_lower
+from .factors import Factor, PrecisionFactor
+from .product import Product, slices
 
-__all__ = ["PrecisionFactor", "from_natural", "optimal", "seen_from", "weighted_gram"]
-
-
-class PrecisionFactor(DenseFactor):
-    """N(m, S) by its precision, S = (LLᵀ)⁻¹, with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a
-    triangular solve.
-
-    :param factor: L, ``(..., M, M)``.
-    """
-
-    is_lower = False
-
-    def __init__(self, loc: Tensor, factor: Tensor) -> None:
-        eye = torch.eye(loc.shape[-1], dtype=factor.dtype, device=factor.device)
-        super().__init__(loc, torch.linalg.solve_triangular(factor, eye, upper=False, left=False).mT)
-        self.factor = factor
-
-    def unscale(self, v: Tensor) -> Tensor:
-        return times(self.factor.mT, v)
+__all__ = ["from_natural", "optimal", "seen_from", "weighted_gram"]
 
 
 class _WeightedGram(Function):
@@ -51,6 +33,7 @@ class _WeightedGram(Function):
     @staticmethod
     def jvp(ctx: Any, dphi: Optional[Tensor], dweights: Optional[Tensor]) -> Tensor:
         phi, weights = ctx.saved_tensors
+        # dΦᵀΛΦ + ΦᵀΛdΦ + ΦᵀdΛΦ
         total = torch.zeros_like(phi.mT @ phi)
         if dphi is not None:
             half = dphi.mT @ (phi * weights[:, None])
@@ -61,6 +44,7 @@ class _WeightedGram(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         phi, weights = ctx.saved_tensors
         half = phi @ (grad + grad.mT)  # differentiable again, as the rest
+        # dΦ = ΛΦ(Ḡ + Ḡᵀ), dλₙ = φₙᵀḠφₙ
         by_weights = 0.5 * (half * phi).sum(-1) if ctx.needs_input_grad[1] else None
         return half * weights[:, None], by_weights
 
@@ -95,6 +79,7 @@ def optimal(
     :param name: the site, for errors.
     """
     phi = side_by_side(features)
+    # G = ΦᵀΛΦ, r = Φᵀλ(z − μ)
     gram, pull = weighted_gram(phi, precision), (phi.mT @ linear[..., None])[..., 0]
     return from_natural(gram, pull, [block.shape[-1] for block in features], groups, name)
 
@@ -114,19 +99,18 @@ def from_natural(
     :param groups: as in :func:`optimal`.
     :param name: the site, for errors.
     """
-    whole = gram + torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    whole = plus_one(gram)
     what = f"I + ΦᵀΛΦ of site {name!r}"
     factor = cholesky(whole, 0.0, what)
+    # m = P⁻¹r (Titsias, 2009, eq. 10; Shi et al., 2020, eq. 29)
     loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
     if groups is None or len(groups) == 1:
         return Product(sizes, [PrecisionFactor(loc, factor)], [tuple(range(len(sizes)))])
-    edges = [0, *itertools.accumulate(sizes)]
     factors: list[Factor] = []
-    for group in groups:
-        start, stop = edges[group[0]], edges[group[-1] + 1]
+    for own in slices(sizes, groups):
         # The leading block of a Cholesky factor is the factor of the leading block.
-        block = factor[..., :stop, :stop] if start == 0 else cholesky(whole[..., start:stop, start:stop], 0.0, what)
-        factors.append(PrecisionFactor(loc[..., start:stop], block))
+        block = factor[..., own, own] if own.start == 0 else cholesky(whole[..., own, own], 0.0, what)
+        factors.append(PrecisionFactor(loc[..., own], block))
     return Product(sizes, factors, groups)
 
 
@@ -179,6 +163,7 @@ class _Turned(Function):
             return None, None
         gram, turn, half = ctx.saved_tensors
         half = gram @ turn if torch.is_grad_enabled() else half  # to be differentiated again
+        # Ḡ = TĒTᵀ, T̄ = GT(Ē + Ēᵀ)
         by_gram = (turn @ grad @ turn.mT).sum_to_size(gram.shape) if ctx.needs_input_grad[0] else None
         by_turn = (half @ (grad + grad.mT)).sum_to_size(turn.shape) if ctx.needs_input_grad[1] else None
         return by_gram, by_turn

@@ -31,7 +31,8 @@ from ..numerics.linalg import (
     solve_lower,
 )
 from .base import Coefficients, Gaussian
-from .product import DenseFactor, Product
+from .factors import DenseFactor
+from .product import Product
 from .stack import Stack, each_times
 
 __all__ = ["BlockPlusLowRank", "IdentityPlusLowRank", "LowRankGaussian", "leading_directions", "small_columns"]
@@ -65,6 +66,7 @@ class LowRankGaussian(Gaussian):
         b = b.flatten(-3, -2)
         # I + BᵀB has eigenvalues of at least 1: no jitter.
         self.inner = cholesky(plus_one(b.mT @ b), 0.0, "I + BᵀB of a low-rank precision")
+        # T = L_a⁻¹Bᵀ: (I + BBᵀ)⁻¹ = I − TᵀT (Woodbury)
         self._t = solve_lower(self.inner, b.mT)  # (..., R, C·M)
 
     @property
@@ -90,26 +92,24 @@ class LowRankGaussian(Gaussian):
         """Lv, flat."""
         return each_times(self.tril, self.stack.cut(v)).flatten(-3, -2)
 
-    def flat(self, features: Sequence[Tensor]) -> Tensor:
-        return self.stack.flat(features)
-
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
         return self.moments(features)[1]
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return self.moments_by(self.flat(features))
+        return self.moments_by(side_by_side(features))
 
     def moments_by(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`moments` of flat features."""
+        phi = self.stack.wide(phi)
         # diag(Φ(LLᵀ − VVᵀ − I)Φᵀ), the first by one product for all blocks
         own = row_squares(each_times(self.stack.cut(phi.mT).mT, self.tril)).sum(-2)
         change = own - row_squares(phi @ self.low_rank) - row_squares(phi)
         return (phi @ self.columns.flatten(-3, -2))[..., 0], change
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
-        phi = self.flat(features)
+        phi = self.stack.wide(side_by_side(features))
         coupled, own = phi @ self.low_rank, each_times(self.stack.cut(phi.mT).mT, self.tril)
         own = own.transpose(-3, -2).flatten(-2)
+        # Φ(LLᵀ − VVᵀ − I)Φᵀ
         return own @ own.mT - coupled @ coupled.mT - phi @ phi.mT
 
     def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
@@ -118,15 +118,18 @@ class LowRankGaussian(Gaussian):
     def covariance_times_columns(self, v: Tensor) -> Tensor:
         """L(I − TᵀT)Lᵀv, of stacked columns."""
         scaled = each_times(self.tril.mT, v).flatten(-3, -2)
+        # L(I − TᵀT)Lᵀv
         return each_times(self.tril, self.stack.cut(scaled - self._t.mT @ (self._t @ scaled)))
 
     @functools.cached_property
     def _log_det(self) -> Tensor:
         """log|S|."""
         own = self.tril.diagonal(dim1=-2, dim2=-1).log().sum((-2, -1))
+        # log|S| = 2 log|L| − log|I + BᵀB|
         return 2 * (own - self.inner.diagonal(dim1=-2, dim2=-1).log().sum(-1))
 
     def kl(self) -> Tensor:
+        # tr S = ‖L‖² − ‖V‖²
         trace = self.tril.square().sum((-3, -2, -1)) - self.low_rank.square().sum((-2, -1))
         return gaussian_kl(self.columns.flatten(-3), trace, self._log_det)
 
@@ -140,6 +143,7 @@ class LowRankGaussian(Gaussian):
 
     def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
         block = self.stack.columns(w)
+        # v = L⁻¹(w − m): (w − m)ᵀS⁻¹(w − m) = ‖v‖² + ‖Bᵀv‖²
         v = solve_lower(self.tril, block - self.columns)
         inner = self._b.flatten(-3, -2).mT @ v.flatten(-3, -2)
         squares = (block.square() - v.square()).sum((-3, -2, -1)) - inner.square().sum((-2, -1))
@@ -151,6 +155,7 @@ class LowRankGaussian(Gaussian):
             return self
         if not chosen:
             return Product([], [], [])
+        # S_bb = L_bL_bᵀ − V_bV_bᵀ over the chosen blocks
         parts = self.stack.blocks(self.stack.cut(self.low_rank))
         low_rank, own, loc = torch.cat([parts[b] for b in chosen], -2), self.trils, self.loc
         covariance = on_diagonal([own[b] @ own[b].mT for b in chosen], torch.zeros_like(low_rank @ low_rank.mT))
@@ -176,6 +181,7 @@ def leading_directions(features: Sequence[Tensor], small: Sequence[Tensor]) -> t
     """
     phi, random = side_by_side(features), torch.cat(list(small), -2).to(features[0])
     found = random
+    # P ← orth(ΦΦᵀP), U = ΦᵀP
     for _ in range(5):
         found = phi.mT @ torch.linalg.qr(phi @ found)[0]  # (..., M, min(R, n))
     mixing = torch.linalg.svd(found, full_matrices=False)[2]
@@ -229,6 +235,7 @@ class _LowRank(Coefficients):
         found, spare = leading_directions(features, small)
         for i, (phi, part) in enumerate(zip(features, found)):
             if self.base:
+                # (I + ΦᵀΦ − UUᵀ)⁻¹ = LLᵀ of a block, and B = LᵀU
                 root = root_of_inverse(phi.mT @ phi - part @ part.mT)
                 self.put(f"scale_tril_{i}", root)
                 part = root.mT @ part

@@ -61,7 +61,9 @@ class ProjectedGaussian(Gaussian):
         return 2 * self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), self.noise.log().sum(-1)
 
     def kl(self) -> Tensor:
+        # α = G⁻¹ỹ = R⁻ᵀa
         weights = torch.linalg.solve_triangular(self.factor.mT, self.white[..., None], upper=True)[..., 0]  # α
+        # tr G⁻¹D = ‖R⁻¹D^½‖²
         trace = solve_lower(self.factor, torch.diag_embed(self.noise.sqrt())).square().sum((-2, -1))
         of_g, of_d = self._log_dets()
         fit = ((self.covariance @ weights[..., None])[..., 0] * weights).sum(-1)
@@ -89,6 +91,7 @@ class ProjectedGaussian(Gaussian):
                 "inputs; call the guide with those."
             )
         of_g, of_d = self._log_dets()
+        # log N(ỹ; u, D) − log N(ỹ; 0, G)
         misfit = (self.target - self.project(f)).square() / self.noise
         return 0.5 * (self.white.square().sum(-1) + of_g - misfit.sum(-1) - of_d)
 

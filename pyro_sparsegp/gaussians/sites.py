@@ -71,13 +71,16 @@ def update(
     # Where ℓ is not concave a full step jumps to and fro, and with rates of their own small ones may lower the bound:
     # test_cut_sites_reach_their_fixed_point, test_small_steps_raise_the_bound_where_some_curvature_is_cut.
     step = rate + (min(rate, _CAREFUL) - rate) * (curvature == 0).to(curvature)
+    # λ ← (1 − ρ)λ + ρh
     precision = torch.where(gone, 0.0, (1 - step) * sites.precision + step * curvature)
+    # λ(z − m), the sites' own pull at the mean
     pull = sites.linear - sites.precision * centre
     # Counts far from the prior would throw means to where expectations overflow (tilted moments do not):
     # test_counts_far_from_the_prior_do_not_overflow.
     size = torch.maximum(precision, precision.mean(-1, keepdim=True)) + 0.01 / variance
     limit = farthest * variance.sqrt() * size.detach()
     change = (step * (gradient - pull)).nan_to_num(0.0).clamp(-limit, limit)
+    # λ(z − μ) from the pull at m
     linear = torch.where(gone, 0.0, pull + change + precision * away)
     return Sites(sites.inputs, precision, linear)
 
@@ -90,6 +93,7 @@ def within_reach(sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) ->
     :param kept: the sites before; λ̄ is the larger mean precision, the same at the fixed point whatever the damping.
     """
     away, variance = marginals
+    # |z − m| = |pull|/λ
     pull = sites.linear - sites.precision * away
     typical = torch.maximum(*(part.precision.detach().mean(-1, keepdim=True) for part in (sites, kept)))
     spread = (variance + 1 / typical.clamp(min=torch.finfo(typical.dtype).tiny)).sqrt()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..numerics.linalg import Unbound, side_by_side
+from ..numerics.linalg import Unbound
 
 __all__ = ["Stack", "each_times", "eye_like"]
 
@@ -26,6 +26,7 @@ class Stack:
         self.sizes = tuple(sizes)
         self.size = max(self.sizes, default=0)
         self.is_even = len(set(self.sizes)) < 2
+        self._index = torch.cat([torch.arange(n) + self.size * b for b, n in enumerate(self.sizes)])
 
     def rows(self, blocks: Sequence[Tensor]) -> Tensor:
         """Matrices, ``(..., M_b, K)`` a block, as ``(..., C, M, K)``."""
@@ -40,14 +41,21 @@ class Stack:
         whole = _stacked(blocks, lambda block: (0, self.size - block.shape[-1]) * 2)
         if self.is_even:
             return whole
+        # there q is the prior: D = I, B = 0, m = 0
         beyond = torch.arange(self.size) >= torch.tensor(self.sizes)[:, None]
         return whole + torch.diag_embed(beyond.to(whole))
 
-    def flat(self, features: Sequence[Tensor]) -> Tensor:
-        """Φ of all blocks, ``(..., N, M_b)`` each, as ``(..., N, C·M)``."""
-        return side_by_side(
-            features if self.is_even else [pad(phi, (0, self.size - phi.shape[-1])) for phi in features]
-        )
+    def wide(self, x: Tensor) -> Tensor:
+        """Numbers of all blocks side by side, ``(..., ΣM_b)``, as ``(..., C·M)``."""
+        if self.is_even:
+            return x
+        found = x.new_zeros(*x.shape[:-1], len(self.sizes) * self.size)
+        found[..., self._index] = x
+        return found
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """What :meth:`wide` was made of."""
+        return x if self.is_even else x[..., self._index]
 
     def cut(self, flat: Tensor) -> Tensor:
         """A flat tensor as a stack."""
@@ -65,6 +73,13 @@ class Stack:
         """A view of the blocks on the diagonal, ``(..., C, M, M)``, of a matrix, ``(..., C·M, C·M)``."""
         shape = len(self.sizes), self.size
         return whole.view(*whole.shape[:-2], *shape, *shape).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+    def dense(self, blocks: Tensor, low_rank: Optional[Tensor] = None) -> Tensor:
+        """blockdiag(D) + BBᵀ of a stack D and a flat B, ``(..., ΣM_b, ΣM_b)``."""
+        size = len(self.sizes) * self.size
+        whole = blocks.new_zeros(*blocks.shape[:-3], size, size) if low_rank is None else low_rank @ low_rank.mT
+        self.diagonal(whole).add_(blocks)
+        return self.narrow(self.narrow(whole).mT).mT
 
 
 def _stacked(blocks: Sequence[Tensor], beyond: Any) -> Tensor:

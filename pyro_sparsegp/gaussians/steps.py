@@ -150,9 +150,7 @@ class Pass:
         """
         groups = _connected([pair for *pair, value in self.crosses if value.grad is not None])
         met = {id(row) for group in groups for row in group}
-        alone = [row for row in self.rows if row.change.grad is not None and id(row) not in met]
-        _look_at_signs(alone)
-        found = [_of_row(row) for row in alone]
+        found = [_of_row(row) for row in self.rows if row.change.grad is not None and id(row) not in met]
         for group in groups:
             found += self._turned(group)
         return found
@@ -167,7 +165,9 @@ class Pass:
                 hessian[..., i, i] = row.change.grad
         for a, b, grad in own:
             i, j = group.index(a), group.index(b)
+            # the covariance of two values stands twice in S
             hessian[..., i, j] = hessian[..., j, i] = 0.5 * grad
+        # H = EΛEᵀ: ΣΣ h_jkφ_jφ_kᵀ = Σ_j λ_j(Φe_j)(Φe_j)ᵀ
         values, axes = torch.linalg.eigh(hessian.nan_to_num())
         phis = torch.stack([row.phi for row in group], -1)  # (..., N, M, K)
         turned = (phis @ axes).unbind(-1)
@@ -177,13 +177,9 @@ class Pass:
 def _of_row(row: Row) -> Curvature:
     h, by_covariance = row.change.grad, None if row.covariance is None else row.covariance.grad
     assert h is not None
-    return Curvature(row.phi, h, by_covariance, bool(row.is_signed))
-
-
-def _look_at_signs(rows: Iterable[Row]) -> None:
-    for row in rows:
-        if row.is_signed is None and row.change.grad is not None:
-            row.is_signed = bool(row.change.grad.amin() < 0)
+    if row.is_signed is None:
+        row.is_signed = bool(h.amin() < 0)
+    return Curvature(row.phi, h, by_covariance, row.is_signed)
 
 
 def _connected(pairs: Iterable[Sequence[Row]]) -> list[list[Row]]:
@@ -322,6 +318,7 @@ class Natural(Coefficients):
         :param share: of all rows, those that it is on here.
         """
         rate = float(self.rate(self.steps_taken) if callable(self.rate) else self.rate)
+        # test_the_floor_of_the_rate_is_higher_on_all_rows
         if (
             isinstance(self.rate, Falling)
             and rate < self.rate.whole
@@ -350,6 +347,7 @@ class Natural(Coefficients):
             return
         rate = self.next_rate(share)
         for one in passes:
+            # test_single_draws_of_an_inner_layer_do_not_throw_it_away
             if one.draws:
                 rate = min(rate, self.most_by_draws())
             elif one.by_draws:
@@ -445,7 +443,7 @@ class Recorded(Gaussian):
         return self
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        phi = self.flat(features)
+        phi = side_by_side(features)
         return self.note(phi, *self.moments_by(phi))
 
     def note(
@@ -498,6 +496,7 @@ def cautious(shift: Tensor, taken: Pass, cut: Optional[Tensor] = None) -> Tensor
     :param cut: whether they are, ``(...)``; ``None`` is nowhere. Asked for where several functions of this posterior
         meet in densities, such as a mean and its log-noise.
     """
+    # |φᵀΔm|/‖φ‖ of each function value: test_counts_far_from_where_q_starts
     farthest = []
     for row in taken.rows:
         moved = (row.phi @ shift[..., None])[..., 0].abs_()

@@ -1,0 +1,167 @@
+"""Gaussians over coefficients whose means and scales are parameters, factor by factor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Optional
+
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+
+from ..numerics.linalg import side_by_side, solve_lower
+from ..numerics.shapes import broadcast_shapes
+from .base import Coefficients
+from .factors import DenseFactor, DiagonalFactor, Factor, IdentityFactor
+from .product import Product, slices
+
+__all__ = ["BlockCholesky", "CholeskyIdentity", "Diagonal", "FullCholesky", "Identity", "Unwhitened"]
+
+Layout = list[tuple[type[Factor], tuple[int, ...]]]
+
+
+class _Factored(Coefficients):
+    """Coefficients as a product of factors; subclasses say which factor covers which blocks."""
+
+    def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
+        super().__init__(sizes, batch_shape, like)
+        self.sizes = tuple(sizes)
+        layout = self.layout(len(self.sizes))
+        self.kinds: list[Any] = [kind for kind, _ in layout]
+        self.groups = [group for _, group in layout]
+        for i, (kind, own) in enumerate(zip(self.kinds, self.slices)):
+            # At the prior, m = 0, S = I (Shi et al., 2020, appendix G), until start says more.
+            nothing = like.new_zeros(*batch_shape, 1, own.stop - own.start)
+            setattr(self, f"loc_{i}", PyroParam(nothing[..., 0, :].clone()))
+            if kind.scale_name is not None:
+                setattr(self, f"{kind.scale_name}_{i}", PyroParam(kind.scale_of(nothing), kind.constraint))
+
+    @property
+    def slices(self) -> list[slice]:
+        """The coefficients of each factor."""
+        return slices(self.sizes, self.groups)
+
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        """Start each factor at (I + λΦᵀΦ)⁻¹ of its blocks; it was made at the prior."""
+        for i, (kind, group) in enumerate(zip(self.kinds, self.groups if features is not None else ())):
+            if kind.scale_name is not None:
+                own = side_by_side([features[b] for b in group])  # type: ignore[index]
+                self.put(f"{kind.scale_name}_{i}", kind.scale_of(own))
+
+    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
+        """Start each factor at the mean of its blocks."""
+        for i, own in enumerate(self.slices):
+            self.put(f"loc_{i}", loc[..., own])
+
+    @staticmethod
+    def layout(num_blocks: int) -> Layout:
+        """The factors, each with the blocks it covers."""
+        raise TypeError("subclasses say which factor covers which blocks")
+
+    def forward(self, anchor: Optional[Tensor] = None) -> Product:
+        factors = []
+        for i, kind in enumerate(self.kinds):
+            names = ["loc"] if kind.scale_name is None else ["loc", kind.scale_name]
+            factors.append(kind(*(getattr(self, f"{name}_{i}") for name in names)))
+        return Product(self.sizes, factors, self.groups)
+
+
+class FullCholesky(_Factored):
+    """N(m, S) with one full covariance over all blocks, S = LLᵀ: M + M(M + 1)/2 numbers (Hensman et al., 2013)."""
+
+    @staticmethod
+    def layout(num_blocks: int) -> Layout:
+        return [(DenseFactor, tuple(range(num_blocks)))]
+
+
+class BlockCholesky(_Factored):
+    """N(m, S) with a full covariance within each block, none between blocks: S = blockdiag(L_bL_bᵀ)."""
+
+    @staticmethod
+    def layout(num_blocks: int) -> Layout:
+        return [(DenseFactor, (b,)) for b in range(num_blocks)]
+
+
+class Diagonal(_Factored):
+    """N(m, S) of independent coefficients, S = diag(s²)."""
+
+    @staticmethod
+    def layout(num_blocks: int) -> Layout:
+        return [(DiagonalFactor, tuple(range(num_blocks)))]
+
+
+class Identity(_Factored):
+    """N(m, I): the prior's covariance, only the mean is free."""
+
+    @staticmethod
+    def layout(num_blocks: int) -> Layout:
+        return [(IdentityFactor, tuple(range(num_blocks)))]
+
+
+class CholeskyIdentity(_Factored):
+    """N(m, S) with a full covariance of the first block and the prior's for the others: S = blockdiag(LLᵀ, I, …).
+
+    As in orthogonally decoupled bases (Salimbeni, Cheng, Boots and Deisenroth, 2018).
+    """
+
+    @staticmethod
+    def layout(num_blocks: int) -> Layout:
+        return [(DenseFactor, (0,)), *((IdentityFactor, (b,)) for b in range(1, num_blocks))]
+
+
+class Unwhitened(Coefficients):
+    """q(u_b) = N(m_b, S_b), factor by factor, for u_b = L_bb w_b: the values themselves (Shi et al., 2020, eq. 8).
+
+    L_bb is the factor's own block on the diagonal of the anchor L. For nested sets, u₁ = f(Z), and u₂ = f⊥(O) is what
+    f(O) adds to it, with prior N(0, C_OO): the paper's v⊥. Of w, this is N(L_bb⁻¹m_b, L_bb⁻¹S_bL_bb⁻ᵀ).
+    A factor that keeps the prior's covariance keeps it. q moves with the hyperparameters where a whitened one would
+    not; both reach the same optimum.
+
+    :param kind: the whitened posterior with the same layout of factors.
+    """
+
+    anchored: ClassVar[bool] = True
+    placed: ClassVar[bool] = True
+
+    def __init__(
+        self, kind: Any, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, **kwargs: Any
+    ) -> None:
+        super().__init__(sizes, batch_shape, like)
+        self.values = kind(sizes, batch_shape, like, **kwargs)
+
+    def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
+        """Put q where the whitened one starts, under the first anchor L: at the prior, it is N(0, L_bbL_bbᵀ)."""
+        self.values.start(anchor, features)
+        for i, (kind, block) in enumerate(zip(self.values.kinds, self._blocks(anchor))):
+            name = f"{kind.scale_name}_{i}"
+            # a root of LSLᵀ, or the diagonal of it
+            if kind is DenseFactor:
+                setattr(self.values, name, block.detach() @ getattr(self.values, name))
+            elif kind is DiagonalFactor:
+                spread = block.detach() * getattr(self.values, name)[..., None, :]
+                setattr(self.values, name, spread.square().sum(-1).sqrt())
+
+    def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
+        """Put the mean at m_b = L_bb times that of w_b."""
+        blocks = zip(self._blocks(anchor), self.values.slices)
+        self.values.start_mean(None, torch.cat([(block @ loc[..., own, None])[..., 0] for block, own in blocks], -1))
+
+    def _blocks(self, anchor: Optional[Tensor]) -> list[Tensor]:
+        """L_bb of each factor."""
+        if anchor is None:
+            raise ValueError("a posterior over values needs a basis whose coefficients stand for values (an anchor)")
+        return [anchor[..., own, own] for own in self.values.slices]
+
+    def forward(self, anchor: Optional[Tensor] = None) -> Product:
+        q = self.values()
+        for i, (factor, block) in enumerate(zip(q.factors, self._blocks(anchor))):
+            if isinstance(factor, IdentityFactor):
+                q.factors[i] = IdentityFactor(solve_lower(block, factor.loc[..., None])[..., 0])
+                continue
+            # of w = L⁻¹u: N(L⁻¹m, L⁻¹SL⁻ᵀ) (Shi et al., 2020, eq. 8)
+            root, num = factor.root, block.shape[-1]
+            batch = broadcast_shapes(block.shape[:-2], root.shape[:-2])
+            both = torch.cat([root, factor.loc[..., None]], -1).expand(*batch, num, num + 1)
+            whitened = solve_lower(block, both)  # one solve for both
+            q.factors[i] = DenseFactor(whitened[..., -1], whitened[..., :-1].tril())
+        return q
