@@ -358,19 +358,38 @@ def test_separate_posteriors_of_a_sum_are_told_of(meet, family, is_sum):
     assert [bool(re.match(TOLD, str(warning.message))) for warning in caught] == [True] * is_sum
 
 
-def test_a_sum_inside_indices_is_told_of():
-    """f0 at each place and a deviation of each group there, f0[i] + f_g[group, i]: sd of f0 of 0.038 for 0.359."""
-    places, group = torch.arange(20) % 10, torch.arange(20) % 2
+def test_a_sum_inside_indices():
+    """f0 at each place and a deviation of each group there: told of where posteriors are separate, dense in one."""
+    row, noise = torch.arange(20), 0.2
+    places, group = row % 10, row % 2
     x, y = torch.linspace(0.0, 1.0, 10)[:, None], torch.randn(20, generator=torch.Generator().manual_seed(0))
+    shared, own = kernels.RBF(0.4), kernels.RBF(0.3)
 
     def model(x, y=None):
-        f0 = pyro.sample("f0", GaussianProcess(kernels.RBF(0.4), x))
-        fg = pyro.sample("fg", GaussianProcess(kernels.RBF(0.3), x).expand([2]).to_event(1))
+        f0 = pyro.sample("f0", GaussianProcess(shared, x))
+        g = torch.stack([pyro.sample(f"g{i}", GaussianProcess(own, x)) for i in range(2)])
         with pyro.plate("data", 20):
-            return pyro.sample("y", dist.Normal(f0[places] + fg[group, places], 0.2), obs=y)
+            return pyro.sample("y", dist.Normal(f0[places] + g[group, places], noise), obs=y)
 
-    with pytest.warns(UserWarning, match=r"GP sites 'f0', 'fg' enter densities by their sum"):
-        AutoSparseGP(model, families.SVGP(4))(x, y)
+    def of_one_site(x, y=None):
+        f0 = pyro.sample("f0", GaussianProcess(shared, x))
+        g = pyro.sample("g", GaussianProcess(own, x).expand([2]).to_event(1))
+        with pyro.plate("data", 20):
+            return pyro.sample("y", dist.Normal(f0[places] + g[group, places], noise), obs=y)
+
+    with pytest.warns(UserWarning, match=r"GP sites 'f0', 'g' enter densities by their sum"):
+        AutoSparseGP(of_one_site, families.SVGP(4))(x, y)
+    guide = AutoSparseGP(model, {("f0", "g0", "g1"): families.SVGP(x, trainable=False)})
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(2))
+    for _ in range(8):
+        svi.step(x, y)
+    A = torch.zeros(20, 30)
+    A[row, places] = A[row, 10 + 10 * group + places] = 1.0
+    K = torch.block_diag(shared(x), own(x), own(x))
+    gain = K @ A.mT @ torch.linalg.inv(A @ K @ A.mT + noise**2 * torch.eye(20))
+    q = guide.posterior(x)["f0"]
+    torch.testing.assert_close(q.mean, (gain @ y)[:10], rtol=0, atol=1e-3)
+    torch.testing.assert_close(q.stddev, (K - gain @ A @ K).diagonal()[:10].sqrt(), rtol=0, atol=1e-3)
 
 
 def hierarchical(x, y=None):
