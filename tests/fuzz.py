@@ -751,7 +751,7 @@ class Fit:
 
 
 def new_guide(program, family, c):
-    return AutoSparseGP(program, family, point_estimates=True if c.points else None, coupled=c.coupled)
+    return AutoSparseGP(program, family, point_estimates=True if c.points else None, independent=not c.coupled)
 
 
 def build_family(c, model):

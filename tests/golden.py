@@ -368,7 +368,7 @@ def outcome(name: str) -> dict:
     x = inputs().to(dtype)
     y = program.data(x)
     new = inputs(NUM + 5)[NUM:].to(dtype)
-    guide = AutoSparseGP(program, family, **options.get("guide", {}))
+    guide = AutoSparseGP(program, family, independent=True, **options.get("guide", {}))  # as it was then
     optim = pyro.optim.Adam({"lr": 0.02})
     if ep := options.get("ep"):
         trainer = ExpectationPropagation(program, guide, optim, **(ep if isinstance(ep, dict) else {}))

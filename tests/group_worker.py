@@ -52,7 +52,7 @@ def share(job, rank, world):
 def by_propagation(mode, data, z, group):
     """Two passes, by all data or in two mini-batches."""
     x, y = data
-    guide = AutoSparseGP(probit, SparseEP(z, trainable=True))
+    guide = AutoSparseGP(probit, SparseEP(z, trainable=True), independent=True)
     options = {"gradient": "exact"} if mode == "exact" else {}
     ep = ExpectationPropagation(probit, guide, pyro.optim.Adam({"lr": 0.05}), group=group, **options)
     losses = []
@@ -69,8 +69,8 @@ def by_svi(mode, data, z, group):
     """Steps in a loop, or by fit."""
     pyro.set_rng_seed(1)
     family = CoupledPrecision([z], rank=2, base="block") if mode == "low rank" else SVGP(z, natural=mode != "gradients")
-    guide = AutoSparseGP(logistic, replace(family, start="prior"), coupled=mode == "coupled")
-    if mode in ("loop", "low rank", "coupled"):
+    guide = AutoSparseGP(logistic, replace(family, start="prior"), independent=True)
+    if mode in ("loop", "low rank"):
         optim = pyro.optim.Adam({"lr": 0.05})
         svi = pyro.infer.SVI(logistic, guide, SharedOptim(optim) if group else optim, TraceQuadrature_ELBO())
         guide(*data[0], size=NUM)

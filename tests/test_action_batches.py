@@ -124,7 +124,8 @@ def test_what_is_said_where_the_first_call_is_a_batch():
     model = gaussian(kernels.Matern32(0.5))
     guide = AutoSparseGP(model, ComputationAware(8, batches=True))
     with pytest.raises(
-        ValueError, match=r"actions act on the rows of the guide's first call; there site 'y' observes 20"
+        ValueError,
+        match=r"site 'y' observes 20 of the 60 .*first call the rows that actions",
     ):
         guide(x[:20], y[:20], size=60)
     other = AutoSparseGP(model, ComputationAware(8))
@@ -136,7 +137,7 @@ def test_what_is_said_where_the_first_call_is_a_batch():
 def test_fit_takes_batches_once_the_guide_knows_its_rows():
     model, _, _, x, y = batched()
     guide = AutoSparseGP(model, ComputationAware(10, batches=True))
-    with pytest.raises(ValueError, match=r"batch_size.* first called on the rows that its actions act on"):
+    with pytest.raises(ValueError, match=r"batch_size.*batches=True\), first called on its rows"):
         fit(model, guide, (x, y), batch_size=30, steps=3, progress=False)
     guide(x[:SUPPORT], y[:SUPPORT])
     result = fit(model, guide, (x, y), batch_size=30, steps=3, progress=False)

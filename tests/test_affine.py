@@ -558,7 +558,7 @@ def test_a_latent_below_a_sum_keeps_its_width():
             return pyro.sample("y", dist.Normal(f + b, 0.3), obs=y)
 
     pyro.set_rng_seed(0)
-    guide = AutoSparseGP(model, SVGP(x.clone(), trainable=False))
+    guide = AutoSparseGP(model, SVGP(x.clone(), trainable=False), independent=True)
     losses, scales = [], []
     for rate, steps, particles in ((0.05, 100, 1), (0.01, 150, 2)):
         svi = SVI(model, guide, pyro.optim.Adam({"lr": rate}), TraceQuadrature_ELBO(num_particles=particles))

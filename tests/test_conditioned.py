@@ -72,7 +72,7 @@ def assert_standard(z, far=0.0):
 
 def started(model, family, x, y, loc=0.4, scale=0.7):
     """A guide with q(c) = N(0.4, 0.7²), wide enough for q(f | c) to tell."""
-    guide = AutoSparseGP(model, family)
+    guide = AutoSparseGP(model, family, independent=True)
     guide(x, y)
     with torch.no_grad():
         guide.locs.c = torch.tensor(loc)
@@ -123,7 +123,7 @@ def test_every_way_to_ask_conditions_on_the_draw(name, place):
     torch.testing.assert_close(q.mean, mean, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(q.variance, variance, atol=2e-5, rtol=1e-4)
     # After a state was loaded, and in copies.
-    fresh = AutoSparseGP(model, FAMILIES[name](x))
+    fresh = AutoSparseGP(model, FAMILIES[name](x), independent=True)
     fresh.load_state_dict(guide.state_dict())
     for other in (fresh, copy.deepcopy(guide)):
         pyro.set_rng_seed(0)
@@ -175,7 +175,7 @@ def test_an_intercept_leaves_the_predictor_its_width():
     """The plainest hierarchical model: trained, and set against the exact Gaussian posterior."""
     x, y = data()
     model = program("before")
-    guide = AutoSparseGP(model, SGPR(x, trainable=False))
+    guide = AutoSparseGP(model, SGPR(x, trainable=False), independent=True)
     train(model, guide, x, y, steps=40, lr=0.1, loss=TraceQuadrature_ELBO(2))
     both = kernels.Matern32(0.5) + kernels.Constant(4.0)
     gain = both(x) @ torch.linalg.inv(both(x) + NOISE**2 * torch.eye(30))
@@ -280,7 +280,7 @@ def test_group_effects_with_counts():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Poisson((f + b[groups]).exp()), obs=y)
 
-    guide = AutoSparseGP(model, SGPR(x, trainable=False))
+    guide = AutoSparseGP(model, SGPR(x, trainable=False), independent=True)
     elbo = TraceQuadrature_ELBO(20)
     train(model, guide, x, groups, y, steps=8, lr=0.2, loss=elbo)
     trained = torch.tensor(train(model, guide, x, groups, y, steps=8, lr=0.0, loss=elbo))
@@ -300,11 +300,11 @@ def test_the_state_holds_the_data_and_says_when_it_cannot():
     new = torch.rand(3, 1)
     plain = started(model, SGPR(6), x, y)
     assert torch.equal(plain.state_dict()["_extra_state"]["data"]["args"][0], x)
-    guide = AutoSparseGP(model, SGPR(6))
+    guide = AutoSparseGP(model, SGPR(6), independent=True)
     guide(x, y, Odd())
     state = guide.state_dict()
     assert "data" not in state["_extra_state"]
-    fresh = AutoSparseGP(model, SGPR(6))
+    fresh = AutoSparseGP(model, SGPR(6), independent=True)
     fresh.load_state_dict(state)
     with pytest.raises(ValueError, match=r"without its training data.*'f'.*guide\(x, y\)"):
         predict(model, fresh, new, num_samples=2)
@@ -320,7 +320,7 @@ def test_handlers_around_are_seen_as_the_objective_sees_them():
     prior, family = dist.Normal(0.0, 2.0).log_prob(at), SGPR(x, trainable=False)
     for handler in (pyro.poutine.condition, pyro.poutine.do):
         wrapped = handler(model, {"c": at})
-        guide = AutoSparseGP(wrapped, family)
+        guide = AutoSparseGP(wrapped, family, independent=True)
         loss = rest.loss(wrapped, guide, x, y)
         if handler is pyro.poutine.condition:
             assert -loss == pytest.approx(float(evidence + prior), abs=1e-3)
@@ -334,7 +334,7 @@ def test_handlers_around_are_seen_as_the_objective_sees_them():
             return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
     sharp = KERNEL(x) @ torch.linalg.solve(KERNEL(x) + NOISE**2 / 4 * torch.eye(20), y)
-    guide = AutoSparseGP(weighted, family)
+    guide = AutoSparseGP(weighted, family, independent=True)
     rest.loss(weighted, guide, x, y)
     torch.testing.assert_close(guide.posterior(x)["f"].mean, sharp, atol=1e-4, rtol=1e-3)
     for configured in (
@@ -342,7 +342,7 @@ def test_handlers_around_are_seen_as_the_objective_sees_them():
         pyro.poutine.mask(plain, mask=torch.tensor(True)),
         pyro.poutine.scale(plain, scale=1.0),
     ):
-        losses = [rest.loss_and_grads(m, AutoSparseGP(m, family), x, y) for m in (configured, plain)]
+        losses = [rest.loss_and_grads(m, AutoSparseGP(m, family, independent=True), x, y) for m in (configured, plain)]
         assert losses[0] == pytest.approx(losses[1])
     # A handler open around the step.
     guide = started(model, family, x, y)
@@ -352,7 +352,7 @@ def test_handlers_around_are_seen_as_the_objective_sees_them():
     from pyro.infer.reparam import LocScaleReparam
 
     centred = pyro.poutine.reparam(model, config={"c": LocScaleReparam(0.0)})
-    guide = AutoSparseGP(centred, SGPR(x, trainable=False))
+    guide = AutoSparseGP(centred, SGPR(x, trainable=False), independent=True)
     assert math.isfinite(train(centred, guide, x, y, steps=3)[-1])
 
 
@@ -369,7 +369,9 @@ def test_a_latent_held_by_a_handler_around_the_step_has_its_prior_density(family
             return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
     guide = started(model, family(x, trainable=False), x, y)
-    held = AutoSparseGP(pyro.poutine.condition(model, {"c": torch.tensor(0.3)}), family(x, trainable=False))
+    held = AutoSparseGP(
+        pyro.poutine.condition(model, {"c": torch.tensor(0.3)}), family(x, trainable=False), independent=True
+    )
     held(x, y)
     losses = []
     for each in (guide, held):
@@ -389,7 +391,7 @@ def test_a_positive_latent_learns_by_drawn_elbos():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f + c, noise), obs=y)
 
-    guide = AutoSparseGP(model, SGPR(8))
+    guide = AutoSparseGP(model, SGPR(8), independent=True)
     losses = train(model, guide, x, y, steps=40, loss=Trace_ELBO())
     assert sum(losses[-10:]) < sum(losses[:10])
 
@@ -399,12 +401,12 @@ def test_a_latent_that_training_held_is_not_drawn_from_its_prior_in_silence(fami
     """Data held by pyro.condition are another matter: they are to be predicted."""
     x, y = data()
     held = pyro.condition(program("before"), {"c": torch.tensor(0.0)})
-    guide = AutoSparseGP(held, family)
+    guide = AutoSparseGP(held, family, independent=True)
     guide(x, y)
     with pytest.warns(UserWarning, match="trained with site 'c' held at a value"):
         predict(program("before"), guide, x, num_samples=2)
     predict(held, guide, x, num_samples=2)
     pyro.clear_param_store()
-    guide = AutoSparseGP(pyro.condition(program("before"), {"y": y}), family)
+    guide = AutoSparseGP(pyro.condition(program("before"), {"y": y}), family, independent=True)
     guide(x)
     predict(program("before"), guide, x[:3], num_samples=2)

@@ -137,7 +137,7 @@ def with_a_latent(x, y=None):
 
 @pytest.mark.parametrize(
     ("model", "kwargs", "reads"),
-    [(two_apart, {}, 2), (deep, {}, 2), (with_a_latent, {"coupled": True}, 3)],  # a root of q(c) more
+    [(two_apart, {}, 2), (deep, {}, 2), (with_a_latent, {}, 3)],
     ids=["two sites", "deep", "coupled"],
 )
 def test_several_posteriors_are_read_together(model, kwargs, reads):

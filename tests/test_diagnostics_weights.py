@@ -113,7 +113,7 @@ def test_weights_mend_hyperparameters():
             pyro.sample("y", dist.Normal(f, NOISE), obs=y)
 
     x, y = smooth_data(20)
-    guide = AutoSparseGP(model, SGPR(12), init_scale=0.3)
+    guide = AutoSparseGP(model, SGPR(12), init_scale=0.3, independent=True)
     guide(x, y)
     with torch.no_grad():  # off centre, but wide enough
         guide.locs.length_unconstrained.fill_(-2.2)
@@ -363,7 +363,7 @@ def test_scores_of_mixtures_are_those_of_the_mixture(monkeypatch):
     from pyro_sparsegp.diagnostics import scores
 
     x, y = data(num=50)
-    guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3)
+    guide = AutoSparseGP(regression, SVGP(10), init_scale=0.3, independent=True)
     train(regression, guide, x, y, steps=20, lr=0.05)
     new, seen = data(num=10, seed=4)
     normals, read = [], scores._normals
@@ -463,7 +463,7 @@ def test_scores_of_mcmc_samples_at_new_data():
 def test_a_confident_guide_is_found_out():
     """Hyperparameters' posterior with a tenth of its spread: k-hat of the weights and coverage both say so."""
     x, y = data(num=50)
-    guide = AutoSparseGP(regression, SGPR(12))
+    guide = AutoSparseGP(regression, SGPR(12), independent=True)
     train(regression, guide, x, y, steps=20, lr=0.2)
     new, seen = data(num=150, seed=9)
     assert diagnostics.predictive_scores(regression, guide, new, seen, num_samples=4).coverage(0.95) > 0.85

@@ -86,7 +86,7 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     monkeypatch.setattr(models, "additive", kernel)
     x, y = data(model, 60 if steps > 4 else 16 if model is heteroscedastic else 40, dtype=dtype, device=device)
-    guide = AutoSparseGP(model, family)
+    guide = AutoSparseGP(model, family, independent=True)
     sites = ["f", "g"] if model is heteroscedastic else ["f"]
 
     # The mean starts at the prior's; the variance at what the inputs could leave of the prior's, if it is free.
@@ -153,7 +153,7 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
     guide.train()
 
     # Save and load into a freshly made guide, without a dummy call.
-    other = AutoSparseGP(model, family)
+    other = AutoSparseGP(model, family, independent=True)
     state = guide.state_dict()
     assert [key for key, value in state.items() if isinstance(value, torch.Tensor) and not value.is_contiguous()] == []
     other.load_state_dict(state)  # in another order of memory products would round otherwise
@@ -169,7 +169,7 @@ def test_contract(family, model, kernel, dtype, steps, device, monkeypatch):
 def test_initial_inducing_inputs(family, init):
     family = type(family)(**{**vars(family), "init": init})
     x, y = data()
-    guide = AutoSparseGP(regression, family)
+    guide = AutoSparseGP(regression, family, independent=True)
     guide(x, y)
     for name, value in guide.named_parameters():
         if "inputs" in name:
@@ -227,7 +227,7 @@ def test_pivots_are_the_default_among_many_rows(monkeypatch):
         way = initial._NAMED[name]
         monkeypatch.setitem(initial._NAMED, name, lambda *args, way=way, name=name: asked.append(name) or way(*args))
     for num in (1024, 1025):
-        AutoSparseGP(gaussian(kernels.RBF(0.3)), SVGP(4))(torch.rand(num, 1), torch.rand(num))
+        AutoSparseGP(gaussian(kernels.RBF(0.3)), SVGP(4), independent=True)(torch.rand(num, 1), torch.rand(num))
     assert asked == ["greedy", "pivots"]
 
 
@@ -239,7 +239,7 @@ def in_order(z):
 def test_fixed_and_given_inducing_inputs():
     x, y = data()
     z = torch.rand(5, 2)
-    guide = AutoSparseGP(regression, OrthogonalInducing(z, [3, z + 0.1], trainable=False))
+    guide = AutoSparseGP(regression, OrthogonalInducing(z, [3, z + 0.1], trainable=False), independent=True)
     train(regression, guide, x, y, steps=3)
     inputs = guide.gps.f.basis.inputs
     assert [len(part) for part in inputs] == [5, 3, 5]
@@ -282,7 +282,7 @@ def test_additive_inputs_a_term():
     x, y = data()
     x[:, 1] = (4 * x[:, 1]).round()  # five distinct values: no more points than that
     z = torch.linspace(0, 1, 4)[:, None]
-    guide = AutoSparseGP(regression, MeanFieldAdditive([z, 9, None, None]))
+    guide = AutoSparseGP(regression, MeanFieldAdditive([z, 9, None, None]), independent=True)
     guide(x, y)
     assert torch.equal(in_order(guide.gps.f.basis.term_0.inputs[0]), z)
     assert guide.gps.f.basis.term_1.inputs[0].shape == (5, 1)
@@ -306,7 +306,7 @@ def test_additive_inputs_a_term():
 )
 def test_bad_families(family, message):
     x, y = data()
-    guide = AutoSparseGP(regression, family)
+    guide = AutoSparseGP(regression, family, independent=True)
     with pytest.raises(ValueError, match=message):
         guide(x, y)
     assert guide.structure is None  # nothing half-made is left behind
@@ -343,7 +343,7 @@ def _train_1024(steps, rows=4096, given=False):
         with pyro.plate("data", size or len(x), subsample=x):
             pyro.sample("y", pyro.distributions.Normal(f, noise), obs=y)
 
-    guide = AutoSparseGP(model, SVGP(x[:1024].clone() if given else 1024))
+    guide = AutoSparseGP(model, SVGP(x[:1024].clone() if given else 1024), independent=True)
     guide(x, y)
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
     start, losses = svi.evaluate_loss(x, y), []

@@ -151,13 +151,13 @@ class TestOwnership:
     def test_module_local_parameters(self):
         with pyro.settings.context(module_local_params=True):
             x, y = data()
-            guide = AutoSparseGP(regression, SVGP(7))
+            guide = AutoSparseGP(regression, SVGP(7), independent=True)
             losses = train(regression, guide, x, y, steps=20)
             assert losses[-1] < losses[0]
             assert guide(x[:3])["y"].shape == (3,)
 
     def test_learning_rates_by_name(self):
-        x, y, guide = begun(family=SVGP(7, natural=False))
+        x, y, guide = begun(family=SVGP(7, natural=False), independent=True)
         before = {name: value.clone() for name, value in guide.named_parameters()}
         optim = pyro.optim.Adam(lambda name: {"lr": 0.1 if "loc_0" in name else 0.0})
         for _ in range(2):
@@ -342,7 +342,7 @@ def test_states_of_other_point_estimates_are_refused(saved):
 class TestSites:
     def test_other_latents_are_mean_field_and_start_where_told(self):
         start = {"scale": torch.tensor(2.0), "length": torch.tensor([0.3, 0.4]), "noise": torch.tensor(0.1)}
-        x, y, guide = begun(init_loc_fn=init_to_value(values=start), init_scale=0.01)
+        x, y, guide = begun(init_loc_fn=init_to_value(values=start), init_scale=0.01, independent=True)
         medians = guide.median(x, y)
         for name, value in start.items():
             torch.testing.assert_close(medians[name], value)
@@ -350,7 +350,7 @@ class TestSites:
 
     def test_point_estimates(self):
         for points in (True, ["length", "noise"]):
-            x, y, guide = begun(steps=5, point_estimates=points)
+            x, y, guide = begun(steps=5, point_estimates=points, independent=True)
             draws = [guide(x, y) for _ in range(2)]
             assert torch.equal(draws[0]["length"], draws[1]["length"])
             assert torch.equal(draws[0]["scale"], draws[1]["scale"]) == (points is True)
@@ -566,7 +566,9 @@ def test_independent_processes_inside_another_plate():
 def test_vectorised_samples():
     x, y = data()
     guide = guided(regression)
-    message = r"'f' stands inside a plate over samples \(vectorize_particles=True, or Predictive\(parallel=True\)\)"
+    message = (
+        r"'(f|noise)' stands inside a plate over samples \(vectorize_particles=True, or Predictive\(parallel=True\)\)"
+    )
     elbo = Trace_ELBO(num_particles=2, vectorize_particles=True, max_plate_nesting=1)
     for ask in (
         lambda: svi_of(guide, elbo).step(x, y),

@@ -113,25 +113,25 @@ LINES = {
     "root": 851,
     "numerics": 1284,
     "kernels": 2798,
-    "gaussians": 4102,
+    "gaussians": 3821,
     "bases": 2345,
     "posterior": 885,
-    "approximations": 879,
+    "approximations": 866,
     "families": 1086,
     "distributions": 252,
-    "program": 3104,
-    "guide": 3581,
-    "inference": 2831,
+    "program": 3042,
+    "guide": 4635,
+    "inference": 2865,
     "diagnostics": 2578,
     "interop": 334,
 }
-ALL_LINES = 27156
-STATEMENTS = 16313
-BRANCHES_PER_1000_LINES = 124
-COMMENTS = 0.0096  # at least
-FILE_LINES = 517
+ALL_LINES = 27642
+STATEMENTS = 16470
+BRANCHES_PER_1000_LINES = 118
+COMMENTS = 0.0188  # at least
+FILE_LINES = 502
 FUNCTION_BRANCHES = 20
-TEST_LINES = 29100
+TEST_LINES = 28520
 
 
 @functools.cache

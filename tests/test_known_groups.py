@@ -80,11 +80,9 @@ def test_groups_of_another_number_are_refused():
         predict(program, guide, t, group, 4)
 
 
-def test_what_coupled_leaves_out_is_told():
+def test_groups_are_of_the_field_and_latents_of_rows_are_not():
     t, y = data()
-    guide = AutoSparseGP(panel("groups"), SVGP(t), coupled=True)
-    with pytest.warns(UserWarning, match="coupled=True leaves out latent site 'a'"):
+    of_rows, of_groups = AutoSparseGP(panel("groups"), SVGP(t)), AutoSparseGP(panel("series"), SVGP(t))
+    for guide, members in ((of_rows, set()), (of_groups, {"a", "f"})):
         guide(t, y)
-    guide = AutoSparseGP(panel("series"), SVGP(t), coupled=True)
-    guide(t, y)
-    assert guide.structure.coupled == ["a"]
+        assert set(guide.structure.field) == members

@@ -63,7 +63,7 @@ def test_latent_inputs_start_at_draws_and_train(family):
 
 def test_layers_of_weights_start_at_draws():
     x = torch.randn(30, 2, generator=torch.Generator().manual_seed(0))
-    guide = AutoSparseGP(network, SVGP(8))
+    guide = AutoSparseGP(network, SVGP(8), independent=True)
     guide(x, x[:, 0])
     assert guide.locs.first.std() > 0.3
     assert guide.locs.second.std() > 0.3
@@ -76,7 +76,7 @@ def test_layers_of_weights_start_at_draws():
 
 def test_only_what_enters_flat_columns_is_drawn():
     t, _ = data()
-    guide = AutoSparseGP(partly, SVGP(8))
+    guide = AutoSparseGP(partly, SVGP(8), independent=True)
     guide(t, torch.sin(t))
     assert guide.locs.h.std() > 0.5
     assert torch.equal(guide.locs.length, guide.locs.length[:1].expand(3))

@@ -580,7 +580,7 @@ def test_sites_with_one_posterior_know_that_they_have_all_rows(coupled):
         with pyro.plate("data", size or len(x), subsample=x):
             pyro.sample("y", dist.Normal(f + g + c, 0.5), obs=y)
 
-    guide, svi = svi_of(model, AutoSparseGP(model, {("f", "g"): SVGP(5)}, coupled=coupled))
+    guide, svi = svi_of(model, AutoSparseGP(model, {("f", "g"): SVGP(5)}, independent=not coupled))
     for size, share in ((len(x), 1.0), (2 * len(x), 0.5)):
         for _ in range(12):
             svi.step(x, y, size)
@@ -890,7 +890,7 @@ def everything(guide):
 def test_nothing_moves_q_but_a_step(family, coupled):
     """Bit for bit: losses, gradients, predictions."""
     x, y = data(num=20)
-    guide, svi = svi_of(with_latents, AutoSparseGP(with_latents, family, coupled=coupled))
+    guide, svi = svi_of(with_latents, AutoSparseGP(with_latents, family, independent=not coupled))
     svi.step(x, y)
     before = everything(guide)
     svi.evaluate_loss(x, y)

@@ -316,7 +316,7 @@ def test_families(family, dtype):
     if isinstance(family, AdditiveFreeSites) or getattr(family, "natural", None) is False:
         steps = 100
     x, y = bars(num, dtype=dtype)
-    guide = AutoSparseGP(one_layer, family)
+    guide = AutoSparseGP(one_layer, family, independent=True)
     losses = train(one_layer, guide, x, y, steps=steps, lr=0.05 if by_gradients else 0.1)
     assert torch.tensor(losses).isfinite().all()
     half = min(4, steps // 2)
@@ -331,7 +331,7 @@ def test_families(family, dtype):
     slow = ("CoupledPrecisionIdentity", "OrthogonalUnwhitened", "DecoupledColumns")  # coordinates that learn slowly
     if family not in [FAMILIES[name] for name in slow]:
         assert ((q.mean > 0) == truth).float().mean() > 0.6
-    again = AutoSparseGP(one_layer, family)
+    again = AutoSparseGP(one_layer, family, independent=True)
     again.load_state_dict(guide.state_dict())
     assert torch.equal(again.posterior(new)["f"].mean, q.mean)
     for _, value in guide.named_parameters():
@@ -352,14 +352,14 @@ def test_inducing_inputs_may_be_patches_images_or_both():
     }.items():
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        guide = AutoSparseGP(one_layer, family)
+        guide = AutoSparseGP(one_layer, family, independent=True)
         guide(x, y)
         start = TraceQuadrature_ELBO(10).loss(one_layer, guide, x, y)
         assert train(one_layer, guide, x, y, steps=3, lr=0.1)[-1] < start
         widths = [z.shape[-1] for z in guide.gps.f.basis.inputs]
         wanted = {"images": [36, 36], "mixture": [9, 36], "other mixture": [36, 9], "in one": [36]}
         assert widths == wanted.get(name, [9, 9])
-        again = AutoSparseGP(one_layer, family)
+        again = AutoSparseGP(one_layer, family, independent=True)
         again.load_state_dict(guide.state_dict())
         assert torch.equal(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
 

@@ -116,7 +116,7 @@ def gradients(loss, model, guide, *args):
 def test_sgpr_is_titsias_bound():
     x, y = data(num=80)
     z = x[:10] + 0.01
-    guide = AutoSparseGP(gaussian(KERNEL, NOISE), SGPR(z, trainable=False))
+    guide = AutoSparseGP(gaussian(KERNEL, NOISE), SGPR(z, trainable=False), independent=True)
     bound = -TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
     assert abs(bound - titsias(x, y, z)) < 1e-9 * abs(bound)
     assert guide.site_status == {"f": DONE | {"sites": 80, "exact": True}}
@@ -135,7 +135,7 @@ def test_sgpr_is_titsias_bound():
 def test_sgpr_gradients_are_the_dense_bounds():
     x, y = data(num=50)
     z = x[:8] + 0.01
-    guide = AutoSparseGP(learned, SGPR(z, trainable=False))
+    guide = AutoSparseGP(learned, SGPR(z, trainable=False), independent=True)
     found = gradients(TraceQuadrature_ELBO(2), learned, guide, x, y)
     store = pyro.get_param_store()
     parameters = {name: store[name].detach().clone().requires_grad_() for name in found}
@@ -156,7 +156,9 @@ def test_collapsed_orthogonal_is_the_dense_bound():
     """Paper 1, eq. 30, in dense algebra."""
     x, y = data(num=60)
     z, o = x[:6] + 0.01, x[20:25] - 0.01
-    guide = AutoSparseGP(gaussian(KERNEL, NOISE, jitter=1e-12), CollapsedOrthogonal(z, o, trainable=False))
+    guide = AutoSparseGP(
+        gaussian(KERNEL, NOISE, jitter=1e-12), CollapsedOrthogonal(z, o, trainable=False), independent=True
+    )
     bound = -TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
     identity = torch.eye(60)
 
@@ -175,8 +177,8 @@ def test_collapsed_orthogonal_is_the_dense_bound():
         MultivariateNormal(mean, covariance), MultivariateNormal(torch.zeros(5), cvv)
     )
     assert abs(bound - dense) < 1e-7 * abs(bound)
-    alone = AutoSparseGP(gaussian(KERNEL, NOISE), SGPR(z, trainable=False))
-    union = AutoSparseGP(gaussian(KERNEL, NOISE), SGPR(torch.cat([z, o]), trainable=False))
+    alone = AutoSparseGP(gaussian(KERNEL, NOISE), SGPR(z, trainable=False), independent=True)
+    union = AutoSparseGP(gaussian(KERNEL, NOISE), SGPR(torch.cat([z, o]), trainable=False), independent=True)
     bounds = [-TraceQuadrature_ELBO(2).loss(g.model, g, x, y) for g in (alone, guide, union)]
     assert bounds == sorted(bounds)
     assert bounds[1] - bounds[0] > 1
@@ -185,7 +187,7 @@ def test_collapsed_orthogonal_is_the_dense_bound():
 def test_exact_weight_space_is_bayesian_linear_regression():
     x, y = data(num=40)
     kernel = kernels.Linear(torch.tensor([1.0, 2.0])) + kernels.Constant(0.7)
-    guide = AutoSparseGP(gaussian(kernel, NOISE), ExactWeightSpace())
+    guide = AutoSparseGP(gaussian(kernel, NOISE), ExactWeightSpace(), independent=True)
     bound = -TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
     assert abs(bound - evidence(x, y, kernel)) < 1e-9 * abs(bound)
     new = torch.rand(5, 2)
@@ -198,7 +200,7 @@ def test_exact_weight_space_is_bayesian_linear_regression():
     assert bound - 1e-3 < best <= bound + 1e-6
     assert free.gps.f.basis.sizes == (3,)
     with pytest.raises(ValueError, match="site 'f' has no finite features"):
-        AutoSparseGP(gaussian(KERNEL), ExactWeightSpace())(x, y)
+        AutoSparseGP(gaussian(KERNEL), ExactWeightSpace(), independent=True)(x, y)
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
@@ -206,13 +208,16 @@ def test_iterated_sites_reach_the_optimum_of_a_free_posterior(name):
     x, y = observations(name)
     model = with_likelihood(LIKELIHOODS[name])
     z = x[:10] + 0.01
-    guide = AutoSparseGP(model, SGPR(z, trainable=False))
+    guide = AutoSparseGP(model, SGPR(z, trainable=False), independent=True)
     elbo = TraceQuadrature_ELBO(20)
     losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(10)]
     best = best_bound(by_nodes(LIKELIHOODS[name], y), x, z)
     assert abs(-losses[-1] - best) < 1e-4
     assert guide.site_status["f"] == DONE | {"sites": 60, "exact": False}
-    assert abs(-elbo.loss(model, AutoSparseGP(model, SGPR(z, trainable=False, updates=25)), x, y) - best) < 1e-3
+    assert (
+        abs(-elbo.loss(model, AutoSparseGP(model, SGPR(z, trainable=False, updates=25), independent=True), x, y) - best)
+        < 1e-3
+    )
     # Evaluation leaves q alone.
     with torch.no_grad():
         again = [elbo.loss(model, guide, x, y) for _ in range(3)]
@@ -228,7 +233,9 @@ def test_a_prior_mean_is_a_shift_of_the_likelihood():
         def likelihood(f, shift=shift):
             return dist.Bernoulli(logits=f + shift)
 
-        guide = AutoSparseGP(with_likelihood(likelihood, mean=mean), SGPR(x[:8] + 0.01, trainable=False))
+        guide = AutoSparseGP(
+            with_likelihood(likelihood, mean=mean), SGPR(x[:8] + 0.01, trainable=False), independent=True
+        )
         losses.append([TraceQuadrature_ELBO(20).loss_and_grads(guide.model, guide, x, y) for _ in range(15)])
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-6, atol=1e-6)
 
@@ -245,7 +252,7 @@ def test_counts_far_from_the_prior_do_not_overflow():
     x, _ = data(num=60)
     y = torch.poisson(torch.exp(8 + x[:, 0]))
     model = with_likelihood(LIKELIHOODS["poisson"], mean=torch.tensor(-5.0))
-    guide = AutoSparseGP(model, SGPR(40))
+    guide = AutoSparseGP(model, SGPR(40), independent=True)
     elbo = TraceQuadrature_ELBO(20)
     losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(50)]
     assert torch.tensor(losses).isfinite().all()
@@ -260,7 +267,7 @@ def test_counts_far_from_the_prior_do_not_overflow():
 def test_bernoulli_with_all_actions_is_the_dense_newton_method(at, actions):
     x, y = observations("bernoulli", 40)
     family = ComputationAware(40, actions, tolerance=0.0, at=at, rate=1.0)
-    guide = AutoSparseGP(with_likelihood(LIKELIHOODS["bernoulli"]), family)
+    guide = AutoSparseGP(with_likelihood(LIKELIHOODS["bernoulli"]), family, independent=True)
     for _ in range(14):
         guide(x, y)
     k = KERNEL(x)
@@ -292,7 +299,7 @@ def test_free_sites_have_the_papers_optimum():
     guide, bound = maximise(model, FreeSites(z, trainable=False), x, y, num_nodes=20, iterations=90)
     best = best_bound(by_nodes(LIKELIHOODS["poisson"], y), x, z)
     assert best - 1e-2 < bound < best + 1e-6
-    sgpr = AutoSparseGP(model, SGPR(z, trainable=False))
+    sgpr = AutoSparseGP(model, SGPR(z, trainable=False), independent=True)
     assert abs([-TraceQuadrature_ELBO(20).loss_and_grads(model, sgpr, x, y) for _ in range(8)][-1] - best) < 1e-4
     q = guide.posterior(x)["f"]
     rate = (q.mean + q.variance / 2).exp()
@@ -312,7 +319,10 @@ def test_masked_rows_are_dropped_rows():
     kept = missing.isfinite()
     z, new = x[:8] + 0.01, torch.rand(6, 2)
     for family in (SGPR(z, trainable=False), ComputationAware(33, "eigen"), ComputationAware(33, "cg", tolerance=0.0)):
-        whole, part = AutoSparseGP(masked, family), AutoSparseGP(gaussian(KERNEL, NOISE), family)
+        whole, part = (
+            AutoSparseGP(masked, family, independent=True),
+            AutoSparseGP(gaussian(KERNEL, NOISE), family, independent=True),
+        )
         elbo = TraceQuadrature_ELBO(2)
         assert abs(elbo.loss(masked, whole, x, missing) - elbo.loss(part.model, part, x[kept], y[kept])) < 1e-6
         torch.testing.assert_close(whole.posterior(new)["f"].mean, part.posterior(new)["f"].mean, atol=1e-7, rtol=1e-6)
@@ -320,7 +330,7 @@ def test_masked_rows_are_dropped_rows():
     # A block without data is an action without effect.
     y[:] = torch.nan
     y[-1] = 0.0
-    guide = AutoSparseGP(masked, ComputationAware(10))
+    guide = AutoSparseGP(masked, ComputationAware(10), independent=True)
     assert math.isfinite(train(masked, guide, x, y, steps=3)[-1])
     assert all(p.isfinite().all() for p in guide.parameters())
 
@@ -336,14 +346,14 @@ def test_two_functions_meet():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
 
-    guide = AutoSparseGP(model, SGPR(z, trainable=False))
+    guide = AutoSparseGP(model, SGPR(z, trainable=False), independent=True)
     losses = [TraceQuadrature_ELBO(6).loss_and_grads(model, guide, x, y) for _ in range(12)]
     _, best = maximise(model, SVGP(z, trainable=False), x, y, num_nodes=6, iterations=35)
     assert abs(-losses[-1] - best) < 0.02
     assert guide.site_status["f"]["exact"]
     assert not guide.site_status["g"]["exact"]
     # One of each kind.
-    mixed = AutoSparseGP(model, {"f": ComputationAware(20), "g": SVGP(8)})
+    mixed = AutoSparseGP(model, {"f": ComputationAware(20), "g": SVGP(8)}, independent=True)
     losses = train(model, mixed, x, y, steps=4)
     assert losses[-1] < losses[0]
     assert predict(model, mixed, x[:5], num_samples=3)["y"].shape == (3, 5)
@@ -368,7 +378,7 @@ def test_latents_after_the_process():
 
     values = []
     for model in (late, early):
-        guide = AutoSparseGP(model, SGPR(x[:8] + 0.01, trainable=False))
+        guide = AutoSparseGP(model, SGPR(x[:8] + 0.01, trainable=False), independent=True)
         guide(x, y)
         pyro.set_rng_seed(3)
         values.append(TraceQuadrature_ELBO(2).loss(model, guide, x, y))
@@ -380,7 +390,7 @@ def test_latents_after_the_process():
             z = pyro.sample("z", dist.Normal(f, 0.3))
             return pyro.sample("y", dist.Bernoulli(logits=3 * z), obs=y)
 
-    guide = AutoSparseGP(local, SGPR(8))
+    guide = AutoSparseGP(local, SGPR(8), independent=True)
     losses = train(local, guide, x, (y > 0).double(), steps=40, lr=0.1)
     assert sum(losses[-20:]) < sum(losses[:20])
     assert guide.site_status["f"]["exact"]  # given z
@@ -399,7 +409,7 @@ def test_outputs_and_several_observed_sites():
 
     count = torch.poisson(y.exp())
     for family in (SGPR(x[:8] + 0.01, trainable=False), ComputationAware(20, "cg")):
-        guide = AutoSparseGP(model, family)
+        guide = AutoSparseGP(model, family, independent=True)
         losses = [TraceQuadrature_ELBO(10).loss_and_grads(model, guide, x, pair, count) for _ in range(8)]
         q = guide.posterior(torch.rand(7, 2))["f"]
         assert q.mean.shape == (2, 7)
@@ -414,7 +424,7 @@ def test_outputs_and_several_observed_sites():
             return pyro.sample("y", dist.Categorical(logits=torch.stack([f[0], f[1], 0 * f[0]], -1)), obs=y)
 
     labels = (3 * (y - y.min()) / (y.max() - y.min() + 1e-3)).floor()
-    guide = AutoSparseGP(softmax, SGPR(x[:8] + 0.01, trainable=False))
+    guide = AutoSparseGP(softmax, SGPR(x[:8] + 0.01, trainable=False), independent=True)
     losses = [TraceQuadrature_ELBO(8).loss_and_grads(softmax, guide, x, labels) for _ in range(8)]
     assert not guide.site_status["f"]["exact"]
     _, best = maximise(softmax, SVGP(x[:8] + 0.01, trainable=False), x, labels, num_nodes=8, iterations=30)
@@ -433,20 +443,20 @@ def test_likelihoods_that_do_not_fit_are_refused():
             return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
     with pytest.raises(ValueError, match=r"GP site 'f' has the family SGPR.*does not factorise"):
-        AutoSparseGP(coupled, SGPR(5))(x, y)
+        AutoSparseGP(coupled, SGPR(5), independent=True)(x, y)
     with pytest.raises(ValueError, match=r"GP site 'inner' has the family ComputationAware.*enter another GP site"):
-        AutoSparseGP(deep, {"inner": ComputationAware(5), "f": SVGP(5)})(x, y)
-    mixed = AutoSparseGP(deep, {"inner": SVGP(5), "f": SVGP(5)})
+        AutoSparseGP(deep, {"inner": ComputationAware(5), "f": SVGP(5)}, independent=True)(x, y)
+    mixed = AutoSparseGP(deep, {"inner": SVGP(5), "f": SVGP(5)}, independent=True)
     mixed(x, y)
     white = gaussian(KERNEL + kernels.White(0.1))
     with pytest.raises(ValueError, match="diagonal term, such as White"):
-        AutoSparseGP(white, ComputationAware(5))(x, y)
+        AutoSparseGP(white, ComputationAware(5), independent=True)(x, y)
 
 
 def test_mini_batches_are_refused():
     x, y = data(num=30)
     for family in (SGPR(5), FreeSites(5), ComputationAware(5, "cg"), ComputationAware(5)):
-        guide = AutoSparseGP(regression, family)
+        guide = AutoSparseGP(regression, family, independent=True)
         guide(x, y)
         name = family.declared()["name"]
         with pytest.raises(ValueError, match=f"family {name}, which trains on all data at once.*10 of the 30.*SVGP"):
@@ -459,7 +469,7 @@ def test_mini_batches_are_refused():
             return pyro.sample("y", dist.Normal(f, 0.3), obs=None if y is None else y[plate.indices])
 
     with pytest.raises(ValueError, match="all data at once"):
-        TraceQuadrature_ELBO(2).loss(sampled, AutoSparseGP(sampled, SGPR(5)), x, y)
+        TraceQuadrature_ELBO(2).loss(sampled, AutoSparseGP(sampled, SGPR(5), independent=True), x, y)
 
 
 @pytest.mark.parametrize("arguments", [{"at": "mode"}, {"rate": 0.0}, {"rate": 1.5}, {"updates": 0}, {"updates": 1.5}])
@@ -486,11 +496,11 @@ def test_state(name, model):
     family = SITE_FAMILIES[name]
     x, y = data(model, 16)
     new = torch.rand(6, 2)
-    guide = AutoSparseGP(model, family)
+    guide = AutoSparseGP(model, family, independent=True)
     train(model, guide, x, y, steps=2, loss=TraceQuadrature_ELBO(5))
     expected = guide.posterior(new)
     assert all(torch.equal(guide.posterior(new)[name].mean, q.mean) for name, q in expected.items())
-    other = AutoSparseGP(model, family)
+    other = AutoSparseGP(model, family, independent=True)
     other.load_state_dict(guide.state_dict())
     for restored in (other, copy.deepcopy(guide), pickle.loads(pickle.dumps(guide))):
         for name, q in restored.posterior(new).items():
@@ -508,7 +518,7 @@ def test_state(name, model):
 
 def test_prediction_uses_the_sites_of_the_final_parameters():
     x, y = data(num=40)
-    guide = AutoSparseGP(learned, SGPR(8))
+    guide = AutoSparseGP(learned, SGPR(8), independent=True)
     train(learned, guide, x, y, steps=20)
     before = guide.gps.f.sites.precision.clone()
     guide.posterior(x[:3])
@@ -519,7 +529,7 @@ def test_prediction_uses_the_sites_of_the_final_parameters():
 
 def test_prediction_in_inference_mode_between_steps():
     x, y = data(num=40)
-    guide = AutoSparseGP(learned, SGPR(8))
+    guide = AutoSparseGP(learned, SGPR(8), independent=True)
     train(learned, guide, x, y, steps=3)
     with torch.inference_mode():
         inside = guide.posterior(x[:3])["f"].mean.clone()
@@ -531,11 +541,11 @@ def test_prediction_in_inference_mode_between_steps():
 def test_training_by_lbfgs_in_double_and_adam_in_single_precision(family):
     x, y = data(num=60)
     _, bound = maximise(learned, family, x, y, iterations=15)
-    start = -TraceQuadrature_ELBO(2).loss(learned, AutoSparseGP(learned, family), x, y)
+    start = -TraceQuadrature_ELBO(2).loss(learned, AutoSparseGP(learned, family, independent=True), x, y)
     assert math.isfinite(bound)
     pyro.clear_param_store()
     torch.set_default_dtype(torch.float32)
-    guide = AutoSparseGP(learned, family)
+    guide = AutoSparseGP(learned, family, independent=True)
     losses = train(learned, guide, x.float(), y.float(), steps=15, lr=0.1)
     assert losses[-1] < losses[0]
     assert bound > max(start, -losses[-1]) - 0.5
@@ -544,7 +554,7 @@ def test_training_by_lbfgs_in_double_and_adam_in_single_precision(family):
 def test_importance_weights_of_the_exact_posterior_are_the_evidence():
     x, y = data(num=30)
     for family in (ComputationAware(30), ComputationAware(30, "eigen"), ComputationAware(30, "random")):
-        guide = AutoSparseGP(gaussian(KERNEL, NOISE), family)
+        guide = AutoSparseGP(gaussian(KERNEL, NOISE), family, independent=True)
         guide(x, y)
         guide.eval()
         for _ in range(3):
@@ -562,10 +572,10 @@ def test_every_family_on_sites_is_declared_with_its_numbers():
     assert all(isinstance(family, SiteFamily) for family in families)
     assert ComputationAware(5, "cg").declared() == {"name": "ComputationAware", "num_actions": 5, "actions": "cg"}
     x, y = data(num=20)
-    guide = AutoSparseGP(gaussian(KERNEL), ComputationAware(5, "cg"))
+    guide = AutoSparseGP(gaussian(KERNEL), ComputationAware(5, "cg"), independent=True)
     guide(x, y)
     with pytest.raises(ValueError, match=r"num_actions=5.*num_actions=6"):
-        AutoSparseGP(gaussian(KERNEL), ComputationAware(6, "cg")).load_state_dict(guide.state_dict())
+        AutoSparseGP(gaussian(KERNEL), ComputationAware(6, "cg"), independent=True).load_state_dict(guide.state_dict())
 
 
 def outliers(likelihood=lambda f: dist.StudentT(3.0, f, 0.2), num=60):
@@ -578,7 +588,7 @@ def outliers(likelihood=lambda f: dist.StudentT(3.0, f, 0.2), num=60):
 def test_cut_sites_reach_their_fixed_point(rate):
     model, x, y = outliers()
     z = x[:10] + 0.01
-    guide = AutoSparseGP(model, SGPR(z, trainable=False, rate=rate))
+    guide = AutoSparseGP(model, SGPR(z, trainable=False, rate=rate), independent=True)
     losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(32)]
     best = best_bound(by_nodes(CUT["student"], y), x, z)
     assert abs(-losses[-1] - best) < 1e-3
@@ -598,7 +608,7 @@ def test_cut_sites_reach_their_fixed_point(rate):
 )
 def test_projections_of_cut_sites_stay_within_reach(actions, name):
     model, x, y = outliers(CUT[name], 28)
-    guide = AutoSparseGP(model, ComputationAware(14, actions))
+    guide = AutoSparseGP(model, ComputationAware(14, actions), independent=True)
     losses = [TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(20)]
     assert torch.tensor(losses).isfinite().all()
     if actions != "random":  # whose projections see too little for the updates to contract
@@ -610,7 +620,7 @@ def test_projections_of_cut_sites_stay_within_reach(actions, name):
 
 def test_sites_of_projections_settle_where_some_are_kept_within_reach():
     model, x, y = outliers(CUT["student"], 14)
-    guide = AutoSparseGP(model, ComputationAware(6, "eigen"))
+    guide = AutoSparseGP(model, ComputationAware(6, "eigen"), independent=True)
     guide(x, y)
     status = guide.site_status["f"]
     assert status["truncated"] > 0
@@ -635,7 +645,9 @@ def test_small_steps_raise_the_bound_where_some_curvature_is_cut():
     x = torch.rand(17, 1)
     y = torch.sin(6 * x[:, 0]) + 0.1 * torch.randn(17)
     y[::4] += 2 * torch.randn(5)
-    guide = AutoSparseGP(one_function(kernels.Matern32(1.0), lambda f: dist.StudentT(4.0, f, 0.03)), SGPR(x[:5]))
+    guide = AutoSparseGP(
+        one_function(kernels.Matern32(1.0), lambda f: dist.StudentT(4.0, f, 0.03)), SGPR(x[:5]), independent=True
+    )
     guide(x, y)
     assert guide.site_status["f"]["converged"]
 
@@ -650,7 +662,7 @@ def test_a_mask_that_changes_drops_what_was_seen():
 
     half = torch.arange(40) < 20
     for family in (SGPR(x[:8] + 0.01, trainable=False), ComputationAware(10, "cg")):
-        seen, fresh = AutoSparseGP(model, family), AutoSparseGP(model, family)
+        seen, fresh = AutoSparseGP(model, family, independent=True), AutoSparseGP(model, family, independent=True)
         elbo = TraceQuadrature_ELBO(20)
         for _ in range(4):
             elbo.loss_and_grads(model, seen, x, y)
@@ -683,7 +695,7 @@ def test_kinks(scale):
     best, gaps = best_bound(expected, x, z), []
     for likelihood, num_nodes in ((dist.Laplace, 20), (Kinked, 20), (Kinked, 100)):
         model = with_likelihood(lambda f, likelihood=likelihood: likelihood(f, scale))
-        guide, elbo = AutoSparseGP(model, SGPR(z, trainable=False)), TraceQuadrature_ELBO(num_nodes)
+        guide, elbo = AutoSparseGP(model, SGPR(z, trainable=False), independent=True), TraceQuadrature_ELBO(num_nodes)
         claimed = [-elbo.loss_and_grads(model, guide, x, y) for _ in range(40)][-1]
         q = guide.posterior(x)["f"]
         bound = (expected(q.mean, q.variance).sum() - q.kl).item()
@@ -708,7 +720,7 @@ def test_a_step_runs_the_program_twice(name):
         with pyro.plate("data", len(x)):
             return pyro.sample("y", likelihood(f), obs=y)
 
-    guide = AutoSparseGP(model, SGPR(8))
+    guide = AutoSparseGP(model, SGPR(8), independent=True)
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.001}), TraceQuadrature_ELBO())
     counts = []
     for _ in range(8):  # at first sites move far enough to look whether the bound falls
@@ -727,7 +739,7 @@ def test_looking_at_a_guide_does_not_change_it(family):
     for look in (False, True):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        guide = AutoSparseGP(model, family)
+        guide = AutoSparseGP(model, family, independent=True)
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(5))
         losses = []
         for _ in range(2):
@@ -745,7 +757,7 @@ def test_looking_at_a_guide_does_not_change_it(family):
 def test_training_in_eval_mode_reads_sites():
     x, y = observations("poisson", 40)
     model = with_likelihood(LIKELIHOODS["poisson"])
-    guides = [AutoSparseGP(model, SGPR(x[:8] + 0.01, trainable=False)) for _ in range(2)]
+    guides = [AutoSparseGP(model, SGPR(x[:8] + 0.01, trainable=False), independent=True) for _ in range(2)]
     guides[1].eval()
     first, second = ([TraceQuadrature_ELBO(20).loss(model, g, x, y) for _ in range(12)] for g in guides)
     assert abs(first[-1] - second[-1]) < 1e-6
@@ -760,7 +772,7 @@ def test_deep_gps_with_projections():
         with pyro.plate("data", len(x)):
             return pyro.sample("y", dist.Normal(f, 0.3), obs=y)
 
-    guide = AutoSparseGP(deep, {"inner": SVGP(8), "f": ComputationAware(12, "cg")})
+    guide = AutoSparseGP(deep, {"inner": SVGP(8), "f": ComputationAware(12, "cg")}, independent=True)
     losses = train(deep, guide, x, y, steps=18, lr=0.15)
     assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
 
@@ -769,8 +781,8 @@ def test_messages_for_data_that_do_not_fit():
     x, y = data(num=30)
     y[3] = torch.inf
     with pytest.raises(ValueError, match="log density of site 'y' is not finite at 1 of 30"):
-        AutoSparseGP(gaussian(KERNEL), SGPR(5))(x, y)
-    guide = AutoSparseGP(gaussian(KERNEL), ComputationAware(5, "cg"))
+        AutoSparseGP(gaussian(KERNEL), SGPR(5), independent=True)(x, y)
+    guide = AutoSparseGP(gaussian(KERNEL), ComputationAware(5, "cg"), independent=True)
     with pytest.raises(ValueError, match="has read no sites yet"):
         _ = guide.site_status
     y[3] = 0.0
@@ -780,12 +792,12 @@ def test_messages_for_data_that_do_not_fit():
         guide.posterior(x)
     counts = with_likelihood(LIKELIHOODS["poisson"])
     with pytest.raises(ValueError, match="has seen no data"):
-        AutoSparseGP(counts, SGPR(5)).posterior(x)
+        AutoSparseGP(counts, SGPR(5), independent=True).posterior(x)
     with pytest.raises(ValueError, match="vectorize_particles"):
         pyro.infer.Trace_ELBO(num_particles=2, vectorize_particles=True).loss(
-            counts, AutoSparseGP(counts, SGPR(5)), x, torch.ones(30)
+            counts, AutoSparseGP(counts, SGPR(5), independent=True), x, torch.ones(30)
         )
-    guide = AutoSparseGP(poutine.scale(gaussian(KERNEL), torch.ones(30)), SGPR(5))
+    guide = AutoSparseGP(poutine.scale(gaussian(KERNEL), torch.ones(30)), SGPR(5), independent=True)
     with pytest.raises(ValueError, match="'f' has a poutine\\.scale with 30 values"):
         guide(x, y)
 
@@ -838,7 +850,7 @@ def test_features_are_made_once_for_all_updates(family, kernel, others, monkeypa
     few, many = [], []
     for found, rate, updates in ((few, 0.9, 1), (many, 0.2, 20)):
         model = one_function(kernel(asked), lambda f: dist.Poisson(f.exp()))
-        guide = AutoSparseGP(model, family(**others, rate=rate, updates=updates))
+        guide = AutoSparseGP(model, family(**others, rate=rate, updates=updates), independent=True)
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(10))
         svi.step(x, y)
         found.append(during(guide.posterior, x[:5]))
@@ -850,7 +862,7 @@ def test_features_are_made_once_for_all_updates(family, kernel, others, monkeypa
 
 def test_features_of_a_reading_go_with_it():
     x, y = observations("poisson", 40)
-    guide = AutoSparseGP(with_likelihood(LIKELIHOODS["poisson"]), SGPR(7))
+    guide = AutoSparseGP(with_likelihood(LIKELIHOODS["poisson"]), SGPR(7), independent=True)
     with torch.no_grad():
         guide(x, y)
         conditions = conditions_now(guide, median=True)
@@ -871,7 +883,7 @@ def test_no_expectation_is_taken_twice_at_the_same_marginals(monkeypatch):
         return expect(reader, name, marginals, at_mean)
 
     monkeypatch.setattr(Reader, "expect", note)
-    guide = AutoSparseGP(model, SGPR(8, rate=0.8, updates=5))
+    guide = AutoSparseGP(model, SGPR(8, rate=0.8, updates=5), independent=True)
     for call in (lambda: guide(x, y), lambda: guide.posterior(x)):
         taken.clear()
         call()
@@ -890,7 +902,7 @@ def test_updates_within_a_step_are_those_of_as_many_steps():
 
     losses = {}
     for updates in (1, 3):
-        guide = AutoSparseGP(model, SGPR(x[:10] + 0.01, trainable=False, updates=updates))
+        guide = AutoSparseGP(model, SGPR(x[:10] + 0.01, trainable=False, updates=updates), independent=True)
         elbo = TraceQuadrature_ELBO(10)
         losses[updates] = [elbo.loss_and_grads(model, guide, x, 3 * y) for _ in range(6 // updates)]
     torch.testing.assert_close(losses[3], losses[1][2::3], rtol=1e-9, atol=0.0)
@@ -902,7 +914,9 @@ def test_a_scaled_model_has_the_same_posterior(likelihood):
     x, y = data(regression, 30)
     found = []
     for scale in (1.0, torch.tensor(0.01)):
-        guide = AutoSparseGP(poutine.scale(with_likelihood(likelihood), scale), SGPR(x[:10], trainable=False))
+        guide = AutoSparseGP(
+            poutine.scale(with_likelihood(likelihood), scale), SGPR(x[:10], trainable=False), independent=True
+        )
         svi = pyro.infer.SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO())
         for _ in range(15):
             loss = svi.step(x, y)
@@ -926,7 +940,7 @@ def test_a_likelihood_that_is_gaussian_at_first_only(told):
     bounds = []
     for first in (True, False):
         now.clear()
-        guide = AutoSparseGP(model, SGPR(x[:8], trainable=False))
+        guide = AutoSparseGP(model, SGPR(x[:8], trainable=False), independent=True)
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO())
         if first:
             svi.step(x, y)
@@ -942,5 +956,8 @@ def test_a_scale_that_grows_with_f_is_met_near_the_mean():
     x = torch.rand(60, 1)
     y = 1.5 * torch.sin(6 * x[:, 0]) + 0.3 * torch.randn(60)
     model = one_function(kernels.RBF(0.3), lambda f: dist.Normal(f, 0.3 + torch.relu(f - 1)))
-    losses = [train(model, AutoSparseGP(model, family), x, y, steps=20)[-1] for family in (SGPR(12), SVGP(12))]
+    losses = [
+        train(model, AutoSparseGP(model, family, independent=True), x, y, steps=20)[-1]
+        for family in (SGPR(12), SVGP(12))
+    ]
     assert losses[0] < losses[1] + 3

@@ -99,7 +99,9 @@ def model(x, y=None):
 # %%
 def fit(family, seed=0):
     pyro.set_rng_seed(seed)
-    guide = AutoSparseGP(model, family)
+    guide = AutoSparseGP(
+        model, family, independent=True
+    )  # hyperparameters by mean field
     if isinstance(family, SparseEP):
         inference = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.03}))
     else:
@@ -326,7 +328,7 @@ def simple(x, y=None):
 
 
 def one_point(x, y):
-    guide = AutoSparseGP(simple, SVGP(1))
+    guide = AutoSparseGP(simple, SVGP(1), independent=True)
     svi = SVI(
         simple, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(num_nodes=2)
     )
@@ -336,7 +338,7 @@ def one_point(x, y):
 
 
 def enough(x, y):
-    guide = AutoSparseGP(simple, SGPR(12))
+    guide = AutoSparseGP(simple, SGPR(12), independent=True)
     guide(x, y)
     return guide
 

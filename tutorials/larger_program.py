@@ -150,8 +150,8 @@ results["NUTS"] = {
 # %% [markdown]
 # ## Compared
 #
-# The trend and the clinics' effects, each with its 90 % interval. Means agree; widths are where families differ:
-# `base`, `a` and `f` may trade a constant, which an independent posterior does not know.
+# The trend and the clinics' effects, each with its 90 % interval. `base`, `a` and `f` may trade a
+# constant, which the joint posterior of the field knows.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(11, 3.6))
@@ -203,15 +203,13 @@ if options.full:
     assert (visits / patients).max() < per_patient.max()  # the prior holds the data
     for title in ("SVI, SVGP", "SVI, SGPR"):
         assert (sums[title] - sums["NUTS"]).abs().max() < 0.15  # means agree with NUTS
-    nuts = results["NUTS"]["base"].std()
-    assert (
-        results["SVI, SVGP"]["base"].std() < 0.7 * nuts
-    )  # an independent q(base) is too narrow
+        nuts = results["NUTS"]["base"].std()
+        assert 0.6 < results[title]["base"].std() / nuts < 1.5  # and widths
 
 # %% [markdown]
 # ## What to try next
 #
-# * A free posterior that knows of the trade: `AutoSparseGP(..., coupled=["base", "a"])`, or intercepts as a term of the
-#   kernel, [other latents](../docs/how-to/other-latents.md).
+# * What the guide makes of other latents:
+#   [other latents](../docs/how-to/other-latents.md).
 # * Whether a posterior is too narrow: [diagnostics](diagnostics.ipynb).
 # * Other likelihoods: [a gallery](likelihoods.ipynb).

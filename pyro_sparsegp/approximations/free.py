@@ -12,8 +12,6 @@ from torch import Tensor
 from ..bases import Basis, Features, InducingPoints
 from ..gaussians import (
     Coefficients,
-    Drawn,
-    Following,
     Gaussian,
     NaturalAtOutputs,
     NaturalGaussian,
@@ -50,7 +48,6 @@ class SparseGP(AbstractModule):
         super().__init__()
         self.basis, self.coefficients, self.family = basis, coefficients, family
         self.batch_shape = torch.Size(batch_shape)
-        self.following: Optional[Following] = None  # of other latents
         self.network: list[str] = []  # its parameters' names
         self.num_rows = 0  # inputs of training in all, where a plate tells
         self.register_buffer("kept_rows", None)
@@ -61,12 +58,10 @@ class SparseGP(AbstractModule):
         process: GaussianProcess,
         name: str,
         kind: type[SparsePosterior] = SparsePosterior,
-        drawn: Optional[Drawn] = None,
         share: Optional[Share] = None,
     ) -> SparsePosterior:
         """The posterior of ``process``, at its inputs and under its hyperparameters.
 
-        :param drawn: the latents that it follows, :meth:`follow`; by default they are at their medians.
         :param share: what the run has of the coefficients of several sites, :meth:`join`; by default the marginal.
         """
         features = self.basis(process.kernel, process.jitter, name)
@@ -81,8 +76,6 @@ class SparseGP(AbstractModule):
                 q = self.coefficients(anchor)
         else:
             q = share
-        if drawn is not None and self.following is not None:
-            q = self.following(q, drawn)
         return kind(process, features, q, name)
 
     def predict(
@@ -125,16 +118,6 @@ class SparseGP(AbstractModule):
         if not (mean.requires_grad or self.coefficients.level.numel()) or features.ones is None:
             return None
         return mean * features.ones
-
-    def follow(self, centre: Tensor, name: str) -> None:
-        """Have the mean of the coefficients follow other latents, whose means start at ``centre``, ``(D,)``."""
-        if self.family.get("num_columns") is not None:
-            raise ValueError(
-                f"GP site {name!r} has the family {self.family['name']} with num_columns=, which never forms its "
-                "second set's coefficients: they follow no latents. Leave out num_columns=, or coupled=."
-            )
-        like = next(self.coefficients.parameters())
-        self.following = Following(self.basis.sizes, self.batch_shape, like, centre)
 
     @property
     def may_follow_network(self) -> bool:

@@ -204,7 +204,7 @@ def _of_two_classes(y: Tensor, log_score: Tensor) -> dict[str, Tensor]:
 
 def _of_draws(y: Tensor, drawn: Tensor) -> dict[str, Tensor]:
     """CRPS and PIT from draws of y, ``(S, ...)``."""
-    num = len(drawn)
+    num, y = len(drawn), y if y.is_floating_point() else y.to(torch.get_default_dtype())  # of classes, say
     if num < 2 or drawn[0].shape != y.shape:
         return {name: torch.full_like(y, torch.nan) for name in ("crps", "pit")}
     # Σ|yᵢ − yⱼ| over pairs by ranks; the fair estimate, without bias in S.

@@ -1,8 +1,8 @@
 """Gaussians over the coefficients of a basis."""
 
 from .base import Coefficients, Gaussian
+from .drawn import Drawn, DrawnGaussian
 from .factors import ConditionalFactor, DenseFactor, DiagonalFactor, IdentityFactor, PrecisionFactor, ShiftFactor
-from .following import Drawn, DrawnGaussian, Following, Shifted
 from .free import BlockCholesky, CholeskyIdentity, Diagonal, FullCholesky, Identity, Unwhitened
 from .natural import NaturalGaussian
 from .natural_at_rows import NaturalAtOutputs, NaturalAtRows
@@ -28,7 +28,6 @@ __all__ = [
     "Drawn",
     "DrawnGaussian",
     "Falling",
-    "Following",
     "FullCholesky",
     "Gaussian",
     "Identity",
@@ -47,7 +46,6 @@ __all__ = [
     "Share",
     "Shared",
     "ShiftFactor",
-    "Shifted",
     "Sites",
     "Unwhitened",
     "Whole",

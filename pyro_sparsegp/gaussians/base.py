@@ -74,10 +74,6 @@ class Gaussian(ABC):
         """Φ(S − I)Φᵀ, ``(..., N, N)``."""
 
     @abstractmethod
-    def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
-        """Sv, a block ``(..., M_b)`` each."""
-
-    @abstractmethod
     def kl(self) -> Tensor:
         """KL[N(m, S) ‖ N(0, I)] in nats, of the batch's shape."""
 

@@ -112,9 +112,6 @@ class LowRankGaussian(Gaussian):
         # Φ(LLᵀ − VVᵀ − I)Φᵀ
         return own @ own.mT - coupled @ coupled.mT - phi @ phi.mT
 
-    def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
-        return self.stack.vectors(self.covariance_times_columns(self.stack.columns(v)))
-
     def covariance_times_columns(self, v: Tensor) -> Tensor:
         """L(I − TᵀT)Lᵀv, of stacked columns."""
         scaled = each_times(self.tril.mT, v).flatten(-3, -2)

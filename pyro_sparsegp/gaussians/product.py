@@ -74,10 +74,6 @@ class Product(Gaussian):
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return _sum(f.covariance_change(phi) for f, phi in zip(self.factors, self._join(features)))
 
-    def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
-        parts = zip(self.factors, self._join(v))
-        return self._split([factor.scale(factor.scaled(part[..., None, :])[..., 0, :]) for factor, part in parts])
-
     def kl(self) -> Tensor:
         return _sum([factor.kl() for factor in self.factors])
 

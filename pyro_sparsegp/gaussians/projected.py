@@ -54,9 +54,6 @@ class ProjectedGaussian(Gaussian):
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
         return -features[0] @ features[0].mT
 
-    def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.zeros_like(block) for block in v]
-
     def _log_dets(self) -> tuple[Tensor, Tensor]:
         return 2 * self.factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), self.noise.log().sum(-1)
 

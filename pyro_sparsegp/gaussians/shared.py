@@ -16,7 +16,6 @@ from torch import Tensor
 from ..modules import AbstractModule
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients, Gaussian
-from .following import Drawn, Following
 
 __all__ = ["Part", "Share", "Shared", "Whole", "block_diagonal"]
 
@@ -111,9 +110,6 @@ class Share(Gaussian):
         batch = broadcast_shapes(self.batch_shape, *(phi.shape[:-2] for phi in features))
         return [phi.expand(*batch, *phi.shape[-2:]) for phi in features]
 
-    def covariance_times(self, v: Sequence[Tensor]) -> list[Tensor]:
-        return self._own(self.whole.q.covariance_times(self.padded(v)))
-
     def kl(self) -> Tensor:
         return self.whole.q.kl() if self.counts else self.loc[0].new_zeros(self.batch_shape)
 
@@ -139,32 +135,19 @@ class Share(Gaussian):
 
 
 class Shared(AbstractModule):
-    """The coefficients of several sites, and what follows other latents.
+    """The coefficients of several sites.
 
     :param coefficients: of all blocks, in the order of the sites.
     :param blocks: of each site, the numbers of its blocks.
     """
 
-    following: Optional[Following]
-
     def __init__(self, coefficients: Coefficients, blocks: Mapping[str, Sequence[int]]) -> None:
         super().__init__()
         self.coefficients, self.blocks = coefficients, dict(blocks)
-        self.following = None
 
-    def follow(self, sizes: Sequence[int], batch_shape: Sequence[int], centre: Tensor) -> None:
-        """Have the mean of all follow other latents, whose means start at ``centre``."""
-        self.following = Following(sizes, batch_shape, next(self.coefficients.parameters()), centre)
-
-    def forward(self, drawn: Optional[Drawn] = None) -> Whole:
-        """q(w) for a run.
-
-        :param drawn: the latents that it follows.
-        """
-        q: Gaussian = self.coefficients()
-        if drawn is not None and self.following is not None:
-            q = self.following(q, drawn)
-        return Whole(q, self.blocks)
+    def forward(self, anchor: Optional[Tensor] = None) -> Whole:
+        """q(w) for a run."""
+        return Whole(self.coefficients(anchor), self.blocks)
 
 
 class Part(Coefficients):

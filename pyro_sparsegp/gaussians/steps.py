@@ -102,23 +102,19 @@ class Pass:
 
     :param record: of the evaluation.
     :param base: what the step starts from, of the module's own making.
-    :param mirrors: whether the run was at the mirror image of the draw before, all else the same.
     :param divergences: tensors whose gradients add up to c, the objective's weight of KL[q ‖ p].
     :param crosses: two rows, and the covariances of their functions.
     :param draws: w − m, or what stands for it, and w, ``(..., M)``.
     :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
-    :param image: the next pass, if it mirrors this one.
     """
 
     record: Record
     base: Any
-    mirrors: bool = False
     divergences: list[Tensor] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     crosses: list[tuple[Row, Row, Tensor]] = field(default_factory=list)
     draws: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     by_draws: bool = False
-    image: Optional[Pass] = None
 
     def keep(self, value: Tensor) -> Tensor:
         """A tensor whose gradient is retained; one without a graph gets a leaf, so that a backward pass comes by."""
@@ -133,8 +129,7 @@ class Pass:
 
     def weight(self, batch_shape: torch.Size) -> Tensor:
         """c, of the batch's shape."""
-        own = _summed(self.divergences, batch_shape)
-        return own if self.image is None else own + self.image.weight(batch_shape)
+        return _summed(self.divergences, batch_shape)
 
     def gradients(self) -> Iterator[tuple[Row, Tensor]]:
         """The rows with their gradients by means."""
@@ -209,9 +204,9 @@ class Record:
         self.tensors: list[Tensor] = []
         self._passes: dict[Natural, list[Pass]] = {}
 
-    def new(self, module: Natural, base: Any, mirrors: bool = False) -> Pass:
+    def new(self, module: Natural, base: Any) -> Pass:
         """A pass of a module's."""
-        one = Pass(self, base, mirrors)
+        one = Pass(self, base)
         self._passes.setdefault(module, []).append(one)
         return one
 
@@ -253,14 +248,11 @@ class Record:
 
 def _whole(passes: list[Pass]) -> list[Pass]:
     """The passes that hold a divergence, with what those just before have, of the same q, that do not: a layer below a
-    family on sites is drawn in one run of the guide and held in the next, which has the divergence. One at the mirror
-    image of the draw before goes with that.
+    family on sites is drawn in one run of the guide and held in the next, which has the divergence.
     """
     whole: list[Pass] = []
     for one in reversed(passes):
         if one.is_weighed:
-            if whole and whole[0].mirrors and not one.mirrors:
-                one.image = whole.pop(0)
             whole.insert(0, one)
         elif whole:
             whole[0].rows += one.rows

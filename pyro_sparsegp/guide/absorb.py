@@ -77,13 +77,16 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
 
 def _require_sums(guide: KnownGuide) -> None:
     """Raise where what the guide learned is no sum over rows."""
-    for what, names in (("a value for each row", guide.local_latents), ("a joint q", guide.facts.coupled)):
+    for what, names in (
+        ("a value for each row", guide.local_latents),
+        ("one posterior with them", [name for name in guide.facts.field if name not in guide.facts.gps]),
+    ):
         if names:
             raise ValueError(
                 f"absorb adds rows to the posteriors of GP sites, all else held; latent site {names[0]!r} has {what}. "
                 "Train on old and new rows together."
             )
-    for group in guide.facts.joint:
+    for group in [*guide.facts.joint, *([list(guide.facts.field)] if guide.facts.field else [])]:
         raise ValueError(f"absorb: GP sites {group} have one posterior; train on old and new rows together.")
     for name, module in guide.modules_by_site().items():
         if isinstance(module, SiteGP):

@@ -8,12 +8,12 @@ from typing import Any, Optional, TypeVar, Union
 
 import torch
 from pyro import poutine
-from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from torch import Tensor
 
 from ..approximations.expectation import require_refined
 from ..approximations.on_sites import SiteGP
-from ..families import ExpectationFamily, SiteFamily
+from ..families import ExpectationFamily
+from ..gaussians import Whole
 from ..gaussians.sites import KeptSites, Sites
 from ..modules import drop_stored, take_name, unique_name
 from ..posterior.sparse_posterior import SparsePosterior
@@ -27,13 +27,13 @@ from .absorb import absorb
 from .checks import check_parameters, explain_nan
 from .conditions import Predicting, conditions_now, conditions_of_call
 from .correction import note_rows, warn_of_unseen
-from .coupled import warn_of_medians, with_mirrored
 from .first_call import ObservesNothingError, initialise, require_arguments
 from .joint import by_name
 from .known import Core, Families
 from .messenger import SiteMessenger
 from .rows import are_known_rows, note_step, require_data, rows_of, warn_of_batches
-from .runs import LARGEST_JOINT, BySite, Posteriors, Priors, Run
+from .runs import LARGEST_JOINT, BySite, Hyperparameters, Posteriors, Priors, Run
+from .start import init_to_centre
 from .state import extra_state, rebuild, resume_name
 
 __all__ = ["AutoSparseGP"]
@@ -49,14 +49,16 @@ _KEEP_ROWS = (
 class AutoSparseGP(SiteMessenger):
     """A guide for a Pyro model with Gaussian process sites: a sparse variational family for each of them.
 
-    q(c, f) = q(c) Π_f q(f | c), with c the other latents, q(c) a product of normals in unconstrained space, and for
-    each GP site q(f | c) the family's: under the hyperparameters in c, f = μ + φᵀw + r with a basis φ, a Gaussian q(w)
-    and the residual r as in the prior. Families on sites take q(w) from the data and c, others learn one for all c.
+    q(θ, x) = q(θ) q(x | θ). Latents with normal priors and the coefficients w of GP sites f = μ + φᵀw + r are one field
+    x, standard normal a priori, with one Gaussian q(x | θ) for all of it. All other latents, the hyperparameters θ, are
+    jointly normal in unconstrained space. A GP site alone has its family's q(w | θ), and r is as in the prior. A field
+    has 2,000 numbers at most, and likelihoods of linear predictors (a Normal's loc or log scale, a Poisson's log rate,
+    a Bernoulli's logits). Where a program has none, latents are independent of each other and of f.
 
     The guide runs the model. At each site it sees the prior under the hyperparameters just drawn, and answers with a
-    posterior. Other latents get Pyro's mean-field normal (override :meth:`get_posterior` for another) or a point
-    estimate. The first call initialises: it finds the GP sites, places inducing inputs among that call's inputs, and
-    finds out how the likelihood depends on function values. If the first mini-batch is smaller than the number of
+    posterior (override :meth:`get_posterior` for another). The first call initialises: it finds the GP sites, puts
+    other latents at the mode of their posterior, with its curvature, places inducing inputs among that call's inputs,
+    and finds out how the likelihood depends on function values. If the first mini-batch is smaller than the number of
     inducing points, call the guide once on representative inputs before.
 
     ``guide(*args)`` draws all sites; sites that were observed at the first call and are not now (``y=None``) are
@@ -78,11 +80,9 @@ class AutoSparseGP(SiteMessenger):
     :param independent_draws: names of GP sites whose values are drawn independently of each other in training though
         the model couples them, such as those at an image's patches in a deep convolutional GP: cheaper, and a common
         practice, but what training then maximises is not quite the bound.
-    :param coupled: ``True``, or names of other latents, that are jointly Gaussian, in unconstrained space, with each
-        other and with the coefficients of GP sites of free families: q(w | c) = N(m + Bε, S) with ε the standardised
-        c. Intercepts, group effects and hyperparameters then keep the width that an independent q(c) q(f) takes from
-        them; families on sites follow c by themselves, and then it is q(c) alone that is coupled. Costs D² + MD
-        numbers for D values of c. By default none is.
+    :param independent: ``True``, or names of other latents, that have a normal of their own, independent of all others
+        (mean field): cheaper where there are thousands, and too narrow. By default none is.
+    :param coupled: raises a ValueError: other latents have a joint posterior by default.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
     :raises ValueError: if ``model`` or ``families`` are none, at once; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
@@ -93,36 +93,50 @@ class AutoSparseGP(SiteMessenger):
         model: Callable,
         families: Families,
         *,
-        init_loc_fn: Callable = init_to_mean(fallback=init_to_feasible),
+        init_loc_fn: Callable = init_to_centre,
         init_scale: float = 0.1,
         point_estimates: Union[bool, Collection[str], None] = None,
         independent_draws: Collection[str] = (),
-        coupled: Union[bool, Collection[str]] = False,
+        independent: Union[bool, Collection[str]] = (),
         amortized_plates: tuple[str, ...] = (),
+        coupled: Any = None,
     ) -> None:
-        require_arguments(model, families, independent_draws, coupled)
+        require_arguments(model, families, independent_draws, independent, coupled)
         super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, amortized_plates=amortized_plates)
         self.families, self.by_name = families, by_name(families)
-        given = self.declared_families()
-        # Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once.
-        self.on_sites = any(isinstance(family, SiteFamily) for family in given)
         # Whether a GP site has a family of expectation propagation, which ExpectationPropagation trains.
-        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in given)
+        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared_families())
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws = tuple(independent_draws)
-        self.coupled = coupled if isinstance(coupled, bool) else tuple(coupled)
+        self.independent = independent if isinstance(independent, bool) else tuple(independent)
         self.warned: Warned = set()
         self.core: Optional[Core] = None  # what was learnt
         self.run: Optional[Run] = None  # that it is on
         self.kept: Optional[Predicting] = None
-        self.mirrors = False  # whether draws of coupled latents are the mirror images of those before
         self.from_draws: Collection[str] = ()
         self._like = torch.empty(0)
         self._nodes: Optional[Mapping[str, Optional[Tensor]]] = None  # of the quadrature that calls
         self._ahead: Optional[list[Any]] = None  # what runs at nodes are conditioned on, once that is known
+        self._hyper: Optional[Hyperparameters] = None  # the run of a step on a field
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
+
+    def __repr__(self) -> str:
+        """What q is: which latents have one Gaussian with GP sites, which are jointly normal, independent or points."""
+        head = f"{type(self).__name__}({self.families!r})"
+        if self.core is None:
+            return f"{head}, not called yet"
+        facts = self.core.facts
+        apart = [name for name in facts.latents if name not in facts.field and name not in facts.coupled]
+        of_kinds = {
+            "one Gaussian given the others": list(facts.field) or list(facts.gps),
+            "jointly normal": facts.coupled,
+            "independent": [name for name in apart if not self.is_point(name)],
+            "points": [name for name in apart if self.is_point(name)],
+        }
+        kinds = [f"{kind}: {', '.join(names)}" for kind, names in of_kinds.items() if names]
+        return f"{head}\n  {kinds[0]}\n  {'; '.join(kinds[1:]) or 'no other latents'}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw every site, running the model once.
@@ -146,7 +160,7 @@ class AutoSparseGP(SiteMessenger):
             if self.corrected_modules() or self.facts.enumerated:
                 has_data = self._observes(args, kwargs)
         few = LARGEST_JOINT if rows.fewer and nodes is None else 0
-        run = Posteriors(
+        run: Union[Posteriors, Hyperparameters] = Posteriors(
             self,
             conditions,
             rows,
@@ -155,9 +169,12 @@ class AutoSparseGP(SiteMessenger):
             new_inputs=self.kept is not None or not has_data,
         )
         run.sums_out = has_data
+        if nodes is not None and self.facts.field:
+            run = self._hyper = Hyperparameters(self)
+            self._hyper.rows, self._hyper.nodes = rows, nodes
         draws = run.perform(args, kwargs)
         require_sizes(run.trace)
-        if any(process.kernel.depends_on_rows for process in run.processes.values()):
+        if isinstance(run, Posteriors) and any(p.kernel.depends_on_rows for p in run.processes.values()):
             note_rows(self, run)
         if self.is_training:
             self.row_share = note_step(self, run, args, kwargs)
@@ -220,21 +237,14 @@ class AutoSparseGP(SiteMessenger):
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, other latents at their posterior median.
 
-        What a site takes from the spread of other latents is not in its width: under ``coupled``, where that makes it
-        less than half of what it is, a warning tells so; draws of all together are
-        :func:`~pyro_sparsegp.predict`'s. An inner layer of a deep GP is at its posterior mean. Subsampling is off.
-        Latents of single rows are as learned if all arguments are the training data, observations included;
-        otherwise they are drawn from the model.
+        A site's width is that at these hyperparameters, over all other latents with normal priors; draws over the
+        hyperparameters, too, are :func:`~pyro_sparsegp.predict`'s. An inner layer of a deep GP is at its posterior
+        mean. Subsampling is off. Latents of single rows are as learned if all arguments are the training data,
+        observations included; otherwise they are drawn from the model.
 
         :returns: by site, a :class:`SparsePosterior` with event shape ``(N,)``; P outputs are its batch.
         :raises KeyError: where the dict has no such GP site.
         """
-        posteriors = self.posterior_at_medians(*args, **kwargs)
-        warn_of_medians(self, posteriors)
-        return posteriors
-
-    def posterior_at_medians(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
-        """:meth:`posterior`, without the warning about widths."""
         self._ready(args, kwargs)
         known = are_known_rows(self, args, kwargs)
         run = Posteriors(self, conditions_now(self, median=True))
@@ -363,6 +373,16 @@ class AutoSparseGP(SiteMessenger):
             self._nodes = before
             self.trace = poutine.Trace()  # under vmap its tensors are of no use to others
 
+    def at_field(
+        self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Whole, dict[str, int], Any, Any, dict[str, Tensor]]:
+        """As :meth:`at_nodes`, with q(x) under that run's hyperparameters first, and the rows of each GP site."""
+        traces = self.at_nodes({}, wrapped, args, kwargs)
+        ahead, self._hyper = self._hyper, None
+        assert ahead is not None
+        rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
+        return (ahead.whole(), rows, *traces)
+
     def priors(
         self, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[dict[str, GaussianProcess], dict[str, Tensor], poutine.Trace]:
@@ -385,10 +405,6 @@ class AutoSparseGP(SiteMessenger):
     def explain_nan(self, *args: Any, **kwargs: Any) -> str:
         """Which sites' log densities are NaN or infinite at these arguments, for an error."""
         return explain_nan(self, args, kwargs)
-
-    def with_mirrored(self, evaluate: Callable[[], _T]) -> list[_T]:
-        """What is evaluated in runs of this guide; twice if latents are coupled, at draws that mirror each other."""
-        return with_mirrored(self, evaluate)
 
     def posterior_given(self, name: str, prior: Any, sites: Optional[Sites], new_rows: bool) -> SparsePosterior:
         """The posterior of a GP site under a prior of other inputs, given the sites of a draw.

@@ -22,8 +22,18 @@ from ..program.facts import explore
 from ..program.handlers import unrecorded
 from ..program.likelihood import Expectation
 from ..program.reader import DrawingReader, Reader, RefusedError, with_priors
-from ..program.traces import RandomState, all_sites, free_values, held_trace, is_free, log_densities, repeatable
+from ..program.traces import (
+    RandomState,
+    all_sites,
+    free_values,
+    held_trace,
+    is_free,
+    log_densities,
+    repeatable,
+    require_again,
+)
 from ..warned import warn_once
+from .coupled import draw_of
 from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, settle
 from .runs import Conditions, UnderLatents
@@ -175,18 +185,25 @@ def _draw(
     GP sites or outputs meet.
     """
     facts, core, (name, module) = guide.facts, guide.learnt, next(iter(guide.site_modules().items()))
+    draw_of(guide, run)  # outside of the map, whose tensors no record may hold
     kept = module.sites.progress["marginals"] if steps and isinstance(module.sites, KeptSites) else None
     alone = len(facts.gps) == 1 and facts.dependence[name] == ELEMENTWISE and not facts.enumerated
     if alone and kept is not None and module.at == "marginals" and not (name in facts.quadratic or core.refuses):
         state = RandomState(guide.like)
+        readers: list[DrawingReader] = []
+
+        def expected() -> Expectation:
+            readers.append(DrawingReader(lambda values: run.at(values, args, kwargs), facts, _closed(core)))
+            return readers[-1].expect(name, {name: kept}, False)
+
         try:
-            reader = DrawingReader(lambda values: run.at(values, args, kwargs), facts, _closed(core))
-            found = reader.expect(name, {name: kept}, False)
+            found = expected()
             run.trace.nodes[name]["value"] = kept[0]  # that of a node is of no use outside of the map
             return found
         except RefusedError:
-            core.refuses = True
             state.restore()
+            require_again(readers[0].error, expected, guide.like)
+            core.refuses = True
     run.at({}, args, kwargs)
     return None
 
@@ -204,7 +221,7 @@ def _reads_itself(guide: KnownGuide) -> bool:
     values, and none meets another or itself; not under vmap, by which predict draws: it has no torch.autograd.grad.
     """
     facts, modules = guide.facts, guide.site_modules()
-    meet = facts.interactions or facts.meeting or facts.coupled or MAPPED.get()
+    meet = facts.interactions or facts.meeting or MAPPED.get()
     alone = not meet and len(modules) == len(facts.gps)
     return alone and all(name in facts.quadratic and isinstance(m.sites, KeptSites) for name, m in modules.items())
 

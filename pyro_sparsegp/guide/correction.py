@@ -57,5 +57,5 @@ def warn_of_unseen(guide: KnownGuide, run: Run) -> None:
                 f"the kernel of GP site {name!r} has a variance correction relative to the training inputs; the guide "
                 f"has seen at most {module.num_seen} of {module.num_rows} of them in one call. Call it once with all "
                 "of them, guide(x, y), before or after training.",
-                stacklevel=5,
+                stacklevel=4,
             )

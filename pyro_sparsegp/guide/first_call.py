@@ -39,10 +39,10 @@ from ..program.traces import (
     repeatable,
 )
 from .correction import show_all_rows
-from .coupled import couple, coupled_among
 from .joint import groups_of, join, require_alike, require_families, require_outer
 from .known import Core, KnownGuide
 from .runs import Setup, probed
+from .start import start
 
 __all__ = [
     "ObservesNothingError",
@@ -55,7 +55,7 @@ _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
 
-def require_arguments(model: Any, families: Any, independent_draws: Any, coupled: Any) -> None:
+def require_arguments(model: Any, families: Any, independent_draws: Any, independent: Any, coupled: Any) -> None:
     """Raise if a guide's arguments are none.
 
     :raises ValueError: naming the argument.
@@ -71,8 +71,13 @@ def require_arguments(model: Any, families: Any, independent_draws: Any, coupled
     require_families(families)
     if isinstance(independent_draws, str):
         raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
-    if isinstance(coupled, str) or not isinstance(coupled, (bool, Collection)):
-        raise ValueError(f"coupled must be True or a collection of names, such as ({coupled!r},)")
+    if isinstance(independent, str) or not isinstance(independent, (bool, Collection)):
+        raise ValueError(f"independent must be True or a collection of names, such as ({independent!r},)")
+    if coupled is not None:
+        raise ValueError(
+            "AutoSparseGP takes no coupled= any more: other latents have a joint posterior by default. Leave it out; "
+            "independent=True, or names, gives latents one of their own."
+        )
 
 
 def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
@@ -110,10 +115,10 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
             if isinstance(family, FreeFormFamily) and family.start == "data" and name not in facts.inner:
                 guide.module_of(name).inform(posterior.process, name)
         join(guide, facts, run.processes)
-        facts.coupled = coupled_among(guide, facts)
-        couple(guide, facts)
-        _expect_joint_draws(guide)
-        _warn_of_sums(facts)
+        start(guide, run, args, kwargs)
+        if not facts.field:
+            _expect_joint_draws(guide)
+            _warn_of_sums(facts)
         guide.core.data = TrainingData(guide.model, args, kwargs)
     except BaseException:
         guide.forget()

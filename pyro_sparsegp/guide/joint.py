@@ -8,7 +8,6 @@ from typing import Any, Optional
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.utils import deep_setattr
-from torch import Tensor
 
 from ..families import Family, FreeFormFamily, SiteFamily
 from ..gaussians import Part, Shared, block_diagonal
@@ -18,7 +17,6 @@ from .known import Families, KnownGuide
 
 __all__ = [
     "by_name",
-    "follow",
     "groups_of",
     "join",
     "require_alike",
@@ -143,11 +141,6 @@ def _shared(family: Any, modules: Mapping[str, Any], priors: Optional[Mapping[st
     for name, module in modules.items():
         module.join(Part(whole, name))
     return whole
-
-
-def follow(whole: Shared, modules: Mapping[str, Any], centre: Tensor) -> None:
-    """Have several sites' coefficients follow other latents, as one."""
-    whole.follow(_sizes(modules), next(iter(modules.values())).batch_shape, centre)
 
 
 def _sizes(modules: Mapping[str, Any]) -> list[int]:

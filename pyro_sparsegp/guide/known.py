@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
-from ..families import Family
+from ..families import Family, SiteFamily
 from ..kernels.base import white_share
 from ..modules import at_path
 from ..posterior.drawing import ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
@@ -93,15 +93,14 @@ class KnownGuide(AutoNormalMessenger):
     families: Families
     by_name: Mapping[str, Family]
     by_expectation: bool
-    on_sites: bool
     point_estimates: Union[bool, Collection[str]]
     independent_draws: Collection[str]
     warned: Warned
     _like: Tensor
-    coupled: Union[bool, Collection[str]]
-    mirrors: bool  # whether draws of coupled latents are the mirror images of those before
+    independent: Union[bool, Collection[str]]
     from_draws: Collection[str]  # latents that start at a draw from the prior, whatever init_loc_fn says
-    together: Any  # the posterior of coupled latents
+    together: Any  # q(θ) of hyperparameters
+    field: Any  # q(x) of all that is normal given them
 
     @property
     def structure(self) -> Optional[Structure]:
@@ -130,6 +129,12 @@ class KnownGuide(AutoNormalMessenger):
     def data(self) -> Optional[TrainingData]:
         """The training data, if any are known."""
         return None if self.core is None else self.core.data
+
+    @property
+    def on_sites(self) -> bool:
+        """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
+        families = any(isinstance(family, SiteFamily) for family in self.declared_families())
+        return families and not (self.core is not None and self.core.facts.field)
 
     @property
     def like(self) -> Tensor:
@@ -213,6 +218,8 @@ class KnownGuide(AutoNormalMessenger):
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""
         facts = self.facts
+        if name in facts.field:
+            return FunctionSite
         if name in self.independent_draws or facts.dependence.get(name) != COUPLED:
             across = facts.joint and not facts.meets_by_rows(name)
             return FunctionSite if across else MarginalSite
@@ -224,6 +231,11 @@ class KnownGuide(AutoNormalMessenger):
         """Whether a latent is fitted as a point."""
         points = self.point_estimates
         return points if isinstance(points, bool) else name in points
+
+    def is_independent(self, name: str) -> bool:
+        """Whether a latent's posterior is to be independent of all others'."""
+        names = self.independent
+        return names if isinstance(names, bool) else name in names
 
     def is_shared(self, name: str) -> bool:
         """Whether a latent has one value for all rows, of training and new."""
@@ -261,6 +273,15 @@ class KnownGuide(AutoNormalMessenger):
             scale = torch.full_like(loc, self._init_scale)
             deep_setattr(self, "scales." + name, PyroParam(scale, constraints.positive, event_dim))
 
+    def start_latent(self, name: str, loc: Tensor, scale: Tensor) -> None:
+        """Start a latent there, in unconstrained space."""
+        latent = self.facts.latents[name]
+        shape, event_dim = torch.Size(latent["shape"]), latent["event_dim"]
+        self.set_latent(name, loc.detach().reshape(shape).clone(), event_dim)
+        if not self.is_point(name):
+            start = PyroParam(scale.detach().reshape(shape).clone(), constraints.positive, event_dim)
+            deep_setattr(self, "scales." + name, start)
+
     # Calls.
 
     @property
@@ -285,7 +306,7 @@ class KnownGuide(AutoNormalMessenger):
 
     def forget(self) -> None:
         """Be as a guide that was never called."""
-        for name in ("gps", "joints", "locs", "scales", "together"):
+        for name in ("gps", "joints", "locs", "scales", "together", "field"):
             if name in self._modules:
                 delattr(self, name)
         self.core = None

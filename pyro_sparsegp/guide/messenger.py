@@ -35,6 +35,7 @@ from ..program.traces import (
     without_event,
 )
 from .coupled import condition_on_held, coupled_params, coupled_posterior
+from .field import FieldLatent
 from .known import KnownGuide
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Call
             "model(x, y). If it is a latent, sum it out: infer={'enumerate': 'parallel'} in its pyro.sample."
         )
     _require_row_numbers(guide, name)
+    if facts is not None and name in facts.field:
+        return guide.run.latent_of_field(name, prior)
     if guide._computing_median or guide.is_point(name):
         return guide._get_posterior_median(name, prior)
     posterior = mean_field(name, prior)
@@ -180,6 +183,8 @@ class SiteMessenger(KnownGuide):
         if core is not None and not run.draws_data and not msg["is_observed"] and name in core.facts.rows:
             msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True
         super()._pyro_sample(msg)
+        if isinstance(msg["fn"], FieldLatent):
+            msg["infer"]["prior"] = msg["fn"].base_measure()
         if name in run.processes and not msg["is_observed"]:
             # In ELBOs the prior process is the base measure, of density 1.
             process, event_dim = as_process(msg["infer"]["prior"])
@@ -190,6 +195,11 @@ class SiteMessenger(KnownGuide):
         super()._pyro_post_sample(msg)
         if msg["is_observed"]:
             fill_masked(self.trace.nodes[msg["name"]])
+        if isinstance(msg["fn"], FieldLatent) and not msg["fn"].is_drawn:
+            raise ValueError(
+                f"site {msg['name']!r} is held at a value by a handler, but its posterior is one with GP sites. "
+                f"Give the guide independent=({msg['name']!r},), or condition the model before it goes to AutoSparseGP."
+            )
         if self.run is not None and self.run.parts:
             condition_on_held(self, self.run, msg["name"])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from pyro.poutine.util import site_is_subsample
@@ -14,7 +14,7 @@ from ..program.data import Relation, TrainingData
 from ..program.traces import all_sites, is_free, is_observation
 from ..warned import warn_once
 from .known import KnownGuide, Rows
-from .runs import Posteriors
+from .runs import Hyperparameters, Posteriors
 
 __all__ = ["are_known_rows", "note_step", "require_data", "rows_of", "warn_of_batches"]
 
@@ -45,7 +45,7 @@ def are_known_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> bo
     return relation is not None and relation.same and relation.order is None
 
 
-def note_step(guide: KnownGuide, run: Posteriors, args: tuple, kwargs: dict[str, Any]) -> float:
+def note_step(guide: KnownGuide, run: Union[Posteriors, Hyperparameters], args: tuple, kwargs: dict[str, Any]) -> float:
     """After a step of training: take note of its data, and check that they are what the guide is about.
 
     :returns: their share of all rows, as plates tell; 0 where there are none.
@@ -108,7 +108,7 @@ def require_data(guide: KnownGuide) -> None:
         )
 
 
-def _refuse_other_data(guide: KnownGuide, run: Posteriors, observed: str) -> None:
+def _refuse_other_data(guide: KnownGuide, run: Union[Posteriors, Hyperparameters], observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
     require_finite(run.trace, observed)
     for name, module in () if guide.takes_batches else guide.site_modules().items():

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Optional, Union
 
 import pyro
@@ -18,9 +18,8 @@ from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP, same_rows
-from ..gaussians import Drawn, Share, Whole
+from ..gaussians import Drawn, Whole
 from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -28,9 +27,9 @@ from ..program.checks import unfit_parameter
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held
 from ..program.registration import Probe
-from ..program.traces import all_sites, repeatable, without_event
+from ..program.traces import all_sites, free_values, repeatable, without_event
 from ..warned import warn_once
-from .coupled import draw_of
+from .field import FieldLatent, whole_field
 from .known import KnownGuide, Rows, require_inputs
 from .reading import SiteReading
 
@@ -38,6 +37,7 @@ __all__ = [
     "LARGEST_JOINT",
     "BySite",
     "Conditions",
+    "Hyperparameters",
     "Means",
     "Posteriors",
     "Priors",
@@ -98,6 +98,7 @@ class Run(ABC):
     sums_out = True  # discrete latents that are enumerated; or they come from the model
     own_rows = True  # latents of single rows are those of the rows that a plate holds; or they come from the model
     is_prediction = False  # at new inputs
+    takes_field = False  # that its answers are made of
 
     def __init__(self, guide: KnownGuide, conditions: Optional[Conditions] = None) -> None:
         self.guide, self.conditions = guide, conditions or Conditions()
@@ -109,12 +110,16 @@ class Run(ABC):
         self.values: dict[str, Tensor] = {}
         self.parts: dict[str, Any] = {}  # of that draw, which sites are about to take
         self._wholes: dict[int, Whole] = {}  # posteriors of several sites
+        self._ahead: Optional[Hyperparameters] = None
+        self._field: Optional[Whole] = None
 
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
         """Run the model once.
 
         :raises ValueError: of the model's own, with what function values caused it, if they did.
         """
+        if self.takes_field and self.guide.core is not None and self.guide.core.facts.field:
+            self._meet_field(args, kwargs)
         guide, held = self.guide, self.conditions
         before = guide.run, guide._computing_median
         guide.run, guide._computing_median = self, self.at_medians or guide._computing_median
@@ -138,6 +143,30 @@ class Run(ABC):
                 self.enumeration.forget()
         self.trace, self.values = guide.trace, draws
         return draws
+
+    def _meet_field(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Draw the hyperparameters ahead, under which a field has its posterior."""
+        ahead = Hyperparameters(self.guide, self.conditions)
+        ahead.at_medians, ahead.draws_data = self.at_medians, False
+        with poutine.block(hide_fn=lambda msg: msg["type"] != "param"):  # which optimisers are to see
+            ahead.perform(args, kwargs)
+        self.drawn, self._ahead = ahead.drawn, ahead
+        values = {name: value for name, value in free_values(ahead.trace).items() if name in ahead.others}
+        self.conditions = replace(self.conditions, values={**self.conditions.values, **values})
+
+    @property
+    def field(self) -> Optional[Whole]:
+        """q(x) of this run; made where the first member asks, so that its parameters are seen in the run."""
+        if self._field is None and self._ahead is not None:
+            self._field = self._ahead.whole()
+        return self._field
+
+    def latent_of_field(self, name: str, prior: Any) -> Any:
+        """The answer at a latent of the field: its posterior, or a value."""
+        if self.field is None:
+            return prior.mean
+        posterior = FieldLatent(prior, self.field.share(name))
+        return posterior.mean if self.guide._computing_median else posterior
 
     def at_site(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
         """The answer at a GP site: a posterior to be drawn from, or a value."""
@@ -168,14 +197,16 @@ class Run(ABC):
 
     def free(self, name: str, process: GaussianProcess, module: Any, kind: type[Site], new_inputs: bool = False) -> Any:
         """The posterior of a free family."""
+        if self.field is not None and name in self.guide.facts.field:
+            features = module.basis(process.kernel, process.jitter, name)
+            return kind(process, features, self.field.share(name), name)
         give = module.predict if new_inputs else module
-        facts = self.guide.structure
-        if not isinstance(module, SparseGP) or facts is None or not (facts.coupled or facts.joint):
+        group = None if isinstance(module, SiteGP) else self.guide.group_of(name)
+        if group is None:
             return give(process, name, kind)
-        drawn, share = draw_of(self.guide, self), self._share(name)
-        if share is None:
-            return give(process, name, kind, drawn)
-        posterior = give(process, name, kind, drawn, share)
+        if group not in self._wholes:
+            self._wholes[group] = self.guide.shared(group)()
+        posterior = give(process, name, kind, self._wholes[group].share(name))
         _ = posterior.features  # that covariances with other sites ask for, too
         return posterior
 
@@ -184,7 +215,7 @@ class Run(ABC):
         known = self.conditions.posteriors.get(name)
         if type(known) is kind and same_rows(known.process.x, process.x):
             return known
-        if isinstance(module, SiteGP):
+        if isinstance(module, SiteGP) and self.field is None:
             reading = self.conditions.of(name)
             posterior = module.predict(process, name, kind, None if reading is None else reading.sites)
         else:
@@ -196,22 +227,17 @@ class Run(ABC):
     def _is_fixed(self, name: str) -> bool:
         """Whether a site's prior is the same in all runs under these conditions: nothing was drawn before it."""
         sites: Any = self.guide.trace.nodes
-        return self.guide.group_of(name) is None and all(
-            site["is_observed"]
-            or site_is_subsample(site)
-            or isinstance(without_event(site["fn"])[0], (SparsePosterior, dist.Delta))
-            for site in sites.values()
-            if site["type"] == "sample"
+        return (
+            self.field is None
+            and self.guide.group_of(name) is None
+            and all(
+                site["is_observed"]
+                or site_is_subsample(site)
+                or isinstance(without_event(site["fn"])[0], (SparsePosterior, dist.Delta))
+                for site in sites.values()
+                if site["type"] == "sample"
+            )
         )
-
-    def _share(self, name: str) -> Optional[Share]:
-        """What this run has of the posterior of several sites, if this is one of them."""
-        group = self.guide.group_of(name)
-        if group is None:
-            return None
-        if group not in self._wholes:
-            self._wholes[group] = self.guide.shared(group)(draw_of(self.guide, self))
-        return self._wholes[group].share(name)
 
     def drawn_from(self, name: str, posterior: Any) -> Any:
         """A posterior as it is drawn from: by rows beside those it meets, in groups of the inputs that a layer above
@@ -268,6 +294,33 @@ class Priors(Run):
         return process.mean
 
 
+class Hyperparameters(Run):
+    """Hyperparameters, and what else is no part of the field, drawn or at medians; the field is at prior means."""
+
+    rows: Optional[Rows] = None  # that a step of training brings
+    nodes: Any = None  # of such a step
+
+    def __init__(self, guide: KnownGuide, conditions: Optional[Conditions] = None) -> None:
+        super().__init__(guide, conditions)
+        self.normal: dict[str, Any] = {}
+
+    def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
+        return process.mean
+
+    def latent_of_field(self, name: str, prior: Any) -> Tensor:
+        self.normal[name] = prior
+        return prior.mean
+
+    def whole(self) -> Whole:
+        """q(x) under them."""
+        return whole_field(self.guide, self.processes, self.normal)
+
+    @property
+    def others(self) -> list[str]:
+        """The latents that are no part of the field."""
+        return [name for name in self.guide.facts.latents if name not in self.normal]
+
+
 class UnderLatents(Run):
     """The latents are drawn, for what families on sites are conditioned on.
 
@@ -312,6 +365,8 @@ class Posteriors(Run):
     :param new_inputs: whether its rows are not to be taken for those of training.
     """
 
+    takes_field = True
+
     def __init__(
         self,
         guide: KnownGuide,
@@ -343,7 +398,7 @@ class Posteriors(Run):
         return posterior.mean if median else posterior
 
     def _at(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
-        on_sites, rows = isinstance(module, SiteGP), self.rows
+        on_sites, rows = isinstance(module, SiteGP) and self.field is None, self.rows
         if rows is None or self.new_inputs or (on_sites and not rows.same):
             return self.at_new_inputs(name, process, module, kind)
         if not on_sites:
@@ -375,6 +430,7 @@ class Means(Run):
     """
 
     at_medians = True
+    takes_field = True
 
     def __init__(self, guide: KnownGuide, whole: bool = False) -> None:
         super().__init__(guide)
@@ -383,7 +439,7 @@ class Means(Run):
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
         num = process.x.shape[-2]
         step = 1 if self.whole else max(math.ceil(num / _MANY), 1)
-        if not isinstance(module, SiteGP):
+        if self.field is not None or not isinstance(module, SiteGP):
             posterior = self.free(name, process, module, Site)
         else:
             posterior = (module if self.whole else module.unread)(process, name, Site)

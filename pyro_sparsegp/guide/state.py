@@ -13,6 +13,7 @@ from ..modules import drop_stored, take_name
 from ..program.data import TrainingData
 from ..program.facts import Structure
 from .coupled import couple
+from .field import make_field
 from .joint import groups_of, join
 from .known import Core, KnownGuide
 from .networks import Calls
@@ -60,7 +61,9 @@ def rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
         join(guide, facts)
         if facts.coupled:
             like = tensors["together.loc"]
-            couple(guide, facts, {"locs": torch.zeros_like(like), "scales": torch.ones_like(like)})
+            couple(guide, torch.zeros_like(like), torch.eye(len(like)).to(like))
+        if facts.field:
+            make_field(guide, facts.field)
     if "data" in saved:
         data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
         core.data = data.mapped(lambda tensor: _placed(tensor, guide.like), guide.model)
@@ -70,22 +73,29 @@ def rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
 
 def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any]) -> None:
     for name, latent in facts.latents.items():
-        if latent["shape"] is None or name in facts.coupled:
+        if name in facts.coupled or name in facts.field:
+            _require_kind(guide, name, False)
+            continue
+        if latent["shape"] is None:
             continue
         like = tensors[f"locs.{name}_unconstrained"]
         is_point = f"scales.{name}_unconstrained" not in tensors
-        if is_point != guide.is_point(name):
-            kinds = ("a point", "a distribution") if is_point else ("a distribution", "a point")
-            raise ValueError(
-                f"the saved posterior of latent site {name!r} is {kinds[0]}, this guide declares {kinds[1]}; "
-                "make the guide with the point_estimates that it was saved with."
-            )
+        _require_kind(guide, name, is_point)
         guide.set_latent(name, like.new_zeros(latent["shape"]), latent["event_dim"])
     for name, spec in facts.gps.items():
         places = f"gps.{name}.", "joints."
         like = next(t for key, t in tensors.items() if key.startswith(places) and t.is_floating_point())
         deep_setattr(guide, "gps." + name, guide.family_of(name).rebuild(spec, like, name))
         guide._like = like
+
+
+def _require_kind(guide: KnownGuide, name: str, is_point: bool) -> None:
+    if is_point != guide.is_point(name):
+        kinds = ("a point", "a distribution") if is_point else ("a distribution", "a point")
+        raise ValueError(
+            f"the saved posterior of latent site {name!r} is {kinds[0]}, this guide declares {kinds[1]}; "
+            "make the guide with the point_estimates that it was saved with."
+        )
 
 
 def resume_name(guide: KnownGuide, name: str) -> bool:

@@ -31,7 +31,7 @@ class ProjectedLikelihood(ELBO):
     hyperparameters trained by it generalise worse (figures S1 and S2): the default,
     :class:`~pyro_sparsegp.TraceQuadrature_ELBO`, is the better choice.
 
-    :param num_particles: draws of other latents, averaged; of those that are coupled, each with its mirror image.
+    :param num_particles: draws of other latents, averaged.
     """
 
     def __init__(self, num_particles: int = 1, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class ProjectedLikelihood(ELBO):
             raise ValueError("ProjectedLikelihood needs an AutoSparseGP guide and that guide's own model")
         unwrapped.prepare(*args, **kwargs)
         evaluate = partial(self._one, unwrapped, guide, args, kwargs)
-        found = [value for _ in range(self.num_particles) for value in unwrapped.with_mirrored(evaluate)]
+        found = [evaluate() for _ in range(self.num_particles)]
         return -sum(found[1:], found[0]) / len(found)
 
     def _get_trace(self, model: Callable, guide: Any, args: Any, kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from ..bases.policies import UserPolicy
 from ..gaussians.sites import KeptSites
 from ..gaussians.steps import Record, recording
 from ..guide import AutoSparseGP
+from ..guide.first_call import closed_forms_of
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.facts import ClosedForms
@@ -29,6 +30,7 @@ from ..program.traces import RandomState, require_again
 from ..warned import warn_once
 from .axes import quadrature_axes
 from .expected import find_expectations, sum_of_expectations
+from .field import bound_of_field
 from .first_steps import Evaluation, meet
 from .grid import Grid, log_density_minus_kl, mapped, one_by_one
 
@@ -55,7 +57,7 @@ class TraceQuadrature_ELBO(ELBO):
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
     :param num_nodes: K, nodes an axis; families on sites read their sites by as many.
-    :param num_particles: draws of other latents, averaged; of those that are coupled, each with its mirror image.
+    :param num_particles: draws of other latents, averaged.
     """
 
     def __init__(self, num_nodes: int = 20, num_particles: int = 1, **kwargs: Any) -> None:
@@ -232,17 +234,16 @@ class TraceQuadrature_ELBO(ELBO):
         """As :meth:`differentiable_loss`, of a guide that is prepared."""
         if torch.is_grad_enabled():
             unwrapped.facts.num_nodes = self.num_nodes  # sites are read at as many
-        evaluate = partial(self._bound, unwrapped, guide, args, kwargs)
-        if unwrapped.structure is not None and unwrapped.structure.coupled:
-            bounds = [bound for _ in range(self.num_particles) for bound in unwrapped.with_mirrored(evaluate)]
-        else:
-            bounds = [evaluate() for _ in range(self.num_particles)]
+        bounds = [self._bound(unwrapped, guide, args, kwargs) for _ in range(self.num_particles)]
         return -sum(bounds[1:], bounds[0]) / len(bounds)
 
     def _get_trace(self, model: Callable, guide: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError("TraceQuadrature_ELBO runs the model for all nodes at once; it has no single trace")
 
     def _bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        if guide.facts.field:
+            self._expectations.setdefault(guide, closed_forms_of(guide, args, kwargs))
+            return bound_of_field(guide, wrapped, args, kwargs, self._rule(guide))
         if guide not in self._expectations:
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
             self._expectations[guide] = find_expectations(guide, args, kwargs, warn)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,7 +43,10 @@ class Structure:
     :param quadratic: GP sites of families on sites whose log densities are quadratic in their values.
     :param meeting: those of them with several outputs that meet in a term.
     :param columns: for each GP site, how many columns its inputs have.
-    :param coupled: latents whose draws free posteriors follow.
+    :param coupled: latents that have one posterior, of hyperparameters.
+    :param field: of each GP site and latent of the field, in order, the sizes of its blocks of coefficients.
+    :param owned: latents of the field of which each datum has one value.
+    :param links: of each likelihood of a field, by parameter, the link under which it is affine in it.
     :param enumerated: discrete latents, which are summed out.
     :param joint: groups of GP sites that have one posterior.
     :param crossed: pairs of them that meet in terms of densities at different inputs or outputs.
@@ -53,25 +57,28 @@ class Structure:
     :param num_nodes: along an axis of quadrature in training, at which sites are read, too.
     """
 
-    gps: dict[str, dict[str, Any]] = field(default_factory=dict)
-    latents: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
-    data_plates: list[str] = field(default_factory=list)
-    grouped: list[str] = field(default_factory=list)
-    dependence: dict[str, str] = field(default_factory=dict)
-    inner: list[str] = field(default_factory=list)
-    groups: dict[str, tuple[int, str]] = field(default_factory=dict)
-    interactions: list[list[str]] = field(default_factory=list)
-    downstream: list[str] = field(default_factory=list)
-    quadratic: list[str] = field(default_factory=list)
-    meeting: list[str] = field(default_factory=list)
-    columns: dict[str, int] = field(default_factory=dict)
-    coupled: list[str] = field(default_factory=list)
-    enumerated: list[str] = field(default_factory=list)
-    joint: list[list[str]] = field(default_factory=list)
-    crossed: list[list[str]] = field(default_factory=list)
+    gps: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    latents: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    data_plates: list[str] = dataclasses.field(default_factory=list)
+    grouped: list[str] = dataclasses.field(default_factory=list)
+    dependence: dict[str, str] = dataclasses.field(default_factory=dict)
+    inner: list[str] = dataclasses.field(default_factory=list)
+    groups: dict[str, tuple[int, str]] = dataclasses.field(default_factory=dict)
+    interactions: list[list[str]] = dataclasses.field(default_factory=list)
+    downstream: list[str] = dataclasses.field(default_factory=list)
+    quadratic: list[str] = dataclasses.field(default_factory=list)
+    meeting: list[str] = dataclasses.field(default_factory=list)
+    columns: dict[str, int] = dataclasses.field(default_factory=dict)
+    coupled: list[str] = dataclasses.field(default_factory=list)
+    field: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    links: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    owned: list[str] = dataclasses.field(default_factory=list)
+    enumerated: list[str] = dataclasses.field(default_factory=list)
+    joint: list[list[str]] = dataclasses.field(default_factory=list)
+    crossed: list[list[str]] = dataclasses.field(default_factory=list)
     network: bool = False
-    summed: list[list[str]] = field(default_factory=list)
+    summed: list[list[str]] = dataclasses.field(default_factory=list)
     affine: bool = False
     num_nodes: int = 20
 

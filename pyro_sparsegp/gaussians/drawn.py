@@ -1,0 +1,126 @@
+"""A Gaussian of hyperparameters by natural steps of single draws.
+
+q(θ) = N(a, RRᵀ). With a draw θ = a + Rε and the gradient of minus the bound by it, g, and e = Rᵀg − ε, which has that
+of log q(θ) too, the natural gradient by the Fisher matrix (RRᵀ)⁻¹ (Amari, 1998) gives
+
+    a ← a − ρRe,   R ← R − ρ R tril½(eεᵀ)/(1 + εᵀε),
+
+normalised as least-mean-squares filters are, so that it is stable whatever ε is drawn; and no step is longer than ρ in
+that metric, a fraction of q's own deviations. Where log p is quadratic and q is right, e is 0 for every draw, so steps
+from a start at the mode and its curvature have next to no noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ..numerics.processes import by_draws
+from .steps import Natural, Pass, Rate, recorded
+
+__all__ = ["Drawn", "DrawnGaussian"]
+
+_LEAST = 0.02  # ρ at last: an average over some fifty steps
+
+
+def _falling(step: int) -> float:
+    """ρ of step t: a start at the mode counts for twenty steps."""
+    return max(_LEAST, 1 / (20 + step))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A draw θ = a + Rε.
+
+    :param loc: a, ``(D,)``.
+    :param root: R, lower triangular, ``(D, D)``.
+    :param noise: ε, ``(D,)``.
+    :param value: θ.
+    :param taken: where the weight of log q(θ) is recorded.
+    """
+
+    loc: Tensor
+    root: Tensor
+    noise: Tensor
+    value: Tensor
+    taken: Optional[Pass] = None
+
+    def weighed(self, value: Tensor) -> Tensor:
+        """A part of log q(θ), of which natural steps want the weight."""
+        if self.taken is None:
+            return value
+        value = self.taken.keep(value.clone())
+        self.taken.divergences.append(value)
+        return value
+
+
+class DrawnGaussian(Natural):
+    """q(θ) = N(a, RRᵀ) over D latents, by natural steps; else a and a tilt A are parameters, with the root RA.
+
+    :param loc: a at the start, ``(D,)``.
+    :param root: R at the start, ``(D, D)``.
+    :param rate: ρ in (0, 1], or a function of the number of steps taken; by default max(0.02, 1/(20 + t)).
+    """
+
+    root: Tensor
+
+    def __init__(self, loc: Tensor, root: Tensor, rate: Rate = _falling) -> None:
+        super().__init__((len(loc),), (), loc, rate)
+        self.loc: Any
+        self.loc = torch.nn.Parameter(loc.detach().clone())
+        self._new_tilt("tilt", self.loc, len(loc))
+        self.register_buffer("root", root.detach().clone())
+
+    @property
+    def mean(self) -> Tensor:
+        """a, ``(D,)``."""
+        return self._kept("loc")
+
+    @property
+    def tril(self) -> Tensor:
+        """R, ``(D, D)``."""
+        is_tilted = self._is_tilted("tilt") or (torch.is_grad_enabled() and recorded() is None)
+        return self.root @ self._tilt("tilt") if is_tilted else self.root
+
+    def forward(self, noise: Tensor) -> Drawn:  # type: ignore[override]
+        """The draw of this ε, ``(D,)``."""
+        record = recorded()
+        if record is not None and self._is_tilted("tilt"):
+            self.root = self.tril.detach()
+            self._level_tilt("tilt")
+        loc, root = self.mean, self.tril
+        value = loc + root @ noise
+        if record is None:
+            return Drawn(loc, root, noise, value)
+        taken = record.new(self, None)
+        value = taken.keep(value)
+        taken.draws.append((noise, value))
+        return Drawn(loc, root, noise, value, taken)
+
+    def most_by_draws(self) -> float:
+        return 1.0  # its steps are bounded by themselves
+
+    def step(self, taken: Pass, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
+        root, loc = self.root, self.loc.data
+        unit = total / len(loc)  # every latent has told the weight
+        for noise, by_value in taken.drawn():
+            for share, own, grad in by_draws(noise, by_value):
+                # Rᵀ∂: densities of q(θ) given the draw are constants of ε, whose part by R is told here.
+                pull = _bounded(root.mT @ (grad / unit), rate)
+                loc = loc - share * (root @ pull)
+                # R tril½(eεᵀ): sums of the columns from each one on.
+                along = root * pull
+                below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
+                change = below * (own / (1 + own.square().sum()))
+                shrink = (change.diagonal() / root.diagonal()).amax().clamp(min=0.5)
+                self.root = self.root - share * (change * (0.5 / shrink)).tril()
+        self._set("loc", loc)
+
+
+def _bounded(pull: Tensor, rate: float) -> Tensor:
+    """ρe, of a root mean square below 1; 0 if e is not finite."""
+    pull = torch.where(pull.isfinite().all(), pull, 0.0)
+    return pull * (rate / (1 + pull.square().mean()).sqrt())

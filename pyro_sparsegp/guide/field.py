@@ -1,0 +1,499 @@
+"""All of a program that is normal given its hyperparameters, as one field x ~ N(0, I).
+
+A GP site is f = μ + φᵀw + r, a latent with a normal prior v = loc + Lz: w and z are entries of x, in the program's
+order. Given the hyperparameters θ, q(x) is one Gaussian, so that intercepts, group effects and functions keep what they
+share; its sites are about Lx, whose meaning θ does not change. Each parameter of a likelihood is, under a link, an
+affine function of x: its linear predictor.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Optional
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.distributions import TorchDistribution, constraints
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import biject_to, register_kl
+
+from ..gaussians import FullCholesky, NaturalGaussian, Share, Shared, Whole
+from ..program.bare import as_process, bare, fill_masked
+from ..program.dependence import COUPLED
+from ..program.facts import Structure
+from ..program.links import LINKS, candidates, parameters, rebuilt, rewrapped
+from ..program.traces import all_sites, is_observation, repeatable
+from .known import KnownGuide
+
+__all__ = [
+    "LARGEST",
+    "BaseMeasure",
+    "FieldLatent",
+    "Layout",
+    "Predictors",
+    "Standardised",
+    "anchor_of",
+    "find_links",
+    "hyperparameters_among",
+    "is_normal_prior",
+    "jacobian",
+    "make_field",
+    "residuals_of",
+    "run_standardised",
+    "slices",
+    "whole_field",
+]
+
+LARGEST = 2000  # entries of a field, whose covariance is dense
+
+
+def is_normal_prior(prior: Any) -> bool:
+    """Whether a latent's prior is normal; a subclass may have another density."""
+    return type(bare(prior)) in (dist.Normal, dist.MultivariateNormal)
+
+
+def _standardised(prior: Any, z: Tensor) -> Tensor:
+    """loc + Lz of a normal prior."""
+    fn, z = bare(prior), z.reshape(z.shape[:-1] + prior.shape())
+    return fn.loc + (fn.scale * z if isinstance(fn, dist.Normal) else (fn.scale_tril @ z[..., None])[..., 0])
+
+
+def _scale_of(prior: Any) -> Tensor:
+    """L of all values of a normal prior, ``(n, n)``."""
+    fn = bare(prior)
+    if isinstance(fn, dist.Normal):
+        return fn.scale.expand(prior.shape()).reshape(-1).diag()
+    tril = fn.scale_tril.expand(*prior.shape(), prior.shape()[-1])
+    return torch.block_diag(*tril.reshape(-1, *tril.shape[-2:]))
+
+
+class Layout:
+    """Where entries stand in x, and in the tensor of all that a run is standardised by.
+
+    :param field: of each GP site and normal latent, in order, the sizes of its blocks of x.
+    :param residuals: of each GP site the number of standardised residuals: one, √ρ·t at all inputs, serves where no
+        term depends on values at several.
+    :param owned: the latents of which each datum has one value at most, such as its group's.
+    """
+
+    def __init__(
+        self, field: Mapping[str, list[int]], residuals: Mapping[str, int], owned: Collection[str] = ()
+    ) -> None:
+        self.field, self.residuals = dict(field), dict(residuals)
+        self.owned = [name for name in self.field if name in owned]
+        self.sizes = [size for sizes in self.field.values() for size in sizes]
+        self.num, self.extended = sum(self.sizes), sum(self.sizes) + sum(self.residuals.values())
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """How many entries each member has."""
+        return {name: sum(sizes) for name, sizes in self.field.items()}
+
+    @cached_property
+    def rows(self) -> dict[str, slice]:
+        """The entries of each member."""
+        return slices(self.numbers)
+
+    def directions(self, like: Tensor) -> Tensor:
+        """Of x: each entry that is no owned latent's; and of these 1 and k, by which the k-th one's slope is known."""
+        owned = like.new_zeros(2 * len(self.owned), self.extended)
+        for i, rows in enumerate(self.rows[name] for name in self.owned):
+            owned[2 * i, rows] = 1.0
+            owned[2 * i + 1, rows] = torch.arange(rows.stop - rows.start).to(like)
+        each = torch.eye(self.extended, dtype=like.dtype, device=like.device)
+        return torch.cat([each[[*self.common, *range(self.num, self.extended)]], owned])
+
+    @cached_property
+    def common(self) -> list[int]:
+        """The entries of x that are no owned latent's."""
+        owned = [self.rows[name] for name in self.owned]
+        return [i for i in range(self.num) if not any(rows.start <= i < rows.stop for rows in owned)]
+
+    def split(self, found: Tensor) -> tuple[Tensor, Tensor, list[tuple[slice, Tensor, Tensor]]]:
+        """J of common entries, ``(N, K)``, and of residuals; and of owned latents the entries, which of them each datum
+        has, and its slope, ``(N,)``.
+
+        :param found: J along :meth:`directions`.
+        """
+        num, owned = len(self.common), []
+        rest = self.extended - self.num
+        for name, (slope, moved) in zip(self.owned, found[num + rest :].unflatten(0, (-1, 2))):
+            rows = self.rows[name]
+            number = torch.where(slope == 0, 0.0, moved / slope).detach()
+            owned.append((rows, number.round().long().clamp(0, rows.stop - rows.start - 1), slope))
+        return found[:num].mT, found[num : num + rest].mT, owned
+
+    def parts(self, x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Of ``(extended,)`` numbers those of each member, and of each GP site's residual."""
+        every = x.split([*self.numbers.values(), *self.residuals.values()])
+        return dict(zip(self.field, every)), dict(zip(self.residuals, every[len(self.field) :]))
+
+
+def residuals_of(facts: Structure, rows: Mapping[str, int]) -> dict[str, int]:
+    """How many standardised residuals GP sites of so many rows have."""
+    return {name: num if facts.dependence[name] == COUPLED else 1 for name, num in rows.items()}
+
+
+def slices(numbers: Mapping[str, int]) -> dict[str, slice]:
+    """Where so many entries of each name stand, one after another."""
+    found, start = {}, 0
+    for name, number in numbers.items():
+        found[name] = slice(start, start + number)
+        start += number
+    return found
+
+
+class Standardised(Messenger):
+    """Gives the members of a field values made of x, and hyperparameters values made of θ.
+
+    :param x: by member, and ``residuals`` by GP site, standardised.
+    :param theta: hyperparameters in unconstrained space.
+
+    Afterwards ``log_prior`` is log p(θ) there, and ``values`` are the members' by name.
+    """
+
+    def __init__(
+        self,
+        guide: KnownGuide,
+        x: Mapping[str, Tensor],
+        residuals: Mapping[str, Tensor],
+        theta: Mapping[str, Tensor] = {},
+    ) -> None:
+        super().__init__()
+        self.guide, self.x, self.residuals, self.theta = guide, x, residuals, theta
+        self.log_prior: Any = 0.0
+        self.values: dict[str, Tensor] = {}
+        self.priors: dict[str, Any] = {}
+        self.features: dict[str, list[Tensor]] = {}
+        self.bases: dict[str, Any] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name, fn = msg["name"], msg["fn"]
+        if msg["is_observed"]:
+            return
+        if name in self.theta:
+            transform = biject_to(fn.support)
+            value = transform(self.theta[name])
+            jacobian = transform.log_abs_det_jacobian(self.theta[name], value)
+            self.log_prior = self.log_prior + fn.log_prob(value).sum() + jacobian.sum()
+        elif name in self.x:
+            process, _ = as_process(fn)
+            value = self._of_process(name, process) if process is not None else _standardised(fn, self.x[name])
+            self.values[name] = value
+        else:
+            return
+        self.priors[name] = fn
+        msg["value"], msg["done"] = value, True
+
+    def _of_process(self, name: str, process: Any) -> Tensor:
+        """μ + φᵀw + √ρ t, with ρ the residual's variance."""
+        basis = self.bases[name] = self.guide.module_of(name).basis(process.kernel, process.jitter, name)
+        blocks = self.features[name] = basis(process.x)
+        w = self.x[name].split([phi.shape[-1] for phi in blocks])
+        left = process.variance - sum(phi.square().sum(-1) for phi in blocks)
+        spread = left.clamp(min=torch.finfo(left.dtype).tiny).sqrt()
+        return process.mean + sum(phi @ part for phi, part in zip(blocks, w)) + spread * self.residuals[name]
+
+
+def run_standardised(
+    guide: KnownGuide,
+    args: tuple,
+    kwargs: dict[str, Any],
+    handler: Standardised,
+    values: Mapping[str, Tensor] = {},
+    like: Optional[poutine.Trace] = None,
+) -> poutine.Trace:
+    """A run of the model with a field's members at values of x.
+
+    :param values: of other latents, and plates' row numbers.
+    :param like: a run under the handlers around this one, whose scales and masks sites get.
+    """
+    there: dict[str, Any] = {} if like is None else dict(like.nodes)
+    with pyro.validation_enabled(False), repeatable(guide.like), poutine.block(), poutine.trace() as traced, handler:
+        poutine.condition(guide.model, data=dict(values))(*args, **kwargs)
+    for name, site in all_sites(traced.trace):
+        if name in there:
+            site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
+        fill_masked(site)
+    return traced.trace
+
+
+def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor:
+    """∂ value / ∂x times directions, ``(K, N)``, of N values, by one way back and one through that.
+
+    :param along: the directions, ``(K, len(x))``; by default each entry of x.
+    """
+    one = torch.zeros_like(value, requires_grad=True)
+    (slope,) = torch.autograd.grad(value, x, one, create_graph=True)
+    along = torch.eye(len(x), dtype=x.dtype, device=x.device) if along is None else along
+    if not slope.requires_grad:
+        return slope.new_zeros(len(along), len(value))
+    return torch.autograd.grad(slope, one, along, is_grads_batched=True, create_graph=True)[0]
+
+
+# Which members a program has.
+
+
+def hyperparameters_among(
+    guide: KnownGuide, normal: Mapping[str, Any], gps: list[str], run: Callable[[Standardised], poutine.Trace]
+) -> set[str]:
+    """The normal latents that kernels, scales or priors are made of, which are hyperparameters: autograd's graph shows
+    it, whatever their values.
+    """
+    x = {name: torch.zeros(prior.shape().numel()).to(guide.like).requires_grad_() for name, prior in normal.items()}
+    x |= {name: guide.like.new_zeros(sum(guide.module_of(name).basis.sizes)) for name in gps}
+    handler = Standardised(guide, x, {name: guide.like.new_zeros(1) for name in gps})
+    trace = run(handler)
+    made: list[Tensor] = []
+    for name, site in all_sites(trace):
+        fn = site["fn"] if site["type"] == "sample" else None
+        if name in gps:
+            process, _ = as_process(fn)
+            made += [process.variance, *handler.features[name]]  # type: ignore[union-attr]
+        elif name in normal:
+            made.append(_scale_of(fn))
+        elif fn is not None and not is_observation(site) and hasattr(fn, "arg_constraints"):
+            made += parameters(fn).values()
+    made = [part.sum() for part in made if part.requires_grad]
+    if not made:
+        return set()
+    slopes = torch.autograd.grad(torch.stack(made).sum(), [x[name] for name in normal], allow_unused=True)
+    return {name for name, slope in zip(normal, slopes) if slope is not None}
+
+
+def find_links(
+    run: Callable[[Tensor], poutine.Trace], layout: Layout, like: Tensor
+) -> Optional[tuple[dict[str, dict[str, str]], list[str]]]:
+    """By observed site and parameter, the link under which it is affine in x, and the latents that are owned; ``None``
+    if one is not affine, or is not known.
+
+    :param run: the program with a field at x, ``(extended,)``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(2, layout.extended, generator=generator).to(like)
+    found: dict[str, dict[str, str]] = {}
+    slopes: dict[tuple[str, str, str], Tensor] = {}
+    for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1]):
+        x.requires_grad_()
+        for name, site in all_sites(run(x)):
+            if not is_observation(site):
+                continue
+            fn = bare(site["fn"])
+            if not hasattr(fn, "arg_constraints") or fn.event_shape:
+                moving = {"": site["fn"].log_prob(site["value"])}
+                known = False
+            else:
+                moving, known = parameters(fn), True
+            moving = {key: part for key, part in moving.items() if part.requires_grad and _depends(part, x)}
+            if not moving and not _depends(site["fn"].log_prob(site["value"]), x):
+                continue
+            if not known or not 0 < len(moving) <= 2 or not _is_rebuilt(fn, site["value"]):
+                return None
+            for key, part in moving.items():
+                for link in candidates(fn, key):
+                    eta = LINKS[link][0](part.expand(fn.batch_shape).reshape(-1))
+                    here = jacobian(eta, x).detach()
+                    there = slopes.setdefault((name, key, link), here)
+                    near = (1e-6 if like.dtype == torch.float64 else 1e-2) * there.abs().amax()
+                    if not ((here - there).abs() <= near).all():
+                        slopes[name, key, link] = torch.full_like(there, torch.nan)
+                able = [link for link in candidates(fn, key) if slopes[name, key, link].isfinite().all()]
+                if not able:
+                    return None
+                found.setdefault(name, {})[key] = able[0]
+    chosen = [slopes[name, key, link] for name, of_site in found.items() for key, link in of_site.items()]
+    owned = []
+    for name, rows in layout.rows.items():
+        single = all(((slope[rows] != 0).sum(0) <= 1).all() for slope in chosen)
+        if name not in layout.residuals and rows.stop - rows.start > 1 and single:
+            owned.append(name)
+    return found, owned
+
+
+class Predictors:
+    """The linear predictors η = η(0) + Jx + J'√ρt of a run's likelihoods, and densities at values of theirs.
+
+    :param sites: of a run that is standardised by ``x``, ``(extended,)``.
+    :param links: by site and parameter.
+
+    ``eta`` are the run's, ``(N,)`` by site and parameter; ``rows`` are J of common entries, ``residuals`` J', and
+    ``owned`` the entries, owners and slopes of owned latents, as :meth:`Layout.split` has them.
+    """
+
+    def __init__(self, sites: Any, links: Mapping[str, Mapping[str, str]], x: Tensor, layout: Layout) -> None:
+        self.sites, self.links = sites, links
+        self.eta: dict[tuple[str, str], Tensor] = {}
+        for name, of_site in links.items():
+            fn, made_of = bare(sites[name]["fn"]), parameters(sites[name]["fn"])
+            for key, link in of_site.items():
+                self.eta[name, key] = LINKS[link][0](made_of[key].expand(fn.batch_shape).reshape(-1))
+        self.rows: dict[tuple[str, str], Tensor] = {}
+        self.residuals: dict[tuple[str, str], Tensor] = {}
+        self.layout = layout
+        self.owned: dict[tuple[str, str], list[tuple[slice, Tensor, Tensor]]] = {}
+        if not self.eta:  # a step without some of the data
+            return
+        every = jacobian(torch.cat(list(self.eta.values())), x, layout.directions(x))
+        for place, part in zip(self.eta, every.split([len(eta) for eta in self.eta.values()], -1)):
+            self.rows[place], self.residuals[place], self.owned[place] = layout.split(part)
+
+    def detached(self) -> Predictors:
+        """These without their graph."""
+        other = copy.copy(self)
+        other.eta = {place: eta.detach() for place, eta in self.eta.items()}
+        other.rows = {place: row.detach() for place, row in self.rows.items()}
+        other.owned = {p: [(e, o, slope.detach()) for e, o, slope in own] for p, own in self.owned.items()}
+        return other
+
+    def dense(self, place: tuple[str, str]) -> Tensor:
+        """J, ``(N, num)``."""
+        own = self.rows[place]
+        rows = own.new_zeros(len(own), self.layout.num)
+        rows[:, self.layout.common] = own
+        for entries, owner, slope in self.owned[place]:
+            rows = rows.index_put((torch.arange(len(slope), device=slope.device), entries.start + owner), slope)
+        return rows
+
+    def distribution(self, name: str, eta: Mapping[str, Tensor]) -> Any:
+        """A site's distribution of single data at predictors ``(..., N)`` by parameter."""
+        shape = bare(self.sites[name]["fn"]).batch_shape
+        changed = {
+            key: LINKS[self.links[name][key]][1](value.reshape(value.shape[:-1] + shape)) for key, value in eta.items()
+        }
+        return rebuilt(self.sites[name]["fn"], changed)
+
+    def summed(self, name: str, each: Tensor) -> Tensor:
+        """The sum of a term for each datum of a site, as the site scales and masks them."""
+        site = self.sites[name]
+        return scale_and_mask(rewrapped(site["fn"], each), site["scale"], site["mask"]).sum()
+
+    def log_density(self, eta: Mapping[tuple[str, str], Tensor]) -> Tensor:
+        """ℓ at predictors, of all sites that depend on any."""
+        total: Any = 0.0
+        for name in self.links:
+            own = {key: value for (site, key), value in eta.items() if site == name}
+            total = total + self.summed(name, self.distribution(name, own).log_prob(self.sites[name]["value"]))
+        return total
+
+
+def _depends(value: Tensor, x: Tensor) -> bool:
+    """Whether x is in a value's graph."""
+    return (
+        value.requires_grad and torch.autograd.grad(value.sum(), x, allow_unused=True, retain_graph=True)[0] is not None
+    )
+
+
+def _is_rebuilt(fn: Any, value: Tensor) -> bool:
+    try:
+        return torch.equal(rebuilt(fn, {}).log_prob(value), fn.log_prob(value))
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+# Its Gaussian, and what runs of the guide take of it.
+
+
+def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
+    """Make q(x), in the place of the members' own posteriors."""
+    sizes = [size for own in field.values() for size in own]
+    made = NaturalGaussian(sizes, (), guide.like.new_zeros(1), kind=FullCholesky)
+    blocks, start = {}, 0
+    for name, own in field.items():
+        blocks[name] = list(range(start, start + len(own)))
+        start += len(own)
+    guide.field = Shared(made, blocks)
+
+
+def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any]) -> Tensor:
+    """L with u = Lx, whose meaning hyperparameters do not change: values at inducing inputs, and latents' own."""
+    parts: list[Tensor] = []
+    for name, sizes in guide.facts.field.items():
+        if name not in bases:
+            parts.append(_scale_of(priors[name]))
+            continue
+        for size, block in zip(sizes, bases[name].anchors):
+            parts.append(torch.eye(size, dtype=guide.like.dtype, device=guide.like.device) if block is None else block)
+    return torch.block_diag(*parts)
+
+
+def whole_field(guide: KnownGuide, processes: Mapping[str, Any], priors: Mapping[str, Any]) -> Whole:
+    """q(x) under the hyperparameters of a run.
+
+    :param processes: of the GP sites that it met; ``priors``: of the normal latents.
+    """
+    bases = {
+        name: guide.module_of(name).basis(process.kernel, process.jitter, name) for name, process in processes.items()
+    }
+    return guide.field(anchor_of(guide, bases, priors))
+
+
+class FieldLatent(TorchDistribution):
+    """A normal latent's posterior in a run: its part of a draw of the field."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = True
+
+    def __init__(self, prior: Any, share: Share) -> None:
+        self.prior, self.share = prior, share
+        self._drawn: Optional[list[Tensor]] = None
+        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its value is a draw of its own."""
+        return self._drawn is not None
+
+    @property
+    def support(self) -> Any:  # type: ignore[override]
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    @property
+    def mean(self) -> Tensor:
+        """loc + Lm."""
+        return _standardised(self.prior, torch.cat(self.share.loc, -1))
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        self._drawn = self.share.rsample(torch.Size(sample_shape))
+        return _standardised(self.prior, torch.cat(self._drawn, -1))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log dq/dp of the draw of all, where this is the member that counts it, spread over the batch."""
+        return self._spread(self.share.log_ratio(self._drawn or []))
+
+    def kl(self) -> Tensor:
+        """The divergence of the whole field, where this is the member that counts it."""
+        return self._spread(self.share.kl())
+
+    def _spread(self, total: Tensor) -> Tensor:
+        return (total / max(self.batch_shape.numel(), 1)).expand(self.batch_shape)
+
+    def base_measure(self) -> BaseMeasure:
+        """The prior, of density 1."""
+        return BaseMeasure(self.prior)
+
+
+class BaseMeasure(TorchDistribution):
+    """A prior that densities are relative to: it has density 1."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, prior: Any) -> None:
+        self.prior = prior
+        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return value.new_zeros(self.batch_shape)
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        return self.prior.rsample(sample_shape)
+
+
+@register_kl(FieldLatent, BaseMeasure)
+def _kl_field_latent(q: FieldLatent, p: BaseMeasure) -> Tensor:
+    return q.kl()

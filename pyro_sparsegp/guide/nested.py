@@ -1,0 +1,245 @@
+"""Where hyperparameters start: the mode and curvature of their marginal posterior, by nested Laplace approximations.
+
+Given hyperparameters θ, in unconstrained space, the field x ~ N(0, I) is Gaussian a priori, and densities depend on it
+by the linear predictors η = η(0) + Jx. With x̂(θ) the mode of ℓ(η) − ½|x|², W = −∇²ℓ and P = I + JᵀWJ there
+(Rue, Martino and Chopin, 2009, eq. 3),
+
+    log p(θ | y) ≈ F(θ) + const = log p(θ) + ℓ(η) − ½|x̂|² − ½ log|P| − ½ Σₙ ρₙWₙₙ,
+
+the last term for GP sites' residuals of variance ρ. Where ℓ is normal in x this is the collapsed bound of Titsias
+(2009). θ goes to the mode of F, and then θ ~ N(θ̂, H⁻¹) and x | θ ~ N(x̂(θ), P⁻¹) with H = −∇²F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from ..numerics.linalg import lift_to
+from ..program.traces import all_sites, is_observation
+from .field import Layout, Predictors, Standardised, run_standardised
+from .known import KnownGuide
+
+__all__ = ["Nested", "Optimum"]
+
+_NEWTON = 50  # steps of x, at most
+_NEAR = 1e-10  # nats that a step of x may still gain; an error of x̂ is one of F in its first order
+_EVALUATIONS = 60  # of F, at most
+_DIFFERENCE = 0.02  # of θ, by which curvature is a difference of gradients
+_WIDEST = 5.0  # a standard deviation of a hyperparameter in unconstrained space, where F is flat
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """F at some θ.
+
+    :param value: F.
+    :param slope: ∇F.
+    :param x: x̂.
+    :param root: the Cholesky factor of P.
+    """
+
+    value: Tensor
+    slope: Tensor
+    x: Tensor
+    root: Tensor
+
+
+class Nested:
+    """F of a program.
+
+    :param layout: of its field.
+    :param links: of its likelihoods.
+    :param hyper: of each hyperparameter the shape of its values in unconstrained space.
+    :param values: of plates' row numbers.
+    :param each: what an observation of these arguments stands for.
+    """
+
+    def __init__(
+        self,
+        guide: KnownGuide,
+        layout: Layout,
+        links: Mapping[str, Mapping[str, str]],
+        hyper: Mapping[str, torch.Size],
+        values: Mapping[str, Tensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        each: float = 1.0,
+    ) -> None:
+        self.guide, self.layout, self.hyper, self.values = guide, layout, dict(hyper), values
+        self.args, self.kwargs, self.each, self.links = args, kwargs, each, links
+        self.size = sum(shape.numel() for shape in self.hyper.values())
+        self.x = guide.like.new_zeros(layout.num)  # x̂ of the last θ
+
+    def theta_of(self, theta: Tensor) -> dict[str, Tensor]:
+        """θ by name."""
+        parts = theta.split([shape.numel() for shape in self.hyper.values()]) if self.hyper else ()
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.hyper.items(), parts)}
+
+    def run(self, theta: Tensor, x: Tensor) -> tuple[dict[str, Any], Standardised]:
+        """The sites of a run at θ and x, ``(num,)``, and its handler."""
+        x = torch.cat([x, x.new_zeros(self.layout.extended - len(x))])
+        handler = Standardised(self.guide, *self.layout.parts(x), self.theta_of(theta))
+        trace = run_standardised(self.guide, self.args, self.kwargs, handler, self.values)
+        return dict(all_sites(trace)), handler
+
+    def at(self, theta: Tensor) -> Optimum:
+        """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
+        theta = theta.detach().requires_grad_()
+        zero = theta.new_zeros(self.layout.extended, requires_grad=True)
+        handler = Standardised(self.guide, *self.layout.parts(zero), self.theta_of(theta))
+        sites = dict(all_sites(run_standardised(self.guide, self.args, self.kwargs, handler, self.values)))
+        found = Predictors(sites, self.links, zero, self.layout)
+        apart = [s for n, s in sites.items() if is_observation(s) and n not in self.links and s["mask"] is not False]
+        constant = sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in apart)
+        x, root = self._newton(found)
+        x = x.clone().requires_grad_()
+        density, slope, curvature = self._local(found, x)
+        precision = _precision(found, curvature)
+        total = self.each * constant + density + handler.log_prior - 0.5 * x.square().sum()
+        total = total - torch.linalg.cholesky(precision).diagonal().log().sum()
+        for (one, other), weight in curvature.items():
+            total = total - 0.5 * (weight * (found.residuals[one] * found.residuals[other]).sum(-1)).sum()
+        if not self.size:
+            return Optimum(total.detach(), theta.detach(), x.detach(), root)
+        # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
+        (by_x,) = torch.autograd.grad(total, x, retain_graph=True)
+        along = torch.cholesky_solve(by_x[:, None], root)[:, 0].detach()
+        up = sum(_turned(found, place, part) for place, part in slope.items()) - x
+        (by_theta,) = torch.autograd.grad(total + along @ up, theta)
+        return Optimum(total.detach(), by_theta, x.detach(), root)
+
+    def _newton(self, found: Predictors) -> tuple[Tensor, Tensor]:
+        """x̂ and the root of P there."""
+        found = found.detached()
+        x, step, best = self.x, None, -torch.inf
+        for _ in range(_NEWTON):
+            density, slope, curvature = self._local(found, x)
+            value = float(density.detach() - 0.5 * x.square().sum())
+            near = max(_NEAR, torch.finfo(x.dtype).eps * abs(value))
+            if step is not None and not value >= best - 100 * near:  # beyond the top: half of the step
+                step = 0.5 * step
+                x = x - step
+                continue
+            precision = _precision(found, curvature).detach()
+            root, info = torch.linalg.cholesky_ex(precision)
+            if info:  # ℓ is not log-concave here
+                root = torch.linalg.cholesky(precision + lift_to(precision, 0.5))
+            up = sum(_turned(found, place, part.detach()) for place, part in slope.items()) - x
+            step, best = torch.cholesky_solve(up[:, None], root)[:, 0], value
+            if float(up @ step) < near:
+                break
+            x = x + step
+        self.x = x
+        return x, root
+
+    def _local(self, found: Predictors, x: Tensor) -> tuple[Tensor, dict[Any, Tensor], dict[Any, Tensor]]:
+        """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum."""
+        eta = {}
+        for place, row in found.rows.items():
+            eta[place] = found.eta[place] + row @ x[self.layout.common]
+            for entries, owner, slope in found.owned[place]:
+                eta[place] = eta[place] + slope * x[entries][owner]
+            if not eta[place].requires_grad:
+                eta[place].requires_grad_()
+        density = self.each * found.log_density(eta)
+        slopes = dict(zip(eta, torch.autograd.grad(density, list(eta.values()), create_graph=True)))
+        curvatures: dict[Any, Tensor] = {}
+        for (name, key), slope in slopes.items():
+            own = [place for place in eta if place[0] == name]
+            if not slope.requires_grad:
+                continue
+            second = torch.autograd.grad(slope.sum(), [eta[p] for p in own], create_graph=True, allow_unused=True)
+            curvatures |= {((name, key), place): -part for place, part in zip(own, second) if part is not None}
+        return density, slopes, curvatures
+
+    def mode(self, starts: list[Tensor]) -> Tensor:
+        """θ̂, by L-BFGS from the best of some starts."""
+        values = [self._value(start) for start in starts]
+        best = max(range(len(starts)), key=lambda i: float(values[i]))
+        if not values[best].isfinite():
+            raise ValueError("no start has a finite density")
+        theta = starts[best].clone().requires_grad_()
+        optimiser = torch.optim.LBFGS(
+            [theta],
+            max_iter=_EVALUATIONS,
+            max_eval=_EVALUATIONS,
+            tolerance_grad=1e-3,
+            tolerance_change=1e-6,
+            line_search_fn="strong_wolfe",
+        )
+        highest = values[best]
+
+        def loss() -> Tensor:
+            try:
+                found = self.at(theta)
+                if found.value.isfinite() and found.slope.isfinite().all():
+                    theta.grad = -found.slope
+                    return -found.value
+            except (ValueError, RuntimeError):  # a step went to where the program has no density
+                pass
+            theta.grad = torch.zeros_like(theta)
+            return -highest + 1e4
+
+        optimiser.step(loss)
+        return theta.detach()
+
+    def _value(self, theta: Tensor) -> Tensor:
+        try:
+            return self.at(theta).value
+        except (ValueError, RuntimeError):
+            return theta.new_full((), -torch.inf)
+
+    def curvature(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """H⁻¹ at the mode, and ∂x̂/∂θ, ``(num, len(θ))``, by differences."""
+        rows, moves = [], []
+        for i in range(self.size):
+            move = torch.zeros_like(theta)
+            move[i] = _DIFFERENCE
+            above, below = self.at(theta + move), self.at(theta - move)
+            rows.append((below.slope - above.slope) / (2 * _DIFFERENCE))
+            moves.append((above.x - below.x) / (2 * _DIFFERENCE))
+        if not rows:
+            return theta.new_zeros(0, 0), theta.new_zeros(self.layout.num, 0)
+        precision = torch.stack(rows)
+        values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
+        covariance = (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
+        return covariance, torch.stack(moves, -1)
+
+
+def _turned(found: Predictors, place: Any, value: Tensor) -> Tensor:
+    """Jᵀv, ``(num,)``."""
+    total = value.new_zeros(found.layout.num)
+    total[found.layout.common] = value @ found.rows[place]
+    for entries, owner, slope in found.owned[place]:
+        total = total.index_add(0, entries.start + owner, slope * value)
+    return total
+
+
+def _precision(found: Predictors, curvature: Mapping[Any, Tensor]) -> Tensor:
+    """P = I + JᵀWJ, without products of the columns of owned latents, of which a datum has one."""
+    like, num = next(iter(found.rows.values())), found.layout.num
+    common = torch.tensor(found.layout.common, device=like.device)
+    total = torch.eye(num, dtype=like.dtype, device=like.device)
+    for (one, other), weight in curvature.items():
+        first, second = found.rows[one], found.rows[other]
+        total = total.index_put((common[:, None], common), first.mT @ (weight[:, None] * second), accumulate=True)
+        for entries, owner, slope in found.owned[one]:
+            cross = second.new_zeros(entries.stop - entries.start, len(common))
+            cross = cross.index_add(0, owner, (weight * slope)[:, None] * second)
+            here = torch.arange(entries.start, entries.stop, device=like.device)
+            total = total.index_put((here[:, None], common), cross, accumulate=True)
+            for others, its, again in found.owned[other]:
+                places = (entries.start + owner, others.start + its)
+                total = total.index_put(places, weight * slope * again, accumulate=True)
+        for entries, owner, slope in found.owned[other]:
+            cross = first.new_zeros(entries.stop - entries.start, len(common))
+            cross = cross.index_add(0, owner, (weight * slope)[:, None] * first)
+            here = torch.arange(entries.start, entries.stop, device=like.device)
+            total = total.index_put((common[:, None], here), cross.mT, accumulate=True)
+    return total

@@ -1,0 +1,82 @@
+"""Published programs under four families: latents' means and widths beside references, bounds, CPU seconds.
+
+The programs are functions ``() -> (model, args, inducing points by GP site, reference)`` in a Python file, with a
+dictionary PROGRAMS of them; a reference is (mean or None, sd) by latent. Makes programs.md.
+"""
+
+import importlib.util
+import statistics
+import sys
+
+import pyro
+import torch
+
+from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO, families, fit
+
+from .bench import HERE, clock, parsed
+
+STEPS, DRAWS = 300, 400
+
+
+def family_of(kind, num):
+    """A family with so many inducing points in all."""
+    return kind(num - num // 2, num // 2) if kind is families.OrthogonalInducing else kind(num)
+
+
+def compared(guide, args, reference):
+    """By latent the distance of means in the reference's sd, and the ratio of sds."""
+    draws = guide.draws(DRAWS, *args)
+    for name, (mean, sd) in reference.items():
+        values = torch.stack([draw[name].detach() for draw in draws])
+        away = "" if mean is None else f"{abs(float(values.mean(0)) - mean) / sd:.2f}"
+        yield name, away, float(values.std(0).mean()) / sd
+
+
+def row(program, kind, way):
+    """A row of the table."""
+    model, args, sites, reference = program()
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, {name: family_of(kind, num) for name, num in sites.items()})
+    begun = clock()
+    if way == "fit":
+        losses = fit(model, guide, args, steps=STEPS, progress=False).losses
+    else:
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+        losses = [svi.step(*args) for _ in range(STEPS)]
+    seconds = clock() - begun
+    found = [f"{name} {away} x{ratio:.2f}".replace("  ", " ") for name, away, ratio in compared(guide, args, reference)]
+    bound = -statistics.mean(losses[-50:])
+    return f"| {program.__name__} | {kind.__name__} | {way} | {bound:.1f} | {seconds:.1f} | {', '.join(found)} |"
+
+
+def main():
+    options = parsed(__doc__, file=str, only=[""], short=False)
+    spec = importlib.util.spec_from_file_location("published", options.file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kinds = [families.SVGP, families.SGPR, families.OrthogonalInducing, families.CoupledPrecision]
+    lines = [
+        "# Published programs",
+        "",
+        f"Made by `python -m tests.benchmarks.programs --file FILE`. {STEPS} steps of README's loop (Adam at 0.02) or",
+        "of `fit`, one seed, float64, one thread. By latent: the distance of means in the reference's sd, where it has",
+        "a mean, and the ratio of sds (NUTS or an exact grid). The bound is the mean of the last 50 steps.",
+        "",
+        "| program | family | way | bound | CPU s | latents |",
+        "|---|---|---|---|---|---|",
+    ]
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    for name, program in module.PROGRAMS.items():
+        for kind in kinds[: 1 if options.short else None]:
+            for way in ("loop", "fit"):
+                if options.only == [""] or name in options.only:
+                    lines.append(row(program, kind, way))
+                    print(lines[-1], flush=True)
+    if not options.short:
+        (HERE / "programs.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,361 @@
+"""One field of GP sites and normal latents, and hyperparameters that start at their mode, against dense references."""
+
+import copy
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
+from pyro_sparsegp.gaussians import DrawnGaussian
+from pyro_sparsegp.gaussians.steps import recording
+from pyro_sparsegp.guide.field import Layout
+from pyro_sparsegp.guide.nested import Nested
+from pyro_sparsegp.guide.start import init_to_centre
+
+N, GROUPS, NOISE = 24, 3, 0.4
+
+
+def _data():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.linspace(0, 1, N)[:, None]
+    group = torch.arange(N) % GROUPS
+    effects = torch.tensor([-0.8, 0.3, 0.9])
+    y = torch.sin(5 * x[:, 0]) + 1.2 + effects[group] + NOISE * torch.randn(N, generator=generator)
+    return x, group, y
+
+
+def _linear(after=False):
+    def levels():
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        with pyro.plate("groups", GROUPS):
+            return c, pyro.sample("g", dist.Normal(0.5 * c, 1.0))  # a prior's mean may be another's value
+
+    def model(x, group, y=None):
+        c, g = levels() if not after else (None, None)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(lengthscale=0.4), x, jitter=1e-8))
+        if after:
+            c, g = levels()
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f + c + g[group], NOISE), obs=y)
+
+    return model
+
+
+def _exact(x, group, y):
+    """The joint posterior of c, the groups and f, and the evidence."""
+    levels = torch.cat([torch.ones(N, 1), torch.nn.functional.one_hot(group, GROUPS).double()], 1)
+    down = torch.eye(1 + GROUPS)
+    down[1:, 0] = 0.5
+    prior = down @ torch.diag(torch.tensor([4.0] + [1.0] * GROUPS)) @ down.T
+    joint = torch.block_diag(prior, kernels.RBF(lengthscale=0.4)(x))
+    to_data = torch.cat([levels, torch.eye(N)], 1)
+    evidence = to_data @ joint @ to_data.T + NOISE**2 * torch.eye(N)
+    gain = torch.linalg.solve(evidence, to_data @ joint).T
+    log_evidence = dist.MultivariateNormal(torch.zeros(N), evidence).log_prob(y)
+    return gain @ y, joint - gain @ to_data @ joint, log_evidence, to_data
+
+
+def _step(model, family, data, steps=1, **kwargs):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    guide = AutoSparseGP(model, family, **kwargs)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    return guide, [svi.step(*data) for _ in range(steps)]
+
+
+FAMILIES = [
+    families.SVGP(14, trainable=False),
+    families.SGPR(14, trainable=False),
+    families.OrthogonalInducing(8, 6, trainable=False),
+    families.CoupledPrecision(14, trainable=False),
+]
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: type(family).__name__)
+def test_the_first_step_of_a_linear_gaussian_model_is_at_its_evidence(family, after):
+    data = x, group, _ = _data()
+    mean, covariance, log_evidence, to_data = _exact(*data)
+    guide, losses = _step(_linear(after), family, data, 3)
+    assert set(guide.facts.field) == {"c", "g", "f"}
+    torch.testing.assert_close(-torch.tensor(losses), log_evidence.expand(3), rtol=0.0, atol=2e-3)
+    q = guide.posterior(x, group)["f"]
+    torch.testing.assert_close(q.mean.detach(), mean[4:], rtol=0.0, atol=2e-3)
+    torch.testing.assert_close(q.variance.detach(), covariance.diagonal()[4:], rtol=0.01, atol=0.0)
+    torch.testing.assert_close(guide.median(*data)["c"], mean[0], rtol=0.0, atol=2e-3)
+    draws = predict(guide.model, guide, x, group, num_samples=300, joint=False)
+    level = draws["f"] + draws["c"].reshape(-1, 1) + draws["g"].reshape(300, GROUPS)[:, group]
+    sd = (to_data @ covariance @ to_data.T).diagonal().sqrt()
+    torch.testing.assert_close(level.std(0), sd, rtol=0.25, atol=0.0)
+    for name, exact in (("c", covariance[0, 0]), ("f", covariance[4, 4])):
+        assert draws[name].reshape(300, -1)[:, 0].std().item() == pytest.approx(exact.sqrt().item(), rel=0.2)
+
+
+def _counts(x, group, y=None):
+    s = pyro.sample("s", dist.LogNormal(-1.0, 0.7))
+    tau = pyro.sample("tau", dist.HalfNormal(1.0))
+    mu = pyro.sample("mu", dist.Normal(1.0, 2.0))
+    with pyro.plate("groups", GROUPS):
+        a = pyro.sample("a", dist.Normal(0.0, tau))
+    f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.4), x, jitter=1e-8))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Poisson((mu + a[group] + f).exp()), obs=y)
+
+
+def _count_data():
+    x, group, y = _data()
+    return x, group, torch.poisson(y.exp().clamp(max=20), generator=torch.Generator().manual_seed(1))
+
+
+def _dense_laplace(x, group, y, s, tau):
+    """log p(y | s, tau) by Laplace's approximation over the predictor's own N values, of which it is a density too."""
+    one_hot = torch.nn.functional.one_hot(group, GROUPS).double()
+    prior = s * kernels.RBF(0.4)(x) + 1e-8 * torch.eye(N) + 4.0 + tau**2 * one_hot @ one_hot.T
+    eta = torch.full((N,), 1.0)
+    for _ in range(100):
+        rate = eta.exp()
+        inner = torch.eye(N) + prior * rate
+        eta = 1.0 + prior @ torch.linalg.solve(torch.eye(N) + rate[:, None] * prior, rate * (eta - 1) + y - rate)
+    density = dist.Poisson(eta.exp()).log_prob(y).sum() - 0.5 * (eta - 1) @ torch.linalg.solve(prior, eta - 1)
+    return density - 0.5 * torch.linalg.slogdet(inner)[1]
+
+
+def _nested(guide, data, owned=("a",)):
+    layout = Layout(guide.facts.field, {"f": 1}, owned)
+    hyper = {name: torch.Size(()) for name in guide.facts.coupled}
+    return Nested(guide, layout, guide.facts.links, hyper, {}, data, {})
+
+
+def test_nested_laplace_is_the_dense_one_and_its_gradient_its_own():
+    data = _count_data()
+    guide, _ = _step(_counts, families.SVGP(N, trainable=False), data)
+    assert guide.facts.coupled == ["s", "tau"]
+    assert guide.facts.owned == ["a"]
+    nested, theta = _nested(guide, data), torch.tensor([-0.7, -0.3])
+    found = nested.at(theta)
+    s, tau = theta.exp()
+    prior = dist.LogNormal(-1.0, 0.7).log_prob(s) + dist.HalfNormal(1.0).log_prob(tau) + theta.sum()
+    assert found.value.item() == pytest.approx((_dense_laplace(*data, s, tau) + prior).item(), abs=2e-4)
+    for i, move in enumerate(1e-4 * torch.eye(2)):
+        slope = (nested.at(theta + move).value - nested.at(theta - move).value) / 2e-4
+        assert found.slope[i].item() == pytest.approx(slope.item(), abs=2e-4)
+    dense = _nested(guide, data, ()).at(theta)
+    torch.testing.assert_close(dense.value, found.value)
+    torch.testing.assert_close(dense.slope, found.slope, rtol=1e-5, atol=1e-6)
+
+
+def test_hyperparameters_start_at_the_mode_with_its_curvature():
+    data = _count_data()
+    guide = AutoSparseGP(_counts, families.SVGP(N, trainable=False))
+    guide(*data)
+    nested, mode = _nested(guide, data), guide.together.loc.detach()
+    assert nested.at(mode).slope.abs().max() < 0.02
+    root = guide.together.root
+    value = [nested.at(mode + 0.3 * move).value for move in (torch.zeros(2), *root.T, *-root.T)]
+    for up, down in ((1, 3), (2, 4)):  # F falls by half of a deviation's square
+        assert (value[0] - 0.5 * (value[up] + value[down])).item() == pytest.approx(0.045, rel=0.1)
+
+
+def test_expectations_over_predictors_are_in_closed_form():
+    # E log Poisson(y | e^η) for η ~ N(m, v): yη̄ − exp(m + v/2) − log y!.
+    data = x, group, y = _count_data()
+    guide, _ = _step(_counts, families.SVGP(N, trainable=False), data)
+    with poutine.condition(data={"s": torch.tensor(0.5), "tau": torch.tensor(0.8)}), torch.no_grad():
+        loss = TraceQuadrature_ELBO().loss(_counts, guide, *data)
+        pyro.set_rng_seed(0)
+        whole, *_ = guide.at_field(guide, data, {})
+    q = whole.q
+    phi = guide.gps.f.basis(0.5 * kernels.RBF(0.4), 1e-8, "f")(x)[0]
+    one_hot = torch.nn.functional.one_hot(group, GROUPS).double()
+    blocks = {"mu": 2 * torch.ones(N, 1), "a": 0.8 * one_hot, "f": phi}
+    rows = torch.cat([blocks[name] for name in guide.facts.field], 1).detach()
+    loc, covariance = torch.cat(q.loc).detach(), q.covariance_matrix.detach()
+    mean, variance = 1 + rows @ loc, (rows @ covariance @ rows.T).diagonal() + 0.5 - phi.detach().square().sum(1)
+    expected = (y * mean - (mean + variance / 2).exp() - torch.lgamma(y + 1)).sum()
+    bound = expected - q.kl().detach() + dist.LogNormal(-1.0, 0.7).log_prob(torch.tensor(0.5))
+    bound = bound + dist.HalfNormal(1.0).log_prob(torch.tensor(0.8))
+    assert -loss == pytest.approx(bound.item(), abs=1e-5)
+
+
+def _mean_and_noise(x, y=None):
+    s = pyro.sample("s", dist.LogNormal(0.0, 0.5))
+    c = pyro.sample("c", dist.Normal(-1.0, 1.0))
+    f = pyro.sample("f", GaussianProcess(s * kernels.Matern52(0.5), x))
+    g = pyro.sample("g", GaussianProcess(0.5 * kernels.Matern52(0.5), x, mean=c))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+
+
+def _noisy_data():
+    generator = torch.Generator().manual_seed(2)
+    x = torch.linspace(0, 1, 40)[:, None]
+    return x, torch.sin(6 * x[:, 0]) + (x[:, 0] - 1.5).exp() * torch.randn(40, generator=generator)
+
+
+@pytest.mark.parametrize(("model", "data"), [(_counts, _count_data), (_mean_and_noise, _noisy_data)])
+def test_gradients_are_those_of_the_loss(model, data):
+    data = data()
+    # Hyperparameters move features, kernels and q(x), which is about values: each once.
+    guide, _ = _step(model, families.SVGP(8), data, 3)
+    loc = guide.together.loc
+
+    def loss():
+        pyro.set_rng_seed(3)
+        return TraceQuadrature_ELBO().differentiable_loss(model, guide, *data)
+
+    for parameter in (loc, guide.field.coefficients.loc):
+        (slope,) = torch.autograd.grad(loss(), parameter)
+        for i in range(len(parameter))[:2]:
+            ends = []
+            for sign in (1e-5, -1e-5):
+                parameter.data[i] += sign
+                ends.append(loss().item())
+                parameter.data[i] -= sign
+            assert slope[i].item() == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-4, abs=1e-4)
+
+
+def test_two_predictors_are_integrated_together():
+    # Against draws of the same q.
+    data = _noisy_data()
+    guide, losses = _step(_mean_and_noise, families.SVGP(8), data, 20)
+    assert guide.facts.links == {"y": {"loc": "identity", "scale": "log"}}
+    pyro.set_rng_seed(0)
+    with torch.no_grad():
+        exact = torch.tensor([TraceQuadrature_ELBO().loss(_mean_and_noise, guide, *data) for _ in range(20)]).mean()
+        drawn = torch.tensor([Trace_ELBO().loss(_mean_and_noise, guide, *data) for _ in range(2000)])
+    assert exact.item() == pytest.approx(drawn.mean().item(), abs=4 * drawn.std().item() / 2000**0.5 + 0.3)
+    assert max(losses) < losses[0] + 3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_mean_and_its_noise_do_not_diverge(seed):
+    x, y = _noisy_data()
+    y = y + 0.3 * torch.randn(40, generator=torch.Generator().manual_seed(seed))
+    pyro.set_rng_seed(seed)
+    guide = AutoSparseGP(_mean_and_noise, families.SVGP(8))
+    svi = SVI(_mean_and_noise, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    losses = torch.tensor([svi.step(x, y) for _ in range(60)])
+    assert losses[-20:].mean() < losses[0] + 1
+    assert (losses < losses[0] + 6).all()
+
+
+def test_steps_of_hyperparameters_are_natural_gradients():
+    torch.manual_seed(0)
+    root = torch.tensor([[2.0, 0.0], [0.5, 1.0]])
+    q = DrawnGaussian(torch.randn(2), root, rate=0.1)
+    loc, noise = q.loc.detach().clone(), torch.randn(2)
+    curved = torch.diag(torch.tensor([1.0, 3.0]))
+    with recording(loc) as record:
+        drawn = q(noise)
+        loss = 0.5 * (drawn.value - loc) @ curved @ (drawn.value - loc) + drawn.weighed(torch.zeros(2)).sum()
+    record.differentiate(loss)
+    record.step(1.0)
+    pull = root.T @ curved @ root @ noise
+    pull = pull * 0.1 / (1 + pull.square().mean()).sqrt()
+    outer = torch.outer(pull, noise)
+    half = outer.tril(-1) + 0.5 * outer.diagonal().diag()
+    torch.testing.assert_close(q.root, root - root @ half / (1 + noise.square().sum()))
+    torch.testing.assert_close(q.loc.data, loc - root @ pull)
+
+
+def test_mini_batches_keep_the_widths_of_all_rows():
+    data = _data()
+
+    def model(x, group, y):
+        c = pyro.sample("c", dist.Normal(0.0, 2.0))
+        with pyro.plate("groups", GROUPS):
+            g = pyro.sample("g", dist.Normal(0.5 * c, 1.0))
+        plate = pyro.plate("data", N, subsample_size=12)
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(lengthscale=0.4), x[plate.indices], jitter=1e-8))
+        with plate as rows:
+            pyro.sample("y", dist.Normal(f + c + g[group[rows]], NOISE), obs=y[rows])
+
+    guide, _ = _step(model, families.SVGP(12, trainable=False), data, 60)
+    pyro.set_rng_seed(0)
+    draws = torch.stack([draw["c"] for draw in guide.draws(300, *data)])
+    assert draws.std().item() == pytest.approx(_exact(*data)[1][0, 0].sqrt().item(), rel=0.2)
+
+
+def test_what_is_held_by_a_handler_is_refused_by_name():
+    data = _data()
+    guide, _ = _step(_linear(), families.SVGP(8), data)
+    with poutine.condition(data={"c": torch.tensor(3.0)}), pytest.raises(ValueError, match=r"site 'c'.*independent"):
+        guide(*data)
+    held = AutoSparseGP(_linear(), families.SVGP(8), independent=("c",))
+    held(*data)
+    assert set(held.facts.field) == {"g", "f"}
+    with poutine.condition(data={"c": torch.tensor(3.0)}):
+        assert held(*data)["c"] == 3
+
+
+def test_independent_latents_have_posteriors_of_their_own():
+    data = _data()
+    guide, losses = _step(_linear(), families.SVGP(8), data, independent=True)
+    assert guide.facts.field == {}
+    assert guide.scales.c < 0.2 * _exact(*data)[1][0, 0].sqrt()  # the mean field's, given all others
+    assert math.isfinite(losses[0])
+    with pytest.raises(ValueError, match="takes no coupled= any more"):
+        AutoSparseGP(_linear(), families.SVGP(8), coupled=True)
+    with pytest.raises(ValueError, match="independent must be"):
+        AutoSparseGP(_linear(), families.SVGP(8), independent="c")
+
+
+def test_a_copy_and_a_loaded_guide_are_the_guide():
+    data = _count_data()
+    guide, _ = _step(_counts, families.SVGP(8), data, 2)
+    loaded = AutoSparseGP(_counts, families.SVGP(8))
+    loaded.load_state_dict(copy.deepcopy(guide.state_dict()))
+    seen = []
+    for each in (guide, loaded, copy.deepcopy(guide)):
+        pyro.set_rng_seed(5)
+        seen.append(torch.cat([each.draw(*data)[name].reshape(-1) for name in ("mu", "a", "f", "s")]))
+    torch.testing.assert_close(seen[1], seen[0])
+    torch.testing.assert_close(seen[2], seen[0])
+    svi = SVI(_counts, loaded, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
+    assert math.isfinite(svi.step(*data))
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        dist.HalfCauchy(1.0),
+        dist.InverseGamma(1.0, 1.0),
+        dist.LogNormal(0.0, 10.0),
+        dist.StudentT(1.5),
+        dist.Uniform(0.0, 1e6),
+    ],
+    ids=lambda prior: type(prior).__name__,
+)
+def test_heavy_priors_start_everywhere(prior):
+    x, _, y = _data()
+
+    def model(x, y):
+        scale = pyro.sample("scale", prior)
+        f = pyro.sample("f", GaussianProcess((0.01 + scale.abs()) * kernels.RBF(0.4), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(1.0 + f, NOISE), obs=y)
+
+    start = init_to_centre({"name": "scale", "fn": prior, "infer": {}})
+    draws = prior.sample(torch.Size([999])).sort().values
+    assert draws[50] <= start <= draws[-50]
+    _, losses = _step(model, families.SVGP(8), (x, y), 10)
+    assert -min(losses) == pytest.approx(-losses[0], abs=2)
+
+
+def test_programs_without_linear_predictors_train_as_they_are():
+    x, _, y = _data()
+
+    def model(x, y):
+        b = pyro.sample("b", dist.Normal(1.0, 0.5))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(b * f, NOISE), obs=y)  # b times f: no affine function of both
+
+    guide, losses = _step(model, families.SVGP(8), (x, y), 5)
+    assert guide.facts.field == {}
+    assert all(map(math.isfinite, losses))
