@@ -76,8 +76,11 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: type(family).__name__)
+@pytest.mark.parametrize(
+    ("family", "after"),
+    [(FAMILIES[0], False), (FAMILIES[0], True), *((family, i == 1) for i, family in enumerate(FAMILIES[1:]))],
+    ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
+)
 def test_the_first_step_of_a_linear_gaussian_model_is_at_its_evidence(family, after):
     data = x, group, _ = _data()
     mean, covariance, log_evidence, to_data = _exact(*data)
@@ -227,12 +230,12 @@ def test_two_predictors_are_integrated_together():
     pyro.set_rng_seed(0)
     with torch.no_grad():
         exact = torch.tensor([TraceQuadrature_ELBO().loss(_mean_and_noise, guide, *data) for _ in range(20)]).mean()
-        drawn = torch.tensor([Trace_ELBO().loss(_mean_and_noise, guide, *data) for _ in range(2000)])
-    assert exact.item() == pytest.approx(drawn.mean().item(), abs=4 * drawn.std().item() / 2000**0.5 + 0.3)
+        drawn = torch.tensor([Trace_ELBO().loss(_mean_and_noise, guide, *data) for _ in range(500)])
+    assert exact.item() == pytest.approx(drawn.mean().item(), abs=4 * drawn.std().item() / 500**0.5 + 0.3)
     assert max(losses) < losses[0] + 3
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
 def test_a_mean_and_its_noise_do_not_diverge(seed):
     x, y = _noisy_data()
     y = y + 0.3 * torch.randn(40, generator=torch.Generator().manual_seed(seed))

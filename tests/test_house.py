@@ -120,13 +120,13 @@ LINES = {
     "families": 1086,
     "distributions": 252,
     "program": 3042,
-    "guide": 4635,
+    "guide": 4640,
     "inference": 2865,
     "diagnostics": 2578,
     "interop": 334,
 }
-ALL_LINES = 27642
-STATEMENTS = 16470
+ALL_LINES = 27647
+STATEMENTS = 16472
 BRANCHES_PER_1000_LINES = 118
 COMMENTS = 0.0188  # at least
 FILE_LINES = 502

@@ -43,6 +43,11 @@ def rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
     if not saved:
         return
     tensors = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+    if any(".following." in key for key in tensors):
+        raise ValueError(
+            "the saved guide was trained with coupled=, which has left: its coefficients follow other latents. Make a "
+            "new guide, whose latents are joint by default, and train it."
+        )
     facts = Structure(**{key: value for key, value in saved.items() if key not in _BESIDE})
     now = guide.structure
     if now is not None:
