@@ -89,31 +89,33 @@ def hyperparameters(x):
     return additive(scale, length)
 
 
+def observed(fn, y, x=None, size=None):
+    """The site y in a plate of its rows, of which x may be a mini-batch."""
+    with pyro.plate("data", size or fn.batch_shape[-1], subsample=x):
+        return pyro.sample("y", fn, obs=y)
+
+
 def regression(x, y=None, size=None):
     noise = pyro.sample("noise", dist.HalfNormal(1.0))
     f = pyro.sample("f", GaussianProcess(hyperparameters(x), x))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+    return observed(dist.Normal(f, noise), y, x, size)
 
 
 def bernoulli(x, y=None, size=None):
     f = pyro.sample("f", GaussianProcess(hyperparameters(x), x))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+    return observed(dist.Bernoulli(logits=f), y, x, size)
 
 
 def poisson(x, y=None, size=None):
     f = pyro.sample("f", GaussianProcess(hyperparameters(x), x, mean=lambda x: x.new_ones(len(x))))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+    return observed(dist.Poisson(f.exp()), y, x, size)
 
 
 def heteroscedastic(x, y=None, size=None):
     kernel = hyperparameters(x)
     f = pyro.sample("f", GaussianProcess(kernel, x))
     g = pyro.sample("g", GaussianProcess(0.2 * kernel, x, mean=x.new_full((), -1.5)))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Normal(f, g.exp()), obs=y)
+    return observed(dist.Normal(f, g.exp()), y, x, size)
 
 
 def data(model=regression, num=60, dtype=torch.float64, device="cpu", seed=1):
@@ -133,9 +135,7 @@ def one_function(kernel, likelihood, mean=None, jitter=None):
     """A model with fixed hyperparameters: a function f, and observations of distribution ``likelihood(f)``."""
 
     def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, x, mean, jitter))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", likelihood(f), obs=y)
+        return observed(likelihood(pyro.sample("f", GaussianProcess(kernel, x, mean, jitter))), y)
 
     return model
 
@@ -145,16 +145,35 @@ def gaussian(kernel, noise=0.2, mean=None, jitter=None):
 
     def model(x, y=None, size=None):
         f = pyro.sample("f", GaussianProcess(kernel, x, mean, jitter))
-        with pyro.plate("data", size or len(x), subsample=x):
-            return pyro.sample("y", dist.Normal(f, noise), obs=y)
+        return observed(dist.Normal(f, noise), y, x, size)
 
     return model
+
+
+def prepared(model, family, *args, **options):
+    """A guide that has seen the data."""
+    guide = AutoSparseGP(model, family, **options)
+    guide(*args)
+    return guide
 
 
 def train(model, guide, *args, steps=200, lr=0.02, loss=None, **kwargs):
     """Steps of SVI; the losses."""
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": lr}), loss or TraceQuadrature_ELBO(10))
     return [svi.step(*args, **kwargs) for _ in range(steps)]
+
+
+def trained(model, family, *args, independent=(), **how):
+    """A guide after some steps."""
+    guide = AutoSparseGP(model, family, independent=independent)
+    train(model, guide, *args, **how)
+    return guide
+
+
+def refused(message, call, *args, **kwargs):
+    """The call raises a ValueError of this message."""
+    with pytest.raises(ValueError, match=message):
+        call(*args, **kwargs)
 
 
 def by_gradients(family):

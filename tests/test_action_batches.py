@@ -10,7 +10,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, f
 from pyro_sparsegp.families import ComputationAware
 from pyro_sparsegp.guide.conditions import conditions_now
 
-from .models import data, gaussian
+from .models import data, gaussian, observed, prepared, refused
 
 SUPPORT, ROWS = 40, 120
 
@@ -22,14 +22,12 @@ def batched(actions="sparse", num=10, likelihood=None):
         length = pyro.param("length", torch.tensor(0.4), constraint=dist.constraints.positive)
         noise = pyro.param("noise", torch.tensor(0.25), constraint=dist.constraints.positive)
         f = pyro.sample("f", GaussianProcess(kernels.Matern32(length), x, mean=0.2))
-        with pyro.plate("data", size or len(x), subsample=x):
-            return pyro.sample("y", likelihood(f) if likelihood else dist.Normal(f, noise), obs=y)
+        return observed(likelihood(f) if likelihood else dist.Normal(f, noise), y, x, size)
 
     x, y = data(num=ROWS)
     if likelihood:
         y = (y > 0.5).double()
-    guide = AutoSparseGP(model, ComputationAware(num, actions, batches=True))
-    guide(x[:SUPPORT], y[:SUPPORT])
+    guide = prepared(model, ComputationAware(num, actions, batches=True), x[:SUPPORT], y[:SUPPORT])
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2 if likelihood is None else 20))
     for i in range(8):
         rows = torch.arange(i, ROWS, 4)
@@ -123,15 +121,9 @@ def test_what_is_said_where_the_first_call_is_a_batch():
     x, y = data()
     model = gaussian(kernels.Matern32(0.5))
     guide = AutoSparseGP(model, ComputationAware(8, batches=True))
-    with pytest.raises(
-        ValueError,
-        match=r"site 'y' observes 20 of the 60 .*first call the rows that actions",
-    ):
-        guide(x[:20], y[:20], size=60)
-    other = AutoSparseGP(model, ComputationAware(8))
-    other(x[:20], y[:20])
-    with pytest.raises(ValueError, match="trains on all data at once; site 'y' observes 20 of the 60 rows"):
-        other(x[20:40], y[20:40], size=60)
+    refused(r"site 'y' observes 20 of the 60 .*first call the rows that actions", guide, x[:20], y[:20], size=60)
+    other = prepared(model, ComputationAware(8), x[:20], y[:20])
+    refused("trains on all data at once; site 'y' observes 20 of the 60 rows", other, x[20:40], y[20:40], size=60)
 
 
 def test_fit_takes_batches_once_the_guide_knows_its_rows():

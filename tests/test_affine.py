@@ -13,6 +13,8 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, fit, kernels
 from pyro_sparsegp.families import SVGP, CoupledPrecision, OrthogonalInducing, OrthogonallyDecoupled
 
+from .models import observed
+
 ROWS, SUMS, NOISE = 12, 4, 0.1
 KERNEL = kernels.Matern52(0.4)
 SEEN = torch.tensor([True, True, False, True])
@@ -554,8 +556,7 @@ def test_a_latent_below_a_sum_keeps_its_width():
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(kernel, x))
         b = pyro.sample("b", dist.Normal(f.mean(), 0.5))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f + b, 0.3), obs=y)
+        return observed(dist.Normal(f + b, 0.3), y)
 
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, SVGP(x.clone(), trainable=False), independent=True)

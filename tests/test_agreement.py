@@ -4,10 +4,10 @@ import pyro
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
-from .models import data, gaussian
+from .models import data, gaussian, prepared
 
 gpytorch = pytest.importorskip("gpytorch")
 
@@ -50,8 +50,7 @@ def test_gpytorchs_variational_strategy():
 
     jitter = gpytorch.settings.variational_cholesky_jitter.value(torch.float64)
     model = gaussian(SCALE * kernels.Matern32(LENGTH), NOISE, jitter=jitter)
-    guide = AutoSparseGP(model, SVGP(z, natural=False))
-    guide(x, y)
+    guide = prepared(model, SVGP(z, natural=False), x, y)
     guide.gps.f.coefficients.loc_0 = m
     guide.gps.f.coefficients.scale_tril_0 = tril
     ours = guide.posterior(x)["f"]

@@ -10,7 +10,7 @@ from pyro_sparsegp.families import SVGP, MeanFieldAdditive
 from pyro_sparsegp.kernels import Anova
 from pyro_sparsegp.kernels.anova import centred_on
 
-from .models import data, gaussian
+from .models import data, gaussian, refused
 
 CLOSED = [kernels.RBF, kernels.Matern12, kernels.Matern32, kernels.Matern52]
 LOW, HIGH = -1.0, 2.5
@@ -244,8 +244,7 @@ def test_prior_functions_of_features():
     ],
 )
 def test_errors(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+    refused(message, make)
 
 
 def test_categorical():
@@ -272,7 +271,6 @@ def test_repr():
 def test_a_base_without_functions_of_mean_zero_is_refused(base, family):
     x, y = data(num=20)
     model = gaussian(Anova(base)[0] + kernels.RBF(0.5)[1])
-    with pytest.raises(ValueError, match=r"GP site 'f': Anova\(.*\) is identically 0.*Polynomial\(1\)"):
-        AutoSparseGP(model, family)(x, y)
+    refused(r"GP site 'f': Anova\(.*\) is identically 0.*Polynomial\(1\)", lambda: AutoSparseGP(model, family)(x, y))
     for kernel in (Anova(kernels.Linear(1.0), -1.0, 1.0), Anova(kernels.Polynomial(1))):
         AutoSparseGP(gaussian(kernel[0] + kernels.RBF(0.5)[1]), family)(x, y)

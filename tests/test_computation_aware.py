@@ -16,7 +16,7 @@ from pyro_sparsegp.bases.policies import local_blocks
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware
 from pyro_sparsegp.gaussians import ProjectedGaussian
 
-from .models import bernoulli, data, gaussian, regression, train
+from .models import bernoulli, data, gaussian, observed, prepared, regression, train
 from .test_theorems import KERNEL, NOISE, evidence
 
 POLICIES = ("sparse", "cg", "eigen", "random")
@@ -24,9 +24,7 @@ POLICIES = ("sparse", "cg", "eigen", "random")
 
 def fitted(x, y, family, model=None):
     """A guide that has read the data."""
-    guide = AutoSparseGP(model or gaussian(KERNEL, NOISE), family)
-    guide(x, y)
-    return guide
+    return prepared(model or gaussian(KERNEL, NOISE), family, x, y)
 
 
 def given(matrix):
@@ -226,8 +224,7 @@ def learned(x, y=None):
     scale = pyro.param("scale", torch.tensor(1.0), constraint=constraints.positive)
     noise = pyro.param("noise", torch.tensor(NOISE), constraint=constraints.positive)
     f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+    return observed(dist.Normal(f, noise), y)
 
 
 def test_sparse_gradients_are_finite_differences():
@@ -269,8 +266,7 @@ def test_projected_likelihood_keeps_other_terms_and_refuses_other_families():
         level = pyro.sample("level", dist.Normal(0.0, 1.0))
         pyro.sample("z", dist.Normal(level, 0.1), obs=z)
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+        return observed(dist.Normal(f, NOISE), y)
 
     s = torch.randn(30, 4)
     guide = AutoSparseGP(model, given(s), point_estimates=True)

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
 
-from .models import estimate, one_function, train
+from .models import estimate, observed, one_function, prepared, refused, train
 
 KERNEL = kernels.Matern32(0.5)
 LINES = kernels.Linear(1.0) + kernels.Constant(0.5)
@@ -72,8 +72,7 @@ def assert_standard(z, far=0.0):
 
 def started(model, family, x, y, loc=0.4, scale=0.7):
     """A guide with q(c) = N(0.4, 0.7²), wide enough for q(f | c) to tell."""
-    guide = AutoSparseGP(model, family, independent=True)
-    guide(x, y)
+    guide = prepared(model, family, x, y, independent=True)
     with torch.no_grad():
         guide.locs.c = torch.tensor(loc)
         guide.scales.c = torch.tensor(scale)
@@ -277,8 +276,7 @@ def test_group_effects_with_counts():
         with pyro.plate("groups", 5):
             b = pyro.sample("b", dist.Normal(0.0, 1.0))
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Poisson((f + b[groups]).exp()), obs=y)
+        return observed(dist.Poisson((f + b[groups]).exp()), y)
 
     guide = AutoSparseGP(model, SGPR(x, trainable=False), independent=True)
     elbo = TraceQuadrature_ELBO(20)
@@ -300,14 +298,12 @@ def test_the_state_holds_the_data_and_says_when_it_cannot():
     new = torch.rand(3, 1)
     plain = started(model, SGPR(6), x, y)
     assert torch.equal(plain.state_dict()["_extra_state"]["data"]["args"][0], x)
-    guide = AutoSparseGP(model, SGPR(6), independent=True)
-    guide(x, y, Odd())
+    guide = prepared(model, SGPR(6), x, y, Odd(), independent=True)
     state = guide.state_dict()
     assert "data" not in state["_extra_state"]
     fresh = AutoSparseGP(model, SGPR(6), independent=True)
     fresh.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"without its training data.*'f'.*guide\(x, y\)"):
-        predict(model, fresh, new, num_samples=2)
+    refused(r"without its training data.*'f'.*guide\(x, y\)", predict, model, fresh, new, num_samples=2)
     fresh(x, y)
     torch.testing.assert_close(fresh.posterior(new)["f"].mean, guide.posterior(new)["f"].mean)
 
@@ -365,8 +361,7 @@ def test_a_latent_held_by_a_handler_around_the_step_has_its_prior_density(family
     def model(x, y=None):
         c = pyro.sample("c", dist.Normal(0.0, 2.0))
         f = pyro.sample("f", GaussianProcess(KERNEL * c.exp(), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+        return observed(dist.Normal(f, NOISE), y)
 
     guide = started(model, family(x, trainable=False), x, y)
     held = AutoSparseGP(
@@ -388,8 +383,7 @@ def test_a_positive_latent_learns_by_drawn_elbos():
         noise = pyro.param("noise", torch.tensor(0.5), constraint=constraints.positive)
         c = pyro.sample("c", dist.Normal(0.0, 2.0))
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f + c, noise), obs=y)
+        return observed(dist.Normal(f + c, noise), y)
 
     guide = AutoSparseGP(model, SGPR(8), independent=True)
     losses = train(model, guide, x, y, steps=40, loss=Trace_ELBO())
@@ -401,12 +395,10 @@ def test_a_latent_that_training_held_is_not_drawn_from_its_prior_in_silence(fami
     """Data held by pyro.condition are another matter: they are to be predicted."""
     x, y = data()
     held = pyro.condition(program("before"), {"c": torch.tensor(0.0)})
-    guide = AutoSparseGP(held, family, independent=True)
-    guide(x, y)
+    guide = prepared(held, family, x, y, independent=True)
     with pytest.warns(UserWarning, match="trained with site 'c' held at a value"):
         predict(program("before"), guide, x, num_samples=2)
     predict(held, guide, x, num_samples=2)
     pyro.clear_param_store()
-    guide = AutoSparseGP(pyro.condition(program("before"), {"y": y}), family, independent=True)
-    guide(x)
+    guide = prepared(pyro.condition(program("before"), {"y": y}), family, x, independent=True)
     predict(program("before"), guide, x[:3], num_samples=2)

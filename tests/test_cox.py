@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, SparsePosterior, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import GaussianProcess, SparsePosterior, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ExactWeightSpace, WeightSpace
 
-from .models import maximise, train
+from .models import maximise, trained
 
 
 def cox(kernel, level=3.0):
@@ -67,8 +67,7 @@ def test_the_bound_is_the_papers(family, kernel):
     model = cox(build)
     events = simulate(lambda x: 40 * (1 + torch.sin(6 * x[:, 0])) / 2, 40)
     grid, areas = cells(64)
-    guide = AutoSparseGP(model, family)
-    train(model, guide, grid, areas, events, steps=5)
+    guide = trained(model, family, grid, areas, events, steps=5)
     with torch.no_grad():
         bound = -TraceQuadrature_ELBO(20).loss(model, guide, grid, areas, events)
         process = GaussianProcess(build(), torch.cat([grid, events]), mean=lambda x: x.new_full((len(x),), 3.0))
@@ -105,8 +104,7 @@ def test_the_intensity_is_recovered(family, dim):
     events = simulate(rate, 660, dim)
     grid, areas = cells(60 if dim == 1 else 9, dim)
     model = cox(lambda: kernels.RBF(0.3), level=math.log(len(events)))
-    guide = AutoSparseGP(model, family)
-    train(model, guide, grid, areas, events, steps=30, lr=0.2)
+    guide = trained(model, family, grid, areas, events, steps=30, lr=0.2)
     with torch.no_grad():
         q = guide.posterior(grid, areas)["f"]
         found = (q.mean + q.variance / 2).exp()

@@ -13,7 +13,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
 from pyro_sparsegp.program.data import Relation, TrainingData
 
-from .models import bernoulli, data, gaussian, poisson, train
+from .models import bernoulli, data, gaussian, poisson, prepared, refused, train, trained
 
 KERNEL = kernels.Matern32(torch.tensor([0.5, 0.7]))
 NOISE = 0.2
@@ -54,8 +54,7 @@ def test_the_first_call_with_data_is_enough(first, family):
 def test_a_loss_at_other_data_leaves_the_posterior_alone(family):
     x, y = data(num=30)
     there, seen = data(num=30, seed=9)
-    guide = AutoSparseGP(MODEL, family)
-    train(MODEL, guide, x, y, steps=3)
+    guide = trained(MODEL, family, x, y, steps=3)
     before = guide.posterior(x)["f"].mean
     loss = TraceQuadrature_ELBO(2).loss(MODEL, guide, there, seen)
     with torch.no_grad():
@@ -74,19 +73,16 @@ def test_a_loss_at_other_data_leaves_the_posterior_alone(family):
 def test_other_data_after_the_first_are_forgotten():
     x, y = data(num=30)
     there, seen = data(num=25, seed=9)
-    guide = AutoSparseGP(MODEL, SGPR(x[:10], trainable=False))
-    guide(x, y)
+    guide = prepared(MODEL, SGPR(x[:10], trainable=False), x, y)
     guide.forget_data()
     guide(there, seen)
-    fresh = AutoSparseGP(MODEL, SGPR(x[:10], trainable=False))
-    fresh(there, seen)
+    fresh = prepared(MODEL, SGPR(x[:10], trainable=False), there, seen)
     torch.testing.assert_close(guide.posterior(x)["f"].mean, fresh.posterior(x)["f"].mean)
 
 
 def test_data_that_are_written_to_after_training_are_told_of():
     x, y = data(num=30)
-    guide = AutoSparseGP(MODEL, SGPR(x[:10], trainable=False))
-    guide(x, y)
+    guide = prepared(MODEL, SGPR(x[:10], trainable=False), x, y)
     y.add_(0.0)  # leaves them what they were
     mean = guide.posterior(x)["f"].mean
     y.mul_(2.0)
@@ -138,8 +134,7 @@ def with_local(x, y=None):
 @pytest.mark.parametrize("family", [SVGP(6), SGPR(6)], ids=["SVGP", "SGPR"])
 def test_latents_of_single_rows_are_new_at_new_rows(family):
     x, y = data(num=15)
-    guide = AutoSparseGP(with_local, family)
-    train(with_local, guide, x, y, steps=8, lr=0.4)
+    guide = trained(with_local, family, x, y, steps=8, lr=0.4)
     new = torch.rand(15, 2)
     there = Predictive(with_local, guide=guide, num_samples=30)(new)["e"].std(0).mean()
     here = torch.stack([guide(x)["e"] for _ in range(15)]).std(0).mean()
@@ -150,20 +145,16 @@ def test_latents_of_single_rows_are_new_at_new_rows(family):
     loaded = AutoSparseGP(with_local, family)
     loaded.load_state_dict(guide.state_dict())
     assert abs(torch.stack([loaded(new)["e"] for _ in range(30)]).std(0).mean() - 2) < 0.3
-    with pytest.raises(ValueError, match=r"'e' has a value for each row|other rows"):
-        train(with_local, guide, x.flip(0), y.flip(0), steps=1)
+    refused(r"'e' has a value for each row|other rows", lambda: train(with_local, guide, x.flip(0), y.flip(0), steps=1))
 
 
 def test_batches_without_a_size_are_told_of():
     x, y = data(num=60)
     for family in (SGPR(6), FreeSites(6), ComputationAware(6), ComputationAware(6, "cg"), ExactWeightSpace()):
         model = gaussian(kernels.Linear(1.0), NOISE) if isinstance(family, ExactWeightSpace) else MODEL
-        guide = AutoSparseGP(model, family)
-        train(model, guide, x[:20], y[:20], steps=1)
-        with pytest.raises(ValueError, match=r"brings other rows.*size=N"):
-            train(model, guide, x[20:40], y[20:40], steps=1)
-    guide = AutoSparseGP(MODEL, SVGP(6))
-    train(MODEL, guide, x[:20], y[:20], steps=2)
+        guide = trained(model, family, x[:20], y[:20], steps=1)
+        refused(r"brings other rows.*size=N", train, model, guide, x[20:40], y[20:40], steps=1)
+    guide = trained(MODEL, SVGP(6), x[:20], y[:20], steps=2)
     with pytest.warns(UserWarning, match="other 20 rows than before, and no plate scales them up.*size=N"):
         train(MODEL, guide, x[20:40], y[20:40], steps=1)
     train(MODEL, guide, x[40:], y[40:], steps=1)  # once
@@ -190,8 +181,7 @@ def with_another_mean(x, y=None, other=None):
 
 def test_measurements_that_are_not_of_f_are_data():
     x, y = data(num=60)
-    guide = AutoSparseGP(with_another_mean, SVGP(6))
-    train(with_another_mean, guide, x, y, other=y, steps=1)
+    guide = trained(with_another_mean, SVGP(6), x, y, other=y, steps=1)
     train(with_another_mean, guide, x, other=y, steps=1)  # alone
     with pytest.warns(UserWarning, match="'other' observes 20 values in this step, 60 in the first, and no plate"):
         train(with_another_mean, guide, x[:20], y[:20], other=y[:20], steps=1)
@@ -212,8 +202,7 @@ def test_a_weight_of_the_data_is_no_size(weight):
     """But a scale of all rows over the call's is one."""
     x, y = data(num=60)
     model, scaled = weighed(weight), weighed(lambda x: 60 / len(x))
-    guide = AutoSparseGP(model, SVGP(6))
-    train(model, guide, x[:20], y[:20], steps=1)
+    guide = trained(model, SVGP(6), x[:20], y[:20], steps=1)
     with pytest.warns(UserWarning, match="other 20 rows than before, and no plate scales them up.*taken for a weight"):
         train(model, guide, x[20:40], y[20:40], steps=1)
     with warnings.catch_warnings():
@@ -227,8 +216,7 @@ def test_a_weight_of_the_data_is_no_size(weight):
 
 def test_prediction_draws_jointly():
     x, y = data()
-    guide = AutoSparseGP(gaussian(kernels.RBF(5.0)), SVGP(5))
-    guide(x, y)
+    guide = prepared(gaussian(kernels.RBF(5.0)), SVGP(5), x, y)
     close = torch.tensor([[0.0, 0.0], [1e-3, 0.0]])
     for draws in (
         torch.stack([guide(close)["f"] for _ in range(40)]),

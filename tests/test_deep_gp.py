@@ -11,7 +11,7 @@ from pyro_sparsegp.distributions import RobustMax
 from pyro_sparsegp.families import SVGP, OrthogonalInducing
 from pyro_sparsegp.inference.quadrature import quadrature_axes
 
-from .models import data, estimate, train
+from .models import data, estimate, observed, prepared, train, trained
 
 
 def deep(layers=2, width=2, likelihood="normal"):
@@ -37,9 +37,7 @@ def deep(layers=2, width=2, likelihood="normal"):
 
 
 def fitted(model, *args, family=None, steps=10):
-    guide = AutoSparseGP(model, family or SVGP(8))
-    train(model, guide, *args, steps=steps, lr=0.03, loss=TraceQuadrature_ELBO(2))
-    return guide
+    return trained(model, family or SVGP(8), *args, steps=steps, lr=0.03, loss=TraceQuadrature_ELBO(2))
 
 
 def test_the_bound_is_that_of_the_outer_layer_averaged_over_draws_of_the_inner():
@@ -48,8 +46,7 @@ def test_the_bound_is_that_of_the_outer_layer_averaged_over_draws_of_the_inner()
     def model(x, y=None):
         f1 = pyro.sample("f1", GaussianProcess(0.1 * kernels.RBF(0.5), x, mean=lambda x: x.mT).expand([2]).to_event(1))
         f2 = pyro.sample("f2", GaussianProcess(kernels.RBF(0.7), torch.cat([f1.mT, x], -1)))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f2, 0.3), obs=y)
+        return observed(dist.Normal(f2, 0.3), y)
 
     guide = fitted(model, x, y, family={"f1": OrthogonalInducing(5, 4), "f2": OrthogonalInducing(6, 5)})
     assert guide.structure.inner == ["f1"]
@@ -122,8 +119,7 @@ def test_classes_above_a_layer():
     x, _ = data(num=90)
     y = (3 * x[:, 0]).long()
     model = deep(likelihood="classes")
-    guide = AutoSparseGP(model, OrthogonalInducing(10, 8))
-    train(model, guide, x, y, steps=25, lr=0.1, loss=TraceQuadrature_ELBO(2))
+    guide = trained(model, OrthogonalInducing(10, 8), x, y, steps=25, lr=0.1, loss=TraceQuadrature_ELBO(2))
     q = guide.posterior(x)["f2"]
     probs = RobustMax(q.mean.mT, 1e-2).expected_probs(q.variance.mT)
     assert (probs.argmax(-1) == y).double().mean() > 0.9
@@ -154,8 +150,7 @@ def test_components_as_the_mean_of_a_narrower_layer():
         mean = lambda x: axes @ (x - centre).mT  # noqa: E731
         f1 = pyro.sample("f1", GaussianProcess(0.1 * kernels.RBF(2.0), x, mean=mean).expand([2]).to_event(1))
         f2 = pyro.sample("f2", GaussianProcess(kernels.RBF(1.0), f1.mT))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f2, 0.2), obs=y)
+        return observed(dist.Normal(f2, 0.2), y)
 
     guide = fitted(model, x, y, family=SVGP(15), steps=25)
     inner = guide.posterior(x[:7])["f1"]
@@ -174,12 +169,10 @@ def test_single_draws_of_an_inner_layer_do_not_throw_it_away():
         inner = GaussianProcess(0.05 * kernels.RBF(0.3), x, mean=lambda x: x.mT)
         h = pyro.sample("h", inner.expand([1]).to_event(1))
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), h.mT))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        return observed(dist.Normal(f, 0.1), y)
 
     pyro.set_rng_seed(6)
-    guide = AutoSparseGP(model, {site: SVGP(z, trainable=False) for site in "hf"})
-    guide(x, y)
+    guide = prepared(model, {site: SVGP(z, trainable=False) for site in "hf"}, x, y)
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(num_nodes=2))
     losses = [svi.step(x, y) for _ in range(40)]
     assert sum(losses[-10:]) / 10 < 200

@@ -9,7 +9,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, k
 from pyro_sparsegp.families import SGPR, SVGP, WeightSpace
 from pyro_sparsegp.kernels import Derivative
 
-from .models import train
+from .models import prepared, refused, trained
 
 KERNELS = {
     "RBF": lambda l: 1.5 * kernels.RBF(l),
@@ -134,8 +134,7 @@ def test_the_posterior_is_the_joint_gaussians():
 def test_slopes_of_the_posterior_are_its_derivatives():
     x, y = observed()
     model = model_of(kernels.Matern52(LENGTH))
-    guide = AutoSparseGP(model, SVGP(12))
-    train(model, guide, x, y, steps=5)
+    guide = trained(model, SVGP(12), x, y, steps=5)
     at = torch.rand(5, 2, requires_grad=True)
     mean = guide.posterior(Derivative.at(at))["f"].mean
     slopes = torch.autograd.grad(mean.sum(), at)[0]
@@ -148,8 +147,7 @@ def test_slopes_of_the_posterior_are_its_derivatives():
 
 def test_paths_have_their_slopes():
     x, y = observed()
-    guide = AutoSparseGP(model_of(kernels.RBF(LENGTH)), SVGP(12))
-    guide(x, y)
+    guide = prepared(model_of(kernels.RBF(LENGTH)), SVGP(12), x, y)
     path = guide.posterior(x)["f"].paths(3)
     at = torch.rand(4, 2, requires_grad=True)
     slope = torch.autograd.grad(path(Derivative.at(at))[1].sum(), at)[0]
@@ -161,17 +159,13 @@ def test_finite_features():
     kernel = Derivative(kernels.Polynomial(2, 1.0))
     phi = kernel.features(x)
     torch.testing.assert_close(phi @ phi.mT, kernel(x))
-    guide = AutoSparseGP(model_of(kernels.Polynomial(2, 1.0)), WeightSpace())
-    guide(x, y)
+    prepared(model_of(kernels.Polynomial(2, 1.0)), WeightSpace(), x, y)
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"must be a kernel of pyro_sparsegp.kernels, got 3"):
-        Derivative(3)
-    with pytest.raises(ValueError, match=r"j must be 0 \(values\) or a column, 1 to 2, got 3"):
-        Derivative.at(torch.rand(4, 2), 3)
-    with pytest.raises(ValueError, match=r"Derivative.at's x is \(..., N, D\), got shape \(4,\).*x\[:, None\]"):
-        Derivative.at(torch.rand(4))
+    refused(r"must be a kernel of pyro_sparsegp.kernels, got 3", Derivative, 3)
+    refused(r"j must be 0 \(values\) or a column, 1 to 2, got 3", Derivative.at, torch.rand(4, 2), 3)
+    refused(r"Derivative.at's x is \(..., N, D\), got shape \(4,\).*x\[:, None\]", Derivative.at, torch.rand(4))
     x = Derivative.at(torch.rand(8, 2), torch.full((8,), 2.5))
     with pytest.raises(ValueError, match=r"GP site 'f': Derivative.*1 to 2 for a derivative.*got \[2.5\]"):
         AutoSparseGP(model_of(kernels.RBF(0.5)), SVGP(4))(x, torch.zeros(8))

@@ -13,7 +13,7 @@ from pyro import poutine
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, diagnostics, kernels
 from pyro_sparsegp.families import SVGP
 
-from .models import train
+from .models import observed, train, trained
 
 pytest.importorskip("arviz_stats")
 pytestmark = pytest.mark.filterwarnings("ignore:Estimated shape parameter")
@@ -21,9 +21,7 @@ KERNEL = kernels.Matern32(0.3)
 
 
 def fitted(model, *args):
-    guide = AutoSparseGP(model, SVGP(6))
-    train(model, guide, *args, steps=5)
-    return guide
+    return trained(model, SVGP(6), *args, steps=5)
 
 
 def data():
@@ -37,8 +35,7 @@ def data():
 def test_a_mask_of_a_distribution_leaves_rows_out():
     def model(x, y, seen):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.2).mask(seen), obs=y)
+        observed(dist.Normal(f, 0.2).mask(seen), y)
 
     x, Y, seen = data()
     y, seen = Y[:, 0], seen[:, 0]
@@ -54,8 +51,7 @@ def test_a_mask_of_a_distribution_leaves_rows_out():
 def test_outputs_that_are_left_out_are_not_scored():
     def model(x, Y, seen):
         f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f.mT, 0.2).mask(seen).to_event(1), obs=Y)
+        observed(dist.Normal(f.mT, 0.2).mask(seen).to_event(1), Y)
 
     x, Y, seen = data()
     guide = fitted(model, x, Y, seen)
@@ -158,8 +154,7 @@ def test_a_site_that_is_left_out_whole_is_named(several):
 def test_scores_of_one_draw_have_no_coverage():
     def model(x, y):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+        observed(dist.Poisson(f.exp()), y)
 
     x = torch.rand(8, 1)
     y = torch.ones(8)

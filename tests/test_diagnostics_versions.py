@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP
 from pyro_sparsegp.families import SVGP
 
-from .models import data, regression
+from .models import data, prepared, regression
 
 pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
@@ -33,8 +32,7 @@ def test_smoothing(scale):
 
 def test_what_is_missing_is_named_with_its_remedy(monkeypatch):
     x, y = data(num=30)
-    guide = AutoSparseGP(regression, SVGP(5))
-    guide(x, y)
+    guide = prepared(regression, SVGP(5), x, y)
     for module in ("arviz", "arviz_base", "arviz_stats", "arviz_stats.base", "arviz_plots", "matplotlib"):
         monkeypatch.setitem(sys.modules, module, None)
     tree = diagnostics.to_datatree(regression, guide, x, y, num_samples=30, predict=x)

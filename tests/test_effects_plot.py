@@ -10,7 +10,7 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, kernels
 from pyro_sparsegp.families import MeanFieldAdditive
 
-from .models import gaussian
+from .models import gaussian, refused
 
 matplotlib.use("Agg")
 plt = pytest.importorskip("matplotlib.pyplot")
@@ -86,8 +86,7 @@ def test_chosen_effects_on_another_scale(posterior):
     ],
 )
 def test_errors(posterior, options, message):
-    with pytest.raises(ValueError, match=message):
-        diagnostics.plot_effects(posterior, **options)
+    refused(message, diagnostics.plot_effects, posterior, **options)
 
 
 def test_one_output_at_a_time():
@@ -111,8 +110,7 @@ def test_a_curve_for_each_of_several_outputs():
 def test_a_guide_of_one_column():
     x = torch.rand(20, 1)
     guide = AutoSparseGP(gaussian(SMOOTH + kernels.Constant(1.0)), MeanFieldAdditive(5))
-    with pytest.raises(ValueError, match=r"one GP site, got a guide: give guide.posterior\(x\)\['f'\]"):
-        diagnostics.plot_effects(guide)
+    refused(r"one GP site, got a guide: give guide.posterior\(x\)\['f'\]", diagnostics.plot_effects, guide)
     guide(x, x[:, 0])
     svi = SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
     for given, message in (
@@ -121,8 +119,7 @@ def test_a_guide_of_one_column():
         (guide.posterior(x), "got BySite: give guide.posterior"),
         (guide.model, "got function: give guide.posterior"),
     ):
-        with pytest.raises(ValueError, match=message):
-            diagnostics.plot_effects(given)
+        refused(message, diagnostics.plot_effects, given)
     figure = diagnostics.plot_effects(guide.posterior(x)["f"])
     assert [axis.get_title() for axis in figure.axes] == ["rbf"]
     plt.close(figure)

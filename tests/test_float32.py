@@ -14,7 +14,7 @@ from pyro_sparsegp.gaussians import NaturalGaussian
 from pyro_sparsegp.inference import ExpectationPropagation
 from pyro_sparsegp.numerics.linalg import default_jitter
 
-from .models import additive, data, gaussian, train
+from .models import additive, data, gaussian, observed, prepared, train, trained
 
 NOISE = 0.01
 
@@ -31,12 +31,10 @@ def bound_and_gradients(x, y, z, start_length, start_noise):
         length = pyro.param("length", x.new_tensor(start_length), constraint=dist.constraints.positive)
         noise = pyro.param("noise", x.new_tensor(start_noise), constraint=dist.constraints.positive)
         f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, noise), obs=y)
+        observed(dist.Normal(f, noise), y)
 
     pyro.clear_param_store()
-    guide = AutoSparseGP(learned, SGPR(z))
-    guide(x, y)
+    guide = prepared(learned, SGPR(z), x, y)
     bound = -TraceQuadrature_ELBO(2).differentiable_loss(learned, guide, x, y)
     parameters = [*guide.parameters(), *dict(pyro.get_param_store().named_parameters()).values()]
     gradients = [grad.double() for grad in torch.autograd.grad(bound, parameters)]
@@ -98,8 +96,7 @@ def test_kernels_that_hold_networks_are_left_in_their_dtype():
         pyro.module("network", network)
         return gaussian(Warped(network))(x, y)
 
-    guide = AutoSparseGP(model, SVGP(6))
-    train(model, guide, x, y, steps=2)
+    guide = trained(model, SVGP(6), x, y, steps=2)
     assert guide.gps.f.basis.jitter == default_jitter(torch.float32)
 
 
@@ -139,8 +136,7 @@ def test_states_of_before_keep_their_jitter():
     x, y = data(num=60)
     model = gaussian(kernels.RBF(0.7))
     for dtype in (torch.float32, torch.float64):
-        guide = AutoSparseGP(model, SVGP(20))
-        guide(x.to(dtype), y.to(dtype))
+        guide = prepared(model, SVGP(20), x.to(dtype), y.to(dtype))
         state = copy.deepcopy(guide.state_dict())
         assert state["_extra_state"]["gps"]["f"]["basis"].pop("jitter") == guide.gps.f.basis.jitter
         for old in (AutoSparseGP(model, SVGP(20)), guide):

@@ -11,6 +11,8 @@ from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInduc
 from pyro_sparsegp.gaussians.optimal import weighted_gram
 from pyro_sparsegp.numerics.linalg import cholesky, row_squares
 
+from .models import observed
+
 KERNELS = {
     "RBF": lambda length: 1.5 * kernels.RBF(length),
     "Matern12": kernels.Matern12,
@@ -78,8 +80,7 @@ def test_fused_operations(name):
 
 def model(x, y=None):
     f = pyro.sample("f", GaussianProcess(1.3 * kernels.Matern52(0.4), x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+    return observed(dist.Normal(f, 0.2), y)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import CoupledPrecision
 
-from .models import train
+from .models import observed, train, trained
 
 NUM, GROUPS, SIZE = 250, 6, 4.0
 
@@ -35,8 +35,7 @@ def gam(x, group, exposure, y=None):
         effect = pyro.sample("effect", dist.Normal(0.0, tau))
     f = pyro.sample("f", GaussianProcess(kernel, x))
     eta = intercept + slope * x[:, 2] + effect[group] + f + exposure.log()
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", negative_binomial(eta, size), obs=y)
+    return observed(negative_binomial(eta, size), y)
 
 
 def effects(x):
@@ -90,11 +89,9 @@ def test_offsets_and_random_effects_as_kernels():
         groups = (0.5**2 * kernels.Categorical(GROUPS))[4].named("group")
         kernel = smooth(1.0, 0.3)[0] + kernels.Constant(9.0) + kernels.Linear(9.0)[2] + groups
         f = pyro.sample("f", GaussianProcess(kernel, x, mean=lambda x: effects(x)[1]))  # an offset
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+        return observed(dist.Normal(f, 0.5), y)
 
-    guide = AutoSparseGP(model, CoupledPrecision(10))
-    train(model, guide, x, y, steps=20, lr=0.1)
+    guide = trained(model, CoupledPrecision(10), x, y, steps=20, lr=0.1)
     part = guide.posterior(x)["f"].components["group"]
     counts = torch.bincount(group)
     at = torch.zeros(GROUPS + 1, 5)

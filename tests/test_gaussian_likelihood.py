@@ -8,7 +8,7 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
-from .models import data
+from .models import data, observed, prepared
 
 
 class Other(dist.Normal):
@@ -44,15 +44,13 @@ def two_sites(normal, x, y):
 
 def noise_by_f(normal, x, y):
     f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", normal(f, 0.3 + f.square()), obs=y)
+    observed(normal(f, 0.3 + f.square()), y)
 
 
 def noise_by_another(normal, x, y):
     f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
     g = pyro.sample("g", GaussianProcess(kernels.RBF(0.5), x))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", normal(f, g.exp()), obs=y)
+    observed(normal(f, g.exp()), y)
 
 
 def another_density(normal, x, y):
@@ -64,8 +62,7 @@ def another_density(normal, x, y):
 
 def shifted(normal, x, y):
     f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", normal(2 * f + 1, 0.3), obs=y)
+    observed(normal(2 * f + 1, 0.3), y)
 
 
 CASES = [plain, masked, several_outputs, two_sites, noise_by_f, noise_by_another, another_density, shifted]
@@ -85,8 +82,7 @@ def test_closed_form_is_quadrature(model):
         normal = kind
         pyro.set_rng_seed(1)
         if guide is None:
-            guide = AutoSparseGP(one, SVGP(6, natural=False), independent=True)
-            guide(x, y)
+            guide = prepared(one, SVGP(6, natural=False), x, y, independent=True)
         guide.zero_grad()
         pyro.set_rng_seed(2)
         loss = TraceQuadrature_ELBO(12).loss_and_grads(one, guide, x, y)
@@ -103,8 +99,7 @@ def test_a_model_that_changes_is_integrated_again():
 
     def model(x, y):
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f if factor[0] == 1 else factor[0] * f, 0.3), obs=y)
+        observed(dist.Normal(f if factor[0] == 1 else factor[0] * f, 0.3), y)
 
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, SVGP(6), independent=True)

@@ -10,6 +10,7 @@ from pyro.infer.autoguide.initialization import init_to_value
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, families
 
+from .models import observed
 from .test_joint import KF, KG, N, _data, heteroscedastic
 
 SAMPLES, BATCHES = 300, 10
@@ -19,8 +20,7 @@ PRODUCT_NOISE = 0.4
 def product(x, y=None):
     f = pyro.sample("f", GaussianProcess(KF, x[:, :1], mean=x.new_full((), 1.5)))
     g = pyro.sample("g", GaussianProcess(KG, x[:, 1:], mean=x.new_full((), 1.5)))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.Normal(f * g, PRODUCT_NOISE), obs=y)
+    return observed(dist.Normal(f * g, PRODUCT_NOISE), y)
 
 
 def _nuts(model, x, y):

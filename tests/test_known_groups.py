@@ -12,7 +12,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, kernels, predict
 from pyro_sparsegp.diagnostics import to_datatree
 from pyro_sparsegp.families import SGPR, SVGP
 
-from .models import train
+from .models import observed, prepared, refused, train
 
 MESSAGE = "latent site 'a' is drawn from the model, not as it was learned: its plate 'groups' holds data"
 
@@ -70,14 +70,11 @@ def test_groups_of_another_number_are_refused():
         f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.4), t))
         with pyro.plate("groups", num):
             a = pyro.sample("a", dist.Normal(0.0, 2.0))
-        with pyro.plate("data", len(t)):
-            return pyro.sample("y", dist.Normal(f + a[group], 0.2), obs=y)
+        return observed(dist.Normal(f + a[group], 0.2), y)
 
     group = torch.arange(6) % 3
-    guide = AutoSparseGP(program, SVGP(t))
-    guide(t, group, 3, y[0])
-    with pytest.raises(ValueError, match=r"site 'a' was learned in plates of the sizes \{'groups': 3\}"):
-        predict(program, guide, t, group, 4)
+    guide = prepared(program, SVGP(t), t, group, 3, y[0])
+    refused(r"site 'a' was learned in plates of the sizes \{'groups': 3\}", predict, program, guide, t, group, 4)
 
 
 def test_groups_are_of_the_field_and_latents_of_rows_are_not():

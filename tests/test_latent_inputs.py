@@ -10,6 +10,8 @@ from pyro.infer.autoguide.initialization import init_to_value
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP
 
+from .models import observed, prepared
+
 
 def data(num=40):
     generator = torch.Generator().manual_seed(0)
@@ -33,8 +35,7 @@ def network(x, y):
     second = pyro.sample("second", dist.Normal(torch.zeros(4, 2), 1.0).to_event(2))
     scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
     f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(1.0), torch.tanh(x @ first) @ second))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+    observed(dist.Normal(f, 0.2), y)
 
 
 def partly(x, y):
@@ -43,8 +44,7 @@ def partly(x, y):
         h = pyro.sample("h", dist.Normal(0.0, 1.0))
     length = pyro.sample("length", dist.LogNormal(torch.zeros(3), 0.5).to_event(1))
     f = pyro.sample("f", GaussianProcess(kernels.RBF(length), torch.stack([x, h, torch.ones_like(x)], -1)))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+    observed(dist.Normal(f, 0.2), y)
 
 
 @pytest.mark.parametrize("family", [SVGP(10), SGPR(10)], ids=["SVGP", "SGPR"])
@@ -63,8 +63,7 @@ def test_latent_inputs_start_at_draws_and_train(family):
 
 def test_layers_of_weights_start_at_draws():
     x = torch.randn(30, 2, generator=torch.Generator().manual_seed(0))
-    guide = AutoSparseGP(network, SVGP(8), independent=True)
-    guide(x, x[:, 0])
+    guide = prepared(network, SVGP(8), x, x[:, 0], independent=True)
     assert guide.locs.first.std() > 0.3
     assert guide.locs.second.std() > 0.3
     assert guide.locs.scale.abs() < 1e-6 + 0.13  # at its prior's mean, exp(0.5²/2)
@@ -76,8 +75,7 @@ def test_layers_of_weights_start_at_draws():
 
 def test_only_what_enters_flat_columns_is_drawn():
     t, _ = data()
-    guide = AutoSparseGP(partly, SVGP(8), independent=True)
-    guide(t, torch.sin(t))
+    guide = prepared(partly, SVGP(8), t, torch.sin(t), independent=True)
     assert guide.locs.h.std() > 0.5
     assert torch.equal(guide.locs.length, guide.locs.length[:1].expand(3))
 
@@ -85,8 +83,7 @@ def test_only_what_enters_flat_columns_is_drawn():
 def test_a_start_that_is_given_stays():
     t, y = data()
     given = torch.stack([t, t.flip(0)], -1)
-    guide = AutoSparseGP(gplvm, SVGP(8), init_loc_fn=init_to_value(values={"x": given}))
-    guide(y)
+    guide = prepared(gplvm, SVGP(8), y, init_loc_fn=init_to_value(values={"x": given}))
     assert torch.equal(guide.locs.x, given)
     before = given.clone()
     svi = SVI(gplvm, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
@@ -107,8 +104,7 @@ def test_places_of_rows_in_mini_batches():
             pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y.mT[i])
 
     pyro.set_rng_seed(0)
-    guide = AutoSparseGP(model, SVGP(10), init_loc_fn=init_to_value(values={"x": (t[:, None] - 1.5).tanh()}))
-    guide(y)
+    guide = prepared(model, SVGP(10), y, init_loc_fn=init_to_value(values={"x": (t[:, None] - 1.5).tanh()}))
     assert guide.locs.x.shape == (60, 1)
     start = guide.locs.x.detach().clone()
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
@@ -140,8 +136,7 @@ def test_digits_are_told_apart_by_their_places():
         return next(z for z in guide.gps.f.basis.parameters() if z.shape == (16, 2)).detach().clone()
 
     pyro.set_rng_seed(0)
-    guide = AutoSparseGP(model, SVGP(16))
-    guide(Y)
+    guide = prepared(model, SVGP(16), Y)
     start, before = guide.locs.x.detach().clone(), inducing(guide)
     assert torch.cdist(before, guide.locs.x.detach()).min(-1).values.max() < 1
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))

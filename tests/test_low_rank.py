@@ -17,6 +17,8 @@ from pyro_sparsegp.gaussians.stack import Stack
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
 
+from .models import observed
+
 STACK, RANK = Stack([3, 2, 3]), 2
 
 
@@ -170,8 +172,7 @@ def test_a_step_without_a_factor_is_left_out(monkeypatch):
 
     def model(x, y):
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5)[0] + kernels.RBF(0.5)[1], x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        observed(dist.Normal(f, 0.1), y)
 
     x = torch.rand(20, 2)
     guide = AutoSparseGP(model, CoupledPrecision(4))

@@ -10,7 +10,7 @@ from pyro.infer import Predictive, TraceMeanField_ELBO
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SGPR, SparseEP
 
-from .models import FAMILIES, train
+from .models import FAMILIES, observed, prepared, train
 
 NOISE = 0.2
 KERNEL = kernels.RBF(0.3)[0] + kernels.Linear(1.0)
@@ -52,8 +52,7 @@ def test_obs_mask_is_the_mask(family, likelihood):
     found = []
     for by_obs_mask in (True, False):
         pyro.set_rng_seed(0)
-        guide = AutoSparseGP(model(likelihood, by_obs_mask), FAMILIES[family])
-        guide(x, y, mask)
+        guide = prepared(model(likelihood, by_obs_mask), FAMILIES[family], x, y, mask)
         pyro.set_rng_seed(0)
         losses = train(guide.model, guide, x, y, mask, steps=2)
         q = guide.posterior(x)["f"]
@@ -106,8 +105,7 @@ def test_objectives_by_draws_take_discrete_missing_values():
 def test_mini_batches():
     x, y, mask = data("normal")
     program = model("normal", True)
-    guide = AutoSparseGP(program, FAMILIES["SVGP"])
-    guide(x, y, mask)
+    guide = prepared(program, FAMILIES["SVGP"], x, y, mask)
     loss = TraceQuadrature_ELBO(2)
     whole = loss.loss(program, guide, x, y, mask)
     parts = [loss.loss(program, guide, x[i : i + 10], y[i : i + 10], mask[i : i + 10], 30) for i in (0, 10, 20)]
@@ -130,8 +128,7 @@ def test_missing_values_that_other_densities_depend_on_are_refused():
 def outputs(mask_of):
     def program(x, y=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x, jitter=1e-10).expand([2]).to_event(1))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", mask_of(dist.Normal(f.mT, NOISE), y).to_event(1), obs=y)
+        return observed(mask_of(dist.Normal(f.mT, NOISE), y).to_event(1), y)
 
     return program
 
@@ -158,8 +155,7 @@ def test_single_values_of_an_event_are_masked(partly, family):
     assert all(parameter.isfinite().all() for parameter in guide.parameters())
     if family != "SGPR":
         return
-    q = AutoSparseGP(program, SGPR(x, trainable=False))
-    q(x, y)
+    q = prepared(program, SGPR(x, trainable=False), x, y)
     q = q.posterior(x)["f"]
     for p in range(2):
         known = ~y[:, p].isnan()

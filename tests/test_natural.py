@@ -31,7 +31,7 @@ from pyro_sparsegp.gaussians import Diagonal, Falling, LowRankGaussian, NaturalG
 from pyro_sparsegp.gaussians.optimal import seen_from
 from pyro_sparsegp.gaussians.steps import recording, steppers
 
-from .models import data, gaussian, poisson
+from .models import data, gaussian, observed, poisson, prepared, refused
 
 KERNEL = kernels.Matern32(0.5)
 ADDITIVE = kernels.RBF(0.4)[0] + kernels.Matern32(0.5)[1] + kernels.Constant(2.0)
@@ -93,9 +93,7 @@ def assert_same(guide, best, x, **how):
 
 def optimum(model, family, *args):
     """A guide of a family that follows from the data."""
-    best = AutoSparseGP(model, family)
-    best(*args)
-    return best
+    return prepared(model, family, *args)
 
 
 @pytest.mark.parametrize("name", OPTIMA)
@@ -191,8 +189,7 @@ def test_sites_that_meet_in_one_density():
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
         g = pyro.sample("g", GaussianProcess(kernels.RBF(1.0), x[:, :1]))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f + g, 0.2), obs=y)
+        return observed(dist.Normal(f + g, 0.2), y)
 
     def families(kind):
         return {"f": kind(x[:10], trainable=False, rate=0.5), "g": kind(x[:5, :1], trainable=False, rate=0.5)}
@@ -213,8 +210,7 @@ def test_q_meets_the_data_before_a_gradient_reaches_hyperparameters():
         mean = pyro.param("mean", torch.zeros(()))
         noise = pyro.param("noise", torch.ones(()), constraint=dist.constraints.positive)
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x, mean=mean))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, noise), obs=y)
+        observed(dist.Normal(f, noise), y)
 
     guide, svi = svi_of(model, SVGP(10), lr=0.03)
     losses = [svi.step(x, y) for _ in range(120)]
@@ -295,8 +291,7 @@ def test_what_has_no_natural_steps_takes_gradients():
     assert not decoupled.is_natural
     assert SVGP(6).is_natural
     for family, more in ((OrthogonallyDecoupled, {"num_columns": 3}), (OrthogonallyDecoupled, {"natural": False})):
-        with pytest.raises(ValueError, match="rate is that of natural steps"):
-            family(6, 6, rate=0.5, **more)
+        refused("rate is that of natural steps", family, 6, 6, rate=0.5, **more)
 
     class MeanField(SVGP):
         def new_coefficients(self):
@@ -316,8 +311,7 @@ def test_independent_outputs_each_take_their_own_step():
 
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x).expand([2]).to_event(1))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=y)
+        return observed(dist.Normal(f.mT, 0.2).to_event(1), y)
 
     guide, svi = svi_of(model, SVGP(x[:10], natural=True, trainable=False))
     svi.step(x, ys.mT)
@@ -362,8 +356,7 @@ def test_gradients_of_hyperparameters_pass_through_q():
     def model(x, y=None):
         length = pyro.param("length", torch.tensor(0.5))
         f = pyro.sample("f", GaussianProcess(pyro.param("scale", torch.tensor(1.3)) * kernels.Matern32(length), x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+        return observed(dist.Normal(f, 0.2), y)
 
     guide, svi = svi_of(model, SVGP(x[:8] + 0.01, natural=True))
     for _ in range(3):
@@ -404,8 +397,7 @@ def test_gradients_that_are_not_finite_change_nothing():
     guide, svi = svi_of(model, SVGP(x[:8], natural=True, trainable=False))
     svi.step(x, y)
     before = state(guide)
-    with pytest.raises(ValueError, match="the bound is NaN"):
-        svi.step(x, torch.full_like(y, float("nan")))
+    refused("the bound is NaN", lambda: svi.step(x, torch.full_like(y, float("nan"))))
     torch.testing.assert_close(state(guide), before, rtol=1e-12, atol=1e-12)
     svi.step(x, y + 1)
     assert not same(before, state(guide))
@@ -506,8 +498,7 @@ def test_negative_curvature_of_heavy_tails():
 
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.StudentT(3.0, f, 0.1), obs=y)
+        return observed(dist.StudentT(3.0, f, 0.1), y)
 
     _, svi = svi_of(model, SVGP(x[:10], natural=True, trainable=False, rate=0.2))
     svi.loss = TraceQuadrature_ELBO(20).loss
@@ -577,8 +568,7 @@ def test_sites_with_one_posterior_know_that_they_have_all_rows(coupled):
     def model(x, y, size=None):
         c = pyro.sample("c", dist.Normal(0.0, 1.0))
         f, g = (pyro.sample(name, GaussianProcess(KERNEL, x)) for name in "fg")
-        with pyro.plate("data", size or len(x), subsample=x):
-            pyro.sample("y", dist.Normal(f + g + c, 0.5), obs=y)
+        observed(dist.Normal(f + g + c, 0.5), y, x, size)
 
     guide, svi = svi_of(model, AutoSparseGP(model, {("f", "g"): SVGP(5)}, independent=not coupled))
     for size, share in ((len(x), 1.0), (2 * len(x), 0.5)):
@@ -646,12 +636,10 @@ def test_data_beside_a_batch_that_is_scaled_are_told_of_by_nobody():
 
 @pytest.mark.parametrize("rate", [0.0, 1.5, -1])
 def test_rates_stay_in_their_range(rate):
-    with pytest.raises(ValueError, match=r"SVGP's rate must be a number in \(0, 1\]"):
-        SVGP(4, natural=True, rate=rate)
+    refused(r"SVGP's rate must be a number in \(0, 1\]", SVGP, 4, natural=True, rate=rate)
     x, y = data(num=10)
     _, svi = svi_of(gaussian(KERNEL), SVGP(4, rate=lambda step: rate or float("nan")))
-    with pytest.raises(ValueError, match=r"rate must be in \[0, 1\]"):
-        svi.step(x, y)
+    refused(r"rate must be in \[0, 1\]", svi.step, x, y)
 
 
 PLAIN = sum((10.0 * kernels.RBF(0.5)[i] for i in range(4)), kernels.Constant(30.0))
@@ -795,8 +783,7 @@ def test_hyperparameters_of_a_small_effect_beside_a_large_one(family):
         length = pyro.param("length", torch.tensor(0.3), constraint=dist.constraints.positive)
         kernel = 1000.0 * kernels.RBF(0.3)[0] + scale * kernels.RBF(length)[1]
         f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.3), obs=y)
+        observed(dist.Normal(f, 0.3), y)
 
     found = []
     for each in (family, AdditiveSGPR):
@@ -813,8 +800,7 @@ def test_hyperparameters_of_a_small_effect_beside_a_large_one(family):
 
 def _jitted(x, y):
     f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), x))
-    with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+    observed(dist.Normal(f, 0.1), y)
 
 
 @pytest.mark.parametrize("family", [SVGP(8), OrthogonalInducing(5, 4), CoupledCovariance(6), MeanFieldAdditive(6)])
@@ -827,8 +813,7 @@ def test_sites_stay_about_f_where_a_constant_mean_moves(family):
 
     def model(x, y=None):
         f = pyro.sample("f", GaussianProcess(kernel, x, mean=pyro.param("level", torch.tensor(0.0))))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        return observed(dist.Normal(f, 0.1), y)
 
     guide, svi = svi_of(model, dataclasses.replace(family, trainable=False, rate=1.0), lr=0.0)
     guide(x, y)
@@ -877,8 +862,7 @@ def with_latents(x, y=None):
     length = pyro.sample("length", dist.LogNormal(0.0, 1.0))
     noise = pyro.sample("noise", dist.LogNormal(-1.0, 0.5))
     f = pyro.sample("f", GaussianProcess(ADDITIVE + kernels.Matern32(length)[0], x))
-    with pyro.plate("data", len(x)):
-        return pyro.sample("y", dist.StudentT(4.0, f, noise), obs=y)
+    return observed(dist.StudentT(4.0, f, noise), y)
 
 
 def everything(guide):
@@ -951,8 +935,7 @@ def test_lbfgs_wants_no_closure_of_its_own(family):
     """The bound is one function of the parameters, to the optimum that natural steps have for these hyperparameters."""
     x, y = data(num=20)
     model = gaussian(ADDITIVE)
-    guide = AutoSparseGP(model, dataclasses.replace(family, trainable=False))
-    guide(x, y)
+    guide = prepared(model, dataclasses.replace(family, trainable=False), x, y)
     _, svi = svi_of(model, copy.deepcopy(guide), lr=0.0)
     for _ in range(30):
         svi.step(x, y)

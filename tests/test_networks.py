@@ -18,6 +18,8 @@ from pyro_sparsegp.gaussians import NaturalAtOutputs, NaturalGaussian
 from pyro_sparsegp.guide.networks import Calls
 from pyro_sparsegp.inference.recipe import FallingAdam
 
+from .models import observed
+
 
 def data(num=150):
     x = 2 * torch.rand(num, 2) - 1
@@ -35,8 +37,7 @@ def deep(network, inputs=None, mean=None):
         pyro.module("network", network)
         level = pyro.param("level", torch.zeros(())) if mean else None
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), (inputs or network)(x), level))
-        with pyro.plate("data", size or len(x), subsample=x):
-            return pyro.sample("y", dist.Normal(f, pyro.param("noise", torch.tensor(0.4))), obs=y)
+        return observed(dist.Normal(f, pyro.param("noise", torch.tensor(0.4))), y, x, size)
 
     model.network = network
     return model
@@ -203,8 +204,7 @@ def test_fit_takes_smaller_rates_for_networks():
         pyro.module("network", network)
         pyro.module("scales", scales)
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), inputs(scales.raw * x)))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, network.log_noise.exp()), obs=y)
+        return observed(dist.Normal(f, network.log_noise.exp()), y)
 
     pyro.clear_param_store()
     guide, optim = AutoSparseGP(model, SVGP(5)), FallingAdam(0.4)

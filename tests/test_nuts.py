@@ -7,12 +7,12 @@ import torch
 from pyro import poutine
 from pyro.infer import MCMC, NUTS, Predictive
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, Whitening, WhitenReparam, kernels, predict
+from pyro_sparsegp import GaussianProcess, Whitening, WhitenReparam, kernels, predict
 from pyro_sparsegp.families import SVGP
 from pyro_sparsegp.numerics.linalg import NumericalWarning
 from pyro_sparsegp.predict import Trained
 
-from .models import data, gaussian, train
+from .models import data, gaussian, observed, refused, trained
 
 
 def model(x, y=None, size=None):
@@ -21,8 +21,7 @@ def model(x, y=None, size=None):
     length = pyro.sample("length", dist.LogNormal(x.new_zeros(x.shape[-1]), 1.0).to_event(1))
     noise = pyro.sample("noise", dist.HalfNormal(1.0))
     f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+    return observed(dist.Normal(f, noise), y, x, size)
 
 
 def test_prior_predictive():
@@ -82,22 +81,16 @@ def test_predictions_from_draws_are_the_conditional_process():
 
 def test_predict_refuses():
     x, y = data(num=12)
-    with pytest.raises(ValueError, match="must be an AutoSparseGP guide"):
-        predict(model, 3, x)
-    with pytest.raises(ValueError, match=r"pass data=\(x, y\)"):
-        predict(model, {"f": torch.zeros(2, 12)}, x)
-    with pytest.raises(ValueError, match="no draws of GP site 'f'"):
-        predict(model, {"scale": torch.ones(2)}, x, data=(x, y))
-    with pytest.raises(ValueError, match="an MCMC that has run"):
-        predict(model, MCMC(NUTS(model), num_samples=1), x)
-    with pytest.raises(ValueError, match="num_samples"):
-        predict(model, {"f": torch.zeros(2, 12)}, x, data=(x, y), num_samples=3)
+    refused("must be an AutoSparseGP guide", predict, model, 3, x)
+    refused(r"pass data=\(x, y\)", predict, model, {"f": torch.zeros(2, 12)}, x)
+    refused("no draws of GP site 'f'", predict, model, {"scale": torch.ones(2)}, x, data=(x, y))
+    refused("an MCMC that has run", lambda: predict(model, MCMC(NUTS(model), num_samples=1), x))
+    refused("num_samples", predict, model, {"f": torch.zeros(2, 12)}, x, data=(x, y), num_samples=3)
 
 
 def test_predict_under_another_likelihood():
     x, y = data(num=12)
-    guide = AutoSparseGP(model, SVGP(4))
-    train(model, guide, x, y, steps=3)
+    guide = trained(model, SVGP(4), x, y, steps=3)
 
     def other(x, y=None):
         f = pyro.sample("f", GaussianProcess(kernels.RBF(), x))
@@ -116,8 +109,7 @@ def test_svi_overlaps_nuts():
     )
     mcmc.run(x, y)
     exact = mcmc.get_samples()
-    guide = AutoSparseGP(model, SVGP(20))
-    train(model, guide, x, y, steps=1500, lr=0.02)
+    guide = trained(model, SVGP(20), x, y, steps=1500, lr=0.02)
     with torch.no_grad():
         draws = [guide(x, y) for _ in range(400)]
     for name in ("scale", "length", "noise"):
@@ -147,8 +139,7 @@ def test_hmc_survives_a_failed_cholesky():
     def fragile(x, y):
         length = pyro.sample("length", dist.LogNormal(-1.0, 0.5))
         f = pyro.sample("f", GaussianProcess(Fragile(length), x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.2), obs=y)
+        observed(dist.Normal(f, 0.2), y)
 
     pyro.set_rng_seed(1)
     white = poutine.reparam(fragile, config=Whitening())

@@ -18,7 +18,7 @@ from pyro_sparsegp.families import (
     SemiCollapsedOrthogonal,
 )
 
-from .models import bernoulli, data, gaussian, one_function, regression, train
+from .models import bernoulli, data, gaussian, one_function, prepared, refused, regression, trained
 
 KERNEL = 1.3 * kernels.Matern32(0.3)
 NOISE = 0.2
@@ -38,8 +38,7 @@ def line():
 def bound(family, x, y, model=MODEL, steps=0):
     """The bound under a family, after L-BFGS if it has something to learn."""
     pyro.clear_param_store()
-    guide = AutoSparseGP(model, family)
-    guide(x, y)
+    guide = prepared(model, family, x, y)
     if steps:
         EXACT.loss(model, guide, x, y)
         optimiser = torch.optim.LBFGS(
@@ -108,8 +107,7 @@ def test_tighter_bound_has_the_dense_gradient(line):
         length = pyro.param("log_length", torch.tensor(-1.2).double()).exp()
         return gaussian(1.3 * kernels.Matern32(length), NOISE)(x, y)
 
-    guide = AutoSparseGP(model, ConditionalSGPR(Z))
-    guide(x, y)
+    guide = prepared(model, ConditionalSGPR(Z), x, y)
     EXACT.loss_and_grads(model, guide, x, y)
     assert float(-pyro.param("log_length").grad) == pytest.approx(float(expected), rel=1e-5)
 
@@ -215,9 +213,7 @@ def test_unwhitened_posterior_is_the_papers(line):
 
 
 def _whitened_at_prior(x, y):
-    guide = AutoSparseGP(MODEL, OrthogonalInducing(Z, O, start="prior"))
-    guide(x, y)
-    return guide
+    return prepared(MODEL, OrthogonalInducing(Z, O, start="prior"), x, y)
 
 
 @pytest.mark.parametrize("family", [SVGP, OrthogonalInducing, OrthogonallyDecoupled], ids=lambda f: f.__name__)
@@ -232,8 +228,7 @@ def test_both_parameterisations_reach_the_same_optimum(line, family):
 def decoupled(line, num_columns, **kwargs):
     x, y = line
     pyro.clear_param_store()
-    guide = AutoSparseGP(MODEL, OrthogonallyDecoupled(Z, O, num_columns=num_columns, **kwargs))
-    guide(x, y)
+    guide = prepared(MODEL, OrthogonallyDecoupled(Z, O, num_columns=num_columns, **kwargs), x, y)
     guide.gps.f.weights = torch.randn(5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return guide
 
@@ -289,8 +284,7 @@ def test_decoupled_step_never_forms_or_factorises_a_square_matrix_of_the_second_
         seen.append((len(x), len(x if z is None else z)))
         return call(self, x, z)
 
-    guide = AutoSparseGP(MODEL, OrthogonallyDecoupled(Z, points, num_columns=10))
-    guide(x, y)
+    guide = prepared(MODEL, OrthogonallyDecoupled(Z, points, num_columns=10), x, y)
     scaled = kernels.Matern32.scaled
 
     def watch_scaled(self, variance, x, z=None):
@@ -308,8 +302,7 @@ def test_decoupled_means_learn_and_come_back(line):
     x, y = line
     pyro.clear_param_store()
     family = OrthogonallyDecoupled(Z, 30, num_columns=8)
-    guide = AutoSparseGP(MODEL, family)
-    train(MODEL, guide, x, y, steps=80, lr=0.15)
+    guide = trained(MODEL, family, x, y, steps=80, lr=0.15)
     few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=60)[1]
     with torch.no_grad():
         assert -EXACT.loss(MODEL, guide, x, y) > few + 5
@@ -323,10 +316,8 @@ def test_decoupled_means_learn_and_come_back(line):
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="num_columns must be None or a whole number of at least 1, got 0"):
         OrthogonallyDecoupled(5, 5, num_columns=0)
-    with pytest.raises(ValueError, match="takes one set, got 2: join them"):
-        OrthogonallyDecoupled(5, [5, 5], num_columns=3)
-    with pytest.raises(ValueError, match='covariance must be "free" or "prior", got \'identity\''):
-        SemiCollapsedOrthogonal(5, 5, "identity")
+    refused("takes one set, got 2: join them", OrthogonallyDecoupled, 5, [5, 5], num_columns=3)
+    refused('covariance must be "free" or "prior", got \'identity\'', SemiCollapsedOrthogonal, 5, 5, "identity")
 
 
 def test_conditional_bound_is_above_titsias_also_for_other_likelihoods():
@@ -336,8 +327,7 @@ def test_conditional_bound_is_above_titsias_also_for_other_likelihoods():
     for family in (SGPR(z, trainable=False, updates=30), ConditionalSGPR(z, trainable=False, updates=30)):
         model = gaussian_free(kernels.Matern32(0.3))
         pyro.clear_param_store()
-        guide = AutoSparseGP(model, family)
-        guide(x, y)
+        guide = prepared(model, family, x, y)
         for _ in range(3):
             loss = TraceQuadrature_ELBO(20).differentiable_loss(model, guide, x, y)
         found.append(-float(loss))
@@ -352,8 +342,7 @@ def test_mini_batches_are_refused_by_the_full_batch_families():
     x, y = data(regression)
     for family in (SemiCollapsedOrthogonal(5, 5), ConditionalSGPR(5)):
         pyro.clear_param_store()
-        guide = AutoSparseGP(regression, family)
-        guide(x, y)
+        guide = prepared(regression, family, x, y)
         with pytest.raises(ValueError, match=r"all rows|mini-batch"):
             SVI(regression, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO()).step(x[:10], y[:10], size=60)
 

@@ -9,6 +9,8 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, mix_outputs
 from pyro_sparsegp.families import SGPR, SVGP, AdditiveSGPR, CoupledPrecision
 
+from .models import observed, prepared, refused
+
 NOISE = 0.2
 LONG, SHORT = kernels.RBF(0.5), kernels.Matern32(0.3)
 
@@ -60,8 +62,7 @@ def _evidence(k, y):
 def _model(kernel):
     def model(rows, y=None):
         f = pyro.sample("f", GaussianProcess(kernel, rows))
-        with pyro.plate("data", len(rows)):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+        return observed(dist.Normal(f, NOISE), y)
 
     return model
 
@@ -76,8 +77,7 @@ def test_the_kernel_is_the_dense_model(case):
     torch.testing.assert_close(kernel.diag(rows), k.diagonal())
     model = _model(kernel)
     for family in (SGPR(len(y), trainable=False), *(() if same else (AdditiveSGPR(len(y), trainable=False),))):
-        guide = AutoSparseGP(model, family)
-        guide(rows, y)
+        guide = prepared(model, family, rows, y)
         bound = -TraceQuadrature_ELBO(2).loss(model, guide, rows, y)
         assert bound == pytest.approx(_evidence(k, y), abs=2e-3)
         # An output where it was not observed is known by what the others say of it.
@@ -95,8 +95,7 @@ def test_values_are_the_dense_model_with_one_posterior():
     def model(rows, y=None):
         x, output = rows[:, :1], rows[:, 1].long()
         g = [pyro.sample(name, GaussianProcess(k, x)) for name, k in (("slow", LONG), ("fast", SHORT))]
-        with pyro.plate("data", len(rows)):
-            return pyro.sample("y", dist.Normal(mix_outputs(MIXING, torch.stack(g), output=output), NOISE), obs=y)
+        return observed(dist.Normal(mix_outputs(MIXING, torch.stack(g), output=output), NOISE), y)
 
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, {("slow", "fast"): SVGP(len(y), rate=1.0, trainable=False)})
@@ -135,8 +134,7 @@ def test_mixing_is_learned():
         mixing = pyro.param("mixing", lambda: torch.ones(3, 1))
         own = pyro.sample("own", dist.HalfNormal(torch.ones(3)).to_event(1))
         f = pyro.sample("f", GaussianProcess(kernels.Coregionalisation(mixing, own)[1] * LONG[0], rows))
-        with pyro.plate("data", len(rows)):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+        return observed(dist.Normal(f, NOISE), y)
 
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
@@ -176,8 +174,7 @@ def test_mix_outputs():
     ],
 )
 def test_errors(call, match):
-    with pytest.raises(ValueError, match=match):
-        call()
+    refused(match, call)
 
 
 def test_inducing_inputs_between_outputs_are_refused():
@@ -186,8 +183,7 @@ def test_inducing_inputs_between_outputs_are_refused():
     def model(x, y=None):
         kernel = kernels.RBF(0.3)[0] * kernels.Coregionalisation(torch.tensor([[1.0], [0.5]]))[1]
         f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        return observed(dist.Normal(f, 0.1), y)
 
     with pytest.raises(ValueError, match=r"init='kmeans' places inducing inputs of site 'f' between rows.*greedy"):
         AutoSparseGP(model, SVGP(1, init="kmeans"))(x, x[:, 0])
@@ -200,8 +196,7 @@ def test_trained_inducing_inputs_stay_with_their_outputs(family):
     def model(x, y):
         kernel = kernels.Matern32(0.5) * kernels.Coregionalisation(torch.eye(2, dtype=x.dtype))[-1]
         f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Normal(f, 0.1), obs=y)
+        observed(dist.Normal(f, 0.1), y)
 
     x = torch.stack([torch.linspace(0, 1, 12), torch.arange(12) % 2], -1).double()
     guide = AutoSparseGP(model, family)

@@ -12,6 +12,8 @@ import pyro_sparsegp
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels
 from pyro_sparsegp.inference.quadrature import _repeats
 
+from .models import prepared
+
 ROOT = str(Path(pyro_sparsegp.__file__).parent)
 
 
@@ -102,8 +104,7 @@ def test_a_program_that_takes_rows_by_itself_runs_once_a_step(later):
 
 def test_a_program_that_fails_when_run_again_runs_once_a_step():
     model = Counted(1, "poisson")
-    guide = AutoSparseGP(model, families.SVGP(4))
-    guide(*data())
+    guide = prepared(model, families.SVGP(4), *data())
 
     def again():
         raise IndexError("a schedule has come to its end")
@@ -113,8 +114,7 @@ def test_a_program_that_fails_when_run_again_runs_once_a_step():
 
 def test_a_posterior_runs_the_model_once():
     model = Counted(2)
-    guide = AutoSparseGP(model, families.SVGP(4))
-    guide(*data())
+    guide = prepared(model, families.SVGP(4), *data())
     model.runs = 0
     guide.posterior(data()[0])
     assert model.runs == 1

@@ -21,7 +21,7 @@ from pyro_sparsegp.families import (
 )
 from pyro_sparsegp.gaussians import FullCholesky
 
-from .models import additive, data, gaussian, maximise
+from .models import additive, data, gaussian, maximise, prepared
 
 KERNEL = 1.5 * kernels.Matern32(torch.tensor([0.4, 0.8]))
 NOISE = 0.2
@@ -206,8 +206,7 @@ def test_mini_batches_by_quadrature_are_unbiased():
         with pyro.plate("data", size=size or len(x), subsample=x):
             pyro.sample("y", dist.StudentT(4.0, f, NOISE), obs=y)
 
-    guide = AutoSparseGP(model, SVGP(6))
-    guide(x, y)
+    guide = prepared(model, SVGP(6), x, y)
     full = TraceQuadrature_ELBO(6).loss(model, guide, x, y)
     parts = [TraceQuadrature_ELBO(6).loss(model, guide, x[b], y[b], size=40) for b in torch.arange(40).split(8)]
     assert math.isclose(sum(parts) / 5, full, rel_tol=1e-9)
