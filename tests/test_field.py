@@ -10,7 +10,7 @@ import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, families, kernels, predict
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, families, kernels, predict
 from pyro_sparsegp.gaussians import DrawnGaussian
 from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.guide.field import Layout
@@ -132,6 +132,17 @@ def _nested(guide, data, owned=("a",)):
     layout = Layout(guide.facts.field, {"f": 1}, owned)
     hyper = {name: torch.Size(()) for name in guide.facts.coupled}
     return Nested(guide, layout, guide.facts.links, hyper, {}, data, {})
+
+
+def test_scores_of_a_field():
+    """An intercept that is drawn and f integrated over its marginal would count their covariance as noise."""
+    data, model = _data(), _linear()
+    guide, _ = _step(model, families.SVGP(14, trainable=False), data)
+    mean, covariance, _, to_data = _exact(*data)
+    sd = ((to_data @ covariance * to_data).sum(-1) + NOISE**2).sqrt()
+    exact = dist.Normal(to_data @ mean, sd).log_prob(data[-1]).mean().item()
+    scores = diagnostics.predictive_scores(model, guide, *data, num_samples=400, seed=0)
+    assert scores.summary.loc["log_score", "mean"] == pytest.approx(exact, abs=0.01)
 
 
 def test_nested_laplace_is_the_dense_one_and_its_gradient_its_own():
