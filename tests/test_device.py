@@ -135,14 +135,25 @@ def with_a_latent(x, y=None):
         return pyro.sample("y", dist.Normal(f, x.new_full((), 0.3)), obs=y)
 
 
+def with_a_field(x, y=None):
+    mu = pyro.sample("mu", dist.Normal(x.new_zeros(()), x.new_ones(())))
+    scale = pyro.sample("scale", dist.LogNormal(x.new_zeros(()), x.new_ones(())))
+    f = pyro.sample("f", GaussianProcess(scale * kernels.RBF(x.new_full((), 0.7)), x))
+    with pyro.plate("groups", 3):
+        a = pyro.sample("a", dist.Normal(x.new_zeros(()), x.new_ones(())))
+    with pyro.plate("data", len(x)):
+        rate = (mu + f + a[torch.arange(len(x), device=x.device) % 3]).exp()
+        return pyro.sample("y", dist.Poisson(rate), obs=None if y is None else (y > 0.5).to(y))
+
+
 @pytest.mark.parametrize(
-    ("model", "kwargs", "reads"),
-    [(two_apart, {}, 2), (deep, {}, 2), (with_a_latent, {}, 3)],
-    ids=["two sites", "deep", "coupled"],
+    ("model", "reads"),
+    [(two_apart, 2), (deep, 2), (with_a_latent, 3), (with_a_field, 2)],
+    ids=["two sites", "deep", "hyperparameter", "field"],
 )
-def test_several_posteriors_are_read_together(model, kwargs, reads):
+def test_several_posteriors_are_read_together(model, reads):
     x, y = data(num=24)
-    require_few_reads(steps_there(model, x, y, families.SVGP(5), **kwargs), reads)
+    require_few_reads(steps_there(model, x, y, families.SVGP(5)), reads)
 
 
 def test_the_pretended_device_notes_what_it_should():

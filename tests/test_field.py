@@ -182,8 +182,8 @@ def test_expectations_over_predictors_are_in_closed_form():
     with poutine.condition(data={"s": torch.tensor(0.5), "tau": torch.tensor(0.8)}), torch.no_grad():
         loss = TraceQuadrature_ELBO().loss(_counts, guide, *data)
         pyro.set_rng_seed(0)
-        whole, *_ = guide.at_field(guide, data, {})
-    q = whole.q
+        ahead, *_ = guide.at_field(guide, data, {})
+    q = ahead.whole().q
     phi = guide.gps.f.basis(0.5 * kernels.RBF(0.4), 1e-8, "f")(x)[0]
     one_hot = torch.nn.functional.one_hot(group, GROUPS).double()
     blocks = {"mu": 2 * torch.ones(N, 1), "a": 0.8 * one_hot, "f": phi}

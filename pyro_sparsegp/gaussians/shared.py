@@ -74,10 +74,9 @@ class Share(Gaussian):
 
     def padded(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """A part for each block of all sites, those of other sites 0."""
-        own = dict(zip(self.blocks, parts))
-        like = parts[0]
-        zeros = {b: like.new_zeros(*like.shape[:-1], n) for b, n in enumerate(self.whole.q.sizes) if b not in own}
-        return [own[b] if b in own else zeros[b] for b in range(len(self.whole.q.sizes))]
+        own, like = dict(zip(self.blocks, parts)), parts[0]
+        sizes = enumerate(self.whole.q.sizes)
+        return [own[b] if b in own else like.new_zeros(*like.shape[:-1], n) for b, n in sizes]
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
         return self.whole.q.variance_change(self.padded(features))
@@ -138,12 +137,13 @@ class Shared(AbstractModule):
     """The coefficients of several sites.
 
     :param coefficients: of all blocks, in the order of the sites.
-    :param blocks: of each site, the numbers of its blocks.
+    :param numbers: how many blocks each site has.
     """
 
-    def __init__(self, coefficients: Coefficients, blocks: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, coefficients: Coefficients, numbers: Mapping[str, int]) -> None:
         super().__init__()
-        self.coefficients, self.blocks = coefficients, dict(blocks)
+        self.coefficients, blocks = coefficients, iter(range(sum(numbers.values())))
+        self.blocks = {name: list(itertools.islice(blocks, number)) for name, number in numbers.items()}
 
     def forward(self, anchor: Optional[Tensor] = None) -> Whole:
         """q(w) for a run."""

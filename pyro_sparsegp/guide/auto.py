@@ -13,7 +13,6 @@ from torch import Tensor
 from ..approximations.expectation import require_refined
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily
-from ..gaussians import Whole
 from ..gaussians.sites import KeptSites, Sites
 from ..modules import drop_stored, take_name, unique_name
 from ..posterior.sparse_posterior import SparsePosterior
@@ -375,13 +374,12 @@ class AutoSparseGP(SiteMessenger):
 
     def at_field(
         self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Whole, dict[str, int], Any, Any, dict[str, Tensor]]:
-        """As :meth:`at_nodes`, with q(x) under that run's hyperparameters first, and the rows of each GP site."""
+    ) -> tuple[Hyperparameters, Any, Any, dict[str, Tensor]]:
+        """As :meth:`at_nodes`, with the run that drew its hyperparameters first."""
         traces = self.at_nodes({}, wrapped, args, kwargs)
         ahead, self._hyper = self._hyper, None
         assert ahead is not None
-        rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
-        return (ahead.whole(), rows, *traces)
+        return (ahead, *traces)
 
     def priors(
         self, args: tuple, kwargs: dict[str, Any]

@@ -23,12 +23,12 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to, register_kl
 
-from ..gaussians import FullCholesky, NaturalGaussian, Share, Shared, Whole
+from ..gaussians import FullCholesky, NaturalGaussian, Share, Shared
 from ..program.bare import as_process, bare, fill_masked
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
 from ..program.links import LINKS, candidates, parameters, rebuilt, rewrapped
-from ..program.traces import all_sites, is_observation, repeatable
+from ..program.traces import all_sites, is_observation, repeatable, sample_sites
 from .known import KnownGuide
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Predictors",
     "Standardised",
     "anchor_of",
+    "at_zero",
     "find_links",
     "hyperparameters_among",
     "is_normal_prior",
@@ -47,7 +48,6 @@ __all__ = [
     "residuals_of",
     "run_standardised",
     "slices",
-    "whole_field",
 ]
 
 LARGEST = 2000  # entries of a field, whose covariance is dense
@@ -105,15 +105,18 @@ class Layout:
         owned = like.new_zeros(2 * len(self.owned), self.extended)
         for i, rows in enumerate(self.rows[name] for name in self.owned):
             owned[2 * i, rows] = 1.0
-            owned[2 * i + 1, rows] = torch.arange(rows.stop - rows.start).to(like)
+            owned[2 * i + 1, rows] = torch.arange(rows.stop - rows.start, device=like.device, dtype=like.dtype)
         each = torch.eye(self.extended, dtype=like.dtype, device=like.device)
-        return torch.cat([each[[*self.common, *range(self.num, self.extended)]], owned])
+        return torch.cat([*(each[rows] for rows in self._common), each[self.num :], owned])
 
-    @cached_property
-    def common(self) -> list[int]:
-        """The entries of x that are no owned latent's."""
-        owned = [self.rows[name] for name in self.owned]
-        return [i for i in range(self.num) if not any(rows.start <= i < rows.stop for rows in owned)]
+    @property
+    def _common(self) -> list[slice]:
+        return [rows for name, rows in self.rows.items() if name not in self.owned]
+
+    def common(self, like: Tensor) -> Tensor:
+        """The entries of x that are no owned latent's, on a tensor's device: a list would be copied to it each time."""
+        parts = [torch.arange(rows.start, rows.stop, device=like.device) for rows in self._common]
+        return torch.cat(parts) if parts else torch.arange(0, device=like.device)
 
     def split(self, found: Tensor) -> tuple[Tensor, Tensor, list[tuple[slice, Tensor, Tensor]]]:
         """J of common entries, ``(N, K)``, and of residuals; and of owned latents the entries, which of them each datum
@@ -121,7 +124,7 @@ class Layout:
 
         :param found: J along :meth:`directions`.
         """
-        num, owned = len(self.common), []
+        num, owned = sum(rows.stop - rows.start for rows in self._common), []
         rest = self.extended - self.num
         for name, (slope, moved) in zip(self.owned, found[num + rest :].unflatten(0, (-1, 2))):
             rows = self.rows[name]
@@ -154,6 +157,7 @@ class Standardised(Messenger):
 
     :param x: by member, and ``residuals`` by GP site, standardised.
     :param theta: hyperparameters in unconstrained space.
+    :param bases: of GP sites, where they are known.
 
     Afterwards ``log_prior`` is log p(θ) there, and ``values`` are the members' by name.
     """
@@ -164,6 +168,7 @@ class Standardised(Messenger):
         x: Mapping[str, Tensor],
         residuals: Mapping[str, Tensor],
         theta: Mapping[str, Tensor] = {},
+        bases: Mapping[str, Any] = {},
     ) -> None:
         super().__init__()
         self.guide, self.x, self.residuals, self.theta = guide, x, residuals, theta
@@ -171,7 +176,7 @@ class Standardised(Messenger):
         self.values: dict[str, Tensor] = {}
         self.priors: dict[str, Any] = {}
         self.features: dict[str, list[Tensor]] = {}
-        self.bases: dict[str, Any] = {}
+        self.bases: dict[str, Any] = dict(bases)
 
     def _pyro_sample(self, msg: Any) -> None:
         name, fn = msg["name"], msg["fn"]
@@ -193,7 +198,9 @@ class Standardised(Messenger):
 
     def _of_process(self, name: str, process: Any) -> Tensor:
         """μ + φᵀw + √ρ t, with ρ the residual's variance."""
-        basis = self.bases[name] = self.guide.module_of(name).basis(process.kernel, process.jitter, name)
+        if name not in self.bases:
+            self.bases[name] = self.guide.module_of(name).basis(process.kernel, process.jitter, name)
+        basis = self.bases[name]
         blocks = self.features[name] = basis(process.x)
         w = self.x[name].split([phi.shape[-1] for phi in blocks])
         left = process.variance - sum(phi.square().sum(-1) for phi in blocks)
@@ -240,25 +247,30 @@ def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor
 # Which members a program has.
 
 
+def at_zero(guide: KnownGuide, latents: Mapping[str, Tensor]) -> Standardised:
+    """A handler with GP sites' entries at 0, and those of some latents as given."""
+    gps = guide.facts.gps
+    x = {name: guide.like.new_zeros(sum(guide.module_of(name).basis.sizes)) for name in gps}
+    return Standardised(guide, {**x, **latents}, {name: guide.like.new_zeros(1) for name in gps})
+
+
 def hyperparameters_among(
-    guide: KnownGuide, normal: Mapping[str, Any], gps: list[str], run: Callable[[Standardised], poutine.Trace]
+    guide: KnownGuide, normal: Mapping[str, Any], run: Callable[[Standardised], poutine.Trace]
 ) -> set[str]:
     """The normal latents that kernels, scales or priors are made of, which are hyperparameters: autograd's graph shows
     it, whatever their values.
     """
     x = {name: torch.zeros(prior.shape().numel()).to(guide.like).requires_grad_() for name, prior in normal.items()}
-    x |= {name: guide.like.new_zeros(sum(guide.module_of(name).basis.sizes)) for name in gps}
-    handler = Standardised(guide, x, {name: guide.like.new_zeros(1) for name in gps})
-    trace = run(handler)
+    handler = at_zero(guide, x)
     made: list[Tensor] = []
-    for name, site in all_sites(trace):
-        fn = site["fn"] if site["type"] == "sample" else None
-        if name in gps:
-            process, _ = as_process(fn)
-            made += [process.variance, *handler.features[name]]  # type: ignore[union-attr]
+    for name, site in sample_sites(run(handler)).items():
+        fn = site["fn"]
+        process, _ = as_process(fn)
+        if process is not None:
+            made += [process.variance, *handler.features[name]]
         elif name in normal:
             made.append(_scale_of(fn))
-        elif fn is not None and not is_observation(site) and hasattr(fn, "arg_constraints"):
+        elif not is_observation(site) and hasattr(fn, "arg_constraints"):
             made += parameters(fn).values()
     made = [part.sum() for part in made if part.requires_grad]
     if not made:
@@ -281,19 +293,13 @@ def find_links(
     slopes: dict[tuple[str, str, str], Tensor] = {}
     for x in (torch.zeros_like(draws[0]), draws[0], -3 * draws[1]):
         x.requires_grad_()
-        for name, site in all_sites(run(x)):
-            if not is_observation(site):
+        for name, site in sample_sites(run(x)).items():
+            if not is_observation(site) or not _depends(site["fn"].log_prob(site["value"]), x):
                 continue
             fn = bare(site["fn"])
-            if not hasattr(fn, "arg_constraints") or fn.event_shape:
-                moving = {"": site["fn"].log_prob(site["value"])}
-                known = False
-            else:
-                moving, known = parameters(fn), True
-            moving = {key: part for key, part in moving.items() if part.requires_grad and _depends(part, x)}
-            if not moving and not _depends(site["fn"].log_prob(site["value"]), x):
-                continue
-            if not known or not 0 < len(moving) <= 2 or not _is_rebuilt(fn, site["value"]):
+            made_of = {} if fn.event_shape else parameters(fn)
+            moving = {key: part for key, part in made_of.items() if _depends(part, x)}
+            if not 0 < len(moving) <= 2 or not _is_rebuilt(fn, site["value"]):
                 return None
             for key, part in moving.items():
                 for link in candidates(fn, key):
@@ -354,8 +360,7 @@ class Predictors:
     def dense(self, place: tuple[str, str]) -> Tensor:
         """J, ``(N, num)``."""
         own = self.rows[place]
-        rows = own.new_zeros(len(own), self.layout.num)
-        rows[:, self.layout.common] = own
+        rows = own.new_zeros(len(own), self.layout.num).index_copy(1, self.layout.common(own), own)
         for entries, owner, slope in self.owned[place]:
             rows = rows.index_put((torch.arange(len(slope), device=slope.device), entries.start + owner), slope)
         return rows
@@ -403,11 +408,7 @@ def make_field(guide: KnownGuide, field: Mapping[str, list[int]]) -> None:
     """Make q(x), in the place of the members' own posteriors."""
     sizes = [size for own in field.values() for size in own]
     made = NaturalGaussian(sizes, (), guide.like.new_zeros(1), kind=FullCholesky)
-    blocks, start = {}, 0
-    for name, own in field.items():
-        blocks[name] = list(range(start, start + len(own)))
-        start += len(own)
-    guide.field = Shared(made, blocks)
+    guide.field = Shared(made, {name: len(own) for name, own in field.items()})
 
 
 def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, Any]) -> Tensor:
@@ -420,17 +421,6 @@ def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, 
         for size, block in zip(sizes, bases[name].anchors):
             parts.append(torch.eye(size, dtype=guide.like.dtype, device=guide.like.device) if block is None else block)
     return torch.block_diag(*parts)
-
-
-def whole_field(guide: KnownGuide, processes: Mapping[str, Any], priors: Mapping[str, Any]) -> Whole:
-    """q(x) under the hyperparameters of a run.
-
-    :param processes: of the GP sites that it met; ``priors``: of the normal latents.
-    """
-    bases = {
-        name: guide.module_of(name).basis(process.kernel, process.jitter, name) for name, process in processes.items()
-    }
-    return guide.field(anchor_of(guide, bases, priors))
 
 
 class FieldLatent(TorchDistribution):

@@ -133,11 +133,7 @@ def _shared(family: Any, modules: Mapping[str, Any], priors: Optional[Mapping[st
                 prior = priors[name]
                 shown.append(module.shown(prior, module.basis(prior.kernel, prior.jitter, name)))
             made.start(None, block_diagonal(shown))
-    blocks: dict[str, list[int]] = {}
-    for name, module in modules.items():
-        start = sum(map(len, blocks.values()))
-        blocks[name] = list(range(start, start + len(module.basis.sizes)))
-    whole = Shared(made, blocks)
+    whole = Shared(made, {name: len(module.basis.sizes) for name, module in modules.items()})
     for name, module in modules.items():
         module.join(Part(whole, name))
     return whole

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from pyro.distributions.util import scale_and_mask
@@ -82,8 +82,7 @@ class Nested:
         return {name: part.reshape(shape) for (name, shape), part in zip(self.hyper.items(), parts)}
 
     def run(self, theta: Tensor, x: Tensor) -> tuple[dict[str, Any], Standardised]:
-        """The sites of a run at θ and x, ``(num,)``, and its handler."""
-        x = torch.cat([x, x.new_zeros(self.layout.extended - len(x))])
+        """The sites of a run at θ and x, ``(extended,)``, and its handler."""
         handler = Standardised(self.guide, *self.layout.parts(x), self.theta_of(theta))
         trace = run_standardised(self.guide, self.args, self.kwargs, handler, self.values)
         return dict(all_sites(trace)), handler
@@ -92,8 +91,7 @@ class Nested:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
         theta = theta.detach().requires_grad_()
         zero = theta.new_zeros(self.layout.extended, requires_grad=True)
-        handler = Standardised(self.guide, *self.layout.parts(zero), self.theta_of(theta))
-        sites = dict(all_sites(run_standardised(self.guide, self.args, self.kwargs, handler, self.values)))
+        sites, handler = self.run(theta, zero)
         found = Predictors(sites, self.links, zero, self.layout)
         apart = [s for n, s in sites.items() if is_observation(s) and n not in self.links and s["mask"] is not False]
         constant = sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in apart)
@@ -140,9 +138,9 @@ class Nested:
 
     def _local(self, found: Predictors, x: Tensor) -> tuple[Tensor, dict[Any, Tensor], dict[Any, Tensor]]:
         """ℓ at x, its slopes by predictors, and minus its curvatures by those of each datum."""
-        eta = {}
+        eta, common = {}, self.layout.common(x)
         for place, row in found.rows.items():
-            eta[place] = found.eta[place] + row @ x[self.layout.common]
+            eta[place] = found.eta[place] + row @ x[common]
             for entries, owner, slope in found.owned[place]:
                 eta[place] = eta[place] + slope * x[entries][owner]
             if not eta[place].requires_grad:
@@ -160,11 +158,12 @@ class Nested:
 
     def mode(self, starts: list[Tensor]) -> Tensor:
         """θ̂, by L-BFGS from the best of some starts."""
-        values = [self._value(start) for start in starts]
-        best = max(range(len(starts)), key=lambda i: float(values[i]))
-        if not values[best].isfinite():
+        tried = [(start, found) for start in starts if (found := self._tried(start)) is not None]
+        if not tried:
             raise ValueError("no start has a finite density")
-        theta = starts[best].clone().requires_grad_()
+        theta, known = max(tried, key=lambda pair: float(pair[1].value))
+        theta, highest = theta.clone().requires_grad_(), known.value
+        ahead = [known]  # what L-BFGS asks first
         optimiser = torch.optim.LBFGS(
             [theta],
             max_iter=_EVALUATIONS,
@@ -173,27 +172,24 @@ class Nested:
             tolerance_change=1e-6,
             line_search_fn="strong_wolfe",
         )
-        highest = values[best]
 
         def loss() -> Tensor:
-            try:
-                found = self.at(theta)
-                if found.value.isfinite() and found.slope.isfinite().all():
-                    theta.grad = -found.slope
-                    return -found.value
-            except (ValueError, RuntimeError):  # a step went to where the program has no density
-                pass
-            theta.grad = torch.zeros_like(theta)
-            return -highest + 1e4
+            found = ahead.pop() if ahead else self._tried(theta)
+            if found is None:  # a step went to where the program has no density
+                theta.grad = torch.zeros_like(theta)
+                return -highest + 1e4
+            theta.grad = -found.slope
+            return -found.value
 
         optimiser.step(loss)
         return theta.detach()
 
-    def _value(self, theta: Tensor) -> Tensor:
+    def _tried(self, theta: Tensor) -> Optional[Optimum]:
         try:
-            return self.at(theta).value
+            found = self.at(theta)
         except (ValueError, RuntimeError):
-            return theta.new_full((), -torch.inf)
+            return None
+        return found if found.value.isfinite() and found.slope.isfinite().all() else None
 
     def curvature(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """H⁻¹ at the mode, and ∂x̂/∂θ, ``(num, len(θ))``, by differences."""
@@ -215,7 +211,7 @@ class Nested:
 def _turned(found: Predictors, place: Any, value: Tensor) -> Tensor:
     """Jᵀv, ``(num,)``."""
     total = value.new_zeros(found.layout.num)
-    total[found.layout.common] = value @ found.rows[place]
+    total = total.index_copy(0, found.layout.common(value), value @ found.rows[place])
     for entries, owner, slope in found.owned[place]:
         total = total.index_add(0, entries.start + owner, slope * value)
     return total
@@ -224,7 +220,7 @@ def _turned(found: Predictors, place: Any, value: Tensor) -> Tensor:
 def _precision(found: Predictors, curvature: Mapping[Any, Tensor]) -> Tensor:
     """P = I + JᵀWJ, without products of the columns of owned latents, of which a datum has one."""
     like, num = next(iter(found.rows.values())), found.layout.num
-    common = torch.tensor(found.layout.common, device=like.device)
+    common = found.layout.common(like)
     total = torch.eye(num, dtype=like.dtype, device=like.device)
     for (one, other), weight in curvature.items():
         first, second = found.rows[one], found.rows[other]

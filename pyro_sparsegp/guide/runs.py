@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Optional, Union
 
 import pyro
@@ -29,7 +30,7 @@ from ..program.handlers import Held
 from ..program.registration import Probe
 from ..program.traces import all_sites, free_values, repeatable, without_event
 from ..warned import warn_once
-from .field import FieldLatent, whole_field
+from .field import FieldLatent, anchor_of
 from .known import KnownGuide, Rows, require_inputs
 from .reading import SiteReading
 
@@ -198,8 +199,8 @@ class Run(ABC):
     def free(self, name: str, process: GaussianProcess, module: Any, kind: type[Site], new_inputs: bool = False) -> Any:
         """The posterior of a free family."""
         if self.field is not None and name in self.guide.facts.field:
-            features = module.basis(process.kernel, process.jitter, name)
-            return kind(process, features, self.field.share(name), name)
+            assert self._ahead is not None
+            return kind(process, self._ahead.bases[name], self.field.share(name), name)
         give = module.predict if new_inputs else module
         group = None if isinstance(module, SiteGP) else self.guide.group_of(name)
         if group is None:
@@ -311,9 +312,15 @@ class Hyperparameters(Run):
         self.normal[name] = prior
         return prior.mean
 
+    @cached_property
+    def bases(self) -> dict[str, Any]:
+        """The bases of the GP sites that it met."""
+        sites = self.processes.items()
+        return {name: self.guide.module_of(name).basis(p.kernel, p.jitter, name) for name, p in sites}
+
     def whole(self) -> Whole:
         """q(x) under them."""
-        return whole_field(self.guide, self.processes, self.normal)
+        return self.guide.field(anchor_of(self.guide, self.bases, self.normal))
 
     @property
     def others(self) -> list[str]:

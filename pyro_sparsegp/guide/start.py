@@ -27,6 +27,7 @@ from .field import (
     Layout,
     Standardised,
     anchor_of,
+    at_zero,
     find_links,
     hyperparameters_among,
     is_normal_prior,
@@ -145,9 +146,7 @@ class _Start:
         gps = list(facts.gps)
         normal = {name: prior for name, prior in priors.items() if is_normal_prior(prior)}
         if normal:
-            made_of = hyperparameters_among(
-                guide, normal, gps, lambda handler: self._run(handler, _without(held, normal))
-            )
+            made_of = hyperparameters_among(guide, normal, lambda handler: self._run(handler, _without(held, normal)))
             normal = _without(normal, made_of)
         hyper = [name for name in self.able if name not in normal]
         if few and not self._has_fewer(_without(held, normal)):
@@ -175,11 +174,7 @@ class _Start:
 
     def _has_fewer(self, values: Mapping[str, Tensor]) -> bool:
         """Whether the program has as many rows as it was given."""
-        gps = {
-            name: self.guide.like.new_zeros(sum(self.guide.module_of(name).basis.sizes))
-            for name in self.guide.facts.gps
-        }
-        handler = Standardised(self.guide, gps, {name: self.guide.like.new_zeros(1) for name in gps})
+        handler = at_zero(self.guide, {})
         try:
             self._run(handler, values)
         except (ValueError, RuntimeError, IndexError):
@@ -208,8 +203,7 @@ class _Start:
         return torch.cat(parts) if parts else self.guide.like.new_zeros(0)
 
     def _prior_draws(self, names: list[str], priors: Mapping[str, Any]) -> list[Tensor]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with repeatable(self.guide.like):
             draws = [self._flat(names, priors, {n: priors[n].sample() for n in names}) for _ in range(_DRAWS)]
         return [draw for draw in draws if draw.isfinite().all()]
 
@@ -228,7 +222,7 @@ class _Start:
         field = [name for name in layout.field if name in facts.gps or name in free]
         is_field = self._wants_field(field)
         precision = self._precision(covariance, moves, best.root)
-        _, handler = nested.run(mode, best.x)
+        _, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
         loc = nested.theta_of(mode) | {name: handler.values[name].detach() for name in normal}
         joint = [name for name in hyper if name in free]
         rows = slices({**{n: shape.numel() for n, shape in nested.hyper.items()}, **layout.numbers})

@@ -18,7 +18,7 @@ from ..guide import AutoSparseGP
 from ..guide.field import Layout, Predictors, Standardised, residuals_of, run_standardised
 from ..numerics.linalg import above_rounding
 from ..program.declared import expectation, is_declared
-from ..program.traces import is_observation
+from ..program.traces import is_observation, sample_sites
 from .expected import divergence, weighted_sum
 
 __all__ = ["bound_of_field"]
@@ -32,24 +32,23 @@ def bound_of_field(
     :param rule: nodes and weights of Gauss-Hermite quadrature.
     """
     facts = guide.facts
-    whole, rows, model_trace, guide_trace, values = guide.at_field(wrapped, args, kwargs)
-    layout = Layout(facts.field, residuals_of(facts, rows), facts.owned)
+    ahead, model_trace, guide_trace, values = guide.at_field(wrapped, args, kwargs)
+    rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
+    whole, layout = ahead.whole(), Layout(facts.field, residuals_of(facts, rows), facts.owned)
     loc = torch.cat(whole.q.loc, -1).detach()
     nodes: Any = model_trace.nodes  # a handler may hold some of the latents
     held = values | {name: nodes[name]["value"] for name in facts.latents if name in nodes}
     held = {name: value for name, value in held.items() if name not in facts.field}
     with torch.enable_grad():
         x = torch.cat([loc, loc.new_zeros(layout.extended - layout.num)]).requires_grad_()
-        handler = Standardised(guide, *layout.parts(x))
+        handler = Standardised(guide, *layout.parts(x), bases=ahead.bases)
         sites: Any = run_standardised(guide, args, kwargs, handler, held, model_trace).nodes
-        links = {
-            name: of_site for name, of_site in facts.links.items() if name in sites and is_observation(sites[name])
-        }
+        links = {name: own for name, own in facts.links.items() if name in sites and is_observation(sites[name])}
         expected = _Expected(whole.q, layout, Predictors(sites, links, x, layout), x)
     first = guide_trace.nodes[next(iter(facts.field))]
     total = -weighted_sum(whole.q.kl(), {**first, "mask": None})
-    for name, site in model_trace.nodes.items():
-        if site["type"] != "sample" or name in facts.field or site["mask"] is False or site_is_subsample(site):
+    for name, site in sample_sites(model_trace).items():
+        if name in facts.field or site["mask"] is False or site_is_subsample(site):
             continue
         if name in links:
             total = total + expected.of(name, rule)

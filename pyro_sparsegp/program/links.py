@@ -39,7 +39,7 @@ def candidates(fn: Any, parameter: str) -> list[str]:
 def parameters(fn: Any) -> dict[str, Tensor]:
     """The tensors that a distribution of single numbers is made of, by the names that its constructor has for them."""
     fn = bare(fn)
-    names = list(fn.arg_constraints)
+    names = list(getattr(fn, "arg_constraints", ()))
     if "probs" in names and "logits" in names:  # one is made of the other
         names.remove("logits" if "probs" in vars(fn) else "probs")
     found = {name: getattr(fn, name, None) for name in names}
