@@ -1,5 +1,6 @@
 """Densities that are normal around affine functions of several inputs' values: their expectations are exact."""
 
+import itertools
 import warnings
 from functools import partial
 
@@ -70,29 +71,26 @@ def shared(x, mixing, y=None):
         pyro.sample("y", dist.Normal(mixing @ (f - 0.5 * g) + 0.7 * mixing @ h, NOISE), obs=y)
 
 
-@pytest.mark.parametrize("kind", [SVGP, CoupledPrecision])
-@pytest.mark.parametrize("natural", [True, False])
-def test_sums_of_functions_of_one_posterior_have_exact_expectations(kind, natural):
-    """With the covariance of the two, by autograd's gradients too."""
+def test_sums_of_functions_of_one_posterior_have_exact_expectations():
+    """With the covariances of all, by autograd's gradients too."""
     x, mixing, y = data()
-    guide = AutoSparseGP(shared, {("f", "g"): kind(5, natural=natural), "h": SVGP(5, natural=natural)})
+    guide = AutoSparseGP(shared, {("f", "g"): SVGP(5), "h": SVGP(5)})
     elbo = TraceQuadrature_ELBO()
     svi = SVI(shared, guide, pyro.optim.Adam({"lr": 0.02}), elbo)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message="GP sites .* by their sum")
-        losses = [svi.step(x, mixing, y) for _ in range(8)]
-    assert guide.structure.affine
-    assert losses[-1] < losses[0]
+        for _ in range(3):
+            svi.step(x, mixing, y)
     rows = {"f": mixing, "g": -0.5 * mixing, "h": 0.7 * mixing}
 
     def dense_bound():
         q = guide.posterior(x, mixing, y)
         mean = sum(rows[name] @ q[name].mean for name in rows)
-        cross = rows["f"] @ q["f"].covariance_with(q["g"]) @ rows["g"].mT
-        spread = sum(rows[name] @ q[name].covariance_matrix @ rows[name].mT for name in rows) + 2 * cross
-        fit = dist.Normal(mean, NOISE).log_prob(y).sum() - 0.5 * spread.trace() / NOISE**2
-        return fit - q["f"].kl - q["h"].kl
+        spread = sum(
+            rows[a] @ (q[a].covariance_matrix if a == b else q[a].covariance_with(q[b])) @ rows[b].mT
+            for a, b in itertools.product(rows, rows)
+        )
+        return dist.Normal(mean, NOISE).log_prob(y).sum() - 0.5 * spread.trace() / NOISE**2 - q["f"].kl
 
     parameters = list(guide.parameters())
     ours, whole = (

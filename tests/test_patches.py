@@ -477,7 +477,8 @@ def test_draws_of_groups_have_the_covariance_within_them(lengths):
     guide = trained(model, {"g": OrthogonalInducing(3, 2), "f": SVGP(4)}, x, y, steps=5)
     assert guide.structure.groups == {"g": (3, "f")}
     q = guide.posterior(x)["g"]
-    site = GroupedSite(q.process, q.basis, q.coefficients, "g").in_groups_of(3)
+    site = GroupedSite(q.process, q.basis, q.coefficients, "g")
+    site.group = 3
     values = site.rsample(torch.Size((40_000,)))
     assert values.shape == (40_000, 2, 12)
     assert_close(values.mean(0), q.mean, atol=0.03, rtol=0)

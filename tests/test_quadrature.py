@@ -507,7 +507,7 @@ class TestImportanceWeights:
         guide, _ = maximise(model, SVGP(20, trainable=False), x, y, iterations=60)
         evidence = dist.MultivariateNormal(torch.zeros(20), RBF(x) + 0.04 * torch.eye(20)).log_prob(y).item()
         renyi = RenyiELBO(alpha=0, num_particles=60)
-        refused(r"RenyiELBO weighs draws.*GP site 'f'.*guide.eval\(\)", renyi.loss, model, guide, x, y)
+        refused(r"weighs draws.*RenyiELBO.*guide.eval\(\)", renyi.loss, model, guide, x, y)
         guide.eval()
         assert -renyi.loss(model, guide, x, y) == pytest.approx(evidence, abs=0.25)
         weights = []
