@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP, CollapsedOrthogonal, ComputationAware, ExactWeightSpace, FreeSites
 
-from .models import estimate, observed, one_function, prepared, refused, train
+from .models import estimate, hermite, observed, one_function, prepared, refused, restored, train
 
 KERNEL = kernels.Matern32(0.5)
 LINES = kernels.Linear(1.0) + kernels.Constant(0.5)
@@ -122,8 +122,7 @@ def test_every_way_to_ask_conditions_on_the_draw(name, place):
     torch.testing.assert_close(q.mean, mean, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(q.variance, variance, atol=2e-5, rtol=1e-4)
     # After a state was loaded, and in copies.
-    fresh = AutoSparseGP(model, FAMILIES[name](x), independent=True)
-    fresh.load_state_dict(guide.state_dict())
+    fresh = restored(guide, model, FAMILIES[name](x), independent=True)
     for other in (fresh, copy.deepcopy(guide)):
         pyro.set_rng_seed(0)
         again = predict(model, other, new, num_samples=30, joint=False)
@@ -190,7 +189,7 @@ def test_an_intercept_leaves_the_predictor_its_width():
 
 def dense_bernoulli(x, y, new, c):
     """The optimum of the bound over Gaussian q(f), given c, by dense conjugate-computation VI."""
-    nodes, weights = (torch.as_tensor(part) for part in _hermite(20))
+    nodes, weights = hermite(20)
     k, eye = KERNEL(x), torch.eye(len(x))
     precision, linear = torch.zeros(len(x)), torch.zeros(len(x))
     for _ in range(40):
@@ -206,13 +205,6 @@ def dense_bernoulli(x, y, new, c):
     mean = across @ torch.linalg.solve(k, covariance @ linear)
     reduced = torch.linalg.solve(k + torch.diag(1 / precision), across.mT)
     return mean, KERNEL.diag(new) - (across * reduced.mT).sum(-1)
-
-
-def _hermite(num):
-    import numpy as np
-
-    nodes, weights = np.polynomial.hermite_e.hermegauss(num)
-    return nodes, weights / weights.sum()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pyro.infer.autoguide.initialization import init_to_value
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP
 
-from .models import observed, prepared
+from .models import observed, prepared, train
 
 
 def data(num=40):
@@ -139,9 +139,7 @@ def test_digits_are_told_apart_by_their_places():
     guide = prepared(model, SVGP(16), Y)
     start, before = guide.locs.x.detach().clone(), inducing(guide)
     assert torch.cdist(before, guide.locs.x.detach()).min(-1).values.max() < 1
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(60):
-        svi.step(Y)
+    train(model, guide, Y, steps=60, lr=0.05, loss=TraceQuadrature_ELBO(2))
     places = guide.locs.x.detach()
 
     def told_apart(places):
@@ -210,9 +208,7 @@ def test_the_training_data_are_at_the_places_learned(family):
     pyro.set_rng_seed(0)
     start = init_to_value(values={"x": torch.stack([y[0], y[2]], -1)})
     guide = AutoSparseGP(one_plate, family, init_loc_fn=start)
-    svi = SVI(one_plate, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(14):
-        svi.step(y)
+    train(one_plate, guide, y, steps=14, lr=0.05, loss=TraceQuadrature_ELBO(2))
     places, width = guide.locs.x.detach(), guide.scales.x.detach()
     f = guide.posterior(y)["f"]
     torch.testing.assert_close(f.process.x, places)

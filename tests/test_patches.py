@@ -29,7 +29,7 @@ from pyro_sparsegp.numerics import chunks as blocks
 from pyro_sparsegp.posterior.drawing import GroupedSite
 from pyro_sparsegp.posterior.paths import _Sequential
 
-from .models import FAMILIES, in_one_dtype_each, observed, one_function, prepared, refused, train, trained
+from .models import FAMILIES, in_one_dtype_each, observed, one_function, prepared, refused, restored, train, trained
 
 SHAPE, PATCH = (2, 6, 5), (3, 2)
 
@@ -328,8 +328,7 @@ def test_families(family, dtype):
     slow = ("CoupledPrecisionIdentity", "OrthogonalUnwhitened", "DecoupledColumns")  # coordinates that learn slowly
     if family not in [FAMILIES[name] for name in slow]:
         assert ((q.mean > 0) == truth).float().mean() > 0.6
-    again = AutoSparseGP(one_layer, family, independent=True)
-    again.load_state_dict(guide.state_dict())
+    again = restored(guide, one_layer, family, independent=True)
     assert torch.equal(again.posterior(new)["f"].mean, q.mean)
     for _, value in guide.named_parameters():
         assert value.isfinite().all()
@@ -355,8 +354,7 @@ def test_inducing_inputs_may_be_patches_images_or_both():
         widths = [z.shape[-1] for z in guide.gps.f.basis.inputs]
         wanted = {"images": [36, 36], "mixture": [9, 36], "other mixture": [36, 9], "in one": [36]}
         assert widths == wanted.get(name, [9, 9])
-        again = AutoSparseGP(one_layer, family, independent=True)
-        again.load_state_dict(guide.state_dict())
+        again = restored(guide, one_layer, family, independent=True)
         assert torch.equal(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
 
 
@@ -456,8 +454,7 @@ def test_two_layers_train_from_scratch(independent, dtype):
     assert draws["f"].shape == (5, 3, 60)
     assert (draws["f"].mean(0).argmax(0) == truth).double().mean() > 0.75
     q = guide.posterior(new)["f"]
-    again = AutoSparseGP(two_layers, starts(x), independent_draws=independent)
-    again.load_state_dict(guide.state_dict())
+    again = restored(guide, two_layers, starts(x), independent_draws=independent)
     assert again.structure.groups == {"g": (16, "f")}
     assert torch.equal(again.posterior(new)["f"].mean, q.mean)
     guide.eval()  # all values jointly

@@ -31,6 +31,7 @@ from .models import (
     prepared,
     refused,
     regression,
+    restored,
     train,
 )
 
@@ -279,8 +280,7 @@ def test_a_model_that_vmap_refuses(where):
             return pyro.sample("y", dist.Normal(z, scale), obs=y[plate.indices])
 
     guide = fitted(lambda x, y: model(x, y, old=False), x, y, steps=5)
-    slow = AutoSparseGP(model, SVGP(8))
-    slow.load_state_dict(guide.state_dict())
+    slow = restored(guide, model, SVGP(8))
     elbo = TraceQuadrature_ELBO(4)
     if where == "after f":
         with pytest.warns(UserWarning, match="vmap refuses what this model does.*4 times a step"):
