@@ -97,8 +97,8 @@ class TestGaussianProcess:
     @pytest.mark.parametrize("mean", [None, 0.7, -1, torch.tensor(0.7), torch.arange(5.0), mean_function])
     def test_means(self, mean):
         x = torch.rand(5, 2)
-        values = mean(x) if callable(mean) else torch.as_tensor(mean or 0.0).to(x)
-        torch.testing.assert_close(GaussianProcess(KERNEL, x, mean).mean, values.expand(5))
+        values = mean(x) if callable(mean) else torch.as_tensor(0.0 if mean is None else mean).to(x)
+        torch.testing.assert_close(GaussianProcess(KERNEL, x, mean).mean.to(x), values.expand(5))
 
     def test_given_is_the_conditional_normal(self):
         old, new = torch.rand(7, 2), torch.rand(4, 2)
