@@ -52,16 +52,6 @@ FAMILIES = {
     "Exact": Exact(),
 }
 
-DTYPES = (torch.float64, torch.float32)
-
-
-def in_one_dtype_each(quick=FAMILIES):
-    """Every family that is quick in one dtype; all else when slow, as the contract has all in both."""
-    for i, (name, family) in enumerate(FAMILIES.items()):
-        for j, dtype in enumerate(DTYPES):
-            marks = [pytest.mark.slow] if (i + j) % 2 or name not in quick else []
-            yield pytest.param(family, dtype, id=f"{name}-{str(dtype)[6:]}", marks=marks)
-
 
 def additive(scale, length):
     """A kernel with two smooth terms on columns of their own, a linear and a constant term."""

@@ -266,21 +266,6 @@ def test_fantasies_of_several_outputs_and_other_likelihoods():
         model.condition_on_observations(places, values[:, :1])
 
 
-def test_it_explores_where_computation_was_short():
-    """Two clusters of equal data, with all actions on one: the other keeps nearly the prior's variance."""
-    x = torch.cat([0.1 * torch.rand(20, 1), 0.9 + 0.1 * torch.rand(20, 1)])
-    y = torch.sin(20 * x[:, 0])
-
-    def on_the_left(kernel, sites):
-        return torch.eye(40)[:, :20]
-
-    model = gaussian(kernels.Matern52(0.2), noise=0.1)
-    guide = prepared(model, ComputationAware(20, on_the_left), x, y)
-    left, right = Model(model, guide).posterior(torch.tensor([[[0.05]], [[0.95]]])).variance.flatten()
-    assert left < 0.01
-    assert right > 0.5
-
-
 def test_noise_of_outputs_in_columns_and_of_mixtures():
     x = torch.rand(20, 1)
 

@@ -445,8 +445,7 @@ class TestMiniBatches:
 def test_contract(model, dtype, device):
     torch.set_default_dtype(torch.float32 if dtype == torch.float64 else torch.float64)
     x, y = data(model, dtype=dtype, device=device)
-    family = SparseEP(12)
-    guide = prepared(model, family, x, y)
+    guide = prepared(model, SparseEP(12), x, y)
     ep = ExpectationPropagation(model, guide, pyro.optim.Adam({"lr": 0.02}))
     before = {name: p.detach().clone() for name, p in guide.named_parameters()}
     losses = [ep.step(x, y) for _ in range(8)]
@@ -458,23 +457,20 @@ def test_contract(model, dtype, device):
 
     new = data(model, 7, dtype, device, seed=2)[0]
     q = guide.posterior(new)["f"]
-    assert q.mean.shape == q.variance.shape == (7,)
-    assert q.mean.dtype == dtype
+    assert (q.mean.shape, q.mean.dtype) == ((7,), dtype)
     assert q.kl > 0
     assert (q.variance > 0).all()
     assert q.paths(3, 64)(new).shape == (3, 7)
     assert guide(new)["y"].shape == (7,)
     assert predict(model, guide, new, num_samples=4)["f"].shape == (4, 7)
-    guide.eval()
-    assert guide(new)["f"].shape == (7,)
-    guide.train()
 
-    other = restored(guide, model, family)
+    other = restored(guide, model, SparseEP(12))
     torch.testing.assert_close(other.posterior(new)["f"].mean, q.mean)  # but for rounding, by memory layout
     again = ExpectationPropagation(model, other, pyro.optim.Adam({"lr": 0.02}))
     rounding = 1e-3 if dtype == torch.float32 else 0.0  # of sums that cancel
-    assert again.evaluate_loss(x, y) == pytest.approx(ep.evaluate_loss(x, y), rel=1e-5, abs=rounding)
-    assert again.step(x, y) == pytest.approx(ep.step(x, y), rel=1e-5, abs=rounding)
+    for way in ("evaluate_loss", "step"):
+        found, expected = (getattr(each, way)(x, y) for each in (again, ep))
+        assert found == pytest.approx(expected, rel=1e-5, abs=rounding)
 
 
 class TestModels:
@@ -709,20 +705,6 @@ class TestRowsInAnotherOrder:
         moved = x[order] + 1e-10
         assert ep.evaluate_loss(moved, y[order], indices=order) == pytest.approx(loss, abs=1e-6)
 
-    def test_states_without_fingerprints_load(self):
-        x, y = classes(40)
-        guide, ep = start(probit, x)
-        loss = converge(ep, x, y)
-        state = {key: value for key, value in guide.state_dict().items() if not key.endswith("fingerprints")}
-        other = AutoSparseGP(probit, SparseEP(Z))
-        other.load_state_dict(state)
-        again = ExpectationPropagation(probit, other, pyro.optim.Adam({"lr": 0.02}))
-        assert again.sweep(x, y) == pytest.approx(loss, abs=1e-8)
-        other.float()
-        torch.set_default_dtype(torch.float32)
-        pyro.clear_param_store()
-        assert again.sweep(x.float(), y.float()) == pytest.approx(loss, abs=1e-3)
-
 
 class TestBeforeAnyStep:
     def test_posteriors_are_refused(self):
@@ -789,16 +771,6 @@ class TestRobustness:
         loss = ep.sweep(x, y)
         assert math.isfinite(loss)
         assert abs(converge(ep, x, y) - converge(start(probit, x)[1], x, y)) < 1e-9
-
-    def test_a_likelihood_far_from_log_concave_stays_bounded(self):
-        x = torch.linspace(-3, 3, 60)[:, None]
-        y = torch.sin(2 * x[:, 0]) + torch.randn(60)
-
-        model = one_function(kernels.RBF(0.8), lambda f: dist.Cauchy(f, 0.1))
-        guide, ep = start(model, x, family=SparseEP(torch.linspace(-3, 3, 10)[:, None]), damping=0.1)
-        for _ in range(10):
-            assert math.isfinite(ep.sweep(x, y, num=2))
-        assert guide.posterior(x)["f"].mean.abs().max() < 3
 
     def test_nan_changes_nothing(self):
         x, y = classes(20)

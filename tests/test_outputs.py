@@ -9,17 +9,10 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, mix_outputs
 from pyro_sparsegp.families import SGPR, SVGP, AdditiveSGPR, CoupledPrecision
 
-from .models import observed, prepared, refused, restored, train
+from .models import gaussian, observed, prepared, refused, restored, train
 
 NOISE = 0.2
 LONG, SHORT = kernels.RBF(0.5), kernels.Matern32(0.3)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 MIXING = torch.tensor([[1.0, 0.2], [0.6, -0.8], [-0.7, 0.5]], dtype=torch.float64)
@@ -59,14 +52,6 @@ def _evidence(k, y):
     return dist.MultivariateNormal(torch.zeros(len(y)), k + NOISE**2 * torch.eye(len(y))).log_prob(y).item()
 
 
-def _model(kernel):
-    def model(rows, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, rows))
-        return observed(dist.Normal(f, NOISE), y)
-
-    return model
-
-
 @pytest.mark.parametrize("case", ["intrinsic", "linear"])
 def test_the_kernel_is_the_dense_model(case):
     rows, y = _data()
@@ -75,7 +60,7 @@ def test_the_kernel_is_the_dense_model(case):
     k = _dense(rows, same=same)
     torch.testing.assert_close(kernel(rows), k)
     torch.testing.assert_close(kernel.diag(rows), k.diagonal())
-    model = _model(kernel)
+    model = gaussian(kernel, NOISE)
     for family in (SGPR(len(y), trainable=False), *(() if same else (AdditiveSGPR(len(y), trainable=False),))):
         guide = prepared(model, family, rows, y)
         bound = -TraceQuadrature_ELBO(2).loss(model, guide, rows, y)
