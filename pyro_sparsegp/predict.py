@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Optional, Union
 
 import torch
@@ -19,7 +19,7 @@ from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
 from .program.blocks import Draw, in_blocks, values_of
 from .program.groups import grouped, plate_sizes, warn_of_groups
-from .program.traces import as_process, is_observation, whole_plates
+from .program.traces import as_process, is_observation, sample_sites, whole_plates
 from .warned import Warned, require_number
 from .whitening import Whitening, unwhiten
 
@@ -63,7 +63,7 @@ def predict(
         one, rows = _of_guide(model, result, joint, args, kwargs), 0
         samples: Samples = {"": torch.arange(num_samples or 100)}
     else:
-        samples, (old_args, old_kwargs) = samples_and_data(result, data)
+        samples, old = samples_and_data(result, data)
         model, warned = bare_model(model), Warned()
         available = len(next(iter(samples.values())))
         if num_samples is not None and num_samples > available:
@@ -72,8 +72,7 @@ def predict(
         rows = max(value[0].numel() for value in samples.values())
 
         def one(sample: Draw) -> Draw:
-            trained = Trained(model, sample, old_args, old_kwargs, warned)
-            return values_of(trained.at(args, kwargs))
+            return values_of(Trained(model, sample, *old, warned).at(args, kwargs))
 
     def numbers(draw: Draw) -> int:  # of a covariance at the inputs; of features, where values are drawn singly
         most = rows + max(value.numel() for value in draw.values())
@@ -91,19 +90,20 @@ def _of_guide(
 ) -> Callable[[Draw], Draw]:
     """What makes a draw from a guide, for the guide's own model or another that follows the same latents."""
     structure = guide.structure
-    if structure is not None and model is not guide.model:
+    other = structure is not None and model is not guide.model
+    if other:
         _require_free(model, guide, args, kwargs)
 
     def one(_: Draw) -> Draw:
         try:
             values = guide.draw(*args, joint=joint, **kwargs)
-        except RuntimeError as error:
+        except RuntimeError as error:  # of data of training, which broadcast with nothing
             require_own_rows(guide.trace.nodes, error)
             raise
-        if structure is None or model is guide.model:
+        if not other:
             require_own_rows(guide.trace.nodes)
             return values
-        latent = {name: values[name] for name in (*structure.latents, *structure.gps) if name in values}
+        latent = {name: values[name] for name in (*guide.facts.latents, *guide.facts.gps) if name in values}
         with whole_plates():
             trace = poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs)
         require_own_rows({name: site for name, site in trace.nodes.items() if name not in latent})
@@ -117,12 +117,11 @@ def _require_free(model: Callable, guide: AutoSparseGP, args: tuple, kwargs: dic
     facts = guide.facts
     with torch.no_grad(), poutine.block(), whole_plates():
         sites: Any = poutine.trace(model).get_trace(*args, **kwargs).nodes
-    held = [name for name in (*facts.latents, *facts.gps) if name in sites and sites[name]["is_observed"]]
-    if held:
+    held = next((name for name in (*facts.latents, *facts.gps) if name in sites and sites[name]["is_observed"]), None)
+    if held is not None:
         raise ValueError(
-            f"the model given to predict holds site {held[0]!r} at a value that the guide was not trained "
-            "with: make the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), "
-            "...), and train it."
+            f"the model given to predict holds site {held!r} at a value that the guide was not trained with: make the "
+            "guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
     drawn = [name for name in facts.rows if name in sites and not sites[name]["is_observed"]]
     for name in (name for name in drawn if guide.is_given(name, sites[name])):
@@ -198,6 +197,42 @@ def bare_model(model: Callable) -> Callable:
     return model
 
 
+class AtNewInputs(Messenger):
+    """Gives the sites of a run at other inputs what is known: latents of all rows their values, f its posterior.
+
+    :param values: of latents, by name. Those of single rows are drawn from the model.
+    :param local: the names of these.
+    :param groups: the sizes of the plates of latents of which several data have one.
+    :param function: answers at a GP site: it is given the message and the prior.
+
+    ``known`` are the sites that were given their values.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        local: Collection[str],
+        groups: Mapping[str, dict[str, int]],
+        warned: Warned,
+        function: Callable[[Any, GaussianProcess], None],
+    ) -> None:
+        super().__init__()
+        self.values, self.local, self.groups, self.warned, self.function = values, local, groups, warned, function
+        self.known: set[str] = set()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name, process = msg["name"], as_process(msg["fn"])[0]
+        if msg["is_observed"] or site_is_subsample(msg):
+            return
+        if process is not None:
+            self.function(msg, process)
+        elif name in self.values and name not in self.local:
+            msg["value"] = self.values[name]
+            self.known.add(name)
+        elif self.groups.get(name) == plate_sizes(msg):
+            warn_of_groups(self.warned, name, self.groups[name])
+
+
 class Trained(Messenger):
     """A run of the model at the training inputs, with its latents at one MCMC draw, and runs at other inputs given it.
 
@@ -211,57 +246,26 @@ class Trained(Messenger):
         self, model: Callable, sample: Samples, args: tuple, kwargs: dict[str, Any], warned: Optional[Warned] = None
     ) -> None:
         super().__init__()
-        self.model, self.sample = model, sample
-        self.warned = Warned() if warned is None else warned
+        self.model, self.sample, self.warned = model, sample, Warned() if warned is None else warned
         self.known: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
-        self.groups: dict[str, dict[str, int]] = {}
-        self.training, self.marginal = True, False
-        self.trace = poutine.trace(self._run).get_trace(*args, **kwargs)
-        sites: Any = self.trace.nodes
-        plates = {frame.name for site in sites.values() if is_observation(site) for frame in site["cond_indep_stack"]}
-        self.local = {
-            name
-            for name, site in sites.items()
-            if site["type"] == "sample" and any(frame.name in plates for frame in site["cond_indep_stack"])
-        }
-        self.groups = {name: plate_sizes(sites[name]) for name in grouped(self.trace)}
-        self.training = False
-
-    def _run(self, *args: Any, **kwargs: Any) -> None:
         with self:
-            self.model(*args, **kwargs)
-
-    def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
-        """A run at other inputs.
-
-        :param marginal: draw function values independently of each other.
-        """
-        self.marginal = marginal
-        with whole_plates():
-            return poutine.trace(self._run).get_trace(*args, **kwargs)
+            self.trace = poutine.trace(model).get_trace(*args, **kwargs)
+        sites: Any = sample_sites(self.trace)
+        plates = {name: {frame.name for frame in site["cond_indep_stack"]} for name, site in sites.items()}
+        data = set().union(*(plates[name] for name, site in sites.items() if is_observation(site)))
+        self.local = {name for name in sites if plates[name] & data}
+        self.groups = {name: plate_sizes(sites[name]) for name in grouped(self.trace)}
 
     def _pyro_sample(self, msg: Any) -> None:
-        name = msg["name"]
+        name, process = msg["name"], as_process(msg["fn"])[0]
         if msg["is_observed"] or site_is_subsample(msg):
-            if not (self.training or self.marginal):  # whose data are to be scored
-                require_own_rows({name: msg})
             return
-        process, event_dim = as_process(msg["fn"])
-        if process is not None and self.training:
+        if process is not None:
             msg["value"] = self._function_values(name, process)
             self.known[name] = process.x, msg["value"], process.mean
-        elif process is not None:
-            given: Any = process.given(*self.known[name])
-            if self.marginal:
-                mean, variance = self.moments[name] = given.mean, given.variance.clamp(min=0)
-                msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
-            else:
-                msg["fn"] = given.to_event(event_dim) if event_dim else given
-        elif name in self.sample and (self.training or name not in self.local):
+        elif name in self.sample:
             msg["value"] = self.sample[name]
-        elif self.groups.get(name) == plate_sizes(msg):
-            warn_of_groups(self.warned, name, self.groups[name])
 
     def _function_values(self, name: str, process: GaussianProcess) -> Tensor:
         if name in self.sample:
@@ -271,3 +275,25 @@ class Trained(Messenger):
         raise ValueError(
             f"the samples hold no draws of GP site {name!r}, nor of {name}_whitened: {sorted(self.sample)}"
         )
+
+    def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
+        """A run at other inputs.
+
+        :param marginal: draw function values independently of each other, and take observations for data to be scored.
+        """
+        function = self._marginal if marginal else self._joint
+        with whole_plates(), AtNewInputs(self.sample, self.local, self.groups, self.warned, function):
+            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
+        if not marginal:
+            require_own_rows(trace.nodes)
+        return trace
+
+    def _joint(self, msg: Any, process: GaussianProcess) -> None:
+        event_dim = msg["fn"].event_dim - 1
+        given: Any = process.given(*self.known[msg["name"]])
+        msg["fn"] = given.to_event(event_dim) if event_dim else given
+
+    def _marginal(self, msg: Any, process: GaussianProcess) -> None:
+        given = process.given(*self.known[msg["name"]])
+        mean, variance = self.moments[msg["name"]] = given.mean, given.variance.clamp(min=0)
+        msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)

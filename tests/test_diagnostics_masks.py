@@ -87,6 +87,41 @@ def test_sites_of_one_plate_keep_rows_of_their_own():
         terms = tree.log_likelihood[site]
         np.testing.assert_array_equal(terms[terms.dims[-1]], rows.nonzero()[:, 0])
         assert diagnostics.loo(tree, target="none", var_name=site).n_data_points == 6
+    each = [diagnostics.loo(tree, target="none", var_name=site).elpd for site in ("t", "later")]
+    for joint in (diagnostics.loo(tree, target="none"), diagnostics.loo(tree, target="none", var_name=["t", "later"])):
+        assert joint.elpd == pytest.approx(sum(each))
+        assert joint.n_data_points == 12
+
+
+def test_a_row_of_several_sites_is_left_out_of_all():
+    """Of two observations of one row the density is their joint one, that of their sum's and difference's model."""
+
+    def model(x, y, z, more):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+            pyro.sample("z", dist.Normal(f, 0.5), obs=z)
+        with pyro.plate("more", len(more)):
+            pyro.sample("more_y", dist.Normal(f[:3], 0.5), obs=more)
+
+    def pairs(x, Y, more):
+        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("Y", dist.Normal(f[:, None], 0.5).expand([len(x), 2]).to_event(1), obs=Y)
+        with pyro.plate("more", len(more)):
+            pyro.sample("more_y", dist.Normal(f[:3], 0.5), obs=more)
+
+    x, Y, _ = data()
+    guides = {"y z": (model, x, Y[:, 0], Y[:, 1], Y[:3, 0]), "Y": (pairs, x, Y, Y[:3, 0])}
+    elpds = {}
+    for names, (program, *args) in guides.items():
+        guide = AutoSparseGP(program, SVGP(20))
+        guide.absorb(*args)
+        tree = diagnostics.to_datatree(program, guide, *args, num_samples=400, seed=0)
+        elpds[names] = diagnostics.loo(tree, var_name=names.split()).elpd
+        with pytest.raises(ValueError, match=r"do not observe the same rows.*name one"):
+            diagnostics.loo(tree)
+    assert elpds["y z"] == pytest.approx(elpds["Y"], abs=0.3)
 
 
 def test_cells_of_two_plates_are_left_out():

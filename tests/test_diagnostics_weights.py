@@ -1,7 +1,5 @@
 """Importance weights, leave-one-out and scores against dense references."""
 
-from contextlib import suppress
-
 import numpy as np
 import pyro
 import pyro.distributions as dist
@@ -30,7 +28,7 @@ from .models import (
     trained,
 )
 
-pytest.importorskip("xarray")
+xr = pytest.importorskip("xarray")
 stats = pytest.importorskip("arviz_stats")
 arviz_base = pytest.importorskip("arviz_base")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
@@ -145,10 +143,10 @@ def test_psis_refuses():
     refused("at least 25", diagnostics.psis, guide.model, guide, x, y, num_samples=20)
     with pytest.raises(ValueError, match="at least 25 draws, the tree has 20"):
         diagnostics.loo(guide.model, guide, x, y, num_samples=20, target="none")
-    refused("target must be one of", diagnostics.psis, tree, target="elbo")
+    refused("psis's target must be one of", diagnostics.psis, tree, target="elbo")
     refused("exact=True", diagnostics.psis, tree, target="exact")
     refused("no further arguments", diagnostics.psis, tree, guide)
-    refused("give a tree", diagnostics.psis, 3)
+    refused(r"psis needs .*psis\(model, guide, x, y\).*Got int first and 0 more", diagnostics.psis, 3)
     without = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=5, log_likelihood=False)
     refused("log_likelihood=True", diagnostics.psis, without)
     samples = {"f": GaussianProcess(KERNEL, x).sample((5,))}  # and nothing else: the posterior group is empty
@@ -179,7 +177,7 @@ def test_loo_is_the_exact_processes():
     found = diagnostics.loo(tree)
     np.testing.assert_allclose(found.elpd_i.values, exact_loo(x, y), atol=0.9)
     assert abs(found.elpd - float(exact_loo(x, y).sum())) < 1.8
-    refused("depend on each other", diagnostics.loo, tree, target="exact")
+    refused("loo's target must be one of", diagnostics.loo, tree, target="exact")
 
 
 @pytest.mark.parametrize("weight", [4.0, 0.25, "rows"])
@@ -257,7 +255,7 @@ def test_loo_large_agrees_with_loo():
 
 
 def test_loo_says_when_weights_fail():
-    """Weights that cannot be used are left out, and the result says so; asked for, they are used with a warning."""
+    """Weights that cannot be used are left out, of all rows of a comparison, and the result says so."""
     x, y = smooth_data(20)
     guide = on_a_grid(10, x, y)
     tree = diagnostics.to_datatree(guide.model, guide, x, y, num_samples=50, posterior_predictive=False)
@@ -275,8 +273,35 @@ def test_loo_says_when_weights_fail():
     assert found.target == "none"
     assert found.khat > 0.7
     assert found.warning
-    with pytest.warns(UserWarning, match='target="none" leaves them out'), suppress(ValueError):  # perhaps not finite
-        diagnostics.loo(tree, target="vfe")
+    with pytest.warns(UserWarning, match="They are left out"):  # though they were wanted
+        assert diagnostics.loo(tree, target="vfe").target == "none"
+    with pytest.warns(UserWarning, match="They are left out"):
+        table = diagnostics.compare({"steep": tree, "plain": plain})  # one estimator for both
+    assert table.loc["steep", "elpd"] == table.loc["plain", "elpd"]
+    with pytest.raises(ValueError, match="'good' was found with importance weights, another row without"):
+        diagnostics.compare({"good": good, "plain": plain})
+
+
+def test_khat_comes_with_its_standard_error(monkeypatch):
+    """Of log-normal weights: the error is that of k-hat over seeds; psis draws until it says which side it is on."""
+    from pyro_sparsegp.diagnostics import weights
+
+    def tree(num):
+        ratio = xr.DataArray(1.7 * torch.randn(1, num).numpy(), dims=["chain", "draw"], coords={"chain": [0]})
+        stats = xr.Dataset({"lp": ratio, "log_q": 0 * ratio})
+        return xr.DataTree.from_dict({"posterior": xr.Dataset(), "sample_stats": stats})
+
+    found = [diagnostics.psis(tree(400)) for _ in range(200)]
+    assert np.std([one.khat for one in found]) == pytest.approx(np.mean([one.khat_se for one in found]), rel=0.15)
+    assert found[0].good_k == pytest.approx(1 - 1 / np.log10(400))
+    sizes = []
+    monkeypatch.setattr(
+        weights, "to_datatree", lambda *args, num_samples, **kwargs: sizes.append(num_samples) or tree(num_samples)
+    )
+    assert diagnostics.psis(lambda: None, "guide").khat_se < 0.12
+    assert sizes[:2] == [1000, 4000]
+    diagnostics.psis(lambda: None, "guide", num_samples=30)
+    assert sizes[-1] == 30
 
 
 def test_an_expected_density_that_is_infinite_is_told_of():
@@ -369,14 +394,14 @@ def test_scores_by_draws_are_those_of_the_distribution():
     from pyro_sparsegp.diagnostics.scores import _of_draws
 
     y = torch.linspace(-2, 2, 5)
-    found = _of_draws(y, 0.3 + 0.7 * torch.randn(4000, 5))
+    found = _of_draws(y, y, 0.3 + 0.7 * torch.randn(4000, 5))
     crps = [normal_mixture_crps(torch.tensor([0.3]), torch.tensor([0.7]), v) for v in y]
     np.testing.assert_allclose(found["crps"], torch.stack(crps), atol=0.05)
     np.testing.assert_allclose(found["pit"], dist.Normal(0.3, 0.7).cdf(y), atol=0.03)
     few = torch.randn(3, 5)  # the estimate without bias: over pairs of different draws
     between = sum((few[i] - few[j]).abs() for i in range(3) for j in range(i)) / 3
     expected = (few - y).abs().mean(0) - 0.5 * between
-    np.testing.assert_allclose(_of_draws(y, few)["crps"], expected, atol=1e-6)
+    np.testing.assert_allclose(_of_draws(y, y, few)["crps"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

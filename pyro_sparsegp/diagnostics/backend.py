@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     import matplotlib.figure
     import pandas
     import xarray
 
+    arviz_base: Any
     arviz_stats: Any
 
-__all__ = ["FEWEST", "arviz_stats", "matplotlib", "pandas", "smooth", "xarray"]
+__all__ = ["FEWEST", "arviz_base", "arviz_stats", "matplotlib", "pandas", "xarray"]
 
 FEWEST = 25  # draws that a tail can be fitted to
 
@@ -44,23 +43,5 @@ class Later:
 
 
 if not TYPE_CHECKING:
-    arviz_stats, matplotlib = Later("arviz_stats"), Later("matplotlib")
+    arviz_base, arviz_stats, matplotlib = Later("arviz_base"), Later("arviz_stats"), Later("matplotlib")
     pandas, xarray = Later("pandas"), Later("xarray")
-
-
-def smooth(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
-    """Pareto-smoothed log weights, normalised, and k-hat, of one vector of log p − log q.
-
-    (Vehtari, Simpson, Gelman, Yao and Gabry, 2024.) Constant weights have k-hat −∞. What
-    the draws never reach does not show: a q far too narrow may have a low k-hat.
-    """
-    log_weights = np.asarray(log_weights, dtype=np.float64)
-    if log_weights.size < FEWEST:
-        raise ValueError(f"k-hat needs at least {FEWEST} draws, got {log_weights.size}: take more, num_samples=1000")
-    psislw = arviz_stats.base.array_stats.psislw
-    # Equal weights, but for rounding, have no tail to fit (test_loo_says_when_weights_fail).
-    if np.ptp(log_weights) <= 1e-4:
-        return np.full_like(log_weights, -np.log(log_weights.size)), -np.inf
-    with np.errstate(all="ignore"):  # k-hat is NaN, which counts as too large
-        smoothed, khat = psislw(log_weights.max() - log_weights)  # takes log q − log p, as made for leave-one-out
-    return np.asarray(smoothed, dtype=np.float64), float(khat)

@@ -8,19 +8,16 @@ from typing import Any, Optional, Union
 import numpy as np
 import pyro
 import torch
-from pyro import poutine
 from torch import Tensor
 from tqdm import tqdm
 
 from ..guide import AutoSparseGP
 from ..predict import predict
-from ..program.blocks import values_of
-from ..program.traces import as_process, is_observation, whole_plates
 from ..warned import require_number
-from .backend import xarray
-from .draws import sites_of
+from .backend import arviz_base, xarray
 from .given import guide_of, kind_of, refuse_left, require_arguments, require_model
 from .groups import attributes, name_of
+from .sources import PriorSource
 
 __all__ = ["sbc"]
 
@@ -82,50 +79,37 @@ def sbc(
     with torch.random.fork_rng(), pyro.get_param_store().scope():  # the caller's stays as it is
         for s in tqdm(range(seed, seed + num_simulations), desc="simulations", disable=not progress):
             torch.manual_seed(s)
-            found.append(_ranks(model, fit, args, kwargs, dict(observed or {}), num_samples, rows))
-    variables = {
-        name: (
-            ["chain", "draw", *(f"{name}_dim_{i}" for i in range(one.ndim))],
-            np.stack([r[name] for r in found])[None],
-        )
-        for name, one in found[0].items()
-    }
-    coords = {dim: np.arange(size) for dims, array in variables.values() for dim, size in zip(dims, array.shape)}
+            source = PriorSource(model, args, kwargs, tuple(observed or ()))
+            found.append(_ranks(source, fit, dict(observed or {}), num_samples, rows))
+    ranks = {name: np.stack([one[name] for one in found])[None] for name in found[0]}
     attrs = attributes(num_samples=num_samples, model=name_of(model))
-    return xarray.DataTree.from_dict({"prior_sbc": xarray.Dataset(variables, coords=coords, attrs=attrs)})
+    dataset = arviz_base.dict_to_dataset(ranks).assign_attrs(attrs)
+    return xarray.DataTree.from_dict({"prior_sbc": dataset})
 
 
 def _ranks(
-    model: Callable,
+    source: PriorSource,
     fit: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
     observed: dict[str, str],
     num_samples: int,
     rows: Union[int, Sequence[int]],
 ) -> dict[str, np.ndarray]:
     """The normalised ranks of one simulation."""
-    with torch.no_grad(), whole_plates():
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
-    sites = sites_of(trace)
-    free = {n: value for n, value in values_of(trace).items() if not is_observation(sites[n])}
-    functions = {n: value for n, value in free.items() if as_process(sites[n]["fn"])[0] is not None}
-    truth = {n: value for n, value in free.items() if n not in functions}
-    names = list(observed) or list(truth)[-1:]  # by default the last site is taken for the data
-    if not names or not set(names) <= set(truth):
+    truth, args, kwargs = source.make({}), source.args, source.kwargs
+    if not truth.simulated:
         raise ValueError(
-            f"observed names {names}, and the data must be among the sites {sorted(truth)} that the model draws: call "
-            "sbc with arguments that leave observations out"
+            f"sbc found no data among the sites {list(source.sites)} that the model draws: call it with arguments that "
+            "leave observations out, and name the data, observed={site: argument}"
         )
-    data = {observed.get(name, name): truth.pop(name) for name in names}
-    guide = _fitted(fit, args, kwargs, data)
-    # Latents of single data have no posterior at new inputs, points have none at all.
-    plates = {frame.name for name in names for frame in sites[name]["cond_indep_stack"]}
-    local = {n for n in truth if plates & {frame.name for frame in sites[n]["cond_indep_stack"]}}
+    guide = _fitted(fit, args, kwargs, {observed.get(name, name): value for name, value in truth.simulated.items()})
     # At the training inputs, of the model without data: latents of single rows have no draws of theirs there.
-    draws = predict(model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
-    ranks = {n: _rank(draws[n], value) for n, value in truth.items() if n not in local and not guide.is_point(n)}
-    for name, value in functions.items():
+    draws = predict(source.model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
+    plates = {name: {frame.name for frame in site["cond_indep_stack"]} for name, site in source.sites.items()}
+    data = set().union(*(plates[name] for name in truth.simulated))
+    # Points have no posterior at all.
+    shared = [name for name in truth.values if not plates[name] & data and not guide.is_point(name)]
+    ranks = {name: _rank(draws[name], truth.values[name]) for name in shared}
+    for name, value in truth.functions.items():
         num = value.shape[-1]
         chosen = np.linspace(0, num - 1, min(rows, num)).round().astype(int) if isinstance(rows, int) else rows
         if not all(-num <= row < num for row in chosen):

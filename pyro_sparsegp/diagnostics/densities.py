@@ -13,20 +13,24 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..numerics.tilted import tilted
-from ..program.dependence import differ
+from ..program.bare import bare
+from ..program.declared import MOVES, is_affine
+from ..program.dependence import ELEMENTWISE, Owners, find_owners
 from ..program.likelihood import mapped, normal_nodes
-from ..program.traces import held_trace, require_again, whole_plates
+from ..program.traces import held_trace, whole_plates
 
 __all__ = ["Densities", "DensityReader", "Moments"]
 
 Moments = tuple[Tensor, Tensor]  # mean and variance of function values, (..., N) each
 Values = Mapping[str, Tensor]
 
+_TERM, _MEAN, _REST = "density", "mean", "rest"  # what a program shows of a site
 _NUMBERS = 2**23  # values of function nodes evaluated at once
 _NODES = 32  # of an integral over one function value, at first
 _MOST_NODES = 512  # of one that needs more
@@ -96,11 +100,6 @@ class DensityReader:
 
         return Densities({name: log_density for name, (log_density, _) in found.items()}, total(1), total(0))
 
-    def density(self, name: str, held: Values, functions: Mapping[str, Moments]) -> Tensor:
-        """One site's integrated densities, ``(S, ...)``; ``held`` may name another value of it."""
-        with torch.no_grad(), pyro.validation_enabled(False), whole_plates():
-            return self._site(name, held, functions)[0]
-
     def total(self, values: Values) -> Tensor:
         """The sum of all log densities read, scaled, at one value of each latent site."""
         with whole_plates():
@@ -112,79 +111,48 @@ class DensityReader:
         with whole_plates(), pyro.validation_enabled(False):
             return held_trace(self.model, values, self.args, self.kwargs).nodes[name]["fn"]
 
-    def _terms(self, values: Values, only: Sequence[str]) -> dict[str, Tensor]:
-        """Log densities of some sites, unscaled, 0 where they are masked."""
+    def _sites(self, values: Values, only: Sequence[str]) -> dict[str, Any]:
+        """Some sites of such a run, those that it has."""
         sites: Any = held_trace(self.model, values, self.args, self.kwargs).nodes
         kept = {name: sites[name] for name in only if name in sites}
-        for name, site in kept.items():
-            self.scales.setdefault(name, site["scale"])
-        return {
-            name: torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), 1.0, site["mask"]))
-            for name, site in kept.items()
-        }
+        self.scales = {name: site["scale"] for name, site in kept.items()} | self.scales
+        return kept
+
+    def _terms(self, values: Values, only: Sequence[str]) -> dict[str, Tensor]:
+        return {name: _log_density(site) for name, site in self._sites(values, only).items()}
 
     # What depends on what, of one draw.
 
     def _learn(self, held: Values, functions: Mapping[str, Moments]) -> None:
-        """Find which densities depend on which function values: NaN among these shows, as NaN · 0 is NaN."""
+        """Find which densities depend on which function values, and how: by NaN among these, and by moving them."""
         means = {gp: mean for gp, (mean, _) in functions.items()}
-        start = self._terms({**held, **means}, self.sites)
-        plans = {name: _Plan() for name in start}
-        generator = torch.Generator().manual_seed(0)
-        for gp, f in means.items():
-            # Two halves of the values, each set to NaN: a term of another place than its value shows in one of them.
-            half = (torch.rand(f.shape, generator=generator) < 0.5).to(f.device)
-            halves = [
-                (part, self._terms({**held, **means, gp: f.masked_fill(part, torch.nan)}, self.sites))
-                for part in (half, ~half)
-            ]
-            for site, before in start.items():
-                # A comparison, RobustMax's say, makes no NaN of it, but another value
-                # (test_predictive_scores_see_the_same_probabilities).
-                moves = [(part, differ(before, terms[site])) for part, terms in halves]
-                if any(moved.any() for _, moved in moves):
-                    own = before.shape == f.shape and not any((moved & ~part).any() for part, moved in moves)
-                    plans[site].aligned[gp] = own
-        for site, plan in plans.items():
-            single = [gp for gp, aligned in plan.aligned.items() if aligned]
-            rows = [gp for gp in plan.aligned if gp in single or start[site].shape == means[gp].shape[-1:]]
-            values = {**held, **means}
-            plan.quadratic = next((gp for gp in rows if self._is_quadratic(site, gp, values, functions[gp])), None)
-            if plan.quadratic is None and single:
-                # The one against whose residual the density is the narrowest: others are at fixed nodes
-                # (test_a_narrow_likelihood_beside_another_process).
-                moved = {gp: self._terms({**values, gp: means[gp] + _step(functions[gp])}, [site]) for gp in single}
-                change = {gp: float((moved[gp][site] - start[site]).abs().nan_to_num().sum()) for gp in single}
-                plan.inner = max(single, key=change.__getitem__)
+        self.plans = {name: _Plan() for name in self._sites({**held, **means}, self.sites)}
+        steps = {gp: _step(moments) for gp, moments in functions.items()}
+        if not means:
+            return
+        owners, moved = find_owners(lambda f: self._show({**held, **f}), means, steps, list(means), MOVES)
+        for site, plan in self.plans.items():
+            touching = {gp: owners[gp] for gp in means if owners[gp][_TERM, site].touched.any()}
+            plan.aligned = {gp: _in_place(own[_TERM, site], means[gp].shape) for gp, own in touching.items()}
+            # Terms of a row, which may have values of several outputs.
+            rows = {gp: own for gp, own in touching.items() if _in_place(own[_TERM, site], means[gp].shape[-1:])}
+            rows |= {gp: touching[gp] for gp, aligned in plan.aligned.items() if aligned}
+            normal = [gp for gp, own in rows.items() if _is_mean(site, own, moved[gp])]
+            single = [gp for gp, aligned in plan.aligned.items() if aligned and not normal]
+            # The one against whose residual the density is the narrowest: others are at fixed nodes
+            # (test_a_narrow_likelihood_beside_another_process).
+            changes = {gp: moved[gp][1.0][_TERM, site] - moved[gp][0.0][_TERM, site] for gp in single}
+            plan.quadratic = next(iter(normal), None)
+            plan.inner = max(single, key=lambda gp: float(changes[gp].abs().nan_to_num().sum()), default=None)
             plan.others = [gp for gp in plan.aligned if gp not in (plan.quadratic, plan.inner)]
-        self.plans = plans
 
-    def _is_quadratic(self, site: str, gp: str, values: Values, moments: Moments) -> bool:
-        """Whether each term is a sum of parabolas in single values of a GP site, curved wherever it slopes."""
-        f, generator = moments[0], torch.Generator().manual_seed(0)
-
-        def term(f: Tensor) -> Tensor:
-            return self._terms({**values, gp: f}, [site])[site]
-
-        try:
-            value, slope, curvature = _expanded(term, f)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:  # a program without derivatives
-            require_again(error, lambda: _expanded(term, f), f)
-            return False
-        # A straight or a rising parabola has no Gaussian; a flat density has nothing to integrate.
-        if ((slope != 0) & (curvature >= 0)).any() or not curvature.any():
-            return False
-        for size in (1.0, 8.0):
-            move = size * _step(moments) * torch.randn(f.shape, generator=generator, dtype=f.dtype).to(f.device)
-            parts = [_by_term(part, value) for part in (slope * move, 0.5 * curvature * move.square())]
-            most = parts[0].abs() + parts[1].abs()
-            there = term(f + move)
-            # Of large terms that change little no more is known than their rounding.
-            reach = (1e-6 if f.dtype == torch.float64 else 1e-3) * (most + most.mean())
-            reach = reach + 8 * torch.finfo(f.dtype).eps * (value.abs() + there.abs())
-            if not ((there - value - sum(parts)).abs() <= reach).all():
-                return False
-        return True
+    def _show(self, values: Values) -> dict[tuple[str, str], Tensor]:
+        """Log densities; of normal ones the mean, too, and the sum of all else that they are made of."""
+        sites = self._sites(values, self.sites)
+        shown = {(_TERM, name): _log_density(site) for name, site in sites.items()}
+        normal = {name: bare(site["fn"]) for name, site in sites.items() if type(bare(site["fn"])) is dist.Normal}
+        shown |= {(_MEAN, name): fn.loc for name, fn in normal.items()}
+        return shown | {(_REST, name): fn.scale + sites[name]["value"] for name, fn in normal.items()}
 
     # One site's densities, of S draws.
 
@@ -246,6 +214,27 @@ class DensityReader:
         return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
 
 
+def _log_density(site: Any) -> Tensor:
+    """A site's terms, unscaled, 0 where they are masked."""
+    return torch.as_tensor(scale_and_mask(site["fn"].log_prob(site["value"]), mask=site["mask"]))
+
+
+def _in_place(own: Owners, shape: torch.Size) -> bool:
+    """Whether terms have the shape of values, ``(..., N)``, or of their rows, and each stands where its value does."""
+    if own.touched.shape != shape:
+        return False
+    numbers = torch.arange(shape.numel(), device=own.rows.device).reshape(shape)
+    owner = own.rows + own.outputs * shape[-1] if len(shape) > 1 else own.rows
+    return bool((owner == numbers)[own.touched].all())
+
+
+def _is_mean(site: str, own: Mapping[Any, Owners], moved: Mapping[float, Mapping[Any, Tensor]]) -> bool:
+    """Whether a density is normal, and its mean, and nothing else of it, is affine in function values, one an entry."""
+    if (_MEAN, site) not in own or own[_MEAN, site].kind != ELEMENTWISE or own[_REST, site].touched.any():
+        return False
+    return is_affine({move: shown[_MEAN, site] for move, shown in moved.items()})
+
+
 def _expanded(term: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Terms, and their sum's first and second derivatives by each value, where no term has products of values."""
 
@@ -279,7 +268,8 @@ def _require_finite(name: str, log_density: Tensor) -> None:
 
 
 def _step(moments: Moments) -> Tensor:
-    """How far to move function values in order to see how a density changes."""
+    """How far to move function values in order to see how a density changes: each by another step, up or down."""
     mean, variance = moments
     size = float(variance.mean().sqrt() + 0.1 * (mean - mean.mean()).square().mean().sqrt())
-    return torch.full_like(mean, size if size > 0 and math.isfinite(size) else 1e-3)
+    step = torch.rand(mean.shape, generator=torch.Generator().manual_seed(0), dtype=mean.dtype).to(mean.device) - 0.5
+    return (size if size > 0 and math.isfinite(size) else 1e-3) * (step.sign() + step)

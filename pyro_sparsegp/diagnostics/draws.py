@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import pyro
@@ -23,10 +23,10 @@ from ..approximations.weight_space import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
 from ..guide.conditions import Predicting
 from ..posterior.sparse_posterior import SparsePosterior
-from ..program.blocks import in_blocks, values_of
+from ..predict import AtNewInputs
+from ..program.blocks import in_blocks
 from ..program.dependence import COUPLED
-from ..program.groups import plate_sizes, warn_of_groups
-from ..program.traces import as_process, bare, is_observation, whole_plates, without_event
+from ..program.traces import bare, is_observation, sample_sites, whole_plates, without_event
 from .densities import Densities, DensityReader, Moments
 from .marginal import log_marginal
 
@@ -87,9 +87,20 @@ class Draws:
         """The log prior density."""
         return sum(self.log_priors.values(), torch.zeros((), dtype=torch.float64))
 
+    def groups(self, include_f: bool) -> dict[str, dict[str, Tensor]]:
+        """Their variables by group of a tree."""
+        coefficients = {f"{site}_w": w for site, w in self.coefficients.items()}
+        return {
+            "sample_stats": dict(self.stats),
+            "posterior": self.values | coefficients | (self.functions if include_f else {}),
+            "log_prior": self.log_priors,
+            "posterior_predictive": self.simulated,
+            "predictions": self.predicted,
+        }
+
     def flat(self) -> dict[Any, Tensor]:
         """All tensors, by field and name."""
-        return {(f.name, name): value for f in fields(self) for name, value in getattr(self, f.name).items()}
+        return {(kind, name): value for kind, part in vars(self).items() for name, value in part.items()}
 
     @classmethod
     def of(cls, flat: Mapping[Any, Tensor]) -> Draws:
@@ -110,9 +121,12 @@ class Source(ABC):
     """
 
     name: str  # what kind of posterior this is
+    shape: Optional[tuple[int, ...]] = None  # how many chains, and draws of each, if it has them
+    families: Optional[dict[str, Any]] = None  # of GP sites
     target = "exact"  # what the draws are towards; of a guide it is known after the first draw
     joint = False  # whether draws take the covariance of function values
     alone = False  # whether one draw is made at a time
+    model: Callable
     data: list[str]
     factors: list[str]
     names: list[str]
@@ -159,23 +173,29 @@ class Source(ABC):
 
     def _observed(self, sites: Mapping[str, Any], draw: Draws, simulates: bool) -> None:
         """Take note of the first run's observed sites, and draw them in each."""
+        for name in (*self.data, *self.factors):
+            if name not in sites or not sites[name]["is_observed"]:
+                raise ValueError(
+                    f"site {name!r} was observed in training and is not now: give the training data, "
+                    "to_datatree(model, guide, x, y)."
+                )
         self.sites = self.sites or {name: sites[name] for name in (*self.data, *self.factors)}
         require_shapes({name: sites[name] for name in self.data})
         draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
 
-    def predictions(self, trace: poutine.Trace, known: Any) -> dict[str, Tensor]:
+    def predictions(self, trace: poutine.Trace, known: Collection[str]) -> dict[str, Tensor]:
         """The sites of a run at new inputs but those whose values were known.
 
         :raises ValueError: where it was given observations.
         """
-        for name, site in sites_of(trace).items():
-            if is_observation(site) and not site_is_subsample(site) and not is_factor(site):
-                raise ValueError(
-                    f"predict= holds observations of site {name!r}: give the model's arguments at new inputs without "
-                    "them, predict=x_new, or None in their place. predictive_scores judges predictions of data."
-                )
-        values = values_of(trace)
-        return {name: value for name, value in values.items() if name not in known and name not in self.factors}
+        values = {name: site for name, site in sample_sites(trace).items() if not is_factor(site)}
+        seen = next((name for name, site in values.items() if is_observation(site)), None)
+        if seen is not None:
+            raise ValueError(
+                f"predict= holds observations of site {seen!r}: give the model's arguments at new inputs without "
+                "them, predict=x_new, or None in their place. predictive_scores judges predictions of data."
+            )
+        return {name: site["value"] for name, site in values.items() if name not in known}
 
 
 class GuideSource(Source):
@@ -202,16 +222,18 @@ class GuideSource(Source):
                 "predictive_scores(model, guide, x, y) scores them."
             )
         self.guide, self.structure, self.args, self.kwargs = guide, structure, args, kwargs
+        self.model = guide.model
         self.exact = self.alone = exact
         self.sites: dict[str, Any] = {}
         self._kept = Predicting()
+        self.families = {name: spec["family"] for name, spec in structure.gps.items()}
         self.data = [name for name, num in structure.rows.items() if num]
         self.factors = [name for name, num in structure.rows.items() if not num]
         self.names = [*structure.rows, *structure.latents, *structure.gps]
         # Whose values the densities couple, or another GP takes for inputs: they are not integrated one by one.
         self.drawn = {*structure.inner, *(f for f, kind in structure.dependence.items() if kind == COUPLED)}
-        # Given a latent of the field f has less variance than its marginal; so has a sum of sites with one posterior
-        # (test_scores_of_a_field, test_scores_of_sites_with_one_posterior).
+        # Given a latent of the field f has less variance than its marginal has; so has a sum of sites with one
+        # posterior (test_scores_of_a_field, test_scores_of_sites_with_one_posterior).
         self.marginal = marginal and not structure.joint and not structure.field
         self.posteriors: dict[str, SparsePosterior] = {}  # of the last draw
         self.reader = DensityReader(guide.model, args, kwargs, [*self.data, *self.factors, *structure.downstream])
@@ -221,55 +243,73 @@ class GuideSource(Source):
 
     @torch.no_grad()
     def make(self, item: Mapping[str, Tensor], new: Optional[Call], simulates: bool) -> Draws:
-        guide, training, draw = self.guide, self.guide.training, Draws()
-        draw.stats["log_q"] = torch.zeros((), dtype=torch.float64)
-        guide.eval()
-        self.posteriors = {}
-        try:
-            # As predictions are made: rows may be held-out ones, and a kernel's variance correction acts on q(w), too.
-            quiet = pyro.validation_enabled(False), poutine.block()
-            with guide.predicting(self._kept), quiet[0], whole_plates(), quiet[1], _AtTrainingRows(self, draw):
-                guide(*self.args, **self.kwargs)
-            priors, posteriors = map(sites_of, guide.get_traces())
-            sites = sites_of(guide.trace)
-        finally:
-            guide.train(training)
-            guide.trace = poutine.Trace()
-        missing = [n for n in (*self.data, *self.factors) if n not in sites or not sites[n]["is_observed"]]
-        if missing:
-            raise ValueError(
-                f"site {missing[0]!r} was observed when the guide was initialised and is not now: give the training "
-                "data, to_datatree(model, guide, x, y)."
-            )
+        draw, self.posteriors = Draws(stats={"log_q": torch.zeros((), dtype=torch.float64)}), {}
+        priors, posteriors, sites = self._run(draw)
         self._observed(sites, draw, simulates)
         values = {name: site["value"] for name, site in sites.items() if not site["is_observed"]}
         draw.functions = {name: values[name] for name in self.posteriors}
         draw.held = {name: f for name, f in values.items() if name not in self.posteriors or name in self.drawn}
         draw.means = {name: mean for name, mean in draw.means.items() if name not in self.drawn}
-        for name, value in values.items():
-            if name in self.posteriors or site_is_subsample(sites[name]):
-                continue
-            draw.values[name] = value
-            p, q = priors[name], posteriors[name]
-            if p["fn"] is q["fn"]:  # drawn from the model
-                continue
-            if name not in self.structure.downstream:  # those have their own term
-                draw.log_priors[name] = log_density_of(p["fn"], p, value)
-            draw.stats["log_q"] = draw.stats["log_q"] + log_density_of(q["fn"], q, value)
-        self.target = self._target(priors)
+        latent = [name for name in values if name not in self.posteriors and not site_is_subsample(sites[name])]
+        draw.values = {name: values[name] for name in latent}
+        learned = [
+            name for name in latent if priors[name]["fn"] is not posteriors[name]["fn"]
+        ]  # others are the model's
+        for name in learned:  # others are drawn from the model
+            draw.stats["log_q"] = draw.stats["log_q"] + log_density_of(posteriors[name])
+        # Those whose densities move with f have their own terms.
+        own = [name for name in learned if name not in self.structure.downstream]
+        draw.log_priors |= {name: log_density_of(priors[name]) for name in own}
+        # The bound's target, or expectation propagation's: a q(w) under a kernel's variance correction is optimal for
+        # integrated densities, as expectation propagation's is.
+        exact = [n for n, module in self.guide.modules_by_site().items() if isinstance(module, ExactWeightSpaceGP)]
+        corrected = any(without_event(priors[name]["fn"])[0].kernel.depends_on_rows for name in exact)
+        self.target = "fitc" if self.guide.by_expectation or corrected else "vfe"
         if new is not None:
-            with poutine.block(), whole_plates(), _AtNewRows(self, draw) as at_new:
-                trace = poutine.trace(guide.model).get_trace(*new[0], **new[1])
-            draw.predicted = self.predictions(trace, at_new.known)
+            draw.predicted = self._predicted(draw, new)
         return draw
 
-    def _target(self, priors: Mapping[str, Any]) -> str:
-        """The bound's, or expectation propagation's: a q(w) under a kernel's variance correction is optimal for
-        integrated densities, as expectation propagation's is.
+    def _run(self, draw: Draws) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """A run of the guide on the rows, as predictions are made: the model's sites, the guide's, and its own.
+
+        Rows may be held-out ones, and a kernel's variance correction acts on q(w), too.
         """
-        exact = (n for n, m in self.guide.modules_by_site().items() if isinstance(m, ExactWeightSpaceGP))
-        corrected = any(without_event(priors[name]["fn"])[0].kernel.depends_on_rows for name in exact)
-        return "fitc" if self.guide.by_expectation or corrected else "vfe"
+        guide, training = self.guide, self.guide.training
+        guide.eval()
+        try:
+            quiet = pyro.validation_enabled(False), poutine.block()
+            with guide.predicting(self._kept), quiet[0], whole_plates(), quiet[1], _AtTrainingRows(self, draw):
+                guide(*self.args, **self.kwargs)
+            priors, posteriors = map(sites_of, guide.get_traces())
+            return priors, posteriors, sites_of(guide.trace)
+        finally:
+            guide.train(training)
+            guide.trace = poutine.Trace()
+
+    def _predicted(self, draw: Draws, new: Call) -> dict[str, Tensor]:
+        """The sites of a run of the model at new inputs, given a draw."""
+
+        def function(msg: Any, prior: Any) -> None:
+            name = msg["name"]
+            if name in draw.coefficients:
+                q = self.guide.posterior_given(name, prior, self.posteriors[name].sites, new_rows=True)
+                w = list(draw.coefficients[name].split(list(q.coefficients.sizes), -1))
+                mean, variance = q.given_coefficients(w, _ROWS)
+                # f | w ~ N(h, ρ): jointly in O(N³), or of many rows by its marginals.
+                joint = mean.shape[-1] <= LARGEST_JOINT
+                msg["value"] = mean + (q.residual(mean) if joint else variance.sqrt() * torch.randn_like(mean))
+
+        structure = self.structure
+        plates = {name: structure.latents[name]["plates"] for name in draw.values.keys() & structure.latents.keys()}
+        local = [name for name in draw.values if {*plates.get(name, ())} & {*structure.data_plates}]
+        groups = {name: plates[name] for name in structure.grouped if name in plates}
+        with (
+            poutine.block(),
+            whole_plates(),
+            AtNewInputs(draw.values, local, groups, self.guide.warned, function) as at,
+        ):
+            trace = poutine.trace(self.guide.model).get_trace(*new[0], **new[1])
+        return self.predictions(trace, at.known)
 
     def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
         # "vfe": log p(θ) p(w) + Σ E[log p(y | f) | w]; "fitc": the logarithm of the expectation for each datum;
@@ -290,13 +330,11 @@ class _AtTrainingRows(Messenger):
         self.source, self.draw = source, draw
 
     def _pyro_sample(self, msg: Any) -> None:
-        q = without_event(msg["fn"])[0]
-        if isinstance(q, SparsePosterior):
-            self.source.posteriors[msg["name"]] = q
-            msg["value"] = self._function(msg["name"], q)
-
-    def _function(self, name: str, q: SparsePosterior) -> Tensor:
+        name, q = msg["name"], without_event(msg["fn"])[0]
+        if not isinstance(q, SparsePosterior):
+            return
         source, draw = self.source, self.draw
+        source.posteriors[name] = q
         if source.marginal:
             mean, variance = q.moments(_ROWS)
         else:
@@ -309,41 +347,10 @@ class _AtTrainingRows(Messenger):
             draw.stats["log_q"] = draw.stats["log_q"] + log_prior + q.coefficients.log_ratio(w).double().sum()
         draw.means[name], draw.variances[name] = mean, variance
         # Values that meet in a density are drawn jointly; others by their marginals, in O(N M).
-        if source.structure.dependence.get(name) == COUPLED:
-            return q.rsample() if source.marginal else mean + q.residual(mean)
-        return mean + variance.sqrt() * torch.randn_like(mean)
-
-
-class _AtNewRows(Messenger):
-    """Answers in a run of the model at new inputs, given one draw from a guide."""
-
-    def __init__(self, source: GuideSource, draw: Draws) -> None:
-        super().__init__()
-        self.source, self.draw = source, draw
-        self.known: set[str] = set()
-
-    def _pyro_sample(self, msg: Any) -> None:
-        name, structure = msg["name"], self.source.structure
-        latent = structure.latents.get(name)
-        if msg["is_observed"] or site_is_subsample(msg):
-            return
-        if name in structure.gps and as_process(msg["fn"])[0] is not None:
-            msg["value"] = self._function(name, msg["fn"])
-        elif latent is not None and not set(latent["plates"]) & set(structure.data_plates):
-            msg["value"] = self.draw.values[name]
-            self.known.add(name)
-        elif latent is not None and name in structure.grouped and latent["plates"] == plate_sizes(msg):
-            warn_of_groups(self.source.guide.warned, name, latent["plates"])
-
-    def _function(self, name: str, prior: Any) -> Tensor:
-        source = self.source
-        q = source.guide.posterior_given(name, prior, source.posteriors[name].sites, new_rows=True)
-        w = list(self.draw.coefficients[name].split(list(q.coefficients.sizes), -1))
-        mean, variance = q.given_coefficients(w, _ROWS)
-        # f | w ~ N(h, ρ): jointly in O(N³), or of many rows by its marginals.
-        if mean.shape[-1] <= LARGEST_JOINT:
-            return mean + q.residual(mean)
-        return mean + variance.sqrt() * torch.randn_like(mean)
+        if source.structure.dependence.get(name) != COUPLED:
+            msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
+        else:
+            msg["value"] = q.rsample() if source.marginal else mean + q.residual(mean)
 
 
 @contextmanager
@@ -362,9 +369,10 @@ def sites_of(trace: Any) -> dict[str, Any]:
     return {name: site for name, site in trace.nodes.items() if site["type"] == "sample"}
 
 
-def log_density_of(fn: Any, site: Any, value: Tensor) -> Tensor:
-    """The log density of a site's value under ``fn``, summed, with the site's scale and mask."""
-    return torch.as_tensor(scale_and_mask(fn.log_prob(value), site["scale"], site["mask"])).double().sum()
+def log_density_of(site: Any) -> Tensor:
+    """The log density of a site's value, summed, with the site's scale and mask."""
+    density = torch.as_tensor(site["fn"].log_prob(site["value"]))
+    return scale_and_mask(density, site["scale"], site["mask"]).double().sum()
 
 
 def is_factor(site: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -57,18 +57,17 @@ def plot_effects(
         )
     x, parts = posterior.process.x, posterior.components
     labels = [f"x{i}" for i in range(x.shape[-1])] if columns is None else list(columns)
-    read = {name: _columns(part) for name, part in parts.items()}
-    names = [name for name in parts.names if len(read[name]) in (1, 2)] if names is None else names
-    others = {name: len(_columns(parts[name])) for name in names if len(_columns(parts[name])) not in (1, 2)}
-    wrong, num_read = next(iter(others.items()), (None, 0))
-    faults = (
-        (posterior.batch_shape, f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}: give one"),
-        (not 0 < prob < 1, f"plot_effects' prob must be between 0 and 1, got {prob}"),
-        (len(labels) != x.shape[-1], f"columns names {len(labels)} columns, the inputs have {x.shape[-1]}"),
-        (others, f"term {wrong!r} reads {num_read} columns; plot_effects shows terms of one or two"),
-        (not names, f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}"),
-    )
-    for fault, why in faults:
+    reads = {name: _columns(part) for name, part in parts.items()}
+    names = [name for name, read in reads.items() if len(read) in (1, 2)] if names is None else list(names)
+    wrong = next((name for name in names if len(reads.get(name, _columns(parts[name]))) not in (1, 2)), None)
+    faults = {
+        f"site {posterior.name!r} has outputs {tuple(posterior.batch_shape)}: give one": posterior.batch_shape,
+        f"plot_effects' prob must be between 0 and 1, got {prob}": not 0 < prob < 1,
+        f"columns names {len(labels)} columns, the inputs have {x.shape[-1]}": len(labels) != x.shape[-1],
+        f"term {wrong!r} reads {len(reads.get(str(wrong), ()))} columns; plot_effects shows terms of one or two": wrong,
+        f"no term of site {posterior.name!r} reads one or two columns: {list(parts.names)}": not names,
+    }
+    for why, fault in faults.items():
         if fault:
             raise ValueError(why)
     rows, wide = -(-len(names) // num_columns), min(num_columns, len(names))
@@ -77,11 +76,11 @@ def plot_effects(
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()
     # Central marginal intervals: Φ⁻¹((1 + p)/2) standard deviations to each side.
-    quantile = float(torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor((1 + prob) / 2)))
+    quantile = float(torch.special.ndtri(torch.tensor((1 + prob) / 2, dtype=torch.float64)))
     effects = _Effects(x, labels, quantile, num, transform or (lambda value: value), rug)
     for name, axis in zip(names, axes.flat):
         axis.set_title(name)
-        effects.show(axis, parts[name], *read[name])
+        effects.show(axis, parts[name], reads[name])
     return figure
 
 
@@ -101,29 +100,30 @@ class _Effects(NamedTuple):
     change: Callable[[Tensor], Tensor]
     rug: bool
 
-    def show(self, axis: Any, part: SparsePosterior, *columns: int) -> None:
+    def show(self, axis: Any, part: SparsePosterior, columns: tuple[int, ...]) -> None:
         """The effect of one column or two: curves, one for each level of a factor; points, of a factor alone; a map."""
-        codes = [column for column in part.process.kernel.code_columns(self.x.shape[-1]) if column in columns]
-        others = [column for column in columns if column not in codes[:1]]
-        if len(columns) == 2 and not codes:
-            self._map(axis, part, *columns)
-        elif not others:
-            self._curve(axis, part, self._at({columns[0]: self.x[:, columns[0]].unique()}), columns[0], points=True)
+        codes = [column for column in part.process.kernel.code_columns(self.x.shape[-1]) if column in columns][:1]
+        others = [column for column in columns if column not in codes]
+        if len(others) == 2:
+            self._map(axis, part, *others)
+        elif others:
+            self._curves(axis, part, others[0], codes)
         else:
-            self._curves(axis, part, others[0], codes[:1])
+            self._curve(axis, part, self._at({codes[0]: self.x[:, codes[0]].unique()}), codes[0], points=True)
 
     def _curves(self, axis: Any, part: SparsePosterior, column: int, codes: Sequence[int]) -> None:
         line = self._line(column, self.num)
-        for by in codes:
-            for level in self.x[:, by].unique():
-                at = self._at({column: line, by: level})
-                self._curve(axis, part, at, column, f"{self.labels[by]} = {level.item():g}")
+        levels = [({by: level}, f"{self.labels[by]} = {level:g}") for by in codes for level in self._levels(by)]
+        for level, label in levels or [({}, "")]:
+            self._curve(axis, part, self._at({column: line, **level}), column, label or None)
+        if levels:
             axis.legend(fontsize="small")
-        if not codes:
-            self._curve(axis, part, self._at({column: line}), column)
         if self.rug:
             ticks = {"color": "k", "alpha": 0.3, "transform": axis.get_xaxis_transform()}
             axis.plot(self.x[:, column].cpu(), torch.zeros(len(self.x)), "|", **ticks)
+
+    def _levels(self, column: int) -> list[float]:
+        return self.x[:, column].unique().tolist()
 
     def _curve(
         self, axis: Any, part: SparsePosterior, at: Tensor, column: int, label: Any = None, points: bool = False
@@ -157,9 +157,9 @@ class _Effects(NamedTuple):
         low, high = self.x[:, column].min(), self.x[:, column].max()
         return low + (high - low) * torch.linspace(0, 1, num, dtype=self.x.dtype, device=self.x.device)
 
-    def _at(self, places: dict[int, Tensor]) -> Tensor:
+    def _at(self, places: Mapping[int, Any]) -> Tensor:
         """Inputs at places along some columns, the others as in the first row."""
-        at = self.x[:1].repeat(max(len(values) if values.dim() else 1 for values in places.values()), 1)
+        at = self.x[:1].repeat(max(torch.as_tensor(values).numel() for values in places.values()), 1)
         for column, values in places.items():
             at[:, column] = values
         return at

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from .._version import __version__
 from ..program.bare import unmasked_rows
-from .backend import xarray
+from .backend import arviz_base
 from .given import signature_of
 
 __all__ = ["Table", "attributes", "constant_data", "name_of", "plate_names"]
@@ -29,10 +28,10 @@ def plate_names(name: str, site: Any, sites: Sequence[str] = ()) -> list[str]:
     """
     batch_shape = site["fn"].batch_shape
     names = [f"{name}_dim_{i}" for i in range(len(batch_shape) + len(site["fn"].event_shape))]
-    for frame in site["cond_indep_stack"]:
-        if frame.vectorized and frame.dim is not None and -frame.dim <= len(batch_shape):
-            taken = frame.name in (*_RESERVED, name, *sites)
-            names[len(batch_shape) + frame.dim] = f"{frame.name}_dim" if taken else frame.name
+    plates = {len(batch_shape) + frame.dim: frame.name for frame in site["cond_indep_stack"] if frame.vectorized}
+    for place in plates.keys() & range(len(batch_shape)):
+        taken = plates[place] in (*_RESERVED, name, *sites)
+        names[place] = plates[place] + "_dim" * taken
     return names
 
 
@@ -55,125 +54,111 @@ class Table:
     ) -> None:
         if dtype not in ("float16", "float32", "float64"):
             raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
-        self.shape, self.dtype = shape, np.dtype(dtype)
+        self.shape, self.dtype = shape, dtype
         self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
-        self.choose = choose
-        self.lpd: dict[str, np.ndarray] = {}
         self.arrays: dict[str, dict[str, np.ndarray]] = {}
         self.fixed: dict[str, dict[str, np.ndarray]] = {}  # of the groups that have no draws
+        self.choose, self.start = choose, 0
+        self.rows_left: dict[str, np.ndarray] = {}  # numbers of the rows of the sites of which masks leave some out
+        self.extra: dict[tuple[str, str], np.ndarray] = {}  # coordinates of log likelihoods, by site and kind
         self.names: dict[str, list[str]] = {}  # of a variable's dimensions
         self.rows: dict[int, str] = {}  # the data plates, by size
         self.discrete: set[str] = set()  # observed sites of whole numbers: torch holds counts as floats
-        self.unmasked: dict[str, np.ndarray] = {}  # rows of the sites of which masks leave some out
-        self.weights: dict[str, np.ndarray] = {}  # of rows, poutine.scale's, where they are not all 1
 
     def learn(self, sites: Mapping[str, Any], functions: Mapping[str, Tensor]) -> None:
-        """Learn names, kinds, masks and weights from one draw's observed sites and function values."""
+        """Learn names and kinds from one draw's observed sites and function values."""
         for name, site in sites.items():
             self.names[name] = plate_names(name, site, list(sites))
-            own = f"{name}_dim_"
             # Function values and arguments of as many rows have the plate's name.
             sizes = zip(self.names[name], site["fn"].batch_shape)
-            self.rows = {size: dim for dim, size in sizes if not dim.startswith(own)} | self.rows
-            value, rows = site["value"], unmasked_rows(site)
-            if getattr(site["fn"].support, "is_discrete", False) and bool((value == value.round()).all()):
-                self.discrete.add(name)
+            self.rows = {size: dim for dim, size in sizes if not dim.startswith(f"{name}_dim_")} | self.rows
+            whole = getattr(site["fn"].support, "is_discrete", False) and (site["value"] == site["value"].round()).all()
+            self.discrete |= {name} if whole else set()
+            rows = unmasked_rows(site)
             if rows is not None and rows.dim() and not rows.all():
-                self.unmasked[name] = rows.cpu().numpy()
-            # All plates are whole here, so that what scale there is are weights.
-            scale = torch.as_tensor(site["scale"]).detach().cpu()
-            if (scale != 1).any():
-                self.weights[name] = scale.expand(site["fn"].batch_shape).numpy()
+                self.rows_left[name] = np.flatnonzero(rows.cpu().numpy())
+            # All plates are whole here, so that what scale there is are weights, which leave-one-out asks for.
+            weights = torch.as_tensor(site["scale"]).detach().cpu().expand(site["fn"].batch_shape).numpy()
+            if (weights != 1).any():
+                rows_left = self.rows_left.get(name)
+                self.extra[name, "weight"] = weights if rows_left is None else weights.ravel()[rows_left]
         for name, f in functions.items():
             front = [f"{name}_dim_{i}" for i in range(f.dim() - 2)] + [f"{name}_output"] * (f.dim() > 1)
             self.names[name] = [*front, self.rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 1}")]
             self.names[f"{name}_w"] = [*(d.replace(f"{name}_dim", f"{name}_w_dim") for d in front), f"{name}_basis"]
 
-    def put(self, group: str, variable: str, start: int, values: Tensor) -> None:
-        """Write a block of draws, ``(B, ...)``, from a row on."""
-        values = values.detach()
-        if variable in self.discrete and group.startswith(("posterior_predictive", "prior_predictive", "predictions")):
+    def put(self, group: str, variable: str, values: Tensor) -> None:
+        """Write a block of draws, ``(B, ...)``, from the row ``start`` on."""
+        if group == "log_likelihood" and variable in self.rows_left:
+            values = values.flatten(1)[:, self.rows_left[variable]]
+        if variable in self.discrete and group != "log_likelihood":
             values = values.long()
-        if group == "log_likelihood" and variable in self.unmasked:
-            values = values[:, torch.from_numpy(self.unmasked[variable]).to(values.device)]
-        arrays, block = self.arrays.setdefault(group, {}), values.cpu().numpy()
-        num, kind = self.shape[0] * self.shape[1], "float64" if group == "sample_stats" else self.dtype
+        block, num, rows = values.detach().cpu().numpy(), self.shape[0] * self.shape[1], tuple[Any, ...]()
+        kind = "float64" if group == "sample_stats" else self.dtype
+        arrays = self.arrays.setdefault(group, {})
         if variable not in arrays:
             # Zeros that nobody writes to take no memory: a row's draws lie side by side.
             array = np.zeros((*block.shape[1:], num), kind if values.is_floating_point() else block.dtype)
             arrays[variable] = np.moveaxis(array, -1, 0)
-        rows: Any = ()
         if group == "log_likelihood" and self.choose is not None:
-            rows = np.unravel_index(self.choose(values[0].numel()), block.shape[1:])
+            rows = np.unravel_index(self.choose(block[0].size), block.shape[1:])
             # πₙ = log 1/S Σ p(yₙ | draw), a block's part after the other's.
-            part = torch.logsumexp(values.double(), 0).cpu().numpy() - np.log(num)
-            self.lpd[variable] = np.logaddexp(self.lpd.get(variable, -np.inf), part)
-        arrays[variable][start : start + len(values)][:, *rows] = block[:, *rows]
+            part = np.logaddexp.reduce(block.astype("float64"), 0) - np.log(num)
+            self.extra[variable, "lpd"] = np.logaddexp(self.extra.get((variable, "lpd"), -np.inf), part)
+        arrays[variable][self.start : self.start + len(block)][:, *rows] = block[:, *rows]
 
     def fix(self, group: str, values: Mapping[str, Any]) -> None:
-        """Add a group without draws; counts among observed values are integers."""
+        """Add a group without draws, if there is anything in it; counts among observed values are integers."""
         arrays = {name: np.asarray(torch.as_tensor(value).detach().cpu()) for name, value in values.items()}
-        self.fixed[group] = {n: a.astype("int64") if n in self.discrete else a for n, a in arrays.items()}
+        arrays = {name: array.astype("int64") if name in self.discrete else array for name, array in arrays.items()}
+        self.fixed |= {group: arrays} if arrays else {}
 
     def datasets(self, **attrs: Any) -> dict[str, Any]:
         """The groups as ``xarray.Dataset``, with these attributes."""
-        groups = {
+        drawn = {
             group: {name: array.reshape(*self.shape, *array.shape[1:]) for name, array in arrays.items()}
             for group, arrays in self.arrays.items()
         }
-        found = {group: self._dataset(group, arrays, ["chain", "draw"]) for group, arrays in groups.items()}
-        found |= {group: self._dataset(group, arrays, []) for group, arrays in self.fixed.items() if arrays}
+        found = {group: self._dataset(group, arrays, ["chain", "draw"]) for group, arrays in drawn.items()}
+        found |= {group: self._dataset(group, arrays, []) for group, arrays in self.fixed.items()}
         return {group: dataset.assign_attrs(attributes(**attrs)) for group, dataset in found.items()}
 
-    def _dataset(self, group: str, arrays: Mapping[str, np.ndarray], front: list[str]) -> Any:
-        sizes = dict(zip(front, self.shape))
-        variables = {}
+    def _dataset(self, group: str, arrays: dict[str, np.ndarray], front: list[str]) -> Any:
+        sizes, names, coords = dict(zip(front, self.shape)), dict[str, list[str]](), dict(self.coords)
         for name, array in arrays.items():
-            dims = [*front, *self._names(group, name, array.shape[len(front) :])]
+            shape = array.shape[len(front) :]
             # A plate's name that a variable has, or that is of other rows, gives way.
-            dims = [
-                dim if dim not in arrays and sizes.get(dim, size) == size else f"{name}_dim_{i - len(front)}"
-                for i, (dim, size) in enumerate(zip(dims, array.shape, strict=True))
+            names[name] = [
+                dim if dim not in arrays and sizes.setdefault(dim, size) == size else f"{name}_dim_{i}"
+                for i, (dim, size) in enumerate(zip(self._names(group, name, shape), shape))
             ]
-            sizes.update(zip(dims, array.shape))
-            variables[name] = dims, array
-        coords: dict[str, Any] = {dim: self._coordinate(dim, size) for dim, size in sizes.items()}
-        for site, (dims, _) in variables.items() if group == "log_likelihood" else ():
-            rows = self.unmasked.get(site, np.ones((), bool))
-            if rows.ndim:
-                coords[dims[-1]] = self._coordinate(dims[-1], rows.size)[rows.ravel()]
-            if site in self.weights:  # which leave-one-out asks for, and travels with the rows
-                coords[f"{site}_weight"] = dims[2:], self.weights[site][rows] if rows.ndim else self.weights[site]
-            if site in self.lpd:
-                coords[f"{site}_lpd"] = dims[2:], self.lpd[site]
-        return xarray.Dataset(variables, coords=coords)
+            if group == "log_likelihood" and name in self.rows_left:
+                dim, rows = names[name][0], self.rows_left[name]
+                coords[dim] = self.coords[dim][rows] if dim in self.coords else rows
+        # Coordinates may be given for dimensions of other rows, such as those of new inputs.
+        coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim, len(values))}
+        dataset = arviz_base.dict_to_dataset(arrays, dims=names, coords=coords, sample_dims=front)
+        # An empty group, of function values that are left out, has its draws all the same.
+        dataset = dataset.assign_coords({dim: np.arange(num) for dim, num in zip(front, self.shape)})
+        for (name, kind), values in self.extra.items() if group == "log_likelihood" else ():
+            dataset.coords[f"{name}_{kind}"] = names[name], values
+        return dataset
 
     def _names(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
         """Names of a variable's dimensions, chain and draw apart."""
+        own = [f"{name}_dim_{i}" for i in range(len(shape))]
         known = list(self.dims.get(name, self.names.get(name, ())))
-        if group == "log_likelihood" and name in self.unmasked:
+        if group == "log_likelihood" and name in self.rows_left:
             # The first such site has the plate's name: another's mask may leave other rows
             # (test_sites_of_one_plate_keep_rows_of_their_own).
-            return known if len(known) == 1 and name == next(iter(self.unmasked)) else [f"{name}_dim_0"]
-        if not shape or len(known) == len(shape):  # the log prior density of a vector has none
-            return known[: len(shape)]
-        if name in self.dims:
+            return known if len(known) == 1 and name == next(iter(self.rows_left)) else own
+        if group.endswith("constant_data") and not known:  # an argument of as many rows as there are data
+            new = self.arrays.get("predictions", {}) if group.startswith("predictions") else {}
+            rows = self.rows | {f.shape[-1]: self.names[name][-1] for name, f in new.items() if self.names.get(name)}
+            known = [rows[size] for size in shape[:1] if size in rows]
+        if len(known) > len(shape) and not group.startswith("log_"):
             raise ValueError(f"dims[{name!r}] names {len(known)} dimensions, {known}, the variable has shape {shape}")
-        names = [f"{name}_dim_{i}" for i in range(len(shape))]
-        if group.endswith("constant_data"):  # an argument of as many rows as there are data
-            names[0] = self._rows(group).get(shape[0], names[0])
-        return names
-
-    def _rows(self, group: str) -> dict[int, str]:
-        """The data plates by size, at new inputs those there."""
-        new = self.arrays.get("predictions", {}) if group.startswith("predictions") else {}
-        named = [(array.shape[-1], self.names.get(name, [""])[-1]) for name, array in new.items()]
-        return self.rows | {size: dim for size, dim in named if dim in self.rows.values()}
-
-    def _coordinate(self, dim: str, size: int) -> np.ndarray:
-        """A dimension's coordinate values: those given, if they are as many (new rows may be others), or numbers."""
-        given = self.coords.get(dim)
-        return np.arange(size) if given is None or len(given) != size else given
+        return [*known, *own[len(known) :]][: len(shape)]  # an event has one log density
 
 
 def name_of(model: Callable) -> str:
@@ -182,20 +167,15 @@ def name_of(model: Callable) -> str:
 
 
 def attributes(**more: Any) -> dict[str, Any]:
-    """A dataset's attributes: who made it and when; what NetCDF cannot hold is written as JSON."""
+    """A dataset's attributes: who made it; what NetCDF cannot hold is written as JSON."""
     found = {
-        "created_at": datetime.now(UTC).isoformat(),
         "creation_library": "pyro_sparsegp",
         "creation_library_version": __version__,
         "inference_library": "pyro-ppl",
         "inference_library_version": pyro.__version__,
-        **more,
+        **{key: value if isinstance(value, (str, int, float)) else json.dumps(value) for key, value in more.items()},
     }
-    return {
-        key: value if type(value) in (str, int, float) else json.dumps(value)
-        for key, value in found.items()
-        if value is not None
-    }
+    return {key: value for key, value in found.items() if value != "null"}
 
 
 def constant_data(

@@ -2,46 +2,57 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Union
 
 import numpy as np
 
-from .backend import FEWEST, arviz_stats, pandas, smooth, xarray
+from .backend import FEWEST, arviz_stats, pandas, xarray
 from .given import kind_of, nothing_unmasked, refuse_left, require_tree
-from .weights import good_k, log_weights_of, tree_of
+from .weights import log_ratio_of, psis, require_target, tree_of, weights_of
 
 __all__ = ["compare", "loo", "loo_large"]
+
+_TARGETS = ("vfe", "fitc", "none")
 
 
 def loo(
     tree_or_model: Union[xarray.DataTree, Callable],
     *args: Any,
     target: Optional[str] = None,
-    var_name: Optional[str] = None,
+    var_name: Union[str, Sequence[str], None] = None,
+    num_samples: Optional[int] = None,
     **kwargs: Any,
 ) -> arviz_stats.utils.ELPDData:
     """PSIS-LOO of a posterior, with the weights of its draws towards the target: an ``arviz_stats.ELPDData``.
 
-    ``loo(tree)`` of a tree made by :func:`to_datatree`, or ``loo(model, guide, *args, num_samples=...)``. The weight
-    of a draw in the leave-one-out posterior of datum n is p/q / p(yₙ | draw)^wₙ (Magnusson, Andersen, Jonasson and
-    Vehtari, 2019, eq. 8), smoothed; wₙ is the row's weight (``poutine.scale``), by default 1, and the density of a row
-    is counted once whatever its weight. Draws by MCMC have p/q = 1. Hyperparameters that are points are left as they
-    are, for each datum left out: nothing here judges them. Nor does a low k-hat say that q is wide enough
-    (:func:`psis`).
+    ``loo(tree)`` of a tree made by :func:`to_datatree`, or ``loo(model, guide, x, y)``. The weight of a draw in the
+    leave-one-out posterior of datum n is p/q / p(yₙ | draw)^wₙ (Magnusson, Andersen, Jonasson and Vehtari, 2019,
+    eq. 8), smoothed; wₙ is the row's weight (``poutine.scale``), by default 1, and the density of a row is counted once
+    whatever its weight. Draws by MCMC have p/q = 1. Hyperparameters that are points are left as they are, for each
+    datum left out: nothing here judges them. Nor does a low k-hat say that q is wide enough (:func:`psis`).
 
     :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
         training arguments.
     :param args: see there.
-    :param target: "vfe" or "fitc", see :func:`psis`; "none" leaves p/q out, and judges the posterior as it is. By
-        default the tree's own, or "none", with a warning, if the k-hat of p/q is above ``good_k`` of :func:`psis`.
-    :param var_name: the observed site, where there are several.
-    :returns: with two attributes more, ``target``, the one used, and ``khat`` of p/q (NaN for the target "none",
-        −∞ of MCMC); ``warning`` is set where k-hat is too large.
+    :param target: "vfe" or "fitc", see :func:`psis`, by default the tree's own; "none" leaves p/q out, and judges the
+        posterior as it is. So does, with a warning, a k-hat of p/q above ``good_k`` of :func:`psis`.
+    :param var_name: the observed site, or several that observe the same rows: a row is then left out of all of them,
+        and its density is their joint one. By default all.
+    :param num_samples: S, draws of the guide. By default 1,000, and for k-hat as many as :func:`psis` takes.
+    :param kwargs: of :func:`to_datatree`.
+    :returns: with three attributes more: ``target``, the one used; ``khat`` of p/q (NaN for the target "none", −∞ of
+        MCMC) and its standard error ``khat_se``; ``warning`` is set where k-hat is too large.
     """
-    _require_target("loo", target)
-    return _leave_out(tree_of(tree_or_model, args, target, kwargs), target, var_name, None)
+    require_target("loo", target, _TARGETS)
+    options = kwargs if num_samples is None else {"num_samples": num_samples, **kwargs}
+    tree = tree_of("loo", tree_or_model, args, target, options)
+    more = tree is not tree_or_model and num_samples is None
+    again = functools.partial(psis, tree_or_model, *args, target=target, **kwargs) if more else None
+    return _leave_out(tree, target, var_name, again)
 
 
 def compare(
@@ -51,31 +62,33 @@ def compare(
 ) -> pandas.DataFrame:
     """A table that compares trees, or results of :func:`loo` and :func:`loo_large`, by ``arviz_stats.compare``.
 
+    All rows have one estimator: if one guide's weights p/q fail, all are judged without weights.
+
     :param results: names to trees or results.
-    :param target: of :func:`loo`, for trees; where one's weights fail, all are judged by "none".
+    :param target: of :func:`loo`, for trees.
     :param kwargs: of ``arviz_stats.compare``.
     :returns: a ``pandas.DataFrame``, best first.
-    :raises ValueError: where a result is neither.
+    :raises ValueError: where a result is neither, or results have weights beside others without.
     """
     if not isinstance(results, Mapping):
         raise ValueError(f"compare needs a mapping of names to trees, {{'a': tree}}, got {kind_of(results)}")
     stock = arviz_stats.compare
-    elpds: dict[str, Any] = dict(results)
-    for name, result in elpds.items():
-        if not hasattr(result, "elpd"):
-            require_tree(f"compare, for {name!r},", result)
-    trees = {name: one for name, one in elpds.items() if not hasattr(one, "elpd")}
-    elpds |= {name: loo(tree, target=target) for name, tree in trees.items()}
-    # One estimator for all rows: weighted sums of some beside plain ones of others differ by more than the models.
-    if any(getattr(found, "target", "") == "none" and found.khat > found.good_k for found in elpds.values()):
-        elpds |= {name: loo(tree, target="none") for name, tree in trees.items()}
-    return stock(elpds, **kwargs)
-
-
-def _require_target(function: str, target: Optional[str]) -> None:
-    if target not in (None, "vfe", "fitc", "none"):
-        why = "; given w the data depend on each other under it, and leave no terms to leave out" * (target == "exact")
-        raise ValueError(f"{function}'s target must be 'vfe', 'fitc' or 'none', got {target!r}{why}")
+    elpds = {name: result for name, result in results.items() if hasattr(result, "elpd")}
+    trees = {name: result for name, result in results.items() if name not in elpds}
+    for name, tree in trees.items():
+        require_tree(f"compare, for {name!r},", tree)
+    # Weighted sums of some beside plain ones of others differ by more than the models.
+    found = [_towards(tree, target)[1:3] for tree in trees.values()]
+    found += [(one.target, one.khat) for one in elpds.values() if hasattr(one, "khat")]
+    plain = any(used == "none" and khat != -np.inf for used, khat in found)  # not MCMC, which needs no weights
+    weighted = [name for name, one in elpds.items() if plain and getattr(one, "target", "none") != "none"]
+    if weighted:
+        raise ValueError(
+            f"compare: {weighted[0]!r} was found with importance weights, another row without: give trees, or make "
+            'all results by loo(..., target="none").'
+        )
+    elpds |= {name: loo(tree, target="none" if plain else target) for name, tree in trees.items()}
+    return stock({name: elpds[name] for name in results}, **kwargs)
 
 
 def loo_large(
@@ -83,7 +96,7 @@ def loo_large(
     guide: Any,
     *args: Any,
     observations: Optional[int] = None,
-    num_samples: int = 500,
+    num_samples: Optional[int] = None,
     target: Optional[str] = None,
     var_name: Optional[str] = None,
     seed: int = 0,
@@ -103,15 +116,15 @@ def loo_large(
     :param guide: a fitted guide, or an object that has one.
     :param args: the training arguments.
     :param observations: m; by default 400, or all of fewer.
-    :param num_samples: S, draws.
-    :param target: see :func:`loo`: by default the guide's own, or "none" where k-hat is too large.
+    :param num_samples: see :func:`loo`.
+    :param target: see :func:`loo`.
     :param var_name: the observed site, where there are several.
     :param seed: of the draws and of the subset: with the same seed, two models are compared on the same subset.
     :returns: an ``arviz_stats.ELPDData``, with ``subsampling_se``, for :func:`compare`; ``target`` and ``khat`` as in
         :func:`loo`.
     """
     refuse_left("loo_large", kwargs)
-    _require_target("loo_large", target)
+    require_target("loo_large", target, _TARGETS)
 
     def choose(num: int) -> np.ndarray:
         m = min(400, num) if observations is None else observations
@@ -119,102 +132,119 @@ def loo_large(
             raise ValueError(f"observations must be between 1 and {num}, got {m}")
         return np.sort(np.random.default_rng(seed).choice(num, m, replace=False))
 
-    options = {"num_samples": num_samples, "seed": seed, "_choose": choose, **kwargs}
-    return _leave_out(tree_of(model, (guide, *args), target, options), target, var_name, choose)
+    options = {"num_samples": num_samples or 1000, "seed": seed, "_choose": choose, **kwargs}
+    tree = tree_of("loo_large", model, (guide, *args), target, options)
+    draws = functools.partial(psis, model, guide, *args, target=target, seed=seed, **kwargs)
+    return _leave_out(tree, target, var_name, draws if num_samples is None else None, choose)
 
 
 def _leave_out(
-    tree: xarray.DataTree, target: Optional[str], var_name: Optional[str], choose: Optional[Callable]
+    tree: xarray.DataTree,
+    target: Optional[str],
+    var_name: Union[str, Sequence[str], None],
+    again: Optional[Callable],
+    choose: Optional[Callable] = None,
 ) -> arviz_stats.utils.ELPDData:
     """Leave-one-out of a tree: of all rows, or of those that ``choose`` takes of so many."""
     stock, stock_of_some = arviz_stats.loo, arviz_stats.loo_subsample  # which give arrays their .azstats, too
     size = tree.posterior.sizes["chain"] * tree.posterior.sizes["draw"]
     if size < FEWEST:
         raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
-    terms = _terms(tree, var_name)
-    log_ratio, used, khat, reff = _towards(tree, target, size)
+    sites = _sites(tree, var_name)
+    name, terms = next(iter(sites.items()))
+    if len(sites) > 1:
+        name, terms = " + ".join(sites), functools.reduce(operator.add, sites.values())
+    terms = terms.reset_coords(drop=True).rename(name)
+    log_ratio, used, khat, khat_se, reff = _towards(tree, target, again)
     shape, num = terms.shape[2:], terms[0, 0].size
     subset = np.arange(num) if choose is None else choose(num)
-    weights = np.broadcast_to(terms.coords.get(f"{terms.name}_weight", 1.0), shape).ravel()[subset]
-    rows = terms.values.reshape(size, -1)[:, subset].astype("float64").T
-    log_weights = np.zeros((num, size))  # rows that are not chosen take no memory
-    pareto_k = np.full(num, np.nan)
-    options: dict[str, Any] = {"pointwise": True, "var_name": terms.name}
+    rows = np.zeros((size, len(subset)))  # log p(yₙ | draw)^wₙ
+    for site, part in sites.items():
+        weight = np.broadcast_to(part.coords.get(f"{site}_weight", 1.0), shape)
+        rows += weight.ravel()[subset] * part.values.reshape(size, -1)[:, subset]
+    log_weights, pareto_k = np.zeros((num, size)), np.full(num, np.nan)  # rows that are not chosen take no memory
+    groups = {"posterior": tree.posterior.to_dataset(), "log_likelihood": terms.to_dataset()}
+    options: dict[str, Any] = {"pointwise": True, "var_name": name, "reff": reff}
     with np.errstate(all="ignore"), warnings.catch_warnings():
         # psislw takes log q − log p: p(yₙ | draw)^wₙ q/p.
-        found = arviz_stats.base.array_stats.psislw(weights[:, None] * rows - log_ratio, r_eff=reff, axis=-1)
+        found = arviz_stats.base.array_stats.psislw(rows.T - log_ratio, r_eff=reff, axis=-1)
         log_weights[subset], pareto_k[subset] = found
-        given = terms.copy(data=log_weights.T.reshape(terms.shape))
+        options["log_weights"] = terms.copy(data=log_weights.T.reshape(terms.shape))
         khats = terms[0, 0].copy(data=pareto_k.reshape(shape))
         if choose is None:
-            result = stock(tree, **options, log_weights=given, pareto_k=khats)
+            result = stock(xarray.DataTree.from_dict(groups), **options, pareto_k=khats)
         else:
             # πₙ = log 1/S Σ p(yₙ | draw), of all rows.
-            lpd = terms[0, 0].copy(data=terms.coords[f"{terms.name}_lpd"].values).rename(terms.name)
-            rest = {"posterior": tree.posterior, "log_likelihood": tree.log_likelihood, "observed_data": lpd}
-            tree = xarray.DataTree.from_dict({name: group.to_dataset() for name, group in rest.items()})
+            lpd = terms[0, 0].copy(data=tree.log_likelihood[f"{name}_lpd"].values)
+            groups["observed_data"] = lpd.to_dataset()
             # ArviZ's own k-hats, and its word on them, are of weights that leave out p/q and wₙ.
             warnings.filterwarnings("ignore", "Estimated shape parameter")
-            options |= {"observations": subset, "reff": reff, "method": "plpd", "log_weights": given}
-            result = stock_of_some(tree, **options, log_lik_fn=lambda observed, data: lpd)
+            options |= {"observations": subset, "method": "plpd", "log_lik_fn": lambda observed, data: lpd}
+            result = stock_of_some(xarray.DataTree.from_dict(groups), **options)
             result.pareto_k, result.warning = khats, bool((pareto_k[subset] > result.good_k).any())
     if not np.isfinite(result.elpd):
         raise ValueError(
             "leave-one-out is not finite: all weight is on one draw. The posterior is too far from the target; train "
             'longer, take a richer family, or leave the weights p/q out by target="none".'
         )
-    result.target, result.khat, result.approx_posterior = used, khat, used != "none"
+    result.target, result.khat, result.khat_se, result.approx_posterior = used, khat, khat_se, used != "none"
     result.warning = bool(result.warning) or khat > result.good_k
     return result
 
 
-def _towards(tree: xarray.DataTree, target: Optional[str], size: int) -> tuple[Any, str, float, float]:
-    """log p/q of the draws or 0, the target used, k-hat of p/q, and the share of draws that are independent."""
-    stats = tree["sample_stats"]
-    if "log_q" in stats:
-        if target == "none":
-            return 0.0, "none", np.nan, 1.0
-        wanted = target or stats.attrs["target"]
-        log_ratio = log_weights_of(tree, wanted).values
-        khat = float(
-            np.nan_to_num(np.max([smooth(chain)[1] for chain in log_ratio]), nan=np.inf, posinf=np.inf, neginf=-np.inf)
-        )
-        if khat > good_k(log_ratio.shape[1]):
-            _warn(wanted, khat, good_k(log_ratio.shape[1]), target is not None)
-            wanted = target or "none"
-        return (0.0 if wanted == "none" else log_ratio.ravel()), wanted, khat, 1.0
-    reff = 1.0  # of one chain of MCMC stock ArviZ takes the draws for independent as well
-    if tree.posterior.sizes["chain"] > 1:  # they are autocorrelated: the tail that is smoothed grows with 1/√r_eff
-        ess = tree.posterior.to_dataset().azstats.ess(method="mean")
-        reff = np.hstack([ess[name].values.ravel() for name in ess.data_vars]).mean() / size
-    return 0.0, "none", -np.inf, reff
+def _towards(
+    tree: xarray.DataTree, target: Optional[str], again: Optional[Callable] = None
+) -> tuple[Any, str, float, float, float]:
+    """log p/q of the draws or 0, the target used, k-hat of p/q with its error, the share of independent draws.
 
-
-def _warn(wanted: str, khat: float, limit: float, asked: bool) -> None:
-    """Tell of weights that are not to be relied on."""
-    remedy = 'They are left out, as by target="none": leave-one-out judges the posterior as it is.'
-    if asked:
-        remedy = 'They add noise to leave-one-out; target="none" leaves them out, and judges the posterior as it is.'
+    :param again: k-hat of more draws, where those of the tree leave it open.
+    """
+    if "log_q" not in tree["sample_stats"]:  # by MCMC
+        if tree.posterior.sizes["chain"] == 1:  # stock ArviZ takes its draws for independent as well
+            return 0.0, "none", -np.inf, 0.0, 1.0
+        # They are autocorrelated: the tail that is smoothed grows with 1/√r_eff.
+        shares = tree.posterior.to_dataset().azstats.ess(method="mean", relative=True)
+        return 0.0, "none", -np.inf, 0.0, np.hstack([share.values.ravel() for share in shares.values()]).mean()
+    if target == "none":
+        return 0.0, "none", np.nan, np.nan, 1.0
+    found = weights_of(tree, target)
+    found = found if again is None or found.is_sure else again()
+    if found.khat <= found.good_k:
+        return log_ratio_of(tree, found.target).values.ravel(), found.target, found.khat, found.khat_se, 1.0
     warnings.warn(
-        f"the weights p/q of the draws towards {wanted!r} have k-hat {khat:.2f}, above {limit:.2f}: the posterior is "
-        f"too far from the target for them to mend it. {remedy}",
+        f"the weights p/q of the draws towards {found.target!r} have k-hat {found.khat:.2f} ± {found.khat_se:.2f}, "
+        f"above {found.good_k:.2f}: the posterior is too far from the target for them to mend it. They are left "
+        'out, as by target="none": leave-one-out judges the posterior as it is.',
         stacklevel=4,
     )
+    return 0.0, "none", found.khat, found.khat_se, 1.0
 
 
-def _terms(tree: xarray.DataTree, var_name: Optional[str]) -> xarray.DataArray:
-    """The log likelihood of one observed site.
+def _sites(tree: xarray.DataTree, var_name: Union[str, Sequence[str], None]) -> dict[str, xarray.DataArray]:
+    """The log likelihoods of one observed site, or of several with the same rows, 0 where one has no observation.
 
-    :raises ValueError: where the tree has none, several and no name is given, or none of its rows.
+    :raises ValueError: where the tree has none, none of its rows, or the sites have other rows.
     """
     group = tree["log_likelihood"].data_vars if "log_likelihood" in tree.children else {}
-    if not group or var_name not in (*group, *([None] if len(group) == 1 else [])):
+    names = [var_name] if isinstance(var_name, str) else list(var_name or group)
+    if not names or not set(names) <= set(group):
         raise ValueError(
             f"loo found no log likelihood of {var_name!r} in the tree, it has {list(group)}: name one, var_name=..., "
             "or make the tree by to_datatree with log_likelihood=True, of a model with observed sites. A pyro.factor "
             "holds no observations that could be left out."
         )
-    terms = group[var_name or next(iter(group))]
-    if not terms.size:
-        raise nothing_unmasked(str(terms.name))
-    return terms
+    sites = {name: group[name] for name in names}
+    empty = next((name for name, terms in sites.items() if not terms.size), None)
+    if empty is not None:
+        raise nothing_unmasked(empty)
+    if len(sites) == 1:
+        return sites
+    plates = {tree["observed_data"][name].dims[0] for name in sites}
+    if len(plates) > 1 or any(terms.ndim > 3 for terms in sites.values()):
+        raise ValueError(
+            f"sites {names} do not observe the same rows, which could be left out of all of them: name one, "
+            "var_name=..., or several of one plate"
+        )
+    # Rows are numbered along the plate; a site that a mask leaves some of names its dimension itself.
+    rows = [terms.rename({terms.dims[-1]: next(iter(plates))}) for terms in sites.values()]
+    return dict(zip(sites, xarray.align(*rows, join="outer", fill_value=0.0)))

@@ -16,7 +16,7 @@ from ..distributions.probit import Probit
 from ..program.bare import bare, unmasked, unmasked_rows
 from ..program.likelihood import mapped
 from ..warned import require_number
-from .backend import pandas, xarray
+from .backend import arviz_base, pandas, xarray
 from .densities import DensityReader
 from .draws import Draws, seeded
 from .given import nothing_unmasked, refuse_left
@@ -55,23 +55,19 @@ class PredictiveScores:
             raise ValueError(f"there are no intervals of these observations, only {list(self.pointwise.data_vars)}")
         return float(self._within(prob).mean())
 
-    def _of(self, name: str) -> np.ndarray:
-        """A score of what was observed: what a mask leaves out is NaN."""
-        values = self.pointwise[name].values
-        return values[~np.isnan(values)] if np.isfinite(values).any() else values
-
-    def _within(self, prob: float) -> np.ndarray:
-        """1 where a central interval of a probability holds an observation, 0 elsewhere."""
-        away = 2 * np.abs(self._of("pit") - 0.5)
-        return np.where(np.isnan(away), np.nan, away <= prob)
+    def _within(self, prob: float) -> xarray.DataArray:
+        """1 where a central interval of a probability holds an observation, 0 elsewhere; NaN where there is no PIT."""
+        pit = self.pointwise["pit"]
+        return (abs(2 * pit - 1) <= prob).where(pit.notnull())
 
     @property
     def summary(self) -> pandas.DataFrame:
         """Means over observations with their standard errors, a ``pandas.DataFrame``."""
-        columns = {name: self._of(name) for name in ("log_score", "crps") if name in self.pointwise}
+        columns = {name: self.pointwise[name] for name in ("log_score", "crps") if name in self.pointwise}
         if "pit" in self.pointwise:
             columns |= {f"coverage_{100 * prob:g}%": self._within(prob) for prob in self.probs}
-        rows = {name: (values.mean(), values.std() / math.sqrt(values.size)) for name, values in columns.items()}
+        # What a mask leaves out is NaN, which does not count.
+        rows = {name: (float(part.mean()), float(part.std() / part.count() ** 0.5)) for name, part in columns.items()}
         return pandas.DataFrame.from_dict(rows, orient="index", columns=["mean", "se"])
 
     def __repr__(self) -> str:
@@ -121,36 +117,27 @@ def predictive_scores(
     require_number("num_samples", num_samples)
     source = as_source(model, guide, args, kwargs, marginal=True)
     site = observed_site(source, var_name)
-    log_densities, kept, method = [], [], ""
+    log_densities, kept = [], []
     with seeded(seed), torch.no_grad():
         for draws in source.draws(num_samples, simulates=True):
             log_densities.append(source.densities(draws).integrated[site].double())
-            method = method or _method(source.reader, source.sites[site])
-            gaussian = method == "gaussian"
-            kept.append(_normals(source.reader, draws, site) if gaussian else (draws.simulated[site],))
+            method = _method(source.reader, source.sites[site])
+            kept.append(_METHODS[method][0](source.reader, draws, site))
         node, parts = source.sites[site], [torch.cat(part) for part in zip(*kept)]
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
-        y = node["value"].to(parts[0] if method in ("gaussian", "draws") else log_score)
-        scores = {"log_score": log_score}
-        if method == "gaussian":
-            scores |= _of_normals(y, *parts)
-        elif method == "bernoulli":
-            scores |= _of_two_classes(y, log_score)
-        elif method == "draws":
-            scores |= _of_draws(y, parts[0])
+        y = node["value"].to(parts[0] if parts else log_score)
+        scores = {"log_score": log_score, **_METHODS[method][1](y, log_score, *parts)}
     values, rows = unmasked(node), unmasked_rows(node)
     if values is not None and rows is not None:
         if not rows.any():
             raise nothing_unmasked(site)
         scores = {n: s.where(rows if s.shape == rows.shape else values, torch.nan) for n, s in scores.items()}
-    known = plate_names(site, node)
     # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
-    dims = known if len(known) == log_score.dim() else [f"{site}_dim_{i}" for i in range(log_score.dim())]
-    more = [f"{site}_output_{i}" for i in range(node["value"].dim() - len(dims))]
-    arrays = {name: ([*dims, *more][: value.dim()], value.cpu().numpy()) for name, value in scores.items()}
-    dataset = xarray.Dataset(arrays, coords={dim: np.arange(size) for dim, size in zip(dims, log_score.shape)})
-    if len(dims) == 1:  # an observation each, of which the masked ones are left out
-        dataset = dataset.isel({dims[0]: np.flatnonzero(dataset["log_score"].notnull())})
+    arrays, known = {name: value.cpu().numpy() for name, value in scores.items()}, plate_names(site, node)
+    dims = {name: known[: array.ndim] for name, array in arrays.items()}
+    dataset = arviz_base.dict_to_dataset(arrays, dims=dims, sample_dims=[])
+    if log_score.dim() == 1:  # an observation each, of which the masked ones are left out
+        dataset = dataset.isel({known[0]: np.flatnonzero(dataset["log_score"].notnull())})
     dataset = dataset.assign_attrs(attributes(observed=site, method=method, posterior=source.name))
     return PredictiveScores(xarray.DataTree.from_dict({"predictive_scores": dataset}), method, tuple(probs))
 
@@ -158,13 +145,12 @@ def predictive_scores(
 def _method(reader: DensityReader, node: Any) -> str:
     """How an observed site is scored: as much in closed form as its likelihood allows."""
     fn, plan = bare(node["fn"]), reader.plans[node["name"]]
-    alone = plan.quadratic is not None and list(plan.aligned.values()) == [True] and not node["fn"].event_shape
     if isinstance(fn, torch.distributions.Categorical):
         return "log score"
     if isinstance(fn, (torch.distributions.Bernoulli, Probit)):
         return "bernoulli"
-    # A parabola in f: then the mean is linear in it, and the variance does not depend on it.
-    return "gaussian" if alone and isinstance(fn, torch.distributions.Normal) else "draws"
+    alone = plan.quadratic is not None and plan.aligned == {plan.quadratic: True}
+    return "gaussian" if alone and not node["fn"].event_shape else "draws"
 
 
 def _normals(reader: DensityReader, draws: Draws, site: str) -> tuple[Tensor, ...]:
@@ -181,7 +167,7 @@ def _normals(reader: DensityReader, draws: Draws, site: str) -> tuple[Tensor, ..
     return mean, variance + (moved - mean).square() * d
 
 
-def _of_normals(y: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]:
+def _of_normals(y: Tensor, _: Tensor, m: Tensor, v: Tensor) -> dict[str, Tensor]:
     """Scores of an equal mixture of N(m, v), ``(S, ...)`` each."""
     pit = dist.Normal(m, v.sqrt()).cdf(y).mean(0)
     # E|Y − y| − ½ E|Y − Y'|: of two draws from the mixture, one in S pairs has the same component.
@@ -202,9 +188,9 @@ def _of_two_classes(y: Tensor, log_score: Tensor) -> dict[str, Tensor]:
     return {"crps": (one - y).square(), "pit": (below + own * torch.rand_like(own)).clamp(0, 1)}
 
 
-def _of_draws(y: Tensor, drawn: Tensor) -> dict[str, Tensor]:
+def _of_draws(y: Tensor, _: Tensor, drawn: Tensor) -> dict[str, Tensor]:
     """CRPS and PIT from draws of y, ``(S, ...)``."""
-    num, y = len(drawn), y if y.is_floating_point() else y.to(torch.get_default_dtype())  # of classes, say
+    num = len(drawn)
     if num < 2 or drawn[0].shape != y.shape:
         return {name: torch.full_like(y, torch.nan) for name in ("crps", "pit")}
     # Σ|yᵢ − yⱼ| over pairs by ranks; the fair estimate, without bias in S.
@@ -221,3 +207,12 @@ def _expected_distance(delta: Tensor, variance: Tensor) -> Tensor:
     z = delta / scale
     normal = dist.Normal(0.0, 1.0)
     return 2 * scale * normal.log_prob(z).exp() + delta * (2 * normal.cdf(z) - 1)
+
+
+# By method: what is kept of a block of draws, and the scores that are made of it.
+_METHODS: dict[str, tuple[Callable, Callable]] = {
+    "gaussian": (lambda reader, draws, site: _normals(reader, draws, site), _of_normals),
+    "bernoulli": (lambda reader, draws, site: (), _of_two_classes),
+    "draws": (lambda reader, draws, site: (draws.simulated[site] * 1.0,), _of_draws),
+    "log score": (lambda reader, draws, site: (), lambda y, log_score: {}),
+}

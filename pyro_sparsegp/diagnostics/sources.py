@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Optional
 
 import numpy as np
 import torch
 from pyro import poutine
 from pyro.infer import MCMC
+from pyro.infer.inspect import get_dependencies
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -16,12 +18,12 @@ from ..predict import Trained, are_samples, bare_model, divergences, samples_and
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
 from ..program.likelihood import mapped
-from ..program.traces import is_observation, sample_sites, whole_plates, without_event
+from ..program.traces import as_process, is_observation, sample_sites, whole_plates, without_event
 from .densities import Densities, DensityReader, Moments
-from .draws import Call, Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
+from .draws import LARGEST_JOINT, Call, Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of
 from .given import guide_of, kind_of, require_arguments, require_model
 
-__all__ = ["SampleSource", "as_source", "observed_site"]
+__all__ = ["PriorSource", "SampleSource", "as_source", "observed_site"]
 
 
 def as_source(
@@ -47,15 +49,14 @@ def as_source(
         return GuideSource(guide, args, kwargs, exact, marginal)
     if isinstance(result, MCMC):
         _, old = samples_and_data(result, None)
-        args, kwargs = (args, kwargs) if args or marginal else old
-        samples = result.get_samples(group_by_chain=True)
-        source = SampleSource(model, samples, args, kwargs, old if marginal else (args, kwargs), marginal)
+        now = (args, kwargs) if args or marginal else old
+        source = SampleSource(model, result.get_samples(group_by_chain=True), now, old if marginal else now, marginal)
         for chain, numbers in enumerate(divergences(result)):
             source.diverging[chain, numbers] = True
         return source
     if are_samples(result):
         samples = {name: value[None] for name, value in result.items()}
-        return SampleSource(model, samples, args, kwargs, (args, kwargs))
+        return SampleSource(model, samples, (args, kwargs), (args, kwargs))
     raise ValueError(
         "the result must be an AutoSparseGP guide, an SVI or expectation propagation object that has one, a "
         f"pyro.infer.MCMC or a mapping of its samples, got {kind_of(result)}. The order is model, result, then the "
@@ -80,28 +81,23 @@ class SampleSource(Source):
     """Draws from MCMC samples of the same model, with or without :class:`~pyro_sparsegp.Whitening`.
 
     :param samples: ``(chain, draw, ...)`` each.
-    :param old: the training arguments.
-    :param elsewhere: whether the model's arguments are others: function values are then integrated given those there.
+    :param now: the model's arguments; ``old`` are those of training.
+    :param elsewhere: whether these are others: function values are then integrated given those there.
     """
 
     name = "mcmc"
     joint = True
 
     def __init__(
-        self,
-        model: Callable,
-        samples: Mapping[str, Tensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        old: Call,
-        elsewhere: bool = False,
+        self, model: Callable, samples: Mapping[str, Tensor], now: Call, old: Call, elsewhere: bool = False
     ) -> None:
-        self.model, self.args, self.kwargs, self.old, self.elsewhere = bare_model(model), args, kwargs, old, elsewhere
-        self.shape = next(iter(samples.values())).shape[:2]
+        self.model, self.old, self.elsewhere = bare_model(model), old, elsewhere
+        self.args, self.kwargs = now
+        self.shape = shape = next(iter(samples.values())).shape[:2]
         self.samples = {name: value.flatten(0, 1) for name, value in samples.items()}
         # Discrete latents are summed out, as they were when the sampler ran.
         with torch.no_grad(), poutine.block(), whole_plates():
-            sites = sample_sites(poutine.trace(Enumeration()(self.model)).get_trace(*args, **kwargs))
+            sites = sample_sites(poutine.trace(Enumeration()(self.model)).get_trace(*self.args, **self.kwargs))
         seen = {name: site for name, site in sites.items() if is_observation(site)}
         if not seen:
             raise ValueError("the model observes nothing at these arguments: give the training data, (x, y)")
@@ -109,14 +105,13 @@ class SampleSource(Source):
         self.factors = [name for name, site in seen.items() if is_factor(site)]
         self.names = list(sites)
         require_shapes({name: seen[name] for name in self.data})
-        self.reader = DensityReader(self.model, args, kwargs, list(seen))
-        self.diverging = np.zeros(self.shape, dtype=bool)
+        self.reader = DensityReader(self.model, self.args, self.kwargs, list(seen))
+        self.diverging = np.zeros(shape, dtype=bool)
         self.sites: dict[str, Any] = {}
 
     def items(self, num: int) -> dict[str, Tensor]:
         """All samples, or the first; again from the first, where more are asked for."""
-        total = self.shape[0] * self.shape[1]
-        rows = torch.arange(num) % total
+        rows = torch.arange(num) % self.diverging.size
         samples = {name: value[rows.to(value.device)] for name, value in self.samples.items()}
         return {**samples, "": torch.as_tensor(self.diverging.ravel())[rows]}
 
@@ -126,33 +121,35 @@ class SampleSource(Source):
         draw = Draws(stats={"diverging": item[""]})
         with poutine.block(), whole_plates():
             trained = Trained(Enumeration()(self.model), sample, *self.old)
-            elsewhere = trained.at(self.args, self.kwargs, marginal=True) if self.elsewhere else None
-        sites = sites_of(elsewhere or trained.trace)
+            trace = trained.at(self.args, self.kwargs, marginal=True) if self.elsewhere else trained.trace
+        sites = sites_of(trace)
         self._observed(sites, draw, simulates)
-        latent = {name: site for name, site in sites.items() if name not in (*self.data, *self.factors)}
-        values = {name: site["value"] for name, site in latent.items()}
-        draw.functions = {name: f for name, f in values.items() if name in trained.known}
-        draw.held = {name: value for name, value in values.items() if name not in trained.known}
-        draw.values = {name: value for name, value in draw.held.items() if not site_is_subsample(latent[name])}
-        # At the inputs of training f itself is known: a value is integrated given all others.
-        for name in (*draw.values, *draw.functions) if elsewhere is None else ():
-            self._note_training(name, latent[name], sample, trained, draw)
+        values = {n: site["value"] for n, site in sites.items() if n not in (*self.data, *self.factors)}
+        draw.functions = {name: values.pop(name) for name in trained.known if name in values}
+        draw.held = values
+        draw.values = {name: value for name, value in values.items() if not site_is_subsample(sites[name])}
+        if not self.elsewhere:
+            self._note_training(sites, sample, trained, draw)
         for name, moments in trained.moments.items():
             draw.means[name], draw.variances[name] = moments
         if new is not None:
             with poutine.block():
                 trained.model = self.model  # discrete latents are drawn
-                trace = trained.at(*new)
-            draw.predicted = self.predictions(trace, {n for n in draw.values if n not in trained.local})
+                at_new = trained.at(*new)
+            draw.predicted = self.predictions(at_new, {n for n in draw.values if n not in trained.local})
         return draw
 
-    def _note_training(self, name: str, site: Any, sample: Mapping[str, Tensor], trained: Trained, draw: Draws) -> None:
-        """A latent's log prior density, and what is integrated out of function values, at the training inputs."""
-        if not site["is_observed"] and name not in sample and name not in trained.known:
-            raise ValueError(f"the MCMC samples hold no draws of site {name!r}: they have {sorted(sample)}")
-        draw.log_priors[name] = log_density_of(site["fn"], site, site["value"])
-        if name in trained.known:
-            trained.moments[name] = _given_others(without_event(site["fn"])[0], site["value"])
+    def _note_training(
+        self, sites: Mapping[str, Any], sample: Mapping[str, Tensor], trained: Trained, draw: Draws
+    ) -> None:
+        """Latents' log prior densities, and what is integrated out of function values, at the training inputs."""
+        missing = [n for n in draw.values if n not in sample and not sites[n]["is_observed"]]
+        if missing:
+            raise ValueError(f"the MCMC samples hold no draws of site {missing[0]!r}: they have {sorted(sample)}")
+        draw.log_priors = {name: log_density_of(sites[name]) for name in (*draw.values, *draw.functions)}
+        # f itself is known: a value is integrated given all others.
+        for name, f in draw.functions.items():
+            trained.moments[name] = _given_others(without_event(sites[name]["fn"])[0], f)
 
     def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
         stack = {**draws.held, **draws.functions}
@@ -167,3 +164,59 @@ def _given_others(process: GaussianProcess, f: Tensor) -> Moments:
     precision = torch.cholesky_inverse(process.scale_tril.expand(*f.shape, -1))
     variance = 1 / precision.diagonal(dim1=-2, dim2=-1)
     return f - (precision @ (f - process.mean)[..., None])[..., 0] * variance, variance
+
+
+class PriorSource(Source):
+    """Draws from the prior, in which observed sites are drawn anew.
+
+    :param observed: names of the sites that hold data. By default those that do with these arguments; where
+        observations are left out, those on which no other site depends.
+    """
+
+    name = "prior"
+    joint = True
+
+    def __init__(
+        self, model: Callable, args: tuple, kwargs: dict[str, Any], observed: Optional[Collection[str]] = None
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        with torch.no_grad(), whole_plates(), poutine.block(), _Sizes():
+            self.sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
+        unknown = sorted(set(observed or ()) - set(self.sites))
+        if unknown:
+            raise ValueError(f"observed names {unknown}, which are no sites of the model: it has {list(self.sites)}")
+        seen = [name for name, site in self.sites.items() if is_observation(site) and not is_factor(site)]
+        self.gps = [name for name, site in self.sites.items() if as_process(site["fn"])[0] is not None]
+        self.data = list(dict.fromkeys((*seen, *(observed or ())))) or self._last()
+
+    def _last(self) -> list[str]:
+        dependencies: Any = get_dependencies(self.model, self.args, self.kwargs)["prior_dependencies"]
+        upstream = {name for site, names in dependencies.items() for name in names if name != site}
+        return [name for name in self.sites if name in dependencies and name not in (*upstream, *self.gps)]
+
+    def items(self, num: int) -> dict[str, Tensor]:
+        return {"": torch.arange(num)}
+
+    @torch.no_grad()
+    def make(self, item: Mapping[str, Tensor], new: Optional[Call] = None, simulates: bool = True) -> Draws:
+        with whole_plates(), poutine.block():
+            trace = poutine.trace(poutine.uncondition(self.model)).get_trace(*self.args, **self.kwargs)
+        values = {name: site["value"] for name, site in sample_sites(trace).items() if not is_factor(site)}
+        simulated = {name: values.pop(name) for name in self.data if name in values}
+        functions = {name: values.pop(name) for name in self.gps if name in values}
+        return Draws(values=values, functions=functions, simulated=simulated)
+
+    def log_joints(self, draws: Draws, densities: Densities) -> dict[str, Tensor]:
+        return {}
+
+
+class _Sizes(Messenger):
+    """Refuses processes too large to be drawn from."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        process, _ = as_process(msg["fn"])
+        if process is not None and process.event_shape[0] > 2 * LARGEST_JOINT:
+            raise ValueError(
+                f"GP site {msg['name']!r} has {process.event_shape[0]} inputs: exact draws from its prior take O(N³) "
+                f"time and O(N²) memory each. Give at most {2 * LARGEST_JOINT} of the rows."
+            )

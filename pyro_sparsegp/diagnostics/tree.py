@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Optional, Union
 
-import torch
-from pyro import poutine
-from pyro.infer.inspect import get_dependencies
 from torch import Tensor
 
 from ..predict import bare_model
-from ..program.blocks import in_blocks, values_of
-from ..program.traces import as_process, is_observation, whole_plates
+from ..program.traces import is_observation
 from ..warned import require_number
 from .backend import xarray
-from .draws import LARGEST_JOINT, Call, Draws, GuideSource, Source, is_factor, seeded, sites_of
+from .draws import Call, Draws, Source, seeded
 from .given import refuse_left, require_arguments, require_model
 from .groups import Table, constant_data, name_of
-from .sources import SampleSource, as_source
+from .sources import PriorSource, as_source
 
 __all__ = ["prior_predictive", "to_datatree"]
 
@@ -91,82 +87,61 @@ def to_datatree(
     refuse_left("to_datatree", kwargs)
     require_number("num_samples", num_samples)
     require_number("prior", prior, 0)
-    sources = [
-        as_source(model, result, args, kwargs, exact)
-        for result in (guide if isinstance(guide, (list, tuple)) else [guide])
-    ]
-    shape = _shape(sources, num_samples)
-    _require_names(sources[0])
-    new = None if predict is None else _arguments(predict)
-    attrs = {"model": name_of(model), "posterior": sources[0].name, "family": _families(sources[0]), "name": name}
-    table, start = Table(shape, dtype, dims, coords, _choose), 0
+    results = guide if isinstance(guide, (list, tuple)) else [guide]
+    sources = [as_source(model, result, args, kwargs, exact) for result in results]
+    shape, new = _shape(sources, num_samples), None if predict is None else _arguments(predict)
+    first = sources[0]
+    attrs = {"model": name_of(model), "posterior": first.name, "family": first.families, "name": name}
+    table = Table(shape, dtype, dims, coords, _choose)
     table.arrays["posterior"] = {}  # with draws, though function values that are left out may be all there is
     with seeded(seed):
         for source in sources:
             for draws in source.draws(shape[0] * shape[1] // len(sources), new, posterior_predictive):
-                if not start:
-                    _learn(table, model, source, draws, new)
-                for group, variable, value in _values(source, draws, include_f, log_likelihood):
-                    table.put(group, variable, start, value)
-                start += len(next(iter(draws.stats.values())))
-    groups = table.datasets(**attrs)
-    groups["sample_stats"].attrs["target"] = sources[0].target
-    if prior:
-        before = Table((1, prior), dtype, dims, coords)
-        with seeded(seed):
-            _draw_prior(before, bare_model(model), args, kwargs, sources[0].data, include_f)
-        groups |= {g: dataset for g, dataset in before.datasets(**attrs).items() if g.startswith("prior")}
-    return xarray.DataTree.from_dict(groups, name=name)
-
-
-def _values(source: Source, draws: Draws, include_f: bool, log_likelihood: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """Draws' values: group, variable and ``(S, ...)``."""
-    groups = {
-        "sample_stats": draws.stats,
-        "posterior": {**draws.values, **{f"{site}_w": w for site, w in draws.coefficients.items()}},
-        "log_prior": draws.log_priors,
-        "posterior_predictive": draws.simulated,
-        "predictions": draws.predicted,
-    }
-    if include_f:
-        groups["posterior"] |= draws.functions
-    if log_likelihood:
-        densities = source.densities(draws)
-        groups["log_likelihood"] = {site: densities.integrated[site] for site in source.data}
-        groups["sample_stats"] = draws.stats | source.log_joints(draws, densities)
-    for group, variables in groups.items():
-        for variable, value in variables.items():
-            yield group, variable, value
-
-
-def _learn(table: Table, model: Callable, source: Source, draws: Draws, new: Optional[Call]) -> None:
-    """What the first draw tells of all, and the groups that have no draws."""
-    observed = {name: source.sites[name] for name in source.data}
-    table.learn(observed, {name: f[0] for name, f in draws.functions.items()})
-    values = {name: site["value"] for name, site in observed.items()}
-    table.fix("observed_data", values)
-    table.fix("constant_data", constant_data(model, source.args, source.kwargs, values))
+                groups = draws.groups(include_f)
+                if log_likelihood:
+                    densities = source.densities(draws)
+                    groups["log_likelihood"] = {site: densities.integrated[site] for site in source.data}
+                    groups["sample_stats"] |= source.log_joints(draws, densities)
+                _put(table, source, draws, groups)
     if new is not None:
         table.fix("predictions_constant_data", constant_data(model, *new, {}))
+    datasets = table.datasets(**attrs)
+    datasets["sample_stats"].attrs["target"] = first.target
+    if prior:
+        table = Table((1, prior), dtype, dims, coords)
+        _draw_prior(table, PriorSource(bare_model(model), args, kwargs, first.data), include_f, seed)
+        datasets |= table.datasets(**attrs)
+    return xarray.DataTree.from_dict(datasets, name=name)
+
+
+def _put(table: Table, source: Source, draws: Draws, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write a block of draws; the first tells names, and the groups that have no draws."""
+    if not table.names:
+        observed = {name: source.sites[name] for name in source.data if name in source.sites}
+        table.learn(observed, {name: f[0] for name, f in draws.functions.items()})
+        values = {name: site["value"] for name, site in observed.items() if is_observation(site)}
+        table.fix("observed_data", values)
+        table.fix("constant_data", constant_data(source.model, source.args, source.kwargs, values))
+    for group, variables in groups.items():
+        for variable, value in variables.items():
+            table.put(group, variable, value)
+    table.start += len(next(iter(draws.flat().values())))
 
 
 def _shape(sources: Sequence[Source], num_samples: int) -> tuple[int, int]:
     """How many chains and draws: each guide is a chain, MCMC has its own."""
     if not sources:
         raise ValueError("to_datatree was given an empty list of guides")
-    sampled = [source for source in sources if isinstance(source, SampleSource)]
-    if sampled and len(sources) > 1:
+    own = [source.shape for source in sources if source.shape is not None]
+    if own and len(sources) > 1:
         raise ValueError("to_datatree takes one MCMC result, whose chains it keeps, or a list of guides")
-    return (sampled[0].shape[0], sampled[0].shape[1]) if sampled else (len(sources), num_samples)
-
-
-def _require_names(source: Source) -> None:
-    slashed = next((site for site in source.names if "/" in site), None)
+    slashed = next((site for site in sources[0].names if "/" in site), None)
     if slashed is not None:
         raise ValueError(
             f"site {slashed!r} has a slash in its name, which no variable of a DataTree may have: rename it in the "
             f"model, to {slashed.replace('/', '_')!r} say."
         )
+    return (own[0][0], own[0][1]) if own else (len(sources), num_samples)
 
 
 def _arguments(predict: Arguments) -> Call:
@@ -178,12 +153,6 @@ def _arguments(predict: Arguments) -> Call:
             f"{type(predict).__name__}"
         )
     return (predict,) if isinstance(predict, Tensor) else tuple(predict), {}
-
-
-def _families(source: Source) -> Optional[dict[str, Any]]:
-    if not isinstance(source, GuideSource):
-        return None
-    return {name: spec["family"] for name, spec in source.structure.gps.items()}
 
 
 def prior_predictive(
@@ -230,64 +199,14 @@ def prior_predictive(
     )
     require_arguments("prior_predictive", remedy, model, args, kwargs)
     table = Table((1, num_samples), dtype, dims, coords)
-    with seeded(seed):
-        _draw_prior(table, model, args, kwargs, observed, include_f)
+    _draw_prior(table, PriorSource(model, args, kwargs, observed), include_f, seed)
     return xarray.DataTree.from_dict(table.datasets(model=name_of(model), name=name), name=name)
 
 
-@torch.no_grad()
-def _draw_prior(
-    table: Table,
-    model: Callable,
-    args: tuple,
-    kwargs: dict[str, Any],
-    observed: Optional[Collection[str]],
-    include_f: bool,
-) -> None:
+def _draw_prior(table: Table, source: Source, include_f: bool, seed: Optional[int]) -> None:
     """The groups of :func:`prior_predictive`."""
-    with whole_plates(), poutine.block():
-        with _Sizes():
-            first = sites_of(poutine.trace(model).get_trace(*args, **kwargs))
-        seen = {n: site["value"] for n, site in first.items() if is_observation(site) and not is_factor(site)}
-        unknown = sorted(set(observed or ()) - set(first))
-        if unknown:
-            raise ValueError(f"observed names {unknown}, which are no sites of the model: it has {list(first)}")
-        data = {*seen, *(observed or ())} or _last_of(model, first, args, kwargs)
-        functions = {n for n, site in first.items() if as_process(site["fn"])[0] is not None}
-        table.fix("observed_data", seen)
-        table.fix("constant_data", constant_data(model, args, kwargs, seen))
-
-        def one(_: Any) -> dict[Any, Tensor]:
-            # Observations are kept for comparison and drawn anew.
-            trace = poutine.trace(poutine.uncondition(model)).get_trace(*args, **kwargs)
-            sites = sites_of(trace)
-            if not table.names:
-                table.learn({n: sites[n] for n in sites if n in data}, {n: sites[n]["value"] for n in functions})
-            kept = {n: value for n, value in values_of(trace).items() if include_f or n not in functions}
-            return {("prior_predictive" if n in data else "prior", n): value for n, value in kept.items()}
-
-        start, rows = 0, max((first[name]["value"].numel() for name in functions), default=1)
-        for block in in_blocks(one, {"": torch.arange(table.shape[1])}, lambda draw: rows**2):
-            for (group, variable), value in block.items():
-                table.put(group, variable, start, value)
-            start += len(value)
-
-
-def _last_of(model: Callable, sites: Mapping[str, Any], args: tuple, kwargs: dict[str, Any]) -> set[str]:
-    """Sites on which no other depends: with observations left out, these are the data."""
-    dependencies: Any = get_dependencies(model, args, kwargs)["prior_dependencies"]
-    upstream = {name for site, names in dependencies.items() for name in names if name != site}
-    processes = {name for name, site in sites.items() if as_process(site["fn"])[0] is not None}
-    return set(dependencies) - upstream - processes
-
-
-class _Sizes(poutine.messenger.Messenger):
-    """Refuses processes too large to be drawn from."""
-
-    def _pyro_sample(self, msg: Any) -> None:
-        process, _ = as_process(msg["fn"])
-        if process is not None and process.event_shape[0] > 2 * LARGEST_JOINT:
-            raise ValueError(
-                f"GP site {msg['name']!r} has {process.event_shape[0]} inputs: exact draws from its prior take O(N³) "
-                f"time and O(N²) memory each. Give at most {2 * LARGEST_JOINT} of the rows."
-            )
+    with seeded(seed):
+        for draws in source.draws(table.shape[1]):
+            groups = draws.groups(include_f)
+            named = {"prior": groups["posterior"], "prior_predictive": groups["posterior_predictive"]}
+            _put(table, source, draws, named)

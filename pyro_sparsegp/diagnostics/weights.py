@@ -8,17 +8,22 @@ from typing import Any, Optional, Union
 
 import numpy as np
 
-from .backend import smooth, xarray
+from .backend import FEWEST, arviz_stats, xarray
 from .given import guide_of, is_tree, kind_of
 from .tree import to_datatree
 
-__all__ = ["PSIS", "good_k", "log_weights_of", "psis", "tree_of"]
+__all__ = ["PSIS", "psis", "require_target", "tree_of", "weights_of"]
 
-TARGETS = ("vfe", "fitc", "exact")
+_DENSITIES = {"vfe": "lp", "fitc": "lp_fitc", "exact": "lp_exact"}  # in sample_stats, by target
+_REMEDIES = {
+    "vfe": "train longer, restart, or take a richer family (a full covariance, no mean field)",
+    "fitc": "train by expectation propagation, or take more inducing points",
+    "exact": "take more inducing points or another basis; then train longer, or take a richer family",
+}
 
 
 def good_k(num: int) -> float:
-    """min(1 − 1/log₁₀ S, 0.7), up to which weights of S draws may be relied on (Vehtari et al., 2024)."""
+    """min(1 − 1/log₁₀ S, 0.7), up to which the weights of S draws may be trusted (Vehtari et al., 2024)."""
     return min(1 - 1 / np.log10(num), 0.7)
 
 
@@ -33,7 +38,7 @@ class PSIS:
     :param pareto_k: k-hat of each chain's weights, ``xarray.DataArray`` ``(chain,)``; −∞ where all weights are equal.
         It does not see what q's draws leave out (:func:`psis`).
     :param target: what the draws are weighted towards.
-    :param good_k: min(1 − 1/log₁₀ S, 0.7) for S draws of a chain, below which the weights may be relied on.
+    :param good_k: min(1 − 1/log₁₀ S, 0.7) for S draws of a chain, up to which the weights may be trusted.
     """
 
     log_weights: xarray.DataArray
@@ -47,6 +52,19 @@ class PSIS:
         return float(self.pareto_k.max())
 
     @property
+    def khat_se(self) -> float:
+        """The standard error of k-hat: another seed's differs by as much. 0.15 for 1,000 draws, 0.1 for 5,000."""
+        num = self.log_weights.sizes["draw"]
+        tail = min(num / 5, 3 * num**0.5)
+        # (1 + k)/√M of a maximum likelihood fit to M draws; psislw's prior, worth 10, shrinks it by M/(M + 10).
+        return max(1 + self.khat, 0.0) * tail**0.5 / (tail + 10)
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether k-hat is known to 0.1, or is two standard errors from :attr:`good_k`."""
+        return self.khat_se <= 0.1 or abs(self.khat - self.good_k) > 2 * self.khat_se
+
+    @property
     def ess(self) -> float:
         """1/Σw², the effective number of draws."""
         return float(np.exp(-np.logaddexp.reduce(2 * self.log_weights.values.ravel())))
@@ -56,31 +74,31 @@ class PSIS:
 
         :raises ValueError: naming the target, and what to do.
         """
-        if not self.khat <= self.good_k:
-            remedy = {
-                "vfe": "train longer, restart, or take a richer family (a full covariance, no mean field)",
-                "fitc": "train by expectation propagation, or take more inducing points",
-                "exact": "take more inducing points or another basis; then train longer, or take a richer family",
-            }[self.target]
+        if self.khat > self.good_k:
             raise ValueError(
                 f"k-hat towards the target {self.target!r} is {self.khat:.2f}, above {self.good_k:.2f}: the posterior "
-                f"is too far from the target for importance weights to mend it. To come closer: {remedy}."
+                "is too far from the target for importance weights to mend it. To come closer: "
+                f"{_REMEDIES[self.target]}."
             )
 
     def __repr__(self) -> str:
         return (
-            f"PSIS(target={self.target!r}, khat={self.khat:.2f}, good_k={self.good_k:.2f}, "
+            f"PSIS(target={self.target!r}, khat={self.khat:.2f} ± {self.khat_se:.2f}, good_k={self.good_k:.2f}, "
             f"ess={self.ess:.0f} of {self.log_weights.size})"
         )
 
 
 def psis(
-    tree_or_model: Union[xarray.DataTree, Callable], *args: Any, target: Optional[str] = None, **kwargs: Any
+    tree_or_model: Union[xarray.DataTree, Callable],
+    *args: Any,
+    target: Optional[str] = None,
+    num_samples: Optional[int] = None,
+    **kwargs: Any,
 ) -> PSIS:
     """Pareto-smoothed importance weights of a posterior's draws, and their k-hat.
 
-    ``psis(tree, target=...)`` of a tree made by :func:`to_datatree`, or ``psis(model, guide, *args, target=...,
-    num_samples=...)``, which makes one. k-hat speaks of one target only:
+    ``psis(model, guide, x, y)``, or ``psis(tree)`` of a tree made by :func:`to_datatree`. Trust the weights if
+    k-hat is at most min(0.7, 1 − 1/log₁₀ S). k-hat speaks of one target only:
 
     * "vfe" (default): p(θ) p(w) exp Σₙ E[log p(yₙ | fₙ) | w]. Sees what the family and the optimiser lack, at the cost
       of a prediction; blind to too few inducing points.
@@ -99,14 +117,28 @@ def psis(
         training arguments.
     :param args: see there.
     :param target: "vfe", "fitc" or "exact"; by default the tree's own.
+    :param num_samples: S, draws of the guide. By default 1,000, or up to 10,000 until k-hat is known to 0.1 or is two
+        standard errors from the threshold.
     :param kwargs: of :func:`to_datatree`.
     :raises ValueError: for MCMC draws, which need no weights, or where the tree was made for another target.
     """
-    tree = tree_of(tree_or_model, args, target, kwargs)
-    target = target or tree.sample_stats.attrs["target"]
-    raw = log_weights_of(tree, target)
+    require_target("psis", target, tuple(_DENSITIES))
+    numbers = (num_samples,) if is_tree(tree_or_model) or num_samples else (1000, 4000, 10_000)
+    for num in numbers:
+        # Of log likelihoods no row is kept: weights need their sums alone.
+        options = {"num_samples": num, "_choose": lambda rows: np.arange(0), **kwargs} if num else kwargs
+        found = weights_of(tree_of("psis", tree_or_model, args, target, options), target)
+        if found.is_sure:
+            break
+    return found
+
+
+def weights_of(tree: xarray.DataTree, target: Optional[str]) -> PSIS:
+    """The weights of a tree's draws towards a target, by default its own."""
+    target = target or tree.sample_stats.attrs.get("target", "vfe")
+    raw = log_ratio_of(tree, target)
     # Each chain's weights are smoothed apart, towards the same p from a q of its own: their means are kept.
-    pairs = [smooth(chain) for chain in raw.values]
+    pairs = [_smoothed(chain) for chain in raw.values]
     # A chain whose q is nearer to p has the larger mean weight, log 1/S Σ p/q, and with it its share of all draws.
     means = np.logaddexp.reduce(raw.values, axis=1) - np.log(raw.sizes["draw"])
     smoothed = np.stack([weights for weights, _ in pairs]) + means[:, None]
@@ -115,23 +147,31 @@ def psis(
     return PSIS(weights, khat, target, good_k(raw.sizes["draw"]))
 
 
-def log_weights_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
-    """log p − log q of a tree's draws towards a target, ``xarray.DataArray`` ``(chain, draw)``.
+def _smoothed(log_weights: np.ndarray) -> tuple[np.ndarray, float]:
+    """Pareto-smoothed log weights, normalised, and k-hat, of one chain's log p − log q."""
+    if log_weights.size < FEWEST:
+        raise ValueError(f"k-hat needs at least {FEWEST} draws, got {log_weights.size}: take more, num_samples=1000")
+    psislw = arviz_stats.base.array_stats.psislw
+    # Equal weights, but for rounding, have no tail to fit (test_loo_says_when_weights_fail).
+    if np.ptp(log_weights) <= 1e-4:
+        return np.full_like(log_weights, -np.log(log_weights.size)), -np.inf
+    with np.errstate(all="ignore"):
+        smoothed, khat = psislw(log_weights.max() - log_weights)  # takes log q − log p, as made for leave-one-out
+    return np.asarray(smoothed, dtype=np.float64), float(np.nan_to_num(khat, nan=np.inf, posinf=np.inf))
 
-    :raises ValueError: where the tree does not have it.
-    """
-    if target not in TARGETS:
-        raise ValueError(f"target must be one of {TARGETS}, got {target!r}")
-    stats: Any = tree.children.get("sample_stats")
-    if stats is None or "lp" not in stats:
-        raise ValueError("the tree has no lp in sample_stats: make it by to_datatree with log_likelihood=True")
-    if "log_q" not in stats:
-        raise ValueError("the tree has no log_q: draws by MCMC are of the posterior itself and need no weights")
-    name = {"vfe": "lp", "fitc": "lp_fitc", "exact": "lp_exact"}[target]
-    if name not in stats:
-        raise ValueError(
-            "the tree has no densities for the target 'exact': make it by to_datatree(..., exact=True), in O(N³) each."
-        )
+
+def log_ratio_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
+    """log p − log q of a tree's draws towards a target, ``(chain, draw)``."""
+    stats: Any = tree.children.get("sample_stats", {})
+    name = _DENSITIES[target]
+    lacks = (
+        ("lp", "the tree has no lp in sample_stats: make it by to_datatree with log_likelihood=True"),
+        ("log_q", "the tree has no log_q: draws by MCMC are of the posterior itself and need no weights"),
+        (name, f"the tree has no {name}: make it by to_datatree(..., exact=True), in O(N³) each."),
+    )
+    for density, why in lacks:
+        if density not in stats:
+            raise ValueError(why)
     bad = ~np.isfinite(stats[name].values)
     if bad.any():
         # Of a likelihood with bounded support E[log p] is −∞, its integrated density is not
@@ -142,11 +182,18 @@ def log_weights_of(tree: xarray.DataTree, target: str) -> xarray.DataArray:
             + 'E[log p(y | f)] is then infinite; the target "fitc" takes integrated densities. ' * (target == "vfe")
             + "Look for data at the edge of the likelihood's support, and hyperparameters at extremes."
         )
-    # log p − log q of θ and w, both in float64.
-    return stats[name] - stats["log_q"]
+    return stats[name] - stats["log_q"]  # of θ and w, both in float64
 
 
-def tree_of(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]) -> xarray.DataTree:
+def require_target(function: str, target: Optional[str], targets: tuple[str, ...]) -> None:
+    """Raise for a target that a function does not know."""
+    if target is not None and target not in targets:
+        raise ValueError(f"{function}'s target must be one of {targets}, got {target!r}")
+
+
+def tree_of(
+    function: str, tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]
+) -> xarray.DataTree:
     """A tree that was given, or one made of a model, a guide and the training arguments."""
     if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
         if args or kwargs:
@@ -154,10 +201,11 @@ def tree_of(tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict
         if "sample" in tree_or_model["posterior"].sizes:
             raise ValueError('this tree has all draws along "sample": give the one with chains and draws')
         return tree_or_model
-    if not callable(tree_or_model) or not args or guide_of(tree_or_model) is not None:
+    if not args or not callable(tree_or_model) or guide_of(tree_or_model) is not None:
         raise ValueError(
-            "give a tree made by to_datatree, or model, guide and the training arguments, in this order: "
-            f"(model, guide, x, y); got {kind_of(tree_or_model)} first and {len(args)} more"
+            f"{function} needs the model, its guide and the training data: {function}(model, guide, x, y). Or a tree: "
+            f"{function}(diagnostics.to_datatree(model, guide, x, y)). Got {kind_of(tree_or_model)} first and "
+            f"{len(args)} more."
         )
     kwargs = {"exact": target == "exact", "posterior_predictive": False, **kwargs}
     return to_datatree(tree_or_model, *args, **kwargs)
