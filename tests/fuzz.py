@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -50,7 +50,6 @@ from pyro_sparsegp import (  # noqa: E402
     kernels,
     predict,
 )
-from pyro_sparsegp.program.registration import held_parameters  # noqa: E402
 
 NUM_LEVELS = 3  # of the column of codes, and of the groups
 LATER = 1000  # the first configuration that may hold what came later: those before stay as they were
@@ -864,18 +863,6 @@ def apart():
     return pyro.get_param_store().scope()
 
 
-@contextmanager
-def untrained(model):
-    """The model's own networks and kernels are afterwards what they were."""
-    kept = [(parameter, parameter.detach().clone()) for parameter, *_ in held_parameters(model)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in kept:
-                parameter.copy_(value)
-
-
 def bound_of(fitted, nodes=4):
     with torch.no_grad():
         return -TraceQuadrature_ELBO(nodes).loss(fitted.program, fitted.guide, fitted.x, fitted.y)
@@ -1107,48 +1094,6 @@ def informed(fitted):
 
 
 @check
-def forgotten_size(fitted):
-    """Two halves of the data, one after the other and without their number, are refused or warned of."""
-    c, half = fitted.c, fitted.c.num // 2
-    # Other values at the same inputs may be meant.
-    if half < 2 or c.family.name == "SparseEP" or c.duplicates or c.one_input or not c.fixed or c.index % 4:
-        return
-    with apart(), untrained(fitted.model), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", UserWarning)
-        svi = SVI(fitted.program, fitted.new_guide(), pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(4))
-        try:
-            svi.step(fitted.x[:half], fitted.y[:half])
-            svi.step(fitted.x[half : 2 * half], fitted.y[half : 2 * half])
-        except (ValueError, RuntimeError):
-            return
-    warned = any("size" in str(warning.message) for warning in told)
-    require(warned, "other rows without the data's number pass without a word")
-
-
-@check
-def other_columns(fitted):
-    """Inputs of other columns are refused."""
-    x = fitted.x_new[:, :1] if fitted.c.columns > 1 else fitted.x_new.expand(-1, 2)
-    try:
-        with torch.no_grad():
-            fitted.guide.posterior(x)
-    except Exception:
-        return
-    raise FaultError(f"inputs of {x.shape[-1]} columns pass for those of {fitted.c.columns}")
-
-
-@check
-def unobserved(fitted):
-    """Data that ``obs_mask`` leaves out say as little as data under ``poutine.mask``."""
-    c = fitted.c
-    masked = c.replace(missing="mask")
-    if c.missing == "obs_mask" and masked.is_deterministic and (c.objective == "quadrature" or not c.steps):
-        with apart():
-            wanted = fit(masked).posteriors
-        require_same(fitted.posteriors, wanted, tolerance(c, 1e-3, 0.3))
-
-
-@check
 @torch.no_grad()
 def together(fitted):
     """At new inputs the guide draws function values jointly: at one input twice they agree."""
@@ -1168,23 +1113,6 @@ def together(fitted):
 
 
 @check
-@torch.no_grad()
-def local_latents(fitted):
-    """At new rows, though there be as many as in training, latents of single rows come from the prior."""
-    c = fitted.c
-    if "local" not in c.latents or c.points:
-        return
-    pyro.set_rng_seed(4)
-    x = fitted.x.flip(0) + 0.0
-    found = {"the guide": torch.stack([fitted.guide(x)["local"] for _ in range(60)])}
-    found["predict"] = predict(fitted.program, fitted.guide, x)["local"]
-    for label, values in found.items():
-        square = (values / c.scales["y"]).square().mean()
-        held = (square - 1).abs() <= 8 * math.sqrt(2 / values.numel())
-        require(held, f"{label} draws local latents of {square.sqrt():.2g} times their prior's sd at new rows")
-
-
-@check
 def paths(fitted):
     """A sample function agrees with itself."""
     for name, q in fitted.posteriors.items():
@@ -1196,19 +1124,6 @@ def paths(fitted):
         # Values that are drawn exactly, given those drawn before, have the jitter's noise.
         jitter = fitted.c.jitter or tolerance(fitted.c, 1e-8, 1e-4)
         require(gap <= 10 * math.sqrt(jitter), f"a path of {name} differs from itself by {gap:.2g} prior sds")
-
-
-@check
-def other_data(fitted):
-    """The loss at other data leaves the posterior as it is."""
-    c = fitted.c
-    if c.family.name == "SparseEP" or c.num < 2:
-        return
-    guide = copy.deepcopy(fitted.guide)
-    if "FreeSites" not in c.family.name:
-        TraceQuadrature_ELBO(4).loss(guide.model, guide, c.inputs(c.num, 3), fitted.y)
-    with torch.no_grad():
-        require_same(guide.posterior(fitted.x_new), fitted.posteriors, tolerance(c, 1e-6, 1e-2))
 
 
 @check

@@ -1,5 +1,6 @@
 """Models and helpers that several tests share."""
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -50,16 +51,6 @@ FAMILIES = {
     "ComputationAwareCG": ComputationAware(12, "cg"),
     "Exact": Exact(),
 }
-
-DTYPES = (torch.float64, torch.float32)
-
-
-def in_one_dtype_each(quick=FAMILIES):
-    """Every family that is quick in one dtype; all else when slow, as the contract has all in both."""
-    for i, (name, family) in enumerate(FAMILIES.items()):
-        for j, dtype in enumerate(DTYPES):
-            marks = [pytest.mark.slow] if (i + j) % 2 or name not in quick else []
-            yield pytest.param(family, dtype, id=f"{name}-{str(dtype)[6:]}", marks=marks)
 
 
 def additive(scale, length):
@@ -170,6 +161,19 @@ def trained(model, family, *args, independent=(), **how):
     return guide
 
 
+def restored(guide, model, family, **options):
+    """Another guide with the state of one."""
+    other = AutoSparseGP(model, family, **options)
+    other.load_state_dict(guide.state_dict())
+    return other
+
+
+def assert_alike(one, other, **how):
+    """Two posteriors have the same means and variances."""
+    torch.testing.assert_close(one.mean, other.mean, **how)
+    torch.testing.assert_close(one.variance, other.variance, **how)
+
+
 def refused(message, call, *args, **kwargs):
     """The call raises a ValueError of this message."""
     with pytest.raises(ValueError, match=message):
@@ -183,6 +187,33 @@ def by_gradients(family):
     return family.learning(natural=False) if isinstance(family, FreeFormFamily) else family
 
 
+def lbfgs(loss, parameters, **options):
+    """The least that a loss comes to by L-BFGS."""
+    optimiser = torch.optim.LBFGS(list(parameters), line_search_fn="strong_wolfe", **options)
+
+    def closure():
+        optimiser.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    optimiser.step(closure)
+    return loss()
+
+
+def hermite(num):
+    """Nodes and weights of the standard normal."""
+    nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(num))
+    return nodes, weights / weights.sum()
+
+
+def conditional(kernel, x, y, noise, new, mean=0.0):
+    """Mean and covariance of f at new inputs given data with noise of these standard deviations, dense."""
+    covariance = kernel(x) + torch.diag(torch.as_tensor(noise, dtype=x.dtype).square().expand(len(x)))
+    gain = torch.linalg.solve(covariance, kernel(x, new)).mT
+    return mean + gain @ (y - mean), kernel(new) - gain @ kernel(x, new)
+
+
 def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
     """A guide whose bound is at its maximum by L-BFGS, and the bound."""
     pyro.set_rng_seed(seed)
@@ -191,24 +222,24 @@ def maximise(model, family, *args, num_nodes=2, iterations=400, seed=0):
     bound = TraceQuadrature_ELBO(num_nodes)(model, guide)
     bound(*args)
     parameters = [*guide.parameters(), *dict(pyro.get_param_store().named_parameters()).values()]
-    optimiser = torch.optim.LBFGS(
-        list({id(p): p for p in parameters}.values()),
+    least = lbfgs(
+        lambda: bound(*args),
+        {id(p): p for p in parameters}.values(),
         max_iter=iterations,
         max_eval=2 * iterations,
         history_size=50,
         tolerance_grad=1e-8,
         tolerance_change=1e-8,
-        line_search_fn="strong_wolfe",
     )
+    return guide, -least.item()
 
-    def closure():
-        optimiser.zero_grad()
-        loss = bound(*args)
-        loss.backward()
-        return loss
 
-    optimiser.step(closure)
-    return guide, -bound(*args).item()
+def fitc(kernel, x, z, noise, mean=0.0, share=1.0):
+    """N(μ, Q + αD + σ²I) of the rows, dense: Q by inducing inputs z, D what is left of the prior's variances."""
+    cross = kernel(x, z)
+    q = cross @ torch.linalg.solve(kernel(z) + 1e-8 * kernel.diag(z).mean() * torch.eye(len(z)), cross.mT)
+    rest = share * (kernel.diag(x) - q.diagonal())
+    return dist.MultivariateNormal(x.new_zeros(len(x)) + mean, q + torch.diag(rest + noise**2))
 
 
 def estimate(loss, model, guide, *args, num=60, **kwargs):

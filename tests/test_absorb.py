@@ -11,41 +11,34 @@ from pyro_sparsegp.families import (
     SGPR,
     SVGP,
     AdditiveSGPR,
-    CollapsedOrthogonal,
     CoupledCovariance,
     CoupledPrecision,
-    ExactWeightSpace,
     MeanFieldAdditive,
-    OrthogonalInducing,
     SparseEP,
-    WeightSpace,
 )
 
-from .models import data, gaussian, heteroscedastic, observed, one_function, prepared, refused, regression
+from .models import (
+    data,
+    gaussian,
+    heteroscedastic,
+    observed,
+    one_function,
+    prepared,
+    refused,
+    regression,
+    restored,
+    train,
+)
+from .test_natural import ADDITIVE, KERNEL, OPTIMA
 
-KERNEL = kernels.Matern32(0.5)
-ADDITIVE = kernels.RBF(0.4)[0] + kernels.Matern32(0.5)[1] + kernels.Constant(2.0)
 PIECES = (slice(0, 20), slice(20, 35), slice(35, 60))
-OPTIMA = {
-    "SVGP": (SVGP, SGPR, KERNEL),
-    "unwhitened": (lambda z, **kw: SVGP(z, whiten=False, **kw), SGPR, KERNEL),
-    "orthogonal": (
-        lambda z, **kw: OrthogonalInducing(z[:6], z[6:], **kw),
-        lambda z, **kw: CollapsedOrthogonal(z[:6], z[6:], **kw),
-        KERNEL,
-    ),
-    "CoupledCovariance": (
-        lambda z, **kw: CoupledCovariance([z[:, :1], z[:, 1:], None], **kw),
-        lambda z, **kw: AdditiveSGPR([z[:, :1], z[:, 1:], None], **kw),
-        ADDITIVE,
-    ),
+MORE = OPTIMA | {
     "independent blocks": (lambda z, **kw: MeanFieldAdditive([z[:, :1], z[:, 1:], None], **kw), None, ADDITIVE),
     "full rank": (
         lambda z, **kw: CoupledPrecision([z[:, :1], z[:, 1:], None], rank=25, **kw),
         lambda z, **kw: AdditiveSGPR([z[:, :1], z[:, 1:], None], **kw),
         ADDITIVE,
     ),
-    "weight space": (lambda z, **kw: WeightSpace(), lambda z, **kw: ExactWeightSpace(), kernels.Polynomial(2, 1.0)),
 }
 
 
@@ -59,11 +52,11 @@ def same_posterior(one, other, x, atol=1e-8):
     torch.testing.assert_close(p.covariance_matrix, q.covariance_matrix, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("name", OPTIMA)
+@pytest.mark.parametrize("name", MORE)
 def test_pieces_make_the_posterior_of_all_rows(name):
     """Against a step on all rows at once, and against the family whose q(w) is optimal."""
     x, y = data()
-    natural, optimal, kernel = OPTIMA[name]
+    natural, optimal, kernel = MORE[name]
     model = gaussian(kernel, mean=0.3)
     pieces = AutoSparseGP(model, natural(x[:12], trainable=False))
     for piece in PIECES:
@@ -73,8 +66,7 @@ def test_pieces_make_the_posterior_of_all_rows(name):
         svi_of(model, whole).step(x, y)
         same_posterior(pieces, whole, x)
     if optimal is not None:
-        best = prepared(model, optimal(x[:12], trainable=False), x, y)
-        same_posterior(pieces, best, x)
+        same_posterior(pieces, prepared(model, optimal(x[:12], trainable=False), x, y), x)
 
 
 def test_a_lower_rank_is_brought_to_its_form():
@@ -99,7 +91,6 @@ def test_a_lower_rank_is_brought_to_its_form():
     assert away(found) < 0.5 * away(aim * blocks)  # of independent blocks
     torch.testing.assert_close(found * blocks, aim * blocks, rtol=0.02, atol=0.02 * aim.abs().max().item())
     generator = torch.Generator().manual_seed(0)
-    d = found * 0
     coefficients = guide.gps.f.coefficients
     b = torch.cat([coefficients.state_dict()[f"low_rank_{i}"] for i in range(3)])
     d = found - b @ b.T
@@ -182,9 +173,7 @@ def test_two_functions_that_meet_settle_together():
     guide, stepped = (AutoSparseGP(model, families) for _ in range(2))
     guide.absorb(x, y)
     elbo = TraceQuadrature_ELBO(6)
-    svi = SVI(model, stepped, pyro.optim.Adam({"lr": 0.0}), elbo)
-    for _ in range(20):
-        svi.step(x, y)
+    train(model, stepped, x, y, steps=20, lr=0.0, loss=elbo)
     assert abs(elbo.loss(model, guide, x, y) - elbo.loss(model, stepped, x, y)) < 0.01
 
 
@@ -232,8 +221,7 @@ def test_a_plate_that_draws_its_rows_gives_all_and_a_loaded_guide_goes_on():
     for g in (guide, whole):
         g.absorb(x[:30], y[:30])
     same_posterior(guide, whole, x)
-    other = AutoSparseGP(whole.model, SVGP(x[:8], trainable=False))
-    other.load_state_dict(whole.state_dict())
+    other = restored(whole, whole.model, SVGP(x[:8], trainable=False))
     for g in (whole, other):
         g.absorb(x[30:], y[30:])
     same_posterior(whole, other, x, atol=0)

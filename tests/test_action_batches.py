@@ -10,7 +10,7 @@ from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, f
 from pyro_sparsegp.families import ComputationAware
 from pyro_sparsegp.guide.conditions import conditions_now
 
-from .models import data, gaussian, observed, prepared, refused
+from .models import data, gaussian, observed, prepared, refused, restored, train
 
 SUPPORT, ROWS = 40, 120
 
@@ -107,9 +107,7 @@ def test_batches_of_classes_settle_the_sites_of_the_first_rows():
     found = guide.site_status["f"]
     assert found["sites"] == SUPPORT
     assert found["converged"]
-    still = SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), TraceQuadrature_ELBO(20))
-    for _ in range(20):
-        still.step(x[:30], y[:30], size=ROWS)
+    train(model, guide, x[:30], y[:30], size=ROWS, steps=20, lr=0.0, loss=TraceQuadrature_ELBO(20))
     kept = guide.gps.f.sites.precision.clone()
     torch.testing.assert_close(kept, conditions_now(guide, median=True).of("f").sites.precision, atol=1e-3, rtol=1e-3)
     with torch.no_grad():
@@ -138,8 +136,7 @@ def test_fit_takes_batches_once_the_guide_knows_its_rows():
 
 def test_a_loaded_guide_takes_batches_on():
     model, guide, _, x, y = batched()
-    other = AutoSparseGP(model, ComputationAware(10, batches=True))
-    other.load_state_dict(guide.state_dict())
+    other = restored(guide, model, ComputationAware(10, batches=True))
     elbo = TraceQuadrature_ELBO(2)
     assert elbo.loss(model, other, x, y) == elbo.loss(model, guide, x, y)
     SVI(model, other, pyro.optim.Adam({"lr": 0.05}), elbo).step(x[:30], y[:30], size=ROWS)

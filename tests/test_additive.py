@@ -1,7 +1,6 @@
 """Additive models with coupled posteriors: what they cost, what the coupling is worth, and Friedman's function."""
 
 import itertools
-import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -15,12 +14,11 @@ from pyro_sparsegp.families import (
     AdditiveSGPR,
     CoupledCovariance,
     CoupledPrecision,
-    MeanFieldAdditive,
 )
 from pyro_sparsegp.gaussians import natural_low_rank
 
 from .benchmarks import paper0
-from .models import gaussian, maximise, observed, one_function, prepared, refused
+from .models import gaussian, maximise, observed, one_function, prepared, refused, restored
 
 
 class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -151,55 +149,6 @@ def test_a_step_makes_no_dense_matrix_of_all_coefficients(base, monkeypatch):
     assert count.largest < (8 * terms) ** 2 / 4
 
 
-@pytest.mark.slow  # the theorems hold the same of the bounds
-def test_gap_to_the_full_posterior():
-    """Rank by rank: the block base never loses to the mean field, eq. 7 at a low rank loses far more than it gains."""
-    x = torch.rand(300, 6)
-    kernel = paper0.plain(torch.full((6,), 10.0), torch.full((6,), 0.5))
-    z = [torch.linspace(0, 1, 6)[:, None]] * 6 + [None]
-    with torch.no_grad():
-        phi = CoupledCovariance(z).new_basis(GaussianProcess(kernel, x), "f")(kernel, None, "f")(x)
-    found = paper0.gaps(phi, [1, 37], 200)
-    assert found["mean field"] > 5
-    assert all(value <= found["mean field"] + 1e-6 for value in found["block"])
-    assert found["block"] == sorted(found["block"], reverse=True)
-    assert found["block"][-1] < 0.3 * found["mean field"]
-    assert found["identity"][0] > 10 * found["mean field"]
-    assert found["identity"][-1] < 0.3 * found["mean field"]
-
-
-FAMILIES = {
-    "coupled": CoupledPrecision([paper0.fixed_inputs()[0]] * 3 + [None], rank=16, trainable=False),
-    "mean field": MeanFieldAdditive([paper0.fixed_inputs()[0]] * 3 + [None], trainable=False),
-}
-
-
-@pytest.mark.slow  # test_components.py holds the intervals against the dense posterior's
-def test_coupled_intervals_cover_and_mean_field_intervals_do_not():
-    """95 % intervals of effects of correlated columns (copula 0.9), rank 16, base "block", over many data sets."""
-    covered = paper0.coverage(FAMILIES, 0.9, sets=30)
-    assert 0.90 < covered["coupled"] < 0.99
-    assert covered["mean field"] < 0.85
-
-
-@pytest.mark.slow  # test_components.py has known effects and their shares
-def test_friedman_function_of_the_paper():
-    """Effects, noise and shares of the paper's section 7."""
-    x = torch.rand(5000, 6)
-    y = paper0.friedman(x) + torch.randn(5000)
-    family = CoupledPrecision(paper0.fixed_inputs(), rank=16, trainable=False)
-    guide, _ = maximise(paper0.illustration, family, x, y, iterations=400)
-    grid = torch.rand(1000, 6)
-    with torch.no_grad():
-        parts = guide.posterior(grid)["f"].components
-        shares = {name: draws.mean().item() for name, draws in parts.sobol_indices(100).items()}
-    for name, f in paper0.analytic(grid).items():
-        assert (parts[name].mean - f).square().mean().sqrt() < 0.2, name
-    assert abs(pyro.param("noise").item() ** 2 - 1) < 0.05
-    assert parts["x6"].mean.abs().max() < 0.2
-    assert all(abs(shares[name] - share) < 0.01 for name, share in paper0.shares().items())
-
-
 def test_analytic_effects_are_an_analysis_of_variance():
     """Effects and level add up to the function, and each has mean zero along its columns."""
     x = torch.rand(50, 6)
@@ -213,42 +162,6 @@ def test_analytic_effects_are_an_analysis_of_variance():
         along[:, column] = side
         assert abs(paper0.analytic(along)["x1:x2"].mean()) < 1e-6
         assert abs(paper0.analytic(along)[f"x{column + 1}"].mean()) < 1e-6
-
-
-def two_functions(x, y=None):
-    """A predictor that is no sum, a(x) exp(b(x)), of two functions that are terms of one site over stacked inputs."""
-    num = len(x)
-    rows = torch.cat([torch.cat([x, row.expand(num, 2)], -1) for row in torch.eye(2).split(1)])
-    a, b = ((kernels.Linear(1.0)[i] * kernels.RBF(0.4)[0]).named(name) for i, name in ((1, "a"), (2, "b")))
-    f = pyro.sample("f", GaussianProcess(a + 0.5 * b, rows))
-    return observed(dist.Normal(f[:num] * f[num:].exp(), 0.3), y)
-
-
-@pytest.mark.slow  # test_components.py holds joint effects against dense ones
-def test_functions_of_a_predictor_that_is_no_sum_are_coupled():
-    """Section 8: stacked inputs make several functions terms of one site, under one coupled posterior."""
-    x = torch.linspace(0, 1, 20)[:, None]
-    y = 1.5 * torch.exp(0.5 * x[:, 0])
-    z = torch.linspace(0, 1, 4)[:, None]
-    sets = [torch.cat([z, row.expand(4, 2)], -1) for row in torch.eye(2).split(1)]
-    bounds = {}
-    for kind in (MeanFieldAdditive, CoupledPrecision):
-        pyro.set_rng_seed(0)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The model couples values")
-            guide = prepared(two_functions, kind(sets, trainable=False), x, y)
-        optimiser = pyro.optim.ClippedAdam({"lr": 0.05, "lrd": 0.05 ** (1 / 400)})
-        svi = pyro.infer.SVI(two_functions, guide, optimiser, TraceQuadrature_ELBO())
-        losses = [svi.step(x, y) for _ in range(400)]
-        bounds[kind] = -sum(losses[-50:]) / 50
-    with torch.no_grad():
-        parts = guide.posterior(x)["f"].components
-        rows = parts["a"].process.x
-        ends = parts.at([rows[:20], rows[20:]])
-        covariance = ends.covariance("a", "b").diagonal()
-        correlation = covariance / (ends["a"].stddev * ends["b"].stddev)
-    assert correlation.mean() < -0.25  # where one is larger, the other is smaller
-    assert bounds[CoupledPrecision] > bounds[MeanFieldAdditive] + 1
 
 
 def collapsed(kernel, z, noise, x, y):
@@ -290,8 +203,7 @@ def test_terms_keep_their_order_and_codes_their_range():
 
     a, b = kernels.RBF(0.4)[0].named("a"), kernels.RBF(0.6)[1].named("b")
     guide = prepared(model_of(a + b), CoupledPrecision(5), x, y)
-    other = AutoSparseGP(model_of(b + a), CoupledPrecision(5))
-    other.load_state_dict(guide.state_dict())
+    other = restored(guide, model_of(b + a), CoupledPrecision(5))
     refused(r"are \['b', 'a'\] now, and were \['a', 'b'\]", other.posterior, x)
     coded = torch.cat([x[:, :1], torch.randint(1, 4, (40, 1)).to(x)], 1)
     with pytest.raises(ValueError, match=r"GP site 'f': .*codes 0 to 2, the training inputs have \[3.0\]"):

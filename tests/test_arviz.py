@@ -6,12 +6,11 @@ import pyro.distributions as dist
 import pyro.infer
 import pytest
 import torch
-from pyro.infer import SVI
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
-from .models import refused
+from .models import refused, train
 
 stats = pytest.importorskip("arviz_stats")
 plots = pytest.importorskip("arviz_plots")
@@ -47,9 +46,7 @@ def fitted(program, **options):
     x, y = data(20)
     y = torch.poisson((1 + y).exp()) if program is counts else y
     guide = AutoSparseGP(program, SVGP(8))
-    svi = SVI(program, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(8))
-    for _ in range(5):
-        svi.step(x, y)
+    train(program, guide, x, y, steps=5, lr=0.05, loss=TraceQuadrature_ELBO(8))
     return diagnostics.to_datatree(program, guide, x, y, **{"seed": 0, "prior": 100} | options), guide, x, y
 
 

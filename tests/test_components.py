@@ -154,9 +154,6 @@ def test_white_noise_is_an_effect_of_its_own(family):
     assert_close(parts.rsample((20_000,))["white"].std(0), torch.full((30,), 0.3**0.5), rtol=0.05, atol=0)
 
 
-LENGTHS = torch.tensor([[0.3], [0.6]], dtype=torch.float64)
-
-
 def test_names():
     smooth = kernels.RBF(0.3)
     kernel = (

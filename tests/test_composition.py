@@ -13,7 +13,7 @@ from torch.distributions import constraints
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SVGP
 
-from .models import observed, refused
+from .models import observed, refused, train
 
 
 def model(x, y=None):
@@ -86,8 +86,7 @@ def test_a_posterior_of_ones_own_for_the_rest():
     pyro.clear_param_store()
     x, y = data()
     guide = Joint(turned, SVGP(8))
-    svi = SVI(turned, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    losses = [svi.step(x, y) for _ in range(60)]
+    losses = train(turned, guide, x, y, steps=60, lr=0.05, loss=TraceQuadrature_ELBO(2))
     assert sum(losses[-10:]) < sum(losses[:10])
     assert pyro.param("slope").abs() > 0.01
     assert "noise" not in dict(guide.locs.named_parameters())

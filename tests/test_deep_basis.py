@@ -2,11 +2,7 @@
 
 import copy
 import math
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -31,7 +27,7 @@ from pyro_sparsegp.families import (
 from pyro_sparsegp.kernels import DeepBasis
 from pyro_sparsegp.numerics import chunks as blocks
 
-from .models import data, maximise, observed, prepared, refused, train, trained
+from .models import data, maximise, observed, prepared, refused, restored, train, trained
 
 NOISE = 0.2
 
@@ -404,7 +400,8 @@ def test_mini_batches_and_the_level_of_all_rows():
     # One input by itself has its correction too, whatever way it is asked for.
     one = squares(network, x).argmin().item()
     expected = corrected(network, q, x, x[[one]]).item()
-    assert expected > 1.2 * elsewhere(network, q, x[[one]])
+    phi = network(x[[one]])
+    assert expected > 1.2 * (phi @ q.coefficients.covariance_matrix * phi).sum()
     torch.testing.assert_close(guide.posterior(x[[one]])["f"].variance.item(), expected)
     for draw in (
         lambda: torch.stack([guide(x[[one]])["f"] for _ in range(60)]),
@@ -414,22 +411,11 @@ def test_mini_batches_and_the_level_of_all_rows():
         with torch.no_grad():
             assert math.isclose(draw().var().item(), expected, rel_tol=0.55)  # three standard errors
     # A step's own level is that of the batch.
-    torch.testing.assert_close(
-        elbo(model, guide, x[:10], y[:10], size=80), dense_bound(network, guide, x[:10], y[:10], 80), rtol=1e-9, atol=0
-    )
-
-
-def elsewhere(network, q, new):
-    return (network(new) @ q.coefficients.covariance_matrix * network(new)).sum(-1).item()
-
-
-def dense_bound(network, guide, x, y, size):
-    q = guide.posterior(x)["f"]
-    phi = network(x)
+    q, phi = guide.posterior(x[:10])["f"], network(x[:10])
     m, s = q.coefficients.loc[0], q.coefficients.covariance_matrix
-    variance = (phi @ s * phi).sum(-1) + correction(network, x)
-    fit = dist.Normal(phi @ m, NOISE).log_prob(y) - variance / (2 * NOISE**2)
-    return (fit.sum() * size / len(x) - q.kl).item()
+    variance = (phi @ s * phi).sum(-1) + correction(network, x[:10])
+    fit = (dist.Normal(phi @ m, NOISE).log_prob(y[:10]) - variance / (2 * NOISE**2)).sum()
+    assert elbo(model, guide, x[:10], y[:10], size=80) == pytest.approx((8 * fit - q.kl).item(), rel=1e-9)
 
 
 def test_rows_of_a_subsampling_plate_are_all_known():
@@ -455,14 +441,12 @@ def test_unseen_rows_are_told_of_and_one_call_mends_it():
     batches(model, guide, x, y, steps=3)
     with pytest.warns(UserWarning, match="seen at most 16 of 80"):
         guide.posterior(x)
-    loaded = AutoSparseGP(model, WeightSpace())
-    loaded.load_state_dict(guide.state_dict())
+    loaded = restored(guide, model, WeightSpace())
     with pytest.warns(UserWarning, match="seen at most 16 of 80") as told:
         loaded.posterior(x)
     assert told[0].filename == __file__
     guide(x, y)
-    again = AutoSparseGP(model, WeightSpace())
-    again.load_state_dict(guide.state_dict())
+    again = restored(guide, model, WeightSpace())
     for q in (guide.posterior(x[:3])["f"], again.posterior(x[:3])["f"]):
         torch.testing.assert_close(q.variance, corrected(network, q, x, x[:3]))
     guide(torch.rand(200, 2))  # no data: nothing to learn of
@@ -493,8 +477,7 @@ def test_state_and_copies_keep_the_level(family):
     guide = trained(model, family, x, y, steps=5)
     new = torch.rand(4, 2)
     expected = guide.posterior(new)["f"].variance
-    other = AutoSparseGP(model, family)
-    other.load_state_dict(guide.state_dict())
+    other = restored(guide, model, family)
     torch.testing.assert_close(other.posterior(new)["f"].variance, expected)
     torch.testing.assert_close(copy.deepcopy(guide).posterior(new)["f"].variance, expected)
     pickle.dumps(guide.state_dict())
@@ -616,18 +599,13 @@ def test_contract(family, kernel, dtype, device):
     new = data(num=7, dtype=dtype, device=device, seed=2)[0]
     q = guide.posterior(new)["f"]
     assert q.mean.shape == q.variance.shape == (7,)
-    assert q.mean.dtype == dtype
-    assert q.mean.device == new.device
+    assert (q.mean.dtype, q.mean.device) == (dtype, new.device)
     assert q.kl > 0
     assert (q.variance > 0).all()
     torch.testing.assert_close(q.covariance_matrix.diagonal(), q.variance, rtol=1e-3, atol=1e-4)
     assert q.paths(3)(new).shape == (3, 7)
     assert guide(new)["y"].shape == (7,)
-    guide.eval()
-    assert guide(new)["f"].shape == (7,)
-    other = AutoSparseGP(model, family)
-    other.load_state_dict(guide.state_dict())
-    assert torch.equal(other.posterior(new)["f"].variance, guide.posterior(new)["f"].variance)
+    assert torch.equal(restored(guide, model, family).posterior(new)["f"].variance, q.variance)
 
 
 @pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
@@ -648,16 +626,6 @@ def test_components_of_a_sum(family):
     torch.testing.assert_close(q.components[2].variance, torch.full((6,), 0.1))
     torch.testing.assert_close(q.components[2].mean, torch.zeros(6))
     torch.testing.assert_close(q.components[3].variance, (2 * new @ s[6:, 6:] * new).sum(-1))
-
-
-def test_paths_have_the_residual():
-    network, (x, y) = mlp(), data(num=30)
-    model = deep(network)
-    guide = trained(model, ExactWeightSpace(), x, y, steps=3)
-    new = torch.rand(3, 2)
-    q = guide.posterior(new)["f"]
-    draws = q.paths(4000)(new)
-    torch.testing.assert_close(draws.var(0), q.variance, rtol=0.15, atol=0)
 
 
 # Deep kernel learning: a network on the inputs.
@@ -798,45 +766,9 @@ def test_projections_refuse_the_correction():
 
 
 @pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
-def test_broken_networks_raise_by_name(family):
-    network, (x, y) = mlp(), data(num=20)
-    model = deep(network)
-    guide = trained(model, family, x, y, steps=1)
-    with torch.no_grad():
-        network[0].bias.fill_(torch.nan)
-    with pytest.raises((ValueError, RuntimeError), match=r"NaN"):
-        train(model, guide, x, y, steps=1)
-
-
-@pytest.mark.parametrize("family", [WeightSpace(), ExactWeightSpace()], ids=["free", "exact"])
-def test_one_row_and_missing_data(family):
-    network = mlp()
+def test_one_row(family):
     x, y = data(num=1)
-    model = deep(network)
+    model = deep(mlp())
     guide = AutoSparseGP(model, family)
     assert torch.tensor(train(model, guide, x, y, steps=3)).isfinite().all()
     assert (guide.posterior(torch.rand(3, 2))["f"].variance > 0).all()
-
-    def masked(x, y=None):
-        pyro.module("network", network)
-        f = pyro.sample("f", GaussianProcess(DeepBasis(network), x))
-        with pyro.plate("data", len(x)), pyro.poutine.mask(mask=True if y is None else ~y.isnan()):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
-
-    x, y = data(num=20)
-    y[3] = torch.nan
-    guide = AutoSparseGP(masked, family)
-    assert torch.tensor(train(masked, guide, x, y, steps=3)).isfinite().all()
-    assert guide.posterior(x)["f"].mean.isfinite().all()
-
-
-@pytest.mark.slow  # test_blocks_change_nothing counts the rows a pass holds
-def test_a_million_rows_train_in_little_memory():
-    pytest.importorskip("resource")
-    script = Path(__file__).parent / "benchmarks" / "weight_space.py"
-    command = [sys.executable, str(script), "steps", "--one", "1000000", "--rounds", "2"]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # glibc would keep what is freed in pieces
-    out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    # GiB: what the first call's moves show of all rows, more than a step takes; Φ alone is 0.24, what a step keeps
-    # without blocks above 1.
-    assert float(out.split()[-1]) < 0.36

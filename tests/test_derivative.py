@@ -1,15 +1,14 @@
 """Derivatives of a process: covariances by autograd and finite differences, posteriors by the dense joint Gaussian."""
 
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
+from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, WeightSpace
 from pyro_sparsegp.kernels import Derivative
 
-from .models import prepared, refused, trained
+from .models import gaussian, prepared, refused, trained
 
 KERNELS = {
     "RBF": lambda l: 1.5 * kernels.RBF(l),
@@ -90,12 +89,7 @@ NOISE = 0.05
 
 
 def model_of(kernel, mean=None):
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(Derivative(kernel), x, mean))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, NOISE), obs=y)
-
-    return model
+    return gaussian(Derivative(kernel), NOISE, mean)
 
 
 def observed():

@@ -21,7 +21,7 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.families import SGPR, SVGP, ExactWeightSpace, SparseEP, WeightSpace
 
-from .models import observed, one_function, prepared, refused
+from .models import observed, one_function, prepared, refused, train
 
 arviz_stats = pytest.importorskip("arviz_stats")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
@@ -146,9 +146,7 @@ def test_deep_bases_keep_their_level_at_new_rows(family):
     x, y = data()
     model, _ = deep_model()
     guide = AutoSparseGP(model, family)
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(5):
-        svi.step(x, y)
+    train(model, guide, x, y, steps=5, lr=0.05, loss=TraceQuadrature_ELBO(2))
     new = 0.2 * torch.linspace(-1, 1, 5)[:, None]
     labels = torch.sin(4 * new[:, 0])
     with torch.no_grad():

@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO, config_enumerate
+from pyro.infer import MCMC, NUTS, Trace_ELBO, config_enumerate
 
 from pyro_sparsegp import (
     AutoSparseGP,
@@ -22,7 +22,7 @@ from pyro_sparsegp import (
 )
 from pyro_sparsegp.families import SGPR, SVGP, SparseEP
 
-from .models import observed, refused
+from .models import observed, refused, restored, train
 
 PARALLEL = {"enumerate": "parallel"}
 
@@ -202,9 +202,7 @@ def test_missing_rows():
 def test_draws_have_the_indicators_of_new_rows():
     x, y = data()
     guide = AutoSparseGP(fixed, SVGP(8))
-    svi = SVI(fixed, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(8))
-    for _ in range(3):
-        svi.step(x, y)
+    train(fixed, guide, x, y, steps=3, lr=0.05, loss=TraceQuadrature_ELBO(8))
     assert "z" not in guide(x, y)
     draws = predict(fixed, guide, x[:6] + 0.01, num_samples=150)
     assert draws["z"].shape == draws["y"].shape == (150, 6)
@@ -218,8 +216,7 @@ def test_draws_have_the_indicators_of_new_rows():
 def test_states_copies_and_config_enumerate():
     x, y = data()
     first, _, guide = bound(fixed, SVGP(8), x, y)
-    other = AutoSparseGP(fixed, SVGP(8))
-    other.load_state_dict(guide.state_dict())
+    other = restored(guide, fixed, SVGP(8))
     loss = TraceQuadrature_ELBO(8).loss
     assert loss(fixed, other, x, y) == loss(fixed, guide, x, y)
     assert other.structure.enumerated == ["z"]

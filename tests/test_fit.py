@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 
 import numpy as np
@@ -18,7 +19,6 @@ from pyro_sparsegp.inference.batches import as_batches
 from pyro_sparsegp.inference.recipe import FallingAdam, falling
 
 from . import fit_worker
-from .benchmarks import fit_memory
 from .fit_worker import regression
 from .models import observed, prepared, refused
 
@@ -34,10 +34,6 @@ def fitted(data, family=None, model=regression, **options):
 # Cut off, and resumed.
 
 
-class CutError(Exception):
-    pass
-
-
 def cut_after(step, how):
     def rule(losses):
         if len(losses) == step:
@@ -45,6 +41,10 @@ def cut_after(step, how):
         return False
 
     return rule
+
+
+class CutError(Exception):
+    pass
 
 
 def raised():
@@ -248,10 +248,18 @@ def test_a_deep_basis_has_seen_all_rows():
 
 
 def test_an_epoch_over_rows_on_disk_keeps_little_of_them(tmp_path):
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
     torch.set_default_dtype(torch.float32)
-    rows, before = 40_000, fit_memory.bench.peak()  # their squares are 6 GiB
-    fit_memory.written(tmp_path, rows)
-    assert fit_memory.epoch(tmp_path, rows, 4096, "maps") - before < 0.5
+    rows, before = 40_000, peak()  # their squares are 6 GiB
+    x, y = (
+        np.memmap(tmp_path / name, np.float32, "w+", shape=shape) for name, shape in (("x", (rows, 2)), ("y", rows))
+    )
+    x[:] = np.random.default_rng(0).random((rows, 2))
+    y[:] = np.sin(6 * x[:, 0]) + x[:, 1]
+    assert fitted((x, y), SVGP(32), batch_size=4096, steps=None, epochs=1)[0].steps == 9
+    assert peak() - before < 0.5
 
 
 # Steps and their rates.

@@ -14,7 +14,7 @@ from pyro_sparsegp.gaussians import NaturalGaussian
 from pyro_sparsegp.inference import ExpectationPropagation
 from pyro_sparsegp.numerics.linalg import default_jitter
 
-from .models import additive, data, gaussian, observed, prepared, train, trained
+from .models import additive, data, gaussian, observed, prepared, restored, train, trained
 
 NOISE = 0.01
 
@@ -142,8 +142,7 @@ def test_states_of_before_keep_their_jitter():
         for old in (AutoSparseGP(model, SVGP(20)), guide):
             old.load_state_dict(state)
             assert old.gps.f.basis.jitter == default_jitter(dtype)
-        new = AutoSparseGP(model, SVGP(20))
-        new.load_state_dict(guide.state_dict())
+        new = restored(guide, model, SVGP(20))
         assert new.gps.f.basis.jitter == default_jitter(dtype)
 
 
@@ -191,7 +190,7 @@ def test_low_rank_steps_on_precise_data(family):
         scale = pyro.param("scale", torch.ones(()))
         return gaussian(sum(scale * kernels.RBF(0.3)[c] for c in range(5)), 0.003)(x, y)
 
-    losses = train(model, AutoSparseGP(model, family), x, y, steps=50, lr=1e-4, loss=TraceQuadrature_ELBO())
+    losses = train(model, AutoSparseGP(model, family), x, y, steps=40, lr=1e-4, loss=TraceQuadrature_ELBO())
     assert min(losses) == pytest.approx(losses[-1], abs=25)  # 90 where the mean is found anew of (I + G)m
     assert losses[-1] < -350  # 2e6 with parts of factors
 
@@ -209,26 +208,6 @@ def test_effects_of_a_coupled_precision_keep_their_width():
     whole = sum(parts) + 0.03**2 * torch.eye(60)
     exact = (parts[0] - parts[0] @ torch.linalg.solve(whole, parts[0])).diagonal()
     torch.testing.assert_close(found.sqrt(), exact.sqrt(), rtol=0.15, atol=0.0)
-
-
-@pytest.mark.slow
-def test_many_steps_of_a_coupled_precision():
-    """Where B has nearly all of a block, rounding left an indefinite rest after some 500 steps, and training ended."""
-    torch.set_default_dtype(torch.float32)
-    pyro.set_rng_seed(0)
-    x = torch.rand(500, 8)
-    y = torch.sin(6 * x).sum(-1) + 0.1 * torch.randn(500)
-
-    def model(x, y):
-        lengths = pyro.param("lengths", torch.full((8,), 0.3), constraint=dist.constraints.positive)
-        noise = pyro.param("noise", torch.tensor(0.1), constraint=dist.constraints.positive)
-        f = pyro.sample("f", GaussianProcess(sum(kernels.RBF(lengths[c])[c] for c in range(8)), x))
-        with pyro.plate("data", 5000, subsample=x):
-            pyro.sample("y", dist.Normal(f, noise), obs=y)
-
-    losses = train(model, AutoSparseGP(model, CoupledPrecision(16)), x, y, steps=800, lr=0.005)
-    assert max(losses[100:]) < -4300
-    assert losses[-1] < losses[99]
 
 
 @pytest.mark.parametrize("size", [100.0, 300.0])

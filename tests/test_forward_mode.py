@@ -11,7 +11,7 @@ from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInduc
 from pyro_sparsegp.gaussians.optimal import weighted_gram
 from pyro_sparsegp.numerics.linalg import cholesky, row_squares
 
-from .models import observed
+from .models import observed, train
 
 KERNELS = {
     "RBF": lambda length: 1.5 * kernels.RBF(length),
@@ -93,9 +93,7 @@ def test_posteriors(family):
     x = torch.linspace(-1, 1, 20)[:, None]
     y = torch.sin(4 * x[:, 0])
     guide = AutoSparseGP(model, family)
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(5):
-        svi.step(x, y)
+    train(model, guide, x, y, steps=5, lr=0.05, loss=TraceQuadrature_ELBO(2))
     new = torch.tensor([[0.13], [-0.37]])
 
     def moments(x):

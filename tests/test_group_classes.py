@@ -5,7 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import SVI, Trace_ELBO
+from pyro.infer import Trace_ELBO
 
 from pyro_sparsegp import (
     AutoSparseGP,
@@ -19,7 +19,7 @@ from pyro_sparsegp import (
 from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, SparseEP
 from pyro_sparsegp.program.traces import held_trace, log_densities
 
-from .models import observed, prepared, refused
+from .models import observed, prepared, refused, train
 from .test_enumeration import PARALLEL, assert_same, bound
 
 KERNEL = kernels.RBF(0.5)
@@ -225,9 +225,7 @@ def test_what_is_known_of_classes():
         torch.testing.assert_close(found[name], mixed)
 
     guide = AutoSparseGP(indexed, SVGP(8))
-    svi = SVI(indexed, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(3):
-        svi.step(x, GROUP, y)
+    train(indexed, guide, x, GROUP, y, steps=3, lr=0.05, loss=TraceQuadrature_ELBO(2))
     draws = predict(indexed, guide, x[:6], GROUP[:6], num_samples=100)
     assert draws["z"].shape == (100, G)
     assert draws["y"].shape == (100, 6)

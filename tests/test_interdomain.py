@@ -4,7 +4,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
 
 from pyro_sparsegp import AutoSparseGP, ExpectationPropagation, GaussianProcess, TraceQuadrature_ELBO, bases, kernels
 from pyro_sparsegp.families import (
@@ -17,7 +16,7 @@ from pyro_sparsegp.families import (
     SparseEP,
 )
 
-from .models import gaussian, observed, prepared, refused
+from .models import gaussian, observed, prepared, refused, restored, train
 
 KERNEL = 1.3 * kernels.Matern52(0.4)
 
@@ -149,14 +148,12 @@ def test_each_guide_trains_a_copy_and_its_state_comes_back(data):
     family = SVGP(given)
     pyro.clear_param_store()
     guide = AutoSparseGP(model, family)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
-    losses = [svi.step(x, y) for _ in range(10)]
+    losses = train(model, guide, x, y, steps=10, lr=0.02, loss=TraceQuadrature_ELBO())
     assert losses[-1] < losses[0]
     moved = guide.gps.f.basis.variables_0
     assert not torch.equal(moved.a, given.a)
     assert torch.equal(given.a, points(5))
-    again = AutoSparseGP(model, family)
-    again.load_state_dict(guide.state_dict())
+    again = restored(guide, model, family)
     assert torch.equal(again.gps.f.basis.variables_0.a, moved.a)
     assert torch.allclose(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
     with pytest.raises(ValueError, match=r"Averages\(5\)"):
@@ -210,8 +207,7 @@ def test_fourier_coefficients_under_any_family(data, dtype):
     for family in (CoupledPrecision([u, 6]), MeanFieldAdditive([u, 6])):
         pyro.clear_param_store()
         guide = AutoSparseGP(additive, family, point_estimates=True)
-        svi = SVI(additive, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
-        losses = [svi.step(x, y) for _ in range(10)]
+        losses = train(additive, guide, x, y, steps=10, lr=0.02, loss=TraceQuadrature_ELBO(2))
         assert losses[-1] < losses[0]
         assert guide.posterior(x)["f"].components[0].mean.dtype == dtype
 
@@ -231,12 +227,9 @@ class TestWhatUsersWrite:
     def test_fixed_functionals_stay(self, data):
         x, y = data
         guide = AutoSparseGP(model, SVGP(Averages(points(5), points(5)), trainable=False))
-        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO())
-        for _ in range(3):
-            svi.step(x, y)
+        train(model, guide, x, y, steps=3, lr=0.02, loss=TraceQuadrature_ELBO())
         assert torch.equal(guide.gps.f.basis.variables_0.a, points(5))
-        again = AutoSparseGP(model, SVGP(Averages(points(5) + 1, points(5)), trainable=False))
-        again.load_state_dict(guide.state_dict())
+        again = restored(guide, model, SVGP(Averages(points(5) + 1, points(5)), trainable=False))
         assert torch.allclose(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
 
     def test_another_interval_is_another_family(self, data):

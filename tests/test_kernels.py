@@ -92,23 +92,6 @@ def test_as_pyro(name):
         assert_close(kernel.diag(X), diagonal)
 
 
-def test_as_scikit_learn():
-    sk = pytest.importorskip("sklearn.gaussian_process.kernels")
-    length = LENGTH.numpy()
-    for ours, theirs in [
-        (kernels.RBF(LENGTH), sk.RBF(length)),
-        (kernels.Matern12(LENGTH), sk.Matern(length, nu=0.5)),
-        (kernels.Matern32(LENGTH), sk.Matern(length, nu=1.5)),
-        (kernels.Matern52(LENGTH), sk.Matern(length, nu=2.5)),
-        (kernels.RationalQuadratic(0.7, alpha=0.8), sk.RationalQuadratic(0.7, alpha=0.8)),
-        (kernels.Periodic(0.7, period=1.3)[0], sk.ExpSineSquared(0.7, periodicity=1.3)),
-        (kernels.Linear() + 0.5**2, sk.DotProduct(0.5)),
-        (1.7 * kernels.RBF(0.7) + 0.4 * kernels.Matern32(1.6), 1.7 * sk.RBF(0.7) + 0.4 * sk.Matern(1.6, nu=1.5)),
-    ]:
-        d = 1 if isinstance(theirs, sk.ExpSineSquared) else 2
-        assert_close(ours(X, Z), torch.from_numpy(theirs(X[:, :d].numpy(), Z[:, :d].numpy())))
-
-
 @pytest.mark.parametrize("nu", [0.5, 1.5, 2.5])
 def test_from_gpytorch(nu):
     gpytorch = pytest.importorskip("gpytorch")
@@ -169,6 +152,7 @@ def test_white():
 def test_algebra():
     a, b, c = kernels.RBF(0.7), kernels.Matern32(LENGTH), kernels.Linear()
     assert_close((a + b + c)(X, Z), a(X, Z) + b(X, Z) + c(X, Z))
+    assert sum([a, b]).terms == (a, b)
     assert_close((a * b * c)(X, Z), a(X, Z) * b(X, Z) * c(X, Z))
     assert ((a + b) + (c + kernels.White())).terms[:3] == (a, b, c)
     assert (a * (b * c)).factors == (a, b, c)
@@ -541,11 +525,6 @@ MISTAKES = {
 @pytest.mark.parametrize("message", MISTAKES)
 def test_mistakes(message):
     refused(message, lambda: MISTAKES[message]())
-
-
-def test_sum_of_a_list():
-    a, b = kernels.RBF(0.5), kernels.Linear()
-    assert sum([a, b]).terms == (a, b)
 
 
 def alike(num=3):

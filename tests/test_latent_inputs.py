@@ -10,7 +10,7 @@ from pyro.infer.autoguide.initialization import init_to_value
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP
 
-from .models import observed, prepared
+from .models import observed, prepared, train
 
 
 def data(num=40):
@@ -113,49 +113,6 @@ def test_places_of_rows_in_mini_batches():
     assert 0 < moved.sum() <= 20  # those of the batch
 
 
-def test_digits_are_told_apart_by_their_places():
-    """A GPLVM of ten lines, mini-batches of rows, inducing inputs among the places and moving with them."""
-    from sklearn.datasets import load_digits  # long to import
-
-    digits = load_digits(n_class=3)
-    label = torch.as_tensor(digits.target[:120])
-    Y = torch.as_tensor(digits.data[:120]) / 16
-    Y = Y[:, Y.std(0) > 0.25]
-    Y = Y - Y.mean(0)
-    N, D = Y.shape
-
-    def model(Y):
-        rows = pyro.plate("rows", N, subsample_size=60)
-        with rows:
-            x = pyro.sample("x", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        f = pyro.sample("f", GaussianProcess(0.1 * kernels.RBF(1.0), x).expand([D]).to_event(1))
-        with rows as i:
-            pyro.sample("y", dist.Normal(f.mT, 0.2).to_event(1), obs=Y[i])
-
-    def inducing(guide):
-        return next(z for z in guide.gps.f.basis.parameters() if z.shape == (16, 2)).detach().clone()
-
-    pyro.set_rng_seed(0)
-    guide = prepared(model, SVGP(16), Y)
-    start, before = guide.locs.x.detach().clone(), inducing(guide)
-    assert torch.cdist(before, guide.locs.x.detach()).min(-1).values.max() < 1
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(60):
-        svi.step(Y)
-    places = guide.locs.x.detach()
-
-    def told_apart(places):
-        nearest = torch.cdist(places, places).fill_diagonal_(torch.inf).argmin(-1)
-        return (label[nearest] == label).double().mean()
-
-    assert told_apart(start) < 0.5
-    assert told_apart(places) > 0.85
-    assert (inducing(guide) - before).norm(dim=-1).mean() > 0.1
-    f = guide.posterior(Y)["f"]
-    torch.testing.assert_close(f.process.x, places)
-    assert (f.mean.mT - Y).square().mean() < 0.7 * Y.square().mean()
-
-
 def test_places_from_a_network():
     _, y = data(60)
     encoder = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
@@ -210,9 +167,7 @@ def test_the_training_data_are_at_the_places_learned(family):
     pyro.set_rng_seed(0)
     start = init_to_value(values={"x": torch.stack([y[0], y[2]], -1)})
     guide = AutoSparseGP(one_plate, family, init_loc_fn=start)
-    svi = SVI(one_plate, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    for _ in range(14):
-        svi.step(y)
+    train(one_plate, guide, y, steps=14, lr=0.05, loss=TraceQuadrature_ELBO(2))
     places, width = guide.locs.x.detach(), guide.scales.x.detach()
     f = guide.posterior(y)["f"]
     torch.testing.assert_close(f.process.x, places)

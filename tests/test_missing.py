@@ -102,16 +102,6 @@ def test_objectives_by_draws_take_discrete_missing_values():
     assert rough == pytest.approx(exact, rel=0.1)
 
 
-def test_mini_batches():
-    x, y, mask = data("normal")
-    program = model("normal", True)
-    guide = prepared(program, FAMILIES["SVGP"], x, y, mask)
-    loss = TraceQuadrature_ELBO(2)
-    whole = loss.loss(program, guide, x, y, mask)
-    parts = [loss.loss(program, guide, x[i : i + 10], y[i : i + 10], mask[i : i + 10], 30) for i in (0, 10, 20)]
-    assert sum(parts) / 3 == pytest.approx(whole, rel=1e-9)
-
-
 def test_missing_values_that_other_densities_depend_on_are_refused():
     x, y, mask = data("normal")
 

@@ -18,7 +18,7 @@ from pyro_sparsegp.gaussians import NaturalAtOutputs, NaturalGaussian
 from pyro_sparsegp.guide.networks import Calls
 from pyro_sparsegp.inference.recipe import FallingAdam
 
-from .models import observed
+from .models import assert_alike, observed, train
 
 
 def data(num=150):
@@ -182,8 +182,7 @@ def test_states_and_copies_follow_on(family):
     other.load_state_dict(pickle.loads(pickle.dumps(guide.state_dict())))
     for found in (other, copy.deepcopy(guide)):
         q = found.posterior(new)["f"]
-        torch.testing.assert_close(q.mean, expected.mean)
-        torch.testing.assert_close(q.variance, expected.variance)
+        assert_alike(q, expected)
     with torch.no_grad():  # which features at the rows tell of
         for weight in model.network.parameters():
             weight.mul_(1.1)
@@ -228,9 +227,7 @@ def test_a_part_of_the_network_is_not_taken_for_it():
     whole, way = nn.Sequential(Scaled(), part), {}
     model = deep(whole, inputs=lambda x: way.get("inputs", whole)(x))
     guide = AutoSparseGP(model, SVGP(20))
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.02}), TraceQuadrature_ELBO(2))
-    for _ in range(60):
-        svi.step(100 * x, y)
+    train(model, guide, 100 * x, y, steps=60, lr=0.02, loss=TraceQuadrature_ELBO(2))
     expected = guide.posterior(100 * x)["f"]
     way["inputs"] = lambda x: part(x / 100)
     found = guide.posterior(100 * x)["f"]

@@ -99,31 +99,6 @@ def test_predict_under_another_likelihood():
     assert predict(other, guide, x, num_samples=2)["positive"].shape == (2, 12)
 
 
-@pytest.mark.slow  # test_diagnostics_together.py has the three ways side by side on one model, quickly
-def test_svi_overlaps_nuts():
-    """The SVI posterior of the hyperparameters overlaps NUTS', on 40 rows."""
-    x, y = data(num=40)
-    pyro.set_rng_seed(2)
-    mcmc = MCMC(
-        NUTS(poutine.reparam(model, config=Whitening())), num_samples=150, warmup_steps=150, disable_progbar=True
-    )
-    mcmc.run(x, y)
-    exact = mcmc.get_samples()
-    guide = trained(model, SVGP(20), x, y, steps=1500, lr=0.02)
-    with torch.no_grad():
-        draws = [guide(x, y) for _ in range(400)]
-    for name in ("scale", "length", "noise"):
-        a = exact[name].log().reshape(150, -1)
-        b = torch.stack([d[name] for d in draws]).log().reshape(400, -1)
-        shift = (a.mean(0) - b.mean(0)).abs() / (a.var(0) + b.var(0)).sqrt()
-        assert (shift < 1.0).all(), (name, shift)
-    new, target = data(num=30, seed=5)
-    nuts = predict(model, mcmc, new)["f"].mean(0)
-    svi = predict(model, guide, new)["f"].mean(0)
-    assert (nuts - svi).square().mean().sqrt() < 0.15
-    assert (nuts - target).square().mean().sqrt() < 0.4
-
-
 def test_hmc_survives_a_failed_cholesky():
     x, _ = data(num=15)
     failures = [0]

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-import pyro
 import pytest
 import torch
 
 from pyro_sparsegp import AutoSparseGP
 from tests.states.programs import FAMILIES, at, data, model_of
+
+from .models import train
 
 FILES = sorted((Path(__file__).parent / "states").glob("*.pt"))
 
@@ -37,6 +38,5 @@ def test_a_state_that_was_loaded_trains_on(name, saved):
         return
     from pyro_sparsegp import TraceQuadrature_ELBO
 
-    svi = pyro.infer.SVI(guide.model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO())
-    losses = [svi.step(*data()) for _ in range(3)]
+    losses = train(guide.model, guide, *data(), steps=3, lr=0.01, loss=TraceQuadrature_ELBO())
     assert all(loss < 1e4 for loss in losses)

@@ -4,7 +4,6 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
 from torch.distributions import kl_divergence
 
 from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO, kernels
@@ -18,7 +17,7 @@ from pyro_sparsegp.families import (
     SemiCollapsedOrthogonal,
 )
 
-from .models import bernoulli, data, gaussian, one_function, prepared, refused, regression, trained
+from .models import bernoulli, data, gaussian, lbfgs, one_function, prepared, refused, restored, trained
 
 KERNEL = 1.3 * kernels.Matern32(0.3)
 NOISE = 0.2
@@ -41,17 +40,8 @@ def bound(family, x, y, model=MODEL, steps=0):
     guide = prepared(model, family, x, y)
     if steps:
         EXACT.loss(model, guide, x, y)
-        optimiser = torch.optim.LBFGS(
-            guide.parameters(), max_iter=steps, line_search_fn="strong_wolfe", history_size=30
-        )
-
-        def closure():
-            optimiser.zero_grad()
-            loss = EXACT.differentiable_loss(model, guide, x, y)
-            loss.backward()
-            return loss
-
-        optimiser.step(closure)
+        how = {"max_iter": steps, "history_size": 30}
+        lbfgs(lambda: EXACT.differentiable_loss(model, guide, x, y), guide.parameters(), **how)
     return guide, -EXACT.loss(model, guide, x, y)
 
 
@@ -187,7 +177,8 @@ def test_unwhitened_posterior_is_the_papers(line):
     pyro.clear_param_store()
     guide = AutoSparseGP(MODEL, OrthogonalInducing(Z, O, whiten=False, natural=False, start="prior"))
     _, start = guide(x, y), -EXACT.loss(MODEL, guide, x, y)
-    assert start == pytest.approx(-EXACT.loss(MODEL, _whitened_at_prior(x, y), x, y), rel=1e-9)
+    whitened = prepared(MODEL, OrthogonalInducing(Z, O, start="prior"), x, y)
+    assert start == pytest.approx(-EXACT.loss(MODEL, whitened, x, y), rel=1e-9)
     values = guide.gps.f.coefficients.values
     c_vv = KERNEL(O) - KERNEL(O, Z) @ torch.linalg.solve(KERNEL(Z), KERNEL(Z, O))
     assert torch.allclose(values.scale_tril_0 @ values.scale_tril_0.T, KERNEL(Z), atol=1e-6)
@@ -210,10 +201,6 @@ def test_unwhitened_posterior_is_the_papers(line):
         for m, s, p in ((m_u, s_u, KERNEL(Z)), (m_v, s_v, c_vv))
     )
     assert float(q.kl.detach()) == pytest.approx(float(divergence), rel=1e-5)
-
-
-def _whitened_at_prior(x, y):
-    return prepared(MODEL, OrthogonalInducing(Z, O, start="prior"), x, y)
 
 
 @pytest.mark.parametrize("family", [SVGP, OrthogonalInducing, OrthogonallyDecoupled], ids=lambda f: f.__name__)
@@ -276,23 +263,14 @@ def test_sampled_columns_are_unbiased_in_value_and_gradient(line):
 
 def test_decoupled_step_never_forms_or_factorises_a_square_matrix_of_the_second_set(line, monkeypatch):
     x, y = line
-    points = 2 * torch.rand(3000, 1).double()
-    seen = []
-    call = kernels.Matern32.__call__
+    guide = prepared(MODEL, OrthogonallyDecoupled(Z, 2 * torch.rand(3000, 1).double(), num_columns=10), x, y)
+    seen, call, scaled = [], kernels.Matern32.__call__, kernels.Matern32.scaled
 
-    def watch(self, x, z=None):
+    def note(x, z):
         seen.append((len(x), len(x if z is None else z)))
-        return call(self, x, z)
 
-    guide = prepared(MODEL, OrthogonallyDecoupled(Z, points, num_columns=10), x, y)
-    scaled = kernels.Matern32.scaled
-
-    def watch_scaled(self, variance, x, z=None):
-        seen.append((len(x), len(x if z is None else z)))
-        return scaled(self, variance, x, z)
-
-    monkeypatch.setattr(kernels.Matern32, "__call__", watch)
-    monkeypatch.setattr(kernels.Matern32, "scaled", watch_scaled)
+    monkeypatch.setattr(kernels.Matern32, "__call__", lambda k, x, z=None: note(x, z) or call(k, x, z))
+    monkeypatch.setattr(kernels.Matern32, "scaled", lambda k, v, x, z=None: note(x, z) or scaled(k, v, x, z))
     EXACT.loss_and_grads(MODEL, guide, x, y)
     assert (10, 3000) in seen
     assert all(rows * columns <= 50 * 3000 for rows, columns in seen), seen
@@ -306,8 +284,7 @@ def test_decoupled_means_learn_and_come_back(line):
     few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=60)[1]
     with torch.no_grad():
         assert -EXACT.loss(MODEL, guide, x, y) > few + 5
-    again = AutoSparseGP(MODEL, family)
-    again.load_state_dict(guide.state_dict())
+    again = restored(guide, MODEL, family)
     new = x[:7] + 0.01
     assert torch.allclose(again.posterior(new)["f"].mean, guide.posterior(new)["f"].mean)
     assert torch.allclose(again.posterior(new)["f"].kl, guide.posterior(new)["f"].kl)
@@ -325,26 +302,13 @@ def test_conditional_bound_is_above_titsias_also_for_other_likelihoods():
     z = x[:6]
     found = []
     for family in (SGPR(z, trainable=False, updates=30), ConditionalSGPR(z, trainable=False, updates=30)):
-        model = gaussian_free(kernels.Matern32(0.3))
+        model = one_function(kernels.Matern32(0.3), lambda f: dist.Bernoulli(logits=f))
         pyro.clear_param_store()
         guide = prepared(model, family, x, y)
         for _ in range(3):
             loss = TraceQuadrature_ELBO(20).differentiable_loss(model, guide, x, y)
         found.append(-float(loss))
     assert found[1] > found[0] + 0.1
-
-
-def gaussian_free(kernel):
-    return one_function(kernel, lambda f: dist.Bernoulli(logits=f))
-
-
-def test_mini_batches_are_refused_by_the_full_batch_families():
-    x, y = data(regression)
-    for family in (SemiCollapsedOrthogonal(5, 5), ConditionalSGPR(5)):
-        pyro.clear_param_store()
-        guide = prepared(regression, family, x, y)
-        with pytest.raises(ValueError, match=r"all rows|mini-batch"):
-            SVI(regression, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO()).step(x[:10], y[:10], size=60)
 
 
 def test_many_inducing_points_are_chosen_greedily_first_and_none_twice(monkeypatch):

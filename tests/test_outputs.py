@@ -9,17 +9,10 @@ from pyro.infer import SVI
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels, mix_outputs
 from pyro_sparsegp.families import SGPR, SVGP, AdditiveSGPR, CoupledPrecision
 
-from .models import observed, prepared, refused
+from .models import gaussian, observed, prepared, refused, restored, train
 
 NOISE = 0.2
 LONG, SHORT = kernels.RBF(0.5), kernels.Matern32(0.3)
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 MIXING = torch.tensor([[1.0, 0.2], [0.6, -0.8], [-0.7, 0.5]], dtype=torch.float64)
@@ -59,14 +52,6 @@ def _evidence(k, y):
     return dist.MultivariateNormal(torch.zeros(len(y)), k + NOISE**2 * torch.eye(len(y))).log_prob(y).item()
 
 
-def _model(kernel):
-    def model(rows, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, rows))
-        return observed(dist.Normal(f, NOISE), y)
-
-    return model
-
-
 @pytest.mark.parametrize("case", ["intrinsic", "linear"])
 def test_the_kernel_is_the_dense_model(case):
     rows, y = _data()
@@ -75,7 +60,7 @@ def test_the_kernel_is_the_dense_model(case):
     k = _dense(rows, same=same)
     torch.testing.assert_close(kernel(rows), k)
     torch.testing.assert_close(kernel.diag(rows), k.diagonal())
-    model = _model(kernel)
+    model = gaussian(kernel, NOISE)
     for family in (SGPR(len(y), trainable=False), *(() if same else (AdditiveSGPR(len(y), trainable=False),))):
         guide = prepared(model, family, rows, y)
         bound = -TraceQuadrature_ELBO(2).loss(model, guide, rows, y)
@@ -99,8 +84,7 @@ def test_values_are_the_dense_model_with_one_posterior():
 
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, {("slow", "fast"): SVGP(len(y), rate=1.0, trainable=False)})
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), TraceQuadrature_ELBO(2))
-    losses = [svi.step(rows, y) for _ in range(3)]
+    losses = train(model, guide, rows, y, steps=3, lr=0.01, loss=TraceQuadrature_ELBO(2))
     assert -losses[-1] == pytest.approx(_evidence(_dense(rows, own=False), y), abs=2e-3)
 
 
@@ -139,8 +123,7 @@ def test_mixing_is_learned():
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     guide = AutoSparseGP(model, CoupledPrecision(12), point_estimates=True)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    losses = [svi.step(rows, y) for _ in range(60)]
+    losses = train(model, guide, rows, y, steps=60, lr=0.05, loss=TraceQuadrature_ELBO(2))
     assert losses[-1] < losses[5]
     mixing = pyro.param("mixing").detach()[:, 0]
     assert mixing[0] * mixing[2] < 0 < mixing[0] * mixing[1]
@@ -208,6 +191,5 @@ def test_trained_inducing_inputs_stay_with_their_outputs(family):
     after = guide.gps.f.basis.inputs[0].detach()
     torch.testing.assert_close(after[:, 1], before[:, 1], rtol=0, atol=0)
     assert (after[:, 0] - before[:, 0]).abs().min() > 1e-3
-    again = AutoSparseGP(model, family)
-    again.load_state_dict(guide.state_dict())
+    again = restored(guide, model, family)
     assert again.gps.f.basis.codes == (1,)

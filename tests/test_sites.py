@@ -22,7 +22,6 @@ from pyro_sparsegp.families import (
     ExactWeightSpace,
     FreeSites,
     SemiCollapsedOrthogonal,
-    SiteFamily,
     WeightSpace,
 )
 from pyro_sparsegp.gaussians.sites import Sites, update, within_reach
@@ -30,10 +29,13 @@ from pyro_sparsegp.guide.conditions import conditions_now
 from pyro_sparsegp.program.reader import Reader
 
 from .models import (
+    assert_alike,
     bernoulli,
+    conditional,
     data,
     gaussian,
-    heteroscedastic,
+    hermite,
+    lbfgs,
     maximise,
     observed,
     one_function,
@@ -71,9 +73,9 @@ def observations(name, num=60):
     return x, y.abs() + 0.1 if name == "gamma" else y
 
 
-def by_nodes(likelihood, y, num_nodes=20):
+def by_nodes(likelihood, y):
     """E log p(y | f) over f ~ N(mean, variance), by Gauss-Hermite quadrature."""
-    nodes, weights = [torch.as_tensor(part) for part in _hermite(num_nodes)]
+    nodes, weights = hermite(20)
     return lambda mean, variance: (
         likelihood(mean[:, None] + variance.sqrt()[:, None] * nodes).log_prob(y[:, None]) @ weights
     )
@@ -95,18 +97,8 @@ def best_bound(expected, x, z):
         divergence = 0.5 * (root.square().sum() + loc.square().sum() - len(z)) - log_diagonal.sum()
         return divergence - total
 
-    optimiser = torch.optim.LBFGS(
-        [loc, below, log_diagonal], max_iter=400, history_size=50, tolerance_change=1e-10, line_search_fn="strong_wolfe"
-    )
-
-    def closure():
-        optimiser.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    optimiser.step(closure)
-    return -loss().item()
+    how = {"max_iter": 400, "history_size": 50, "tolerance_change": 1e-10}
+    return -lbfgs(loss, [loc, below, log_diagonal], **how).item()
 
 
 def learned(x, y=None):
@@ -204,16 +196,14 @@ def test_exact_weight_space_is_bayesian_linear_regression():
     bound = -TraceQuadrature_ELBO(2).loss(guide.model, guide, x, y)
     assert abs(bound - evidence(x, y, kernel)) < 1e-9 * abs(bound)
     new = torch.rand(5, 2)
-    q = guide.posterior(new)["f"]
-    gain = kernel(new, x) @ torch.linalg.inv(kernel(x) + NOISE**2 * torch.eye(40))
-    torch.testing.assert_close(q.mean, gain @ y)
-    torch.testing.assert_close(q.covariance_matrix, kernel(new) - gain @ kernel(x, new), atol=1e-9, rtol=1e-6)
+    q, (mean, covariance) = guide.posterior(new)["f"], conditional(kernel, x, y, NOISE, new)
+    torch.testing.assert_close(q.mean, mean)
+    torch.testing.assert_close(q.covariance_matrix, covariance, atol=1e-9, rtol=1e-6)
     assert len(list(guide.parameters())) == 0
     free, best = maximise(gaussian(kernel, NOISE), WeightSpace(), x, y)
     assert bound - 1e-3 < best <= bound + 1e-6
     assert free.gps.f.basis.sizes == (3,)
-    with pytest.raises(ValueError, match="site 'f' has no finite features"):
-        AutoSparseGP(gaussian(KERNEL), ExactWeightSpace(), independent=True)(x, y)
+    refused("site 'f' has no finite features", prepared, gaussian(KERNEL), ExactWeightSpace(), x, y)
 
 
 @pytest.mark.parametrize("name", LIKELIHOODS)
@@ -240,16 +230,11 @@ def test_iterated_sites_reach_the_optimum_of_a_free_posterior(name):
 
 def test_a_prior_mean_is_a_shift_of_the_likelihood():
     x, y = observations("bernoulli", 30)
-    losses = []
+    family, losses = SGPR(x[:8] + 0.01, trainable=False), []
     for mean, shift in ((torch.tensor(1.5), 0.0), (None, 1.5)):
-
-        def likelihood(f, shift=shift):
-            return dist.Bernoulli(logits=f + shift)
-
-        guide = AutoSparseGP(
-            with_likelihood(likelihood, mean=mean), SGPR(x[:8] + 0.01, trainable=False), independent=True
-        )
-        losses.append([TraceQuadrature_ELBO(20).loss_and_grads(guide.model, guide, x, y) for _ in range(15)])
+        model = with_likelihood(lambda f, shift=shift: dist.Bernoulli(logits=f + shift), mean)
+        guide = AutoSparseGP(model, family, independent=True)
+        losses.append([TraceQuadrature_ELBO(20).loss_and_grads(model, guide, x, y) for _ in range(15)])
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-6, atol=1e-6)
 
 
@@ -267,7 +252,7 @@ def test_counts_far_from_the_prior_do_not_overflow():
     model = with_likelihood(LIKELIHOODS["poisson"], mean=torch.tensor(-5.0))
     guide = AutoSparseGP(model, SGPR(40), independent=True)
     elbo = TraceQuadrature_ELBO(20)
-    losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(50)]
+    losses = [elbo.loss_and_grads(model, guide, x, y) for _ in range(30)]
     assert torch.tensor(losses).isfinite().all()
     q = guide.posterior(x)["f"]
     assert (q.mean - (8 + x[:, 0])).abs().mean() < 0.2
@@ -285,7 +270,7 @@ def test_bernoulli_with_all_actions_is_the_dense_newton_method(at, actions):
         guide(x, y)
     k = KERNEL(x)
     mean, variance = torch.zeros(40), k.diagonal()
-    nodes, weights = [torch.as_tensor(part) for part in _hermite(20)]
+    nodes, weights = hermite(20)
     for _ in range(40):  # f ← (K⁻¹ + Λ)⁻¹(Λm + ℓ'), Rasmussen and Williams, 2006, algorithm 3.1
         f = mean[:, None] + (variance.sqrt()[:, None] * nodes if at == "marginals" else 0.0 * nodes)
         p = torch.sigmoid(f)
@@ -295,13 +280,6 @@ def test_bernoulli_with_all_actions_is_the_dense_newton_method(at, actions):
     q = guide.posterior(x)["f"]
     torch.testing.assert_close(q.mean, mean, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(q.variance, variance, atol=1e-6, rtol=1e-6)
-
-
-def _hermite(num):
-    import numpy as np
-
-    nodes, weights = np.polynomial.hermite_e.hermegauss(num)
-    return nodes, weights / weights.sum()
 
 
 def test_free_sites_have_the_papers_optimum():
@@ -376,21 +354,17 @@ def test_latents_after_the_process():
     """Noise drawn after f, and a latent for each datum downstream of f."""
     x, y = data(num=30)
 
-    def late(x, y=None):
+    def model(x, y=None, late=True):
+        noise = None if late else pyro.sample("noise", dist.LogNormal(-1.5, 0.5))
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.5))
-        return observed(dist.Normal(f, noise), y)
-
-    def early(x, y=None):
-        noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.5))
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
+        noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.5)) if late else noise
         return observed(dist.Normal(f, noise), y)
 
     values = []
-    for model in (late, early):
-        guide = prepared(model, SGPR(x[:8] + 0.01, trainable=False), x, y, independent=True)
+    for late in (True, False):
+        guide = prepared(model, SGPR(x[:8] + 0.01, trainable=False), x, y, late, independent=True)
         pyro.set_rng_seed(3)
-        values.append(TraceQuadrature_ELBO(2).loss(model, guide, x, y))
+        values.append(TraceQuadrature_ELBO(2).loss(model, guide, x, y, late))
     assert abs(values[0] - values[1]) < 1e-9 * abs(values[0])
 
     def local(x, y=None):
@@ -460,7 +434,8 @@ def test_likelihoods_that_do_not_fit_are_refused():
 
 def test_mini_batches_are_refused():
     x, y = data(num=30)
-    for family in (SGPR(5), FreeSites(5), ComputationAware(5, "cg"), ComputationAware(5)):
+    families = (SGPR(5), FreeSites(5), ComputationAware(5, "cg"), ComputationAware(5))
+    for family in (*families, SemiCollapsedOrthogonal(5, 5), ConditionalSGPR(5)):
         guide = prepared(regression, family, x, y, independent=True)
         name = family.declared()["name"]
         refused(f"family {name}, which trains on all data at once.*10 of the 30.*SVGP", guide, x[:10], y[:10], size=30)
@@ -471,8 +446,7 @@ def test_mini_batches_are_refused():
         with plate:
             return pyro.sample("y", dist.Normal(f, 0.3), obs=None if y is None else y[plate.indices])
 
-    with pytest.raises(ValueError, match="all data at once"):
-        TraceQuadrature_ELBO(2).loss(sampled, AutoSparseGP(sampled, SGPR(5), independent=True), x, y)
+    refused("all data at once", prepared, sampled, SGPR(5), x, y, independent=True)
 
 
 @pytest.mark.parametrize("arguments", [{"at": "mode"}, {"rate": 0.0}, {"rate": 1.5}, {"updates": 0}, {"updates": 1.5}])
@@ -480,41 +454,18 @@ def test_bad_arguments(arguments):
     refused(f"SGPR's {next(iter(arguments))} must be", SGPR, 5, **arguments)
 
 
-SITE_FAMILIES = {
-    "SGPR": SGPR(8),
-    "FreeSites": FreeSites(8),
-    "sparse": ComputationAware(8),
-    "cg": ComputationAware(8, "cg"),
-    "random": ComputationAware(8, "random"),
-}
-
-
-STATES = [*((name, regression) for name in SITE_FAMILIES), ("cg", bernoulli), ("FreeSites", bernoulli)]
-STATES += [("SGPR", bernoulli), ("SGPR", heteroscedastic)]
-
-
-@pytest.mark.parametrize(("name", "model"), STATES)
-def test_state(name, model):
-    family = SITE_FAMILIES[name]
-    x, y = data(model, 16)
+@pytest.mark.parametrize("family", [SGPR(8), FreeSites(8), ComputationAware(8, "random")], ids=lambda f: f.__class__)
+def test_copies_predict_the_same_and_train_on(family):
+    x, y = data(bernoulli, 16)
     new = torch.rand(6, 2)
-    guide = trained(model, family, x, y, steps=2, loss=TraceQuadrature_ELBO(5), independent=True)
-    expected = guide.posterior(new)
-    assert all(torch.equal(guide.posterior(new)[name].mean, q.mean) for name, q in expected.items())
-    other = AutoSparseGP(model, family, independent=True)
-    other.load_state_dict(guide.state_dict())
-    for restored in (other, copy.deepcopy(guide), pickle.loads(pickle.dumps(guide))):
-        for name, q in restored.posterior(new).items():
-            torch.testing.assert_close(q.mean, expected[name].mean, rtol=0, atol=0)
-            torch.testing.assert_close(q.variance, expected[name].variance, rtol=0, atol=0)
-    resumed = train(model, other, x, y, steps=1, loss=TraceQuadrature_ELBO(5))  # on the loaded state
-    assert torch.tensor(resumed).isfinite().all()
+    guide = trained(bernoulli, family, x, y, steps=2, loss=TraceQuadrature_ELBO(5), independent=True)
+    expected = guide.posterior(new)["f"]
+    for copied in (copy.deepcopy(guide), pickle.loads(pickle.dumps(guide))):
+        assert_alike(copied.posterior(new)["f"], expected, rtol=0, atol=0)
+        assert math.isfinite(train(bernoulli, copied, x, y, steps=1, loss=TraceQuadrature_ELBO(5))[0])
     torch.set_default_dtype(torch.float32)
     guide.float()
-    q = guide.posterior(new.float())["f"]
-    assert q.mean.dtype == torch.float32
-    torch.testing.assert_close(q.mean.double(), expected["f"].mean, rtol=1e-2, atol=1e-2)
-    assert set(predict(model, guide, new.float(), num_samples=2)) >= {"f", "y"}
+    assert set(predict(bernoulli, guide, new.float(), num_samples=2)) >= {"f", "y"}
 
 
 def test_prediction_uses_the_sites_of_the_final_parameters():
@@ -536,20 +487,6 @@ def test_prediction_in_inference_mode_between_steps():
     assert math.isfinite(train(learned, guide, x, y, steps=3)[-1])
 
 
-@pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8)])
-def test_training_by_lbfgs_in_double_and_adam_in_single_precision(family):
-    x, y = data(num=60)
-    _, bound = maximise(learned, family, x, y, iterations=15)
-    start = -TraceQuadrature_ELBO(2).loss(learned, AutoSparseGP(learned, family, independent=True), x, y)
-    assert math.isfinite(bound)
-    pyro.clear_param_store()
-    torch.set_default_dtype(torch.float32)
-    guide = AutoSparseGP(learned, family, independent=True)
-    losses = train(learned, guide, x.float(), y.float(), steps=15, lr=0.1)
-    assert losses[-1] < losses[0]
-    assert bound > max(start, -losses[-1]) - 0.5
-
-
 def test_importance_weights_of_the_exact_posterior_are_the_evidence():
     x, y = data(num=30)
     for family in (ComputationAware(30), ComputationAware(30, "eigen"), ComputationAware(30, "random")):
@@ -562,16 +499,6 @@ def test_importance_weights_of_the_exact_posterior_are_the_evidence():
             assert abs(weight - evidence(x, y)) < 1e-3
     guide(torch.rand(4, 2))
     refused("values at the training inputs", lambda: guide.get_traces()[1].log_prob_sum())
-
-
-def test_every_family_on_sites_is_declared_with_its_numbers():
-    families = (SGPR(3), CollapsedOrthogonal(3, 4), ComputationAware(5, "cg"), FreeSites(3), ExactWeightSpace())
-    assert all(isinstance(family, SiteFamily) for family in families)
-    assert ComputationAware(5, "cg").declared() == {"name": "ComputationAware", "num_actions": 5, "actions": "cg"}
-    x, y = data(num=20)
-    guide = prepared(gaussian(KERNEL), ComputationAware(5, "cg"), x, y, independent=True)
-    with pytest.raises(ValueError, match=r"num_actions=5.*num_actions=6"):
-        AutoSparseGP(gaussian(KERNEL), ComputationAware(6, "cg"), independent=True).load_state_dict(guide.state_dict())
 
 
 def outliers(likelihood=lambda f: dist.StudentT(3.0, f, 0.2), num=60):
@@ -593,7 +520,7 @@ def test_cut_sites_reach_their_fixed_point(rate):
     f = guide.posterior(x)["f"].mean.detach()
     q = guide.posterior(x)["f"]
     sites = q.sites
-    nodes, weights = [torch.as_tensor(part) for part in _hermite(20)]
+    nodes, weights = hermite(20)
     at = (f[:, None] + q.stddev.detach()[:, None] * nodes).requires_grad_()
     slope = torch.autograd.grad(dist.StudentT(3.0, at, 0.2).log_prob(y[:, None]).sum(), at)[0] @ weights
     torch.testing.assert_close(sites.linear - sites.precision * f, slope, atol=0.02, rtol=0.02)

@@ -21,7 +21,7 @@ from pyro_sparsegp.families import (
 )
 from pyro_sparsegp.gaussians import FullCholesky
 
-from .models import additive, data, gaussian, maximise, prepared
+from .models import additive, data, gaussian, maximise, prepared, restored
 
 KERNEL = 1.5 * kernels.Matern32(torch.tensor([0.4, 0.8]))
 NOISE = 0.2
@@ -228,7 +228,6 @@ def test_mini_batches_are_unbiased():
         with plate:
             pyro.sample("y", dist.Normal(f, NOISE), obs=y[plate.indices])
 
-    other = AutoSparseGP(by_indices, SVGP(6))
-    other.load_state_dict(guide.state_dict())
+    other = restored(guide, by_indices, SVGP(6))
     draws = torch.tensor([TraceQuadrature_ELBO(2).loss(by_indices, other, x, y) for _ in range(60)])
     assert abs(draws.mean() - full) < 5 * draws.std() / len(draws) ** 0.5

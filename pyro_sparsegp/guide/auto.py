@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..approximations.expectation import require_refined
 from ..approximations.on_sites import SiteGP
-from ..families import ExpectationFamily
+from ..families import ExpectationFamily, SiteFamily
 from ..gaussians.sites import KeptSites, Sites
 from ..modules import drop_stored, take_name, unique_name
 from ..posterior.sparse_posterior import SparsePosterior
@@ -103,8 +103,9 @@ class AutoSparseGP(SiteMessenger):
         require_arguments(model, families, independent_draws, independent, coupled)
         super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, amortized_plates=amortized_plates)
         self.families, self.by_name = families, by_name(families)
-        # Whether a GP site has a family of expectation propagation, which ExpectationPropagation trains.
-        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared_families())
+        declared = self.declared_families()
+        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in declared)
+        self.by_sites = any(isinstance(family, SiteFamily) for family in declared)
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws = tuple(independent_draws)
         self.independent = independent if isinstance(independent, bool) else tuple(independent)

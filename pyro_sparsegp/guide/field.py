@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributions import biject_to, register_kl
 
 from ..gaussians import FullCholesky, NaturalGaussian, Share, Shared
+from ..numerics.linalg import cholesky
 from ..program.bare import as_process, bare, fill_masked
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
@@ -197,15 +198,19 @@ class Standardised(Messenger):
         msg["value"], msg["done"] = value, True
 
     def _of_process(self, name: str, process: Any) -> Tensor:
-        """μ + φᵀw + √ρ t, with ρ the residual's variance."""
+        """μ + φᵀw + Rt, with RRᵀ the residual's covariance; √ρ t of its variance where no term adds values up."""
         if name not in self.bases:
             self.bases[name] = self.guide.module_of(name).basis(process.kernel, process.jitter, name)
         basis = self.bases[name]
         blocks = self.features[name] = basis(process.x)
         w = self.x[name].split([phi.shape[-1] for phi in blocks])
+        value, t = process.mean + sum(phi @ part for phi, part in zip(blocks, w)), self.residuals[name]
+        if len(t) > 1:
+            left = process.kernel(process.x) - sum(phi @ phi.mT for phi in blocks)
+            root = cholesky(left, process.jitter, f"the residual covariance of site {name!r}", process.variance.mean())
+            return value + root @ t
         left = process.variance - sum(phi.square().sum(-1) for phi in blocks)
-        spread = left.clamp(min=torch.finfo(left.dtype).tiny).sqrt()
-        return process.mean + sum(phi @ part for phi, part in zip(blocks, w)) + spread * self.residuals[name]
+        return value + left.clamp(min=torch.finfo(left.dtype).tiny).sqrt() * t
 
 
 def run_standardised(
@@ -299,7 +304,8 @@ def find_links(
             fn = bare(site["fn"])
             made_of = {} if fn.event_shape else parameters(fn)
             moving = {key: part for key, part in made_of.items() if _depends(part, x)}
-            if not 0 < len(moving) <= 2 or not _is_rebuilt(fn, site["value"]):
+            single = all(part.dim() <= len(fn.batch_shape) for part in moving.values())
+            if not single or not 0 < len(moving) <= 2 or not _is_rebuilt(fn, site["value"]):
                 return None
             for key, part in moving.items():
                 for link in candidates(fn, key):

@@ -39,7 +39,7 @@ from ..program.traces import (
     repeatable,
 )
 from .correction import show_all_rows
-from .joint import groups_of, join, require_alike, require_families, require_outer
+from .joint import groups_of, join, require_alike, require_by_rows, require_families, require_outer
 from .known import Core, KnownGuide
 from .runs import Setup, probed
 from .start import start
@@ -117,6 +117,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         join(guide, facts, run.processes)
         start(guide, run, args, kwargs)
         if not facts.field:
+            require_by_rows(facts)
             _expect_joint_draws(guide)
             _warn_of_sums(facts)
         guide.core.data = TrainingData(guide.model, args, kwargs)

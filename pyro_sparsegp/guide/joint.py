@@ -12,6 +12,7 @@ from pyro.infer.autoguide.utils import deep_setattr
 from ..families import Family, FreeFormFamily, SiteFamily
 from ..gaussians import Part, Shared, block_diagonal
 from ..process import GaussianProcess
+from ..program.dependence import COUPLED
 from ..program.facts import Structure
 from .known import Families, KnownGuide
 
@@ -20,6 +21,7 @@ __all__ = [
     "groups_of",
     "join",
     "require_alike",
+    "require_by_rows",
     "require_families",
     "require_outer",
 ]
@@ -106,6 +108,22 @@ def require_outer(found: Structure) -> None:
             raise ValueError(
                 f"GP site {inner[0]!r} has one posterior with {[name for name in group if name != inner[0]]}, and its "
                 "values enter another GP site: layers of a deep GP take a family each."
+            )
+
+
+def require_by_rows(found: Structure) -> None:
+    """Raise where sites of one posterior, that is no field, meet in a density at different inputs or outputs: their
+    draws and nodes have the covariance of one row's values, and would leave out others' in silence:
+    test_joint.py::test_what_meets_across_rows_needs_a_linear_predictor.
+    """
+    for group in found.joint:
+        across = any(f in group for f, _ in found.crossed)
+        if across or any(found.dependence[name] == COUPLED for name in group):
+            raise ValueError(
+                f"GP sites {group} have one posterior, and their values at different inputs, or outputs, meet in a "
+                "density. That takes GP sites of one output, and a likelihood of linear predictors, such as a Normal "
+                "around f + g[index] or a Poisson of its exp. Leave independent=True out, or give each "
+                "site a family of its own."
             )
 
 

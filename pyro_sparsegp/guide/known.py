@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
-from ..families import Family, SiteFamily
+from ..families import Family
 from ..kernels.base import white_share
 from ..modules import at_path
 from ..posterior.drawing import ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
@@ -92,7 +92,10 @@ class KnownGuide(AutoNormalMessenger):
     kept: Any  # of calls at the same inputs, or None
     families: Families
     by_name: Mapping[str, Family]
-    by_expectation: bool
+    by_expectation: (
+        bool  # whether a GP site has a family of expectation propagation, which ExpectationPropagation trains
+    )
+    by_sites: bool  # whether one has a family on sites
     point_estimates: Union[bool, Collection[str]]
     independent_draws: Collection[str]
     warned: Warned
@@ -123,7 +126,8 @@ class KnownGuide(AutoNormalMessenger):
 
         :raises ValueError: before the first call.
         """
-        return self.learnt.facts if self.core is None else self.core.facts
+        core = self.core or self.learnt
+        return core.facts
 
     @property
     def data(self) -> Optional[TrainingData]:
@@ -133,8 +137,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def on_sites(self) -> bool:
         """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
-        families = any(isinstance(family, SiteFamily) for family in self.declared_families())
-        return families and not (self.core is not None and self.core.facts.field)
+        return self.by_sites and not (self.core is not None and self.core.facts.field)
 
     @property
     def like(self) -> Tensor:
@@ -219,10 +222,9 @@ class KnownGuide(AutoNormalMessenger):
         """How a site is drawn in training."""
         facts = self.facts
         if name in facts.field:
-            return FunctionSite
+            return ExpectedSite if facts.dependence[name] == COUPLED else FunctionSite
         if name in self.independent_draws or facts.dependence.get(name) != COUPLED:
-            across = facts.joint and not facts.meets_by_rows(name)
-            return FunctionSite if across else MarginalSite
+            return MarginalSite
         return GroupedSite if name in facts.groups else ExpectedSite
 
     # Other latents.

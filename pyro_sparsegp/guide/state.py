@@ -14,7 +14,7 @@ from ..program.data import TrainingData
 from ..program.facts import Structure
 from .coupled import couple
 from .field import make_field
-from .joint import groups_of, join
+from .joint import groups_of, join, require_by_rows
 from .known import Core, KnownGuide
 from .networks import Calls
 
@@ -57,6 +57,8 @@ def rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
             f"the saved guide has one posterior for each of the groups of GP sites {facts.joint}, this guide "
             f"declares {groups_of(guide.families)}; make the guide with the saved families."
         )
+    if not facts.field:
+        require_by_rows(facts)
     fresh = now is None or now.gps != facts.gps or now.latents != facts.latents
     if fresh:
         guide.forget()

@@ -23,12 +23,12 @@ def quadrature_axes(structure: Structure, most: Optional[int] = MAX_AXES) -> dic
 
     Sites that meet in one term of a density (a mean and a log-noise) get axes of their own, sites that never
     meet share one. An inner layer of a deep GP and values that the model couples across inputs are drawn, and
-    so is a group that would need more axes than ``most`` (``None`` is any number), and sites of one posterior that
-    meet across rows.
+    so is a group that would need more axes than ``most`` (``None`` is any number). Sites of one posterior have an axis
+    each.
     """
     width = {}
     for name, kind in structure.dependence.items():
-        if name in structure.inner or kind == COUPLED or (structure.joint and not structure.meets_by_rows(name)):
+        if name in structure.inner or kind == COUPLED:
             continue
         outputs = int(np.prod(structure.gps[name]["batch_shape"], dtype=int))
         width[name] = outputs if kind == DATAWISE else 1
@@ -37,10 +37,9 @@ def quadrature_axes(structure: Structure, most: Optional[int] = MAX_AXES) -> dic
         if f in width and g in width:
             meets[f].add(g)
             meets[g].add(f)
-    for name in (
-        width if structure.joint else ()
-    ):  # sites of one posterior are correlated even where a third stands between them
-        meets[name] |= (set(structure.company(name)) & set(width)) - {name}
+    for group in structure.joint:
+        for name in width.keys() & set(group):
+            meets[name] |= (width.keys() & set(group)) - {name}
     axes: dict[str, tuple[int, ...]] = {}
     for name in width:
         taken = {axis for other in meets[name] if other in axes for axis in axes[other]}

@@ -171,43 +171,20 @@ def _variances_by_rows(run: Run, posteriors: dict[str, SparsePosterior], names: 
     found = {}
     for name, rows in jacobians.items():
         fn = bare(held[name]["fn"])
-        weights = {gp: over_scale(fn, row).movedim(0, -2) for gp, row in zip(means, rows) if row is not None}
-        priors = {gp: posteriors[gp].prior_variance_of(row) for gp, row in weights.items()}
-        parts = []
-        for group in _of_one_posterior({gp: posteriors[gp] for gp in weights}):
-            prior = _summed([_of_terms(priors[gp]) for gp in group])
-            change = _change({gp: weights[gp] for gp in group}, posteriors)
-            parts.append(above_rounding(prior + _of_terms(change), prior))
-        found[name] = _summed(parts).reshape(parameter_of(fn).shape)
+        total: Any = 0.0
+        for q, row in zip(map(posteriors.get, means), rows):
+            if q is not None and row is not None:
+                weights = over_scale(fn, row).movedim(0, -2)
+                prior = _of_terms(q.prior_variance_of(weights))
+                change = _of_terms(q.coefficients.moments([weights @ phi for phi in q.features])[1])
+                total = total + above_rounding(prior + change, prior)
+        found[name] = total.reshape(parameter_of(fn).shape)
     return found
 
 
 def _of_terms(variance: Tensor) -> Tensor:
     """Added up over the outputs of a process, whose functions are independent."""
     return variance.reshape(-1, variance.shape[-1]).sum(0)
-
-
-def _of_one_posterior(posteriors: dict[str, SparsePosterior]) -> list[list[str]]:
-    """GP sites, those of one posterior together."""
-    groups: dict[int, list[str]] = {}
-    for gp, posterior in posteriors.items():
-        share = posterior.coefficients.share
-        groups.setdefault(id(posterior if share is None else share.whole), []).append(gp)
-    return list(groups.values())
-
-
-def _change(weights: dict[str, Tensor], posteriors: dict[str, SparsePosterior]) -> Tensor:
-    """diag(Ψ(S − I)Ψᵀ) of the features Ψ = AΦ of a sum over the GP sites of one posterior."""
-    features = {gp: [row @ phi for phi in posteriors[gp].features] for gp, row in weights.items()}
-    first = posteriors[next(iter(weights))].coefficients
-    if first.share is None:
-        return first.moments(next(iter(features.values())))[1]
-    padded = [posteriors[gp].coefficients.share.padded(blocks) for gp, blocks in features.items()]
-    return first.share.whole.q.moments([_summed(list(blocks)) for blocks in zip(*padded)])[1]
-
-
-def _summed(parts: list[Tensor]) -> Tensor:
-    return sum(parts[1:], parts[0])
 
 
 def _jacobian(value: Tensor, by: list[Tensor], again: bool) -> tuple[Optional[Tensor], ...]:

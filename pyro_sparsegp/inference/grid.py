@@ -46,7 +46,7 @@ class Grid:
         """Warn of sites that meet in so many that draws take the place of nodes."""
         found = self.structure
         left = [name for name in found.dependence if name not in self.axes and name not in found.inner]
-        drawn = [name for name in left if found.dependence[name] != COUPLED and found.meets_by_rows(name)]
+        drawn = [name for name in left if found.dependence[name] != COUPLED]
         if drawn:
             warn_once(
                 self.guide.warned,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Optional, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -59,10 +59,23 @@ class Site(SparsePosterior):
                 "be set against the model's exact one: pyro.infer.Importance, psis_diagnostic, ReweightedWakeSleep and "
                 "WeighedPredictive, which run guide and model apart, do not work with this guide, nor does "
                 "vectorize_particles=True, nor a guide of your own that calls it, or has it for a part: give SVI the "
-                f"AutoSparseGP itself; {OTHER_LATENTS}. After guide.eval() "
-                "and guide(*args), guide.get_traces() gives a (model, guide) pair whose log densities make importance "
-                "weights."
+                f"AutoSparseGP itself; {OTHER_LATENTS}. After guide.eval() and guide(*args), guide.get_traces() gives "
+                "a (model, guide) pair whose log densities make importance weights."
             )
+
+
+class Expected(Tensor):
+    """A log density that is right in expectation only: it may be added up, and no draw be weighed by it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Else RenyiELBO's value is wrong in silence: test_quadrature.py, test_weights_and_renyi.
+        if func.__name__ in ("exp", "logsumexp", "softmax", "log_softmax"):
+            raise ValueError(
+                "this objective weighs draws by their densities, as RenyiELBO does, in training expectations. "
+                "Call guide.eval() first, or use TraceQuadrature_ELBO, Trace_ELBO or TraceMeanField_ELBO."
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class ExpectedSite(Site):
@@ -71,24 +84,19 @@ class ExpectedSite(Site):
     def log_prob(self, value: Tensor) -> Tensor:
         """KL[q ‖ p]: the expectation of the relative log density, whatever the value."""
         self._require_pair()
-        return self.kl.expand(value.shape[:-1])
+        return self.kl.expand(value.shape[:-1]).as_subclass(Expected)
 
 
 class RowSite(ExpectedSite):
     """A site's posterior by rows: values mean + sd·t of standardised t. Sites of one posterior have the covariance of
     each row's values, (f_n, g_n, …), whose Cholesky factor L makes them: mean_k + Σ_j L_kj t_j.
 
-    :param beside: the sites of its posterior that were met before, and that its values meet in densities.
+    :param beside: the sites of its posterior that were met before.
     :param noise: t.
     """
 
     beside: Sequence[RowSite] = ()
     noise: Any = None
-
-    def next_to(self, others: Iterable[Any]) -> Self:
-        """This site, beside those of the others that are by rows."""
-        self.beside = [other for other in others if isinstance(other, RowSite)]
-        return self
 
     @property
     def roots(self) -> list[Tensor]:
@@ -124,17 +132,14 @@ class MarginalSite(RowSite):
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws of the marginals, ``(*sample_shape, ..., N)``."""
-        shape = torch.Size(sample_shape)
         self.coefficients.note_draws()
         if self.coefficients.share is None:
-            return self.marginals.rsample(shape)
-        return self.value_of(torch.randn_like(self.mean.expand(shape + self.mean.shape)))
+            return self.marginals.rsample(torch.Size(sample_shape))
+        return self.value_of(torch.randn_like(self.mean.expand(*sample_shape, *self.mean.shape)))
 
 
 class FunctionSite(ExpectedSite):
-    """A site's posterior in training where its values meet those of other sites of its posterior across rows: draws
-    given coefficients, which all these sites share, and independent residuals.
-    """
+    """A part of a field in training: draws given coefficients, which all of it shares, and independent residuals."""
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Values given a draw of the coefficients, ``(*sample_shape, ..., N)``, each with its own residual."""
@@ -148,12 +153,7 @@ class GroupedSite(ExpectedSite):
     patches of an image: draws that are joint within a group and independent between groups, log_prob = KL.
     """
 
-    group: int
-
-    def in_groups_of(self, size: int) -> GroupedSite:
-        """This site with groups of that many consecutive inputs."""
-        self.group = size
-        return self
+    group = 1  # so many consecutive inputs
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         """Draws of each group's values, ``(*sample_shape, ..., N)``, in O(NG²) for groups of G."""

@@ -87,27 +87,9 @@ class Structure:
         """Whether natural steps of any GP site follow a network, at rows that are kept."""
         return any("kept_rows" in spec for spec in self.gps.values())
 
-    def company(self, name: str) -> list[str]:
-        """A GP site and the sites of its posterior that its values meet in densities, in the order of the group."""
-        group = next((group for group in self.joint if name in group), [name])
-        found, reached = {name}, [name]
-        while reached:
-            site = reached.pop()
-            more = {other for pair in self.interactions if site in pair for other in pair if other in group} - found
-            found |= more
-            reached += more
-        return [other for other in group if other in found]
-
-    def meets_by_rows(self, name: str) -> bool:
-        """Whether the values of one row, of a GP site and of its company, are all that meets in a term."""
-        if not self.joint:
-            return True
-        company = self.company(name)
-        alone = len(company) == 1
-        return alone or not (
-            any(self.dependence[other] == COUPLED for other in company)
-            or any(f in company and g in company for f, g in self.crossed)
-        )
+    def group(self, name: str) -> list[str]:
+        """The GP sites that have one posterior with this one, and itself."""
+        return next((group for group in self.joint if name in group), [name])
 
 
 @dataclass(frozen=True)
@@ -178,7 +160,12 @@ def explore(
         if above[name]:
             found.inner.append(name)
     keys = [*densities, *(key for key in shown if key[0].startswith("input"))]
-    found.dependence, found.interactions, found.crossed = _combined(found, owners, keys, names)
+    found.dependence, found.interactions = _combined(owners, keys, names)
+    found.crossed = [
+        [f, g]
+        for f, g in found.interactions
+        if g in found.group(f) and any(owners[f][key].crosses(owners[g][key]) for key in densities)
+    ]
     for name in found.inner:
         if found.dependence[name] == COUPLED:
             _find_groups(found, name, program, layers[name] + densities)
@@ -187,10 +174,10 @@ def explore(
     found.downstream = [key[1] for key in densities if key[1] in touched]
     found.summed = _summed(found, program)
     looked = Declared(held, program.base, program.steps, owners, moved, [key[1] for key in shown if key[0] == THETA])
-    closed, unused = closed_sites(found.inner, found.company, looked)
+    closed, unused = closed_sites(found.inner, found.group, looked)
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (DENSITY if is_normal(looked.kinds[site]) else THETA, site) for site in closed}
-    by_rows = [site for site in closed if _is_by_rows(_left(found, owners, [made_of[site]]), made_of[site], owners)]
+    by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
     functions = [site for site in closed if site not in by_rows]
     gps = [name for name in names if any(owners[name][DENSITY, site].touched.any() for site in closed)]
     found.affine = COUPLED in found.dependence.values() and closed == found.downstream and not found.inner
@@ -263,39 +250,29 @@ class _Program:
 
 
 def _combined(
-    found: Structure, owners: Mapping[str, Mapping[Any, Owners]], keys: Collection[Key], names: Collection[str]
-) -> tuple[dict[str, str], list[list[str]], list[list[str]]]:
-    """How tensors depend on GP sites' values, the pairs of sites that meet in an entry, and of those of one posterior
-    the pairs that meet across rows or outputs.
-    """
+    owners: Mapping[str, Mapping[Any, Owners]], keys: Collection[Key], names: Collection[str]
+) -> tuple[dict[str, str], list[list[str]]]:
+    """How tensors depend on GP sites' values, and the pairs of sites that meet in an entry."""
     order = (NONE, ELEMENTWISE, DATAWISE, COUPLED)
 
     def of(name: str) -> list[Key]:
         return [key for key in keys if not (key[0].startswith("input") and key[1] == name)]
 
     kinds = {name: max((owners[name][key].kind for key in of(name)), key=order.index, default=NONE) for name in names}
-    meet, crossed = [], []
+    meet = []
     for f, g in itertools.combinations([name for name in names if kinds[name] != NONE], 2):
         both = [key for key in of(f) if key in of(g)]
         if any((owners[f][key].touched & owners[g][key].touched).any() for key in both):
             meet.append([f, g])
-            together = any({f, g} <= set(group) for group in found.joint)
-            if together and any(owners[f][key].crosses(owners[g][key]) for key in both):
-                crossed.append([f, g])
-    return kinds, meet, crossed
+    return kinds, meet
 
 
 def _left(found: Structure, owners: Mapping[str, Mapping[Any, Owners]], keys: Collection[Key]) -> Structure:
     """The structure of these tensors alone, as they depend on the GP sites that enter no other."""
     names = [name for name in owners if name not in found.inner]
-    kinds, meet, crossed = _combined(found, owners, keys, names)
+    kinds, meet = _combined(owners, keys, names)
     kinds = {name: kind for name, kind in kinds.items() if kind != NONE}
-    return replace(found, dependence=kinds, interactions=meet, crossed=crossed)
-
-
-def _is_by_rows(structure: Structure, key: Key, owners: Mapping[str, Mapping[Any, Owners]]) -> bool:
-    """Whether each entry of a tensor has values of one row alone, of GP sites of one posterior of the same."""
-    return all(owners[name][key].kind != COUPLED and structure.meets_by_rows(name) for name in structure.dependence)
+    return replace(found, dependence=kinds, interactions=meet)
 
 
 def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
@@ -309,7 +286,7 @@ def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
 
 def _summed(found: Structure, program: _Program) -> list[list[str]]:
     """Pairs of GP sites of separate posteriors that enter all densities by f + cg, with one number c."""
-    pairs = [pair for pair in found.interactions if not any(set(pair) <= set(group) for group in found.joint)]
+    pairs = [pair for pair in found.interactions if pair[1] not in found.group(pair[0])]
     pairs = [pair for pair in pairs if not any(name in found.inner for name in pair)]
     if not pairs:
         return []

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import platform
-import resource
 import statistics
 import time
 from pathlib import Path
@@ -93,35 +92,12 @@ def regression(length, noise=0.3, ard=True, kernel=kernels.Matern32):
     return model
 
 
-def bayesian(x, y=None, size=None):
-    """A program whose hyperparameters have priors."""
-    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
-    length = pyro.sample("length", dist.LogNormal(x.new_zeros(x.shape[-1]), 1.0).to_event(1))
-    noise = pyro.sample("noise", dist.HalfNormal(1.0))
-    f = pyro.sample("f", GaussianProcess(scale * kernels.Matern32(length), x))
-    with pyro.plate("data", size or len(x), subsample=x):
-        return pyro.sample("y", dist.Normal(f, noise), obs=y)
-
-
 def clock(device="cpu"):
     """Seconds of the process on a CPU, which other jobs do not lengthen; else of the clock, when all is done."""
     if str(device).startswith("cuda"):
         torch.cuda.synchronize()
         return time.perf_counter()
     return time.process_time()
-
-
-def peak():
-    """Peak resident memory so far, in GiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def of_files():
-    """Resident memory that is pages of files now, in GiB."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return math.nan
-    return int(next(line for line in status.read_text().splitlines() if line.startswith("RssFile")).split()[1]) / 2**20
 
 
 def epochs(num, batch):

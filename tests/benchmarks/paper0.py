@@ -1,9 +1,8 @@
-"""Paper 0 (coupled posteriors of additive models): illustration, rank, costs, calibration, real data.
+"""Paper 0 (coupled posteriors of additive models): illustration, rank, costs, calibration.
 
-python tests/benchmarks/paper0.py PART [--out tests/benchmarks/paper0.md] [--data DIR] [--short]
+python tests/benchmarks/paper0.py PART [--out tests/benchmarks/paper0.md] [--short]
 
-PART is friedman, gap, cost, calibration or real; each writes its section of the table's file, and its picture beside
-it. DIR, for real, holds gam_ozone_LA330.npz, bike_hourly_raw.npz and california_housing.npz.
+PART is friedman, gap, cost or calibration; each writes its section of the table's file, and its picture beside it.
 """
 
 import itertools
@@ -12,7 +11,6 @@ import re
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 
 import bench
 import pyro
@@ -386,30 +384,16 @@ def run_calibration(options):
     record(options, "calibration", "Calibration of the effects", text)
 
 
-def run_real(options):
-    from paper0_real import run
-
-    record(options, "real", "Real data, beside statsmodels' GLMGam", run(options))
-
-
 PARTS = {
     "friedman": run_friedman,
     "gap": run_gap,
     "cost": run_cost,
     "calibration": run_calibration,
-    "real": run_real,
 }
 
 
 def main():
-    options = bench.parsed(
-        __doc__,
-        *PARTS,
-        out=bench.HERE / "paper0.md",
-        data=Path(),
-        sets=["gam_ozone_LA330", "bike_hourly_raw", "california_housing"],
-        short=False,
-    )
+    options = bench.parsed(__doc__, *PARTS, out=bench.HERE / "paper0.md", short=False)
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     PARTS[options.part](options)
