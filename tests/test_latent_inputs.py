@@ -180,14 +180,3 @@ def test_the_training_data_are_at_the_places_learned(family):
     other = predict(one_plate, guide, y.flip(-1), num_samples=30)["x"]
     assert abs(other.square().mean() - 1) < 8 * (2 / other.numel()) ** 0.5
     assert abs((other - places).square().mean() - 1 - places.square().mean()) < 0.2
-
-
-def test_a_site_that_is_not_upstream_is_named():
-    class Encoded(AutoSparseGP):
-        def get_posterior(self, name, prior):
-            if name == "x":
-                self.upstream_value("cod")
-            return super().get_posterior(name, prior)
-
-    with pytest.raises(ValueError, match=r"upstream_value\('cod'\): no site of that name comes before.*\['rows'"):
-        Encoded(gplvm, SVGP(4))(data()[1])

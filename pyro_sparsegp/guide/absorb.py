@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from torch import Tensor
 
 from ..approximations.absorbing import Absorbing
 from ..approximations.expectation import ExpectationGP
@@ -18,8 +17,6 @@ from ..program.facts import Structure, explore
 from ..program.reader import Reader
 from ..program.traces import (
     all_sites,
-    free_values,
-    held_trace,
     is_observation,
     piecewise_constant,
     repeatable,
@@ -28,7 +25,7 @@ from ..program.traces import (
 from .first_call import require_separate_sites
 from .known import KnownGuide
 from .reading import SiteReading, settle
-from .runs import Priors
+from .runs import Priors, held_runs
 
 __all__ = ["absorb"]
 
@@ -40,7 +37,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
     if not (isinstance(forget, (int, float)) and 0 <= forget <= 1):
         raise ValueError(f"absorb's forget is a share of what was learned, in [0, 1], got {forget!r}")
     _require_sums(guide)
-    run = Priors(guide)
+    run = Priors(guide, at_medians=True)
     with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like), poutine.block(), whole_plates():
         run.perform(args, kwargs)
         trace = run.trace
@@ -77,17 +74,16 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
 
 def _require_sums(guide: KnownGuide) -> None:
     """Raise where what the guide learned is no sum over rows."""
-    for what, names in (
-        ("a value for each row", guide.local_latents),
-        ("one posterior with them", [name for name in guide.facts.field if name not in guide.facts.gps]),
-    ):
-        if names:
-            raise ValueError(
-                f"absorb adds rows to the posteriors of GP sites, all else held; latent site {names[0]!r} has {what}. "
-                "Train on old and new rows together."
-            )
-    for group in [*guide.facts.joint, *([list(guide.facts.field)] if guide.facts.field else [])]:
-        raise ValueError(f"absorb: GP sites {group} have one posterior; train on old and new rows together.")
+    facts = guide.facts
+    beside = [name for name in facts.latents if name in facts.field or name in guide.local_latents]
+    if beside:
+        raise ValueError(
+            f"absorb adds rows to the posteriors of GP sites, all else held; latent site {beside[0]!r} has a value for "
+            "each row, or one posterior with them. Train on old and new rows together."
+        )
+    joint = [*facts.joint, list(facts.field)][0]
+    if joint:
+        raise ValueError(f"absorb: GP sites {joint} have one posterior; train on old and new rows together.")
     for name, module in guide.modules_by_site().items():
         if isinstance(module, SiteGP):
             why = "whose posterior follows from all its data: give it old and new rows together, guide.forget_data() "
@@ -105,12 +101,8 @@ def _require_sums(guide: KnownGuide) -> None:
 def _facts(guide: KnownGuide, run: Priors, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> Structure:
     """How the densities of the new rows depend on GP sites' values."""
     found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated, num_nodes=guide.facts.num_nodes)
-    values = free_values(trace)
-
-    def held(moved: dict[str, Tensor]) -> poutine.Trace:
-        return held_trace(guide.model, values | moved, args, kwargs)
-
     flat = piecewise_constant(trace)
+    held = held_runs(guide.model, trace, args, kwargs)
     explore(found, held, run.processes, [] if flat else list(run.processes))
     for name in run.processes:
         reads = "rows to absorb, of which absorb"

@@ -28,10 +28,10 @@ from .conditions import Predicting, conditions_now, conditions_of_call
 from .correction import note_rows, warn_of_unseen
 from .first_call import ObservesNothingError, initialise, require_arguments
 from .joint import by_name
-from .known import Core, Families
+from .known import Core, Families, Rows
 from .messenger import SiteMessenger
 from .rows import are_known_rows, note_step, require_data, rows_of, warn_of_batches
-from .runs import LARGEST_JOINT, BySite, Hyperparameters, Posteriors, Priors, Run
+from .runs import LARGEST_JOINT, BySite, Conditions, Posteriors, Priors, Run
 from .start import init_to_centre
 from .state import extra_state, rebuild, resume_name
 
@@ -117,7 +117,7 @@ class AutoSparseGP(SiteMessenger):
         self._like = torch.empty(0)
         self._nodes: Optional[Mapping[str, Optional[Tensor]]] = None  # of the quadrature that calls
         self._ahead: Optional[list[Any]] = None  # what runs at nodes are conditioned on, once that is known
-        self._hyper: Optional[Hyperparameters] = None  # the run of a step on a field
+        self._hyper: Optional[Priors] = None  # the run of a step on a field
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
@@ -144,7 +144,7 @@ class AutoSparseGP(SiteMessenger):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
-        nodes, has_data = self._nodes, True  # at_nodes calls, perhaps through a wrapper
+        nodes = self._nodes  # at_nodes calls, perhaps through a wrapper
         if nodes is None:
             self.prepare(*args, **kwargs)
         if self._ahead:
@@ -155,23 +155,9 @@ class AutoSparseGP(SiteMessenger):
         if self._ahead == []:
             self._ahead.append((rows, conditions))
             return {}
-        if nodes is None:
-            require_refined(self.modules_by_site(), lambda: rows.fewer or not self._observes(args, kwargs))
-            if self.corrected_modules() or self.facts.enumerated:
-                has_data = self._observes(args, kwargs)
-        few = LARGEST_JOINT if rows.fewer and nodes is None else 0
-        run: Union[Posteriors, Hyperparameters] = Posteriors(
-            self,
-            conditions,
-            rows,
-            joint_up_to=few if self.training else torch.inf,
-            nodes=nodes,
-            new_inputs=self.kept is not None or not has_data,
+        run = (
+            self._run_at(nodes, rows, conditions) if nodes is not None else self._run_on(rows, conditions, args, kwargs)
         )
-        run.sums_out = has_data
-        if nodes is not None and self.facts.field:
-            run = self._hyper = Hyperparameters(self)
-            self._hyper.rows, self._hyper.nodes = rows, nodes
         draws = run.perform(args, kwargs)
         require_sizes(run.trace)
         if isinstance(run, Posteriors) and any(p.kernel.depends_on_rows for p in run.processes.values()):
@@ -179,6 +165,24 @@ class AutoSparseGP(SiteMessenger):
         if self.is_training:
             self.row_share = note_step(self, run, args, kwargs)
         return draws
+
+    def _run_at(self, nodes: Any, rows: Rows, conditions: Conditions) -> Union[Posteriors, Priors]:
+        """A run for an objective, with GP sites at nodes, or a field at its prior's mean."""
+        if not self.facts.field:
+            return Posteriors(self, conditions, rows, 0 if self.training else torch.inf, nodes, self.kept is not None)
+        run = self._hyper = Priors(self)
+        run.rows, run.nodes = rows, nodes
+        return run
+
+    def _run_on(self, rows: Rows, conditions: Conditions, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
+        """A run for draws."""
+        require_refined(self.modules_by_site(), lambda: rows.fewer or not self._observes(args, kwargs))
+        asks = bool(self.corrected_modules() or self.facts.enumerated)
+        has_data = not asks or self._observes(args, kwargs)
+        most = torch.inf if not self.training else LARGEST_JOINT if rows.fewer else 0
+        run = Posteriors(self, conditions, rows, most, new_inputs=self.kept is not None or not has_data)
+        run.sums_out = has_data
+        return run
 
     def _observes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         return observes(self.model, self.observed, self.like, args, kwargs)
@@ -375,7 +379,7 @@ class AutoSparseGP(SiteMessenger):
 
     def at_field(
         self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Hyperparameters, Any, Any, dict[str, Tensor]]:
+    ) -> tuple[Priors, Any, Any, dict[str, Tensor]]:
         """As :meth:`at_nodes`, with the run that drew its hyperparameters first."""
         traces = self.at_nodes({}, wrapped, args, kwargs)
         ahead, self._hyper = self._hyper, None
@@ -390,7 +394,8 @@ class AutoSparseGP(SiteMessenger):
         :returns: the GP sites' priors under them; the values of latents and the plates' row numbers; the run's trace.
         """
         relation = self.relation(args, kwargs)
-        run = Priors(self, relation is None or not self.local_latents or (relation.inputs and relation.order is None))
+        own = relation is None or not self.local_latents or (relation.inputs and relation.order is None)
+        run = Priors(self, at_medians=True, own_rows=own)
         run.perform(args, kwargs)
         require_sizes(run.trace)
         warn_of_batches(self, relation)

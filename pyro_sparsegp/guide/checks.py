@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
-from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
@@ -18,12 +17,9 @@ from ..posterior.base import Marginals
 from ..program import checks
 from ..program.facts import Structure
 from ..program.registration import require_registered
-from ..program.traces import (
-    all_sites,
-    is_free,
-)
+from ..program.traces import all_sites, is_free
 from .known import Core, KnownGuide
-from .networks import Calls, FirstCalls, rows_to_follow
+from .networks import Calls, rows_to_follow
 from .runs import probed
 
 __all__ = ["check_parameters", "explain_nan"]
@@ -31,7 +27,7 @@ __all__ = ["check_parameters", "explain_nan"]
 
 def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raise if the model's sites are not those that the guide knows, or if a parameter would not train."""
-    core.calls = FirstCalls()
+    core.calls = Calls(keeps=True)
     probe = probed(guide, args, kwargs)
     known = _check_known(core.facts, guide.trace)
     _warn_of_data_latents(guide, probe.posteriors)
@@ -102,21 +98,16 @@ def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
     with torch.no_grad():
         run = probed(guide, args, kwargs, whole=True)
     where = []
-    kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("NaN", torch.isnan), ("infinite", torch.isinf))
-    for kind, test in kinds:
-        bad = {name: test(density) for name, density in run.densities.items()}
-        found = [f"{name!r} ({checks.which(part)})" for name, part in bad.items() if part.any()]
-        where += [f"the log density of site {', '.join(found)} is {kind}"] if found else []
-    where += [
-        f"the inputs of GP site {name!r} are not finite ({checks.which(~q.process.x.isfinite().all(-1), 'rows')})"
-        for name, q in run.posteriors.items()
-        if not q.process.x.isfinite().all()
-    ]
-    where += [
-        f"the KL divergence of GP site {name!r} is not finite"
-        for name, q in run.posteriors.items()
-        if not q.kl.isfinite().all()
-    ]
+    for name, density in run.densities.items():
+        for kind, bad in (("NaN", density.isnan()), ("infinite", density.isinf())):
+            if bad.any():
+                where.append(f"the log density of site {name!r} ({checks.which(bad)}) is {kind}")
+    for name, q in run.posteriors.items():
+        finite = q.process.x.isfinite().all(-1)
+        if not finite.all():
+            where.append(f"the inputs of GP site {name!r} are not finite ({checks.which(~finite, 'rows')})")
+        if not q.kl.isfinite().all():
+            where.append(f"the KL divergence of GP site {name!r} is not finite")
     broken = [name for name, parameter in guide.named_parameters() if not parameter.isfinite().all()]
     where += [f"parameters {', '.join(broken)} are not finite"] if broken else []
     return "; ".join(where) or "all is finite at the medians"

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 import torch
-from pyro import poutine
-from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
 from ..gaussians.sites import KeptSites
@@ -25,8 +23,6 @@ from ..program.reader import DrawingReader, Reader, RefusedError, with_priors
 from ..program.traces import (
     RandomState,
     all_sites,
-    free_values,
-    held_trace,
     is_free,
     log_densities,
     repeatable,
@@ -36,7 +32,7 @@ from ..warned import warn_once
 from .coupled import draw_of
 from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, settle
-from .runs import Conditions, UnderLatents
+from .runs import Conditions, UnderLatents, held_runs
 
 __all__ = ["Predicting", "condition", "conditions_now", "conditions_of_call"]
 
@@ -88,12 +84,13 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
 
 def conditions_of_call(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> Conditions:
     """As :func:`condition`; while predicting, those of the call before unless latents are drawn anew."""
-    kept, same = guide.kept, rows.same and rows.inputs
-    if kept is None:
-        return condition(guide, args, kwargs, same, rows.learns) if guide.on_sites else Conditions()
-    if kept.conditions is None or guide.has_random_latents:
-        kept.conditions = condition(guide, args, kwargs, same, rows.learns)
-    return kept.conditions
+    kept = guide.kept
+    if kept is not None and kept.conditions is not None and not guide.has_random_latents:
+        return kept.conditions
+    found = condition(guide, args, kwargs, rows.same and rows.inputs, rows.learns)
+    if kept is not None:
+        kept.conditions = found
+    return found
 
 
 def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool, learns: bool) -> Conditions:
@@ -102,10 +99,12 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
     :param same: whether the arguments are the training data; else those are taken.
     :param learns: whether this is a step of training: modules keep the sites, gradients pass through them.
     """
-    data = guide.data if guide.on_sites else None
-    if not guide.on_sites or (not same and data is None):
+    if not guide.on_sites:
         return Conditions()
-    if not same and data is not None:
+    data = guide.data
+    if not same:
+        if data is None:
+            return Conditions()
         args, kwargs = data.args, data.kwargs
     run = UnderLatents(guide, same, _reads_itself(guide))
     with unrecorded(same, learns), torch.set_grad_enabled(learns or run.reads):
@@ -148,32 +147,28 @@ def _read(
     readings = []
     for name, module in modules.items():
         process = run.processes[name]
-        if isinstance(module.sites, KeptSites):
-            reading = SiteReading.of(name, process, module, reader.found)
-            readings.append(reading)
-            if not reading.direct or reader.meeting(name):
-                marginals[name] = reading.resume() if learns else reading.look()[1]
-            if first is not None:
-                reading.expected = True, dict(marginals), first
-        elif reader.meeting(name):
-            with torch.no_grad():
-                q = module(process, name)
-            marginals[name] = q.mean, q.variance
-    if not readings:
-        return readings
-    median = guide._computing_median
+        if not isinstance(module.sites, KeptSites):
+            if reader.meeting(name):
+                with torch.no_grad():
+                    q = module(process, name)
+                marginals[name] = q.mean, q.variance
+            continue
+        reading = SiteReading.of(name, process, module, reader.found)
+        readings.append(reading)
+        if not reading.direct or reader.meeting(name):
+            marginals[name] = reading.resume() if learns else reading.look()[1]
+        if first is not None:
+            reading.expected = True, dict(marginals), first
     # A scale of several values is the reader's to refuse: test_sites.py::test_messages_for_data_that_do_not_fit.
     one = all(torch.as_tensor(reader.trace.nodes[name]["scale"]).numel() == 1 for name in modules)
     if run.reads and one and all(reading.direct for reading in readings):
         for reading in readings:
             _read_off(reading, run, learns)
-            reading.keep() if learns or reading.module.sites.empty or median else None
-        return readings
-    most, tolerance = _patience(guide, readings, learns)
-    settle(reader, readings, marginals, most, tolerance)
+    elif readings:
+        settle(reader, readings, marginals, *_patience(guide, readings, learns))
     for reading in readings:  # to look at a guide does not change how it trains
         reading.release()
-        if learns or reading.module.sites.empty or (reading.direct and median):
+        if learns or reading.module.sites.empty or (reading.direct and guide._computing_median):
             reading.keep()
     return readings
 
@@ -252,12 +247,7 @@ def _look_again(core: Core, reader: Reader, run: UnderLatents) -> None:
     if not found.quadratic or before is None or (kinds == before and core.looks not in _LOOKS):
         return
     again = replace(found, inner=[], groups={}, quadratic=[], meeting=[])
-    values = {name: value.detach() for name, value in free_values(reader.trace).items()}
-
-    def held(moved: dict[str, Tensor]) -> poutine.Trace:
-        return held_trace(reader.model, values | moved, reader.args, reader.kwargs)
-
-    explore(again, held, run.processes, found.quadratic)
+    explore(again, held_runs(reader.model, reader.trace, reader.args, reader.kwargs), run.processes, found.quadratic)
     found.quadratic[:] = again.quadratic
 
 

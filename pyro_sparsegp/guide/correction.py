@@ -21,7 +21,7 @@ def show_all_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], trace:
     frames = [frame for _, site in all_sites(trace) if is_observation(site) for frame in site["cond_indep_stack"]]
     if not modules or not any(frame.full_size is not None and frame.size < frame.full_size for frame in frames):
         return
-    run = Priors(guide)
+    run = Priors(guide, at_medians=True)
     with torch.no_grad(), poutine.block(), whole_plates():
         run.perform(args, kwargs)
     for name, module in modules.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from pyro.util import check_site_shape
-from torch import Tensor
 from torch.distributions import biject_to
 
 from ..families import FreeFormFamily
@@ -22,26 +21,26 @@ from ..posterior.drawing import OTHER_LATENTS, ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks
+from ..program.bare import sample_sites
 from ..program.data import TrainingData, first_tensor
 from ..program.dependence import COUPLED, NONE
 from ..program.facts import ClosedForms, Structure, explore
 from ..program.groups import grouped, plate_sizes
-from ..program.handlers import AtMeans, is_blocked, observes
+from ..program.handlers import is_blocked
 from ..program.registration import has_network
 from ..program.traces import (
     all_sites,
     as_process,
-    free_values,
-    held_trace,
     is_free,
     is_observation,
     piecewise_constant,
     repeatable,
 )
 from .correction import show_all_rows
-from .joint import groups_of, join, require_alike, require_by_rows, require_families, require_outer
+from .field import is_normal_prior
+from .joint import groups_of, join, require_by_rows, require_families, require_joint
 from .known import Core, KnownGuide
-from .runs import Setup, probed
+from .runs import Setup, held_runs, probed
 from .start import start
 
 __all__ = [
@@ -92,12 +91,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         )
     guide._like = first_tensor((args, kwargs))
     try:
-        try:
-            run = _set_up(guide, args, kwargs)
-        except ValueError as error:  # of a few new inputs, say, among which inducing inputs can't be chosen
-            if _observes_nothing(guide, args, kwargs):
-                raise ObservesNothingError from error
-            raise
+        run = _set_up(guide, args, kwargs)
         trace = run.trace
         checks.require_sizes(trace)
         _require_sites(guide, trace, run.posteriors)
@@ -105,11 +99,10 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         facts.enumerated = [] if run.enumeration is None else run.enumeration.names
         facts.joint = groups_of(guide.families)
         guide.core = Core(facts)
-        require_alike(facts.joint, run.processes)
         show_all_rows(guide, args, kwargs, trace)
         checks.require_left_out(guide.model, facts.gps, trace, args, kwargs)
         _explore(guide, facts, args, kwargs, trace, run.posteriors)
-        require_outer(facts)
+        require_joint(facts, run.processes)
         for name, posterior in run.posteriors.items():
             family = guide.family_of(name)
             if isinstance(family, FreeFormFamily) and family.start == "data" and name not in facts.inner:
@@ -130,10 +123,6 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
 class _FlatInputsError(Exception):
     """A GP site's inputs have columns in which all rows are the same."""
 
-    def __init__(self, name: str, columns: Tensor) -> None:
-        super().__init__(name)
-        self.name, self.columns = name, columns
-
 
 _NOTHING = (
     "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take the first "
@@ -148,65 +137,33 @@ class ObservesNothingError(ValueError):
         super().__init__(*args or (_NOTHING,))
 
 
-def _observes_nothing(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> bool:
-    try:
-        return not observes(guide.model, None, guide.like, args, kwargs)
-    except Exception:  # the model's own error will be shown
-        return False
-
-
 def _set_up(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Setup:
-    """The first run. Latents start at their medians; but those that a GP's inputs are made of, all rows of which would
-    then stand in one place, start at draws.
+    """The first run. Latents start at their medians; but where all rows of a GP's inputs would then stand in one place,
+    normal ones of several values, which inputs and weights of layers are, start at draws.
     """
+    several: list[str] = []
 
     def build(name: str, process: GaussianProcess) -> Any:
-        flat = _flat_columns(process.x)
-        if flat.any() and any(_is_latent(site) for _, site in all_sites(guide.trace)):
-            raise _FlatInputsError(name, flat)
+        x = process.x
+        if x.shape[-2] > 1 and (x == x[..., :1, :]).flatten(0, -2).all(0).any():
+            for other, site in sample_sites(guide.trace).items():
+                if is_free(site) and site["value"].numel() > 1 and is_normal_prior(site["infer"].get("prior")):
+                    several.append(other)
+            if several:
+                raise _FlatInputsError
         return guide.build(name, process)
 
     with torch.no_grad(), poutine.block():
         run = Setup(guide, build)
         try:
             run.perform(args, kwargs)
-        except _FlatInputsError as flat:
-            names = _entering(guide, flat, args, kwargs)
+        except _FlatInputsError:
             guide.forget()
-            guide.from_draws = names
+            guide.from_draws = several
             run = Setup(guide, guide.build)
             run.perform(args, kwargs)
             guide.from_draws = ()
     return run
-
-
-def _flat_columns(x: Tensor) -> Tensor:
-    flat = (x == x[..., :1, :]).flatten(0, -2).all(0)
-    return flat if x.shape[-2] > 1 else torch.zeros_like(flat)
-
-
-def _is_latent(site: Any) -> bool:
-    return is_free(site) and not site_is_subsample(site) and as_process(site["infer"].get("prior"))[0] is None
-
-
-def _entering(guide: KnownGuide, flat: _FlatInputsError, args: tuple, kwargs: dict[str, Any]) -> list[str]:
-    """The latents that flat columns of a GP's inputs move with, of a run that stopped there."""
-    with torch.enable_grad(), pyro.validation_enabled(False), repeatable(guide.like), AtMeans():
-        values = {}
-        for name, site in all_sites(guide.trace):
-            if _is_latent(site) and site["value"].is_floating_point():
-                transform = biject_to(site["infer"]["prior"].support)
-                start = transform.inv(site["value"].detach())  # at its median a layer may hide the one below
-                values[name] = transform(start + 0.1 * torch.randn_like(start)).detach().requires_grad_()
-        trace = poutine.trace(poutine.condition(guide.model, values)).get_trace(*args, **kwargs)
-        process, _ = as_process(trace.nodes[flat.name]["fn"])
-        assert process is not None
-        x = process.x[..., flat.columns]
-        total = (x * torch.randn_like(x)).sum()
-        if not total.requires_grad:
-            return []
-        found = torch.autograd.grad(total, list(values.values()), allow_unused=True)
-    return [name for name, gradient in zip(values, found) if gradient is not None and bool(gradient.any())]
 
 
 def _require_sites(guide: KnownGuide, trace: poutine.Trace, posteriors: Collection[str]) -> None:
@@ -289,7 +246,7 @@ def _explore(
     modules = guide.site_modules()
     flat = piecewise_constant(trace)
     with repeatable(guide.like):
-        held = _held(guide, args, kwargs, trace)
+        held = held_runs(guide.model, trace, args, kwargs)
         guide.learnt.forms, densities = explore(found, held, processes, [] if flat else list(modules))
     if modules or guide.by_expectation:
         for site, density in densities.items():
@@ -302,12 +259,6 @@ def _explore(
         require_separate_sites(found, name, f"the family {module.family['name']}, which", flat, _FREE)
 
 
-def _held(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> Callable:
-    """Runs the program with GP sites at values, all else as it was in a run."""
-    values = free_values(trace)
-    return lambda moved: held_trace(guide.model, values | moved, args, kwargs)
-
-
 def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> ClosedForms:
     """Which densities have their expectation in closed form: learned anew where a state was loaded."""
     core = guide.learnt
@@ -316,7 +267,7 @@ def closed_forms_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> C
         processes = {name: posterior.process for name, posterior in posteriors.items()}
         again = replace(core.facts, inner=[], groups={}, quadratic=[], meeting=[])
         with repeatable(guide.like), poutine.block():
-            core.forms, _ = explore(again, _held(guide, args, kwargs, guide.trace), processes)
+            core.forms, _ = explore(again, held_runs(guide.model, guide.trace, args, kwargs), processes)
     return core.forms
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Optional
 
 import torch
@@ -20,10 +20,9 @@ __all__ = [
     "by_name",
     "groups_of",
     "join",
-    "require_alike",
     "require_by_rows",
     "require_families",
-    "require_outer",
+    "require_joint",
 ]
 
 
@@ -89,20 +88,15 @@ def _require_shareable(group: tuple[str, ...], family: Family, others: Any) -> N
         )
 
 
-def require_alike(groups: Sequence[Sequence[str]], priors: Mapping[str, GaussianProcess]) -> None:
-    """Raise if sites of one posterior have different outputs, in a first run."""
-    for group in groups:
+def require_joint(found: Structure, priors: Mapping[str, GaussianProcess]) -> None:
+    """Raise if sites of one posterior have different outputs, or if one is an inner layer of a deep GP."""
+    for group in found.joint:
         shapes = {name: tuple(priors[name].batch_shape) for name in group}
         if len(set(shapes.values())) > 1:
             raise ValueError(
                 f"GP sites {group} have one posterior, and outputs of the shapes {shapes}: give them as many outputs, "
                 "GaussianProcess(...).expand([P]).to_event(1), or a family each."
             )
-
-
-def require_outer(found: Structure) -> None:
-    """Raise if a site of a posterior of several is an inner layer of a deep GP."""
-    for group in found.joint:
         inner = [name for name in group if name in found.inner]
         if inner:
             raise ValueError(

@@ -25,7 +25,6 @@ from ..process import GaussianProcess
 from ..program.data import Relation, TrainingData
 from ..program.dependence import COUPLED
 from ..program.facts import ClosedForms, Structure
-from ..program.traces import all_sites
 from ..warned import Warned
 from .networks import Calls
 
@@ -59,6 +58,7 @@ class Core:
     unscaled: set[str] = field(default_factory=set)
     kinds: Optional[dict[str, Any]] = None
     looks: int = 0
+    modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
     refuses: bool = False  # whether torch.func.vmap refuses the program with the guide in it
 
 
@@ -192,7 +192,12 @@ class KnownGuide(AutoNormalMessenger):
 
     def modules_by_site(self) -> dict[str, Any]:
         """The variational modules of GP sites."""
-        return {} if self.core is None else {name: at_path(self.gps, name) for name in self.core.facts.gps}
+        core = self.core
+        if core is None:
+            return {}
+        if not core.modules:
+            core.modules.update((name, at_path(self.gps, name)) for name in core.facts.gps)
+        return core.modules
 
     def site_modules(self) -> dict[str, SiteGP]:
         """Those of families on sites."""
@@ -257,32 +262,15 @@ class KnownGuide(AutoNormalMessenger):
         """Whether a latent that is no GP, or a GP site that enters another, is drawn."""
         return bool(self.facts.inner) or not all(map(self.is_point, self.facts.latents))
 
-    def upstream_value(self, name: str) -> Tensor:
-        """The value of a site before, for use in :meth:`get_posterior`.
+    def set_latent(self, name: str, loc: Tensor, event_dim: int, scale: Optional[Tensor] = None) -> None:
+        """Make the parameters of a latent, in unconstrained space.
 
-        :raises ValueError: if there is none of that name, with those that there are.
+        :param scale: its standard deviation, by default ``init_scale``.
         """
-        if name not in self.trace.nodes:
-            known = [site for site, node in all_sites(self.trace) if node["type"] == "sample"]
-            raise ValueError(f"upstream_value({name!r}): no site of that name comes before; those that do are {known}")
-        value: Any = self.trace.nodes[name]["value"]
-        return value
-
-    def set_latent(self, name: str, loc: Tensor, event_dim: int) -> None:
-        """Make the parameters of a latent, in unconstrained space."""
         deep_setattr(self, "locs." + name, PyroParam(loc, event_dim=event_dim))
         if not self.is_point(name):
-            scale = torch.full_like(loc, self._init_scale)
+            scale = torch.full_like(loc, self._init_scale) if scale is None else scale
             deep_setattr(self, "scales." + name, PyroParam(scale, constraints.positive, event_dim))
-
-    def start_latent(self, name: str, loc: Tensor, scale: Tensor) -> None:
-        """Start a latent there, in unconstrained space."""
-        latent = self.facts.latents[name]
-        shape, event_dim = torch.Size(latent["shape"]), latent["event_dim"]
-        self.set_latent(name, loc.detach().reshape(shape).clone(), event_dim)
-        if not self.is_point(name):
-            start = PyroParam(scale.detach().reshape(shape).clone(), constraints.positive, event_dim)
-            deep_setattr(self, "scales." + name, start)
 
     # Calls.
 
@@ -311,7 +299,7 @@ class KnownGuide(AutoNormalMessenger):
         for name in ("gps", "joints", "locs", "scales", "together", "field"):
             if name in self._modules:
                 delattr(self, name)
-        self.core = None
+        self.core, self.from_draws = None, ()
 
 
 def require_inputs(name: str, process: GaussianProcess) -> None:

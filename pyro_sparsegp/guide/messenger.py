@@ -94,7 +94,7 @@ def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
             )
         return False
     whole = all(plate.size == sizes[name] for name, plate in here.items())
-    new = guide.running.is_of_new_rows(differ, whole)
+    new = guide.run.is_of_new_rows(differ, whole)
     if new and not differ and name in facts.grouped:
         warn_of_groups(guide.warned, name, plates)
     return new
@@ -132,13 +132,6 @@ class SiteMessenger(KnownGuide):
     of the rows it was fitted to: other rows' come from the model.
     """
 
-    @property
-    def running(self) -> Run:
-        """The run that it is on."""
-        if self.run is None:
-            raise RuntimeError("the guide answers at sites of its own runs: call it, guide(x, y)")
-        return self.run
-
     _get_params = _latent_params
 
     # At sites.
@@ -157,14 +150,14 @@ class SiteMessenger(KnownGuide):
         process.require_place(name)
         if self.core is not None and self.core.calls is not None:
             process.origin = self.core.calls.origin(process.x)
-        run = self.run or self.running
+        run: Run = self.run
         module = run.module(name, process)
         self.check_site(name, process, module)
         answer = run.at_site(name, process, module)
         return answer.to_event(event_dim) if event_dim and isinstance(answer, SparsePosterior) else answer
 
     def _pyro_sample(self, msg: Any) -> None:
-        core, run = self.core, self.run or self.running
+        core, run = self.core, self.run
         if run.enumeration is not None:
             run.enumeration.meet(msg)
             if msg["type"] != "sample":

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from ..process import GaussianProcess, Origin
 from ..program.traces import all_sites, is_free, repeatable, require_again
 
-__all__ = ["Calls", "FirstCalls", "rows_to_follow"]
+__all__ = ["Calls", "rows_to_follow"]
 
 _ROWS, _EACH, _LEAST = 256, 4, 2  # rows that say how features move: so many at least, so many a point; below, too few
 
@@ -25,9 +25,12 @@ class Calls:
     """The modules that a run calls: which of them a tensor is the output of.
 
     Outputs are not kept: without gradients a network's hidden values go as it is done with them.
+
+    :param keeps: whether their inputs are, which :func:`rows_to_follow` asks for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = False) -> None:
+        self._keeps = keeps
         self._found: dict[int, tuple[ref[Tensor], Origin]] = {}
 
     @contextmanager
@@ -39,7 +42,8 @@ class Calls:
                 return
             if isinstance(output, Tensor) and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
                 # Of nested ones the outermost is the last.
-                self._found[id(output)] = ref(output), self._origin(module, args[0], output)
+                origin = Origin(module, args[0], output.grad_fn) if self._keeps else Origin(module)
+                self._found[id(output)] = ref(output), origin
 
         before, self._found = self._found, {}
         handle = register_module_forward_hook(note, with_kwargs=True)
@@ -49,20 +53,10 @@ class Calls:
             handle.remove()
             self._found = before
 
-    def _origin(self, network: nn.Module, inputs: Tensor, output: Tensor) -> Origin:
-        return Origin(network)
-
     def origin(self, x: Tensor) -> Optional[Origin]:
         """What gave x in this run, if it is noted."""
         output, origin = self._found.get(id(x), (None, None))
         return origin if output is not None and output() is x else None
-
-
-class FirstCalls(Calls):
-    """As :class:`Calls`, with what :func:`rows_to_follow` asks for."""
-
-    def _origin(self, network: nn.Module, inputs: Tensor, output: Tensor) -> Origin:
-        return Origin(network, inputs, output.grad_fn)
 
 
 def rows_to_follow(process: GaussianProcess, size: int) -> Optional[tuple[Tensor, list[str]]]:

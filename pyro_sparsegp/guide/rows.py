@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Optional, Union
 
 import torch
@@ -14,7 +15,7 @@ from ..program.data import Relation, TrainingData
 from ..program.traces import all_sites, is_free, is_observation
 from ..warned import warn_once
 from .known import KnownGuide, Rows
-from .runs import Hyperparameters, Posteriors
+from .runs import Posteriors, Priors
 
 __all__ = ["are_known_rows", "note_step", "require_data", "rows_of", "warn_of_batches"]
 
@@ -35,8 +36,8 @@ def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
             for module in guide.site_modules().values():
                 module.reorder(relation.order)
             guide.learnt.data = TrainingData(guide.model, args, kwargs)
-    fewer = relation is not None and relation.fewer
-    return Rows(same, inputs, steps and (same or (guide.takes_batches and not fewer)), relation)
+    rows = Rows(same, inputs, steps and same, relation)
+    return replace(rows, learns=True) if steps and not same and guide.takes_batches and not rows.fewer else rows
 
 
 def are_known_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -45,7 +46,7 @@ def are_known_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> bo
     return relation is not None and relation.same and relation.order is None
 
 
-def note_step(guide: KnownGuide, run: Union[Posteriors, Hyperparameters], args: tuple, kwargs: dict[str, Any]) -> float:
+def note_step(guide: KnownGuide, run: Union[Posteriors, Priors], args: tuple, kwargs: dict[str, Any]) -> float:
     """After a step of training: take note of its data, and check that they are what the guide is about.
 
     :returns: their share of all rows, as plates tell; 0 where there are none.
@@ -53,13 +54,8 @@ def note_step(guide: KnownGuide, run: Union[Posteriors, Hyperparameters], args: 
     """
     core, sites, rows = guide.learnt, dict(all_sites(run.trace)), run.rows or Rows()
     facts = core.facts
-    observed = [
-        name
-        for name in facts.rows
-        if name in sites
-        and sites[name]["is_observed"]
-        and (sites[name]["cond_indep_stack"] or not guide.is_given(name, sites[name]))
-    ]
+    seen = [name for name in facts.rows if name in sites and sites[name]["is_observed"]]
+    observed = [name for name in seen if not guide.is_given(name, sites[name])]
     if observed:
         known = {*facts.gps, *facts.latents, *facts.rows}
         # What the guide has no posterior of is drawn from its prior: a latent that training first meets now would
@@ -108,7 +104,7 @@ def require_data(guide: KnownGuide) -> None:
         )
 
 
-def _refuse_other_data(guide: KnownGuide, run: Union[Posteriors, Hyperparameters], observed: str) -> None:
+def _refuse_other_data(guide: KnownGuide, run: Union[Posteriors, Priors], observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
     require_finite(run.trace, observed)
     for name, module in () if guide.takes_batches else guide.site_modules().items():
@@ -141,30 +137,35 @@ def warn_of_batches(guide: KnownGuide, relation: Optional[Relation]) -> float:
     """
     if not torch.is_grad_enabled() or not guide.training:
         return 0.0
-    share, scale, unscaled, facts = 1.0, 1.0, [], guide.facts
+    facts, core = guide.facts, guide.learnt
+    least, scale, known, unscaled = 1.0, 1.0, True, {}
     for name, site in all_sites(guide.trace):
         if name in facts.gps:
             scale = site["scale"]  # of all that is scored, if that is scaled
-        if name not in facts.rows or not site["is_observed"]:
-            continue
-        for frame in site["cond_indep_stack"]:
-            if frame.full_size not in (None, frame.size):
-                share = min(share, frame.size / frame.full_size)
-                break  # this plate scales them up, whatever handlers' scales are
-        else:
-            unscaled.append((name, site, facts.rows[name]))
-    scaled = share < 1
-    for name, site, rows in unscaled:
-        num = site["value"].numel()
+        elif name in facts.rows and site["is_observed"]:
+            # A plate that scales rows up does so whatever handlers' scales are.
+            share = _share_of(site["cond_indep_stack"])
+            least = min(least, share)
+            if share == 1:
+                unscaled[name] = site
+    for name, site in unscaled.items():
+        num, rows = site["value"].numel(), facts.rows[name]
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up.
-        others = num == rows and not scaled and _are_others(guide, name, relation)
+        others = num == rows and least == 1 and _are_others(guide, name, relation)
         if num < rows or (others and not guide.is_given(name, site)):
-            guide.learnt.unscaled.add(name)
+            core.unscaled.add(name)
             _warn_of_rows(guide, name, site["scale"], num, rows)
         # A handler's scale is of a batch; of other numbers of rows than at first it is not known what they are.
-        if num != rows or name in guide.learnt.unscaled or not _equal(site["scale"], scale):
-            share = 0.0
-    return share
+        known = known and num == rows and name not in core.unscaled and _equal(site["scale"], scale)
+    return least if known else 0.0
+
+
+def _share_of(frames: Sequence[Any]) -> float:
+    """The share of all rows that a plate has drawn, 1 where none has."""
+    for frame in frames:
+        if frame.full_size not in (None, frame.size):
+            return float(frame.size / frame.full_size)
+    return 1.0
 
 
 def _warn_of_rows(guide: KnownGuide, name: str, scale: Any, num: int, rows: int) -> None:

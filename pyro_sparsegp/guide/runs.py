@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, Optional, Union
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
@@ -19,7 +18,7 @@ from pyro.infer.autoguide import AutoNormalMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..approximations.on_sites import SiteGP, same_rows
+from ..approximations.on_sites import SiteGP
 from ..gaussians import Drawn, Whole
 from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
@@ -28,7 +27,7 @@ from ..program.checks import unfit_parameter
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held
 from ..program.registration import Probe
-from ..program.traces import all_sites, free_values, repeatable, without_event
+from ..program.traces import all_sites, free_values, held_trace, repeatable
 from ..warned import warn_once
 from .field import FieldLatent, anchor_of
 from .known import KnownGuide, Rows, require_inputs
@@ -38,13 +37,13 @@ __all__ = [
     "LARGEST_JOINT",
     "BySite",
     "Conditions",
-    "Hyperparameters",
     "Means",
     "Posteriors",
     "Priors",
     "Run",
     "Setup",
     "UnderLatents",
+    "held_runs",
     "probed",
     "require_inputs",
 ]
@@ -62,14 +61,12 @@ class Conditions:
     :param draws: of these GP sites, the posteriors they were drawn from.
     :param readings: of the sites of such families.
     :param drawn: the latents that are coupled.
-    :param posteriors: at the inputs of a run before, of the GP sites that no draw changes.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     draws: dict[str, SparsePosterior] = field(default_factory=dict)
     readings: list[SiteReading] = field(default_factory=list)
     drawn: Optional[Drawn] = None
-    posteriors: dict[str, Any] = field(default_factory=dict)
 
     def of(self, name: str) -> Optional[SiteReading]:
         """The reading of one GP site."""
@@ -111,7 +108,7 @@ class Run(ABC):
         self.values: dict[str, Tensor] = {}
         self.parts: dict[str, Any] = {}  # of that draw, which sites are about to take
         self._wholes: dict[int, Whole] = {}  # posteriors of several sites
-        self._ahead: Optional[Hyperparameters] = None
+        self._ahead: Optional[Priors] = None
         self._field: Optional[Whole] = None
 
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
@@ -147,8 +144,8 @@ class Run(ABC):
 
     def _meet_field(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Draw the hyperparameters ahead, under which a field has its posterior."""
-        ahead = Hyperparameters(self.guide, self.conditions)
-        ahead.at_medians, ahead.draws_data = self.at_medians, False
+        ahead = Priors(self.guide, self.conditions, self.at_medians)
+        ahead.draws_data = False
         with poutine.block(hide_fn=lambda msg: msg["type"] != "param"):  # which optimisers are to see
             ahead.perform(args, kwargs)
         self.drawn, self._ahead = ahead.drawn, ahead
@@ -211,35 +208,6 @@ class Run(ABC):
         _ = posterior.features  # that covariances with other sites ask for, too
         return posterior
 
-    def at_new_inputs(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
-        """A site's posterior at other inputs than those of training, made once for all runs that share it."""
-        known = self.conditions.posteriors.get(name)
-        if type(known) is kind and same_rows(known.process.x, process.x):
-            return known
-        if isinstance(module, SiteGP) and self.field is None:
-            reading = self.conditions.of(name)
-            posterior = module.predict(process, name, kind, None if reading is None else reading.sites)
-        else:
-            posterior = self.free(name, process, module, kind, new_inputs=True)
-        if not torch.is_grad_enabled() and self._is_fixed(name):
-            self.conditions.posteriors[name] = posterior
-        return posterior
-
-    def _is_fixed(self, name: str) -> bool:
-        """Whether a site's prior is the same in all runs under these conditions: nothing was drawn before it."""
-        sites: Any = self.guide.trace.nodes
-        return (
-            self.field is None
-            and self.guide.group_of(name) is None
-            and all(
-                site["is_observed"]
-                or site_is_subsample(site)
-                or isinstance(without_event(site["fn"])[0], (SparsePosterior, dist.Delta))
-                for site in sites.values()
-                if site["type"] == "sample"
-            )
-        )
-
     def drawn_from(self, name: str, posterior: Any) -> Any:
         """A posterior as it is drawn from: by rows beside those it meets, in groups of the inputs that a layer above
         couples.
@@ -271,37 +239,30 @@ class Setup(Run):
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
         posterior = self.posteriors[name] = module(process, name, Site)
         if isinstance(module, SiteGP):  # of a family that is refused if a layer stands above
-            line = process.x.sum(-1)
-            spread = (line - line.mean()).abs().amax().clamp(min=torch.finfo(line.dtype).tiny)
-            stddev = process.kernel.diag(process.x).sqrt()  # no site is read yet: this is the prior
-            return process.mean + stddev * (line - line.mean()) / spread
+            variance = process.variance
+            return process.mean + variance.sqrt() * torch.linspace(-1, 1, variance.shape[-1]).to(variance)
         return process.mean + _smooth(posterior)
 
 
 class Priors(Run):
-    """GP sites' priors, other latents at their points, and nothing else.
+    """GP sites, and what else is a part of the field, at their priors' means; other latents are drawn, or at medians.
 
+    :param at_medians: which of the two.
     :param own_rows: whether latents of single rows are of these rows.
     """
-
-    at_medians = True
-
-    def __init__(self, guide: KnownGuide, own_rows: bool = True) -> None:
-        super().__init__(guide)
-        self.own_rows = own_rows
-
-    def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
-        return process.mean
-
-
-class Hyperparameters(Run):
-    """Hyperparameters, and what else is no part of the field, drawn or at medians; the field is at prior means."""
 
     rows: Optional[Rows] = None  # that a step of training brings
     nodes: Any = None  # of such a step
 
-    def __init__(self, guide: KnownGuide, conditions: Optional[Conditions] = None) -> None:
+    def __init__(
+        self,
+        guide: KnownGuide,
+        conditions: Optional[Conditions] = None,
+        at_medians: bool = False,
+        own_rows: bool = True,
+    ) -> None:
         super().__init__(guide, conditions)
+        self.at_medians, self.own_rows = at_medians, own_rows
         self.normal: dict[str, Any] = {}
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Tensor:
@@ -405,11 +366,11 @@ class Posteriors(Run):
 
     def _at(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
         on_sites, rows = isinstance(module, SiteGP) and self.field is None, self.rows
-        if rows is None or self.new_inputs or (on_sites and not rows.same):
-            return self.at_new_inputs(name, process, module, kind)
         if not on_sites:
-            return self.free(name, process, module, kind)
+            return self.free(name, process, module, kind, rows is None or self.new_inputs)
         reading = self.conditions.of(name)
+        if rows is None or self.new_inputs or not rows.same:
+            return module.predict(process, name, kind, None if reading is None else reading.sites)
         if reading is None:
             return module(process, name, kind)
         posterior = module(process, name, kind, reading.sites, reading.alone)
@@ -454,6 +415,12 @@ class Means(Run):
         if step > 1:
             mean = mean[..., torch.arange(num, device=mean.device) // step]
         return process.mean + mean
+
+
+def held_runs(model: Callable, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Callable:
+    """Runs a program with GP sites at the values given, all else as it was in a run."""
+    values = {name: value.detach() for name, value in free_values(trace).items()}
+    return lambda moved: held_trace(model, values | moved, args, kwargs)
 
 
 def probed(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = False) -> Probe:

@@ -233,7 +233,9 @@ class _Start:
             if name in joint or (is_field and name in field):
                 continue
             own = precision[rows[name], rows[name]].diagonal()
-            guide.start_latent(name, loc[name], self._scaled(name, handler, own.rsqrt()).reshape(loc[name].shape))
+            latent, scale = facts.latents[name], self._scaled(name, handler, own.rsqrt())
+            mean, scale = (part.detach().reshape(latent["shape"]).clone() for part in (loc[name], scale))
+            guide.set_latent(name, mean, latent["event_dim"], scale)
         facts.coupled = joint
         if joint:
             index = _index(rows, joint)

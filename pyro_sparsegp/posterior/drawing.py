@@ -72,7 +72,7 @@ class Expected(Tensor):
         # Else RenyiELBO's value is wrong in silence: test_quadrature.py, test_weights_and_renyi.
         if func.__name__ in ("exp", "logsumexp", "softmax", "log_softmax"):
             raise ValueError(
-                "this objective weighs draws by their densities, as RenyiELBO does, in training expectations. "
+                "this objective weighs draws, as RenyiELBO does, by densities that are expectations in training. "
                 "Call guide.eval() first, or use TraceQuadrature_ELBO, Trace_ELBO or TraceMeanField_ELBO."
             )
         return super().__torch_function__(func, types, args, kwargs or {})
