@@ -19,6 +19,7 @@ from .given import signature_of
 __all__ = ["Table", "attributes", "constant_data", "name_of", "plate_names"]
 
 _RESERVED = ("chain", "draw", "sample", "pred_id")  # by ArviZ
+_OF_DATA = ("observed_data", "posterior_predictive", "prior_predictive", "predictions")
 
 
 def plate_names(name: str, site: Any, sites: Sequence[str] = ()) -> list[str]:
@@ -54,16 +55,17 @@ class Table:
     ) -> None:
         if dtype not in ("float16", "float32", "float64"):
             raise ValueError(f"dtype must be a floating type, 'float32' or 'float64', got {dtype!r}")
-        self.shape, self.dtype = shape, dtype
+        self.shape, self.start = shape, 0
+        self.dtypes = {"sample_stats": "float64"}
+        self.dtype, self.choose = dtype, choose
         self.dims, self.coords = dict(dims or {}), {dim: np.asarray(values) for dim, values in (coords or {}).items()}
         self.arrays: dict[str, dict[str, np.ndarray]] = {}
         self.fixed: dict[str, dict[str, np.ndarray]] = {}  # of the groups that have no draws
-        self.choose, self.start = choose, 0
-        self.rows_left: dict[str, np.ndarray] = {}  # numbers of the rows of the sites of which masks leave some out
-        self.extra: dict[tuple[str, str], np.ndarray] = {}  # coordinates of log likelihoods, by site and kind
-        self.names: dict[str, list[str]] = {}  # of a variable's dimensions
+        self.names: dict[Any, list[str]] = {}  # of the dimensions of a variable, or of one in a group
         self.rows: dict[int, str] = {}  # the data plates, by size
-        self.discrete: set[str] = set()  # observed sites of whole numbers: torch holds counts as floats
+        self.discrete: set[tuple[str, str]] = set()  # groups and sites of whole numbers: torch holds counts as floats
+        self.left: dict[tuple[str, str], np.ndarray] = {}  # the rows that masks leave of log likelihoods
+        self.extra: dict[tuple[str, str], np.ndarray] = {}  # coordinates of log likelihoods, by site and kind
 
     def learn(self, sites: Mapping[str, Any], functions: Mapping[str, Tensor]) -> None:
         """Learn names and kinds from one draw's observed sites and function values."""
@@ -72,35 +74,40 @@ class Table:
             # Function values and arguments of as many rows have the plate's name.
             sizes = zip(self.names[name], site["fn"].batch_shape)
             self.rows = {size: dim for dim, size in sizes if not dim.startswith(f"{name}_dim_")} | self.rows
-            whole = getattr(site["fn"].support, "is_discrete", False) and (site["value"] == site["value"].round()).all()
-            self.discrete |= {name} if whole else set()
-            rows = unmasked_rows(site)
-            if rows is not None and rows.dim() and not rows.all():
-                self.rows_left[name] = np.flatnonzero(rows.cpu().numpy())
-            # All plates are whole here, so that what scale there is are weights, which leave-one-out asks for.
-            weights = torch.as_tensor(site["scale"]).detach().cpu().expand(site["fn"].batch_shape).numpy()
-            if (weights != 1).any():
-                rows_left = self.rows_left.get(name)
-                self.extra[name, "weight"] = weights if rows_left is None else weights.ravel()[rows_left]
+            if getattr(site["fn"].support, "is_discrete", False) and (site["value"] == site["value"].round()).all():
+                self.discrete |= {(group, name) for group in _OF_DATA}
+            self._learn_rows(name, site)
         for name, f in functions.items():
             front = [f"{name}_dim_{i}" for i in range(f.dim() - 2)] + [f"{name}_output"] * (f.dim() > 1)
             self.names[name] = [*front, self.rows.get(f.shape[-1], f"{name}_dim_{f.dim() - 1}")]
             self.names[f"{name}_w"] = [*(d.replace(f"{name}_dim", f"{name}_w_dim") for d in front), f"{name}_basis"]
 
+    def _learn_rows(self, name: str, site: Any) -> None:
+        """Which log densities of a site masks leave, and their weights, which scales are, as all plates are whole."""
+        rows, shape = unmasked_rows(site), site["fn"].batch_shape
+        rows = torch.ones(shape, dtype=torch.bool) if rows is None else rows
+        left = rows.cpu().numpy()
+        weights = torch.as_tensor(site["scale"]).detach().cpu().expand(shape).numpy()
+        if not left.all():
+            # The first such site has the plate's name: another's mask may leave other rows
+            # (test_sites_of_one_plate_keep_rows_of_their_own).
+            first = left.ndim == 1 and not self.left
+            self.names["log_likelihood", name] = self.names[name][:1] if first else [f"{name}_dim_0"]
+            self.left["log_likelihood", name], weights = np.flatnonzero(left), weights[left]
+        if (weights != 1).any():
+            self.extra[name, "weight"] = weights
+
     def put(self, group: str, variable: str, values: Tensor) -> None:
         """Write a block of draws, ``(B, ...)``, from the row ``start`` on."""
-        if group == "log_likelihood" and variable in self.rows_left:
-            values = values.flatten(1)[:, self.rows_left[variable]]
-        if variable in self.discrete and group != "log_likelihood":
-            values = values.long()
-        block, num, rows = values.detach().cpu().numpy(), self.shape[0] * self.shape[1], tuple[Any, ...]()
-        kind = "float64" if group == "sample_stats" else self.dtype
-        arrays = self.arrays.setdefault(group, {})
+        left, num = self.left.get((group, variable)), self.shape[0] * self.shape[1]
+        values = values.detach() if left is None else values.detach().reshape(len(values), -1)[:, left]
+        block = (values.long() if (group, variable) in self.discrete else values).cpu().numpy()
+        arrays, rows = self.arrays.setdefault(group, {}), tuple[Any, ...]()
         if variable not in arrays:
+            kind = self.dtypes.get(group, self.dtype) if block.dtype.kind == "f" else block.dtype
             # Zeros that nobody writes to take no memory: a row's draws lie side by side.
-            array = np.zeros((*block.shape[1:], num), kind if values.is_floating_point() else block.dtype)
-            arrays[variable] = np.moveaxis(array, -1, 0)
-        if group == "log_likelihood" and self.choose is not None:
+            arrays[variable] = np.moveaxis(np.zeros((*block.shape[1:], num), kind), -1, 0)
+        if self.choose is not None and group == "log_likelihood":
             rows = np.unravel_index(self.choose(block[0].size), block.shape[1:])
             # πₙ = log 1/S Σ p(yₙ | draw), a block's part after the other's.
             part = np.logaddexp.reduce(block.astype("float64"), 0) - np.log(num)
@@ -109,9 +116,14 @@ class Table:
 
     def fix(self, group: str, values: Mapping[str, Any]) -> None:
         """Add a group without draws, if there is anything in it; counts among observed values are integers."""
-        arrays = {name: np.asarray(torch.as_tensor(value).detach().cpu()) for name, value in values.items()}
-        arrays = {name: array.astype("int64") if name in self.discrete else array for name, array in arrays.items()}
-        self.fixed |= {group: arrays} if arrays else {}
+        for name, value in values.items():
+            array = np.asarray(torch.as_tensor(value).detach().cpu())
+            array = array.astype("int64") if (group, name) in self.discrete else array
+            self.fixed.setdefault(group, {})[name] = array
+            if name not in self.names:  # an argument of as many rows as there are data, or as there are new ones
+                new = self.arrays.get("predictions", {}) if group.startswith("predictions") else {}
+                rows = self.rows | {f.shape[-1]: self.names[name][-1] for name, f in new.items() if name in self.names}
+                self.names[group, name] = [rows[size] for size in array.shape[:1] if size in rows]
 
     def datasets(self, **attrs: Any) -> dict[str, Any]:
         """The groups as ``xarray.Dataset``, with these attributes."""
@@ -132,9 +144,8 @@ class Table:
                 dim if dim not in arrays and sizes.setdefault(dim, size) == size else f"{name}_dim_{i}"
                 for i, (dim, size) in enumerate(zip(self._names(group, name, shape), shape))
             ]
-            if group == "log_likelihood" and name in self.rows_left:
-                dim, rows = names[name][0], self.rows_left[name]
-                coords[dim] = self.coords[dim][rows] if dim in self.coords else rows
+            for rows in [self.left[group, name]] if (group, name) in self.left else []:
+                coords[names[name][0]] = coords.get(names[name][0], np.arange(rows.max(initial=0) + 1))[rows]
         # Coordinates may be given for dimensions of other rows, such as those of new inputs.
         coords = {dim: values for dim, values in coords.items() if len(values) == sizes.get(dim, len(values))}
         dataset = arviz_base.dict_to_dataset(arrays, dims=names, coords=coords, sample_dims=front)
@@ -146,19 +157,11 @@ class Table:
 
     def _names(self, group: str, name: str, shape: tuple[int, ...]) -> list[str]:
         """Names of a variable's dimensions, chain and draw apart."""
-        own = [f"{name}_dim_{i}" for i in range(len(shape))]
-        known = list(self.dims.get(name, self.names.get(name, ())))
-        if group == "log_likelihood" and name in self.rows_left:
-            # The first such site has the plate's name: another's mask may leave other rows
-            # (test_sites_of_one_plate_keep_rows_of_their_own).
-            return known if len(known) == 1 and name == next(iter(self.rows_left)) else own
-        if group.endswith("constant_data") and not known:  # an argument of as many rows as there are data
-            new = self.arrays.get("predictions", {}) if group.startswith("predictions") else {}
-            rows = self.rows | {f.shape[-1]: self.names[name][-1] for name, f in new.items() if self.names.get(name)}
-            known = [rows[size] for size in shape[:1] if size in rows]
-        if len(known) > len(shape) and not group.startswith("log_"):
+        known = self.names.get((group, name), self.names.get(name, []))
+        known = list(self.dims.get(name, known)) if (group, name) not in self.left else known
+        if len(known) > len(shape) and not group.startswith("log_"):  # an event has one log density
             raise ValueError(f"dims[{name!r}] names {len(known)} dimensions, {known}, the variable has shape {shape}")
-        return [*known, *own[len(known) :]][: len(shape)]  # an event has one log density
+        return [*known, *(f"{name}_dim_{i}" for i in range(len(known), len(shape)))][: len(shape)]
 
 
 def name_of(model: Callable) -> str:
@@ -183,15 +186,13 @@ def constant_data(
 ) -> dict[str, Tensor]:
     """The tensor arguments of the model that are not observed values, by the names of its parameters."""
     signature = signature_of(model)
-    if signature is None:
-        bound = {f"arg_{i}": value for i, value in enumerate(args)} | kwargs
-    else:
-        bound = dict(signature.bind_partial(*args, **kwargs).arguments)
+    names = {f"arg_{i}": value for i, value in enumerate(args)} | kwargs
+    bound = names if signature is None else signature.bind_partial(*args, **kwargs).arguments
     flat: dict[str, Any] = {}
     for name, value in bound.items():
         parts = {f"{name}_{i}": part for i, part in enumerate(value)} if isinstance(value, (tuple, list)) else value
-        flat |= {str(key): part for key, part in parts.items()} if isinstance(parts, Mapping) else {name: parts}
-    tensors = {n: torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
+        flat |= parts if isinstance(parts, Mapping) else {name: parts}
+    tensors = {str(n): torch.as_tensor(v) for n, v in flat.items() if isinstance(v, (Tensor, np.ndarray))}
     return {n: v for n, v in tensors.items() if not any(_same(v, other) for other in observed.values())}
 
 

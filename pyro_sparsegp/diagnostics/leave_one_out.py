@@ -12,7 +12,7 @@ import numpy as np
 
 from .backend import FEWEST, arviz_stats, pandas, xarray
 from .given import kind_of, nothing_unmasked, refuse_left, require_tree
-from .weights import log_ratio_of, psis, require_target, tree_of, weights_of
+from .weights import log_ratio_of, require_target, tree_of, weights_of
 
 __all__ = ["compare", "loo", "loo_large"]
 
@@ -42,17 +42,14 @@ def loo(
         posterior as it is. So does, with a warning, a k-hat of p/q above ``good_k`` of :func:`psis`.
     :param var_name: the observed site, or several that observe the same rows: a row is then left out of all of them,
         and its density is their joint one. By default all.
-    :param num_samples: S, draws of the guide. By default 1,000, and for k-hat as many as :func:`psis` takes.
+    :param num_samples: S, draws of the guide. By default as many as :func:`psis` takes.
     :param kwargs: of :func:`to_datatree`.
     :returns: with three attributes more: ``target``, the one used; ``khat`` of p/q (NaN for the target "none", −∞ of
         MCMC) and its standard error ``khat_se``; ``warning`` is set where k-hat is too large.
     """
     require_target("loo", target, _TARGETS)
-    options = kwargs if num_samples is None else {"num_samples": num_samples, **kwargs}
-    tree = tree_of("loo", tree_or_model, args, target, options)
-    more = tree is not tree_or_model and num_samples is None
-    again = functools.partial(psis, tree_or_model, *args, target=target, **kwargs) if more else None
-    return _leave_out(tree, target, var_name, again)
+    tree = tree_of("loo", tree_or_model, args, target, num_samples, kwargs)
+    return _leave_out(tree, target, var_name)
 
 
 def compare(
@@ -73,22 +70,21 @@ def compare(
     if not isinstance(results, Mapping):
         raise ValueError(f"compare needs a mapping of names to trees, {{'a': tree}}, got {kind_of(results)}")
     stock = arviz_stats.compare
-    elpds = {name: result for name, result in results.items() if hasattr(result, "elpd")}
-    trees = {name: result for name, result in results.items() if name not in elpds}
+    trees = {name: result for name, result in results.items() if not hasattr(result, "elpd")}
     for name, tree in trees.items():
         require_tree(f"compare, for {name!r},", tree)
-    # Weighted sums of some beside plain ones of others differ by more than the models.
-    found = [_towards(tree, target)[1:3] for tree in trees.values()]
-    found += [(one.target, one.khat) for one in elpds.values() if hasattr(one, "khat")]
-    plain = any(used == "none" and khat != -np.inf for used, khat in found)  # not MCMC, which needs no weights
-    weighted = [name for name, one in elpds.items() if plain and getattr(one, "target", "none") != "none"]
-    if weighted:
-        raise ValueError(
-            f"compare: {weighted[0]!r} was found with importance weights, another row without: give trees, or make "
-            'all results by loo(..., target="none").'
-        )
-    elpds |= {name: loo(tree, target="none" if plain else target) for name, tree in trees.items()}
-    return stock({name: elpds[name] for name in results}, **kwargs)
+    elpds: dict[str, Any] = {**results, **{name: loo(tree, target=target) for name, tree in trees.items()}}
+    # Weighted sums of some beside plain ones of others differ by more than the models; MCMC needs no weights.
+    khats = [one.khat for one in elpds.values() if getattr(one, "target", "") == "none"]
+    if not all(khat == -np.inf for khat in khats):
+        elpds |= {name: loo(tree, target="none") for name, tree in trees.items() if elpds[name].target != "none"}
+        weighted = [name for name, one in elpds.items() if getattr(one, "target", "none") != "none"]
+        if weighted:
+            raise ValueError(
+                f"compare: {weighted[0]!r} was found with importance weights, another row without: give trees, or make "
+                'all results by loo(..., target="none").'
+            )
+    return stock(elpds, **kwargs)
 
 
 def loo_large(
@@ -132,18 +128,13 @@ def loo_large(
             raise ValueError(f"observations must be between 1 and {num}, got {m}")
         return np.sort(np.random.default_rng(seed).choice(num, m, replace=False))
 
-    options = {"num_samples": num_samples or 1000, "seed": seed, "_choose": choose, **kwargs}
-    tree = tree_of("loo_large", model, (guide, *args), target, options)
-    draws = functools.partial(psis, model, guide, *args, target=target, seed=seed, **kwargs)
-    return _leave_out(tree, target, var_name, draws if num_samples is None else None, choose)
+    options = {"seed": seed, "_choose": choose, **kwargs}
+    tree = tree_of("loo_large", model, (guide, *args), target, num_samples, options)
+    return _leave_out(tree, target, var_name, choose)
 
 
 def _leave_out(
-    tree: xarray.DataTree,
-    target: Optional[str],
-    var_name: Union[str, Sequence[str], None],
-    again: Optional[Callable],
-    choose: Optional[Callable] = None,
+    tree: xarray.DataTree, target: Optional[str], var_name: Any, choose: Optional[Callable] = None
 ) -> arviz_stats.utils.ELPDData:
     """Leave-one-out of a tree: of all rows, or of those that ``choose`` takes of so many."""
     stock, stock_of_some = arviz_stats.loo, arviz_stats.loo_subsample  # which give arrays their .azstats, too
@@ -151,23 +142,22 @@ def _leave_out(
     if size < FEWEST:
         raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
     sites = _sites(tree, var_name)
-    name, terms = next(iter(sites.items()))
-    if len(sites) > 1:
-        name, terms = " + ".join(sites), functools.reduce(operator.add, sites.values())
-    terms = terms.reset_coords(drop=True).rename(name)
-    log_ratio, used, khat, khat_se, reff = _towards(tree, target, again)
+    name, log_densities = " + ".join(sites), [terms.reset_coords(drop=True) for terms in sites.values()]
+    terms = functools.reduce(operator.add, log_densities).rename(name)
+    log_ratio, used, khat, khat_se, reff = _towards(tree, target)
     shape, num = terms.shape[2:], terms[0, 0].size
     subset = np.arange(num) if choose is None else choose(num)
-    rows = np.zeros((size, len(subset)))  # log p(yₙ | draw)^wₙ
-    for site, part in sites.items():
-        weight = np.broadcast_to(part.coords.get(f"{site}_weight", 1.0), shape)
-        rows += weight.ravel()[subset] * part.values.reshape(size, -1)[:, subset]
+    weights = {site: part.coords.get(f"{site}_weight", 1.0) for site, part in sites.items()}
+    rows = sum(  # log p(yₙ | draw)^wₙ
+        np.broadcast_to(weights[site], shape).ravel()[subset] * part.values.reshape(size, -1)[:, subset]
+        for site, part in sites.items()
+    )
     log_weights, pareto_k = np.zeros((num, size)), np.full(num, np.nan)  # rows that are not chosen take no memory
     groups = {"posterior": tree.posterior.to_dataset(), "log_likelihood": terms.to_dataset()}
     options: dict[str, Any] = {"pointwise": True, "var_name": name, "reff": reff}
     with np.errstate(all="ignore"), warnings.catch_warnings():
         # psislw takes log q − log p: p(yₙ | draw)^wₙ q/p.
-        found = arviz_stats.base.array_stats.psislw(rows.T - log_ratio, r_eff=reff, axis=-1)
+        found = arviz_stats.base.array_stats.psislw(np.transpose(rows) - log_ratio, r_eff=reff, axis=-1)
         log_weights[subset], pareto_k[subset] = found
         options["log_weights"] = terms.copy(data=log_weights.T.reshape(terms.shape))
         khats = terms[0, 0].copy(data=pareto_k.reshape(shape))
@@ -192,13 +182,8 @@ def _leave_out(
     return result
 
 
-def _towards(
-    tree: xarray.DataTree, target: Optional[str], again: Optional[Callable] = None
-) -> tuple[Any, str, float, float, float]:
-    """log p/q of the draws or 0, the target used, k-hat of p/q with its error, the share of independent draws.
-
-    :param again: k-hat of more draws, where those of the tree leave it open.
-    """
+def _towards(tree: xarray.DataTree, target: Optional[str]) -> tuple[Any, str, float, float, float]:
+    """log p/q of the draws or 0, the target used, k-hat of p/q with its error, the share of independent draws."""
     if "log_q" not in tree["sample_stats"]:  # by MCMC
         if tree.posterior.sizes["chain"] == 1:  # stock ArviZ takes its draws for independent as well
             return 0.0, "none", -np.inf, 0.0, 1.0
@@ -208,7 +193,6 @@ def _towards(
     if target == "none":
         return 0.0, "none", np.nan, np.nan, 1.0
     found = weights_of(tree, target)
-    found = found if again is None or found.is_sure else again()
     if found.khat <= found.good_k:
         return log_ratio_of(tree, found.target).values.ravel(), found.target, found.khat, found.khat_se, 1.0
     warnings.warn(

@@ -123,14 +123,9 @@ def psis(
     :raises ValueError: for MCMC draws, which need no weights, or where the tree was made for another target.
     """
     require_target("psis", target, tuple(_DENSITIES))
-    numbers = (num_samples,) if is_tree(tree_or_model) or num_samples else (1000, 4000, 10_000)
-    for num in numbers:
-        # Of log likelihoods no row is kept: weights need their sums alone.
-        options = {"num_samples": num, "_choose": lambda rows: np.arange(0), **kwargs} if num else kwargs
-        found = weights_of(tree_of("psis", tree_or_model, args, target, options), target)
-        if found.is_sure:
-            break
-    return found
+    # Of log likelihoods no row is kept: weights need their sums alone.
+    options = kwargs if is_tree(tree_or_model) else {"_choose": lambda rows: np.arange(0), **kwargs}
+    return weights_of(tree_of("psis", tree_or_model, args, target, num_samples, options), target)
 
 
 def weights_of(tree: xarray.DataTree, target: Optional[str]) -> PSIS:
@@ -192,11 +187,19 @@ def require_target(function: str, target: Optional[str], targets: tuple[str, ...
 
 
 def tree_of(
-    function: str, tree_or_model: Any, args: tuple, target: Optional[str], kwargs: dict[str, Any]
+    function: str,
+    tree_or_model: Any,
+    args: tuple,
+    target: Optional[str],
+    num_samples: Optional[int],
+    kwargs: dict[str, Any],
 ) -> xarray.DataTree:
-    """A tree that was given, or one made of a model, a guide and the training arguments."""
+    """A tree that was given, or one made of a model, a guide and the training arguments.
+
+    :param num_samples: by default 1,000, and more while k-hat leaves open whether the weights may be trusted.
+    """
     if is_tree(tree_or_model) and "posterior" in tree_or_model.children:
-        if args or kwargs:
+        if args or kwargs or num_samples is not None:
             raise ValueError(f"a tree takes no further arguments, got {len(args)} and {sorted(kwargs)}")
         if "sample" in tree_or_model["posterior"].sizes:
             raise ValueError('this tree has all draws along "sample": give the one with chains and draws')
@@ -208,4 +211,9 @@ def tree_of(
             f"{len(args)} more."
         )
     kwargs = {"exact": target == "exact", "posterior_predictive": False, **kwargs}
-    return to_datatree(tree_or_model, *args, **kwargs)
+    for num in [1000, 4000, 10_000] if num_samples is None else [num_samples]:
+        tree = to_datatree(tree_or_model, *args, num_samples=num, **kwargs)
+        is_weighed = target != "none" and "log_q" in tree["sample_stats"]
+        if num == num_samples or not is_weighed or weights_of(tree, target).is_sure:
+            break
+    return tree
