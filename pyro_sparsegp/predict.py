@@ -57,8 +57,7 @@ def predict(
     :raises ValueError: where ``result`` is none of these, or lacks the training data; where the model holds data of
         other rows.
     """
-    if num_samples is not None:
-        require_number("num_samples", num_samples)
+    require_number("num_samples", 1 if num_samples is None else num_samples)
     if isinstance(result, AutoSparseGP):
         one, rows = _of_guide(model, result, joint, args, kwargs), 0
         samples: Samples = {"": torch.arange(num_samples or 100)}
@@ -66,7 +65,7 @@ def predict(
         samples, old = samples_and_data(result, data)
         model, warned = bare_model(model), Warned()
         available = len(next(iter(samples.values())))
-        if num_samples is not None and num_samples > available:
+        if (num_samples or 0) > available:
             raise ValueError(f"num_samples is {num_samples}, the MCMC result has {available} draws")
         samples = {name: value[:num_samples] for name, value in samples.items()}
         rows = max(value[0].numel() for value in samples.values())
@@ -82,90 +81,80 @@ def predict(
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}
 
 
-# From a guide.
-
-
 def _of_guide(
     model: Callable, guide: AutoSparseGP, joint: bool, args: tuple, kwargs: dict[str, Any]
 ) -> Callable[[Draw], Draw]:
     """What makes a draw from a guide, for the guide's own model or another that follows the same latents."""
-    structure = guide.structure
-    other = structure is not None and model is not guide.model
+    other = guide.structure is not None and model is not guide.model
+    latents = [*guide.facts.latents, *guide.facts.gps] if other else []
     if other:
-        _require_free(model, guide, args, kwargs)
+        _require_free(model, guide, latents, args, kwargs)
 
     def one(_: Draw) -> Draw:
         try:
             values = guide.draw(*args, joint=joint, **kwargs)
-        except RuntimeError as error:  # of data of training, which broadcast with nothing
+        except RuntimeError as error:  # of data of training, whose shape is another
             require_own_rows(guide.trace.nodes, error)
             raise
-        if not other:
-            require_own_rows(guide.trace.nodes)
-            return values
-        latent = {name: values[name] for name in (*guide.facts.latents, *guide.facts.gps) if name in values}
-        with whole_plates():
-            trace = poutine.trace(poutine.condition(model, latent)).get_trace(*args, **kwargs)
-        require_own_rows({name: site for name, site in trace.nodes.items() if name not in latent})
-        return values_of(trace)
+        trace = guide.trace
+        if other:
+            given = poutine.condition(model, {name: values[name] for name in latents if name in values})
+            with whole_plates():
+                trace = poutine.trace(given).get_trace(*args, **kwargs)
+            values = values_of(trace)
+        require_own_rows({name: site for name, site in trace.nodes.items() if name not in latents})
+        return values
 
     return one
 
 
-def _require_free(model: Callable, guide: AutoSparseGP, args: tuple, kwargs: dict[str, Any]) -> None:
+def _require_free(
+    model: Callable, guide: AutoSparseGP, latents: list[str], args: tuple, kwargs: dict[str, Any]
+) -> None:
     """Raise if a model holds latents of the guide's at values of its own; warn if it draws what the guide's held."""
-    facts = guide.facts
     with torch.no_grad(), poutine.block(), whole_plates():
-        sites: Any = poutine.trace(model).get_trace(*args, **kwargs).nodes
-    held = next((name for name in (*facts.latents, *facts.gps) if name in sites and sites[name]["is_observed"]), None)
-    if held is not None:
+        sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
+    held = [name for name in latents if name in sites and sites[name]["is_observed"]]
+    if held:
         raise ValueError(
-            f"the model given to predict holds site {held!r} at a value that the guide was not trained with: make the "
-            "guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), ...), and train it."
+            f"the model given to predict holds site {held[0]!r} at a value that the guide was not trained with: make "
+            "the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
-    drawn = [name for name in facts.rows if name in sites and not sites[name]["is_observed"]]
+    drawn = [name for name in guide.facts.rows if name in sites and not sites[name]["is_observed"]]
     for name in (name for name in drawn if guide.is_given(name, sites[name])):
         warnings.warn(
-            f"the guide was trained with site {name!r} held at a value, which the model given to predict draws "
-            "from its prior, apart from all that was learned: give predict the guide's own model.",
+            f"the guide was trained with site {name!r} held at a value, which the model given to predict draws from "
+            "its prior, apart from all that was learned: give predict the guide's own model.",
             stacklevel=5,
         )
 
 
 def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None) -> None:
     """Raise if a run at new inputs observes data of other rows, those of training."""
-    for name, site in sites.items():
-        if not is_observation(site):
-            continue
-        value, shape = site["value"].shape, torch.Size(site["fn"].shape())
+    for name, site in ((name, site) for name, site in sites.items() if is_observation(site)):
+        value, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
         if len(value) > len(shape) or any(mine not in (1, num) for mine, num in zip(value[::-1], shape[::-1])):
             raise ValueError(
-                f"site {name!r} observes data of shape {tuple(value)}, and has a distribution of shape {tuple(shape)} "
-                "at these inputs: to predict there, the model must hold no data of training. Have it take them as an "
-                "argument, model(x, y=None), or give predict a model that holds none, with the same latents."
+                f"site {name!r} observes data of shape {value}, and has a distribution of shape {shape} at these "
+                "inputs: to predict there, the model must hold no data of training. Have it take them as an argument, "
+                "model(x, y=None), or give predict a model that holds none, with the same latents."
             ) from error
-
-
-# From MCMC.
 
 
 def samples_and_data(result: Any, data: Optional[tuple]) -> tuple[Samples, tuple[tuple, dict[str, Any]]]:
     """An MCMC's samples, or those given, and the training arguments."""
-    args, kwargs = data, dict[str, Any]()
-    if isinstance(result, MCMC):
-        if args is None:
-            args, kwargs = getattr(result, "_args", None), getattr(result, "_kwargs", {})
-    elif not are_samples(result):
+    has_run = isinstance(result, MCMC)
+    if not has_run and not are_samples(result):
         raise ValueError(
             "predict's result must be an AutoSparseGP guide, a pyro.infer.MCMC or a non-empty mapping of its samples, "
             f"got {type(result).__name__}"
         )
+    args: Any = getattr(result, "_args", None) if data is None else tuple(data)
     if args is None:
         raise ValueError("predict needs the training arguments: pass data=(x, y), or an MCMC that has run on them")
-    if isinstance(result, MCMC):
+    if has_run:
         _warn_of_divergences(result)
-        result = result.get_samples()
-    return result, (tuple(args), kwargs)
+    return result.get_samples() if has_run else result, (args, getattr(result, "_kwargs", {}) if data is None else {})
 
 
 def are_samples(given: Any) -> bool:
@@ -179,10 +168,10 @@ def divergences(result: MCMC) -> list[list[int]]:
 
 
 def _warn_of_divergences(result: MCMC) -> None:
-    num, first = sum(map(len, divergences(result))), next(iter(result.get_samples(group_by_chain=True).values()))
+    num, first = sum(map(len, divergences(result))), next(iter(result.get_samples().values()))
     if num:
         warnings.warn(
-            f"{num} of {first.shape[0] * first.shape[1]} transitions of this MCMC diverged: its draws may miss part of "
+            f"{num} of {len(first)} transitions of this MCMC diverged: its draws may miss part of "
             "the posterior, and so may all that is made of them. Run it on poutine.reparam(model, config=Whitening()), "
             "with NUTS(..., init_strategy=init_to_median), more warm-up steps or a larger target_accept_prob.",
             NumericalWarning,
@@ -200,21 +189,15 @@ def bare_model(model: Callable) -> Callable:
 class AtNewInputs(Messenger):
     """Gives the sites of a run at other inputs what is known: latents of all rows their values, f its posterior.
 
-    :param values: of latents, by name. Those of single rows are drawn from the model.
-    :param local: the names of these.
+    :param values: of latents, by name; those of single rows, ``local``, are drawn from the model.
     :param groups: the sizes of the plates of latents of which several data have one.
-    :param function: answers at a GP site: it is given the message and the prior.
+    :param function: answers at a GP site, given the message and the prior.
 
     ``known`` are the sites that were given their values.
     """
 
     def __init__(
-        self,
-        values: Mapping[str, Tensor],
-        local: Collection[str],
-        groups: Mapping[str, dict[str, int]],
-        warned: Warned,
-        function: Callable[[Any, GaussianProcess], None],
+        self, values: Samples, local: Collection[str], groups: Mapping[str, Any], warned: Warned, function: Callable
     ) -> None:
         super().__init__()
         self.values, self.local, self.groups, self.warned, self.function = values, local, groups, warned, function
@@ -258,42 +241,33 @@ class Trained(Messenger):
         self.groups = {name: plate_sizes(sites[name]) for name in grouped(self.trace)}
 
     def _pyro_sample(self, msg: Any) -> None:
-        name, process = msg["name"], as_process(msg["fn"])[0]
+        name, sample, process = msg["name"], self.sample, as_process(msg["fn"])[0]
         if msg["is_observed"] or site_is_subsample(msg):
             return
+        if name in sample:
+            msg["value"] = sample[name]
+        elif process is not None and f"{name}_whitened" in sample:
+            msg["value"] = unwhiten(process, sample[f"{name}_whitened"])
         if process is not None:
-            msg["value"] = self._function_values(name, process)
+            if msg["value"] is None:
+                raise ValueError(f"the samples hold no draws of GP site {name!r}, nor of {name}_whitened: {[*sample]}")
             self.known[name] = process.x, msg["value"], process.mean
-        elif name in self.sample:
-            msg["value"] = self.sample[name]
-
-    def _function_values(self, name: str, process: GaussianProcess) -> Tensor:
-        if name in self.sample:
-            return self.sample[name]
-        if f"{name}_whitened" in self.sample:
-            return unwhiten(process, self.sample[f"{name}_whitened"])
-        raise ValueError(
-            f"the samples hold no draws of GP site {name!r}, nor of {name}_whitened: {sorted(self.sample)}"
-        )
 
     def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
         """A run at other inputs.
 
         :param marginal: draw function values independently of each other, and take observations for data to be scored.
         """
-        function = self._marginal if marginal else self._joint
+
+        def function(msg: Any, process: GaussianProcess) -> None:
+            given: Any = process.given(*self.known[msg["name"]])
+            msg["fn"] = given.to_event(msg["fn"].event_dim - 1)
+            if marginal:
+                mean, variance = self.moments[msg["name"]] = given.mean, given.variance.clamp(min=0)
+                msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
+
         with whole_plates(), AtNewInputs(self.sample, self.local, self.groups, self.warned, function):
             trace = poutine.trace(self.model).get_trace(*args, **kwargs)
         if not marginal:
             require_own_rows(trace.nodes)
         return trace
-
-    def _joint(self, msg: Any, process: GaussianProcess) -> None:
-        event_dim = msg["fn"].event_dim - 1
-        given: Any = process.given(*self.known[msg["name"]])
-        msg["fn"] = given.to_event(event_dim) if event_dim else given
-
-    def _marginal(self, msg: Any, process: GaussianProcess) -> None:
-        given = process.given(*self.known[msg["name"]])
-        mean, variance = self.moments[msg["name"]] = given.mean, given.variance.clamp(min=0)
-        msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
