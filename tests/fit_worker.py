@@ -1,7 +1,4 @@
-"""Fits that are cut off, in a process of their own or in the test's; see test_fit.py."""
-
-import os
-import signal
+"""Fits that are cut off; see test_fit.py."""
 
 import pyro
 import pyro.distributions as dist
@@ -78,20 +75,3 @@ def run(case, **keywords):
     found |= {k: v.detach() for k, v in pyro.get_param_store().named_parameters() if not k.startswith(own)}
     found["losses"], found["random"] = torch.from_numpy(result.losses), torch.rand(3)
     return result, found
-
-
-def killed_after(step):
-    """A stopping rule that kills the process."""
-
-    def rule(losses):
-        if len(losses) == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return False
-
-    return rule
-
-
-def killed(case, file, step):
-    """A fit that kills its process, as kill -9 would, after that step."""
-    torch.set_num_threads(1)
-    run(case, checkpoint=file, checkpoint_every=0.0, stopping=killed_after(step))

@@ -548,34 +548,6 @@ class Configuration(SimpleNamespace):
         """Whether scales are ordinary, so that tolerances can be tight."""
         return all(scale == 1 for scale in self.scales.values())
 
-    def describe(self):
-        options = {k: v.num if isinstance(v, Points) else v for k, v in self.family.options.items()}
-        try:
-            with warnings.catch_warnings(), torch.no_grad():
-                warnings.simplefilter("ignore")
-                kernel = repr(Model(self).kernel(torch.zeros(1, self.columns, dtype=self.dtype), {}))
-        except Exception as error:
-            kernel = f"{self.kernel} ({type(error).__name__})"
-        flags = ("points", "coupled", "joint", "absorbs", "offset", "duplicates", "constant_column", "origin")
-        facts = [
-            f"{self.family.name}({', '.join(f'{k}={v}' for k, v in options.items())})",
-            kernel,
-            self.likelihood + (f" x {self.num_outputs}" if self.num_outputs else ""),
-            f"N={self.num} D={self.columns} {str(self.dtype)[6:]}",
-            f"latents={','.join(self.latents)}" if self.latents else "",
-            *(flag for flag in (*flags, "conditioned") if getattr(self, flag)),
-            f"actions on {self.support} rows" if self.support else "",
-            self.missing,
-            f"mean={self.mean}" if self.mean != "zero" else "",
-            f"weight={self.weight}" if self.weight != 1 else "",
-            "" if self.is_plain else f"scales={self.scales}",
-            "" if self.jitter is None else f"jitter={self.jitter:g}",
-            f"{self.first}, {self.steps} steps of {self.rate} by {self.objective}",
-            f"batches of {self.batch}" if self.batch else "",
-            str(self.propagation) if self.family.name == "SparseEP" else "",
-        ]
-        return "; ".join(fact for fact in facts if fact)
-
 
 def draw_scales(r, likelihood):
     def power(low=-4, high=4):
@@ -1265,7 +1237,7 @@ class Result:
     def __str__(self):
         worst = [finding for finding in self.findings if finding.outcome == self.outcome]
         told = " | ".join(f"{finding.where}: {finding.text}" for finding in worst)
-        return f"{self.configuration.index} {self.outcome}: {told} || {self.configuration.describe()}"
+        return f"{self.configuration.index} {self.outcome}: {told} || {self.configuration}"
 
 
 def judge(where, error):

@@ -1,8 +1,5 @@
 """A guide as BoTorch's model: batches, gradients, noise, and regrets beside SingleTaskGP's."""
 
-import copy
-import pickle
-
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -11,7 +8,7 @@ import torch
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, OrthogonalInducing
 
-from .models import assert_alike, data, gaussian, heteroscedastic, observed, one_function, prepared, refused, train
+from .models import data, gaussian, heteroscedastic, observed, one_function, prepared, refused, train
 
 pytest.importorskip("botorch")
 
@@ -148,24 +145,6 @@ def test_arguments_that_the_model_takes():
     guide = prepared(model, SGPR(12), {"x": x}, 2, y)
     found = Model(model, guide, arguments=lambda x: ({"x": x}, 2))
     torch.testing.assert_close(found.posterior(x[:3]).mean[:, 0], guide.posterior({"x": x[:3]}, 2)["f"].mean)
-
-
-def shared_program(x, y=None):
-    f = pyro.sample("f", GaussianProcess(KERNEL, x, mean=0.2))
-    with pyro.plate("rows", len(x)):
-        return pyro.sample("y", dist.Normal(f, 0.2), obs=y)
-
-
-def test_copies_are_models_of_their_own():
-    x, y = data()
-    found = Model(shared_program, trained(shared_program, SGPR(12), x, y))
-    wanted = found.posterior(x[:4])
-    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
-        assert_alike(other.posterior(x[:4]), wanted)
-        assert other.guide is not found.guide
-    given = found.condition_on_observations(x[:1], y[:1, None])
-    other = pickle.loads(pickle.dumps(given))
-    torch.testing.assert_close(other.posterior(x[:4]).mean, given.posterior(x[:4]).mean)
 
 
 def single_task(length, x, y, mean, noise):

@@ -1,12 +1,12 @@
 """Effects of additive models, and how they go together."""
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from torch.testing import assert_close
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, SparsePosterior, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.bases import Additive, InducingPoints
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import (
     SGPR,
     SVGP,
@@ -16,9 +16,8 @@ from pyro_sparsegp.families import (
     MeanFieldAdditive,
     OrthogonalInducing,
 )
-from pyro_sparsegp.gaussians import IdentityPlusLowRank
 
-from .models import additive, data, gaussian, maximise, one_function, refused
+from .models import additive, data, gaussian, maximise, observed, one_function, refused, trained
 
 NOISE = 0.2
 KERNEL = additive(torch.tensor(1.0, dtype=torch.float64), torch.tensor([0.4, 0.7], dtype=torch.float64))
@@ -53,38 +52,6 @@ def test_exact_effects(family):
         for d in range(4):
             expected = covariance[4 * c : 4 * c + 4, 4 * d : 4 * d + 4]
             assert_close(parts.covariance(c, d), expected, rtol=1e-5, atol=1e-6)
-
-
-def optimal_precision(kernel, z, x, y, new, jitter=1e-12):
-    """A CoupledPrecision posterior at the optimum: eq. 6 is eq. 7 with a rank of N, B = ΦᵀΛ."""
-    process = GaussianProcess(kernel, x, jitter=jitter)
-    basis = Additive([InducingPoints([part], False, term.columns, x.shape[-1]) for part, term in zip(z, kernel.terms)])
-    features = basis(kernel, jitter, "f")
-    phi = torch.cat(features(x), -1)
-    b = list((phi.mT / NOISE).split(features.sizes))
-    module = IdentityPlusLowRank(features.sizes, (), x, rank=len(x))
-    loc = torch.linalg.solve(torch.eye(phi.shape[-1]) + phi.mT @ phi / NOISE**2, phi.mT @ y / NOISE**2)
-    for i, part in enumerate(loc.split(features.sizes)):
-        setattr(module, f"loc_{i}", part)
-        setattr(module, f"b_{i}", b[i])
-    return SparsePosterior(process, features, module()).at(new)
-
-
-def test_coupled_precision_at_all_inputs_is_the_dense_additive_gp():
-    """Z = X in each term's own column and rank N: effects, couplings and the bound are those of the exact GP."""
-    kernel = kernels.Matern32(0.4)[0] + 0.7 * kernels.Matern12(0.3)[1]
-    x, y = data(num=15)
-    new = torch.rand(4, 2)
-    q = optimal_precision(kernel, [x[:, :1], x[:, 1:]], x, y, new)
-    mean, covariance = exact(kernel, x, y, new)
-    assert_close(torch.cat([part.mean for part in q.components]), mean, rtol=1e-6, atol=1e-7)
-    assert_close(q.components.covariance_matrix, covariance, rtol=1e-6, atol=1e-7)
-    assert_close(q.components.covariance("x0", "x1"), covariance[:4, 4:], rtol=1e-6, atol=1e-7)
-    assert covariance[:4, 4:].abs().max() > 0.01
-    here = q.at(x)
-    fit = dist.Normal(here.mean, NOISE).log_prob(y).sum() - here.variance.sum() / (2 * NOISE**2)
-    evidence = dist.MultivariateNormal(torch.zeros(15), kernel(x) + NOISE**2 * torch.eye(15)).log_prob(y)
-    assert_close(fit - here.kl, evidence, rtol=1e-7, atol=1e-6)
 
 
 FAMILIES = [
@@ -232,3 +199,53 @@ def test_sobol_indices_want_orthogonal_effects():
     process = GaussianProcess(kernels.Constant(1.0), torch.rand(20, 2))
     q = MeanFieldAdditive(8).build(process, "f")(process, "f")
     refused("no term that varies", q.components.sobol_indices)
+
+
+# A generalised additive model as a Pyro program: offsets, lines, and random effects as kernels.
+
+
+NUM, GROUPS = 250, 6
+
+
+def smooth(scale, length):
+    return scale * kernels.Anova(kernels.Matern52(length), 0.0, 1.0)
+
+
+def effects(x):
+    first = torch.sin(2 * torch.pi * x[:, 0])
+    second = torch.where(x[:, 3] > 0, 1.0, -1.0) * 1.2 * (2 * x[:, 1] - 1)
+    return first, second
+
+
+def simulated():
+    generator = torch.Generator().manual_seed(4)
+    x = torch.rand(NUM, 4, generator=generator)
+    x[:, 3] = (x[:, 3] > 0.5).double()
+    group = torch.arange(NUM) % GROUPS
+    return x, group, 0.3 + 0.7 * x[:, 2] + torch.linspace(-0.8, 0.8, GROUPS)[group] + sum(effects(x))
+
+
+def test_offsets_and_random_effects_as_kernels():
+    """A plate of random effects and a Categorical kernel are the same model."""
+    x, group, eta = simulated()
+    y = eta + 0.5 * torch.randn(NUM)
+    x = torch.cat([x, group[:, None].double()], -1)
+
+    def model(x, y=None):
+        groups = (0.5**2 * kernels.Categorical(GROUPS))[4].named("group")
+        kernel = smooth(1.0, 0.3)[0] + kernels.Constant(9.0) + kernels.Linear(9.0)[2] + groups
+        f = pyro.sample("f", GaussianProcess(kernel, x, mean=lambda x: effects(x)[1]))  # an offset
+        return observed(dist.Normal(f, 0.5), y)
+
+    guide = trained(model, CoupledPrecision(10), x, y, steps=20, lr=0.1)
+    part = guide.posterior(x)["f"].components["group"]
+    counts = torch.bincount(group)
+    at = torch.zeros(GROUPS + 1, 5)
+    at[:, 4] = torch.arange(GROUPS + 1)
+    part = part.at(at)
+    rest = guide.posterior(x)["f"].mean - guide.posterior(x)["f"].components["group"].mean
+    residual = torch.zeros(GROUPS).index_add(0, group, y - rest) / counts
+    shrunk = residual * 0.25 / (0.25 + 0.25 / counts)
+    assert (part.mean[:GROUPS] - shrunk).abs().max() < 0.05
+    assert part.mean[GROUPS] == 0  # a new level knows nothing
+    torch.testing.assert_close(part.variance[GROUPS], torch.tensor(0.25))

@@ -92,27 +92,6 @@ def test_classes_above_a_layer():
     assert (probs.argmax(-1) == y).double().mean() > 0.9
 
 
-def test_components_as_the_mean_of_a_narrower_layer():
-    """Principal components as the mean, when a layer has fewer outputs than inputs."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(80, 6, generator=generator) * torch.tensor([3.0, 2.0, 0.1, 0.1, 0.1, 0.1])
-    y = torch.sin(x[:, 0])
-    centre = x.mean(0)
-    axes = torch.linalg.svd(x - centre, full_matrices=False).Vh[:2]
-
-    def model(x, y=None):
-        mean = lambda x: axes @ (x - centre).mT  # noqa: E731
-        f1 = pyro.sample("f1", GaussianProcess(0.1 * kernels.RBF(2.0), x, mean=mean).expand([2]).to_event(1))
-        f2 = pyro.sample("f2", GaussianProcess(kernels.RBF(1.0), f1.mT))
-        return observed(dist.Normal(f2, 0.2), y)
-
-    guide = fitted(model, x, y, family=SVGP(15), steps=25)
-    inner = guide.posterior(x[:7])["f1"]
-    assert inner.process.mean.shape == (2, 7)
-    f2 = guide.posterior(x)["f2"]
-    assert (f2.mean - y).square().mean() < 0.2 * y.var()
-
-
 def test_single_draws_of_an_inner_layer_do_not_throw_it_away():
     """Rates of 1, ½, … on curvatures that single draws show left q(h) at a loss of 900 after 300 steps."""
     torch.manual_seed(0)

@@ -1,19 +1,22 @@
-"""Simulation-based calibration, stock plots of trees, and what left."""
+"""Simulation-based calibration, what stock ArviZ is served, and what left."""
 
 import numpy as np
 import pyro
 import pyro.distributions as dist
+import pyro.infer
 import pytest
 import torch
 
-from pyro_sparsegp import kernels
+from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import SGPR, SVGP
 
-from .models import data, one_function, prepared, refused, regression, trained
+from .models import data, one_function, prepared, refused, regression, train, trained
 
 pytest.importorskip("xarray")
 stats = pytest.importorskip("arviz_stats")
+plots = pytest.importorskip("arviz_plots")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
+ARVIZ = pytest.mark.filterwarnings("ignore")  # ArviZ's own
 
 
 # Simulation-based calibration.
@@ -74,28 +77,24 @@ def test_ranks_tell_where_the_truth_lies():
 def pictures():
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
-    pytest.importorskip("arviz_plots")
     yield
     matplotlib.pyplot.close("all")
 
 
-@pytest.mark.filterwarnings("ignore")
+@ARVIZ
 def test_stock_plots_take_the_trees(pictures):
-    import arviz_plots
-
     x, y = data(num=30)
     guide = trained(regression, SVGP(6), x, y, steps=5)
     tree = diagnostics.to_datatree(regression, guide, x, y, num_samples=25)
     names = ["scale", "length", "noise"]
-    arviz_plots.plot_dist(tree, var_names=names)
-    arviz_plots.plot_forest({"a": tree, "b": tree}, var_names=names)
-    arviz_plots.plot_ppc_dist(tree)
-    arviz_plots.plot_khat(diagnostics.loo(tree, target="none"))
+    plots.plot_dist(tree, var_names="noise")
+    plots.plot_ppc_dist(tree)
+    plots.plot_khat(diagnostics.loo(tree, target="none"))
     assert {"scale", "noise"} <= set(stats.summary(tree, var_names=names).index)
-    ranks = diagnostics.sbc(model, fit_sgpr, X, num_simulations=5, num_samples=9, progress=False)
-    arviz_plots.plot_ecdf_pit(ranks)
+    ranks = diagnostics.sbc(model, fit_sgpr, X, num_simulations=3, num_samples=9, rows=[3], progress=False)
+    plots.plot_ecdf_pit(ranks)
     scores = diagnostics.predictive_scores(regression, guide, x, y, num_samples=5)
-    arviz_plots.plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=["data"])
+    plots.plot_ecdf_pit(scores.tree, group="predictive_scores", var_names="pit", sample_dims=["data"])
 
 
 def test_rows_that_are_not_there():
@@ -114,3 +113,72 @@ def test_what_left_names_what_takes_its_place(name):
         getattr(diagnostics, name)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = diagnostics.nonsense
+
+
+# What stock ArviZ is served: prior groups, one dimension for all draws, whole numbers, plots.
+
+
+def series(t, y=None):
+    x = t[:, None]
+    noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.3))
+    length = pyro.sample("length", dist.LogNormal(-0.5, 0.3))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(length), x))
+    with pyro.plate("row", len(x)):
+        return pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+
+def counts(t, y=None):
+    x = t[:, None]
+    level = pyro.sample("level", dist.Normal(1.0, 0.5))
+    f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+    with pyro.plate("row", len(x)):
+        return pyro.sample("y", dist.Poisson((level + f).exp()), obs=y)
+
+
+def waves(num=8):
+    x = torch.linspace(-1, 1, num)
+    return x, torch.sin(4 * x) + 0.2 * torch.randn(num)
+
+
+def fitted(program, **options):
+    x, y = waves(20)
+    y = torch.poisson((1 + y).exp()) if program is counts else y
+    guide = AutoSparseGP(program, SVGP(8))
+    train(program, guide, x, y, steps=5, lr=0.05, loss=TraceQuadrature_ELBO(8))
+    return diagnostics.to_datatree(program, guide, x, y, **{"seed": 0, "prior": 100} | options), guide, x, y
+
+
+@ARVIZ
+def test_prior_groups_in_the_same_tree():
+    tree, guide, x, y = fitted(series, num_samples=3, predict=waves(4)[0], dims={"f_w": ["basis"]}, include_f=True)
+    assert tree.prior["noise"].dims == ("chain", "draw")
+    assert tree.prior["f"].dims == tree.prior_predictive["y"].dims == ("chain", "draw", "row")
+    assert tree.prior_predictive["y"].shape == (1, 100, 20)
+    assert abs(float(np.log(tree.prior["noise"]).mean()) + 1.5) < 4 * 0.3 / 100**0.5
+    alone = diagnostics.prior_predictive(series, x, y, num_samples=100, seed=0, include_f=True)
+    assert tree.prior.to_dataset().equals(alone.prior.to_dataset())
+    refused(
+        "prior must be a whole number of at least 0, got -1", diagnostics.to_datatree, series, guide, x, y, prior=-1
+    )
+
+
+@ARVIZ
+def test_one_dimension_for_all_draws():
+    """Stacked by xarray, stock ArviZ takes it; what wants chains says so."""
+    tree, *_ = fitted(series, num_samples=25, prior=0)
+    flat = tree.map_over_datasets(
+        lambda group: group.stack(sample=["chain", "draw"]) if "draw" in group.dims else group
+    )
+    table = stats.summary(flat, kind="stats", sample_dims=["sample"], var_names=["noise"])
+    assert float(table["mean"].iloc[0]) == pytest.approx(float(tree.posterior["noise"].mean()), abs=0.01)
+    for function in (diagnostics.psis, diagnostics.loo):
+        refused('all draws along "sample"', function, flat)
+
+
+@ARVIZ
+def test_counts_and_classes_are_whole_numbers(pictures):
+    tree, *_ = fitted(counts, num_samples=30, prior=5, predict=waves(4)[0])
+    for group in ("observed_data", "posterior_predictive", "prior_predictive", "predictions"):
+        assert tree[group]["y"].dtype == np.dtype("int64"), group
+    assert tree.posterior["level"].dtype == np.dtype("float32")
+    plots.plot_ppc_rootogram(tree)

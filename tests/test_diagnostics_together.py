@@ -7,19 +7,15 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
-from pyro.infer import MCMC, NUTS
-from pyro.infer.autoguide.initialization import init_to_median
 
 from pyro_sparsegp import (
     AutoSparseGP,
     ExpectationPropagation,
     GaussianProcess,
     TraceQuadrature_ELBO,
-    Whitening,
     kernels,
 )
-from pyro_sparsegp.families import SGPR, SVGP, ExactWeightSpace, SparseEP, WeightSpace
+from pyro_sparsegp.families import SVGP, ExactWeightSpace, SparseEP, WeightSpace
 
 from .models import observed, one_function, prepared, refused, train
 
@@ -53,56 +49,6 @@ def test_expectation_propagation_is_judged_by_its_own_target():
     mean, variance = y - precision @ y / precision.diagonal(), 1 / precision.diagonal()
     exact = dist.Normal(mean, variance.sqrt()).log_prob(y).sum()
     assert abs(float(loo.elpd) - exact) < 3
-
-
-@pytest.mark.filterwarnings("ignore")  # ArviZ's own
-def test_variational_inference_expectation_propagation_and_nuts_on_one_model():
-    """Three trees of one layout, compared and overlaid by stock ArviZ, and alike where the model leaves no choice."""
-    x, y = data(14)
-
-    def model(x, y=None):
-        noise = pyro.sample("noise", dist.LogNormal(-1.5, 0.3))
-        f = pyro.sample("f", GaussianProcess(kernels.Matern32(2.0), x))
-        with pyro.plate("row", len(x)):
-            return pyro.sample("y", dist.Normal(f, noise), obs=y)
-
-    new = torch.linspace(-1, 1, 5)[:, None]
-    variational, expectation = AutoSparseGP(model, SGPR(14)), AutoSparseGP(model, SparseEP(14))
-    svi = pyro.infer.SVI(model, variational, pyro.optim.Adam({"lr": 0.05}), TraceQuadrature_ELBO(2))
-    ep = ExpectationPropagation(model, expectation, pyro.optim.Adam({"lr": 0.05}))
-    for _ in range(18):
-        svi.step(x, y)
-        ep.step(x, y)
-    white = poutine.reparam(model, config=Whitening())
-    kernel = NUTS(white, max_tree_depth=4, init_strategy=init_to_median())  # elsewhere its noise gets stuck
-    nuts = MCMC(kernel, num_samples=50, warmup_steps=30, disable_progbar=True)
-    nuts.run(x, y)
-    options = {"num_samples": 50, "predict": new, "seed": 0}
-    trees = {
-        name: diagnostics.to_datatree(model, result, x, y, **options)
-        for name, result in {"SVI": svi, "EP": ep, "NUTS": nuts}.items()
-    }
-    for group in ("posterior_predictive", "log_likelihood", "predictions", "observed_data"):
-        layouts = [{n: (a.dims, a.shape) for n, a in tree[group].data_vars.items()} for tree in trees.values()]
-        assert layouts[0] == layouts[1] == layouts[2]
-    assert all("noise" in tree.posterior for tree in trees.values())
-    table = diagnostics.compare(trees)
-    assert set(table.index) == set(trees)
-    assert table["elpd_diff"].abs().max() < 3  # of some 20 nats, by 50 draws each
-    stock = arviz_stats.compare({name: arviz_stats.loo(tree, reff=1.0, pointwise=True) for name, tree in trees.items()})
-    assert (stock["elpd"] - diagnostics.compare(trees, target="none")["elpd"]).abs().max() < 0.05
-    means = {name: tree.predictions["f"].mean(["chain", "draw"]).values for name, tree in trees.items()}
-    spread = trees["NUTS"].predictions["f"].std(["chain", "draw"]).values
-    for name in ("SVI", "EP"):
-        assert (abs(means[name] - means["NUTS"]) < 0.6 * spread).all()
-    plots = pytest.importorskip("arviz_plots")
-    pytest.importorskip("matplotlib").use("Agg")
-    overlaid = {
-        "predictions": plots.plot_dist(trees, group="predictions", var_names="f", coords={"row": [0, 2, 4]}),
-        "posterior": plots.plot_forest(trees, var_names=["noise"]),
-    }
-    for group, shown in overlaid.items():
-        assert set(shown.data["model"].values) == set(trees), group
 
 
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter", "ignore:the weights p/q:UserWarning")

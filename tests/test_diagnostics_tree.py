@@ -250,26 +250,6 @@ def test_likelihoods_narrow_against_q(kind, scale):
     torch.testing.assert_close(found["y"], exact, atol=1e-3, rtol=0)
 
 
-def test_a_narrow_likelihood_beside_another_process():
-    """Student-t with a scale of its own process: the narrow integral at each node of the other."""
-
-    def model(x, y=None):
-        g = pyro.sample("g", GaussianProcess(KERNEL, x))
-        f = pyro.sample("f", GaussianProcess(KERNEL, x))
-        observed(dist.StudentT(3.0, f, g.exp()), y)
-
-    f, g = (torch.tensor([0.0, 1.0, -2.0]), torch.ones(3)), (torch.full((3,), -4.0), torch.full((3,), 0.2))
-    y = torch.tensor([0.1, 0.2, 0.5])
-    found = densities_of(model, (torch.rand(3, 1), y), {"f": f, "g": g})[0]["y"]
-    t = torch.linspace(-6, 6, 61)
-    log_step = dist.Normal(0.0, 1.0).log_prob(t) + math.log(0.2)
-    rows = [
-        dense_log_evidence(lambda v, s=s: dist.StudentT(3.0, v, s).log_prob(y), *f, num=40_001)
-        for s in (g[0] + g[1].sqrt() * t[:, None]).exp()
-    ]
-    torch.testing.assert_close(found, torch.logsumexp(torch.stack(rows) + log_step[:, None], 0), atol=1e-3, rtol=0)
-
-
 def test_densities_that_are_not_finite_are_named():
     def model(x, y=None, mask=None):
         f = pyro.sample("f", GaussianProcess(KERNEL, x))
@@ -442,11 +422,11 @@ def test_prior_predictive_without_observations():
         pyro.sample("total", dist.Normal(f.sum(), noise))
 
     x, y = data(num=12)
-    for given in (diagnostics.prior_predictive(regression, x, num_samples=3, seed=0),):
-        assert set(given.prior_predictive.data_vars) == {"y"}
-        assert given.prior_predictive["y"].dims == ("chain", "draw", "data")
-        assert set(given.prior.data_vars) == {"scale", "length", "noise"}
-        assert "observed_data" not in given.children
+    given = diagnostics.prior_predictive(regression, x, num_samples=3, seed=0)
+    assert set(given.prior_predictive.data_vars) == {"y"}
+    assert given.prior_predictive["y"].dims == ("chain", "draw", "data")
+    assert set(given.prior.data_vars) == {"scale", "length", "noise"}
+    assert "observed_data" not in given.children
     seen = diagnostics.prior_predictive(regression, x, y, num_samples=3, seed=0)
     assert set(seen.prior.data_vars) == {"scale", "length", "noise"}
     refused(r"missing a required argument: 'y'. Give the observations.*or None", diagnostics.prior_predictive, model, x)

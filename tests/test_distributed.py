@@ -51,11 +51,6 @@ def test_two_processes_are_one(of_two, job):
     require_as_one_process(of_two, 2, job)
 
 
-@pytest.mark.slow  # two processes see what is not shared
-def test_four_processes_are_one(tmp_path):
-    require_as_one_process(work(4, ["ep-matched"], tmp_path / "meeting"), 4, "ep-matched")
-
-
 def test_a_group_needs_torch_distributed():
     import pyro
 

@@ -608,18 +608,6 @@ class TestModels:
         assert abs(guide.median(y)["noise"] - grid[best]) < 2e-3
         assert abs(loss + joint[best]) < 1e-3
 
-    def test_vmap_refused(self):
-        x, y = classes(15)
-
-        def model(x, y):
-            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.8), x))
-            f.sum().item()
-            observed(Probit(f), y)
-
-        _, ep = start(model, x)
-        _, other = start(one_function(kernels.RBF(0.8), Probit), x)
-        assert ep.sweep(x, y, num=5) == pytest.approx(other.sweep(x, y, num=5), abs=1e-10)
-
 
 class TestRowsInAnotherOrder:
     """All data in each call, as by a loader that shuffles them: the sites follow."""

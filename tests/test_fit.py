@@ -1,6 +1,5 @@
 """fit: what it trains on, when it stops, and that a fit that was cut off goes on as if it had not been."""
 
-import multiprocessing
 import os
 import resource
 import signal
@@ -22,7 +21,6 @@ from . import fit_worker
 from .fit_worker import regression
 from .models import observed, prepared, refused
 
-FORK = multiprocessing.get_context("fork")  # a process that has imported what it needs
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 
@@ -76,19 +74,6 @@ def test_resumed_as_if_never_cut_off(case, step, tmp_path):
         pyro.clear_param_store()
     again, found = fit_worker.run(case, checkpoint=file, resume=True)  # nothing is left to do
     assert again.reason == result.reason == "all 9 steps were taken"
-    require_equal(found, expected)
-
-
-def test_killed_and_resumed(tmp_path):
-    file = tmp_path / "fit.pt"
-    process = FORK.Process(target=fit_worker.killed, args=("tensors", file, 5))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
-    _, expected = fit_worker.run("tensors")
-    pyro.clear_param_store()
-    again, found = fit_worker.run("tensors", checkpoint=file, resume=True)
-    assert again.steps == fit_worker.STEPS
     require_equal(found, expected)
 
 

@@ -613,25 +613,6 @@ def test_one_data_point_and_one_inducing_point():
     assert guide(x)["y"].shape == (1,)
 
 
-def test_from_pyro_kernels_train_inside_a_model():
-    class Model(pyro.nn.PyroModule):
-        def __init__(self):
-            super().__init__()
-            self.kernel = gp.kernels.RBF(2)
-            self.kernel.lengthscale = pyro.nn.PyroSample(dist.LogNormal(0.0, 1.0))
-
-        def forward(self, x, y=None):
-            return gaussian(kernels.from_pyro(self.kernel))(x, y)
-
-    x, y = data()
-    model = Model()
-    guide = AutoSparseGP(model, SVGP(8))
-    losses = train(model, guide, x, y, steps=20)
-    assert losses[-1] < losses[0]
-    assert set(guide.structure.latents) == {"kernel.lengthscale"}
-    assert model.kernel.variance != 1.0
-
-
 @pytest.mark.parametrize("family", [SVGP(5), SGPR(5)], ids=["SVGP", "SGPR"])
 def test_draws_of_predictions_share_one_posterior(family, monkeypatch):
     x, _, guide = begun(family=family, steps=3, num=20, point_estimates=True)

@@ -103,14 +103,6 @@ def test_user_functionals_give_the_dense_collapsed_bound(data):
     assert -loss == pytest.approx(float(dense((averaging(7), torch.cat([a, b])), x, y)), rel=1e-5)
 
 
-def test_functionals_that_are_values_are_inducing_points(data):
-    x, y = data
-    z = points(6)
-    _, ours = loss_of(SGPR(Averages(z, z)), x, y)
-    _, points_ = loss_of(SGPR(z), x, y)
-    assert ours == pytest.approx(points_, rel=1e-9)
-
-
 @pytest.mark.parametrize("order", ["functionals first", "values first", "two kinds of functionals"])
 def test_nested_sets_of_different_domains(data, order):
     x, y = data
@@ -123,7 +115,6 @@ def test_nested_sets_of_different_domains(data, order):
     else:
         sets = (u, z) if order == "functionals first" else (z, u)
         everything = torch.block_diag(averaging(5), torch.eye(4).double()), torch.cat([a, b, z])
-    pyro.clear_param_store()
     guide = prepared(model, OrthogonalInducing(*sets), x, y)
     q = guide.posterior(x)["f"]
     weights, support = everything
@@ -146,7 +137,6 @@ def test_each_guide_trains_a_copy_and_its_state_comes_back(data):
     x, y = data
     given = Averages(points(5), points(5, 0.1))
     family = SVGP(given)
-    pyro.clear_param_store()
     guide = AutoSparseGP(model, family)
     losses = train(model, guide, x, y, steps=10, lr=0.02, loss=TraceQuadrature_ELBO())
     assert losses[-1] < losses[0]
@@ -162,7 +152,6 @@ def test_each_guide_trains_a_copy_and_its_state_comes_back(data):
 
 def test_paths_and_expectation_propagation_take_functionals(data):
     x, y = data
-    pyro.clear_param_store()
     guide = prepared(model, SGPR(Averages(points(8), points(8, 0.05, 1.9))), x, y)
     TraceQuadrature_ELBO(2).loss_and_grads(model, guide, x, y)
     q = guide.posterior(x)["f"]
@@ -224,14 +213,6 @@ def test_what_fourier_coefficients_are_not_for_is_named(data):
 
 
 class TestWhatUsersWrite:
-    def test_fixed_functionals_stay(self, data):
-        x, y = data
-        guide = AutoSparseGP(model, SVGP(Averages(points(5), points(5)), trainable=False))
-        train(model, guide, x, y, steps=3, lr=0.02, loss=TraceQuadrature_ELBO())
-        assert torch.equal(guide.gps.f.basis.variables_0.a, points(5))
-        again = restored(guide, model, SVGP(Averages(points(5) + 1, points(5)), trainable=False))
-        assert torch.allclose(again.posterior(x)["f"].mean, guide.posterior(x)["f"].mean)
-
     def test_another_interval_is_another_family(self, data):
         x, y = data
         guide = prepared(gaussian(kernels.Matern32(0.3)), SVGP(bases.FourierCoefficients(-1.0, 3.0, 5)), x, y)

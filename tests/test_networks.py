@@ -205,7 +205,6 @@ def test_fit_takes_smaller_rates_for_networks():
         f = pyro.sample("f", GaussianProcess(kernels.RBF(0.5), inputs(scales.raw * x)))
         return observed(dist.Normal(f, network.log_noise.exp()), y)
 
-    pyro.clear_param_store()
     guide, optim = AutoSparseGP(model, SVGP(5)), FallingAdam(0.4)
     fit(model, guide, (x, y), steps=1, optim=optim, progress=False)
     rates = {p: one.param_groups[0]["initial_lr"] for p, one in optim.optim_objs.items()}

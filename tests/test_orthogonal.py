@@ -9,7 +9,6 @@ from torch.distributions import kl_divergence
 from pyro_sparsegp import AutoSparseGP, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import (
     SGPR,
-    SVGP,
     CollapsedOrthogonal,
     ConditionalSGPR,
     OrthogonalInducing,
@@ -17,7 +16,7 @@ from pyro_sparsegp.families import (
     SemiCollapsedOrthogonal,
 )
 
-from .models import bernoulli, data, gaussian, lbfgs, one_function, prepared, refused, restored, trained
+from .models import bernoulli, data, gaussian, lbfgs, one_function, prepared, refused
 
 KERNEL = 1.3 * kernels.Matern32(0.3)
 NOISE = 0.2
@@ -174,7 +173,6 @@ def test_semi_collapsed_bounds_reach_the_collapsed_ones(line):
 
 def test_unwhitened_posterior_is_the_papers(line):
     x, y = line
-    pyro.clear_param_store()
     guide = AutoSparseGP(MODEL, OrthogonalInducing(Z, O, whiten=False, natural=False, start="prior"))
     _, start = guide(x, y), -EXACT.loss(MODEL, guide, x, y)
     whitened = prepared(MODEL, OrthogonalInducing(Z, O, start="prior"), x, y)
@@ -201,15 +199,6 @@ def test_unwhitened_posterior_is_the_papers(line):
         for m, s, p in ((m_u, s_u, KERNEL(Z)), (m_v, s_v, c_vv))
     )
     assert float(q.kl.detach()) == pytest.approx(float(divergence), rel=1e-5)
-
-
-@pytest.mark.parametrize("family", [SVGP, OrthogonalInducing, OrthogonallyDecoupled], ids=lambda f: f.__name__)
-def test_both_parameterisations_reach_the_same_optimum(line, family):
-    x, y = line
-    sets = (Z,) if family is SVGP else (Z, O)
-    whitened = bound(family(*sets, trainable=False), x, y, steps=200)[1]
-    values = bound(family(*sets, trainable=False, whiten=False), x, y, steps=600)[1]
-    assert values == pytest.approx(whitened, abs=0.05)
 
 
 def decoupled(line, num_columns, **kwargs):
@@ -276,20 +265,6 @@ def test_decoupled_step_never_forms_or_factorises_a_square_matrix_of_the_second_
     assert all(rows * columns <= 50 * 3000 for rows, columns in seen), seen
 
 
-def test_decoupled_means_learn_and_come_back(line):
-    x, y = line
-    pyro.clear_param_store()
-    family = OrthogonallyDecoupled(Z, 30, num_columns=8)
-    guide = trained(MODEL, family, x, y, steps=80, lr=0.15)
-    few = bound(SVGP(guide.gps.f.basis.inputs[0].detach(), trainable=False), x, y, steps=60)[1]
-    with torch.no_grad():
-        assert -EXACT.loss(MODEL, guide, x, y) > few + 5
-    again = restored(guide, MODEL, family)
-    new = x[:7] + 0.01
-    assert torch.allclose(again.posterior(new)["f"].mean, guide.posterior(new)["f"].mean)
-    assert torch.allclose(again.posterior(new)["f"].kl, guide.posterior(new)["f"].kl)
-
-
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="num_columns must be None or a whole number of at least 1, got 0"):
         OrthogonallyDecoupled(5, 5, num_columns=0)
@@ -309,15 +284,3 @@ def test_conditional_bound_is_above_titsias_also_for_other_likelihoods():
             loss = TraceQuadrature_ELBO(20).differentiable_loss(model, guide, x, y)
         found.append(-float(loss))
     assert found[1] > found[0] + 0.1
-
-
-def test_many_inducing_points_are_chosen_greedily_first_and_none_twice(monkeypatch):
-    from pyro_sparsegp.bases import greedy_variance, initial
-
-    monkeypatch.setattr(initial, "_PIVOTS", 20)
-    x = torch.rand(100, 2).double()
-    chosen = greedy_variance(kernels.RBF(0.5), x, 90)
-    assert chosen.unique(dim=0).shape == (90, 2)
-    assert (chosen[:, None] == x).all(-1).any(1).all()
-    spread = torch.pdist(chosen[:20]).min()
-    assert spread > torch.pdist(x[:20]).min()

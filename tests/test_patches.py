@@ -25,7 +25,6 @@ from pyro_sparsegp.families import (
 )
 from pyro_sparsegp.numerics import chunks as blocks
 from pyro_sparsegp.posterior.drawing import GroupedSite
-from pyro_sparsegp.posterior.paths import _Sequential
 
 from .models import FAMILIES, observed, one_function, prepared, refused, restored, train, trained
 
@@ -366,25 +365,6 @@ def test_the_mixture_is_the_posterior_given_both(monkeypatch):
     corner = kernel.from_source(o, z)
     gram = torch.cat([torch.cat([kernel.source(z), corner.mT], -1), torch.cat([corner, kernel(o)], -1)])
     assert_close(phi @ phi.mT, cross @ torch.linalg.solve(gram, cross.mT), rtol=1e-4, atol=1e-5)
-
-
-@KINDS
-def test_paths_agree_with_the_posterior(kind):
-    x, y = bars(30)
-    location = kernels.RBF(3.0)
-    base = 20.0 * kernels.RBF(1.0)
-    k = kernels.Convolutional(base, (SIDE, SIDE), (3, 3))
-    if kind == "TICK":
-        k = kernels.TICK(base, location, (SIDE, SIDE), (3, 3))
-
-    model = one_function(k, lambda f: dist.Normal(f, 0.3))
-    guide = trained(model, SVGP(20), x, 2 * y - 1, steps=20, lr=0.05)
-    q = guide.posterior(bars(6, 3)[0])["f"]
-    function = q.paths(1000, 128)
-    assert not isinstance(function, _Sequential)  # Matheron's rule, not value by value
-    values = function(q.process.x)
-    assert_close(values.mean(0), q.mean, atol=0.15, rtol=0.05)
-    assert_close(values.std(0), q.stddev, atol=0.08, rtol=0.15)
 
 
 def classes(num, seed=0, dtype=torch.float64):

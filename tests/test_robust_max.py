@@ -122,17 +122,6 @@ class TestRobustMax:
                 if not any(given):
                     torch.testing.assert_close(probs, torch.tensor([[0.9, 0.05, 0.05]], dtype=dtype))
 
-    def test_unequal_widths(self):
-        """The largest standard deviation three times the smallest."""
-        generator = torch.Generator().manual_seed(0)
-        mean = torch.randn(200, 6, generator=generator)
-        scale = 1 / 3 + 2 / 3 * torch.rand(200, 6, generator=generator)
-        t = torch.linspace(-9, 9, 4001)
-        below = torch.special.ndtr(((mean[:, :1] + scale[:, :1] * t)[..., None] - mean[:, None]) / scale[:, None])
-        exact = (below[..., 1:].prod(-1) * torch.exp(-t.square() / 2)).sum(-1) * (t[1] - t[0]) / math.sqrt(2 * math.pi)
-        wins = 1 - RobustMax(mean)._losing_probability(torch.zeros(200, dtype=torch.long), scale.square())
-        torch.testing.assert_close(wins, exact, atol=5e-6, rtol=0)
-
     def test_refusals(self):
         refused(r"shape \(..., P\) with at least two classes", RobustMax, torch.randn(5, 1))
         refused("epsilon", RobustMax, torch.randn(5, 3), 1.5, validate_args=True)
@@ -319,27 +308,11 @@ class TestOtherDistributions:
         x, _ = classes(40)
         y = torch.poisson(torch.exp(2 * x[:, 0]))
         model = self.model(lambda f: 0.5 + 2 * f)
-        calls = []
-
-        class Counted(PoissonOfLog):
-            def expected_log_prob(self, value, variance):
-                calls.append(variance)
-                return super().expected_log_prob(value, variance)
-
-        def counted(x, y=None):
-            f = pyro.sample("f", GaussianProcess(KERNEL, x))
-            with pyro.plate("data", len(x)):
-                fn = Counted(0.5 + 2 * f)
-                fn.expand = lambda shape, fn=fn: fn
-                return pyro.sample("y", fn, obs=y)
-
-        for program in (model, counted):
-            guide = guide_for(program, x, y)
-            q = guide.posterior(x)["f"]
-            m, v = 0.5 + 2 * q.mean, 4 * q.variance
-            exact = ((y * m - (m + v / 2).exp() - torch.lgamma(y + 1)).sum() - q.kl).item()
-            assert -TraceQuadrature_ELBO(1).loss(program, guide, x, y) == pytest.approx(exact)
-        assert calls
+        guide = guide_for(model, x, y)
+        q = guide.posterior(x)["f"]
+        m, v = 0.5 + 2 * q.mean, 4 * q.variance
+        exact = ((y * m - (m + v / 2).exp() - torch.lgamma(y + 1)).sum() - q.kl).item()
+        assert -TraceQuadrature_ELBO(1).loss(model, guide, x, y) == pytest.approx(exact)  # one node would not do
 
     def test_nonlinear_parameters_fall_back(self):
         x, _ = classes(40)

@@ -19,9 +19,11 @@ from pyro_sparsegp.families import (
     CollapsedOrthogonal,
     ComputationAware,
     ConditionalSGPR,
+    Exact,
     ExactWeightSpace,
     FreeSites,
     SemiCollapsedOrthogonal,
+    SiteFamily,
     WeightSpace,
 )
 from pyro_sparsegp.gaussians.sites import Sites, update, within_reach
@@ -487,20 +489,6 @@ def test_prediction_in_inference_mode_between_steps():
     assert math.isfinite(train(learned, guide, x, y, steps=3)[-1])
 
 
-def test_importance_weights_of_the_exact_posterior_are_the_evidence():
-    x, y = data(num=30)
-    for family in (ComputationAware(30), ComputationAware(30, "eigen"), ComputationAware(30, "random")):
-        guide = prepared(gaussian(KERNEL, NOISE), family, x, y, independent=True)
-        guide.eval()
-        for _ in range(3):
-            guide(x, y)
-            model_trace, guide_trace = guide.get_traces()
-            weight = model_trace.log_prob_sum() - guide_trace.log_prob_sum()
-            assert abs(weight - evidence(x, y)) < 1e-3
-    guide(torch.rand(4, 2))
-    refused("values at the training inputs", lambda: guide.get_traces()[1].log_prob_sum())
-
-
 def outliers(likelihood=lambda f: dist.StudentT(3.0, f, 0.2), num=60):
     x, y = data(num=num)
     y[::7] += 4.0
@@ -876,3 +864,68 @@ def test_a_scale_that_grows_with_f_is_met_near_the_mean():
         for family in (SGPR(12), SVGP(12))
     ]
     assert losses[0] < losses[1] + 3
+
+
+# Exact: the posterior of all function values, against dense algebra.
+
+
+X = torch.linspace(0, 1, 25, dtype=torch.float64)[:, None]
+NEW = torch.tensor([[-0.2], [0.33], [1.5]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [2.0 * kernels.RBF(0.3), kernels.Matern32(0.2) + kernels.Constant(), kernels.Linear() * kernels.RBF(1.0)],
+)
+def test_a_gaussian_likelihood_has_the_evidence_and_the_exact_posterior(kernel):
+    y = torch.sin(6 * X[:, 0]) + 0.1 * torch.randn(25, dtype=torch.float64)
+    model = gaussian(kernel, 0.1, mean=0.5, jitter=1e-13)
+    guide = AutoSparseGP(model, Exact())
+    loss = TraceQuadrature_ELBO().loss(model, guide, X, y)
+    total = kernel(X) + 0.01 * torch.eye(25, dtype=torch.float64)
+    evidence = dist.MultivariateNormal(X.new_full((25,), 0.5), total).log_prob(y)
+    assert math.isclose(loss, -evidence, rel_tol=1e-8)
+    q = guide.posterior(NEW)["f"]
+    cross = torch.linalg.solve(total, kernel(X, NEW)).mT
+    torch.testing.assert_close(q.mean, 0.5 + cross @ (y - 0.5), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(q.covariance_matrix, kernel(NEW) - cross @ kernel(X, NEW), rtol=1e-7, atol=1e-9)
+    here = guide.posterior(X)["f"]
+    exact = kernel(X) - kernel(X) @ torch.linalg.solve(total, kernel(X))
+    torch.testing.assert_close(here.covariance_matrix, exact, rtol=1e-6, atol=1e-9)
+
+
+def test_another_likelihood_has_the_optimal_gaussian():
+    # For Poisson(exp f): m = μ + K(y − r), S⁻¹ = K⁻¹ + diag(r) with r = E exp f = exp(m + diag(S)/2).
+    kernel, y = 0.5 * kernels.RBF(0.3), torch.poisson((1 + torch.sin(6 * X[:, 0])).exp())
+    model = one_function(kernel, lambda f: dist.Poisson(f.exp()), mean=1.0)
+    guide = AutoSparseGP(model, Exact(updates=20))
+    for _ in range(5):
+        TraceQuadrature_ELBO().loss_and_grads(model, guide, X, y)
+    q, k = guide.posterior(X)["f"], kernel(X)
+    rate = (q.mean + q.variance / 2).exp()
+    torch.testing.assert_close(q.mean, 1 + k @ (y - rate), rtol=1e-6, atol=1e-6)
+    s = k - k @ torch.linalg.solve(k + torch.diag(1 / rate), k)
+    torch.testing.assert_close(q.covariance_matrix, s, rtol=1e-6, atol=1e-7)
+
+
+def test_inputs_that_move_stay_all_rows():
+    torch.manual_seed(0)
+    y = torch.sin(6 * X[:, 0])
+    warp = torch.nn.Linear(1, 1, dtype=torch.float64)
+
+    def model(x, y=None):
+        pyro.module("warp", warp)
+        f = pyro.sample("f", GaussianProcess(kernels.Matern32(0.5), warp(x), jitter=1e-13))
+        observed(dist.Normal(f, 0.2), y)
+
+    guide = trained(model, Exact(), X, y, steps=5)
+    with torch.no_grad():
+        covariance = kernels.Matern32(0.5)(warp(X)) + 0.04 * torch.eye(25, dtype=torch.float64)
+    evidence = dist.MultivariateNormal(torch.zeros(25, dtype=torch.float64), covariance).log_prob(y)
+    assert math.isclose(TraceQuadrature_ELBO().loss(model, guide, X, y), -evidence, rel_tol=1e-8)
+
+
+def test_more_rows_are_for_other_families():
+    assert issubclass(Exact, SiteFamily)
+    model, x = gaussian(kernels.RBF(0.3)), torch.rand(4001, 1)
+    refused(r"site 'f' has 4001 rows.*SVGP.*ComputationAware", lambda: AutoSparseGP(model, Exact())(x, x[:, 0]))

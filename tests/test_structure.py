@@ -62,7 +62,6 @@ MEET = {
 def test_the_bound_of_later_numbers_is_that_of_joint_draws(how):
     x, y = data()
     model = program(MEET[how])
-    pyro.set_rng_seed(0)
     guide, elbo = AutoSparseGP(model, SVGP(6)), TraceQuadrature_ELBO()
     train(model, guide, x, torch.zeros(()), y, steps=3, lr=0.01, loss=elbo)
     t, num = torch.ones((), dtype=x.dtype), 200
@@ -158,7 +157,6 @@ def test_one_posterior_of_values_at_different_rows_is_exact():
     )
     noise = torch.cat([torch.full((24,), 0.01), torch.full((5,), 0.0025)]).to(x)
     exact = dist.MultivariateNormal(torch.zeros_like(noise), covariance + noise.diag()).log_prob(torch.cat([y, few]))
-    pyro.set_rng_seed(0)
     guide = AutoSparseGP(fidelities, {("f", "d"): SVGP(x.clone(), trainable=False)})
     svi = SVI(fidelities, guide, pyro.optim.Adam({"lr": 1e-4}), TraceQuadrature_ELBO())
     for _ in range(30):
@@ -180,7 +178,6 @@ def test_kinks_have_exact_expectations(kind, family):
         with pyro.plate("rows", len(x)):
             pyro.sample("y", likelihood(f), obs=y)
 
-    pyro.set_rng_seed(0)
     guide, elbo = AutoSparseGP(model, family), TraceQuadrature_ELBO()
     train(model, guide, x, y, steps=5, lr=0.01, loss=elbo)
     with torch.no_grad():

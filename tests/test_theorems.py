@@ -114,14 +114,6 @@ class OneBlockOf(InducingFamily):
         return FullCholesky
 
 
-def test_svgp_reaches_titsias_bound():
-    x, y = data(num=40)
-    guide, bound = maximise(gaussian(KERNEL, NOISE), SVGP(8), x, y)
-    z = guide.gps.f.basis.inputs[0].detach()
-    assert titsias(x, y, z) - 0.1 < bound <= titsias(x, y, z) + 1e-6
-    assert bound < evidence(x, y)
-
-
 def test_solve_gp_lies_between_its_parts():
     """More points never hurt, and block-diagonal is no better than full (paper 1, section 3.3)."""
     x, y = data(num=40)

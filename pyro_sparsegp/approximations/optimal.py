@@ -68,7 +68,7 @@ class OptimalGP(SiteGP):
 class ExactGP(OptimalGP):
     """q(f | sites), exact: the basis is f at the sites' own inputs X, wherever these are now."""
 
-    unread = SiteGP.unread  # one row's variance may be 0, as a linear kernel's at 0 (test_exact.py)
+    unread = SiteGP.unread  # one row's variance may be 0, as a linear kernel's at 0 (test_sites.py)
 
     def features_at(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
         features = features_of(process.kernel, [Values(x)], process.jitter, name)

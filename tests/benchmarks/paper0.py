@@ -1,16 +1,14 @@
-"""Paper 0 (coupled posteriors of additive models): illustration, rank, costs, calibration.
+"""Paper 0 (coupled posteriors of additive models): illustration and rank.
 
 python tests/benchmarks/paper0.py PART [--out tests/benchmarks/paper0.md] [--short]
 
-PART is friedman, gap, cost or calibration; each writes its section of the table's file, and its picture beside it.
+PART is friedman or gap; each writes its section of the table's file; its pictures are of 0656b30.
 """
 
 import itertools
 import math
 import re
-import statistics
 import time
-from functools import partial
 
 import bench
 import pyro
@@ -128,8 +126,6 @@ def run_friedman(options):
             noise = pyro.param("noise").item() ** 2
             indices[label] = q.components.sobol_indices(400)
         rows.append([label, f"{-loss:.1f}", *(f"{error:.3f}" for error in errors), f"{noise:.3f}", f"{seconds:.0f}"])
-        if label.startswith("CoupledPrecision"):
-            picture(guide, x, y, options.out.with_name("paper0_friedman.png"))
     text = (
         f"Friedman's function of six columns (x6 inert), N = {num}, noise variance 1, the paper's kernel and Z. RMSE "
         f"of each effect's mean to the analytic ANOVA effect, at 2,000 uniform inputs. "
@@ -152,29 +148,6 @@ def run_friedman(options):
 def _interval(draws):
     low, high = draws.quantile(torch.tensor([0.025, 0.975]).to(draws)).tolist()
     return f"{draws.mean():.2f} [{low:.2f}, {high:.2f}]"
-
-
-@torch.no_grad()
-def picture(guide, x, y, path):
-    line = torch.full((200, 6), 0.5) + (torch.linspace(1e-3, 1, 200)[:, None] - 0.5)
-    parts, truth = guide.posterior(line)["f"].components, analytic(line)
-    figure, axes = bench.pyplot().subplots(2, 4, figsize=(14, 6), layout="constrained")
-    for axis, name in zip(axes.flat, LABELS):
-        column = LABELS.index(name)
-        mean, spread = parts[name].mean, 1.96 * parts[name].stddev
-        axis.plot(x[::10, column], (y - y.mean())[::10], ".", color="0.6", ms=2)
-        axis.fill_between(line[:, column], mean - spread, mean + spread, alpha=0.4, lw=0)
-        axis.plot(line[:, column], mean)
-        axis.plot(line[:, column], truth[name], "r--", lw=1)
-        axis.set(title=name, ylim=(-12, 12))
-    side = torch.linspace(1e-3, 1, 40)
-    plane = torch.cat([torch.cartesian_prod(side, side), torch.full((1600, 4), 0.5)], -1)
-    both = guide.posterior(plane)["f"].components["x1:x2"].mean, analytic(plane)["x1:x2"]
-    for axis, value, title in zip(axes.flat[6:], both, ("x1:x2, posterior mean", "x1:x2, analytic")):
-        shown = axis.contourf(side, side, value.reshape(40, 40).T, levels=torch.linspace(-6, 6, 25))
-        axis.set(title=title, xlabel="x1", ylabel="x2")
-        figure.colorbar(shown, ax=axis)
-    figure.savefig(path, dpi=70)
 
 
 # What rank a user needs.
@@ -234,9 +207,8 @@ def run_gap(options):
     num, iterations = (500, 30) if options.short else (5000, 400)
     ranks = [2, 16] if options.short else [1, 4, 16, 64, 113]
     kinds = {"Anova": (anova, fixed_inputs()), "plain": (plain, [*fixed_inputs()[:6], None])}
-    figure, axes = bench.pyplot().subplots(1, 4, figsize=(15, 3.3), sharey=True, layout="constrained")
     rows = []
-    for axis, ((name, (make, z)), length) in zip(axes, itertools.product(kinds.items(), (0.3, 0.8))):
+    for (name, (make, z)), length in itertools.product(kinds.items(), (0.3, 0.8)):
         pyro.set_rng_seed(0)
         x = torch.rand(num, 6)
         kernel = make(torch.full((7,), 10.0), torch.full((8,), length))
@@ -246,13 +218,7 @@ def run_gap(options):
         found = gaps(phi, ranks, iterations)
         print(name, length, found, flush=True)
         for base in ("block", "block, from levels", "block, as it starts", "identity"):
-            axis.plot(ranks, [max(value, 1e-3) for value in found[base]], "o-", label=base)
             rows.append([name, length, f"{found['mean field']:.2f}", base, *(f"{value:.2f}" for value in found[base])])
-        axis.axhline(found["mean field"], color="k", ls="--", lw=1, label="mean field")
-        axis.set(xscale="log", yscale="log", xlabel="rank", title=f"{name}, length scale {length}")
-    axes[0].set_ylabel("nats below the full posterior's bound")
-    axes[0].legend()
-    figure.savefig(options.out.with_name("paper0_gap.png"), dpi=70)
     text = (
         "What the bound of a Gaussian likelihood loses against one full covariance (CoupledCovariance, gap 0), in "
         f"nats. N = {num} Friedman inputs, all hyperparameters fixed (variances 10, constant 100, noise variance 1). "
@@ -267,128 +233,9 @@ def run_gap(options):
     record(options, "gap", "Gap to the full posterior, by rank and base", text)
 
 
-# Cost by the number of terms.
-
-
-def run_cost(options):
-    numbers, rounds, rows_a_step = ([4, 8], 1, 100) if options.short else ([4, 8, 16, 32, 64], 5, 1000)
-    kinds = {
-        "mean field": lambda z: MeanFieldAdditive(z, trainable=False),
-        "coupled precision, rank 16": lambda z: CoupledPrecision(z, rank=16, trainable=False),
-        "coupled covariance": lambda z: CoupledCovariance(z, trainable=False),
-    }
-    z = torch.linspace(0, 1, 16)[:, None]
-    found = {name: [] for name in kinds}
-    for terms in numbers:
-        x = torch.rand(rows_a_step, terms)
-        y = torch.randn(rows_a_step)
-
-        def model(x, y=None):
-            length = bench.positive("length", 0.3 * torch.ones(x.shape[-1]))
-            kernel = sum(kernels.RBF(length[i])[i] for i in range(x.shape[-1]))
-            f = pyro.sample("f", GaussianProcess(kernel, x))
-            with pyro.plate("data", len(x)):
-                return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
-
-        pyro.clear_param_store()
-        guides = {name: AutoSparseGP(model, make(z)) for name, make in kinds.items()}
-        steps = {name: bench.Training(model, guide, x, y, 1e-3).step for name, guide in guides.items()}
-        steps |= {  # side by side
-            f"KL of {name}": lambda guide=guide: guide.gps.f.coefficients().kl().backward()
-            for name, guide in guides.items()
-        }
-        times = bench.interleaved(steps, rounds, warm=1)
-        for name, guide in guides.items():
-            # What the family stores: of a triangular factor, one half.
-            stored = sum(
-                (p.shape[-1] * (p.shape[-1] + 1) // 2 if "tril" in key else p.numel())
-                for key, p in guide.gps.f.coefficients.named_parameters()
-            )
-            medians = (statistics.median(times[key]) for key in (name, f"KL of {name}"))
-            found[name].append((stored, *medians))
-            print(terms, name, found[name][-1], flush=True)
-    rows = [[name, *(f"{a:,} / {b:.1f} / {c:.2f}" for a, b, c in entries)] for name, entries in found.items()]
-    figure, axes = bench.pyplot().subplots(1, 3, figsize=(12, 3.4), layout="constrained")
-    for i, (axis, title) in enumerate(zip(axes, ("numbers stored", "step, ms of CPU time", "KL and its gradient, ms"))):
-        for name, entries in found.items():
-            axis.plot(numbers, [entry[i] for entry in entries], "o-", label=name)
-        axis.set(xscale="log", yscale="log", xlabel="terms C", title=title)
-    axes[0].legend()
-    figure.savefig(options.out.with_name("paper0_cost.png"), dpi=80)
-    text = (
-        f"C one-dimensional RBF terms, 16 inducing inputs each, {rows_a_step} rows a step, float64: numbers stored / "
-        f"milliseconds of CPU time a training step / of the KL and its gradient alone (medians of {rounds} rounds, "
-        "side by side). Of a step, the kernels, their Cholesky factors and the features are the same for all three.\n\n"
-        + bench.table(["family", *(f"C = {terms}" for terms in numbers)], rows)
-        + "\n\n![cost](paper0_cost.png)"
-    )
-    record(options, "cost", "Cost by the number of terms", text)
-
-
-# Calibration.
-
-
-def correlated(num, columns, correlation, generator: torch.Generator):
-    """Uniform columns with a Gaussian copula."""
-    common = torch.randn(num, 1, generator=generator)
-    own = torch.randn(num, columns, generator=generator)
-    return torch.special.ndtr(correlation**0.5 * common + (1 - correlation) ** 0.5 * own)
-
-
-def coverage(families, correlation, sets, num=200, iterations=80):
-    """How often 95 % intervals of three effects, at the inputs, cover the function that the prior drew."""
-    kernel = sum(2.0 * kernels.Anova(kernels.RBF(0.3))[i] for i in range(3)) + kernels.Constant(1.0)
-
-    def model(x, y=None):
-        f = pyro.sample("f", GaussianProcess(kernel, x))
-        with pyro.plate("data", len(x)):
-            return pyro.sample("y", dist.Normal(f, 0.5), obs=y)
-
-    hits = {name: [] for name in families}
-    for seed in range(sets):
-        pyro.set_rng_seed(seed)
-        x = correlated(num, 3, correlation, torch.Generator().manual_seed(seed))
-        effects = [GaussianProcess(term, x, jitter=1e-8).rsample() for term in kernel.terms]
-        y = sum(effects) + 0.5 * torch.randn(num)
-        for name, family in families.items():
-            pyro.set_rng_seed(seed)
-            guide = AutoSparseGP(model, bench.by_gradients(family))
-            bound = TraceQuadrature_ELBO(2)(model, guide)
-            bound(x, y)
-            minimised(partial(bound, x, y), guide.parameters(), iterations)
-            with torch.no_grad():
-                parts = guide.posterior(x)["f"].components
-            hits[name].extend(
-                ((p.mean - f).abs() < 1.96 * p.stddev).double().mean() for p, f in zip(parts, effects[:3])
-            )
-    return {name: torch.stack(values).mean().item() for name, values in hits.items()}
-
-
-def run_calibration(options):
-    sets = 2 if options.short else 15
-    z = [torch.linspace(0, 1, 16)[:, None]] * 3 + [None]
-    families = {
-        'CoupledPrecision, rank 16, base="block"': CoupledPrecision(z, rank=16, trainable=False),
-        'CoupledPrecision, rank 32, base="identity"': CoupledPrecision(z, rank=32, base="identity", trainable=False),
-        "MeanFieldAdditive": MeanFieldAdditive(z, trainable=False),
-    }
-    correlations = [0.0, 0.9]
-    found = [coverage(families, correlation, sets) for correlation in correlations]
-    rows = [[name, *(f"{100 * values[name]:.1f} %" for values in found)] for name in families]
-    text = (
-        f"Coverage of 95 % marginal intervals of three effects, at the inputs, over {sets} data sets of 200 rows: "
-        "functions drawn from the prior (zero-mean RBF terms, length scale 0.3, variance 2), noise 0.5, "
-        "hyperparameters known; uniform inputs with a Gaussian copula of the given correlation. 16 regular inducing "
-        "inputs a term.\n\n" + bench.table(["family", *(f"correlation {c}" for c in correlations)], rows)
-    )
-    record(options, "calibration", "Calibration of the effects", text)
-
-
 PARTS = {
     "friedman": run_friedman,
     "gap": run_gap,
-    "cost": run_cost,
-    "calibration": run_calibration,
 }
 
 

@@ -1,6 +1,6 @@
 """Paper 2's table 1 on this machine: exact GP, SGPR, SVGP, GPyTorch's CG-based GP, CaGP-CG and CaGP-Opt side by side.
 
-python tests/benchmarks/paper2.py --data DIR [--sets parkinsons bike] [--seconds 120] [--out table.md --plot curves.png]
+python tests/benchmarks/paper2.py --data DIR [--sets parkinsons bike] [--seconds 120] [--out table.md]
 
 DIR holds ``<set>.npz`` with X, y and packed official test masks (UCI). Split 0; inputs and targets standardised from
 the training rows; Matern-3/2, a length scale a column, an output scale, a noise, starting at 1, 1 and 0.3. A tenth
@@ -132,13 +132,13 @@ METHODS = {  # a trainer, its precision, and the sets that it can do
 
 
 def one(trainer, dtype, split, options):
-    """The best (rate, epoch) by validation: table cells and curve of test NLL; or why there is none."""
+    """The best (rate, epoch) by validation: table cells; or why there is none."""
     (x, y), valid, test = [tuple(part.to(dtype) for part in pair) for pair in split]
     best, failure = None, ""
     for rate in options.rates:
         torch.manual_seed(0)
         pyro.set_rng_seed(0)
-        curve, spent, evaluate = [], 0.0, 1.0
+        spent, evaluate = 0.0, 1.0
         try:
             epoch, optimiser, predict, noise = trainer(x, y, rate)
             for count in itertools.count(1):
@@ -151,29 +151,15 @@ def one(trainer, dtype, split, options):
                     evaluate = max(1.15 * spent, spent + 1.0)
                     validated = -bench.scores(*predict(valid[0]), valid[1])[0]
                     density, rmse, inside = bench.scores(*predict(test[0]), test[1])
-                    curve.append((spent, -density))
                     if math.isfinite(validated) and (best is None or validated < best[0]):
                         scores = f"{-density:.3f}", f"{rmse:.4f}", f"{abs(0.95 - inside):.3f}"
-                        best = validated, (f"{rate:g}", count, *scores, f"{noise():.4f}", f"{spent:.0f}"), curve
+                        best = validated, (f"{rate:g}", count, *scores, f"{noise():.4f}", f"{spent:.0f}")
                 if spent >= options.seconds:
                     break
         except (ValueError, RuntimeError) as error:
             failure = str(error).splitlines()[0][:80]
             print(f"rate {rate}: {failure}", flush=True)
-    return best[1:] if best else (("", "", f"failed: {failure}", "", "", "", ""), [])
-
-
-def draw(curves, path):
-    """Learning curves, a panel a set."""
-    figure, axes = bench.pyplot().subplots(
-        1, len(curves), figsize=(4.5 * len(curves), 3.6), squeeze=False, layout="tight"
-    )
-    for (name, methods), axis in zip(curves.items(), axes[0]):
-        for method, curve in methods.items():
-            axis.plot(*zip(*curve), label=method)
-        axis.set(title=name, xlabel="seconds of training", ylabel="test NLL", xscale="log")
-        axis.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    return best[1] if best else ("", "", f"failed: {failure}", "", "", "", "")
 
 
 def main():
@@ -186,7 +172,6 @@ def main():
         seconds=120.0,
         rows=10**9,  # at most
         out=None,
-        plot=None,
     )
     page = bench.Page(options.out)
     page.say(
@@ -198,19 +183,15 @@ def main():
         *("set (rows)", "method", "rate", "epoch", "NLL", "RMSE", "abs(0.95 − coverage)", "noise sd", "seconds"),
         "paper: NLL, RMSE, time",
     )
-    curves = {name: {} for name in options.sets}
     for name in options.sets:
         split = load(options.data, name, options.rows)
         for method in options.methods:
             trainer, dtype, only = METHODS[method]
             if not only or name in only:
-                cells, curve = one(trainer, dtype, split, options)
+                cells = one(trainer, dtype, split, options)
                 theirs = PAPER.get((name, method))
                 paper = f"{theirs[0]:.3f}, {theirs[1]:.3f}, {theirs[2]}" if theirs else ""
                 page.row(f"{name} ({len(split[0][0])})", method, *cells, paper)
-                curves[name] |= {method: curve} if curve else {}
-    if options.plot:
-        draw(curves, options.plot)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
 python tests/benchmarks/paper3.py table --data DIR [--sets pol protein] [--seconds 60] [--seeds 2 1] [--out paper3.md]
 python tests/benchmarks/paper3.py function [--iterations 10000] [--plot paper3.png] [--out paper3.md]
-python tests/benchmarks/paper3.py sweep [--seconds 15] [--points 100 10000] [--plot paper3_sweep.png] [--out paper3.md]
 
---out names a file with a pair of lines ``<!-- table -->`` and ``<!-- end table -->`` (or ``function``, ``sweep``): what
+--out names a file with a pair of lines ``<!-- table -->`` and ``<!-- end table -->`` (or ``function``): what
 stands between them is replaced.
 
 DIR holds ``<set>.npz`` with X and y. As in the paper: inputs to [-1, 1] and targets to mean 0 and variance 1 before
@@ -372,33 +371,9 @@ def function(options):
     figure.savefig(options.plot or "paper3.png", dpi=70)
 
 
-def sweep(options):
-    """Figure 3: errors and time against the number of points."""
-    what = f"at most {options.seconds:g} s of training or {options.iterations} iterations; 1,000 test points."
-    heads = "n", "method", "MAE", "RMSE", "NLL", "RMSE to the function", "iterations", "seconds for 1,000"
-    page, found = Section(options, "sweep", what, heads), {}
-    for num, label in itertools.product(options.points, TITLES):
-        if label in ("GP", "DKL") and num > options.exact_rows:
-            continue
-        train, test = sample(num, 0, options.device), sample(1000, 1, options.device)
-        method = Method(label, mlp, train[0])
-        spent, count = fit(method, train, None, options, options.seconds, options.iterations)
-        judged = judge(method, train, test)[:4]
-        found.setdefault(label, []).append((num, *judged, 1000 * spent / count))
-        page.row(num, label, *(f"{value:.4f}" for value in judged), count, f"{1000 * spent / count:.1f}")
-    figure, axes = bench.pyplot().subplots(1, 3, figsize=(13, 3.5), layout="tight")
-    for axis, (place, title) in zip(axes, [(4, "RMSE to the function"), (3, "NLL"), (5, "seconds for 1,000 steps")]):
-        for label, rows in found.items():
-            axis.plot([row[0] for row in rows], [row[place] for row in rows], ".-", label=label)
-        axis.set(xscale="log", xlabel="n", title=title, yscale="linear" if place == 3 else "log")
-    axes[0].legend()
-    figure.savefig(options.plot or "paper3_sweep.png", dpi=70)
-
-
 DEFAULTS = {  # seconds, exact rows and points, by the part
     "table": (table, 60.0, 3000, [0]),
     "function": (function, math.inf, 0, [100]),
-    "sweep": (sweep, 15.0, 1000, [100, 316, 1000, 3162, 10_000, 31_623, 100_000]),
 }
 
 
@@ -415,7 +390,7 @@ def main():
         methods=METHODS,
         seconds=0.0,
         seeds=[1],  # how many, of all sets or of each
-        exact_rows=0,  # of GP and DKL; beyond that many points the sweep leaves them out
+        exact_rows=0,  # of GP and DKL
         points=[0],
         iterations=10_000,
         plot=None,

@@ -1,8 +1,8 @@
 """Paper 4's experiments on this machine: expectation propagation against SVGP, the paper's figures beside ours.
 
-python tests/benchmarks/paper4.py PART --data DIR [--out DIR] [--repeats 3] [--seconds 60] [--device cpu]
+python tests/benchmarks/paper4.py PART --data DIR [--repeats 3] [--seconds 60] [--device cpu]
 
-PART is table1, banana, image, pima, mnist, flights or tables (which only writes paper4.md from what the others left).
+PART is table1, mnist or flights; a section of paper4.md is printed, whose pictures and other sections 0656b30 made.
 DIR holds the data, ``<set>.npz`` with X and y. Probit likelihood; squared exponential kernel with a length scale a
 column (starting at the median distance of inputs), an amplitude (1) and additive noise (0.1); inducing inputs start
 at random training rows, the same for all methods. SEP is ExpectationPropagation with damping 0.5 and a rate a
@@ -12,10 +12,8 @@ SEP with damping 0.99, and by Adam(0.01). Times are of training alone.
 """
 
 import itertools
-import json
 import math
 import time
-from functools import partial
 from pathlib import Path
 
 import bench
@@ -205,31 +203,6 @@ def table1(args):
     return found
 
 
-def image(args):
-    """NLL against time for three numbers of inducing points."""
-    found = {}
-    for seed in range(args.repeats):
-        data = split(args, "image", seed)
-        ways = {"SEP": expectation, "outer": partial(expectation, **OUTER), "SVGP": variational}
-        for (num, share), (method, make) in itertools.product({4: 0.3, 50: 0.6, 200: 1.0}.items(), ways.items()):
-            pyro.set_rng_seed(seed)
-            z = data.inducing(num, seed)
-            add(found, f"{num} {method}", curve(make(data, z), data, args.seconds * share))
-    plot_curves(args, "image", found, [f"m = {num}" for num in (4, 50, 200)], 1)
-    return found
-
-
-def pima(args):
-    """log Z against time: inner and outer updates, matched and exact gradients."""
-    data = split(args, "pima_ripley532")
-    z, found = data.inducing(300, 0), {}
-    for schedule, gradient in itertools.product(("inner", "outer"), ("matched", "exact")):
-        options = OUTER | {"schedule": schedule, "gradient": gradient}
-        add(found, f"{schedule}, {gradient}", curve(expectation(data, z, **options), data, args.seconds))
-    plot_curves(args, "pima", {f"x {key}": value for key, value in found.items()}, ["Pima, m = 300"], 3)
-    return found
-
-
 def stochastic(args, data, more):
     """Error and NLL against time of mini-batches of 200 with m = 200, and more."""
     z, found = data.inducing(200, 0), {}
@@ -250,13 +223,11 @@ def mnist(args):
     x = torch.from_numpy(np.concatenate([z["Xtrain"], z["Xtest"]])).flatten(1).float() / 255
     y = torch.from_numpy(np.concatenate([z["ytrain"], z["ytest"]]) % 2).float()
     data = Data(x, y, slice(60000), slice(60000, None), args.device)
-    found = stochastic(
+    return stochastic(
         args,
         data,
         lambda data, z: {"SEP, batch": lambda: expectation(data, z), "SVGP, batch": lambda: variational(data, z)},
     )
-    plot_curves(args, "mnist", {f"x {key}": value for key, value in found.items()}, ["mnist"], 1)
-    return found
 
 
 def flights(args):
@@ -272,25 +243,6 @@ def flights(args):
     nll = -(labels * p.log() + (1 - labels) * (1 - p).log()).mean()
     error = ((p > 0.5) != (labels > 0.5)).double().mean()
     add(found, "logistic regression", [[seconds, float(nll), float(error), math.nan]])
-    plot_curves(args, "flights", {f"x {key}": value for key, value in found.items()}, ["flights"], 1)
-    return found
-
-
-def banana(args):
-    """Decision boundaries and inducing points."""
-    data, line, found = split(args, "banana"), torch.linspace(-3, 3, 80), {}
-    figure, axes = bench.pyplot().subplots(2, 6, figsize=(15, 5), sharex=True, sharey=True, layout="constrained")
-    for axis, (method, num) in zip(axes.flat, itertools.product(("SEP", "SVGP"), (4, 8, 16, 32, 64, 128))):
-        pyro.set_rng_seed(0)
-        z = data.inducing(num, 0)
-        guide = trained(expectation(data, z), 250) if method == "SEP" else trained(variational(data, z), 25)
-        add(found, f"{num} {method}", data.scores(guide))
-        axis.scatter(*data.x.mT.cpu(), c=data.y.cpu(), s=1, cmap="coolwarm", alpha=0.4)
-        mean = guide.posterior(torch.cartesian_prod(line, line).to(data.x))["f"].mean.detach()
-        axis.contour(line, line, mean.reshape(80, 80).mT.cpu(), levels=[0.0], colors="black")
-        axis.plot(*guide.gps.f.basis.inputs[0].detach().mT.cpu(), "k.", markersize=5)
-        axis.set_title(f"{method}, m = {num}: {found[f'{num} {method}'][0][0]:.3f}")
-    figure.savefig(args.out / "paper4_banana.png", dpi=80)
     return found
 
 
@@ -298,24 +250,6 @@ def add(found, key, value):
     """One more repeat."""
     found.setdefault(key, []).append(value)
     print(key, value[-1], flush=True)
-
-
-def plot_curves(args, name, found, titles, what):
-    """Means over repeats of column ``what`` against time; keys are "panel method"."""
-    panels = list(dict.fromkeys(key.split(" ", 1)[0] for key in found))
-    figure, axes = bench.pyplot().subplots(
-        1, len(panels), figsize=(5 * len(panels), 3.5), squeeze=False, layout="constrained"
-    )
-    for axis, panel, title in zip(axes[0], panels, titles):
-        for key, curves in found.items():
-            if key.split(" ", 1)[0] == panel:
-                curves = [np.array(c) for c in curves]
-                times = curves[0][:, 0]
-                means = np.mean([np.interp(times, c[:, 0], c[:, what]) for c in curves], 0)
-                axis.plot(times, -means if what == 3 else means, ".-", label=key.split(" ", 1)[1])
-        axis.set(xscale="log", xlabel="seconds", title=title, ylabel={1: "test NLL", 3: "log Z"}[what])
-        axis.legend()
-    figure.savefig(args.out / f"paper4_{name}.png", dpi=80)
 
 
 # The page.
@@ -337,40 +271,12 @@ def of_table1(found):
     return note, bench.table(heads, [*rows, ["seconds", *times]])
 
 
-def of_image(found):
-    rows = []
-    for num in (4, 50, 200):
-        each = []
-        for svgp, ep, slow in zip(found[f"{num} SVGP"], found[f"{num} SEP"], found[f"{num} outer"]):
-            end = svgp[-1][1]
-            each.append([end, reached(svgp, 1.01 * end), reached(ep, end), ep[-1][1], slow[-1][1]])
-        rows.append([num, *(f"{cell:.3g}" for cell in np.mean(each, 0))])
-    heads = ["m", "SVGP's NLL", "SVGP", "SEP", "SEP's NLL", "outer's NLL"]
-    return bench.table(heads, rows), "SVGP's time is to within 1 % of its end; ∞ is never."
-
-
 def of_curves(found):
     rows = []
     for key, (line,) in found.items():
         seconds, nll, error = line[-1][:3]
         rows.append([key, f"{seconds:.0f}", f"{error:.2%}", f"{nll:.4f}", f"{before(line, 4)[1]:.4f}"])
     return (bench.table(["method", "seconds", "error", "NLL", "NLL after a quarter of the time"], rows),)
-
-
-def of_pima(found):
-    lines = {key: line for key, (line,) in found.items()}
-    rows = [[k, f"{-before(a, 10)[3]:.1f}", f"{-a[-1][3]:.1f}", f"{a[-1][1]:.3f}"] for k, a in lines.items()]
-    heads = ["updates, gradient", "log Z at a tenth of the time", "log Z at the end", "test NLL"]
-    return (bench.table(heads, rows),)
-
-
-def of_banana(found):
-    return ("Titles give the test NLL.",)
-
-
-def reached(line, level):
-    """When a curve first is at or below a level."""
-    return next((point[0] for point in line if point[1] <= level), math.inf)
 
 
 def before(line, share):
@@ -380,49 +286,19 @@ def before(line, share):
 
 PARTS = {  # what runs, the section's title and what it says of the figures
     "table1": (table1, "Table 1: test NLL after 250 iterations", of_table1),
-    "image": (image, "Image: seconds to SVGP's final NLL", of_image),
     "mnist": (
         mnist,
         "MNIST, odd against even (the paper, by all data: SEP 2.7 % and 0.0694, SVI 2.2 % and 0.0655)",
         of_curves,
     ),
     "flights": (flights, "Flights, Houston 2011, late or not", of_curves),
-    "pima": (pima, "Figure 1: Pima (Ripley's), m = 300", of_pima),
-    "banana": (banana, "Figure 2: banana", of_banana),
 }
 
 
-def write(args):
-    """paper4.md from the parts' figures."""
-    page = bench.Page(args.out / "paper4.md")
-    page.say("# Paper 4 (scalable expectation propagation)", "", "Made by `python tests/benchmarks/paper4.py PART`.")
-    for name, (_, title, text) in PARTS.items():
-        path = args.out / f"paper4_{name}.json"
-        if path.exists():
-            part = json.loads(path.read_text())
-            page.say("", f"## {title}, {part['on']}", "")
-            picture = [] if name == "table1" else [f"![](paper4_{name}.png)"]
-            page.say("\n\n".join([*picture, *text(part["found"])]))
-
-
 def main():
-    args = bench.parsed(
-        __doc__,
-        *PARTS,
-        "tables",
-        data=Path(),
-        out=bench.HERE,
-        repeats=3,
-        seconds=60.0,
-        sets=list(SETS),
-        device="cpu",
-    )
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.part != "tables":
-        found = PARTS[args.part][0](args)
-        path = args.out / f"paper4_{args.part}.json"
-        path.write_text(json.dumps({"on": bench.machine(args.device), "found": found}))
-    write(args)
+    args = bench.parsed(__doc__, *PARTS, data=Path(), repeats=3, seconds=60.0, sets=list(SETS), device="cpu")
+    run, title, text = PARTS[args.part]
+    bench.Page().say("", f"## {title}, {bench.machine(args.device)}", "", "\n\n".join(text(run(args))))
 
 
 if __name__ == "__main__":
