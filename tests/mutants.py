@@ -126,9 +126,9 @@ level-not-of-training: test_deep_basis.py::test_level_of_prediction_is_over_the_
 anova-mean: test_anova.py
 - value = self.base(x, z) - left[..., :, None] * (right * inverse[..., None])[..., None, :]
 + value = self.base(x, z) - left[..., :, None] * right[..., None, :]
-affine-sums-apart: test_affine.py::test_sums_of_functions_of_one_posterior_have_exact_expectations
-- groups.setdefault(id(posterior if share is None else share.whole), []).append(gp)
-+ groups.setdefault(id(posterior), []).append(gp)
+affine-of-the-prior: test_affine.py::test_the_bound_and_its_gradients_are_those_of_whole_covariances
+- total = total + above_rounding(prior + change, prior)
++ total = total + above_rounding(prior, prior)
 affine-without-scale: test_affine.py::test_one_step_under_precise_correlated_noise_is_the_collapsed_bound
 - return solve_lower(fn.scale_tril, rows.reshape(*fn.loc.shape, -1)).reshape(rows.shape)
 + return rows
@@ -235,8 +235,8 @@ rows-apart: test_joint.py::test_three_sites_are_drawn_row_by_row
 - covariance = covariance - mine * its
 + covariance = covariance + mine * its
 never-crossed: test_joint.py::test_sites_that_meet_across_rows_have_the_bound_of_joint_draws
-- crossed.append([f, g])
-+ crossed = []
+- if g in found.group(f) and any(owners[f][key].crosses(owners[g][key]) for key in densities)
++ if False
 a-product-is-a-sum: test_joint.py::test_separate_posteriors_of_a_sum_are_told_of
 - both = [(part[k], part[k + 1]) for part in parts for k in (4 * i, 4 * i + 2)]
 + both = [(part[k], part[k + 1]) for part in parts for k in (4 * i,)]
@@ -313,8 +313,8 @@ noise-is-shared: test_botorch.py::test_noise_and_its_absence
 - covariances = covariances + noises[chosen].diag_embed()
 + covariances = covariances + noises[chosen][..., None]
 batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient
-- return Rows(same, inputs, steps and (same or (guide.takes_batches and not fewer)), relation)
-+ return Rows(same, inputs, steps and same, relation)
+- return replace(rows, learns=True) if steps and not same and guide.takes_batches and not rows.fewer else rows
++ return rows
 batches-read-where-q-was: test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows
 - module.sites.progress["marginals"] = None  # those of another step
 + pass
