@@ -15,7 +15,7 @@ from pyro_sparsegp import (
     TraceQuadrature_ELBO,
     kernels,
 )
-from pyro_sparsegp.families import SVGP, ExactWeightSpace, SparseEP, WeightSpace
+from pyro_sparsegp.families import SGPR, SVGP, ExactWeightSpace, SparseEP, WeightSpace
 
 from .models import observed, one_function, prepared, refused, train
 

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import json
 import math
 import platform
 import statistics
@@ -16,7 +15,6 @@ import torch
 from torch.distributions import constraints
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
-from pyro_sparsegp.families import FreeFormFamily
 
 HERE = Path(__file__).parent
 
@@ -133,20 +131,6 @@ class Training:
         return self
 
 
-def by_gradients(family):
-    """The family with q's mean and scale for parameters, for a line search."""
-    return family.learning(natural=False) if isinstance(family, FreeFormFamily) else family
-
-
-def lbfgs(loss, parameters, iterations, most=None, **options):
-    """L-BFGS with a line search, to the minimum; the loss there."""
-    optimiser = torch.optim.LBFGS(
-        list(parameters), max_iter=iterations, max_eval=most, line_search_fn="strong_wolfe", **options
-    )
-    optimiser.step(descending(optimiser, loss))
-    return loss().item()
-
-
 def descending(optimiser, loss):
     """A closure of an optimiser."""
 
@@ -195,22 +179,6 @@ def scores(mean, variance, y):
 
 
 # Pages.
-
-
-class Kept(dict):
-    """Runs by name, in a file that is written as they end: the same command goes on from there."""
-
-    def __init__(self, path):
-        super().__init__(json.loads(path.read_text()) if path.exists() else {})
-        self.path = path
-
-    def run(self, key, function):
-        """What the function found, now or before."""
-        if key not in self:
-            self[key] = function()
-            self.path.write_text(json.dumps(self))
-            print(key, str(self[key])[:200], flush=True)
-        return self[key]
 
 
 class Page:

@@ -1,11 +1,10 @@
-"""Paper 0 (coupled posteriors of additive models): illustration and rank.
+"""Paper 0 (coupled posteriors of additive models): its section 7.
 
-python tests/benchmarks/paper0.py PART [--out tests/benchmarks/paper0.md] [--short]
+python tests/benchmarks/paper0.py [--out tests/benchmarks/paper0.md] [--short]
 
-PART is friedman or gap; each writes its section of the table's file; its pictures are of 0656b30.
+It writes its section of the table's file; the other sections and the pictures are of 0656b30.
 """
 
-import itertools
 import math
 import re
 import time
@@ -19,25 +18,18 @@ from pyro.optim import ClippedAdam
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, kernels
 from pyro_sparsegp.families import CoupledCovariance, CoupledPrecision, MeanFieldAdditive
-from pyro_sparsegp.gaussians import BlockPlusLowRank, IdentityPlusLowRank
 
 
-def record(options, part, title, text):
+def record(options, title, text):
     """Replace the part's section of the file."""
     short = " --short" if options.short else ""
-    made = f"Made by `python tests/benchmarks/paper0.py {part}{short}`, {bench.machine()}."
+    made = f"Made by `python tests/benchmarks/paper0.py{short}`, {bench.machine()}."
     section = f"## {title}\n\n{made}\n\n{text.strip()}\n"
     print(section, flush=True)
     old = options.out.read_text() if options.out.exists() else "# Paper 0 (coupled posteriors of additive models)\n"
     pattern = rf"## {re.escape(title)}\n.*?(?=\n## |\Z)"
     new = re.sub(pattern, lambda _: section, old, flags=re.S) if f"## {title}\n" in old else f"{old}\n{section}"
     options.out.write_text(new)
-
-
-def minimised(loss, parameters, iterations):
-    """The least loss that L-BFGS finds."""
-    more = {"history_size": 50, "tolerance_grad": 1e-7, "tolerance_change": 1e-11}
-    return bench.lbfgs(loss, parameters, iterations, 2 * iterations, **more)
 
 
 # Section 7 of the paper.
@@ -142,7 +134,7 @@ def run_friedman(options):
         )
         + "\n\n![effects](paper0_friedman.png)"
     )
-    record(options, "friedman", "Section 7: Friedman's function", text)
+    record(options, "Section 7: Friedman's function", text)
 
 
 def _interval(draws):
@@ -150,100 +142,11 @@ def _interval(draws):
     return f"{draws.mean():.2f} [{low:.2f}, {high:.2f}]"
 
 
-# What rank a user needs.
-
-
-def gap(q, gram_factor, log_det):
-    """KL from the optimum N(m, P⁻¹), P = I + ΦᵀΦ/σ², of q with the optimum's mean: ½(tr PS − M − log|PS|).
-
-    It is what the bound of a Gaussian likelihood loses by the family; Φᵀ Φ/σ² = CᵀC comes as C.
-    """
-    size = sum(part.square().sum() for part in gram_factor)
-    return q.kl() + 0.5 * (q.variance_change(gram_factor).sum() + size) - 0.5 * log_det
-
-
-def gaps(phi, ranks, iterations):
-    """The gaps at noise variance 1, the low-rank ones by L-BFGS; that of one full covariance is 0."""
-    sizes = [part.shape[-1] for part in phi]
-    joined = torch.cat(phi, -1)
-    gram = joined.mT @ joined
-    precision = gram + torch.eye(len(gram))
-    log_det = torch.linalg.slogdet(precision)[1]
-    jitter = 1e-12 * gram.trace() / len(gram)
-    factor = list(torch.linalg.cholesky(gram + jitter * torch.eye(len(gram))).mT.split(sizes, -1))
-    own = [rows.split(sizes, -1)[i] for i, rows in enumerate(precision.split(sizes))]
-    found = {"mean field": 0.5 * (sum(torch.linalg.slogdet(part)[1] for part in own) - log_det).item()}
-    # P = I + Φ̃ᵀΦ̃ + NΦ̄Φ̄ᵀ for centred features Φ̃ and their means: what terms share first of all is their level.
-    levels = [math.sqrt(len(part)) * part.mean(0) for part in phi]
-    centred = [part - level[:, None] * level for part, level in zip(own, levels)]
-    starts = {"block": own, "block, from levels": centred, "block, as it starts": None, "identity": None}
-    scale = joined.square().sum(-1).mean().rsqrt()
-    for label, blocks in starts.items():
-        found[label] = []
-        for rank in ranks:
-            torch.manual_seed(0)
-            kind = IdentityPlusLowRank if label == "identity" else BlockPlusLowRank
-            module = kind(sizes, (), joined.new_zeros(()), rank=rank)
-            if blocks is None:  # from the prior, and the leading directions of ΦᵀΦ
-                module.start(None, [scale * part for part in phi])
-            for i, part in enumerate(blocks or ()):
-                tril = torch.linalg.cholesky(torch.linalg.inv(part))
-                setattr(module, f"scale_tril_{i}", tril)
-                if blocks is centred:
-                    first = (tril.mT @ levels[i])[:, None]
-                    setattr(module, f"b_{i}", torch.cat([first, 0.1 * getattr(module, f"b_{i}").detach()[:, 1:]], -1))
-            parameters = [p for name, p in module.named_parameters() if "loc" not in name]
-            found[label].append(minimised(lambda module=module: gap(module(), factor, log_det), parameters, iterations))
-    return found
-
-
-def plain(variances, lengths):
-    """Main effects as plain squared exponentials and a constant: their levels are not told apart."""
-    parts = (variances[i] * kernels.RBF(lengths[i])[i] for i in range(6))
-    return sum(parts) + kernels.Constant(100.0)
-
-
-def run_gap(options):
-    num, iterations = (500, 30) if options.short else (5000, 400)
-    ranks = [2, 16] if options.short else [1, 4, 16, 64, 113]
-    kinds = {"Anova": (anova, fixed_inputs()), "plain": (plain, [*fixed_inputs()[:6], None])}
-    rows = []
-    for (name, (make, z)), length in itertools.product(kinds.items(), (0.3, 0.8)):
-        pyro.set_rng_seed(0)
-        x = torch.rand(num, 6)
-        kernel = make(torch.full((7,), 10.0), torch.full((8,), length))
-        basis = CoupledCovariance(z).new_basis(GaussianProcess(kernel, x), "f")
-        with torch.no_grad():
-            phi = basis(kernel, None, "f")(x)
-        found = gaps(phi, ranks, iterations)
-        print(name, length, found, flush=True)
-        for base in ("block", "block, from levels", "block, as it starts", "identity"):
-            rows.append([name, length, f"{found['mean field']:.2f}", base, *(f"{value:.2f}" for value in found[base])])
-    text = (
-        "What the bound of a Gaussian likelihood loses against one full covariance (CoupledCovariance, gap 0), in "
-        f"nats. N = {num} Friedman inputs, all hyperparameters fixed (variances 10, constant 100, noise variance 1). "
-        "Anova is the paper's kernel and Z (113 coefficients in 8 blocks), plain six main effects of squared "
-        "exponentials with 16 points each and a constant (97 in 7). Mean field in closed form, low ranks by L-BFGS, "
-        f"{iterations} iterations: the block base from the mean field's optimum; from the coupling of the levels, "
-        "I + Φ̃ᵀΦ̃ + NΦ̄Φ̄ᵀ with centred features and their means, which is of rank 1; and, as the family starts, from the "
-        "prior and the leading directions of ΦᵀΦ. By natural steps, the family's default: natural.md.\n\n"
-        + bench.table(["kernel", "length scale", "mean field", "base", *(f"rank {rank}" for rank in ranks)], rows)
-        + "\n\n![gap by rank](paper0_gap.png)"
-    )
-    record(options, "gap", "Gap to the full posterior, by rank and base", text)
-
-
-PARTS = {
-    "friedman": run_friedman,
-    "gap": run_gap,
-}
-
-
 def main():
-    options = bench.parsed(__doc__, *PARTS, out=bench.HERE / "paper0.md", short=False)
+    options = bench.parsed(__doc__, out=bench.HERE / "paper0.md", short=False)
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    PARTS[options.part](options)
+    run_friedman(options)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """Paper 1's regression experiments on this machine, scaled to a CPU, the paper's figures beside ours.
 
-python tests/benchmarks/paper1.py PART --data DIR [--size 64] [--steps 1000] [--repeats 5] [--out DIR]
+python tests/benchmarks/paper1.py --data DIR [--size 64] [--steps 1000] [--repeats 5]
 
-PART is regression (tables 2, 6 and 7) or tables (which only prints what the first left in ``paper1.json``; every run
-there is kept, so that a run can be stopped and taken up again). The page's figures are of 0656b30. DIR holds
+The rows of tables 2, 6 and 7 are printed; the page, which has a picture and figure 2 besides, is of 0656b30. DIR holds
 ``<set>.npz`` with X and y. M is ``--size`` where the paper has 1024.
 
 As in the paper: Matern-3/2 with one length scale for all columns; random splits into 64, 16 and 20 % (the 16 % are
@@ -14,7 +13,6 @@ take the same number of steps. Scores are averages over test rows, on standardis
 """
 
 import itertools
-import json
 import math
 import statistics
 from pathlib import Path
@@ -97,62 +95,27 @@ def run_one(options, name, method, repeat):
     return {"ll": ll, "rmse": rmse, "seconds": fit.seconds}
 
 
-def key(options, name, method, repeat):
-    return f"{name}|{method}|{options.size}|{options.steps}|{repeat}"
-
-
-def run_regression(options):
-    """All methods on all sets, a repeat after the other, into the JSON file."""
-    kept = bench.Kept(options.out / "paper1.json")
-    for repeat, name, method in itertools.product(range(options.repeats), options.sets, options.methods):
-        kept.run(key(options, name, method, repeat), lambda n=name, m=method, r=repeat: run_one(options, n, m, r))
-    write_tables(options)
-
-
-def write_tables(options):
-    """The first section of paper1.md, from the JSON file."""
-    found = json.loads((options.out / "paper1.json").read_text())
-
-    def runs(name, method):
-        keys = (key(options, name, method, repeat) for repeat in itertools.count())
-        return [found[each] for each in itertools.takewhile(found.__contains__, keys)]
-
-    most = max(len(runs(name, method)) for name in SETS for method in METHODS)
+def run(options):
+    """All methods on all sets."""
     page = bench.Page()
     page.say(
         f"{bench.machine()}, float64. M = {options.size} where the paper has 1024; {options.steps} steps of batch "
-        f"1024; up to {most} splits, standard errors in parentheses where there are several.",
-        "Not whitened where not said otherwise, as in the paper. ODVGP M+8M takes M sampled columns of K_OO a step. "
-        "SVGP 1.5M is the paper's row of about SOLVE-GP's time, where matrices of size M are most of a step "
-        "([costs](cost_model.md)).",
-        "",
-        "`python tests/benchmarks/paper1.py regression --data DIR "
-        f"--size {options.size} --steps {options.steps} --repeats {most}`",
+        f"1024; {options.repeats} splits, standard errors in parentheses where there are several.",
         "",
     )
-    page.head("set", "splits", "method", "test LL", "RMSE", "CPU ms a step", "paper at M = 1024: LL, RMSE")
-    for (i, name), method in itertools.product(enumerate(SETS), METHODS):
-        if results := runs(name, method):
-            theirs = PAPER[method.removesuffix(WHITENED)][i]
-            paper = "" if method.endswith(WHITENED) else f"{theirs[0]:.3f}, {theirs[1]:.3f}"
-            ms = statistics.median(1e3 * r["seconds"] / options.steps for r in results)
-            scores = (bench.mean_error([r[what] for r in results]) for what in ("ll", "rmse"))
-            page.row(name, len(results), method, *scores, f"{ms:.0f}", paper)
+    page.head("set", "method", "test LL", "RMSE", "CPU ms a step", "paper at M = 1024: LL, RMSE")
+    for name, method in itertools.product(options.sets, options.methods):
+        results = [run_one(options, name, method, repeat) for repeat in range(options.repeats)]
+        theirs = PAPER[method.removesuffix(WHITENED)][SETS.index(name)]
+        paper = "" if method.endswith(WHITENED) else f"{theirs[0]:.3f}, {theirs[1]:.3f}"
+        ms = statistics.median(1e3 * r["seconds"] / options.steps for r in results)
+        page.row(
+            name, method, *(bench.mean_error([r[key] for r in results]) for key in ("ll", "rmse")), f"{ms:.0f}", paper
+        )
 
 
 def main():
-    options = bench.parsed(
-        __doc__,
-        *("regression", "tables"),
-        data=Path(),
-        out=bench.HERE,
-        size=64,
-        steps=1000,
-        repeats=5,
-        sets=list(SETS),
-        methods=list(METHODS),
-    )
-    {"regression": run_regression, "tables": write_tables}[options.part](options)
+    run(bench.parsed(__doc__, data=Path(), size=64, steps=1000, repeats=5, sets=list(SETS), methods=list(METHODS)))
 
 
 if __name__ == "__main__":
