@@ -42,8 +42,9 @@ html_theme = "furo"
 html_math_renderer = "mathml"  # browsers show it by themselves: no script, no network
 html_title = f"pyro_sparsegp {release}"
 html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
-autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
+autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
 autoclass_content = "class"
@@ -129,16 +130,8 @@ def as_mathml(block: bool) -> tuple:
     return visit, None
 
 
-def is_inner(app: object, what: str, name: str, value: object, skip: bool, options: object) -> bool | None:
-    """Whether a member is left out of the reference: methods of families, which only modules of the package call."""
-    function = getattr(value, "fget", value)
-    of_families = (getattr(function, "__module__", None) or "").startswith("pyro_sparsegp.families")
-    return True if of_families and "." in getattr(function, "__qualname__", "") else None
-
-
 def setup(app: object) -> None:
     """Register with Sphinx."""
     app.add_html_math_renderer("mathml", as_mathml(False), as_mathml(True))
-    app.connect("autodoc-skip-member", is_inner)
     app.connect("builder-inited", gather)
     app.connect("source-read", relocate)

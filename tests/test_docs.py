@@ -1,4 +1,4 @@
-"""README's program and the how-to pages' programs run as they stand."""
+"""The programs of README, the how-to pages and the pages of families run as they stand."""
 
 import inspect
 import json
@@ -35,8 +35,9 @@ IN_FULL = pytest.mark.parametrize("run", [short, pytest.param(str, id="in full",
 
 
 def pages():
-    found = [ROOT / "README.md", *sorted((ROOT / "docs" / "how-to").glob("*.md"))]
-    return [pytest.param(page, id=page.stem) for page in found if any(blocks(page))]
+    docs = ROOT / "docs"
+    found = [ROOT / "README.md", *sorted(docs.glob("how-to/*.md")), *sorted(docs.glob("explanation/families/*.md"))]
+    return [pytest.param(page, id=f"{page.parent.stem}/{page.stem}") for page in found if any(blocks(page))]
 
 
 @IN_FULL
@@ -70,6 +71,21 @@ def test_readme_is_short_and_its_links_lead_somewhere():
     assert links
     inside = [re.sub(r"^https://.*?/(blob/)?main/", "", link) for link in links]
     assert [link for link in inside if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_pages_show_what_their_programs_make():
+    """docs/run_pages.py writes the output under a program, and draws the picture."""
+    for page in [*(ROOT / "docs" / "how-to").glob("*.md"), *(ROOT / "docs" / "explanation" / "families").glob("*.md")]:
+        text = page.read_text()
+        assert "```text\n```" not in text, page.name
+        assert all((page.parent / name).exists() for name in re.findall(r"\]\((pictures/.*?)\)", text)), page.name
+        if page.parent.stem == "families" and page.stem != "index":
+            assert any(blocks(page)) and "](pictures/" in text, page.name
+
+
+def test_the_reference_has_all_families():
+    text = (ROOT / "docs" / "reference" / "families.md").read_text()
+    assert sorted(re.findall(r"autoclass:: (\w+)", text)) == sorted(families.__all__)
 
 
 def test_links_between_pages_lead_somewhere_in_the_repository():

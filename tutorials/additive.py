@@ -21,7 +21,7 @@
 #
 # On the command line: `python tutorials/additive.py [--device cuda] [--steps 250] [--out DIR]`.
 
-# %%
+# %% tags=["hide-input"]
 import command_line  # what can be said on the command line, beside this file
 import numpy as np
 import pyro

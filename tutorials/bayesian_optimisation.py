@@ -20,7 +20,7 @@
 #
 # On the command line: `python tutorials/bayesian_optimisation.py [--rounds 15] [--steps 40] [--out DIR] [--short]`.
 
-# %%
+# %% tags=["hide-input"]
 import math
 
 import command_line  # what can be said on the command line, beside this file

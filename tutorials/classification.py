@@ -17,7 +17,7 @@
 #
 # On the command line: `python tutorials/classification.py [--steps 60] [--out DIR] [--short]`.
 
-# %%
+# %% tags=["hide-input"]
 import time
 
 import command_line  # what can be said on the command line, beside this file

@@ -19,7 +19,7 @@
 # The images are scikit-learn's digits, 8 by 8 pixels. On the command line:
 # `python tutorials/convolutional.py [--device cuda] [--steps 150] [--out DIR]`.
 
-# %%
+# %% tags=["hide-input"]
 import time
 
 import command_line  # what can be said on the command line, beside this file

@@ -19,7 +19,7 @@
 #
 # On the command line: `python tutorials/cox_process.py [--device cuda] [--steps 600] [--out DIR]`.
 
-# %%
+# %% tags=["hide-input"]
 import math
 
 import command_line  # what can be said on the command line, beside this file

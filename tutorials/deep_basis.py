@@ -19,7 +19,7 @@
 #
 # On the command line: `python tutorials/deep_basis.py [--device cuda] [--steps 2000] [--out DIR]`.
 
-# %%
+# %% tags=["hide-input"]
 import copy
 import math
 

@@ -17,7 +17,7 @@
 #
 # On the command line: `python tutorials/deep_gp.py [--device cuda] [--steps 800] [--out DIR]`.
 
-# %%
+# %% tags=["hide-input"]
 import command_line  # what can be said on the command line, beside this file
 import matplotlib.pyplot as plt
 import pyro

@@ -20,7 +20,7 @@
 #
 # On the command line: `python tutorials/diagnostics.py [--steps 200] [--draws 200] [--out DIR]`.
 
-# %%
+# %% tags=["hide-input"]
 import warnings
 
 import arviz_base

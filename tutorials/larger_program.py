@@ -18,7 +18,7 @@
 #
 # On the command line: `python tutorials/larger_program.py [--steps 150] [--draws 100] [--out DIR] [--short]`.
 
-# %%
+# %% tags=["hide-input"]
 import warnings
 
 import command_line  # what can be said on the command line, beside this file
@@ -104,9 +104,8 @@ print(
 # %% [markdown]
 # ## SVI: two families
 #
-# `SVGP` keeps q(f) independent of the other latents, though the data inform only their sum with f; `SGPR`, on sites,
-# has q(c) q(f | c, data). Both integrate the ten function values in closed form and by quadrature:
-# `f[quarter]` puts each into eight counts, which the guide finds out.
+# Under both, `base`, `a` and f have one Gaussian posterior, because the data inform only their sum. The guide finds out
+# that `f[quarter]` puts each of the ten function values into eight counts, and integrates each count by quadrature.
 
 # %%
 results = {}

@@ -17,7 +17,7 @@
 #
 # On the command line: `python tutorials/likelihoods.py [--steps 80] [--out DIR] [--short]`.
 
-# %%
+# %% tags=["hide-input"]
 from typing import ClassVar
 
 import command_line  # what can be said on the command line, beside this file

@@ -17,7 +17,7 @@
 #
 # On the command line: `python tutorials/scale.py [--device cuda] [--rows 2000000] [--steps 300] [--out DIR] [--short]`.
 
-# %%
+# %% tags=["hide-input"]
 import os
 import resource
 import subprocess

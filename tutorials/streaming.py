@@ -18,7 +18,7 @@
 #
 # On the command line: `python tutorials/streaming.py [--pieces 60] [--steps 150] [--out DIR] [--short]`.
 
-# %%
+# %% tags=["hide-input"]
 import copy
 import math
 

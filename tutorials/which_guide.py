@@ -20,7 +20,7 @@
 #
 # On the command line: `python tutorials/which_guide.py [--steps 60] [--out DIR] [--short]`.
 
-# %%
+# %% tags=["hide-input"]
 import time
 import warnings
 

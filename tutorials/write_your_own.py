@@ -18,7 +18,7 @@
 #
 # On the command line: `python tutorials/write_your_own.py [--steps 100] [--out DIR] [--short]`.
 
-# %%
+# %% tags=["hide-input"]
 import math
 from typing import ClassVar
 

@@ -1,0 +1,242 @@
+"""Run the programs of pages in full, write what they print into the pages, and draw their pictures.
+
+python docs/run_pages.py [stem ...]: how-to pages and family pages by name, all of them by default. What a block prints
+goes into the ``text`` block that follows it, if there is one; the picture into a folder ``pictures`` beside the page,
+if the page shows one.
+"""
+
+import contextlib
+import io
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import matplotlib
+import pyro
+import torch
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+FAMILIES = HERE / "explanation" / "families"
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(\n```text\n.*?^```\n)?", re.M | re.S)
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9, "legend.frameon": False})
+
+
+def line(low, high, num=200):
+    return torch.linspace(low, high, num, dtype=torch.get_default_dtype())[:, None]
+
+
+def band(axis, x, q, colour="C0", label=None):
+    """Mean and two standard deviations."""
+    mean, sd = q.mean.detach(), q.stddev.detach()
+    axis.plot(x, mean, color=colour, lw=1.2, label=label)
+    axis.fill_between(x.flatten(), mean - 2 * sd, mean + 2 * sd, color=colour, alpha=0.2, lw=0)
+
+
+def points(axis, x, y, most=300):
+    axis.plot(x[:most].flatten(), y[:most], ".", color="0.6", ms=3, zorder=0)
+
+
+# ---- How-to pages: each function is given the page's names and a figure.
+
+
+def likelihoods(page, figure):
+    axis, grid = figure.subplots(), line(0, 1)
+    points(axis, page["x"], page["y"])
+    f, g = (page["guide"].posterior(grid)[name].mean.detach() for name in "fg")
+    axis.plot(grid, f, label="f")
+    axis.fill_between(grid[:, 0], f - 2 * g.exp(), f + 2 * g.exp(), alpha=0.2, lw=0, label="f ± 2 exp(g)")
+    axis.legend()
+
+
+def number_of_inducing_points(page, figure):
+    axes, grid = figure.subplots(1, 3, sharey=True), line(0, 1)
+    for axis, num in zip(axes, (5, 10, 20)):
+        points(axis, page["x"], page["y"])
+        band(axis, grid, page["guides"][num].posterior(grid)["f"])
+        axis.set_title(f"{num} points")
+
+
+def groups(page, figure):
+    axis, grid, new = figure.subplots(), line(0, 1, 100), page["G"]
+    for g in (*range(new), new):
+        q = page["guide"].posterior(torch.cat([grid, torch.full_like(grid, g)], 1))["f"]
+        band(axis, grid, q, "0.5" if g == new else f"C{g}", "a new group" if g == new else f"group {g}")
+    axis.legend(fontsize=7)
+
+
+def stations(page, figure):
+    left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
+    band(left, page["grid"][:, 0], page["curve"])
+    left.set(title="the process in time", xlabel="time")
+    mean, sd = page["found"].mean.detach(), page["found"].stddev.detach()
+    right.errorbar(mean, range(len(mean)), xerr=2 * sd, fmt="o", ms=3, label="found, ± 2 sd")
+    right.plot(page["effect"], range(len(mean)), "k|", ms=10, label="true")
+    right.set(title="the stations", yticks=range(len(mean)))
+    right.legend(fontsize=7)
+
+
+def spatial(page, figure):
+    axes, grid = figure.subplots(1, 2, sharey=True), line(0, 1, 40)[:, 0]
+    east, north = torch.meshgrid(grid, grid, indexing="xy")
+    x = torch.stack([east.flatten(), north.flatten(), *2 * [torch.zeros(1600)]], 1)
+    q = page["guide"].posterior(x)["f"].components["field"]
+    truth = torch.sin(5 * x[:, 0]) * torch.cos(4 * x[:, 1])
+    for axis, value, title in zip(axes, (q.mean, truth), ("the field", "the true field")):
+        shown = axis.pcolormesh(grid, grid, value.detach().view(40, 40))
+        figure.colorbar(shown, ax=axis)
+        axis.plot(*page["place"].mT, "k.", ms=1)
+        axis.set_title(title)
+
+
+def additive(page, figure):
+    axes = figure.subplots(1, 2)
+    grid = line(0, 1, 100)
+    rows = torch.cat([grid, torch.zeros(100, 3)], 1)
+    band(axes[0], grid, page["guide"].posterior(rows)["f"].components["s(temp)"])
+    axes[0].set(title="s(temp)", xlabel="temperature")
+    days = torch.stack([torch.zeros(7), torch.zeros(7), torch.arange(7.0), torch.zeros(7)], 1)
+    q = page["guide"].posterior(days)["f"].components["weekday"]
+    axes[1].errorbar(range(7), q.mean.detach(), 2 * q.stddev.detach(), fmt="o", ms=3)
+    axes[1].set(title="weekday")
+
+
+def predictions(page, figure):
+    axis, new = figure.subplots(), page["x_new"]
+    points(axis, page["x"], page["y"])
+    band(axis, new, page["f"], label="f ± 2 sd")
+    axis.plot(new, page["functions"](new).detach().mT, color="C1", lw=0.8)
+    axis.legend()
+
+
+def priors(page, figure):
+    axis, grid = figure.subplots(), line(0.005, 1.5)[:, 0]
+    axis.plot(grid, page["length_prior"].log_prob(grid).exp(), label="length scale")
+    axis.plot(grid, page["sd_prior"].log_prob(grid).exp(), label="sd")
+    axis.set(title="prior densities")
+    axis.legend()
+
+
+def latent_inputs(page, figure):
+    axis = figure.subplots()
+    for digit in range(4):
+        axis.plot(*page["places"][page["label"] == digit].mT, ".", ms=3, label=str(digit))
+    axis.set(title="places of the digits", aspect="equal")
+    axis.legend()
+
+
+def deep_gps(page, figure):
+    axis, grid = figure.subplots(), line(0, 1, 150)
+    points(axis, page["x"], page["y"])
+    draws = page["predict"](page["model"], page["guide"], grid, num_samples=20)["f"]
+    axis.plot(grid, draws.mT, color="C0", lw=0.5)
+
+
+def several_outputs(page, figure):
+    axis, grid = figure.subplots(), line(0, 1)
+    shown = page["output"] == 2
+    points(axis, page["X3"][shown, 0], page["y3"][shown])
+    stacked = torch.cat([grid, torch.full_like(grid, 2.0)], 1)
+    band(axis, grid, page["shared"].posterior(stacked)["f"], label="the third output")
+    axis.legend()
+
+
+def derivatives(page, figure):
+    axis, grid = figure.subplots(), page["grid"]
+    band(axis, grid, page["f"])
+    axis.plot(page["x"], page["y"][: len(page["x"])], "ko", ms=3)
+    for (x,), y, slope in zip(page["x"].tolist(), page["y"], page["y"][len(page["x"]) :]):
+        axis.plot([x - 0.03, x + 0.03], [y - 0.03 * slope, y + 0.03 * slope], "k-")
+
+
+def computation_aware(page, figure):
+    axes, grid = figure.subplots(1, 2, sharey=True), line(0, 1)
+    x = torch.cat([grid, torch.full_like(grid, 0.2)], 1)
+    for axis, (name, guide) in zip(axes, page["guides"].items()):
+        band(axis, grid, guide.posterior(x)["f"])
+        axis.plot(grid, torch.sin(8 * grid) * torch.cos(torch.tensor(1.0)), "k--", lw=0.8)
+        axis.set_title(name)
+
+
+def other_latents(page, figure):
+    axis = figure.subplots()
+    for i, (name, guide) in enumerate(page["guides"].items()):
+        a = page["predict"](page["model"], guide, page["x"], page["group"], num_samples=500)["a"]
+        where = torch.arange(5) + 0.2 * i
+        axis.errorbar(where, a.mean(0).flatten(), 2 * a.std(0).flatten(), fmt="o", ms=3, label=name)
+    axis.plot(torch.arange(5) + 0.1, page["effect"], "k_", ms=14, label="true")
+    axis.set(title="effects of the groups")
+    axis.legend()
+
+
+# ---- Family pages: a panel for each guide of the page's program.
+
+
+def effects(page, figure):
+    """Terms of an additive kernel, under each guide."""
+    axes, grid = figure.subplots(1, 2, sharey=True), line(0, 1)
+    for axis, column in zip(axes, (0, 1)):
+        x = torch.full((200, 2), 0.5).index_copy(1, torch.tensor([column]), grid)
+        for colour, (name, guide) in zip(("C3", "C0"), page["guides"].items()):
+            band(axis, grid, guide.posterior(x)["f"].components[column], colour, name)
+        axis.set(title=f"effect of column {column}")
+    axes[0].legend(fontsize=7)
+
+
+def family(page, figure):
+    """f ± 2 sd under each guide, with the inducing points of the first."""
+    guides = page["guides"]
+    if page["x"].shape[1] > 1:
+        return effects(page, figure)
+    low, high = page.get("span", (0, 1))
+    axes, grid = figure.subplots(1, len(guides), sharey=True, squeeze=False)[0], line(low, high)
+    for axis, (name, guide) in zip(axes, guides.items()):
+        points(axis, page["x"], page["y"])
+        band(axis, grid, guide.posterior(grid)["f"])
+        axis.set_title(name)
+    return None
+
+
+def run(page):
+    """The page's names, and its text with what its blocks print."""
+    torch.set_default_dtype(torch.float32)
+    pyro.clear_param_store()
+    names = {"__name__": page.stem}
+
+    def written(found):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(compile(found[1], str(page), "exec"), names)
+        shown = f"\n```text\n{printed.getvalue().rstrip()}\n```\n" if found[2] else ""
+        return f"```python\n{found[1]}```\n{shown}"
+
+    return names, BLOCK.sub(written, page.read_text())
+
+
+def main():
+    folders = HERE / "how-to", FAMILIES
+    for page in [page for folder in folders for page in sorted(folder.glob("*.md"))]:
+        if sys.argv[1:] and page.stem not in sys.argv[1:]:
+            continue
+        picture = page.parent / "pictures" / f"{page.stem}.png"
+        names, text = run(page)
+        page.write_text(text)
+        if f"pictures/{page.stem}.png" in text:
+            picture.parent.mkdir(exist_ok=True)
+            figure = plt.figure(figsize=(7.5, 2.8), layout="constrained")
+            with torch.no_grad():
+                draw = (
+                    family if "guides" in names and page.parent == FAMILIES else globals()[page.stem.replace("-", "_")]
+                )
+                draw(names, figure)
+            figure.savefig(picture, dpi=100, metadata={"Software": None})
+            plt.close(figure)
+        print(page.stem)
+
+
+if __name__ == "__main__":
+    main()
