@@ -63,6 +63,15 @@ def test_a_first_step_adds_five_in_which_q_meets_the_data(sites):
     assert model.runs <= 6 + 5
 
 
+def test_a_first_step_from_the_mode_has_met_the_data():
+    model = Counted(1, "poisson")
+    guide = AutoSparseGP(model, families.SVGP(4))
+    guide(*data())
+    model.runs = 0
+    svi_of(model, guide).step(*data())
+    assert model.runs <= 6  # that of the check, three that ask whether it may run twice, and the step's two
+
+
 @pytest.mark.parametrize(("network", "runs"), [(False, 2), (True, 1)])
 def test_a_step_by_quadrature_runs_a_model_twice_and_a_network_once(network, runs):
     model = Counted(1, "poisson")

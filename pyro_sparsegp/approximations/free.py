@@ -69,7 +69,7 @@ class SparseGP(AbstractModule):
             self.hold(features, process)
         q: Gaussian
         if share is None:
-            anchor = self._anchor(features) if self.coefficients.anchored else None
+            anchor = self.anchor(features) if self.coefficients.anchored else None
             if self.coefficients.levelled and process.mean_function is not None:
                 q = self.coefficients(anchor, self._level(process, features))
             else:
@@ -104,8 +104,8 @@ class SparseGP(AbstractModule):
         is_known = origin is not None and origin.parameters == self.network
         features.hold_at(origin.at(self.kept_rows) if origin is not None and is_known else None)
 
-    def _anchor(self, features: Features) -> Any:
-        # L, as the coefficients want it.
+    def anchor(self, features: Features) -> Any:
+        """L, as the coefficients want it."""
         if self.kept_rows is None and not self.coefficients.wants(features):
             return None
         return features.anchors if self.coefficients.by_block else features.anchor
@@ -155,7 +155,7 @@ class SparseGP(AbstractModule):
         """Start the covariance of q(w) at what noise as large as the process would leave of it at these inputs."""
         with torch.no_grad(), poutine.block():
             features = self.basis(process.kernel, process.jitter, name)
-            self.coefficients.start(self._anchor(features), self.shown(process, features))
+            self.coefficients.start(self.anchor(features), self.shown(process, features))
 
     def shown(self, process: GaussianProcess, features: Features) -> list[Tensor]:
         """√λ·Φ at inputs of a first call, for noise 1/λ as large as the process, ``(..., n, M_b)`` a block."""

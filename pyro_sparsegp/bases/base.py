@@ -76,10 +76,6 @@ class Features(ABC):
         """
         return sum_blocks(self(x), w)
 
-    def mean(self, x: Tensor, coefficients: Gaussian) -> Tensor:
-        """Φm, as :meth:`function` has it."""
-        return self.function(x, coefficients.loc)
-
     @abstractmethod
     def components(self) -> list[Component]:
         """For each summand k_c of the kernel: k_c, the features of f_c, and the blocks of w these refer to."""

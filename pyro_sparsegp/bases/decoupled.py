@@ -63,9 +63,6 @@ class DecoupledFeatures(CrossFeatures):
         mean, change = coefficients.marginal(range(len(blocks))).moments(blocks)
         return mean + self.moved(x, torch.cat(blocks, -1)), change, None
 
-    def mean(self, x: Tensor, coefficients: Gaussian) -> Tensor:
-        return self.marginals(self.kernel, x, coefficients)[0]
-
     def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
         blocks, values = self.inducing.coefficients_of(draw), self.means.of(draw)
         if blocks is None or values is None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..approximations.weight_space import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
-from ..guide.conditions import Predicting
+from ..guide.runs import Conditions
 from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs
 from ..program.blocks import in_blocks
@@ -225,7 +225,7 @@ class GuideSource(Source):
         self.model = guide.model
         self.exact = self.alone = exact
         self.sites: dict[str, Any] = {}
-        self._kept = Predicting()
+        self._kept: list[Conditions] = []
         self.families = {name: spec["family"] for name, spec in structure.gps.items()}
         self.data = [name for name, num in structure.rows.items() if num]
         self.factors = [name for name, num in structure.rows.items() if not num]

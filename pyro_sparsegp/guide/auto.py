@@ -24,7 +24,7 @@ from ..program.traces import all_sites, as_process, free_values, is_free, repeat
 from ..warned import Warned, require_number
 from .absorb import absorb
 from .checks import check_parameters, explain_nan
-from .conditions import Predicting, conditions_now, conditions_of_call
+from .conditions import conditions_now, conditions_of_call
 from .correction import note_rows, warn_of_unseen
 from .first_call import ObservesNothingError, initialise, require_arguments
 from .joint import by_name
@@ -112,7 +112,7 @@ class AutoSparseGP(SiteMessenger):
         self.warned: Warned = set()
         self.core: Optional[Core] = None  # what was learnt
         self.run: Optional[Run] = None  # that it is on
-        self.kept: Optional[Predicting] = None
+        self.kept: Optional[list[Conditions]] = None  # of calls that predict
         self.from_draws: Collection[str] = ()
         self._like = torch.empty(0)
         self._nodes: Optional[Mapping[str, Optional[Tensor]]] = None  # of the quadrature that calls
@@ -339,10 +339,10 @@ class AutoSparseGP(SiteMessenger):
         require_data(self)
 
     @contextmanager
-    def predicting(self, kept: Predicting) -> Iterator[None]:
+    def predicting(self, kept: list[Conditions]) -> Iterator[None]:
         """Take the inputs of calls for new ones, though there be observations at them.
 
-        :param kept: what is the same in all of these calls.
+        :param kept: what a call before was conditioned on, if any, which is taken again where nothing is drawn.
         """
         before, self.kept = self.kept, kept
         try:

@@ -96,7 +96,7 @@ def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
 def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
     """Which sites' log densities are NaN or infinite at these arguments, for an error."""
     with torch.no_grad():
-        run = probed(guide, args, kwargs, whole=True)
+        run = probed(guide, args, kwargs)
     where = []
     for name, density in run.densities.items():
         for kind, bad in (("NaN", density.isnan()), ("infinite", density.isinf())):

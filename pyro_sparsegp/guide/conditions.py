@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -34,17 +34,10 @@ from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, settle
 from .runs import Conditions, UnderLatents, held_runs
 
-__all__ = ["Predicting", "condition", "conditions_now", "conditions_of_call"]
+__all__ = ["condition", "conditions_now", "conditions_of_call"]
 
 _SETTLED = 100  # updates of sites outside of training, at most
 _LOOKS = {8 * 4**k for k in range(16)}  # steps at which it is asked again whether densities are normal around f
-
-
-@dataclass
-class Predicting:
-    """Calls at the same inputs, of a guide that does not learn between them, and the conditions of the last one."""
-
-    conditions: Optional[Conditions] = None
 
 
 def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Conditions:
@@ -85,11 +78,11 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
 def conditions_of_call(guide: KnownGuide, rows: Rows, args: tuple, kwargs: dict[str, Any]) -> Conditions:
     """As :func:`condition`; while predicting, those of the call before unless latents are drawn anew."""
     kept = guide.kept
-    if kept is not None and kept.conditions is not None and not guide.has_random_latents:
-        return kept.conditions
+    if kept and not guide.has_random_latents:
+        return kept[-1]
     found = condition(guide, args, kwargs, rows.same and rows.inputs, rows.learns)
     if kept is not None:
-        kept.conditions = found
+        kept[:] = [found]
     return found
 
 

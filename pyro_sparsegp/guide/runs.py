@@ -37,7 +37,6 @@ __all__ = [
     "LARGEST_JOINT",
     "BySite",
     "Conditions",
-    "Means",
     "Posteriors",
     "Priors",
     "Run",
@@ -389,46 +388,16 @@ class Posteriors(Run):
         )
 
 
-class Means(Run):
-    """Posterior means, latents at their medians, to fewer digits: what shows where densities come from.
-
-    :param whole: at all rows, and given the sites; else at some rows, others having the mean of one before them, of
-        what depends on all that the posterior does but for the data.
-    """
-
-    at_medians = True
-    takes_field = True
-
-    def __init__(self, guide: KnownGuide, whole: bool = False) -> None:
-        super().__init__(guide)
-        self.whole = whole
-
-    def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
-        num = process.x.shape[-2]
-        step = 1 if self.whole else max(math.ceil(num / _MANY), 1)
-        if self.field is not None or not isinstance(module, SiteGP):
-            posterior = self.free(name, process, module, Site)
-        else:
-            posterior = (module if self.whole else module.unread)(process, name, Site)
-        self.posteriors[name] = posterior
-        mean = posterior.basis.mean(process.x[..., ::step, :], posterior.coefficients)
-        if step > 1:
-            mean = mean[..., torch.arange(num, device=mean.device) // step]
-        return process.mean + mean
-
-
 def held_runs(model: Callable, trace: poutine.Trace, args: tuple, kwargs: dict[str, Any]) -> Callable:
     """Runs a program with GP sites at the values given, all else as it was in a run."""
     values = {name: value.detach() for name, value in free_values(trace).items()}
     return lambda moved: held_trace(model, values | moved, args, kwargs)
 
 
-def probed(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = False) -> Probe:
-    """A run with the latents at their medians and the same random numbers, with its graph.
-
-    :param whole: as of :class:`Means`.
-    """
-    run = Means(guide, whole)
+def probed(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Probe:
+    """A run with the latents at their medians and the same random numbers, with its graph."""
+    run = Posteriors(guide, Conditions(), Rows(same=False))
+    run.at_medians = True
     with repeatable(guide.like), poutine.block(), pyro.validation_enabled(False):
         run.perform(args, kwargs)
     densities = {}

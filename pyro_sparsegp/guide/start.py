@@ -20,6 +20,7 @@ from torch.distributions import biject_to
 from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
+from ..gaussians import NaturalGaussian
 from ..program.traces import all_sites, is_free, repeatable
 from .coupled import able_to_couple, couple, drop_latents
 from .field import (
@@ -246,12 +247,21 @@ class _Start:
             facts.links, facts.owned = {name: dict(links) for name, links in nested.links.items()}, list(layout.owned)
             make_field(guide, facts.field)
             drop_latents(guide, [name for name in field if name not in facts.gps])
-            index = _index(layout.rows, field)
-            given = (best.root @ best.root.mT)[index][:, index]
-            with torch.no_grad():
-                anchor = anchor_of(guide, handler.bases, handler.priors)
-                eye = torch.eye(len(index), dtype=given.dtype, device=given.device)
-                guide.field.coefficients.put_sums(anchor, given - eye, given @ best.x[index])
+            anchor = anchor_of(guide, handler.bases, handler.priors)
+            self._put(guide.field.coefficients, anchor, _index(layout.rows, field), best)
+            return
+        for name, module in guide.modules_by_site().items():
+            natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
+            if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
+                anchor = module.anchor(handler.bases[name])
+                self._put(module.coefficients, anchor, _index(layout.rows, [name]), best)
+
+    @torch.no_grad()
+    def _put(self, coefficients: NaturalGaussian, anchor: Any, index: Tensor, best: Any) -> None:
+        """Put q of some entries of x to their mode, all others held."""
+        given = (best.root @ best.root.mT)[index][:, index]
+        eye = torch.eye(len(index), dtype=given.dtype, device=given.device)
+        coefficients.put_sums(anchor, given - eye, given @ best.x[index])
 
     def _wants_field(self, field: list[str]) -> bool:
         """Whether GP sites meet in a density, or a latent is to be joint with them; not in expectation propagation."""
