@@ -1,6 +1,5 @@
 """What a new user is told: each message names what came, and what to write instead."""
 
-import itertools
 import math
 import warnings
 
@@ -15,7 +14,6 @@ from pyro_sparsegp import (
     ExpectationPropagation,
     GaussianProcess,
     TraceQuadrature_ELBO,
-    diagnostics,
     fit,
     kernels,
     predict,
@@ -86,64 +84,6 @@ def columns(x, y):
 def test_data_of_another_kind(program, family, of, match):
     x, y = data()
     refused(match, lambda: AutoSparseGP(program, family)(x, of(y)))
-
-
-def _steps(model, family, method=SVI):
-    guide = AutoSparseGP(model, family)
-    optim = pyro.optim.Adam({"lr": 0.01})
-    steps = method(model, guide, optim, TraceQuadrature_ELBO(4)) if method is SVI else method(model, guide, optim)
-    for _ in range(2):
-        steps.step(*data(12))
-    return guide
-
-
-def _fit(model):
-    x, y = data(12)
-    guide = AutoSparseGP(model, SVGP(3))
-    fit(model, guide, (x, y), steps=2, progress=False)
-
-
-def _scores(model):
-    pytest.importorskip("xarray")
-    guide = _steps(model, SVGP(3))
-    diagnostics.predictive_scores(model, guide, *data(12), num_samples=1)
-
-
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
-@pytest.mark.parametrize(
-    "go",
-    [
-        lambda model: _steps(model, SVGP(3)),
-        lambda model: _steps(model, SGPR(3)),
-        lambda model: _steps(model, SparseEP(3), ExpectationPropagation),
-        _fit,
-        _scores,
-    ],
-    ids=["SVGP", "SGPR", "SparseEP", "fit", "scores"],
-)
-def test_an_error_of_the_models_own_that_comes_once_is_shown(go, kind):
-    """Whichever run of it fails, those that find out what can be done with it among them."""
-
-    def failing(fails_at):
-        counted = itertools.count(1)
-
-        def model(x, y=None):
-            f = pyro.sample("f", GaussianProcess(kernels.RBF(0.3), x))
-            if next(counted) == fails_at:
-                raise kind("the source of the data is away")
-            with pyro.plate("data", len(x)):
-                likelihood = dist.Normal(f, 0.3) if go is _fit else dist.Poisson(f.exp())
-                return pyro.sample("y", likelihood, obs=y if go is _fit or y is None else y.round().abs())
-
-        return model, counted
-
-    model, counted = failing(None)
-    go(model)
-    runs = next(counted) - 1
-    assert runs > 5
-    for run in range(1, runs + 1):
-        with pytest.raises(kind, match="the source of the data is away"):
-            go(failing(run)[0])
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -19,8 +19,8 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..numerics.tilted import tilted
+from ..program.affine import MOVES, is_affine
 from ..program.bare import bare
-from ..program.declared import MOVES, is_affine
 from ..program.dependence import ELEMENTWISE, Owners, find_owners
 from ..program.likelihood import mapped, normal_nodes
 from ..program.traces import held_trace, whole_plates

@@ -26,7 +26,6 @@ from ..program.traces import (
     is_free,
     log_densities,
     repeatable,
-    require_again,
 )
 from ..warned import warn_once
 from .coupled import draw_of
@@ -178,19 +177,13 @@ def _draw(
     alone = len(facts.gps) == 1 and facts.dependence[name] == ELEMENTWISE and not facts.enumerated
     if alone and kept is not None and module.at == "marginals" and not (name in facts.quadratic or core.refuses):
         state = RandomState(guide.like)
-        readers: list[DrawingReader] = []
-
-        def expected() -> Expectation:
-            readers.append(DrawingReader(lambda values: run.at(values, args, kwargs), facts, _closed(core)))
-            return readers[-1].expect(name, {name: kept}, False)
-
+        reader = DrawingReader(lambda values: run.at(values, args, kwargs), facts, _closed(core))
         try:
-            found = expected()
+            found = reader.expect(name, {name: kept}, False)
             run.trace.nodes[name]["value"] = kept[0]  # that of a node is of no use outside of the map
             return found
         except RefusedError:
             state.restore()
-            require_again(readers[0].error, expected, guide.like)
             core.refuses = True
     run.at({}, args, kwargs)
     return None

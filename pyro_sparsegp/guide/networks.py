@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from ..process import GaussianProcess, Origin
-from ..program.traces import all_sites, is_free, repeatable, require_again
+from ..program.traces import all_sites, is_free, repeatable
 
 __all__ = ["Calls", "rows_to_follow"]
 
@@ -91,8 +91,7 @@ def rows_to_follow(process: GaussianProcess, size: int) -> Optional[tuple[Tensor
 
     try:
         trace = run()
-    except Exception as error:
-        require_again(error, run, x)
+    except Exception:
         return None
     alone: Any = trace.nodes["_RETURN"]["value"]
     tolerance = torch.finfo(x.dtype).eps ** 0.5

@@ -26,7 +26,7 @@ from ..guide.first_call import closed_forms_of
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
 from ..program.facts import ClosedForms
-from ..program.traces import RandomState, require_again
+from ..program.traces import RandomState
 from ..warned import warn_once
 from .axes import quadrature_axes
 from .expected import find_expectations, sum_of_expectations
@@ -134,27 +134,18 @@ class TraceQuadrature_ELBO(ELBO):
             sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
             kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
             data, state = unwrapped.data, RandomState(unwrapped.like)
-
-            def restore() -> None:
-                state.restore()
-                for part, memory in kept:
-                    if unwrapped.data is data:  # else they followed the rows into another order
-                        part.memory = memory
-
-            def again() -> None:
-                with flags_kept():
-                    self._minus_bound(unwrapped, guide, args, kwargs)
-
             try:
                 with flags_kept() as flags, recording(unwrapped.like) as record:
                     loss = self._minus_bound(unwrapped, guide, args, kwargs)
                 read: list[float] = torch.stack([loss.detach(), *map(Tensor.any, flags)]).tolist()
                 if not any(read[1:]) and math.isfinite(read[0]):
                     return loss, read[0], record
-            except (RuntimeError, ValueError) as error:  # which may come of a factor that is none
-                restore()
-                require_again(error, again, unwrapped.like)
-            restore()
+            except (RuntimeError, ValueError):  # which may come of a factor that is none, or comes again
+                pass
+            state.restore()
+            for part, memory in kept:
+                if unwrapped.data is data:  # else they followed the rows into another order
+                    part.memory = memory
         with recording(unwrapped.like) as record:
             loss = self._minus_bound(unwrapped, guide, args, kwargs)
         return loss, self._value(loss, guide, args, kwargs), record
@@ -336,7 +327,6 @@ class TraceQuadrature_ELBO(ELBO):
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
                 state.restore()
-                require_again(error, ways[way], guide.like)
                 refusal = str(error).splitlines()[0]
                 continue
             self._ways[guide] = way
@@ -400,17 +390,13 @@ def _repeats(guide: AutoSparseGP, ways: Sequence[Callable[[], Tensor]]) -> bool:
     with torch.no_grad():
         try:
             once = ways[0]()
-        except (RuntimeError, TypeError, ValueError) as error:
-            state.restore()
-            require_again(error, ways[0], guide.like)
+        except (RuntimeError, TypeError, ValueError):
             return True  # which torch.func.vmap refuses, or which raises
         finally:
             state.restore()
         try:
             twice = ways[1]()
-        except Exception as error:  # of a program that knows how often it has run, it may be any
-            state.restore()
-            require_again(error, ways[1], guide.like)
+        except Exception:  # of a program that knows how often it has run, it may be any
             return False
         finally:
             state.restore()

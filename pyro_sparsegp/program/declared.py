@@ -7,24 +7,19 @@ A closed form is used where θ is an affine function of function values and noth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions import MaskedDistribution
-from pyro.distributions.torch_distribution import ExpandedDistribution
-from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 
 from ..numerics.linalg import solve_lower
 from .bare import bare
+from .links import parameters, rewrapped
 
 __all__ = [
-    "MOVES",
     "ExpectedLogProb",
     "expectation",
-    "is_affine",
     "is_declared",
     "is_normal",
     "others_of",
@@ -32,8 +27,6 @@ __all__ = [
     "parameter_of",
 ]
 
-# In prior deviations: values that are cut off come to an end by the larger ones.
-MOVES = (1.0, -1.0, 30.0, -30.0)
 _MULTIVARIATE = (dist.MultivariateNormal, dist.LowRankMultivariateNormal)
 _WITH_LOC = (dist.Normal, *_MULTIVARIATE, dist.Laplace, dist.AsymmetricLaplace)
 
@@ -78,9 +71,8 @@ def others_of(fn: Any) -> list[Tensor]:
     """The other tensors that a declared distribution is made of."""
     fn = bare(fn)
     # A covariance matrix is looked at as it was given: its inverse is not asked for.
-    names = vars(fn) if type(fn) in _MULTIVARIATE else fn.arg_constraints
-    found = [getattr(fn, name) for name in names if name != _name_of(fn)]
-    return [part for part in found if isinstance(part, Tensor)]
+    made_of = vars(fn) if type(fn) in _MULTIVARIATE else parameters(fn)
+    return [part for name, part in made_of.items() if name != _name_of(fn) and isinstance(part, Tensor)]
 
 
 def over_scale(fn: Any, rows: Tensor) -> Tensor:
@@ -96,12 +88,10 @@ def expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
 
     :param variance: of θ; of a multivariate normal, of L⁻¹θ.
     """
-    if isinstance(fn, torch.distributions.Independent):
-        return sum_rightmost(expectation(fn.base_dist, value, variance), fn.reinterpreted_batch_ndims)
-    if isinstance(fn, MaskedDistribution):
-        return scale_and_mask(expectation(fn.base_dist, value, variance), mask=fn._mask)
-    if isinstance(fn, ExpandedDistribution):
-        return expectation(fn.base_dist, value, variance)
+    return rewrapped(fn, _expectation(bare(fn), value, variance))
+
+
+def _expectation(fn: Any, value: Tensor, variance: Tensor) -> Tensor:
     if type(fn) is dist.Normal:
         return fn.log_prob(value) - variance / (2 * fn.scale.square())
     if type(fn) in _MULTIVARIATE:
@@ -122,19 +112,3 @@ def _one_sided(distance: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     t = distance / spread
     above = distance * torch.special.ndtr(t) + spread * (-0.5 * t.square()).exp() / math.sqrt(2 * math.pi)
     return above, above - distance
-
-
-def is_affine(at: Mapping[float, Tensor]) -> bool:
-    """Whether a parameter is an affine function of what was moved.
-
-    :param at: it after so many moves, of :data:`MOVES`, and at 0.
-    """
-    middle, one = at[0.0], at[1.0] - at[0.0]
-    relative, eps = 1e-7 if middle.dtype == torch.float64 else 1e-3, torch.finfo(middle.dtype).eps
-    for size, there in at.items():
-        tolerance = abs(size) * relative * one.abs() + eps * (
-            100 * (middle.abs() + there.abs()) + 30 * abs(size) * one.abs().mean()
-        )
-        if not ((there - middle - size * one).abs() <= tolerance).all():
-            return False
-    return True

@@ -19,7 +19,7 @@ import pyro
 import torch
 from torch import Tensor, nn
 
-from .traces import repeatable, require_again
+from .traces import repeatable
 
 __all__ = [
     "COUPLED",
@@ -93,11 +93,9 @@ def stacked_runs(show: Show, points: Sequence[Values]) -> dict[Any, Tensor]:
     largest = max(value.numel() for value in points[0].values())
     stack = {name: torch.stack([point[name] for point in points]) for name in points[0]}
     with pyro.validation_enabled(False), torch.no_grad(), kept_buffers():
-        at_once = partial(torch.func.vmap(tensors, randomness="same", chunk_size=max(_AT_ONCE // largest, 1)), stack)
         try:
-            parts = at_once()
-        except Exception as error:  # the first point is the program's own: what it raises there comes again
-            require_again(error, at_once, next(iter(stack.values())))
+            parts = torch.func.vmap(tensors, randomness="same", chunk_size=max(_AT_ONCE // largest, 1))(stack)
+        except Exception:  # the first point is the program's own: what it raises there comes again
             with repeatable(next(iter(stack.values()))):
                 first = tensors(points[0])
             each = [first, *(_or_nan(partial(tensors, point), first) for point in points[1:])]
@@ -109,8 +107,7 @@ def _or_nan(run: Callable[[], tuple[Tensor, ...]], like: tuple[Tensor, ...]) -> 
     try:
         with repeatable(like[0]):
             return run()
-    except Exception as error:  # of NaN, in whatever the program calls: it depends on what was NaN
-        require_again(error, run, like[0])
+    except Exception:  # of NaN, in whatever the program calls: it depends on what was NaN
         return tuple(torch.full_like(part, torch.nan) for part in like)
 
 
@@ -132,7 +129,7 @@ def kept_buffers() -> Iterator[None]:
 
 
 def find_owners(
-    show: Show, base: Values, steps: Values, names: list[str], moves: tuple[float, ...] = (1.0, -1.0, 30.0, -30.0)
+    show: Show, base: Values, steps: Values, names: list[str], moves: tuple[float, ...] = ()
 ) -> tuple[dict[str, dict[Any, Owners]], dict[str, dict[float, dict[Any, Tensor]]]]:
     """For GP sites, the owners of the entries of what ``show`` gives, and what it gives where a site is moved.
 

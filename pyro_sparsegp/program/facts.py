@@ -14,9 +14,9 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..process import GaussianProcess
-from .affine import DENSITY, OTHER, THETA, Declared, Key, Values, closed_sites
+from .affine import DENSITY, MOVES, OTHER, THETA, Declared, Key, Values
 from .bare import bare
-from .declared import MOVES, is_declared, is_normal, others_of, parameter_of
+from .declared import is_declared, is_normal, others_of, parameter_of
 from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, Owners, find_owners, group_codes, stacked_runs
 from .traces import all_sites, as_process
 
@@ -173,16 +173,15 @@ def explore(
     touched = {key[1] for key in densities if any(owners[name][key].touched.any() for name in names)}
     found.downstream = [key[1] for key in densities if key[1] in touched]
     found.summed = _summed(found, program)
-    looked = Declared(held, program.base, program.steps, owners, moved, [key[1] for key in shown if key[0] == THETA])
-    closed, unused = closed_sites(found.inner, found.group, looked)
+    looked = Declared(held, program.base, program.steps, owners, moved)
+    closed, unused = looked.closed(tuple(name for name in names if name not in found.inner), found.group)
     # L⁻¹θ of a multivariate normal has all values of a term in each entry.
     made_of = {site: (DENSITY if is_normal(looked.kinds[site]) else THETA, site) for site in closed}
     by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
     functions = [site for site in closed if site not in by_rows]
-    gps = [name for name in names if any(owners[name][DENSITY, site].touched.any() for site in closed)]
     found.affine = COUPLED in found.dependence.values() and closed == found.downstream and not found.inner
     for name in on_sites:
-        if looked.quadratic_in(name, [site for site in found.downstream if owners[name][DENSITY, site].touched.any()]):
+        if looked.quadratic_in(name, found.downstream):
             found.quadratic.append(name)
             if found.dependence[name] == DATAWISE:
                 found.meeting.append(name)
@@ -190,7 +189,7 @@ def explore(
         tuple(by_rows),
         tuple(functions),
         _left(found, owners, [made_of[site] for site in by_rows]),
-        tuple(name for name in gps if name not in found.inner),
+        tuple(name for name in names if name not in found.inner and any(looked.touching(s, [name]) for s in closed)),
         _left(found, owners, [key for key in densities if key[1] not in closed]),
         found,
         {site: type(looked.kinds[site]) for site in closed},
@@ -291,34 +290,26 @@ def _summed(found: Structure, program: _Program) -> list[list[str]]:
     if not pairs:
         return []
     double = next(iter(program.base.values())).dtype == torch.float64
-    size = {name: float(step.abs().mean()) for name, step in program.steps.items()}
-    near = 1e-3 if double else 1e-2
+    small = (1e-3 if double else 1e-2) * min(float(step.abs().mean()) for step in program.steps.values())
+    # From two places: the slopes of a product have one ratio where f ∝ g.
+    starts = program.base, {name: value + program.steps[name] for name, value in program.base.items()}
+    points: list[Mapping[str, Tensor]] = [
+        start | {name: start[name] + sign * small}
+        for pair in pairs
+        for name in pair
+        for start in starts
+        for sign in (1, -1)
+    ]
+    shown = [part for key, part in stacked_runs(program.show, points).items() if key[0] == _LOG]
+    rows = torch.cat([part.reshape(len(points), -1) for part in shown], -1)
+    # By f and by g, from both places, of each density.
+    slopes = (rows[0::2] - rows[1::2]).reshape(len(pairs), 2, -1)
+    return [pair for pair, (by_f, by_g) in zip(pairs, slopes) if _is_proportional(by_f, by_g, 1e-4 if double else 5e-2)]
 
-    def densities(points: list[Mapping[str, Tensor]]) -> list[Tensor]:
-        return [part for key, part in stacked_runs(program.show, points).items() if key[0] == _LOG]
 
-    base = program.base
-    points: list[Mapping[str, Tensor]] = []
-    for f, g in pairs:
-        step = near * min(size[f], size[g])
-        points += [base | {name: base[name] + sign * step} for name in (f, g) for sign in (1, -1)]
-    slopes, weights = densities(points), []
-    for i in range(0, len(points), 4):
-        by_f, by_g = (torch.cat([(part[k] - part[k + 1]).reshape(-1) for part in slopes]) for k in (i, i + 2))
-        weights.append(float((by_f * by_g).sum() / by_f.square().sum().clamp(min=1e-300 if double else 1e-30)))
-    # A move of g by s is one of f by cs, from two places: the slopes of a product have one ratio where f ∝ g.
-    points = []
-    for (f, g), weight in zip(pairs, weights):
-        step = min(size[f], size[g]) / max(abs(weight), 1.0)
-        for start in (base, {name: base[name] + program.steps[name] for name in base}):
-            points += [{**start, f: start[f] + weight * step}, {**start, g: start[g] + step}]
-    parts, tolerance = densities(points), 1e-4 if double else 1e-2
-    summed = []
-    for i, (pair, weight) in enumerate(zip(pairs, weights)):
-        both = [(part[k], part[k + 1]) for part in parts for k in (4 * i, 4 * i + 2)]
-        if weight and all(((a - b).abs() <= tolerance * (1 + a.abs() + b.abs())).all() for a, b in both):
-            summed.append(pair)
-    return summed
+def _is_proportional(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    factor = (one * other).sum() / one.square().sum()
+    return bool(factor != 0 and ((other - factor * one).abs() <= tolerance * other.abs().amax()).all())
 
 
 def _find_groups(found: Structure, name: str, program: _Program, keys: list[Key]) -> None:

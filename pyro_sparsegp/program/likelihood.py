@@ -12,8 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .traces import require_again
-
 __all__ = ["Expectation", "expand", "mapped", "normal_nodes"]
 
 
@@ -59,15 +57,11 @@ def mapped(
     """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or so many at a time,
     or in a loop for programs that :func:`torch.func.vmap` refuses.
     """
-    # test_messages.py::test_an_error_of_the_models_own_that_comes_once_is_shown
-    at_once = functools.partial(torch.func.vmap(function, randomness="same", chunk_size=chunk_size), stack)
-    first = stack if isinstance(stack, Tensor) else next(iter(stack.values()))
     try:
-        return at_once()
-    except (RuntimeError, TypeError, ValueError) as error:
-        require_again(error, at_once, first)
-    each = stack if isinstance(stack, Tensor) else [{key: v[k] for key, v in stack.items()} for k in range(len(first))]
-    return tuple(map(torch.stack, zip(*map(function, each))))
+        return torch.func.vmap(function, randomness="same", chunk_size=chunk_size)(stack)
+    except (RuntimeError, TypeError, ValueError):
+        each = stack if isinstance(stack, Tensor) else [dict(zip(stack, item)) for item in zip(*stack.values())]
+        return tuple(map(torch.stack, zip(*map(function, each))))
 
 
 def normal_nodes(num_axes: int, like: Tensor, num_nodes: Optional[int] = None) -> tuple[Tensor, Tensor]:

@@ -155,17 +155,12 @@ class DrawingReader(Reader):
     ) -> None:
         super().__init__(draw, (), {}, found, poutine.Trace(), closed)
         self.drawn = False
-        self.error: Exception = RefusedError()
 
     def run(self, values: Mapping[str, Tensor]) -> poutine.Trace:
         if self.drawn:  # node by node it would draw other latents at each
             raise RefusedError
         self.drawn = True
-        try:
-            return with_priors(self.model(values))
-        except Exception as error:
-            self.error = error
-            raise
+        return with_priors(self.model(values))
 
 
 def with_priors(trace: poutine.Trace) -> poutine.Trace:

@@ -32,7 +32,6 @@ __all__ = [
     "log_densities",
     "piecewise_constant",
     "repeatable",
-    "require_again",
     "sample_sites",
     "settle_left_out",
     "whole_plates",
@@ -183,20 +182,6 @@ class RandomState:
         """Put the generators back."""
         for generator, state in zip(self.generators, self._states):
             generator.set_state(state)
-
-
-def require_again(error: Exception, run: Callable[[], Any], like: Tensor) -> None:
-    """Raise an error that does not come again where the same is run once more: it says nothing of what can be done with
-    the program, but is the program's own, such as that of a source of data.
-    """
-    state = RandomState(like)
-    try:
-        run()
-    except Exception:
-        return
-    finally:
-        state.restore()
-    raise error
 
 
 @contextmanager
