@@ -54,7 +54,7 @@ def predict(
     :param data: the training arguments, ``(x, y)``, where ``result`` is a mapping of samples.
     :param kwargs: the model's further arguments.
     :returns: by site, ``(S, ...)``; function values are ``(S, N)``.
-    :raises ValueError: where ``result`` is none of these, or lacks the training data; where the model holds data of
+    :raises ValueError: if ``result`` is not one of these, or lacks the training data; where the model holds data of
         other rows.
     """
     require_number("num_samples", 1 if num_samples is None else num_samples)

@@ -68,7 +68,7 @@ class GaussianProcess(TorchDistribution):
     :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32. For
         inducing points ``None`` is 3e-8 in float32, if the library's own kernels give K_ZZ in float64. A guide keeps it
         when its dtype changes.
-    :raises ValueError: if x is no matrix of finite floating point numbers, or mean or kernel do not fit.
+    :raises ValueError: if x is not a matrix of finite floating point numbers, or mean or kernel do not fit.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
@@ -168,13 +168,13 @@ class GaussianProcess(TorchDistribution):
             raise ValueError("GaussianProcess's mean is a tensor of values at other inputs; give a callable of x")
 
     def at(self, x: Tensor) -> GaussianProcess:
-        """The same process at other inputs, of as many columns, where μ is known there: else a ValueError."""
+        """The same process at other inputs. Raises a ValueError if the columns differ or μ is unknown there."""
         self.require_columns(x)
         self._require_mean_at(x)
         return GaussianProcess(self.kernel, x, self.mean_function, self.jitter)
 
     def require_columns(self, x: Tensor) -> None:
-        """Raise a ValueError if other inputs have not as many columns as this process's."""
+        """Raise a ValueError if other inputs have another number of columns than this process's."""
         if x.shape[-1:] != self.x.shape[-1:]:
             raise ValueError(
                 f"inputs of shape {tuple(x.shape)} for a process whose own have {self.x.shape[-1]} columns, "
@@ -182,11 +182,11 @@ class GaussianProcess(TorchDistribution):
             )
 
     def relative_to(self, rows: Tensor) -> GaussianProcess:
-        """The same process with the diagonal term that its kernel has in the company of ``rows``, ``(N₀, D)``."""
+        """The same process, with its kernel's diagonal term relative to ``rows``, ``(N₀, D)``."""
         return self.with_kernel(self.kernel.relative_to(rows))
 
     def with_kernel(self, kernel: Any) -> GaussianProcess:
-        """The process at the same inputs and of the same mean, with another kernel of the same batch shape."""
+        """The process with the same inputs and mean and another kernel of the same batch shape."""
         if kernel is self.kernel:
             return self
         new = copy.copy(self)

@@ -49,5 +49,5 @@ class Whitening(Strategy):
     """Whitens every latent GP site: ``NUTS(poutine.reparam(model, config=Whitening()))``."""
 
     def configure(self, msg: dict) -> Optional[Reparam]:
-        """A :class:`WhitenReparam` for a latent GP site."""
+        """The :class:`WhitenReparam` of a latent GP site, ``None`` elsewhere."""
         return WhitenReparam() if not msg["is_observed"] and as_process(msg["fn"])[0] is not None else None

@@ -184,7 +184,7 @@ print(f"The picture is in {options.out}")
 # ## Slope and curvature
 #
 # Posteriors can be differentiated by their inputs, in forward mode as well as reverse: the Hessian of its mean, for
-# Newton's method, say.
+# example for Newton's method.
 
 # %%
 x = visited["expected improvement"]

@@ -271,7 +271,7 @@ svi.step(x[:256], y[:256], size=len(x))
 # For a Gaussian likelihood q(w) has a closed form. Under the network that the mini-batches trained, one pass over the
 # rows is enough; beyond 32,768 rows it is made in blocks, and memory stays small. Trained further, or from the start,
 # by this guide, each step is such a pass. In its predictions the correction is noise of the training data, too; under
-# other likelihoods, a Bernoulli say, it is integrated out of each datum's density at the first prediction.
+# other likelihoods, such as a Bernoulli, it is integrated out of each datum's density at the first prediction.
 
 # %%
 model.load_state_dict(best[1]["model"])

@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Several outputs
 #
-# *What does one sensor tell of another that was off for a while?*
+# *What does one sensor say about another that was off for a while?*
 #
 # Three sensors follow two hidden signals; the third was off in the middle third. Independent GPs, one for each, can
 # only return to their prior mean in the gap. In a linear model of coregionalisation (Journel and Huijbregts, 1978)

@@ -31,7 +31,7 @@ _MOST_FOLLOWED = 256  # inducing points; beyond, following takes far longer than
 class SparseGP(AbstractModule):
     """One site's variational module: a basis and a Gaussian over its coefficients.
 
-    What a guide holds for a GP site of a free family, as ``guide.gps.f``.
+    A guide holds one for each GP site of a free family, as ``guide.gps.f``.
 
     :param basis: gives the features φ under a kernel.
     :param coefficients: q(w) = N(m, S).

@@ -24,7 +24,7 @@ _MEMORY = 2**21  # numbers in one block of a kernel matrix: what a CPU's caches 
 
 
 class Actions(ABC):
-    """S of one run, ``(..., N, i)``; disposable.
+    """The action matrix S of one run of the model, ``(..., N, i)``.
 
     :param inputs: X in the order of S's rows, ``(N, D)``.
     :param noise: D's diagonal, ``(..., i)``; actions are such that D is diagonal.

@@ -129,7 +129,7 @@ class AdditiveFeatures(Features):
 class Additive(Basis):
     """A basis for each summand of the kernel.
 
-    :param parts: one basis a summand, in the order of ``kernel.terms``.
+    :param parts: one basis per summand, in the order of ``kernel.terms``.
     :param names: the summands' names; empty where they are not known.
     """
 

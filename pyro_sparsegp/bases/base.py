@@ -71,8 +71,8 @@ class Features(ABC):
         return None
 
     def function(self, x: Tensor, w: Sequence[Tensor]) -> Tensor:
-        """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each: a function that is looked at once, to
-        fewer digits where that is quicker.
+        """Φw at x, ``(..., N)``, for coefficients w, a block ``(..., M_b)`` each. Where that is quicker
+        it has fewer digits.
         """
         return sum_blocks(self(x), w)
 
@@ -131,4 +131,4 @@ class Basis(AbstractModule):
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """What is needed to make the module anew before its state is loaded: shapes, in plain Python."""
+        """The shapes in plain Python that make a new module for a saved state."""

@@ -53,7 +53,7 @@ def inducing_patches(
 ) -> Tensor:
     """``num`` inducing patches, ``(num, C·h·w)``: centres of k-means on 100·``num`` patches of 1000 random images.
 
-    Patches that are alike, such as empty ones, count once.
+    Equal patches, such as empty ones, count once.
 
     :param images: ``(N, C·H·W)``.
     :param num: how many patches.
@@ -82,9 +82,9 @@ def inducing_patches(
 def random_convolution(
     images: Tensor, image_shape: Sequence[int], patch_shape: Sequence[int], channels: int, stride: int = 1
 ) -> Tensor:
-    """Images ``(N, C'·H'·W')`` as a layer of C' ``channels`` may make them: filters are Glorot uniform.
+    """Images ``(N, C'·H'·W')`` from random filters (Glorot uniform) with C' ``channels``.
 
-    They stand for the layer's outputs where the inducing patches of the layer above are chosen.
+    They stand for a layer's outputs when the inducing patches of the layer above are chosen.
 
     :param images: ``(N, C·H·W)``.
     :param image_shape: (H, W) or (C, H, W).
@@ -103,7 +103,7 @@ def random_convolution(
 def identity_convolution(
     image_shape: Sequence[int], patch_shape: Sequence[int], channels: int
 ) -> Callable[[Tensor], Tensor]:
-    """A mean function of a layer that hands images on: μ_c of a patch is its middle pixel, of channel c modulo C.
+    """A mean function of a convolutional layer, the identity: μ_c of a patch is its middle pixel in channel c modulo C.
 
     For ``GaussianProcess(k, rows, mean=identity_convolution(...)).expand([channels]).to_event(1)``.
 

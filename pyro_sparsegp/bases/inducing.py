@@ -73,7 +73,7 @@ class InducingFeatures(CrossFeatures):
         return self.factor
 
     def hold_at(self, x: Optional[Tensor]) -> None:
-        """Let sites keep their meaning about f at these inputs, ``(K, D)``, instead of u; ``None``: about w."""
+        """Hold sites about f at these inputs, ``(K, D)``, instead of about u; ``None`` holds them about w."""
         self.anchor = None if x is None else side_by_side(self(x))
 
     @property
@@ -91,7 +91,7 @@ class InducingFeatures(CrossFeatures):
 
 
 class InducingPoints(Basis):
-    """One or several sets of inducing variables: values of f, of the process f is made of, or a user's own.
+    """A basis of one or several sets of inducing variables: values of f, of its source, or a user's own.
 
     :param sets: inducing inputs, ``(M_b, D)`` each, or ``(M_b, d)`` in the columns that the kernel reads, or in the
         domain of the kernel's ``source``; or :class:`InducingVariables`.
@@ -195,7 +195,7 @@ class InducingPoints(Basis):
 
     @torch.no_grad()
     def leave_units(self) -> None:
-        """Learn inputs in units of 1, for x whose range moves, as a network's outputs do."""
+        """Train inducing inputs in units of 1, for inputs whose range changes, such as a network's outputs."""
         for i, given in enumerate(self.inputs):
             if isinstance(given, Tensor):
                 getattr(self, f"inputs_{i}").copy_(given)

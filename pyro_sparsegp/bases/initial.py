@@ -140,8 +140,8 @@ def _flat_mean(value: Tensor, event_dim: int) -> Tensor:
 def regular_grid(kernel: Any, x: Tensor, num: int) -> Tensor:
     """At most ``num`` points of a regular grid over the range of the one or two columns that the kernel reads.
 
-    A column with no more distinct values than its axis has points has its values for an axis; the other axis of a pair
-    then has the more. In the columns that the kernel does not read the points are at x's first row.
+    A column with few distinct values has these as its axis, and leaves more points to the other axis of a pair. In
+    columns that the kernel does not read, the points have the values of x's first row.
 
     :param kernel: the prior's kernel at the first call's hyperparameters, which says the columns.
     :param x: the inputs, ``(N, D)``.
@@ -251,8 +251,8 @@ def _chosen(
     if sum(wanted) > distinct:
         raise ValueError(
             f"site {name!r} asks for {sum(wanted)} inducing points, the guide's first call has {distinct} distinct "
-            "inputs: ask for fewer, give the inputs as a tensor, or first call the guide once on representative "
-            "inputs, all of them say."
+            "inputs: take fewer, give the inputs as a tensor, or first call the guide once on representative "
+            "inputs, for example on all of them."
         )
     chosen = (init if callable(init) else _NAMED[init])(kernel, rows, sum(wanted)).to(rows)
     if init == "grid" and len(wanted) == 1:  # of 30 points in two columns, 5 x 6, of 31, 5 x 6

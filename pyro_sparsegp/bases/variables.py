@@ -54,7 +54,7 @@ class InducingVariables(AbstractModule):
         """M."""
 
     def describe(self) -> str:
-        """What a saved state must agree in: the class, M, and what else u is made of but is no parameter."""
+        """What a saved state must agree on: the class, M, and the other constants of u."""
         return f"{type(self).__name__}({self.size})"
 
     @abstractmethod
@@ -68,7 +68,7 @@ class InducingVariables(AbstractModule):
     def between(self, kernel: Any, other: Any) -> Tensor:
         """The covariance of u with other inducing variables that are not values of f, ``(..., M, M')``.
 
-        Only nested sets, as in ``OrthogonalInducing``, ask for it.
+        Only nested sets, as in ``OrthogonalInducing``, need it.
         """
         raise ValueError(
             f"the covariance of inducing variables {type(self).__name__} with {type(other).__name__} is not known; "
@@ -78,7 +78,7 @@ class InducingVariables(AbstractModule):
     def of(self, draw: Callable) -> Optional[Tensor]:
         """u of draws of f as functions, x ↦ ``(num, ..., N)``: ``(num, ..., M)``; ``None`` where that is not known.
 
-        ``paths`` uses it; without it they are drawn value by value.
+        ``paths`` uses it; without it paths are drawn value by value.
         """
         return None
 

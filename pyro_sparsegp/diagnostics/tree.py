@@ -139,7 +139,7 @@ def _shape(sources: Sequence[Source], num_samples: int) -> tuple[int, int]:
     if slashed is not None:
         raise ValueError(
             f"site {slashed!r} has a slash in its name, which no variable of a DataTree may have: rename it in the "
-            f"model, to {slashed.replace('/', '_')!r} say."
+            f"model, for example to {slashed.replace('/', '_')!r}."
         )
     return (own[0][0], own[0][1]) if own else (len(sources), num_samples)
 

@@ -23,7 +23,7 @@ _FAR = 1e4  # standard deviations; further out, where the scale is 0, log Φ has
 
 
 class RobustMax(TorchDistribution):
-    """A class y in {0, …, P − 1}: mostly the one whose function value is largest.
+    """A class y in {0, …, P − 1}: the one with the largest function value, except with probability ε.
 
     p(y | f) = 1 − ε if f_y is the largest of f_1, …, f_P, ε/(P − 1) otherwise, of batch shape ``(...,)``. For P
     independent outputs of one GP site, ``.expand([P]).to_event(1)`` with values ``(P, N)``, write ``RobustMax(f.mT)``.
@@ -92,7 +92,7 @@ class RobustMax(TorchDistribution):
         return (1 - error) * wins + error / (self.num_classes - 1) * (1 - wins)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> RobustMax:
-        """The same, of the given batch shape."""
+        """The same distribution with the given batch shape."""
         shape = torch.Size(batch_shape)
         new = RobustMax(self.f.expand(*shape, self.num_classes), self.epsilon.expand(shape), validate_args=False)
         new._validate_args = self._validate_args  # a plate expands, and data in it are checked, too

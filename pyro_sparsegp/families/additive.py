@@ -105,7 +105,7 @@ class OnTerms(BasisFamily):
 
 @dataclass(frozen=True, eq=False)
 class AdditiveFamily(OnTerms, FreeFormFamily):
-    """A basis for each summand with a free posterior; as :class:`OnTerms`."""
+    """The base class of families with a basis for each summand of the kernel and a free posterior."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class MeanFieldAdditive(AdditiveFamily):
 
 @dataclass(frozen=True, eq=False)
 class CoupledCovariance(AdditiveFamily):
-    """One full covariance S over the CM coefficients of all C summands (Adam, 2017), in O((CM)³) a step."""
+    """One full covariance S over the CM coefficients of all C summands (Adam, 2017), in O((CM)³) per step."""
 
     def new_coefficients(self) -> NewCoefficients:
         return FullCholesky
@@ -151,7 +151,7 @@ class CoupledPrecision(AdditiveFamily):
     :param rank: the rank of the coupling; ``None`` is the size of the largest block.
     :param base: what the low rank is added to: "block" (default), a free covariance of each summand, which
         contains :class:`MeanFieldAdditive`; or "identity", the prior's, which is the paper's and does not.
-    :raises ValueError: if ``rank`` or ``base`` is none of these; where a list of ``inducing`` does not fit the kernel.
+    :raises ValueError: if ``rank`` or ``base`` is not one of these; if a list of ``inducing`` does not fit the kernel.
     """
 
     rank: Optional[int] = None

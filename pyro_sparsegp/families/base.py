@@ -60,7 +60,7 @@ class Family(ABC):
         """A module of the shapes of ``spec``, its values still to be loaded."""
 
     def declared(self) -> dict[str, Any]:
-        """The recipe in plain Python: the family's name and its numbers; of given inputs, how many there are."""
+        """The recipe in plain Python: the family's name and its numbers. Given inputs are replaced by their number."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -161,7 +161,7 @@ class FreeFormFamily(BasisFamily):
 
     @abstractmethod
     def new_coefficients(self) -> NewCoefficients:
-        """The posterior over the coefficients, to be called with block sizes, batch shape and a tensor like it."""
+        """The class or function that makes the posterior of w from block sizes, a batch shape and a tensor like it."""
 
     def parameterised(self, kind: NewCoefficients) -> NewCoefficients:
         """That posterior in the coordinates that the family learns it in; by default the coefficients w."""
@@ -224,8 +224,8 @@ class SiteFamily(Family):
     is the whole gradient, under data projections with a likelihood that is not Gaussian it is an approximation.
 
     A call with data and gradients enabled is a training step; others leave the sites alone. They train on all rows at
-    once; a mini-batch raises. The posterior is q(c) q(f | c, data) for other latents c: every draw of them has sites of
-    its own, read off the model at the training data, whose arguments the guide refers to and its state holds.
+    once; a mini-batch is refused. With other latents c the posterior is q(c) q(f | c, data): each draw of c has its
+    own sites, read off the model at the training data. The guide refers to these data, and its state holds them.
 
     :param at: where ℓ' and ℓ'' are taken: "marginals", their expectations under q, the optimum of the bound; or
         "mean", at q's mean, which is Newton's method for Laplace's approximation.

@@ -55,7 +55,7 @@ class OnInducingPoints(BasisFamily):
 
 @dataclass(frozen=True, eq=False)
 class InducingFamily(OnInducingPoints, FreeFormFamily):
-    """Inducing points with a free posterior; as :class:`OnInducingPoints`.
+    """The base class of families with inducing points and a free posterior.
 
     :param whiten: with ``natural=False``, whether q's parameters are of whitened coefficients w (default) or of the
         values u = Lw at inducing inputs, the parameterisation of the papers' formulas. Natural steps are the same in
@@ -102,7 +102,7 @@ class SGPR(OnInducingPoints, OptimalFamily):
 
 @dataclass(frozen=True, eq=False)
 class Exact(OptimalFamily):
-    """No inducing points: the posterior of the whole process given all N rows, in O(N³) a step; up to 4,000 rows.
+    """No inducing points: the posterior of the whole process given all N rows, in O(N³) per step; up to 4,000 rows.
 
     For a likelihood that is Gaussian in f the bound is log p(y) itself (Rasmussen and Williams, 2006, eq. 2.30); for
     others q is the Gaussian of all N function values that is optimal (Opper and Archambeau, 2009), by sites:
@@ -116,7 +116,7 @@ class Exact(OptimalFamily):
     def new_basis(self, process: GaussianProcess, name: str) -> Basis:
         if process.x.shape[-2] > _MOST:
             raise ValueError(
-                f"site {name!r} has {process.x.shape[-2]} rows; Exact, O(N³) a step, is for up to {_MOST}: take "
+                f"site {name!r} has {process.x.shape[-2]} rows; Exact, O(N³) per step, is for up to {_MOST}: take "
                 "SVGP, by mini-batches, or ComputationAware."
             )
         return InducingPoints([])  # which are the rows of each call
@@ -132,7 +132,7 @@ class FreeSites(WithFreeSites, SGPR):
     (Adam, Durrande and John, 2018, eq. 4 and 6.) S⁻¹ = I + ΦᵀΛΦ with Λ = diag(λₙ²), m = SΦᵀb, for free λ and b.
 
     At the optimum λₙ² = −2 ∂E[log p(yₙ | f)]/∂σₙ², with σₙ² the marginal variance; the precisions λₙ² are kept
-    non-negative, which likelihoods that are not log-concave may not ask for. The bound is not concave in these
+    non-negative, which likelihoods that are not log-concave may violate. The bound is not concave in these
     parameters, and with N > M(M + 3)/2, all that a Gaussian over M coefficients has, they are more than
     :class:`SVGP` needs: :class:`SGPR` finds the same optimum in a few updates.
 

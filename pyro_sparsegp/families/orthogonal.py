@@ -48,7 +48,7 @@ class OrthogonalInducing(OnNestedPoints, InducingFamily):
 
     Shi, Titsias and Mnih, 2020, "Sparse Orthogonal Variational Inference for Gaussian Processes", eq. 8 and 9:
     M₁ + M₂ points at a lower cost than one set of that size. With L₁L₁ᵀ = K_ZZ, A = L₁⁻¹K_ZO and L₂L₂ᵀ = K_OO − AᵀA the
-    features are φ = [L₁⁻¹k_Z ; L₂⁻¹(k_O − AᵀL₁⁻¹k_Z)], and q(w) = N(m₁, S₁) N(m₂, S₂); further sets go on alike.
+    features are φ = [L₁⁻¹k_Z ; L₂⁻¹(k_O − AᵀL₁⁻¹k_Z)], and q(w) = N(m₁, S₁) N(m₂, S₂); further sets likewise.
 
     :param inducing: the first set: a number or inputs ``(M₁, D)``.
     :param orthogonal: the second set, or a list of further sets.

@@ -39,7 +39,7 @@ class WeightSpace(OnFeatures, FreeFormFamily):
     """The kernel's own features with a full covariance for any likelihood, by mini-batches.
 
     (Zhu, Yuchi and Xie, 2025, eq. 8 to 10.) f(x) = μ(x) + φ(x)ᵀw + r(x) with R features φ of the kernel, r of
-    variance c, and q(w) = N(m, S): O(BR² + R³) a step for B rows.
+    variance c, and q(w) = N(m, S): O(BR² + R³) per step for B rows.
 
     Natural steps follow features that training moves, up to 256 of them, by their values at rows of the first call:
     all, or max(256, 4R) random ones. To follow more would take far longer than a step, O(R³) with a large factor.

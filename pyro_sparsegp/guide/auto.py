@@ -46,27 +46,26 @@ _KEEP_ROWS = (
 
 
 class AutoSparseGP(SiteMessenger):
-    """A guide for a Pyro model with Gaussian process sites: a sparse variational family for each of them.
+    """A variational guide for a Pyro model with Gaussian process sites.
 
-    q(θ, x) = q(θ) q(x | θ). Latents with normal priors and the coefficients w of GP sites f = μ + φᵀw + r are one field
-    x, standard normal a priori, with one Gaussian q(x | θ) for all of it. All other latents, the hyperparameters θ, are
-    jointly normal in unconstrained space. A GP site alone has its family's q(w | θ), and r is as in the prior. A field
-    has 2,000 numbers at most, and likelihoods of linear predictors (a Normal's loc or log scale, a Poisson's log rate,
-    a Bernoulli's logits). Where a program has none, latents are independent of each other and of f.
+    >>> guide = AutoSparseGP(model, SVGP(64))  # doctest: +SKIP
+    >>> SVI(model, guide, optim, TraceQuadrature_ELBO()).step(x, y)  # doctest: +SKIP
+    >>> guide.posterior(x_new)["f"].mean  # doctest: +SKIP
 
-    The guide runs the model. At each site it sees the prior under the hyperparameters just drawn, and answers with a
-    posterior (override :meth:`get_posterior` for another). The first call initialises: it finds the GP sites, puts
-    other latents at the mode of their posterior, with its curvature, places inducing inputs among that call's inputs,
-    and finds out how the likelihood depends on function values. If the first mini-batch is smaller than the number of
-    inducing points, call the guide once on representative inputs before.
+    q(θ, x) = q(θ) q(x | θ). The field x holds the coefficients w of the GP sites, f = μ + φᵀw + r, and all latents with
+    normal priors. Given θ it has one Gaussian posterior; r is as in the prior. The hyperparameters θ are all other
+    latents, jointly normal in unconstrained space. A field has at most 2,000 numbers, and needs linear predictors (a
+    Normal's loc or log scale, a Poisson's log rate, a Bernoulli's logit). Without them, and for a GP site alone, w has
+    its family's q(w | θ); latents are then independent of each other and of f.
 
-    ``guide(*args)`` draws all sites; sites that were observed at the first call and are not now (``y=None``) are
-    drawn from the model, so ``guide(x_new)`` and :class:`~pyro.infer.Predictive` are posterior predictive.
-    ``guide.train()``, the default, draws function values independently of each other, which is what a likelihood
-    of single values needs; ``guide.eval()`` draws them jointly.
+    The first call initialises the guide: it finds the GP sites, puts the hyperparameters at their posterior mode, with
+    its curvature, chooses inducing points among that call's inputs, and finds out how the likelihood depends on
+    function values. If the first mini-batch has fewer rows than inducing points, call the guide on more rows before.
 
-    Each guide owns its parameters, whatever the parameter store holds; ``state_dict`` and ``load_state_dict``
-    restore everything into a freshly made guide.
+    ``guide(*args)`` draws all sites. Sites that were observed at the first call and are not now (``y=None``) are drawn
+    from the model. ``guide.train()``, the default, draws function values independently of each other, for likelihoods
+    of single values; ``guide.eval()`` draws them jointly. ``state_dict`` and ``load_state_dict`` restore everything
+    into a new guide. Override :meth:`get_posterior` for a posterior of your own.
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
@@ -83,7 +82,7 @@ class AutoSparseGP(SiteMessenger):
         (mean field): cheaper where there are thousands, and too narrow. By default none is.
     :param coupled: raises a ValueError: other latents have a joint posterior by default.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
-    :raises ValueError: if ``model`` or ``families`` are none, at once; at the first call, naming the site, if a family
+    :raises ValueError: if ``model`` or ``families`` are unfit; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
     """
 
@@ -235,14 +234,14 @@ class AutoSparseGP(SiteMessenger):
         absorb(self, args, kwargs, forget)
 
     def relearn(self, *args: Any, **kwargs: Any) -> None:
-        """It has left: raises a ValueError with what to do instead."""
+        """No longer there: raises a ValueError that says what to do instead."""
         raise ValueError(f"guide.relearn has left: {_KEEP_ROWS}")
 
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, other latents at their posterior median.
 
-        A site's width is that at these hyperparameters, over all other latents with normal priors; draws over the
-        hyperparameters, too, are :func:`~pyro_sparsegp.predict`'s. An inner layer of a deep GP is at its posterior
+        The variance is over all other latents with normal priors, at these hyperparameters. To include that of the
+        hyperparameters, use :func:`~pyro_sparsegp.predict`. An inner layer of a deep GP is at its posterior
         mean. Subsampling is off. Latents of single rows are as learned if all arguments are the training data,
         observations included; otherwise they are drawn from the model.
 
@@ -260,7 +259,7 @@ class AutoSparseGP(SiteMessenger):
         return self.draws(1, *args, joint=joint, **kwargs)[0]
 
     def draws(self, num: int, *args: Any, joint: bool = True, **kwargs: Any) -> list[dict[str, Tensor]]:
-        """Draws of every site at new inputs, for prediction, one after the other. Subsampling is off. Latents under the
+        """Draws of every site at new inputs, a dictionary for each draw. Subsampling is off. Latents under the
         data plate are drawn from the model, unless all arguments are the training data: then they are as learned.
 
         :param num: how many.
@@ -295,7 +294,7 @@ class AutoSparseGP(SiteMessenger):
         return run
 
     def forget_data(self) -> None:
-        """Forget the training data: the next call with observations brings those that families on sites are about.
+        """Forget the training data: the next call with observations brings new ones for families on sites.
 
         Parameters stay. Families with parameters for each row (FreeSites, sparse actions) need a new guide.
 
@@ -340,7 +339,7 @@ class AutoSparseGP(SiteMessenger):
 
     @contextmanager
     def predicting(self, kept: list[Conditions]) -> Iterator[None]:
-        """Take the inputs of calls for new ones, though there be observations at them.
+        """Treat the inputs of calls as new ones, even if observations come with them.
 
         :param kept: what a call before was conditioned on, if any, which is taken again where nothing is drawn.
         """

@@ -59,7 +59,7 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
             guide.warned,
             "overwritten",
             "",
-            f"the tensors that the guide was trained on were written to since, y.mul_(2.0) say, and the posterior "
+            f"the tensors that the guide was trained on were written to since, as by y.mul_(2.0), and the posterior "
             f"of GP site {name!r} is read off what is in them now: train on copies, "
             "y.clone(), or write to copies.",
             stacklevel=4,

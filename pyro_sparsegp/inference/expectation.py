@@ -31,12 +31,12 @@ class ExpectationPropagation:
     Gaussian site in h = φₙᵀw. One sweep refines the sites of all data given, in parallel: from the cavity
     (m⁻, v⁻), which is q without αth part of the site, and Z = ∫ p(y | f)^α N(f | m⁻, v⁻ + d) df with
     a = ∂log Z/∂m⁻ and β = −∂²log Z/∂m⁻², it takes αν = β/(1 − v⁻β) and αb = (a + m⁻β)/(1 − v⁻β), damped.
-    All of this needs one-dimensional integrals of the model's own likelihood only. The objective is
+    All of this needs only one-dimensional integrals of the model's own likelihood. The objective is
     log Z_EP = G(q) − G(p) + Σₙ (log Zₙ + G(cavity) − G(q))/α, with G the log normaliser of a Gaussian.
 
     Other parameters (hyperparameters, inducing inputs, the likelihood's) climb log Z_EP with the sites held.
     Other latents are points: the log density of their priors is added. A step on part of the data (a plate that
-    subsamples) refines their sites only and scales their terms up (eq. 6).
+    subsamples) refines only their sites, and scales their terms up (eq. 6).
 
     >>> from pyro_sparsegp.families import SparseEP
     >>> guide = AutoSparseGP(model, SparseEP(32))  # doctest: +SKIP

@@ -90,7 +90,7 @@ def fit(
     It loops over ``svi.step(*batch, size=N)`` or ``ep.step``, as your own loop would. Ctrl-C ends after the current
     step, writes the checkpoint and returns the result so far.
 
-    >>> result = fit(model, guide, (x, y), batch_size=1024, steps=2000, checkpoint="fit.pt")  # doctest: +SKIP
+    >>> result = fit(model, guide, (x, y), batch_size=1024, steps=2000)  # doctest: +SKIP
 
     :param model: the guide's model. With batches it gets the number of all rows as ``size`` and the rows' numbers as
         ``indices``, if the signature has them: ``pyro.plate("data", size or len(x), subsample=x)``.

@@ -47,8 +47,8 @@ class TraceQuadrature_ELBO(ELBO):
     Two GP sites that meet in one density use the product grid, turned to each row's covariance if they have one
     posterior; beyond two, and for an inner layer of a deep GP, values are drawn. The model sees f as ``(N,)``: after
     the guide's run it runs once more under :func:`torch.func.vmap` over the nodes. One with a network, or that draws
-    rows by itself, runs once, with the guide under it. Other latents are one draw a particle: the bound is
-    deterministic if there are none.
+    rows by itself, runs once, with the guide under it. Hyperparameters are drawn once per particle; without
+    any, the bound is deterministic.
 
     A distribution may bring its own expectation over normal parameters, a method ``expected_log_prob(value, variance)``
     (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`). It is used instead, for any number of function
@@ -99,7 +99,7 @@ class TraceQuadrature_ELBO(ELBO):
         Before the first gradient, posteriors that learn by natural gradients take up to five steps of their own, by the
         same arguments: see :func:`~pyro_sparsegp.inference.first_steps.meet`.
 
-        Warns once if it has risen a hundredfold where q is not whitened.
+        Warns once if the loss has risen a hundredfold under a q that is not whitened.
 
         :raises ValueError: if the bound is NaN or infinite, naming the sites, before anything reaches the parameters.
         """

@@ -37,14 +37,14 @@ def _inputs_alone(x: Tensor) -> tuple[Any, ...]:
 class Model(BoTorchModel, FantasizeMixin):
     """A trained guide as a BoTorch model, for acquisition functions and their optimisers.
 
-    Its posterior is that of the GP site's values, of any family under any likelihood, other latents at their medians,
-    with gradients by the inputs; a q-batch is joint. Under a computation-aware family the variance holds what
-    computation left out, so that acquisition functions explore there. Outputs are a site's, or several sites'
+    Its posterior is the GP site's, under any family and likelihood, with other latents at their medians. It can be
+    differentiated by the inputs, and a q-batch is joint. Under a computation-aware family the variance includes what
+    the computation left out, so that acquisition functions explore there. The outputs belong to one site, or to several
     in order, which are then independent.
 
     The model refers to the guide: train it on, or :meth:`~AutoSparseGP.absorb` a measurement, and the posterior
-    follows. What if a measurement came out so: :meth:`fantasize` and :meth:`condition_on_observations`, which knowledge
-    gradients ask for, give the model after it and leave the guide as it is.
+    follows. :meth:`fantasize` and :meth:`condition_on_observations`, which knowledge gradients need, give the model
+    after a hypothetical measurement, and leave the guide as it is.
 
     :param model: the Pyro model that the guide was made of.
     :param guide: trained, or called once, on the data so far.
@@ -53,7 +53,7 @@ class Model(BoTorchModel, FantasizeMixin):
         only one, ``model(x)``.
     :param noise: the variance of a measurement of f, where the likelihood does not say: one whose mean is not f. It
         broadcasts to ``(..., q, P)``.
-    :raises ValueError: if the guide is none, is another model's or was never called, or a site is none of its GP sites.
+    :raises ValueError: if the guide is of another class or model, or was never called, or has no GP site of that name.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Model(BoTorchModel, FantasizeMixin):
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Union[float, Tensor, None] = None, **kwargs: Any
     ) -> Model:
-        """The model given further measurements, those at hand kept: q as a Gaussian process, conditioned on them.
+        """The model conditioned on further measurements: q as a Gaussian process, given the old and the new ones.
 
         With m and C the posterior's mean and covariance, C(x, X)(C(X, X) + Σ)⁻¹ is the gain, of y − m(X) in the mean
         and of C(X, x') in the covariance: exact given q for Gaussian noise, whatever the family, also where its

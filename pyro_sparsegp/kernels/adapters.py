@@ -36,7 +36,7 @@ class _FromFunction(Kernel):
 
 
 def from_function(function: Callable[[Tensor, Tensor], Tensor], diag: Callable[[Tensor], Tensor]) -> Kernel:
-    """Two functions of tensors as a kernel, to be added, multiplied and put on columns as others are.
+    """A kernel from two functions of tensors. It can be added, multiplied and put on columns like any other.
 
     >>> brownian = from_function(lambda x, z: torch.minimum(x, z.mT), lambda x: x[..., 0])
     >>> (2.0 * brownian[-1])(torch.ones(3, 2)).shape

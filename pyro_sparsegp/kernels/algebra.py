@@ -117,14 +117,14 @@ class Compound(Kernel):
 
     @abstractmethod
     def combine(self, values: Sequence[Tensor], dims: int) -> Tensor:
-        """Of the parts' matrices, ``(..., N, M)``, or diagonals, ``(..., N)``, the kernel's.
+        """The kernel's matrix, ``(..., N, M)``, or diagonal, ``(..., N)``, from those that its parts have.
 
         :param dims: 2 or 1: how many dimensions are of rows.
         """
 
     @abstractmethod
     def combine_features(self, features: Sequence[Tensor]) -> Tensor:
-        """Of the parts' features, ``(..., N, R_c)``, the kernel's."""
+        """The kernel's features from its parts' features, ``(..., N, R_c)``."""
 
     def __call__(self, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
         x, z = self.own_columns(x), None if z is None else self.own_columns(z)

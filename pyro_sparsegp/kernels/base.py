@@ -138,19 +138,19 @@ class CovarianceFunction(ABC):
         return None
 
     def own_columns(self, x: Tensor) -> Tensor:
-        """What the parts read of inputs, ``(..., N, D)``."""
+        """The columns of inputs, ``(..., N, D)``, that the parts read."""
         return x
 
     def on_columns(self, num: int) -> Any:
-        """The kernel for inputs of ``num`` columns, in which ``k[2:]`` and ``k[-1]`` have numbers."""
+        """The kernel for inputs with ``num`` columns, where slices and negative numbers of columns are resolved."""
         return self.with_parts([part.on_columns(num) for part in self.parts]) if self.parts else self
 
     def scaled(self, variance: Tensor, x: Tensor, z: Optional[Tensor] = None) -> Tensor:
-        """v·k(x, z) for a variance v, ``(..., 1, 1)``; a kernel may have a cheaper way than a product."""
+        """v·k(x, z) for a variance v, ``(..., 1, 1)``; a kernel may compute it more cheaply than as a product."""
         return variance * self(x, z)
 
     def code_columns(self, num: int) -> frozenset[int]:
-        """The columns, of ``num``, that hold whole numbers which name something: inducing inputs keep them."""
+        """The columns, of ``num``, that hold category codes: inducing inputs keep them as they are."""
         return frozenset(i for part in self.parts for i in part.code_columns(num))
 
     def features(self, x: Tensor) -> Optional[Tensor]:
@@ -163,7 +163,7 @@ class CovarianceFunction(ABC):
         return None if phi is None else Explicit(phi, self.diag(x))
 
     def check_inputs(self, x: Tensor) -> None:
-        """Refuse training inputs that the kernel can't mean; asked once, at a guide's first call. By default none.
+        """Raise an error for inputs that the kernel does not take. A guide calls it once, at its first call.
 
         :raises ValueError: saying what is wrong with them.
         """
@@ -176,7 +176,7 @@ class CovarianceFunction(ABC):
         return any(map(_DEPENDS, self.parts))
 
     def relative_to(self, rows: Tensor) -> Any:
-        """The kernel with the diagonal term that it has in the company of ``rows``, ``(N, D)``, the training inputs."""
+        """The kernel with its diagonal term relative to ``rows``, ``(N, D)``, the training inputs."""
         return self.with_parts([part.relative_to(self.own_columns(rows)) for part in self.parts])
 
     @property

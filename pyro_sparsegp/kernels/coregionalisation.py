@@ -28,7 +28,7 @@ class Coregionalisation(FeatureKernel):
     tensor([[ 1.0000, -0.5000],
             [-0.5000,  0.2500]])
 
-    Outputs are then observed at inputs of their own, and what is missing is no row. Its features are A's columns and
+    Outputs may be observed at inputs of their own; a missing value is not a row. Its features are A's columns and
     the indicators, so that sparse families are exact in it alone.
 
     :param mixing: A, ``(..., P, Q)``: a parameter, or sampled, from a start that is not 0.

@@ -41,7 +41,7 @@ class DeepBasis(FeatureKernel):
     and column-selecting kernels carry the diagonal along: a summand or factor is corrected by itself. A kernel of
     your own with other features is a :class:`FeatureKernel`.
 
-    >>> network = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    >>> network = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Tanh())
     >>> kernel = DeepBasis(network)
     >>> kernel.diag(torch.rand(5, 2)).unique().numel()  # one level for all rows
     1

@@ -21,7 +21,7 @@ __all__ = ["Derivative"]
 class Derivative(Kernel):
     """f and its partial derivatives at inputs (x, j): f(x) for j = 0, ∂f/∂x_j(x) for j = 1, …, D.
 
-    A derivative of a Gaussian process is one together with it (Solak et al., 2003): with ∂₀ the identity,
+    A Gaussian process and its derivatives are jointly Gaussian (Solak et al., 2003): with ∂₀ the identity,
 
         cov((x, i), (z, j)) = ∂_{x_i} ∂_{z_j} k(x, z),
 
@@ -61,7 +61,7 @@ class Derivative(Kernel):
 
         :param x: ``(..., N, D)``.
         :param j: 0 for values; 1 to D for the derivative by this column. A number for all rows, or one for each.
-        :raises ValueError: if x is no matrix, or a number is none from 0 to D.
+        :raises ValueError: if x is not a matrix, or a number is not from 0 to D.
         """
         if x.dim() < 2:
             raise ValueError(

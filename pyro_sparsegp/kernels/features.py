@@ -160,9 +160,9 @@ class RandomFourier(FeatureKernel):
 class White(FeatureKernel):
     """White noise: k(x, z) = 0 and k(x) = s·I, independent at every row.
 
-    It has no features: all of it is residual, and sparse families give it no coefficients. The data then teach them
-    nothing of it, its variance s enters the bound as a penalty, Σs/(2σ²), and the posterior of the other terms is too
-    narrow: under a guide put such noise into the likelihood, and effects of single rows into a plate of latents.
+    It has no features, so sparse families give it no coefficients and cannot learn it. Its variance s enters the bound
+    as a penalty, Σs/(2σ²), and the posterior of the other terms is too narrow. Under a guide put such noise into the
+    likelihood, and effects of single rows into a plate of latents.
 
     :param variance: s > 0, ``(...,)``.
     """

@@ -68,7 +68,7 @@ _ESCALATIONS = 4  # the last attempt uses 10⁴ times the first jitter
 
 
 class NumericalWarning(UserWarning):
-    """A result is usable, but floating point forced a change that the user should know of."""
+    """A result is usable, but floating point arithmetic forced a change to it."""
 
 
 def wider(x: Tensor) -> torch.dtype:

@@ -17,7 +17,7 @@ class SparsePosterior(Marginals):
     """The posterior of a Gaussian process under a finite basis and a Gaussian over its coefficients.
 
     A distribution over the values at the process's inputs x, with event shape ``(N,)``; :meth:`at` gives it at
-    other inputs. ``rsample`` draws jointly correlated values. ``log_prob`` is relative to the prior process,
+    other inputs. ``rsample`` draws values jointly. ``log_prob`` is relative to the prior process,
     log dq/dp, the only base measure that a function has: log q(w) − log p(w) at the coefficients of a draw of
     this object (kept with the last draw, as TransformedDistribution caches).
 
@@ -37,7 +37,7 @@ class SparsePosterior(Marginals):
     def at(self, x: Tensor) -> SparsePosterior:
         """The same posterior at other inputs ``(N', D)``.
 
-        :raises ValueError: naming the site, if they are no such matrix of finite numbers, of the posterior's dtype.
+        :raises ValueError: naming the site, if they are not a matrix of finite numbers of the posterior's dtype.
         """
         here = self.process.x
         if not isinstance(x, Tensor) or x.dim() != here.dim() or x.dtype != here.dtype:
