@@ -205,6 +205,7 @@ class AtNewInputs(Messenger):
 
     def _pyro_sample(self, msg: Any) -> None:
         name, process = msg["name"], as_process(msg["fn"])[0]
+        require_own_rows({name: msg})
         if msg["is_observed"] or site_is_subsample(msg):
             return
         if process is not None:
@@ -256,7 +257,7 @@ class Trained(Messenger):
     def at(self, args: tuple, kwargs: dict[str, Any], marginal: bool = False) -> poutine.Trace:
         """A run at other inputs.
 
-        :param marginal: draw function values independently of each other, and take observations for data to be scored.
+        :param marginal: draw function values independently of each other.
         """
 
         def function(msg: Any, process: GaussianProcess) -> None:
@@ -267,7 +268,4 @@ class Trained(Messenger):
                 msg["value"] = mean + variance.sqrt() * torch.randn_like(mean)
 
         with whole_plates(), AtNewInputs(self.sample, self.local, self.groups, self.warned, function):
-            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
-        if not marginal:
-            require_own_rows(trace.nodes)
-        return trace
+            return poutine.trace(self.model).get_trace(*args, **kwargs)

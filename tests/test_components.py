@@ -172,7 +172,7 @@ def test_sobol_indices_of_known_lines():
     model = one_function(100.0 * kernel, lambda f: dist.Normal(f, 1e-3))
     guide, _ = maximise(model, CoupledCovariance(5), x, f, iterations=60)
     posterior = guide.posterior(x)["f"]
-    found = posterior.components.sobol_indices(200)
+    found = posterior.components.sobol_indices(200, draws=True)
     total = a**2 / 3 + b**2 / 12 + c**2 / 36
     assert list(found) == ["constant", "a", "x1", "c"]
     expected = [0.0, a**2 / 3 / total, b**2 / 12 / total, c**2 / 36 / total]
@@ -187,7 +187,10 @@ def test_sobol_indices_show_what_is_not_known():
     kernel = kernels.Anova(kernels.RBF(0.5), -1.0, 1.0)[0] + kernels.Anova(kernels.RBF(0.5), -1.0, 1.0)[1]
     process = GaussianProcess(kernel, torch.rand(20, 2))
     q = MeanFieldAdditive(8).build(process, "f")(process, "f")
-    share = q.components.sobol_indices(2000)["x0"]
+    share = q.components.sobol_indices(2000, draws=True)["x0"]
+    assert not share.requires_grad
+    mean, low, high = q.components.sobol_indices(2000, prob=0.9)["x0"]  # numbers
+    assert (mean, low, high) == pytest.approx((0.5, *share.quantile(torch.tensor([0.05, 0.95])).tolist()), abs=0.05)
     assert abs(share.mean() - 0.5) < 0.03
     assert share.quantile(0.05) < 0.2
     assert share.quantile(0.95) > 0.8

@@ -689,3 +689,25 @@ def test_numbers_that_are_none_are_named_with_their_row(family):
         refused("whole number of at least 1", predict, regression, guide, x, num_samples=num)
         with pytest.raises(ValueError, match="whole number of at least 1"):
             next(iter(guide.draws(num, x)))
+
+
+@pytest.mark.parametrize("independent", [True, ()])
+def test_medians_and_quantiles_as_of_auto_normal(independent):
+    """Of draws: hyperparameters' are those of the normal in unconstrained space, f's those of its posterior."""
+    x, _, guide = begun(steps=5, independent=independent)
+    found = guide.quantiles([0.1, 0.5, 0.9])
+    assert found["f"].shape == (3, 60)
+    assert found["length"].shape == (3, 2)
+    for name, median in guide.median().items():
+        if name != "y":
+            spread = found[name][2] - found[name][0]
+            assert ((found[name][1] - median).abs() < 0.15 * spread).all(), name
+    if independent:
+        loc, scale = guide.locs.noise, guide.scales.noise
+        exact = (loc + scale * torch.tensor([-1.2816, 0.0, 1.2816])).exp().detach()
+        assert ((found["noise"] - exact).abs() < 0.15 * (exact[2] - exact[0])).all()
+    new = guide.quantiles(torch.tensor([0.5]), x[:4], num_draws=20)
+    assert new["f"].shape == (1, 4)
+    refused("quantiles must be between 0 and 1", guide.quantiles, [50])
+    guide.forget_data()
+    refused(r"holds no training data: give the model's arguments, guide.median\(", guide.median)

@@ -30,6 +30,7 @@ from .first_call import ObservesNothingError, initialise, require_arguments
 from .joint import by_name
 from .known import Core, Families, Rows
 from .messenger import SiteMessenger
+from .quantiles import or_of_training, quantiles_of
 from .rows import are_known_rows, note_step, require_data, rows_of, warn_of_batches
 from .runs import LARGEST_JOINT, BySite, Conditions, Posteriors, Priors, Run
 from .start import init_to_centre
@@ -275,6 +276,22 @@ class AutoSparseGP(SiteMessenger):
             run.own_rows = known
             draws.append(self._predicted(run, args, kwargs).values)
         return draws
+
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The median of each latent, and the mean of each GP site at these inputs, by default the training data's."""
+        args, kwargs = or_of_training(self, "median", args, kwargs)
+        return super().median(*args, **kwargs)
+
+    def quantiles(self, quantiles: Any, *args: Any, num_draws: int = 1000, **kwargs: Any) -> dict[str, Tensor]:
+        """Quantiles of each latent's posterior, ``(Q, ...)`` by site, as Pyro's AutoNormal has them, and of each GP
+        site's values at these inputs, by default the training data's.
+
+        >>> guide.quantiles([0.05, 0.5, 0.95])["length"]           # doctest: +SKIP
+
+        :param num_draws: the number of draws that they are estimated from.
+        """
+        args, kwargs = or_of_training(self, "quantiles", args, kwargs)
+        return quantiles_of(self, quantiles, num_draws, args, kwargs)
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
         try:

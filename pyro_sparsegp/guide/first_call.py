@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
 from pyro.util import check_site_shape
+from torch import Tensor
 from torch.distributions import biject_to
 
 from ..families import FreeFormFamily
@@ -95,6 +96,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         trace = run.trace
         checks.require_sizes(trace)
         _require_sites(guide, trace, run.posteriors)
+        _require_positive(trace, run.processes)
         facts = _describe(guide, trace, run.posteriors)
         facts.enumerated = [] if run.enumeration is None else run.enumeration.names
         facts.joint = groups_of(guide.families)
@@ -193,6 +195,35 @@ def _require_sites(guide: KnownGuide, trace: poutine.Trace, posteriors: Collecti
             raise ValueError(f"point_estimates names {unknown}, which are no sites of the model")
     if pyro.settings.get("validate_infer"):
         _require_densities(trace, posteriors)
+
+
+def _require_positive(trace: poutine.Trace, processes: Mapping[str, GaussianProcess]) -> None:
+    """Raise if a kernel's length scale, period or variance is a latent whose prior allows 0 or less."""
+    signed = {}
+    for name, site in sample_sites(trace).items():
+        prior, value = site["infer"].get("prior"), site["value"]
+        if is_free(site) and name not in processes and prior is not None and value.is_floating_point():
+            # A part of it, length[0] say, has the storage of the whole.
+            place = value.untyped_storage().data_ptr()
+            signed[place] = name if prior.support.check(torch.full_like(value, -1e-6)).any() else None
+    for gp, process in processes.items():
+        for what, value in _hyperparameters(process.kernel):
+            bad = signed.get(value.untyped_storage().data_ptr())
+            if bad is not None:
+                raise ValueError(
+                    f"latent site {bad!r} is a {what} of GP site {gp!r}, and its prior allows 0 or less. Give it a "
+                    f"prior on positive numbers, such as dist.LogNormal(0.0, 1.0), or take {bad}.exp() for the {what}."
+                )
+
+
+def _hyperparameters(kernel: Any) -> Iterator[tuple[str, Tensor]]:
+    """What must be positive in a kernel and its parts."""
+    for name in ("lengthscale", "period", "variance"):
+        value = vars(kernel).get(name)
+        if isinstance(value, Tensor):
+            yield name, value
+    for part in kernel.parts:
+        yield from _hyperparameters(part)
 
 
 def _require_densities(trace: poutine.Trace, posteriors: Collection[str]) -> None:

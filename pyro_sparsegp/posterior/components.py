@@ -125,14 +125,17 @@ class Components(Sequence):
             noise = list(times(self._residual_tril, torch.randn_like(together)).split(self._rows, -1))
         return {name: draw + rest for name, draw, rest in zip(self.names, draws, noise)}
 
-    def sobol_indices(self, num_draws: int = 500) -> dict[str, Tensor]:
-        """Draws of each effect's share in the variance of f, ``(num_draws, ...)``: S_c = V[f_c]/Σ_d V[f_d].
+    @torch.no_grad()
+    def sobol_indices(self, num_draws: int = 500, prob: float = 0.9, draws: bool = False) -> dict[str, Any]:
+        """Each effect's share in the variance of f, S_c = V[f_c]/Σ_d V[f_d]: by name its mean and a central interval.
 
         The inputs are independent and uniform over the intervals of the kernel's :class:`~pyro_sparsegp.kernels.Anova`
         terms, under which effects are orthogonal (Durrande et al., 2013, section 3). Each draw of all effects, with
-        their coupling, gives a set of indices, so the draws show what is not known of them. Variances are by
-        quadrature, O(40³) an effect; a constant has index 0.
+        their coupling, gives a set of indices. Variances are by quadrature, O(40³) an effect; a constant has index 0.
 
+        :param prob: of the interval.
+        :param draws: return the draws instead, ``(num_draws, ...)``.
+        :returns: (mean, low, high), each a number, of several outputs a list.
         :raises ValueError: naming the terms that have no zero mean over a box.
         """
         boxes: list[dict[int, Any]] = []
@@ -146,8 +149,7 @@ class Components(Sequence):
                 )
             for column, bounds in box.items():
                 known = next((other[column] for other in boxes if column in other), bounds)
-                pairs = ((torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(bounds, known))
-                if any(bool((a.cpu() != b.cpu()).any()) for a, b in pairs):
+                if any(torch.as_tensor(a).cpu().ne(torch.as_tensor(b).cpu()).any() for a, b in zip(bounds, known)):
                     raise ValueError(
                         f"Sobol indices need one interval for each column; term {label!r} of site {self._whole.name!r} "
                         f"has {bounds} in column {column}, another term {known}."
@@ -156,13 +158,11 @@ class Components(Sequence):
         if not any(boxes):
             raise ValueError(f"the kernel of site {self._whole.name!r} has no term that varies")
         grids = [self._grid(box) for box in boxes]
-        draws = self.at([x for x, _ in grids]).rsample((num_draws,))
-        parts = {
-            label: draw.square() @ weights if box else torch.zeros_like(draw[..., 0])
-            for (label, draw), box, (_, weights) in zip(draws.items(), boxes, grids)
-        }
-        total = functools.reduce(torch.add, parts.values())
-        return {label: part / total for label, part in parts.items()}
+        drawn = self.at([x for x, _ in grids]).rsample((num_draws,)).values()
+        parts = [f.square() @ weights * bool(box) for f, box, (_, weights) in zip(drawn, boxes, grids)]
+        shares = dict(zip(self.names, torch.stack(parts) / sum(parts)))
+        ends = parts[0].new_tensor([(1 - prob) / 2, (1 + prob) / 2])
+        return shares if draws else {n: (s.mean(0).tolist(), *s.quantile(ends, 0).tolist()) for n, s in shares.items()}
 
     def _grid(self, box: dict[int, Any]) -> tuple[Tensor, Tensor]:
         # A product grid of Gauss-Legendre nodes over a box, (G, D), and weights (G,) that add up to 1.

@@ -116,7 +116,7 @@ def run_friedman(options):
             q = guide.posterior(grid)["f"]
             errors = [(q.components[name].mean - effect).square().mean().sqrt() for name, effect in truth.items()]
             noise = pyro.param("noise").item() ** 2
-            indices[label] = q.components.sobol_indices(400)
+            indices[label] = q.components.sobol_indices(400, draws=True)
         rows.append([label, f"{-loss:.1f}", *(f"{error:.3f}" for error in errors), f"{noise:.3f}", f"{seconds:.0f}"])
     text = (
         f"Friedman's function of six columns (x6 inert), N = {num}, noise variance 1, the paper's kernel and Z. RMSE "
