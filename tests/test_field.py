@@ -12,7 +12,7 @@ from pyro.infer import SVI, Trace_ELBO
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, families, kernels, predict
 from pyro_sparsegp.gaussians import DrawnGaussian
-from pyro_sparsegp.gaussians.steps import recording
+from pyro_sparsegp.gaussians.record import recording
 from pyro_sparsegp.guide.field import Layout
 from pyro_sparsegp.guide.nested import Nested
 from pyro_sparsegp.guide.start import init_to_centre

@@ -13,8 +13,8 @@ from pyro_sparsegp.gaussians import factor_analysis
 from pyro_sparsegp.gaussians.factor_analysis import Formed, Products, above_one, assembled, sweep
 from pyro_sparsegp.gaussians.natural_low_rank import NaturalLowRank
 from pyro_sparsegp.gaussians.optimal import seen_from
+from pyro_sparsegp.gaussians.record import recording
 from pyro_sparsegp.gaussians.stack import Stack
-from pyro_sparsegp.gaussians.steps import recording
 from pyro_sparsegp.numerics.linalg import cholesky, root_of_inverse
 
 from .models import observed
@@ -40,24 +40,23 @@ def test_precision_formed_or_not():
     blocks, low_rank, column = pieces()
     generator = torch.Generator().manual_seed(1)
     rows = [(torch.randn(5, 9, generator=generator).double(), torch.rand(5, 1, generator=generator).double())] * 2
-    kept = torch.tensor([[0.7]]).double()
-    eye = torch.eye(9).double()
+    eye, rate = torch.eye(9).double(), torch.tensor([[0.3]]).double()
     data = sum(phi.mT @ (phi * each) for phi, each in rows)
     exact = 0.7 * dense(blocks, low_rank) + 0.3 * eye + data
-    for target in (Formed(STACK, blocks, low_rank, kept, data), Products(STACK, blocks, low_rank, kept, rows)):
+    for target in (Formed(STACK, exact), Products(STACK, blocks, low_rank, rate, rows)):
         torch.testing.assert_close(target.times(eye), exact)
         aims = target.blocks()
         for i, aim in enumerate(aims):
             torch.testing.assert_close(aim, exact[3 * i : 3 * i + 3, 3 * i : 3 * i + 3])
-        torch.testing.assert_close(target.solve(column, aims, blocks, low_rank, 40), torch.linalg.solve(exact, column))
+    torch.testing.assert_close(target.solve(column, blocks, low_rank, 40), torch.linalg.solve(exact, column))
 
 
 def test_what_a_sweep_leaves_is_positive_definite_in_both_triangles():
     """In float32 P̂ is symmetric but for its rounding, which is more than D where B has nearly all of it."""
     generator = torch.Generator().manual_seed(0)
     low_rank = 1e4 * torch.randn(9, RANK, generator=generator)
-    data = low_rank @ low_rank.mT + 3 * torch.randn(9, 9, generator=generator)
-    goal = Formed(STACK, torch.eye(3).repeat(3, 1, 1), low_rank, torch.tensor([[0.9]]), data)
+    data = 1.9 * low_rank @ low_rank.mT + 3 * torch.randn(9, 9, generator=generator)
+    goal = Formed(STACK, data + 0.1 * torch.eye(9))
     aims = goal.blocks()
     blocks, _ = sweep(goal, aims, torch.eye(3).repeat(3, 1, 1), low_rank)
     assert (blocks - blocks.mT).abs().max() > 1  # else nothing is seen here
@@ -102,16 +101,18 @@ def precision_of(module):
 
 def test_curvature_that_draws_show():
     """E ∇²f = E ∇f(w)(w − m)ᵀP, of a quadratic f: the sum over draws."""
-    module = NaturalLowRank((3, 3), (2,), torch.zeros(()), rank=2)
-    module.block += 0.3
-    centred, grad = torch.randn(5, 2, 6), torch.randn(5, 2, 6)
-    with recording(grad):
-        taken = module().taken
+    centred, grad, half = torch.randn(5, 2, 6), torch.randn(5, 2, 6), torch.randn(2, 6, 6)
+    with recording(grad) as record:
+        taken = record.new(None, None)
     w = torch.zeros_like(grad)
     w.grad = grad
     taken.draws.append((centred, w))
-    one = torch.einsum("ski,skj,kjl->kil", grad, centred, precision_of(module))
-    torch.testing.assert_close(module._curvature_by_draws(taken), 0.5 * (one + one.mT))
+    precision = half @ half.mT
+    one = torch.einsum("ski,skj,kjl->kil", grad, centred, precision)
+    found, cut = taken.curvature(precision, lambda: precision)
+    torch.testing.assert_close(found, 0.5 * (one + one.mT))
+    values, axes = torch.linalg.eigh(found)
+    torch.testing.assert_close(found + cut, (axes * values.clamp(min=0)[..., None, :]) @ axes.mT)
 
 
 @pytest.mark.parametrize("least", [-0.05, -100.0])
@@ -127,7 +128,7 @@ def test_negative_curvatures_are_cut_where_they_must_be(least):
     record.differentiate(loss)
     one = torch.ones(())
     with torch.no_grad():
-        module.step(q.taken, one, one, 0.3, False)
+        module.step(q.taken, 0.3 * one, one, False)
     kept = curvature if least > -1 else curvature.clamp(min=0)
     best = 0.7 * before + 0.3 * (torch.eye(8) + phi.mT @ (phi * kept[:, None]))
     torch.testing.assert_close(precision_of(module), best, atol=1e-3, rtol=0)

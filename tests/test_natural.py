@@ -29,7 +29,8 @@ from pyro_sparsegp.families import (
 )
 from pyro_sparsegp.gaussians import Diagonal, Falling, LowRankGaussian, NaturalGaussian, NaturalLowRank, from_natural
 from pyro_sparsegp.gaussians.optimal import seen_from
-from pyro_sparsegp.gaussians.steps import recording, steppers
+from pyro_sparsegp.gaussians.record import recording
+from pyro_sparsegp.gaussians.steps import steppers
 
 from .models import (
     assert_alike,
@@ -485,10 +486,10 @@ def test_q_held_about_well_conditioned_directions_of_u():
     one, other = (torch.linalg.cholesky(kernels.RBF(s)(x) + 1e-10 * torch.eye(6)) for s in (0.8, 1.0))
     phi = torch.randn(20, 6)
     module.start(one, [phi])
-    there = module._seen_from(module._seat(other))[0]
+    (there,) = module._seen_from(module._seat(other)).parts
     assert there.norm() < 100 * module.gram.norm()
     module.gram, module.seat = there, module._seat(other)
-    torch.testing.assert_close(module._seen_from(module._seat(one))[0], phi.mT @ phi)
+    torch.testing.assert_close(module._seen_from(module._seat(one)).parts[0], phi.mT @ phi)
 
 
 def test_the_way_back_to_a_factor_that_moves_is_autograds():
@@ -502,7 +503,8 @@ def test_the_way_back_to_a_factor_that_moves_is_autograds():
 
     def value(q):
         mean, change = q.moments([phi])
-        return (weights[0] * mean.sin()).sum() + (weights[1] * change).sum() + (weights[2] * q.covariance_matrix).sum()
+        covariance = q.covariance_matrix + 2 * q.factors[0].root @ q.factors[0].root.mT
+        return (weights[0] * mean.sin()).sum() + (weights[1] * change).sum() + (weights[2] * covariance).sum()
 
     sums = module.gram, module.loc.detach() + module.gram @ module.loc.detach(), module.seat
     expected = from_natural(*seen_from(*sums, module._seat(anchor)), [5])
@@ -675,8 +677,9 @@ def test_sweeps_reach_the_best_precision_of_the_form(base):
         step(module, phi, lambda mean, change: 0.5 * (mean - y).square().sum() + 0.5 * change.sum())
     with torch.no_grad():
         q = module()
-    b = [part.detach().clone().requires_grad_() for part in q.b]
-    trils = [part.detach().clone().requires_grad_() for part in q.trils] if base else None
+    found = q.factors[0]
+    b = [part.detach().clone().requires_grad_() for part in found.stack.blocks(found.b)]
+    trils = [part.detach().clone().requires_grad_() for part in found.stack.blocks(found.tril)] if base else None
 
     def of():
         lower = None if trils is None else [part.tril() for part in trils]

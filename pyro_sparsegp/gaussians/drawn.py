@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..numerics.processes import by_draws
-from .steps import Natural, Pass, Rate, recorded
+from .record import Pass, recorded
+from .steps import Natural, Rate
 
 __all__ = ["Drawn", "DrawnGaussian"]
 
@@ -71,7 +72,7 @@ class DrawnGaussian(Natural):
         super().__init__((len(loc),), (), loc, rate)
         self.loc: Any
         self.loc = torch.nn.Parameter(loc.detach().clone())
-        self._new_tilt("tilt", self.loc, len(loc))
+        self.tilt = torch.nn.Parameter(torch.zeros_like(root))
         self.register_buffer("root", root.detach().clone())
 
     @property
@@ -82,15 +83,15 @@ class DrawnGaussian(Natural):
     @property
     def tril(self) -> Tensor:
         """R, ``(D, D)``."""
-        is_tilted = self._is_tilted("tilt") or (torch.is_grad_enabled() and recorded() is None)
-        return self.root @ self._tilt("tilt") if is_tilted else self.root
+        is_tilted = self.is_tilted or (torch.is_grad_enabled() and recorded() is None)
+        return self.root @ self.tilt_matrix if is_tilted else self.root
 
     def forward(self, noise: Tensor) -> Drawn:  # type: ignore[override]
         """The draw of this ε, ``(D,)``."""
         record = recorded()
-        if record is not None and self._is_tilted("tilt"):
+        if record is not None and self.is_tilted:
             self.root = self.tril.detach()
-            self._level_tilt("tilt")
+            self._end_tilt()
         loc, root = self.mean, self.tril
         value = loc + root @ noise
         if record is None:
@@ -103,9 +104,9 @@ class DrawnGaussian(Natural):
     def most_by_draws(self) -> float:
         return 1.0  # its steps are bounded by themselves
 
-    def step(self, taken: Pass, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
+    def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
         root, loc = self.root, self.loc.data
-        unit = total / len(loc)  # every latent has told the weight
+        unit = weight / len(loc)  # every latent has told the weight
         for noise, by_value in taken.drawn():
             for share, own, grad in by_draws(noise, by_value):
                 # Rᵀ∂: densities of q(θ) given the draw are constants of ε, whose part by R is told here.
@@ -120,7 +121,7 @@ class DrawnGaussian(Natural):
         self._set("loc", loc)
 
 
-def _bounded(pull: Tensor, rate: float) -> Tensor:
+def _bounded(pull: Tensor, rate: Tensor) -> Tensor:
     """ρe, of a root mean square below 1; 0 if e is not finite."""
     pull = torch.where(pull.isfinite().all(), pull, 0.0)
     return pull * (rate / (1 + pull.square().mean()).sqrt())

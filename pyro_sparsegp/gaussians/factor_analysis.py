@@ -11,12 +11,12 @@ D is a stack, ``(..., C, M, M)``, and B flat, ``(..., C·M, R)``: :class:`~.stac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional, Union
 
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, lift_to, on_diagonal, over_upper, plus_one, rounding, solve_lower
+from ..numerics.linalg import cholesky, on_diagonal, over_upper, plus_one, rounding, solve_lower
 from ..numerics.processes import joined
 from .stack import Stack, each_times, eye_like
 
@@ -71,43 +71,58 @@ def _lifted(matrix: Tensor, least: Tensor) -> Tensor:
     return matrix
 
 
+class Formed:
+    """P̂ as one matrix, which is quicker where it is small.
+
+    :param matrix: P̂, ``(..., C·M, C·M)``.
+    """
+
+    def __init__(self, stack: Stack, matrix: Tensor) -> None:
+        self.stack, self.matrix = stack, matrix
+
+    def times(self, v: Tensor) -> Tensor:
+        """P̂v for flat columns v."""
+        return self.matrix @ v
+
+    def blocks(self) -> Tensor:
+        """The blocks of P̂ on its diagonal."""
+        return self.stack.diagonal(self.matrix)
+
+
 class Products:
     """P̂ = (1 − ρ)P + ρ(I + ΦᵀΛΦ) by its products with few columns: it is never formed.
 
     :param blocks: D of P.
     :param low_rank: B of P.
-    :param kept: 1 − ρ.
-    :param rows: of each batch of rows Φ, flat, and ρ·2h as a column.
+    :param rate: ρ.
+    :param rows: of each batch of rows Φ, flat, and ρλ as a column.
     """
 
-    cut: Optional[Tensor] = None  # whether negative curvatures were cut
-
     def __init__(
-        self, stack: Stack, blocks: Tensor, low_rank: Tensor, kept: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
+        self, stack: Stack, blocks: Tensor, low_rank: Tensor, rate: Tensor, rows: Sequence[tuple[Tensor, Tensor]]
     ) -> None:
-        self.stack, self._blocks, self._low_rank, self._kept, self._rows = stack, blocks, low_rank, kept, rows
+        self.stack, self._blocks, self._low_rank, self._rate, self._rows = stack, blocks, low_rank, rate, rows
 
     def times(self, v: Tensor) -> Tensor:
-        """P̂v for columns v."""
+        """P̂v for flat columns v."""
         data = sum((phi.mT @ (curvature * (phi @ v)) for phi, curvature in self._rows), torch.zeros_like(v))
-        return self._kept * times(self._blocks, self._low_rank, v) + (1 - self._kept) * v + joined(data)[0]
+        return (1 - self._rate) * times(self._blocks, self._low_rank, v) + self._rate * v + joined(data)[0]
 
     def blocks(self) -> Tensor:
         """The blocks of P̂ on its diagonal."""
-        data, low, kept = torch.zeros_like(self._blocks), self.stack.cut(self._low_rank), self._kept[..., None]
+        data, low, rate = torch.zeros_like(self._blocks), self.stack.cut(self._low_rank), self._rate[..., None]
         for phi, curvature in self._rows:
             each = self.stack.cut(phi.mT)
             data = data + each @ (each.mT * curvature[..., None, :, :])
-        return kept * (self._blocks + low @ low.mT) + (1 - kept) * eye_like(data) + joined(data)[0]
+        return (1 - rate) * (self._blocks + low @ low.mT) + rate * eye_like(data) + joined(data)[0]
 
-    def solve(self, right: Tensor, aims: Optional[Tensor], blocks: Tensor, low_rank: Tensor, iterations: int) -> Tensor:
+    def solve(self, right: Tensor, blocks: Tensor, low_rank: Tensor, iterations: int) -> Tensor:
         """P̂⁻¹ of one column by conjugate gradients with P⁻¹ for P ≈ P̂, without a look at how far it has come.
 
-        :param aims: the blocks of P̂ on its diagonal; ``None`` where D is not free.
-        :param blocks: D of a P that is near P̂, as a sweep leaves it.
+        :param blocks: D of a P that is near P̂, positive definite.
         :param low_rank: B of it.
         """
-        inverse = _Inverse(self.stack, blocks if aims is None else lifted(blocks, aims), low_rank)
+        inverse = _Inverse(self.stack, blocks, low_rank)
 
         def dot(a: Tensor, b: Tensor) -> Tensor:
             return (a * b).sum((-2, -1), keepdim=True)
@@ -128,39 +143,6 @@ class Products:
         return x
 
 
-class Formed:
-    """P̂ as one matrix, which is quicker where it is small; as :class:`Products`.
-
-    :param data: ρΦᵀ2HΦ.
-    """
-
-    cut: Optional[Tensor] = None
-
-    def __init__(self, stack: Stack, blocks: Tensor, low_rank: Tensor, kept: Tensor, data: Tensor) -> None:
-        self.stack, (data,) = stack, joined(data)
-        # P̂ = (1 − ρ)(D + BBᵀ) + ρI + ρΦᵀ2HΦ
-        self.matrix = data + (kept * low_rank) @ low_rank.mT
-        self._own = stack.diagonal(self.matrix)
-        self._own.add_(kept[..., None] * blocks)
-        self.matrix.diagonal(dim1=-2, dim2=-1).add_((1 - kept)[..., 0])
-
-    def add(self, curvature: Tensor) -> None:
-        """Add a symmetric matrix, or its positive part where it would leave less than half of what there is."""
-        (curvature,) = joined(curvature)
-        known = curvature.nan_to_num()
-        self.cut = torch.linalg.cholesky_ex(0.5 * self.matrix + known).info != 0
-        self.matrix.add_(torch.where(self.cut[..., None, None], known + lift_to(known, 0.0), curvature))
-
-    def times(self, v: Tensor) -> Tensor:
-        return self.matrix @ v
-
-    def blocks(self) -> Tensor:
-        return self._own
-
-    def solve(self, right: Tensor, *_: Any) -> Tensor:
-        return torch.cholesky_solve(right, _root(self.matrix, "a precision of coefficients"))
-
-
 class _Inverse:
     """(blockdiag(D) + BBᵀ)⁻¹ = D⁻¹ − D⁻¹B(I + BᵀD⁻¹B)⁻¹BᵀD⁻¹."""
 
@@ -176,7 +158,9 @@ class _Inverse:
         return self._over_blocks(v) - self.scaled @ torch.cholesky_solve(self.scaled.mT @ v, self.inner)
 
 
-def sweep(target: Any, aims: Optional[Tensor], blocks: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
+def sweep(
+    target: Union[Formed, Products], aims: Optional[Tensor], blocks: Tensor, low_rank: Tensor
+) -> tuple[Tensor, Tensor]:
     """One sweep of factor analysis: β = (I + BᵀD⁻¹B)⁻¹BᵀD⁻¹, E = (I + BᵀD⁻¹B)⁻¹ + βP̂βᵀ, B ← P̂βᵀE⁻¹ and
     D ← blockdiag(P̂ − BβP̂), which rounding may leave indefinite; then B ← BE^½, the expansion.
 

@@ -25,7 +25,7 @@ from ..numerics.linalg import (
     tril_of_product,
 )
 from .documented import Documented
-from .steps import recorded
+from .record import recorded
 
 __all__ = [
     "ConditionalFactor",
@@ -58,24 +58,24 @@ class Factor(Documented, ABC):
         raise TypeError("this factor's covariance is not free")
 
     @abstractmethod
-    def scaled(self, phi: Tensor) -> Tensor:
-        """ΦR, ``(..., N, M)``."""
+    def covariance(self, phi: Tensor) -> Tensor:
+        """ΦSΦᵀ, ``(..., N, N)``."""
 
     @abstractmethod
-    def scale(self, v: Tensor) -> Tensor:
-        """Rv, ``(..., M)``."""
+    def variance_change(self, phi: Tensor) -> Tensor:
+        """diag(Φ(S − I)Φᵀ)."""
+
+    @abstractmethod
+    def noise(self, shape: torch.Size) -> Tensor:
+        """Draws of w − m, ``(*shape, M)``."""
 
     @abstractmethod
     def unscale(self, v: Tensor) -> Tensor:
-        """R⁻¹v, ``(..., M)``."""
+        """A vector whose square is vᵀS⁻¹v."""
 
     @abstractmethod
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         """tr S and log|S|."""
-
-    def variance_change(self, phi: Tensor) -> Tensor:
-        """diag(Φ(S − I)Φᵀ)."""
-        return row_squares(self.scaled(phi)) - row_squares(phi)
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ)."""
@@ -83,34 +83,62 @@ class Factor(Documented, ABC):
 
     def covariance_change(self, phi: Tensor) -> Tensor:
         """Φ(S − I)Φᵀ."""
-        scaled = self.scaled(phi)
-        # Φ(RRᵀ − I)Φᵀ
-        return scaled @ scaled.mT - phi @ phi.mT
+        return self.covariance(phi) - phi @ phi.mT
 
     @property
-    def root(self) -> Tensor:
-        """R, formed, ``(..., M, M)``."""
-        return self.scaled(torch.eye(self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device))
+    def covariance_matrix(self) -> Tensor:
+        """S, formed, ``(..., M, M)``."""
+        return self.covariance(self._eye)
+
+    @property
+    def _eye(self) -> Tensor:
+        return torch.eye(self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
 
     def select(self, index: Tensor) -> Factor:
         """The marginal of some of the coefficients."""
-        rows = self.root[..., index, :]
-        return DenseFactor(self.loc[..., index], cholesky(rows @ rows.mT, 0.0, "a marginal covariance of coefficients"))
+        covariance = self.covariance(self._eye[index])
+        return DenseFactor(self.loc[..., index], cholesky(covariance, 0.0, "a marginal covariance of coefficients"))
 
     def kl(self) -> Tensor:
         """KL[N(m, S) ‖ N(0, I)]."""
         return gaussian_kl(self.loc, *self.trace_and_log_det())
 
     def rsample(self, shape: torch.Size) -> Tensor:
-        """m + Rε, ``(*shape, M)``."""
-        noise = torch.randn(*shape, self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
-        return self.loc + self.scale(noise)
+        """Draws of w, ``(*shape, M)``."""
+        return self.loc + self.noise(shape)
 
     def log_ratio(self, w: Tensor) -> Tensor:
         """log N(w; m, S) − log N(w; 0, I)."""
         _, log_det = self.trace_and_log_det()
-        # ½(‖w‖² − ‖R⁻¹(w − m)‖² − log|S|)
+        # ½(‖w‖² − (w − m)ᵀS⁻¹(w − m) − log|S|)
         return 0.5 * (w.square().sum(-1) - self.unscale(w - self.loc).square().sum(-1) - log_det)
+
+
+class _Rooted(Factor):
+    """A factor by products with a root R of S = RRᵀ."""
+
+    @abstractmethod
+    def scaled(self, phi: Tensor) -> Tensor:
+        """ΦR, ``(..., N, M)``."""
+
+    @abstractmethod
+    def scale(self, v: Tensor) -> Tensor:
+        """Rv, ``(..., M)``."""
+
+    def covariance(self, phi: Tensor) -> Tensor:
+        scaled = self.scaled(phi)
+        return scaled @ scaled.mT
+
+    def variance_change(self, phi: Tensor) -> Tensor:
+        return row_squares(self.scaled(phi)) - row_squares(phi)
+
+    def noise(self, shape: torch.Size) -> Tensor:
+        return self.scale(torch.randn(*shape, self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device))
+
+    @property
+    def root(self) -> Tensor:
+        """R, formed, ``(..., M, M)``."""
+        return self.scaled(self._eye)
 
 
 class _OfRows(Function):
@@ -180,7 +208,7 @@ class _CovarianceMoments(_OfRows):
         return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_covariance, None
 
 
-class DenseFactor(Factor):
+class DenseFactor(_Rooted):
     """N(m, S) with a full covariance, S = LLᵀ.
 
     :param tril: L, ``(..., M, M)``.
@@ -241,32 +269,44 @@ class PrecisionFactor(DenseFactor):
 class CovarianceFactor(DenseFactor):
     """N(m, S) by S itself, with a root of it where one is asked for, as draws do.
 
-    :param covariance: S, ``(M, M)``.
+    :param matrix: S, ``(M, M)``.
     :param trace: tr S.
     :param log_det: log|S|.
     :param root_of: gives a lower L with S = LLᵀ.
     """
 
     def __init__(
-        self, loc: Tensor, covariance: Tensor, trace: Tensor, log_det: Tensor, root_of: Callable[[], Tensor]
+        self, loc: Tensor, matrix: Tensor, trace: Tensor, log_det: Tensor, root_of: Callable[[], Tensor]
     ) -> None:
         Factor.__init__(self, loc)
-        self.covariance, self._trace, self._log_det, self._root_of = covariance, trace, log_det, root_of
+        self.matrix, self._trace, self._log_det, self._root_of = matrix, trace, log_det, root_of
 
     @functools.cached_property
     def tril(self) -> Tensor:  # type: ignore[override]
         """L, ``(M, M)``."""
         return self._root_of()
 
-    def moments_by(self, phi: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`moments` of Φ, ``(N, M)``, from a given S."""
-        return _CovarianceMoments.apply(phi, self.loc, covariance, True)[:2]
+    def covariance(self, phi: Tensor) -> Tensor:
+        # whose gradient by S is symmetric, as natural steps want it
+        return phi @ (0.5 * (self.matrix + self.matrix.mT)) @ phi.mT
+
+    def variance_change(self, phi: Tensor) -> Tensor:
+        return self.moments_by(phi, self.matrix)[1]
+
+    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
+        return self.moments_by(phi, self.matrix)
+
+    def moments_by(self, phi: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """:meth:`moments` from a given S."""
+        if phi.dim() == 2:
+            return _CovarianceMoments.apply(phi, self.loc, matrix, True)[:2]
+        return times(phi, self.loc), ((phi @ matrix - phi) * phi).sum(-1)
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         return self._trace, self._log_det
 
 
-class DiagonalFactor(Factor):
+class DiagonalFactor(_Rooted):
     """N(m, S) of independent coefficients, S = diag(s²).
 
     :param scale_diag: s, ``(..., M)``.
@@ -302,7 +342,7 @@ class DiagonalFactor(Factor):
         return DiagonalFactor(self.loc[..., index], self.scale_diag[..., index])
 
 
-class IdentityFactor(Factor):
+class IdentityFactor(_Rooted):
     """N(m, I): only the mean is free, and the variance stays the prior's."""
 
     def scaled(self, phi: Tensor) -> Tensor:
@@ -349,7 +389,7 @@ class ShiftFactor(IdentityFactor):
         return 0.5 * (self.estimate() if torch.is_grad_enabled() else self.square())
 
 
-class ConditionalFactor(Factor):
+class ConditionalFactor(_Rooted):
     """(w, v) with w | v ~ N(m − Rv, S) and v ~ N(0, I), as under the prior: mean (m, 0), root [[L, −R], [0, I]].
 
     KL from N(0, I) is ½(tr S + tr RRᵀ + mᵀm − M − log|S|).

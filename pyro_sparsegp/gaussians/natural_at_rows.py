@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import cholesky, plus_one, rounding, wider
-from .about_values import Seen
 from .natural import NaturalGaussian
-from .product import Product
-from .steps import Falling, Pass
+from .record import Pass
+from .steps import Falling
 
 __all__ = ["NaturalAtOutputs", "NaturalAtRows"]
 
@@ -38,9 +37,7 @@ class NaturalAtRows(NaturalGaussian):
     in which features train, sites are about w.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._has_one = self._is_one
+    _follows = False
 
     def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
         super().start(None, features)  # nothing moves before the first step, which has the features with it
@@ -49,15 +46,15 @@ class NaturalAtRows(NaturalGaussian):
         """Whether it follows: it does from the first step on in which features train."""
         return bool(self.seat.numel()) or features.trains
 
-    def forward(self, anchor: Optional[Tensor] = None, level: Optional[Tensor] = None) -> Product:
-        """As :meth:`NaturalGaussian.forward`."""
-        self._is_one = self._has_one and anchor is None  # by a T that is not triangular the way back is autograd's
-        return super().forward(anchor, level)
+    @property
+    def _is_known(self) -> bool:
+        return super()._is_known and not self._follows  # by a T that is not triangular the way back is autograd's
 
     def _seat(self, anchor: Optional[Tensor]) -> Optional[Tensor]:
+        self._follows = anchor is not None
         return None if anchor is None else anchor.contiguous()
 
-    def _turned(self, seat: Tensor) -> Seen:
+    def _turned(self, seat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         kept = self._kept("loc")
         # In float64 where there is such: the rounding of TᵀGT in float32 may be more than the prior's precision.
         turn = nearest(self.seat, seat)
@@ -89,20 +86,21 @@ class NaturalAtOutputs(NaturalAtRows):
     def started(cls, q: NaturalGaussian) -> NaturalAtOutputs:
         """At the start of that q, which has taken no step."""
         new = cls(q.sizes, q.batch_shape, q.gram, rate=q.rate)
-        new.layout, new.slices, new._has_one, new.gram = q.layout, q.slices, q._is_one, q.gram
+        new.layout, new.slices, new.gram = q.layout, q.slices, q.gram
         new._parameters.update(q._parameters)  # Pyro's store may have them by this name
         return new
 
-    def step(self, taken: Pass, weight: Tensor, total: Tensor, rate: float, again: bool) -> None:
-        """As :meth:`NaturalGaussian.step`."""
-        now, drawn = taken.base.seat, taken.by_draws or bool(taken.draws)
+    def rate_of(self, passes: list[Pass], share: float) -> Any:
+        """As of others, or what the last pass asks for."""
+        rate, now = super().rate_of(passes, share), passes[-1].base.seat
+        drawn = any(one.by_draws or one.draws for one in passes)
         if now is not None and self.seat.shape == now.shape and isinstance(self.rate, Falling) and not drawn:
             before = self.seat.to(wider(self.seat))
             size = before.square().sum().clamp(min=torch.finfo(before.dtype).tiny)
             # ‖A₀T − A‖²/‖A₀‖²
             lost = (before @ nearest(self.seat, now) - now).square().sum() / size
-            rate = (lost.sqrt() / _LOST).clamp(rate, 1.0).to(total)  # type: ignore[assignment]  # a number on the device
-        super().step(taken, weight, total, rate, again)
+            rate = (lost.sqrt() / _LOST).clamp(rate, 1.0).to(now)
+        return rate
 
 
 def nearest(before: Tensor, now: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, congruence, plus_one, side_by_side, times_lower
+from ..numerics.linalg import cholesky, plus_one, side_by_side
 from .factors import Factor, PrecisionFactor
 from .product import Product, slices
 
@@ -124,46 +124,6 @@ def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor])
     """
     if now is None or not before.numel():
         return gram, pull
-    # I + L₀⁻¹(L − L₀), which makes w there of w here, exactly where L is what it was: by rows, as its factors are.
+    # T = I + L₀⁻¹(L − L₀), which makes w there of w here, exactly where L is what it was: by rows, as its factors are.
     turn = plus_one(torch.linalg.solve_triangular(before.mT, (now - before).mT, upper=True, left=False).mT)
-    return _Turned.apply(gram, turn)[0], (turn.mT @ pull[..., None])[..., 0]
-
-
-class _Turned(Function):
-    """TᵀGT of a symmetric G and a lower triangular T. The way back by T is one product with GT, T̄ = GT(Ē + Ēᵀ);
-    autograd's own are three.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gram: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-        half = times_lower(gram, turn)
-        return congruence(turn, half), half
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs, output[1])
-        ctx.save_for_forward(*inputs, output[1])
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def jvp(ctx: Any, dgram: Optional[Tensor], dturn: Optional[Tensor]) -> tuple[Tensor, None]:
-        _, turn, half = ctx.saved_tensors
-        total = torch.zeros_like(half)
-        if dturn is not None:
-            left = dturn.mT @ half
-            total = total + left + left.mT
-        return total if dgram is None else total + turn.mT @ dgram @ turn, None
-
-    @staticmethod
-    def backward(ctx: Any, grad: Optional[Tensor], _: Any) -> tuple[Optional[Tensor], Optional[Tensor]]:
-        if grad is None:
-            return None, None
-        gram, turn, half = ctx.saved_tensors
-        half = gram @ turn if torch.is_grad_enabled() else half  # to be differentiated again
-        # Ḡ = TĒTᵀ, T̄ = GT(Ē + Ēᵀ)
-        by_gram = (turn @ grad @ turn.mT).sum_to_size(gram.shape) if ctx.needs_input_grad[0] else None
-        by_turn = (half @ (grad + grad.mT)).sum_to_size(turn.shape) if ctx.needs_input_grad[1] else None
-        return by_gram, by_turn
+    return turn.mT @ (gram @ turn), (turn.mT @ pull[..., None])[..., 0]

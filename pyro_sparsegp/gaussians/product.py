@@ -102,7 +102,7 @@ class Product(Gaussian):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        blocks = [factor.root @ factor.root.mT for factor in self.factors]
+        blocks = [factor.covariance_matrix for factor in self.factors]
         num = sum(self.sizes)
         total = self.factors[0].loc.new_zeros(*self.batch_shape, num, num) if self.factors else torch.zeros(0, 0)
         return on_diagonal(blocks, total)

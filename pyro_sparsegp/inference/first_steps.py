@@ -8,7 +8,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..gaussians.steps import Record, steppers
+from ..gaussians.record import Record
+from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
 from ..numerics.processes import joined
 

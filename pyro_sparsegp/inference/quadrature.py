@@ -19,8 +19,8 @@ from pyro.infer.util import torch_item
 from torch import Tensor
 
 from ..bases.policies import UserPolicy
+from ..gaussians.record import Record, recording
 from ..gaussians.sites import KeptSites
-from ..gaussians.steps import Record, recording
 from ..guide import AutoSparseGP
 from ..guide.first_call import closed_forms_of
 from ..numerics.linalg import flags_kept

@@ -15,7 +15,6 @@ from .shapes import broadcast_shapes
 __all__ = [
     "Factor",
     "Whitened",
-    "congruence",
     "factorised",
     "gram",
     "mirrored",
@@ -75,8 +74,6 @@ def tril_of_product(a: Tensor, b: Tensor, symmetric: bool = False, lower: bool =
 
 # AᵀB where that is symmetric: of A, (..., N, M), and A with scaled rows, say.
 gram = functools.partial(tril_of_product, symmetric=True)
-# LᵀAL for a lower triangular L and a symmetric A, of which AL is given.
-congruence = functools.partial(tril_of_product, symmetric=True, lower=True)
 
 
 def mirrored(lower: Tensor) -> Tensor:

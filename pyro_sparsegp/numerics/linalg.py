@@ -14,7 +14,6 @@ from torch import Tensor
 from .factors import (
     Factor,
     Whitened,
-    congruence,
     factorised,
     gram,
     mirrored,
@@ -36,7 +35,6 @@ __all__ = [
     "Whitening",
     "above_rounding",
     "cholesky",
-    "congruence",
     "default_jitter",
     "factorised",
     "flags_kept",
@@ -119,9 +117,9 @@ class Whitening(NamedTuple):
 def cholesky(matrix: Tensor, jitter: Optional[float] = None, *arguments: Any, **options: Any) -> Tensor:
     """The factor L of :func:`whitening`, of the same arguments."""
     # Natural steps factorise small matrices without a gradient: the custom function takes ten times as long for those.
-    if jitter == 0 and not matrix.requires_grad and _FLAGS.get() is None:
+    if jitter == 0 and not matrix.requires_grad:
         factor, info = factorised(matrix)
-        if not info.any():
+        if _left(info) or not info.any():
             return factor
     return whitening(matrix, jitter, *arguments, **options).factor
 
@@ -156,10 +154,7 @@ def whitening(
         scale = diagonal.abs().mean(-1) if matrix.shape[-1] else diagonal.new_zeros(matrix.shape[:-2])
     for attempt in range(_ESCALATIONS + 1):
         factor, turn, info = Factor.apply(matrix, level * scale, dtype or matrix.dtype)
-        flags = _FLAGS.get()
-        if flags is not None:
-            _ = MAPPED.get() or info.data_ptr()  # raises under torch.func.vmap, as a look at it would
-            flags.append(info)
+        if _left(info):
             return Whitening(factor, turn)
         if not info.any():
             if attempt > 0:
@@ -178,6 +173,14 @@ def whitening(
         f"Cholesky factorisation of {what} ({_size(matrix)}) failed: the input is not positive-definite. "
         f"{_why(matrix)} Relative jitters from {first:.0e} to {level / 10:.0e} were tried."
     )
+
+
+def _left(info: Tensor) -> bool:
+    """Whether a flag is left within :func:`flags_kept`, to be looked at there."""
+    if (flags := _FLAGS.get()) is not None:
+        _ = MAPPED.get() or info.data_ptr()  # raises under torch.func.vmap, as a look at it would
+        flags.append(info)
+    return flags is not None
 
 
 def _why(matrix: Tensor) -> str:

@@ -1,0 +1,300 @@
+"""The record of one evaluation of an objective: what Gaussians gave, as tensors whose gradients autograd retains.
+
+An objective evaluates a loss within :func:`recording`, goes back through it once, and calls :meth:`Record.step`. The
+gradients by marginals, draws and divergences are all that a natural step needs. Outside of :func:`recording` nothing is
+kept and nothing moves: Gaussians are plain functions of their parameters, which any optimiser may train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional, Self
+
+import torch
+from torch import Tensor
+
+from ..numerics.linalg import lift_to, side_by_side
+from .base import Gaussian
+
+__all__ = ["Curvature", "Pass", "Record", "Recorded", "Row", "is_recording", "recorded", "recording"]
+
+
+@dataclass(eq=False)
+class Row:
+    """Marginals at some inputs.
+
+    :param phi: Φ of all blocks side by side, without its graph.
+    :param mean: Φm.
+    :param change: diag(Φ(S − I)Φᵀ).
+    :param covariance: S, if it is one of these marginals' alone: its gradient is Φᵀ diag(h) Φ.
+    """
+
+    phi: Tensor
+    mean: Tensor
+    change: Tensor
+    covariance: Optional[Tensor] = None
+    is_signed: Optional[bool] = None  # whether a curvature is negative, once that has been looked at
+
+
+class Curvature(NamedTuple):
+    """h, ``(..., N)``, the gradient by variances of Φw, and Φᵀ diag(h) Φ if it is known."""
+
+    phi: Tensor
+    h: Tensor
+    gram: Optional[Tensor]
+    is_signed: bool
+
+
+@dataclass(eq=False)
+class Pass:
+    """What one run of the guide took of one q(w).
+
+    :param record: of the evaluation.
+    :param base: what the step starts from, of the module's own making.
+    :param divergences: tensors whose gradients add up to c, the objective's weight of KL[q ‖ p].
+    :param crosses: two rows, and the covariances of their functions.
+    :param draws: w − m, or what stands for it, and w, ``(..., M)``.
+    :param by_draws: whether marginals were drawn from, so that gradients by variances are those of single draws.
+    """
+
+    record: Record
+    base: Any
+    divergences: list[Tensor] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    crosses: list[tuple[Row, Row, Tensor]] = field(default_factory=list)
+    draws: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    by_draws: bool = False
+
+    def keep(self, value: Tensor) -> Tensor:
+        """A tensor whose gradient is retained; one without a graph gets a leaf, so that a backward pass comes by."""
+        value = value if value.requires_grad else value + self.record.zero
+        self.record.tensors.append(value)
+        return value
+
+    @property
+    def is_weighed(self) -> bool:
+        """Whether the objective holds the divergence."""
+        return any(part.grad is not None for part in self.divergences)
+
+    def weight(self, batch_shape: torch.Size) -> Tensor:
+        """c, of the batch's shape."""
+        grads = [part.grad for part in self.divergences if part.grad is not None]
+        grads = [grad.sum_to_size(batch_shape) if grad.dim() > len(batch_shape) else grad for grad in grads]
+        return sum(grads[1:], grads[0]).expand(batch_shape)
+
+    def drawn(self) -> list[tuple[Tensor, Tensor]]:
+        """w − m of each draw and the gradient by w."""
+        return [(centred, w.grad) for centred, w in self.draws if w.grad is not None]
+
+    def slope(self, loc: Tensor) -> Tensor:
+        """The gradient by m but for the divergence's: Φᵀg of all rows, and the gradients by draws.
+
+        :param loc: m, ``(..., M)``.
+        """
+        total = torch.zeros_like(loc)
+        for row in self.rows:
+            if row.mean.grad is not None:
+                total = total + (row.phi.mT @ row.mean.grad[..., None])[..., 0]
+        return sum((grad.reshape(-1, *loc.shape).sum(0) for _, grad in self.drawn()), total)
+
+    def curvature(self, like: Tensor, precision: Callable[[], Tensor]) -> tuple[Tensor, Optional[Tensor]]:
+        """Φᵀ2HΦ, ``(..., M, M)``, twice the gradient by S, and what is to be added to have no negative curvature in it;
+        ``None`` where there is none.
+
+        :param like: a matrix of that shape.
+        :param precision: gives S⁻¹, for draws.
+        """
+        grams, cuts = [], []
+        for phi, h, gram, is_signed in self.curvatures():
+            grams.append(2 * gram if gram is not None else phi.mT @ (phi * (2 * h)[..., None]))
+            if is_signed:
+                cuts.append(phi.mT @ (phi * (-2 * h).clamp(min=0)[..., None]))
+        for centred, grad in self.drawn():
+            # E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
+            one = (grad[..., None] * (precision() @ centred[..., None]).mT).reshape(-1, *like.shape).sum(0)
+            grams.append(0.5 * (one + one.mT))
+            cuts.append(lift_to(grams[-1].nan_to_num(), 0.0))
+        total = sum(grams[1:], grams[0]) if grams else torch.zeros_like(like)
+        return total.expand(like.shape), sum(cuts[1:], cuts[0]) if cuts else None
+
+    def curvatures(self) -> list[Curvature]:
+        """The gradients by variances, and of functions that have covariances too those along :func:`_axes_of`."""
+        crosses = [(a, b, value.grad) for a, b, value in self.crosses if value.grad is not None]
+        crossed = dict.fromkeys(row for a, b, _ in crosses for row in (a, b))
+        found = [_curvature_of(row) for row in self.rows if row.change.grad is not None and row not in crossed]
+        for shape in {row.phi.shape for row in crossed}:
+            group = [row for row in crossed if row.phi.shape == shape]
+            found += _axes_of(group, [cross for cross in crosses if cross[0] in group])
+        return found
+
+
+def _curvature_of(row: Row) -> Curvature:
+    h, by_covariance = row.change.grad, None if row.covariance is None else row.covariance.grad
+    assert h is not None
+    if row.is_signed is None:
+        row.is_signed = bool(h.amin() < 0)
+    return Curvature(row.phi, h, by_covariance, row.is_signed)
+
+
+def _axes_of(group: list[Row], crosses: Sequence[tuple[Row, Row, Tensor]]) -> list[Curvature]:
+    """Curvatures of functions φ₁, …, φ_K with the gradients H, K × K a datum, by their variances and covariances: along
+    the axes of H, Σ_j e_jφ_j with the eigenvalues, so that one that is positive stays so.
+    """
+    hessian = torch.diag_embed(
+        torch.stack([torch.zeros_like(crosses[0][2]) if r.change.grad is None else r.change.grad for r in group], -1)
+    )
+    for a, b, grad in crosses:
+        i, j = group.index(a), group.index(b)
+        # the covariance of two values stands twice in S
+        hessian[..., i, j] = hessian[..., j, i] = 0.5 * grad
+    # H = EΛEᵀ: ΣΣ h_jkφ_jφ_kᵀ = Σ_j λ_j(Φe_j)(Φe_j)ᵀ
+    values, axes = torch.linalg.eigh(hessian.nan_to_num())
+    turned = torch.stack([row.phi for row in group], -1) @ axes  # (..., N, M, K)
+    each = zip(turned.unbind(-1), values.unbind(-1))
+    return [Curvature(phi, h, None, bool((h < 0).any())) for phi, h in each]
+
+
+class Record:
+    """What one evaluation of an objective took of the Gaussians that take natural steps.
+
+    :param like: a tensor of the dtype and device wanted.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self.zero = torch.zeros((), dtype=like.dtype, device=like.device, requires_grad=True)
+        self.tensors: list[Tensor] = []
+        self._passes: dict[Any, list[Pass]] = {}
+
+    def new(self, module: Any, base: Any) -> Pass:
+        """A pass of a module's, of kind :class:`~.steps.Natural`."""
+        one = Pass(self, base)
+        self._passes.setdefault(module, []).append(one)
+        return one
+
+    def retain(self) -> None:
+        """Have autograd retain the gradients of the next way back."""
+        for value in self.tensors:
+            value.retain_grad()
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Go back from a loss as far as this, and no further: no parameter's gradient is touched."""
+        self.retain()
+        for value, grad in zip(self.tensors, torch.autograd.grad(loss, self.tensors, allow_unused=True)):
+            value.grad = grad
+
+    @property
+    def _every(self) -> list[Pass]:
+        return [one for passes in self._passes.values() for one in passes]
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows that have a curvature."""
+        return [row for one in self._every for row in one.rows if row.change.grad is not None]
+
+    @property
+    def largest(self) -> Optional[Tensor]:
+        """The largest gradient by means, variances and draws, 0 where no data depend on q; ``None`` without any."""
+        tensors = [w for one in self._every for _, w in one.draws]
+        tensors += [part for one in self._every for row in one.rows for part in (row.mean, row.change)]
+        found = [part.grad.abs().amax() for part in tensors if part.grad is not None]
+        return torch.stack(found).amax() if found else None
+
+    @torch.no_grad()
+    def step(self, share: float) -> None:
+        """Have each module take its step.
+
+        :param share: of all rows, those that the evaluation was on.
+        """
+        for module, passes in self._passes.items():
+            module.take(_whole(passes), share)
+
+
+def _whole(passes: list[Pass]) -> list[Pass]:
+    """The passes that hold a divergence, with what those just before have, of the same q, that do not: a layer below a
+    family on sites is drawn in one run of the guide and held in the next, which has the divergence.
+    """
+    whole: list[Pass] = []
+    for one in reversed(passes):
+        if one.is_weighed:
+            whole.insert(0, one)
+        elif whole:
+            whole[0].rows += one.rows
+            whole[0].crosses += one.crosses
+            whole[0].draws += one.draws
+            whole[0].by_draws |= one.by_draws
+    return whole
+
+
+_RECORD: ContextVar[Optional[Record]] = ContextVar("record of an evaluation", default=None)
+
+
+@contextmanager
+def recording(like: Tensor) -> Iterator[Record]:
+    """Record what Gaussians give, of a loss that is differentiated once."""
+    record = Record(like)
+    token = _RECORD.set(record)
+    try:
+        yield record
+    finally:
+        _RECORD.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether this is part of an evaluation within :func:`recording`."""
+    return _RECORD.get() is not None
+
+
+def recorded() -> Optional[Record]:
+    """The record of the evaluation that this is part of; ``None`` where there is none, or nothing is differentiated."""
+    return _RECORD.get() if torch.is_grad_enabled() else None
+
+
+class Recorded(Gaussian):
+    """A Gaussian that records the marginals, draws and divergences that it gives.
+
+    Its methods are put before those of a class of Gaussians, whose they call.
+    """
+
+    taken: Pass
+
+    def recorded_in(self, taken: Pass) -> Self:
+        """This Gaussian, recording there."""
+        self.taken = taken
+        return self
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        phi = side_by_side(features)
+        return self.note(phi, *self.moments_by(phi))
+
+    def note(
+        self, phi: Tensor, mean: Tensor, change: Tensor, covariance: Optional[Tensor] = None
+    ) -> tuple[Tensor, Tensor]:
+        """Record marginals."""
+        self.row = Row(phi.detach(), self.taken.keep(mean), self.taken.keep(change), covariance)
+        self.taken.rows.append(self.row)
+        return self.row.mean, self.row.change
+
+    def note_draws(self) -> None:
+        self.taken.by_draws = True
+
+    def cross_change(
+        self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Optional[Row], Optional[Row]]
+    ) -> Tensor:
+        value = self.taken.keep(super().cross_change(features, others, rows))
+        one, other = rows
+        if one is not None and other is not None:
+            self.taken.crosses.append((one, other, value))
+        return value
+
+    def kl(self) -> Tensor:
+        value = self.taken.keep(super().kl())  # type: ignore[safe-super]
+        self.taken.divergences.append(value)
+        return value
+
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        w = self.taken.keep(side_by_side(super().rsample(shape)).clone())  # type: ignore[safe-super]
+        self.taken.draws.append(((w - side_by_side(self.loc)).detach(), w))
+        return list(w.split(self.sizes, -1))
