@@ -151,7 +151,7 @@ class AutoSparseGP(SiteMessenger):
             rows, conditions = self._ahead[0]
         else:
             rows = rows_of(self, args, kwargs)
-            conditions = conditions_of_call(self, rows, args, kwargs)
+            conditions = conditions_of_call(self, rows, args, kwargs) if self.on_sites else Conditions()
         if self._ahead == []:
             self._ahead.append((rows, conditions))
             return {}

@@ -91,8 +91,6 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
     :param same: whether the arguments are the training data; else those are taken.
     :param learns: whether this is a step of training: modules keep the sites, gradients pass through them.
     """
-    if not guide.on_sites:
-        return Conditions()
     data = guide.data
     if not same:
         if data is None:
@@ -115,11 +113,11 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
     with torch.set_grad_enabled(learns):
         readings = _read(guide, reader, modules, run, learns, first)
     inner = guide.facts.inner
-    values = {
-        name: site["value"] if learns else site["value"].detach()
-        for name, site in all_sites(run.trace)
-        if (name in inner or name not in run.processes) and is_free(site) and (same or guide.is_shared(name))
-    }
+    values = {}
+    for name, site in all_sites(run.trace):
+        shared = same or (name in guide.facts.latents and name not in guide.local_latents)
+        if shared and is_free(site) and (name in inner or name not in run.processes):
+            values[name] = site["value"] if learns else site["value"].detach()
     draws = {name: run.posteriors[name] for name in inner if name in run.posteriors}
     return Conditions(values, draws, readings, run.drawn)
 

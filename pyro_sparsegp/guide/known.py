@@ -244,10 +244,6 @@ class KnownGuide(AutoNormalMessenger):
         names = self.independent
         return names if isinstance(names, bool) else name in names
 
-    def is_shared(self, name: str) -> bool:
-        """Whether a latent has one value for all rows, of training and new."""
-        return name in self.facts.latents and name not in self.local_latents
-
     @property
     def local_latents(self) -> list[str]:
         """The latents that have a value for each row."""

@@ -198,7 +198,7 @@ class Run(ABC):
             assert self._ahead is not None
             return kind(process, self._ahead.bases[name], self.field.share(name), name)
         give = module.predict if new_inputs else module
-        group = None if isinstance(module, SiteGP) else self.guide.group_of(name)
+        group = self.guide.group_of(name)
         if group is None:
             return give(process, name, kind)
         if group not in self._wholes:
@@ -214,7 +214,7 @@ class Run(ABC):
         facts = self.guide.facts
         if isinstance(posterior, GroupedSite):
             posterior.group, _ = facts.groups[name]
-        if isinstance(posterior, RowSite):
+        if facts.joint and isinstance(posterior, RowSite):
             met = [other for other in facts.group(name) if other in self.posteriors and other != name]
             posterior.beside = [self.posteriors[other] for other in met]
         return posterior

@@ -194,10 +194,10 @@ class _Start:
             name: [normal[name].shape().numel()] if name in normal else list(guide.module_of(name).basis.sizes)
             for name in members
         }
-        num = sum(map(sum, field.values()))
-        if num > LARGEST or num * self.num / self.each > _MOST_SLOPES:
-            raise ValueError(f"{num} numbers that are normal a priori, at {self.num} rows, are too many")
-        return Layout(field, residuals_of(guide.facts, dict.fromkeys(guide.facts.gps, self.num)))
+        layout = Layout(field, residuals_of(guide.facts, dict.fromkeys(guide.facts.gps, self.num)))
+        if layout.num > LARGEST or layout.extended * self.num / self.each > _MOST_SLOPES:
+            raise ValueError(f"{layout.extended} numbers that are normal a priori, at {self.num} rows, are too many")
+        return layout
 
     def _unconstrained(self, prior: Any, value: Tensor) -> Tensor:
         return biject_to(prior.support).inv(value).to(self.guide.like)

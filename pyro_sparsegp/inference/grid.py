@@ -44,9 +44,8 @@ class Grid:
 
     def warn_of_draws(self) -> None:
         """Warn of sites that meet in so many that draws take the place of nodes."""
-        found = self.structure
-        left = [name for name in found.dependence if name not in self.axes and name not in found.inner]
-        drawn = [name for name in left if found.dependence[name] != COUPLED]
+        without = {*self.axes, *self.structure.inner}
+        drawn = [n for n, kind in self.structure.dependence.items() if kind != COUPLED and n not in without]
         if drawn:
             warn_once(
                 self.guide.warned,
