@@ -34,6 +34,7 @@ templates_path: list[str] = []
 
 # Pages are MyST Markdown; notebooks are shown as they were executed and committed.
 nb_execution_mode = "off"
+nb_code_prompt_show = "Show imports and options"
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 suppress_warnings = ["mystnb.unknown_mime_type"]
