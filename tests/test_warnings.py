@@ -23,7 +23,7 @@ WARNINGS = {
     "refuses what this model does": "Write it without .item() and if.",
     "was not found (": "Give init_loc_fn a start that is nearer.",
     "the loss has risen": "a far smaller rate, or a whitened family.",
-    "the weights p/q of the draws": "{}",  # one of two
+    "the weights p/q of the draws": "Train longer, or take a richer family.",
     "transitions of this MCMC diverged": "or a larger target_accept_prob.",
     "was trained with site": "give predict the guide's own model.",
     "were written to since": "or write to copies.",

@@ -198,7 +198,7 @@ def _towards(tree: xarray.DataTree, target: Optional[str]) -> tuple[Any, str, fl
     warnings.warn(
         f"the weights p/q of the draws towards {found.target!r} have k-hat {found.khat:.2f} ± {found.khat_se:.2f}, "
         f"above {found.good_k:.2f}: the posterior is too far from the target for them to mend it. They are left "
-        'out, as by target="none": leave-one-out judges the posterior as it is.',
+        'out, as by target="none": leave-one-out judges the posterior as it is. Train longer, or take a richer family.',
         stacklevel=4,
     )
     return 0.0, "none", found.khat, found.khat_se, 1.0
