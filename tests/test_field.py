@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pyro
 import pyro.distributions as dist
@@ -9,10 +10,21 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide.initialization import init_to_value
 
-from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, diagnostics, families, kernels, predict
+from pyro_sparsegp import (
+    AutoSparseGP,
+    GaussianProcess,
+    TraceQuadrature_ELBO,
+    diagnostics,
+    families,
+    fit,
+    kernels,
+    predict,
+)
 from pyro_sparsegp.gaussians import DrawnGaussian
 from pyro_sparsegp.gaussians.record import recording
+from pyro_sparsegp.guide.arrival import _Compared
 from pyro_sparsegp.guide.field import Layout
 from pyro_sparsegp.guide.nested import Nested
 from pyro_sparsegp.guide.start import init_to_centre
@@ -373,3 +385,94 @@ def test_programs_without_linear_predictors_train_as_they_are():
     guide, losses = _step(model, families.SVGP(8), (x, y), 5)
     assert guide.facts.field == {}
     assert all(map(math.isfinite, losses))
+
+
+# Whether q has arrived.
+
+
+def _wide(x, y=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 100.0))
+    s = pyro.sample("s", dist.HalfNormal(2.0))
+    f = pyro.sample("f", GaussianProcess(s**2 * kernels.RBF(0.4), x))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Normal(mu + f, NOISE), obs=y)
+
+
+def test_a_check_names_the_latents_that_have_not_arrived():
+    x, _, y = _data()
+    guide, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 30)
+    assert guide.check(x, 50 + y) == []
+    guide.together.loc.data += 1.5 * guide.together.root[0, 0]
+    assert re.match(r"'s' has not arrived: the best mean is 1.* Train longer", guide.check(x, 50 + y)[0])
+    apart, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 100, independent=True)
+    lines = apart.check(x, 50 + y)
+    assert any(re.match(r"'mu': .* sd 0\.0.* leave it out of independent=", line) for line in lines)
+    with pytest.raises(ValueError, match=r"training arguments, check\(x, y\)"):
+        guide.check(x)
+
+
+def test_a_check_compares_widths():
+    x, _, y = _data()
+    guide, _ = _step(_wide, families.SVGP(8), (x, y), 30)
+    guide.together.root *= 0.6
+    assert any(re.match(r"'s' .* best width 1\.[4-9]", line) for line in guide.check(x, y))
+
+
+def test_a_check_has_the_moments_of_the_posterior(monkeypatch):
+    data, seen = _data(), []
+    at_draws = _Compared.at_draws
+    monkeypatch.setattr(_Compared, "at_draws", lambda self, *args: (seen.append(self), at_draws(self, *args)))
+    guide, _ = _step(_linear(), families.SVGP(N, trainable=False), data, 60)
+    assert guide.check(*data) == []
+    loc, covariance, *_ = _exact(*data)
+    sd = covariance.diagonal().sqrt()
+    for found in (seen[0].known, seen[0].own):  # the approximation's, and q's
+        for name, rows in {"c": slice(0, 1), "g": slice(1, 1 + GROUPS), "f": slice(1 + GROUPS, None)}.items():
+            mean, width = found[name].moments(torch.ones(1))
+            torch.testing.assert_close(mean, loc[rows], atol=1e-3, rtol=0)
+            torch.testing.assert_close(width, sd[rows], atol=1e-3, rtol=0)
+
+
+def test_a_check_finds_a_second_mode_and_missing_inducing_points():
+    x, _, y = _data()
+
+    def model(x, y=None):
+        b = pyro.sample("b", dist.StudentT(5.0, 0.3, 2.0))
+        f = pyro.sample("f", GaussianProcess(0.1 * kernels.RBF(0.2), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(b**2 + 3 * f, 0.1), obs=y)
+
+    guide, _ = _step(model, families.SVGP(3, trainable=False), (x, y), 5)
+    lines = "".join(guide.check(x, y))
+    assert re.search(r"there is a second mode, 0.* nats lower, at b = -|a second start ended elsewhere", lines)
+    assert re.search(r"'f': its basis of 3 functions leaves out [1-9]", lines)
+
+
+def test_the_search_can_be_left_out():
+    x, _, y = _data()
+    guide = AutoSparseGP(
+        _wide, families.SVGP(8), init_loc_fn=init_to_value(values={"s": torch.tensor(0.5)}), start=None
+    )
+    guide(x, y)
+    assert guide.together.mean.exp().item() == pytest.approx(0.5)
+    assert set(guide.facts.field) == {"mu", "f"}
+
+
+def test_a_fit_says_what_moved_and_what_has_not_arrived():
+    x, _, y = _data()
+    fitted = {}
+    for independent in (False, True):
+        guide = AutoSparseGP(_wide, families.SVGP(8), independent=independent)
+        optim = pyro.optim.Adam({"lr": 0.05})
+        fitted[independent] = fit(_wide, guide, (x, 50 + y), steps=100, optim=optim, progress=False).notes
+    assert fitted[False] == ()
+    assert any(line.startswith("'s' moved by") for line in fitted[True])
+
+
+def test_a_failed_search_starts_anew():
+    data = _count_data()
+    guide, _ = _step(_counts, families.SVGP(8), data)
+    nested, theta = _nested(guide, data), torch.tensor([-1.0, -0.5])
+    expected = nested.tried(theta).value
+    nested.x = torch.full_like(nested.x, 1e3)  # whose rates overflow
+    torch.testing.assert_close(nested.tried(theta).value, expected)

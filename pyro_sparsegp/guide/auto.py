@@ -23,6 +23,7 @@ from ..program.registration import held_parameters
 from ..program.traces import all_sites, as_process, free_values, is_free, repeatable, whole_plates
 from ..warned import Warned, require_number
 from .absorb import absorb
+from .arrival import check
 from .checks import check_parameters, explain_nan
 from .conditions import conditions_now, conditions_of_call
 from .correction import note_rows, warn_of_unseen
@@ -81,6 +82,7 @@ class AutoSparseGP(SiteMessenger):
         practice, but what training then maximises is not quite the bound.
     :param independent: ``True``, or names of other latents, that have a normal of their own, independent of all others
         (mean field): cheaper where there are thousands, and too narrow. By default none is.
+    :param start: ``"mode"``, or ``None``: hyperparameters start where ``init_loc_fn`` says, without the search.
     :param coupled: raises a ValueError: other latents have a joint posterior by default.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
     :raises ValueError: if ``model`` or ``families`` are unfit; at the first call, naming the site, if a family
@@ -97,6 +99,7 @@ class AutoSparseGP(SiteMessenger):
         point_estimates: Union[bool, Collection[str], None] = None,
         independent_draws: Collection[str] = (),
         independent: Union[bool, Collection[str]] = (),
+        start: Optional[str] = "mode",
         amortized_plates: tuple[str, ...] = (),
         coupled: Any = None,
     ) -> None:
@@ -108,6 +111,7 @@ class AutoSparseGP(SiteMessenger):
         self.by_sites = any(isinstance(family, SiteFamily) for family in declared)
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws = tuple(independent_draws)
+        self.search = start is not None
         self.independent = independent if isinstance(independent, bool) else tuple(independent)
         self.warned: Warned = set()
         self.core: Optional[Core] = None  # what was learnt
@@ -237,6 +241,22 @@ class AutoSparseGP(SiteMessenger):
     def relearn(self, *args: Any, **kwargs: Any) -> None:
         """No longer there: raises a ValueError that says what to do instead."""
         raise ValueError(f"guide.relearn has left: {_KEEP_ROWS}")
+
+    def check(self, *args: Any, **kwargs: Any) -> list[str]:
+        """What of the latents around GP sites has not arrived, after training: a line each, with what to do.
+
+        q is compared with the nested Laplace approximation of the posterior at draws of the hyperparameters: how far
+        the bound would still move their means and widths; whether means and widths of latents and of f agree with
+        importance-weighted draws; whether a search from other starts ends at another mode; and what the inducing points
+        leave out. An empty list says that no mean is off by more than 0.3 standard deviations, and no width by more
+        than a factor of 0.75 to 1.33.
+
+        :param args: the arguments of the model, with the training data.
+        """
+        self._ready(args, kwargs)
+        if not self._observes(args, kwargs):
+            raise ValueError("check compares the posterior with the data: give it the training arguments, check(x, y)")
+        return check(self, args, kwargs)
 
     def posterior(self, *args: Any, **kwargs: Any) -> dict[str, SparsePosterior]:
         """The posterior of each GP site at these inputs, other latents at their posterior median.

@@ -101,6 +101,7 @@ class KnownGuide(AutoNormalMessenger):
     warned: Warned
     _like: Tensor
     independent: Union[bool, Collection[str]]
+    search: bool  # whether hyperparameters start at their mode
     from_draws: Collection[str]  # latents that start at a draw from the prior, whatever init_loc_fn says
     together: Any  # q(θ) of hyperparameters
     field: Any  # q(x) of all that is normal given them

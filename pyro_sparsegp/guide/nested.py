@@ -12,7 +12,7 @@ the last term for GP sites' residuals of variance ρ. Where ℓ is normal in x t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..numerics.linalg import lift_to
 from ..program.traces import all_sites, is_observation
-from .field import Layout, Predictors, Standardised, run_standardised
+from .field import Layout, Predictors, Standardised, run_standardised, slices
 from .known import KnownGuide
 
 __all__ = ["Nested", "Optimum"]
@@ -75,6 +75,7 @@ class Nested:
         self.args, self.kwargs, self.each, self.links = args, kwargs, each, links
         self.size = sum(shape.numel() for shape in self.hyper.values())
         self.x = guide.like.new_zeros(layout.num)  # x̂ of the last θ
+        self.tell: Callable[[], Any] = lambda: None  # called at each evaluation
 
     def theta_of(self, theta: Tensor) -> dict[str, Tensor]:
         """θ by name."""
@@ -89,6 +90,7 @@ class Nested:
 
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
+        self.tell()
         theta = theta.detach().requires_grad_()
         zero = theta.new_zeros(self.layout.extended, requires_grad=True)
         sites, handler = self.run(theta, zero)
@@ -111,6 +113,19 @@ class Nested:
         up = sum(_turned(found, place, part) for place, part in slope.items()) - x
         (by_theta,) = torch.autograd.grad(total + along @ up, theta)
         return Optimum(total.detach(), by_theta, x.detach(), root)
+
+    def lost(self, theta: Tensor, x: Tensor) -> dict[str, float]:
+        """½ Σₙ ρₙWₙₙ of each GP site: what its basis leaves out, in nats."""
+        zero = x.new_zeros(self.layout.extended, requires_grad=True)
+        found = Predictors(self.run(theta, zero)[0], self.links, zero, self.layout)
+        _, _, curvature = self._local(found, x)
+        total = {}
+        for name, own in slices(self.layout.residuals).items():
+            parts = [
+                w * (found.residuals[a][:, own] * found.residuals[b][:, own]).sum(-1) for (a, b), w in curvature.items()
+            ]
+            total[name] = 0.5 * float(sum(part.sum().detach() for part in parts))
+        return total
 
     def _newton(self, found: Predictors) -> tuple[Tensor, Tensor]:
         """x̂ and the root of P there."""
@@ -158,7 +173,7 @@ class Nested:
 
     def mode(self, starts: list[Tensor]) -> Tensor:
         """θ̂, by L-BFGS from the best of some starts."""
-        tried = [(start, found) for start in starts if (found := self._tried(start)) is not None]
+        tried = [(start, found) for start in starts if (found := self.tried(start)) is not None]
         if not tried:
             raise ValueError("no start has a finite density")
         theta, known = max(tried, key=lambda pair: float(pair[1].value))
@@ -174,7 +189,7 @@ class Nested:
         )
 
         def loss() -> Tensor:
-            found = ahead.pop() if ahead else self._tried(theta)
+            found = ahead.pop() if ahead else self.tried(theta)
             if found is None:  # a step went to where the program has no density
                 theta.grad = torch.zeros_like(theta)
                 return -highest + 1e4
@@ -184,12 +199,15 @@ class Nested:
         optimiser.step(loss)
         return theta.detach()
 
-    def _tried(self, theta: Tensor) -> Optional[Optimum]:
-        try:
-            found = self.at(theta)
-        except (ValueError, RuntimeError):
-            return None
-        return found if found.value.isfinite() and found.slope.isfinite().all() else None
+    def tried(self, theta: Tensor) -> Optional[Optimum]:
+        """As :meth:`at`; ``None`` where the program has no density."""
+        for _ in range(2):
+            try:
+                found = self.at(theta)
+                return found if found.value.isfinite() and found.slope.isfinite().all() else None
+            except (ValueError, RuntimeError):  # x̂ of the last θ may be a bad start: test_a_failed_search_starts_anew
+                self.x = torch.zeros_like(self.x)
+        return None
 
     def curvature(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """H⁻¹ at the mode, and ∂x̂/∂θ, ``(num, len(θ))``, by differences."""

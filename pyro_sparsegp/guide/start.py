@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from pyro import poutine
@@ -16,6 +15,7 @@ from pyro.infer.autoguide.initialization import init_to_feasible, init_to_mean
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
+from tqdm.auto import tqdm
 
 from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
@@ -38,14 +38,15 @@ from .field import (
     slices,
 )
 from .known import KnownGuide
-from .nested import Nested
-from .runs import Setup
+from .nested import Nested, Optimum
+from .runs import Run, Setup
 
-__all__ = ["init_to_centre", "start"]
+__all__ = ["PATIENCE", "Search", "index_of", "init_to_centre", "is_open", "start"]
 
 _MOST_ROWS = 2000  # of a start; more are taken at equal distances
 _ALL_ROWS = 20_000  # up to which all are taken in the end
 _MOST_SLOPES = 50_000_000  # of predictors by the field
+PATIENCE = 2.0  # seconds, after which a search shows a bar
 _DRAWS = 3  # of the prior, beside the first call's own values
 
 
@@ -70,12 +71,11 @@ def start(guide: KnownGuide, run: Setup, args: tuple, kwargs: dict[str, Any]) ->
     """
     facts = guide.facts
     able = able_to_couple(guide, facts)
-    if not (able or facts.joint) or not _is_open(guide, able):
+    if not (able or facts.joint) or guide.independent is True or not is_open(guide, able):
         return
-    found = _Start(guide, run, able, (args, kwargs, 1.0), *_some_rows(run, args, kwargs))
     try:
         with torch.enable_grad():
-            found.find()
+            _find(Search(guide, run, able, args, kwargs))
     except (ValueError, RuntimeError, NotImplementedError) as error:
         if not able:
             return
@@ -87,12 +87,11 @@ def start(guide: KnownGuide, run: Setup, args: tuple, kwargs: dict[str, Any]) ->
         )
 
 
-def _is_open(guide: KnownGuide, able: list[str]) -> bool:
+def is_open(guide: KnownGuide, able: list[str]) -> bool:
     """Whether there is a start: every latent is one of all rows, and GP sites are single functions on a basis."""
     facts = guide.facts
     # Processes have other rows each, at which they would find other modes.
-    apart = torch.distributed.is_initialized() or guide.independent is True
-    if apart or facts.inner or facts.enumerated or len(able) < len(facts.latents):
+    if torch.distributed.is_initialized() or facts.inner or facts.enumerated or len(able) < len(facts.latents):
         return False
     return all(
         type(module) in (SparseGP, OptimalGP, ExpectationGP)
@@ -103,9 +102,8 @@ def _is_open(guide: KnownGuide, able: list[str]) -> bool:
     )
 
 
-def _some_rows(run: Setup, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], float]:
+def _some_rows(num: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], float]:
     """The arguments at some of many rows, and what each stands for: those of as many as the first GP site's inputs."""
-    num = next(iter(run.processes.values())).event_shape[0]
     if num <= _MOST_ROWS:
         return args, kwargs, 1.0
     step = math.ceil(num / _MOST_ROWS)
@@ -117,64 +115,87 @@ def _some_rows(run: Setup, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, 
     return (*few, num / math.ceil(num / step))
 
 
-@dataclass
-class _Start:
-    """A start on its way.
+def _find(search: Search) -> None:
+    """Take θ to the mode, and start q there."""
+    nested, theta = search.nested(), search.theta(search.held)
+    if nested is None:
+        return
+    moves = search.guide.search and bool(search.hyper)
+    with tqdm(desc="the mode of latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
+        nested.tell = bar.update
+        if moves:
+            theta = nested.mode([theta, *search.draws()])
+        if nested.each > 1 and search.num <= _ALL_ROWS:  # from there on all rows
+            nested = search.at_all_rows(nested)
+            theta = nested.mode([theta]) if moves else theta
+        covariance, slopes = nested.curvature(theta)
+        search.settle(nested, theta, nested.at(theta), covariance, slopes)
 
-    :param able: the latents.
-    :param whole: the arguments, and 1; then those at some rows, and ``each``.
-    :param each: what a row of these arguments stands for.
+
+class Search:
+    """What is known of a program before θ goes to its mode.
+
+    :param first: a run that met all sites.
+    :param able: the latents of which some are in the field, ``normal``, and all others hyperparameters, ``hyper``.
+
+    ``priors`` and ``held`` are the latents' in that run.
     """
 
-    guide: KnownGuide
-    first: Setup
-    able: list[str]
-    whole: tuple[tuple, dict[str, Any], float]
-    args: tuple
-    kwargs: dict[str, Any]
-    each: float
-
-    @property
-    def num(self) -> int:
-        """The number of all rows."""
-        return next(iter(self.first.processes.values())).event_shape[0]
-
-    def find(self) -> None:
-        guide, facts, sites = self.guide, self.guide.facts, dict(all_sites(self.first.trace))
-        priors = {name: sites[name]["infer"]["prior"] for name in self.able}
-        plates = {n: s["value"].detach() for n, s in sites.items() if is_free(s) and site_is_subsample(s)}
+    def __init__(self, guide: KnownGuide, first: Run, able: list[str], args: tuple, kwargs: dict[str, Any]) -> None:
+        self.guide, self.able, self.whole, self.gps = guide, able, (args, kwargs, 1.0), list(guide.facts.gps)
+        sites = dict(all_sites(first.trace))
+        self.order = list(sites)
+        self.num = next(iter(first.processes.values())).event_shape[0]  # of all rows
+        self.priors = {name: sites[name]["infer"]["prior"] for name in able}
+        self.held = {name: sites[name]["value"].detach() for name in able}
+        self.plates = {n: s["value"].detach() for n, s in sites.items() if is_free(s) and site_is_subsample(s)}
+        self.args, self.kwargs, self.each = _some_rows(self.num, args, kwargs)
         few = self.each != 1  # whose plates have other row numbers
-        self.values = {n: value for n, value in plates.items() if not (few and len(value) == self.num)}
-        held = {name: sites[name]["value"].detach() for name in self.able}
-        gps = list(facts.gps)
-        normal = {name: prior for name, prior in priors.items() if is_normal_prior(prior)}
+        self.values = {n: value for n, value in self.plates.items() if not (few and len(value) == self.num)}
+        normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
         if normal:
-            made_of = hyperparameters_among(guide, normal, lambda handler: self._run(handler, _without(held, normal)))
-            normal = _without(normal, made_of)
-        hyper = [name for name in self.able if name not in normal]
-        if few and not self._has_fewer(_without(held, normal)):
-            self.args, self.kwargs, self.each, self.values = *self.whole, plates
-        members = [name for name in [*self.first.trace.nodes] if name in normal or name in gps]
-        layout = self._layout(members, normal)
-        first = {name: self._unconstrained(priors[name], held[name]) for name in hyper}
-        shapes = {name: raw.shape for name, raw in first.items()}
-        linked = self._links(layout, first)
-        # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
-        if linked is None or not {name for name in facts.downstream if name in facts.rows} <= linked[0].keys():
-            return
-        links, owned = linked
-        layout = Layout(layout.field, layout.residuals, owned)
-        nested = Nested(guide, layout, links, shapes, self.values, self.args, self.kwargs, self.each)
-        theta = self._flat(hyper, priors, held)
-        starts = [theta, *self._prior_draws(hyper, priors)] if hyper else [theta]
-        mode = nested.mode(starts) if hyper else theta
-        if self.each > 1 and self.num <= _ALL_ROWS:  # from there on all rows
+            others = _without(self.held, normal)
+            normal = _without(normal, hyperparameters_among(guide, normal, lambda handler: self._run(handler, others)))
+        self.normal = normal
+        self.hyper = [name for name in able if name not in normal]
+        if few and not self._has_fewer(_without(self.held, normal)):
             self.args, self.kwargs, self.each = self.whole
-            nested = Nested(guide, layout, links, shapes, plates, self.args, self.kwargs)
-            mode = nested.mode([mode]) if hyper else mode
-        covariance, moves = nested.curvature(mode)
-        best = nested.at(mode)
-        self._settle(nested, mode, best, covariance, moves, list(normal), hyper)
+            self.values = self.plates
+
+    def nested(self) -> Optional[Nested]:
+        """F of the program; ``None`` if a likelihood has no linear predictors."""
+        first = {name: self._unconstrained(name, self.held[name]) for name in self.hyper}
+        layout = self._layout([name for name in self.order if name in self.normal or name in self.gps])
+
+        def run(x: Tensor) -> poutine.Trace:
+            return self._run(Standardised(self.guide, *layout.parts(x), first), {})
+
+        linked = find_links(run, layout, self.guide.like)
+        # A piecewise constant density shows no gradient: test_what_takes_sites_to_be_independent_refuses_them.
+        facts = self.guide.facts
+        if linked is None or not {name for name in facts.downstream if name in facts.rows} <= linked[0].keys():
+            return None
+        links, owned = linked
+        layout, shapes = Layout(layout.field, layout.residuals, owned), {name: v.shape for name, v in first.items()}
+        return Nested(self.guide, layout, links, shapes, self.values, self.args, self.kwargs, self.each)
+
+    def at_all_rows(self, nested: Nested) -> Nested:
+        """F at all rows."""
+        args, kwargs, each = self.whole
+        found = Nested(self.guide, nested.layout, nested.links, nested.hyper, self.plates, args, kwargs, each)
+        found.tell = nested.tell
+        return found
+
+    def theta(self, values: Mapping[str, Tensor]) -> Tensor:
+        """θ of some hyperparameters' values."""
+        parts = [self._unconstrained(name, values[name]).reshape(-1) for name in self.hyper]
+        return torch.cat(parts) if parts else self.guide.like.new_zeros(0)
+
+    def draws(self, num: int = _DRAWS) -> list[Tensor]:
+        """Some θ from the prior, of those that are finite."""
+        with repeatable(self.guide.like):
+            draws = [self.theta({name: self.priors[name].sample() for name in self.hyper}) for _ in range(num)]
+        return [draw for draw in draws if draw.isfinite().all()]
 
     def _has_fewer(self, values: Mapping[str, Tensor]) -> bool:
         """Whether the program has as many rows as it was given."""
@@ -188,8 +209,8 @@ class _Start:
     def _run(self, handler: Standardised, values: Mapping[str, Tensor]) -> poutine.Trace:
         return run_standardised(self.guide, self.args, self.kwargs, handler, {**self.values, **values})
 
-    def _layout(self, members: list[str], normal: Mapping[str, Any]) -> Layout:
-        guide = self.guide
+    def _layout(self, members: list[str]) -> Layout:
+        guide, normal = self.guide, self.normal
         field = {
             name: [normal[name].shape().numel()] if name in normal else list(guide.module_of(name).basis.sizes)
             for name in members
@@ -199,36 +220,22 @@ class _Start:
             raise ValueError(f"{layout.extended} numbers that are normal a priori, at {self.num} rows, are too many")
         return layout
 
-    def _unconstrained(self, prior: Any, value: Tensor) -> Tensor:
-        return biject_to(prior.support).inv(value).to(self.guide.like)
+    def _unconstrained(self, name: str, value: Tensor) -> Tensor:
+        return biject_to(self.priors[name].support).inv(value).to(self.guide.like)
 
-    def _flat(self, names: list[str], priors: Mapping[str, Any], values: Mapping[str, Tensor]) -> Tensor:
-        parts = [self._unconstrained(priors[name], values[name]).reshape(-1) for name in names]
-        return torch.cat(parts) if parts else self.guide.like.new_zeros(0)
+    def settle(self, nested: Nested, mode: Tensor, best: Optimum, covariance: Tensor, moves: Tensor) -> None:
+        """Start q at the mode.
 
-    def _prior_draws(self, names: list[str], priors: Mapping[str, Any]) -> list[Tensor]:
-        with repeatable(self.guide.like):
-            draws = [self._flat(names, priors, {n: priors[n].sample() for n in names}) for _ in range(_DRAWS)]
-        return [draw for draw in draws if draw.isfinite().all()]
-
-    def _settle(
-        self,
-        nested: Nested,
-        mode: Tensor,
-        best: Any,
-        covariance: Tensor,
-        moves: Tensor,
-        normal: list[str],
-        hyper: list[str],
-    ) -> None:
+        :param covariance: H⁻¹; ``moves``: ∂x̂/∂θ.
+        """
         guide, facts, layout = self.guide, self.guide.facts, nested.layout
         free = {name for name in self.able if not guide.is_point(name) and not guide.is_independent(name)}
         field = [name for name in layout.field if name in facts.gps or name in free]
         is_field = self._wants_field(field)
         precision = self._precision(covariance, moves, best.root)
         _, handler = nested.run(mode, torch.cat([best.x, best.x.new_zeros(layout.extended - layout.num)]))
-        loc = nested.theta_of(mode) | {name: handler.values[name].detach() for name in normal}
-        joint = [name for name in hyper if name in free]
+        loc = nested.theta_of(mode) | {name: handler.values[name].detach() for name in self.normal}
+        joint = [name for name in self.hyper if name in free]
         rows = slices({**{n: shape.numel() for n, shape in nested.hyper.items()}, **layout.numbers})
         for name in self.able:
             if name in joint or (is_field and name in field):
@@ -239,7 +246,7 @@ class _Start:
             guide.set_latent(name, mean, latent["event_dim"], scale)
         facts.coupled = joint
         if joint:
-            index = _index(rows, joint)
+            index = index_of(rows, joint)
             root = torch.linalg.cholesky(covariance[index][:, index])
             couple(guide, torch.cat([loc[name].reshape(-1) for name in joint]), root)
         if is_field:
@@ -248,13 +255,13 @@ class _Start:
             make_field(guide, facts.field)
             drop_latents(guide, [name for name in field if name not in facts.gps])
             anchor = anchor_of(guide, handler.bases, handler.priors)
-            self._put(guide.field.coefficients, anchor, _index(layout.rows, field), best)
+            self._put(guide.field.coefficients, anchor, index_of(layout.rows, field), best)
             return
         for name, module in guide.modules_by_site().items():
             natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
                 anchor = module.anchor(handler.bases[name])
-                self._put(module.coefficients, anchor, _index(layout.rows, [name]), best)
+                self._put(module.coefficients, anchor, index_of(layout.rows, [name]), best)
 
     @torch.no_grad()
     def _put(self, coefficients: NaturalGaussian, anchor: Any, index: Tensor, best: Any) -> None:
@@ -268,12 +275,6 @@ class _Start:
         gps = self.guide.modules_by_site()
         expectation = any(isinstance(module, ExpectationGP) for module in gps.values())
         return (len(field) > len(gps) or bool(self.guide.facts.interactions)) and not expectation
-
-    def _links(self, layout: Layout, theta: Mapping[str, Tensor]) -> Any:
-        def run(x: Tensor) -> poutine.Trace:
-            return self._run(Standardised(self.guide, *layout.parts(x), theta), {})
-
-        return find_links(run, layout, self.guide.like)
 
     def _precision(self, covariance: Tensor, moves: Tensor, root: Tensor) -> Tensor:
         """Of (θ, x): x | θ ~ N(x̂ + Xδ, P⁻¹) with X = ∂x̂/∂θ has [H + XᵀPX, −XᵀP; −PX, P]."""
@@ -294,5 +295,6 @@ def _without(values: Mapping[str, Any], names: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
 
 
-def _index(rows: Mapping[str, slice], names: list[str]) -> Tensor:
+def index_of(rows: Mapping[str, slice], names: list[str]) -> Tensor:
+    """The entries of some names."""
     return torch.cat([torch.arange(rows[name].start, rows[name].stop) for name in names])

@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 
 from ..gaussians.steps import steppers
 from ..guide import AutoSparseGP
+from ..guide.arrival import check, moments, moved
 from . import checkpoint as files
 from .batches import Batch, LoadedBatches, TensorBatches, as_batches
 from .distributed import SharedOptim, Workers, agree, joined, sharing
@@ -32,6 +33,8 @@ from .recipe import FallingAdam, falling
 
 __all__ = ["FitResult", "fit"]
 
+_FELL = 0.5  # nats in the last tenth of the steps, which are told
+_CHECKED = 100  # steps, from which latents are checked at the end
 _FIRST = 8192  # rows of the guide's first call, by which it places inducing inputs, where batches have fewer
 _WHERE = ("losses", "seconds", "epoch", "place")  # a fit has got to
 _SCORE = "score rows that were held out after the fit, diagnostics.predictive_scores(model, guide, x, y)"
@@ -53,12 +56,14 @@ class FitResult:
     :param reason: why it stopped.
     :param losses: the loss of each step, ``(steps,)``, in nats: minus the bound, or −log Z of expectation propagation.
     :param seconds: the time of the loop.
+    :param notes: what still moved in the last tenth of the steps, and what ``guide.check`` finds; a line each.
     """
 
     steps: int
     reason: str
     losses: np.ndarray = field(repr=False)
     seconds: float
+    notes: tuple[str, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"FitResult has no {name}" + (f": {_LEFT[name]}" if name in _LEFT else ""))
@@ -138,7 +143,10 @@ def fit(
     else:
         loop.begin(batch_size or 1)
     reason = loop.run(checkpoint_every, progress)
-    return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds)
+    notes = loop.notes()
+    for line in notes if progress else ():
+        tqdm.write(line)
+    return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds, tuple(notes))
 
 
 def _method(
@@ -182,6 +190,7 @@ class _Loop:
     seconds: float = 0.0
     epoch: int = 0
     place: int = 0
+    before: dict[str, Any] = field(default_factory=dict)  # latents' moments before the last tenth
 
     def __post_init__(self) -> None:
         guide, batches, model = self.guide, self.batches, self.model
@@ -281,6 +290,8 @@ class _Loop:
                 stream = self._stream()
                 self._set_rates()
                 while len(self.losses) < self.total and not why:
+                    if len(self.losses) == self.total - self.total // 10:
+                        self.before = moments(self.guide, *self.call(self._first()))
                     self.losses.append(self._step(next(stream)))
                     # Of the next step, before the checkpoint: a resumed optimiser takes its rates from there
                     # (test_resumed_as_if_never_cut_off).
@@ -295,6 +306,21 @@ class _Loop:
         finally:
             self._share(1.0)  # natural steps' own rates after it, whatever ended the steps
         return why or f"all {self.total} steps were taken"
+
+    def notes(self) -> list[str]:
+        """What still moves, a line each."""
+        last, found = self.total // 10, list[str]()
+        ends = [np.array(self.losses[-2 * last : -last]), np.array(self.losses[-last:])] if last > 1 else []
+        if ends and len(ends[0]) == last:
+            fell, error = ends[0].mean() - ends[1].mean(), math.hypot(*(end.std() for end in ends)) / math.sqrt(last)
+            if fell > max(_FELL, 2 * error):
+                found.append(f"the loss fell by {fell:.1f} nats in the last tenth of the steps. Train longer.")
+        (args, kwargs) = self.call(self._first())
+        if self.before:
+            found += moved(self.before, moments(self.guide, args, kwargs))
+        if self.batches.whole and self.workers.num == 1 and self.total >= _CHECKED:
+            found += check(self.guide, args, kwargs, whole=False)
+        return found
 
     def _stream(self) -> Iterator[Batch]:
         """Batches without end, from the place that the fit has reached."""

@@ -1,0 +1,318 @@
+"""Whether q has arrived: q(θ, x) beside the nested Laplace approximation of p(θ, x | y), at quasi-random θ.
+
+With F(θ) ≈ log p(θ, y) and θ = a + Rε, ε ~ N(0, 1.3² I), wider than q(θ) = N(a, RRᵀ), weights of the draws give moments
+of the posterior, w ∝ exp(F(θ) + ½|ε/1.3|²), and those of q, w ∝ exp(−½|ε|² + ½|ε/1.3|²). Where q(θ) is the best normal,
+
+    E_q[Rᵀ∇F] = 0  and  −E_q[Rᵀ∇F εᵀ] = I.
+
+A regression of Rᵀ∇F on ε, weighted by q, has these for its constant and its slopes, so one Newton step from them says
+how far q's mean and width are from the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+import torch
+from pyro import poutine
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..program.traces import repeatable, whole_plates
+from .coupled import able_to_couple
+from .field import anchor_of, jacobian, slices
+from .known import KnownGuide
+from .nested import Nested
+from .runs import Priors
+from .start import PATIENCE, Search, index_of, is_open
+
+__all__ = ["check", "moments", "moved"]
+
+_DRAWS = 128
+_STARTS = 6  # of searches for other modes
+_WIDER = 1.3
+_LOST = 1.0  # nats that a basis leaves out and is told of
+_AWAY = 0.3  # standard deviations of a mean that are told
+_WIDTHS = 0.75, 1.33  # ratios of standard deviations beyond which they are told
+_LEAST = 8.0  # draws that weights must be worth
+_ROWS = 200  # of f that are compared
+_LOWER = 3.0  # nats below the first mode, within which a second one is told
+_APART = 3.0  # standard deviations between two modes
+
+
+@dataclass
+class _Values:
+    """Means and variances of a latent or a GP site at each draw, by the approximation and by q."""
+
+    means: list[Tensor] = field(default_factory=list)
+    variances: list[Tensor] = field(default_factory=list)
+
+    def add(self, mean: Tensor, variance: Tensor) -> None:
+        self.means.append(mean.detach().reshape(-1))
+        self.variances.append(variance.detach().reshape(-1))
+
+    def moments(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean and standard deviation over weighted draws."""
+        means, variances = torch.stack(self.means), torch.stack(self.variances)
+        mean = weights @ means
+        return mean, (weights @ (variances + (means - mean).square())).sqrt()
+
+
+def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
+    """What has not arrived, a line each with what to do.
+
+    :param whole: whether weighted draws, and a search from other starts, are asked too; else Newton's step alone.
+    """
+    able = able_to_couple(guide, guide.facts)
+    if not able:
+        return []
+    names = ", ".join(map(repr, able))
+    beyond = f"latents {names} can't be checked here. Look at diagnostics.psis(guide, *args), or compare with NUTS."
+    if not is_open(guide, able):
+        return [beyond]
+    with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
+        run = Priors(guide, at_medians=True)
+        run.perform(args, kwargs)
+        try:
+            search = Search(guide, run, able, args, kwargs)
+            nested = search.nested()
+        except (ValueError, RuntimeError):  # too many numbers, or a program that has no density there
+            nested = None
+        if nested is None:
+            return [beyond]
+        compared = _Compared(guide, search, search.at_all_rows(nested) if nested.each > 1 else nested)
+        with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
+            compared.nested.tell = bar.update
+            compared.at_draws(_DRAWS if whole else 2 * nested.size + 8, whole)
+            late = compared.of_newton()
+            more = compared.of_draws(late) + compared.of_a_second_start() if whole else []
+            return late + more + compared.of_inducing_points()
+
+
+class _Compared:
+    """q beside the approximation."""
+
+    def __init__(self, guide: KnownGuide, search: Search, nested: Nested) -> None:
+        self.guide, self.search, self.nested = guide, search, nested
+        self.rows = slices({name: shape.numel() for name, shape in nested.hyper.items()})
+        self.loc, self.root = self._q_of_theta()
+        self.free = self.root.diagonal() > 0  # of θ: what is no point
+        self.known: dict[str, _Values] = {}
+        self.own: dict[str, _Values] = {}
+        self.densities: list[Tensor] = []  # F
+        self.pulls: list[Tensor] = []
+        self.noise: list[Tensor] = []
+
+    def _q_of_theta(self) -> tuple[Tensor, Tensor]:
+        """a and R of all hyperparameters; R is 0 for points."""
+        guide, coupled = self.guide, self.guide.facts.coupled
+        loc, root = guide.like.new_zeros(self.nested.size), guide.like.new_zeros(self.nested.size, self.nested.size)
+        for name in set(self.rows) - set(coupled):
+            own, scale = guide._get_params(name, self.search.priors[name])
+            loc[self.rows[name]] = own.detach().reshape(-1)
+            root[self.rows[name], self.rows[name]] = 0.0 if guide.is_point(name) else scale.detach().reshape(-1).diag()
+        if coupled:
+            places = index_of(self.rows, coupled)
+            loc[places], root[places[:, None], places] = guide.together.mean.detach(), guide.together.tril.detach()
+        return loc, root
+
+    def at_draws(self, num: int, meets: bool) -> None:
+        """F, and moments of all values, at draws of θ; where F is not finite a draw has no weight."""
+        noise = self.loc.new_zeros(num, 0)
+        if self.nested.size:
+            uniform = torch.quasirandom.SobolEngine(self.nested.size, scramble=True, seed=0).draw(num)
+            noise = _WIDER * torch.special.ndtri(uniform.double().clamp(1e-6, 1 - 1e-6)).to(self.loc) * self.free
+        for eps in noise if self.free.any() else noise[:1]:
+            found = self.nested.tried(self.loc + self.root @ eps)
+            if found is None:
+                continue
+            self.densities.append(found.value)
+            self.pulls.append(self.root.mT @ found.slope)
+            self.noise.append(eps)
+            if meets:
+                self._meet(self.loc + self.root @ eps, found.x, torch.cholesky_inverse(found.root))
+
+    def _meet(self, theta: Tensor, x: Tensor, covariance: Tensor) -> None:
+        layout, guide, facts = self.nested.layout, self.guide, self.guide.facts
+        x = torch.cat([x, x.new_zeros(layout.extended - layout.num)]).requires_grad_()
+        sites, handler = self.nested.run(theta, x)
+        for name, rows in self.rows.items():
+            if self.free[rows].any():
+                value = sites[name]["value"]
+                self._add(name, value, torch.zeros_like(value), value, torch.zeros_like(value))
+        values = {name: handler.values[name].reshape(-1)[:_ROWS] for name in layout.field}
+        # Members are affine in x, residuals at its end; a prior's mean may be another member.
+        slopes = jacobian(torch.cat(list(values.values())), x).mT.detach()
+        by_x, left = slopes[:, : layout.num], slopes[:, layout.num :].square().sum(-1)
+        places = index_of(layout.rows, list(facts.field)) if facts.field else None
+        if places is not None:
+            q = guide.field(anchor_of(guide, handler.bases, handler.priors)).q
+            move, wide = torch.cat(q.loc, -1) - x[places], q.covariance_matrix
+        for name, own in slices({name: len(value) for name, value in values.items()}).items():
+            mean, variance = values[name], _quadratic(by_x[own], covariance) + left[own]
+            if name in facts.field:
+                along = by_x[own][:, places]
+                self._add(name, mean, variance, mean + along @ move, _quadratic(along, wide) + left[own])
+            elif name in self.search.normal and not guide.is_point(name):
+                loc, scale = guide._get_params(name, self.search.priors[name])
+                self._add(name, mean, variance, loc.reshape(-1)[:_ROWS], scale.reshape(-1)[:_ROWS].square())
+
+    def _add(self, name: str, mean: Tensor, variance: Tensor, own: Tensor, its: Tensor) -> None:
+        self.known.setdefault(name, _Values()).add(mean, variance)
+        self.own.setdefault(name, _Values()).add(own, its)
+
+    def _advice(self, name: str, late: bool) -> str:
+        facts = self.guide.facts
+        if name in self.search.priors and name not in facts.coupled and name not in facts.field:
+            return "Train longer, or leave it out of independent=." if late else "Leave it out of independent=."
+        return "Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS."
+
+    def _weights_of_q(self) -> Tensor:
+        square = 0.5 * torch.stack(self.noise).square().sum(-1)
+        return torch.softmax(square / _WIDER**2 - square, 0)
+
+    def of_inducing_points(self) -> list[str]:
+        """What bases leave out of GP sites, in nats of the bound."""
+        found = self.nested.tried(self.loc)
+        lost = {} if found is None else self.nested.lost(self.loc, found.x)
+        return [
+            f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, so that "
+            "hyperparameters lean to a smoother function. Give its family more inducing points."
+            for name, nats in lost.items()
+            if nats > _LOST
+        ]
+
+    def of_newton(self) -> list[str]:
+        """Of hyperparameters whose mean or width the bound would still move."""
+        if len(self.noise) <= self.nested.size:
+            return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
+        if not self.free.any():
+            return []
+        noise, root = torch.stack(self.noise)[:, self.free], self.root[self.free][:, self.free]
+        weights = self._weights_of_q().sqrt()[:, None]
+        design = torch.cat([weights, weights * noise], 1)
+        first, *slopes = torch.linalg.lstsq(design, weights * torch.stack(self.pulls)[:, self.free]).solution
+        curvature = -torch.stack(slopes)
+        values, axes = torch.linalg.eigh(0.5 * (curvature + curvature.mT))
+        best = root @ (axes / values.clamp(min=0.04).sqrt())  # R C^-½
+        sd = root.square().sum(-1).sqrt()
+        step = torch.zeros_like(self.loc).masked_scatter(self.free, (best @ (best.mT @ root.mT.inverse() @ first)) / sd)
+        wide = torch.ones_like(self.loc).masked_scatter(self.free, best.square().sum(-1).sqrt() / sd)
+        found = []
+        for name, rows in self.rows.items():
+            away, ratio = float(step[rows].square().mean().sqrt()), float(wide[rows].mean())
+            if away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]:
+                found.append(
+                    f"{name!r} has not arrived: the best mean is {away:.1f} sd away, and the best width {ratio:.2f} "
+                    f"times its own. {self._advice(name, True)}"
+                )
+        return found
+
+    def of_draws(self, late: list[str]) -> list[str]:
+        """Of latents and GP sites whose means or widths are not those of weighted draws.
+
+        :param late: what is told of hyperparameters by now.
+        """
+        if not self.densities:
+            return []
+        square = 0.5 * torch.stack(self.noise).square().sum(-1)
+        weights = torch.softmax(torch.stack(self.densities) + square / _WIDER**2, 0)
+        by_q, num, found = self._weights_of_q(), len(weights), list[str]()
+        worth = float(1 / weights.square().sum())
+        if worth < min(_LEAST, num):
+            names = ", ".join(repr(name) for name, rows in self.rows.items() if self.free[rows].any())
+            told = f"{names}: {num} draws are worth {worth:.1f} by importance weights, so q is far from the posterior. "
+            return [told + ("Train longer." if late else "Compare with NUTS.")]
+        for name, known in self.known.items():
+            mean, sd = known.moments(weights)
+            own, its = self.own[name].moments(by_q)
+            away, ratio = float(((own - mean) / sd).square().mean().sqrt()), float((its / sd).mean())
+            if away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]:
+                found.append(
+                    f"{name!r}: the mean is {away:.1f} sd off, and the sd {ratio:.2f} times that of {num} weighted "
+                    f"draws (worth {worth:.0f}). {self._advice(name, bool(late))}"
+                )
+        return found
+
+    def of_a_second_start(self) -> list[str]:
+        """Whether searches from draws of the prior end at another mode."""
+        starts = [self.loc, *self.search.draws(_STARTS)] if self.free.any() else []
+        ends = [found for start in starts if (found := self._end_of(start)) is not None]
+        if not ends:
+            return []
+        (here, first), root = ends[0], self.root[self.free][:, self.free]
+        far = [
+            (theta, value)
+            for theta, value in ends[1:]
+            if torch.linalg.solve_triangular(root, (theta - here)[self.free, None], upper=False).norm() > _APART
+        ]
+        there, value = max(far, key=lambda end: end[1], default=(here, -math.inf))
+        if value < first - _LOWER:
+            return []
+        sites, _ = self.nested.run(there, there.new_zeros(self.nested.layout.extended))
+        values = {name: sites[name]["value"] for name, rows in self.rows.items() if rows.stop - rows.start == 1}
+        place = ", ".join(f"{name} = {float(value):.3g}" for name, value in values.items())
+        if value > first:
+            return [
+                f"a second start ended elsewhere, {value - first:.1f} nats higher, at {place}. Make a new guide with "
+                "init_loc_fn=init_to_value(values={...}) of these."
+            ]
+        return [f"there is a second mode, {first - value:.1f} nats lower, at {place}. Intervals are about one of them."]
+
+    def _end_of(self, start: Tensor) -> Optional[tuple[Tensor, float]]:
+        """The mode that a search from there ends at, and F."""
+        if self.nested.tried(start) is None:
+            return None
+        theta = self.nested.mode([start])
+        return theta, float(self.nested.at(theta).value)
+
+
+def _quadratic(rows: Tensor, covariance: Tensor) -> Tensor:
+    """diag(A C Aᵀ)."""
+    return ((rows @ covariance) * rows).sum(-1)
+
+
+# In training.
+
+
+def moments(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The mean and standard deviation of latents and of a field's members, where q has them: θ in unconstrained space,
+    a field in x.
+    """
+    facts, found = guide.facts, dict[str, tuple[Tensor, Tensor]]()
+    run = Priors(guide, at_medians=True)
+    run.draws_data = False
+    with repeatable(guide.like), poutine.block(), torch.no_grad():
+        run.perform(args, kwargs)
+        if facts.coupled:
+            mean, sd = guide.together.mean, guide.together.tril.square().sum(-1).sqrt()
+            sizes = {name: torch.Size(facts.latents[name]["shape"]).numel() for name in facts.coupled}
+            found |= {name: (mean[rows], sd[rows]) for name, rows in slices(sizes).items()}
+        if facts.field:
+            q = run.whole().q
+            loc, sd = torch.cat(q.loc, -1), q.covariance_matrix.diagonal().sqrt()
+            rows = slices({name: sum(sizes) for name, sizes in facts.field.items()})
+            found |= {name: (loc[own], sd[own]) for name, own in rows.items()}
+        for name in able_to_couple(guide, facts):
+            if name not in found and not guide.is_point(name):
+                prior = run.trace.nodes[name]["infer"]["prior"]  # type: ignore[index]
+                loc, scale = guide._get_params(name, prior)
+                found[name] = loc.clone(), scale.clone()
+    return found
+
+
+def moved(before: Mapping[str, tuple[Tensor, Tensor]], after: Mapping[str, tuple[Tensor, Tensor]]) -> list[str]:
+    """What moved between two moments of training, a line each."""
+    found = []
+    for name, (mean, sd) in after.items():
+        first, width = before[name]
+        step, ratio = float(((mean - first) / sd).square().mean().sqrt()), float((sd / width).mean())
+        if step > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]:
+            found.append(
+                f"{name!r} moved by {step:.1f} sd in the last tenth of the steps, and its width by a factor of "
+                f"{ratio:.2f}. Train longer."
+            )
+    return found
