@@ -13,13 +13,12 @@ from torch import Tensor
 from ..approximations.expectation import require_refined
 from ..approximations.on_sites import SiteGP
 from ..families import ExpectationFamily, SiteFamily
-from ..gaussians.sites import KeptSites, Sites
+from ..gaussians.sites import Sites
 from ..modules import drop_stored, take_name, unique_name
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.handlers import observes
-from ..program.registration import held_parameters
 from ..program.traces import all_sites, as_process, free_values, is_free, repeatable, whole_plates
 from ..warned import Warned, require_number
 from .absorb import absorb
@@ -30,12 +29,11 @@ from .correction import note_rows, warn_of_unseen
 from .first_call import ObservesNothingError, initialise, require_arguments
 from .joint import by_name
 from .known import Core, Families, Rows
-from .messenger import SiteMessenger
 from .quantiles import or_of_training, quantiles_of
 from .rows import are_known_rows, note_step, require_data, rows_of, warn_of_batches
 from .runs import LARGEST_JOINT, BySite, Conditions, Posteriors, Priors, Run
 from .start import init_to_centre
-from .state import extra_state, rebuild, resume_name
+from .state import SavedGuide
 
 __all__ = ["AutoSparseGP"]
 
@@ -47,7 +45,7 @@ _KEEP_ROWS = (
 )
 
 
-class AutoSparseGP(SiteMessenger):
+class AutoSparseGP(SavedGuide):
     """A variational guide for a Pyro model with Gaussian process sites.
 
     >>> guide = AutoSparseGP(model, SVGP(64))  # doctest: +SKIP
@@ -459,60 +457,3 @@ class AutoSparseGP(SiteMessenger):
         self.check_site(name, process, module)
         give = module.predict if new_rows else module
         return give(process, name, SparsePosterior, sites) if isinstance(module, SiteGP) else give(process, name)
-
-    # State.
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """All that makes the guide: a freshly made one, of the same model, is this one after ``load_state_dict``.
-
-        With a family on sites, or latents under the data plate, it holds the training data too, N(D + 1) numbers for
-        the arguments (x, y): a draw from the posterior conditions on them, given a draw of the other latents. In
-        memory the guide keeps the arguments of the last training call themselves, no copies. Arguments other than
-        tensors, numbers, strings and lists, tuples and dictionaries of them are left out, and with them the data: then
-        call the loaded guide with the data once, ``guide(x, y)``.
-        """
-        return super().state_dict(*args, **kwargs)
-
-    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if self.core is not None and not self.core.loaded:
-            conditions_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
-        super()._save_to_state_dict(*args, **kwargs)
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What is known of the program, in plain Python, the name of the guide's parameters in Pyro's store, and the
-        training data where prediction needs them.
-        """
-        return extra_state(self)
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        rebuild(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _pyro_set_supermodule(self, name: str, context: Any) -> None:
-        # Its name is its own inside another module, too: two of these may hold guides under one attribute's name.
-        super()._pyro_set_supermodule(self._pyro_name, context)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self._like = args[0](self._like)
-        for module in self.site_modules().values():
-            if isinstance(module.sites, KeptSites):
-                module.sites.progress["marginals"] = None
-        if self.core is not None and self.core.data is not None:
-            self.core.data = self.core.data.mapped(args[0], self.model)
-        return super()._apply(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
-        for parameter in [*self.parameters(), *(held for held, *_ in held_parameters(self.model))]:
-            parameter.__dict__.pop("unconstrained", None)
-        return super().__getstate__()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.trace = poutine.Trace()
-        # A copy is a guide of its own, with a name of its own.
-        if not resume_name(self, self._pyro_name):
-            take_name(self, unique_name("AutoSparseGP"))

@@ -6,24 +6,29 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from pyro import poutine
 from pyro.infer.autoguide.utils import deep_setattr
 from torch import Tensor
 
-from ..modules import drop_stored, take_name
+from ..gaussians.sites import KeptSites
+from ..modules import drop_stored, take_name, unique_name
 from ..program.data import TrainingData
 from ..program.facts import Structure
+from ..program.registration import held_parameters
+from .conditions import conditions_now
 from .coupled import couple
 from .field import make_field
 from .joint import groups_of, join, require_by_rows
 from .known import Core, KnownGuide
+from .messenger import SiteMessenger
 from .networks import Calls
 
-__all__ = ["extra_state", "rebuild", "resume_name"]
+__all__ = ["SavedGuide"]
 
 _BESIDE = ("name", "data", "memory")  # the facts; "memory" is of rows that absorb kept, in earlier releases
 
 
-def extra_state(guide: KnownGuide) -> dict[str, Any]:
+def _extra_state(guide: KnownGuide) -> dict[str, Any]:
     """What :meth:`AutoSparseGP.get_extra_state` gives."""
     if guide.core is None:
         return {}
@@ -34,7 +39,7 @@ def extra_state(guide: KnownGuide) -> dict[str, Any]:
     return state
 
 
-def rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
+def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
     """Make what a saved state is to be loaded into.
 
     :raises ValueError: if it is of another model, or of other families.
@@ -75,7 +80,7 @@ def rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
         data = TrainingData(guide.model, saved["data"]["args"], saved["data"]["kwargs"])
         core.data = data.mapped(lambda tensor: _placed(tensor, guide.like), guide.model)
     if "name" in saved:
-        resume_name(guide, saved["name"])
+        _resume_name(guide, saved["name"])
 
 
 def _make_parameters(guide: KnownGuide, facts: Structure, tensors: dict[str, Any]) -> None:
@@ -105,7 +110,7 @@ def _require_kind(guide: KnownGuide, name: str, is_point: bool) -> None:
         )
 
 
-def resume_name(guide: KnownGuide, name: str) -> bool:
+def _resume_name(guide: KnownGuide, name: str) -> bool:
     """Take the name that a guide's parameters had when they were saved, if the guide that was saved is gone: a
     saved optimiser finds them by it.
     """
@@ -134,3 +139,62 @@ def _require_alike(now: Structure, saved: Structure) -> None:
 
 def _placed(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor.to(like) if tensor.is_floating_point() else tensor.to(like.device)
+
+
+class SavedGuide(SiteMessenger):
+    """A guide that is saved, loaded, copied and moved whole."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """All that makes the guide: a freshly made one, of the same model, is this one after ``load_state_dict``.
+
+        With a family on sites, or latents under the data plate, it holds the training data too, N(D + 1) numbers for
+        the arguments (x, y): a draw from the posterior conditions on them, given a draw of the other latents. In
+        memory the guide keeps the arguments of the last training call themselves, no copies. Arguments other than
+        tensors, numbers, strings and lists, tuples and dictionaries of them are left out, and with them the data: then
+        call the loaded guide with the data once, ``guide(x, y)``.
+        """
+        return super().state_dict(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if self.core is not None and not self.core.loaded:
+            conditions_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What is known of the program, in plain Python, the name of the guide's parameters in Pyro's store, and the
+        training data where prediction needs them.
+        """
+        return _extra_state(self)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        _rebuild(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _pyro_set_supermodule(self, name: str, context: Any) -> None:
+        # Its name is its own inside another module, too: two of these may hold guides under one attribute's name.
+        super()._pyro_set_supermodule(self._pyro_name, context)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._like = args[0](self._like)
+        for module in self.site_modules().values():
+            if isinstance(module.sites, KeptSites):
+                module.sites.progress["marginals"] = None
+        if self.core is not None and self.core.data is not None:
+            self.core.data = self.core.data.mapped(args[0], self.model)
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
+        for parameter in [*self.parameters(), *(held for held, *_ in held_parameters(self.model))]:
+            parameter.__dict__.pop("unconstrained", None)
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.trace = poutine.Trace()
+        # A copy is a guide of its own, with a name of its own.
+        if not _resume_name(self, self._pyro_name):
+            take_name(self, unique_name("AutoSparseGP"))
