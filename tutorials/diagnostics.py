@@ -211,7 +211,7 @@ for name, tree in compared.items():
 # %% [markdown]
 # ## k-hat: how far from its target?
 #
-# The weights p/q of a posterior's draws have a tail; its shape k-hat says whether they are of use (below 0.7). It
+# The weights p/q of a posterior's draws have a tail; its shape k-hat says whether they are of use (up to `good_k`). It
 # depends on what p is. Towards the bound's own target, "vfe", it judges the family and the optimiser; towards "exact"
 # it sees too few inducing points as well. Expectation propagation has a target of its own, "fitc". The guides of SVI
 # have a mean-field posterior of hyperparameters, which costs them; SVGP's q(w) moreover does not follow them. Points

@@ -73,14 +73,14 @@ def sbc(
     require_arguments("sbc", "It is called without observations; the order is (model, fit, x).", model, args, kwargs)
     require_number("num_simulations", num_simulations)
     require_number("num_samples", num_samples)
-    if (isinstance(rows, int) and rows < 1) or (not isinstance(rows, int) and not len(rows)):
+    if (rows if isinstance(rows, int) else len(rows)) < 1:
         raise ValueError(f"sbc's rows must be how many, at least 1, or a sequence of row numbers, got {rows!r}")
-    found = []
+    found, names = [], dict(observed or {})
     with torch.random.fork_rng(), pyro.get_param_store().scope():  # the caller's stays as it is
+        source = PriorSource(model, args, kwargs, list(names))
         for s in tqdm(range(seed, seed + num_simulations), desc="simulations", disable=not progress):
             torch.manual_seed(s)
-            source = PriorSource(model, args, kwargs, tuple(observed or ()))
-            found.append(_ranks(source, fit, dict(observed or {}), num_samples, rows))
+            found.append(_ranks(source, fit, names, num_samples, rows))
     ranks = {name: np.stack([one[name] for one in found])[None] for name in found[0]}
     attrs = attributes(num_samples=num_samples, model=name_of(model))
     dataset = arviz_base.dict_to_dataset(ranks).assign_attrs(attrs)
@@ -110,11 +110,12 @@ def _ranks(
     shared = [name for name in truth.values if not plates[name] & data and not guide.is_point(name)]
     ranks = {name: _rank(draws[name], truth.values[name]) for name in shared}
     for name, value in truth.functions.items():
-        num = value.shape[-1]
-        chosen = np.linspace(0, num - 1, min(rows, num)).round().astype(int) if isinstance(rows, int) else rows
-        if not all(-num <= row < num for row in chosen):
-            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {num - 1}, got {list(chosen)}")
-        ranks[name] = _rank(draws[name][..., list(chosen)], value[..., list(chosen)])
+        last = value.shape[-1] - 1
+        spread = np.linspace(0, last, min(rows, last + 1)).round().astype(int) if isinstance(rows, int) else rows
+        chosen = list(spread)
+        if not all(-last - 1 <= row <= last for row in chosen):
+            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {last}, got {chosen}")
+        ranks[name] = _rank(draws[name][..., chosen], value[..., chosen])
     return ranks
 
 

@@ -173,13 +173,14 @@ class Source(ABC):
 
     def _observed(self, sites: Mapping[str, Any], draw: Draws, simulates: bool) -> None:
         """Take note of the first run's observed sites, and draw them in each."""
-        for name in (*self.data, *self.factors):
-            if name not in sites or not sites[name]["is_observed"]:
-                raise ValueError(
-                    f"site {name!r} was observed in training and is not now: give the training data, "
-                    "to_datatree(model, guide, x, y)."
-                )
-        self.sites = self.sites or {name: sites[name] for name in (*self.data, *self.factors)}
+        seen = {name: site for name, site in sites.items() if site["is_observed"]}
+        missing = [name for name in (*self.data, *self.factors) if name not in seen]
+        if missing:
+            raise ValueError(
+                f"site {missing[0]!r} was observed in training and is not now: give the training data, "
+                "to_datatree(model, guide, x, y)."
+            )
+        self.sites = self.sites or seen
         require_shapes({name: sites[name] for name in self.data})
         draw.simulated = {name: sites[name]["fn"].sample() for name in self.data if simulates}
 

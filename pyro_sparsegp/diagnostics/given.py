@@ -53,11 +53,14 @@ def is_tree(given: Any) -> bool:
 
 def kind_of(given: Any) -> str:
     """In words, for an error."""
-    if isinstance(given, SparsePosterior):
-        return f"the posterior of GP site {given.name!r}"
-    if guide_of(given) is not None:
-        return "a guide" if isinstance(given, AutoSparseGP) else f"a guide's {type(given).__name__} object"
-    return "a DataTree" if is_tree(given) else type(given).__name__
+    kinds = (
+        (isinstance(given, SparsePosterior), f"the posterior of GP site {getattr(given, 'name', '')!r}"),
+        (isinstance(given, AutoSparseGP), "a guide"),
+        (guide_of(given) is not None, f"a guide's {type(given).__name__} object"),
+        (is_tree(given), "a DataTree"),
+        (True, type(given).__name__),
+    )
+    return next(words for is_this, words in kinds if is_this)
 
 
 def require_model(function: str, order: str, model: Any) -> None:

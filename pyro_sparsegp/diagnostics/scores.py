@@ -127,11 +127,10 @@ def predictive_scores(
         log_score = torch.logsumexp(torch.cat(log_densities), 0) - math.log(num_samples)
         y = node["value"].to(parts[0] if parts else log_score)
         scores = {"log_score": log_score, **_METHODS[method][1](y, log_score, *parts)}
-    values, rows = unmasked(node), unmasked_rows(node)
-    if values is not None and rows is not None:
-        if not rows.any():
-            raise nothing_unmasked(site)
-        scores = {n: s.where(rows if s.shape == rows.shape else values, torch.nan) for n, s in scores.items()}
+    seen = {mask.shape: mask for mask in (unmasked(node), unmasked_rows(node)) if mask is not None}
+    if not all(mask.any() for mask in seen.values()):
+        raise nothing_unmasked(site)
+    scores = {name: score.where(seen[score.shape], torch.nan) if seen else score for name, score in scores.items()}
     # Of an observation with several outputs the density is one, CRPS and PIT are each output's.
     arrays, known = {name: value.cpu().numpy() for name, value in scores.items()}, plate_names(site, node)
     dims = {name: known[: array.ndim] for name, array in arrays.items()}

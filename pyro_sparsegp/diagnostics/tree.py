@@ -109,7 +109,7 @@ def to_datatree(
     datasets["sample_stats"].attrs["target"] = first.target
     if prior:
         table = Table((1, prior), dtype, dims, coords)
-        _draw_prior(table, PriorSource(bare_model(model), args, kwargs, first.data), include_f, seed)
+        _draw_prior(table, (bare_model(model), args, kwargs, first.data), include_f, seed)
         datasets |= table.datasets(**attrs)
     return xarray.DataTree.from_dict(datasets, name=name)
 
@@ -199,13 +199,14 @@ def prior_predictive(
     )
     require_arguments("prior_predictive", remedy, model, args, kwargs)
     table = Table((1, num_samples), dtype, dims, coords)
-    _draw_prior(table, PriorSource(model, args, kwargs, observed), include_f, seed)
+    _draw_prior(table, (model, args, kwargs, observed), include_f, seed)
     return xarray.DataTree.from_dict(table.datasets(model=name_of(model), name=name), name=name)
 
 
-def _draw_prior(table: Table, source: Source, include_f: bool, seed: Optional[int]) -> None:
+def _draw_prior(table: Table, of: tuple, include_f: bool, seed: Optional[int]) -> None:
     """The groups of :func:`prior_predictive`."""
     with seeded(seed):
+        source = PriorSource(*of)
         for draws in source.draws(table.shape[1]):
             groups = draws.groups(include_f)
             named = {"prior": groups["posterior"], "prior_predictive": groups["posterior_predictive"]}
