@@ -46,8 +46,8 @@ class Mutant:
 
 FAULTS = """
 half-a-factor-is-taken: test_low_rank.py::test_a_step_without_a_factor_is_left_out
-- fine = (0 * size == failed) & (rate > 0)  # 0 times a number that is finite is 0
-+ fine = (0 * size == 0 * failed) & (rate > 0)
+- fine = (0 * moved.sum(-1) == failed) & (rate > 0)
++ fine = (0 * moved.sum(-1) == 0 * failed) & (rate > 0)
 q-stays-where-features-turn: test_deep_basis.py::test_q_follows_features_that_turn
 - turn = nearest(self.seat, seat)
 + turn = nearest(seat, seat)

@@ -168,37 +168,40 @@ class Additive(Basis):
             return InducingFeatures(terms[c], bases[c].variables(), factor)
 
         groups: list[tuple[Sequence[int], Any]] = []
-        for members in _alike(bases, terms):
+        for members, inputs in _alike(bases, terms):
             c = members[0]
             if len(members) == 1:
                 groups.append((members, bases[c](terms[c], jitter, f"{name}, term {c}")))
             else:
                 some = [terms[c] for c in members], [bases[c] for c in members]
-                groups.append((members, _together(*some, jitter, name)))
+                groups.append((members, _together(*some, inputs, jitter, name)))
         return AdditiveFeatures(kernel, self.sizes, groups, part)
 
     def spec(self) -> dict[str, Any]:
         return {"kind": "additive", "names": list(self.names), "parts": [part.spec() for part in self.parts]}
 
 
-def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[list[int]]:
-    # Summands that differ by numbers only, with values at as many inputs each for a basis; others by themselves.
-    found: dict[Any, list[int]] = {}
+def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[tuple[list[int], list[Any]]]:
+    # Summands that differ by numbers only, with values at as many inputs each for a basis, and these inputs, which are
+    # asked for once a run; others by themselves.
+    found: dict[Any, tuple[list[int], list[Any]]] = {}
     for c, (basis, term) in enumerate(zip(bases, terms)):
         key: Any = c
+        z: Any = None
         if type(basis) is InducingPoints and len(basis.sizes) == 1 and not basis.of_source[0]:
             z, shared = basis.inputs[0], structure(term)
             if isinstance(z, Tensor) and shared is not None:
                 key = shared, z.shape, z.dtype, basis.jitter, basis.is_cut
-        found.setdefault(key, []).append(c)
+        members, inputs = found.setdefault(key, ([], []))
+        members.append(c)
+        inputs.append(z)
     return list(found.values())
 
 
 def _together(
-    terms: Sequence[Any], bases: Sequence[InducingPoints], jitter: Optional[float], name: str
+    terms: Sequence[Any], bases: Sequence[InducingPoints], inputs: Sequence[Tensor], jitter: Optional[float], name: str
 ) -> InducingFeatures:
     # The features of summands that differ by numbers only, stacked.
-    inputs = [basis.inputs[0] for basis in bases]
     values = Values(torch.stack(inputs, -3))
     columns: Any = [basis.columns for basis in bases] if bases[0].is_cut else None
     kernel = stacked(terms, values.z, columns)

@@ -309,8 +309,8 @@ class AboutValues(Natural):
         new, shift, cut, failed = self._stepped(taken, parts, right, rate, weight)
         moved = base.loc + cautious(shift, taken, cut)
         # test_gradients_that_are_not_finite_change_nothing, test_a_step_without_a_factor_is_left_out
-        size = moved.sum(-1) + sum(part.flatten(rate.dim()).sum(-1) for part in new)
-        fine = (0 * size == failed) & (rate > 0)  # 0 times a number that is finite is 0
+        # (a P̂ that is not finite has no factor): 0 times a number that is finite is 0
+        fine = (0 * moved.sum(-1) == failed) & (rate > 0)
 
         def chosen(new: Tensor, old: Tensor) -> Tensor:
             return torch.where(fine.view(fine.shape + (1,) * (old.dim() - fine.dim())), new, old)
@@ -405,5 +405,5 @@ def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
         return anchor.contiguous()
     parts = anchor.split(list(sizes), -2) if len(sizes) > 1 else (anchor,)
     scales = [torch.linalg.vector_norm(part, dim=(-2, -1)) * (softness / part.shape[-2] ** 0.5) for part in parts]
-    each = torch.cat([s[..., None].expand(*s.shape, part.shape[-2]) for s, part in zip(scales, parts)], -1)
-    return anchor + torch.diag_embed(each)
+    each = [s[..., None].expand(*s.shape, part.shape[-2]) for s, part in zip(scales, parts)]
+    return anchor + torch.diag_embed(side_by_side(each))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, solve_lower, turn_of
 from ..numerics.processes import largest
-from .about_values import AboutValues, Parts, Seen, solved
+from .about_values import AboutValues, Parts, Seen, softened, solved
 from .factor_analysis import Formed, Products, above_one, lifted, nearest, sweep
 from .precision import LowRankFactor, leading_directions, small_columns
 from .product import Product
@@ -129,13 +129,15 @@ class NaturalLowRank(AboutValues):
         like = None if anchor is None else next((part for part in anchor if part is not None), None)
         if like is None:
             return None
-        stack, held = self._stack, like.new_tensor([float(part is not None) for part in anchor])
-        eyes = [part if part is not None else torch.eye(n).to(like) for n, part in zip(self.sizes, anchor)]
-        whole = stack.squares(anchor if isinstance(anchor, Unbound) else eyes)
+        stack = self._stack
+        if isinstance(anchor, Unbound):
+            return softened(anchor.whole, self.softness, (stack.size,))
+        held = [0.0 if part is None else self.softness for part in anchor]
+        whole = stack.squares([torch.eye(n).to(like) if a is None else a for n, a in zip(self.sizes, anchor)])
         # s² is the mean of diag(LLᵀ) over a block: beyond its own size L is I
-        sizes = stack.own.to(like).sum(-1)
-        scales = ((whole.square().sum((-2, -1)) - stack.size + sizes) / sizes).sqrt()
-        return whole + torch.diag_embed((self.softness * held * scales)[..., None] * stack.own.to(like))
+        own = stack.own.to(like)
+        scales = (1 + (whole.square().sum((-2, -1)) - stack.size) / own.sum(-1)).sqrt()
+        return whole + torch.diag_embed((like.new_tensor(held) * scales)[..., None] * own)
 
     def _seen_from(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> Seen:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
