@@ -250,7 +250,7 @@ def test_terms_of_one_structure_are_evaluated_together(monkeypatch, family, dtyp
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         if not together:
-            monkeypatch.setattr(additive_basis, "_alike", lambda bases, terms: [[c] for c in range(len(terms))])
+            monkeypatch.setattr(additive_basis, "_alike", lambda bases, terms: [([c], []) for c in range(len(terms))])
         guide = AutoSparseGP(model, family)
         losses = [TraceQuadrature_ELBO().loss_and_grads(model, guide, x, y) for _ in range(3)]
         q = guide.posterior(x[:6])["f"]

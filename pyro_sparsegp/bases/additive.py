@@ -199,7 +199,7 @@ def _alike(bases: Sequence[Basis], terms: Sequence[Any]) -> list[tuple[list[int]
 
 
 def _together(
-    terms: Sequence[Any], bases: Sequence[InducingPoints], inputs: Sequence[Tensor], jitter: Optional[float], name: str
+    terms: Sequence[Any], bases: Sequence[InducingPoints], inputs: list[Tensor], jitter: Optional[float], name: str
 ) -> InducingFeatures:
     # The features of summands that differ by numbers only, stacked.
     values = Values(torch.stack(inputs, -3))

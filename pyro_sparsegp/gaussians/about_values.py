@@ -37,12 +37,12 @@ from ..numerics.linalg import (
 from ..numerics.processes import is_shared, joined
 from .factors import CovarianceFactor
 from .optimal import from_natural
-from .product import Product
-from .record import Pass, Recorded, recorded
+from .product import Product, Recorded
+from .record import Pass, recorded
 from .stack import Stack, each_times, eye_like
 from .steps import Natural, Rate, cautious
 
-__all__ = ["AboutValues", "Base", "Known", "Parts", "Seen", "inverse_of", "softened", "solved"]
+__all__ = ["AboutValues", "Base", "Parts", "Seen", "inverse_of", "softened", "solved"]
 
 _KNOWN = 9  # steps that a start with a known mean counts for
 
@@ -129,17 +129,6 @@ class _Known(Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
         raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
-
-
-class Known(Recorded, Product):
-    """A recorded product; of one that is given by its S, the gradient by S is kept."""
-
-    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        factor, phi = self.factors[0], side_by_side(features)
-        if not isinstance(factor, CovarianceFactor) or phi.dim() > 2:
-            return super().moments(features)
-        matrix = self.taken.keep(factor.matrix.view_as(factor.matrix))  # whose gradient is Φᵀ diag(h) Φ
-        return self.note(phi, *factor.moments_by(phi, matrix), matrix)
 
 
 class AboutValues(Natural):
@@ -254,7 +243,7 @@ class AboutValues(Natural):
         q, seen = self._made(self._seen_from(*(held if known else (seat, level))), known, seat, level)
         loc = side_by_side([factor.loc for factor in q.factors]).detach()
         base = Base(loc, tuple(part.detach() for part in seen.parts), *held)
-        return Known(q.sizes, q.factors, q.groups).recorded_in(record.new(self, base))
+        return Recorded(q, record.new(self, base))
 
     def _made(self, seen: Seen, known: bool, seat: Optional[Tensor], level: Optional[Tensor]) -> tuple[Product, Seen]:
         """q(w), and the sites that it is of."""
@@ -326,7 +315,7 @@ class AboutValues(Natural):
         if cut is None and is_shared():
             cut = torch.zeros_like(target)  # others may have some
         target, *more = joined(target, *(() if cut is None else (cut,)))
-        rate, each = rate[..., None, None], (rate / weight)[..., None, None]
+        rate, each = rate[..., None, None], (2 * rate / weight)[..., None, None]
 
         # G ← (1 − ρ)G + (ρ/c)Φᵀ2HΦ
         def moved(target: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, on_diagonal, over_upper, plus_one, rounding, solve_lower
+from ..numerics.linalg import cholesky, over_upper, plus_one, rounding, solve_lower
 from ..numerics.processes import joined
 from .stack import Stack, each_times, eye_like
 
-__all__ = ["Formed", "Products", "above_one", "assembled", "lifted", "nearest", "sweep", "times"]
+__all__ = ["Formed", "Products", "above_one", "lifted", "nearest", "sweep", "times"]
 
 _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
 _MOST, _ENOUGH = 50, 1e-12  # updates of nearest from a start; a divergence that is none
@@ -189,17 +189,8 @@ def lifted(blocks: Tensor, aims: Tensor) -> Tensor:
     return _lifted(blocks.clone(), _SHARE * torch.finfo(blocks.dtype).eps * aims.diagonal(dim1=-2, dim2=-1))
 
 
-def assembled(blocks: Sequence[Tensor], low_rank: Tensor) -> Tensor:
-    """blockdiag(D) + BBᵀ, ``(..., ΣM, ΣM)``.
-
-    :param blocks: D, ``(..., M_b, M_b)`` each.
-    """
-    square = low_rank @ low_rank.mT
-    return on_diagonal(blocks, torch.zeros_like(square)) + square
-
-
-def nearest(precision: Tensor, sizes: Sequence[int], rank: int, base: bool) -> tuple[list[Tensor], Tensor]:
-    """D and B, ``(..., ΣM, R)``, of the P = blockdiag(D) + BBᵀ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], or one near it.
+def nearest(precision: Tensor, stack: Stack, rank: int, base: bool) -> tuple[Tensor, Tensor]:
+    """A stack D and a flat B of the P = blockdiag(D) + BBᵀ of least KL[N(0, P⁻¹) ‖ N(0, P̂⁻¹)], or one near it.
 
     Given D = RRᵀ the best B is RU(Λ − I)₊^½, with the leading eigenvectors U and eigenvalues Λ of R⁻¹P̂R⁻ᵀ, and where
     the divergence is least P has the blocks of P̂ (Lawley, 1940). The two are repeated from D = I, where a full rank is
@@ -208,38 +199,38 @@ def nearest(precision: Tensor, sizes: Sequence[int], rank: int, base: bool) -> t
     :param precision: P̂, ``(..., ΣM, ΣM)``.
     :param base: whether D is free; else it is I.
     """
-    starts = [torch.eye(precision.shape[-1]).to(precision).expand_as(precision), precision]
-    found: list[tuple[float, list[Tensor], Tensor]] = []
-    for start in starts if base else starts[:1]:
-        blocks, last = _within(start, sizes), float("inf")
+    aim = stack.spread(precision)
+    found: list[tuple[float, Tensor, Tensor]] = []
+    for start in (torch.eye(aim.shape[-1]).to(aim).expand_as(aim), aim)[: 2 if base else 1]:
+        blocks, last = stack.diagonal(start.contiguous()), float("inf")
         for _ in range(_MOST if base else 1):
             # the best B given D, then the blocks that P̂ wants given B
-            low_rank = _leading(precision, blocks, rank)
-            away = _divergence(precision, assembled(blocks, low_rank))
+            low_rank = _leading(stack, aim, blocks, rank)
+            away = _divergence(aim, stack.wide_dense(blocks, low_rank))
             found.append((away, blocks, low_rank))
             if away <= _ENOUGH or away > last - 1e-6 * abs(last):
                 break
-            last, blocks = away, _within(precision - low_rank @ low_rank.mT, sizes)
+            last, blocks = away, stack.diagonal(aim - low_rank @ low_rank.mT)
     return min(found, key=lambda one: one[0])[1:]
 
 
-def _within(matrix: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The blocks on its diagonal."""
-    columns = (0.5 * (matrix + matrix.mT)).split(list(sizes), -1)
-    return [part.split(list(sizes), -2)[i] for i, part in enumerate(columns)]
+def _leading(stack: Stack, aim: Tensor, blocks: Tensor, rank: int) -> Tensor:
+    root = cholesky(blocks, 0.0, "a block of a low-rank precision")
 
+    def over(x: Tensor) -> Tensor:
+        return stack.flat(solve_lower(root, stack.cut(x)))
 
-def _leading(precision: Tensor, blocks: Sequence[Tensor], rank: int) -> Tensor:
-    roots = [cholesky(block, 0.0, "a block of a low-rank precision") for block in blocks]
-    root = on_diagonal(roots, torch.zeros_like(precision))
-    white = solve_lower(root, solve_lower(root, precision).mT)
+    # R⁻¹P̂R⁻ᵀ = UΛUᵀ, eigenvalues in ascending order
+    white = over(over(aim).mT.contiguous())
     values, vectors = torch.linalg.eigh(0.5 * (white + white.mT))
-    kept = min(rank, values.shape[-1])
+    first = max(values.shape[-1] - rank, 0)
     # B = RU(Λ − I)₊^½ of the leading ones
-    vectors, values = vectors[..., values.shape[-1] - kept :], values[..., values.shape[-1] - kept :]
-    b = torch.nn.functional.pad(root @ (vectors * (values - 1).clamp(min=0).sqrt()[..., None, :]), (0, rank - kept))
+    scaled = vectors[..., first:] * (values[..., None, first:] - 1).clamp(min=0).sqrt()
+    b = stack.flat(each_times(root, stack.cut(scaled)))
+    b = torch.nn.functional.pad(b, (0, rank - b.shape[-1]))
     # Columns that have nothing to do stay small, not 0, from which no step leads away.
-    return torch.where((b == 0).all(-2, keepdim=True), 1e-7 * torch.randn_like(b), b)
+    small = 1e-7 * torch.randn_like(b) * stack.own.flatten()[:, None].to(b)
+    return torch.where((b == 0).all(-2, keepdim=True), small, b)
 
 
 def _divergence(aim: Tensor, found: Tensor) -> float:

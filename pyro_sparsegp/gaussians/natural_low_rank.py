@@ -191,10 +191,9 @@ class NaturalLowRank(AboutValues):
         return block, parts[1], gain
 
     def _nearest(self, precision: Tensor) -> Parts:
-        blocks, low_rank = nearest(precision, self.sizes, self.rank, self.base)
-        block = self._stack.squares(blocks)
+        block, low_rank = nearest(precision, self._stack, self.rank, self.base)
         block, gain = above_one(block, block)
-        return block, self._stack.rows(low_rank.split(self.sizes, -2)), gain
+        return block, self._stack.cut(low_rank), gain
 
     def _put_parts(self, parts: Parts) -> None:
         block, low_rank, gain = parts
@@ -218,8 +217,9 @@ class NaturalLowRank(AboutValues):
                 rows = [(stack.wide(part.phi), each * (2 * part.h)[..., None]) for part in taken.curvatures()]
                 target = Products(stack, parts[0], stack.flat(parts[1]), rate[..., None, None], rows)
             else:
-                gram, cut = self._aim(taken, self._gram(parts), rate, weight)
-                target = Formed(stack, stack.spread(plus_one(gram)))
+                aim, cut = self._aim(taken, self._gram(parts), rate, weight)
+                aim.diagonal(dim1=-2, dim2=-1).add_(1)
+                target = Formed(stack, stack.spread(aim))
             aims = target.blocks() if self.base else None
             block, low_rank = sweep(target, aims, parts[0], stack.flat(parts[1]))
             for _ in range(1, self.sweeps or (1 if num <= _SMALL and self._is_slow else 2)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from torch import Tensor
 from ..numerics.linalg import cholesky, on_diagonal, plus_one, side_by_side
 from ..numerics.shapes import broadcast_shapes
 from .base import Gaussian
-from .factors import Factor
+from .factors import CovarianceFactor, Factor
+from .record import Pass, Row
 
-__all__ = ["Continued", "Product", "slices"]
+__all__ = ["Continued", "Product", "Recorded", "slices"]
 
 
 def slices(sizes: Sequence[int], groups: Sequence[Sequence[int]]) -> list[slice]:
@@ -106,6 +108,52 @@ class Product(Gaussian):
         num = sum(self.sizes)
         total = self.factors[0].loc.new_zeros(*self.batch_shape, num, num) if self.factors else torch.zeros(0, 0)
         return on_diagonal(blocks, total)
+
+
+class Recorded(Product):
+    """A product that records the marginals, draws and divergences that it gives.
+
+    :param q: the product.
+    :param taken: where they are recorded.
+    """
+
+    def __init__(self, q: Product, taken: Pass) -> None:
+        super().__init__(q.sizes, q.factors, q.groups)
+        self.taken = taken
+
+    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        factor, phi, keep, matrix = self.factors[0], side_by_side(features), self.taken.keep, None
+        if isinstance(factor, CovarianceFactor) and phi.dim() == 2:
+            # Of these marginals alone, so that the gradient by S is Φᵀ diag(h) Φ: no step has to find it again.
+            matrix = keep(factor.matrix.view_as(factor.matrix))
+            mean, change = factor.moments_by(phi, matrix)
+        else:
+            mean, change = self.moments_by(phi)
+        self.row = Row(phi.detach(), keep(mean), keep(change), matrix)
+        self.taken.rows.append(self.row)
+        return self.row.mean, self.row.change
+
+    def note_draws(self) -> None:
+        self.taken.by_draws = True
+
+    def cross_change(
+        self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Optional[Row], Optional[Row]]
+    ) -> Tensor:
+        value = self.taken.keep(super().cross_change(features, others, rows))
+        one, other = rows
+        if one is not None and other is not None:
+            self.taken.crosses.append((one, other, value))
+        return value
+
+    def kl(self) -> Tensor:
+        value = self.taken.keep(super().kl())
+        self.taken.divergences.append(value)
+        return value
+
+    def rsample(self, shape: torch.Size) -> list[Tensor]:
+        w = self.taken.keep(side_by_side(super().rsample(shape)).clone())
+        self.taken.draws.append(((w - side_by_side(self.loc)).detach(), w))
+        return list(w.split(self.sizes, -1))
 
 
 def _joined(blocks: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional, Self
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import lift_to, side_by_side
-from .base import Gaussian
+from ..numerics.linalg import lift_to
 
-__all__ = ["Curvature", "Pass", "Record", "Recorded", "Row", "is_recording", "recorded", "recording"]
+__all__ = ["Curvature", "Pass", "Record", "Row", "is_recording", "recorded", "recording"]
 
 
 @dataclass(eq=False)
@@ -101,21 +100,21 @@ class Pass:
         return sum((grad.reshape(-1, *loc.shape).sum(0) for _, grad in self.drawn()), total)
 
     def curvature(self, like: Tensor, precision: Callable[[], Tensor]) -> tuple[Tensor, Optional[Tensor]]:
-        """Φᵀ2HΦ, ``(..., M, M)``, twice the gradient by S, and what is to be added to have no negative curvature in it;
-        ``None`` where there is none.
+        """The gradient by S but for the divergence's, ``(..., M, M)``, ΦᵀHΦ of all rows and that by draws; and what is
+        to be added to have no negative curvature in it, ``None`` where there is none.
 
         :param like: a matrix of that shape.
         :param precision: gives S⁻¹, for draws.
         """
         grams, cuts = [], []
         for phi, h, gram, is_signed in self.curvatures():
-            grams.append(2 * gram if gram is not None else phi.mT @ (phi * (2 * h)[..., None]))
+            grams.append(phi.mT @ (phi * h[..., None]) if gram is None else gram)
             if is_signed:
-                cuts.append(phi.mT @ (phi * (-2 * h).clamp(min=0)[..., None]))
+                cuts.append(phi.mT @ (phi * (-h).clamp(min=0)[..., None]))
         for centred, grad in self.drawn():
-            # E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
+            # ½E ∇²f, with E ∇²f = E ∇f(w)(w − m)ᵀS⁻¹ (Stein's identity; Lin, Khan and Schmidt, 2019).
             one = (grad[..., None] * (precision() @ centred[..., None]).mT).reshape(-1, *like.shape).sum(0)
-            grams.append(0.5 * (one + one.mT))
+            grams.append(0.25 * (one + one.mT))
             cuts.append(lift_to(grams[-1].nan_to_num(), 0.0))
         total = sum(grams[1:], grams[0]) if grams else torch.zeros_like(like)
         return total.expand(like.shape), sum(cuts[1:], cuts[0]) if cuts else None
@@ -250,51 +249,3 @@ def is_recording() -> bool:
 def recorded() -> Optional[Record]:
     """The record of the evaluation that this is part of; ``None`` where there is none, or nothing is differentiated."""
     return _RECORD.get() if torch.is_grad_enabled() else None
-
-
-class Recorded(Gaussian):
-    """A Gaussian that records the marginals, draws and divergences that it gives.
-
-    Its methods are put before those of a class of Gaussians, whose they call.
-    """
-
-    taken: Pass
-
-    def recorded_in(self, taken: Pass) -> Self:
-        """This Gaussian, recording there."""
-        self.taken = taken
-        return self
-
-    def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        phi = side_by_side(features)
-        return self.note(phi, *self.moments_by(phi))
-
-    def note(
-        self, phi: Tensor, mean: Tensor, change: Tensor, covariance: Optional[Tensor] = None
-    ) -> tuple[Tensor, Tensor]:
-        """Record marginals."""
-        self.row = Row(phi.detach(), self.taken.keep(mean), self.taken.keep(change), covariance)
-        self.taken.rows.append(self.row)
-        return self.row.mean, self.row.change
-
-    def note_draws(self) -> None:
-        self.taken.by_draws = True
-
-    def cross_change(
-        self, features: Sequence[Tensor], others: Sequence[Tensor], rows: tuple[Optional[Row], Optional[Row]]
-    ) -> Tensor:
-        value = self.taken.keep(super().cross_change(features, others, rows))
-        one, other = rows
-        if one is not None and other is not None:
-            self.taken.crosses.append((one, other, value))
-        return value
-
-    def kl(self) -> Tensor:
-        value = self.taken.keep(super().kl())  # type: ignore[safe-super]
-        self.taken.divergences.append(value)
-        return value
-
-    def rsample(self, shape: torch.Size) -> list[Tensor]:
-        w = self.taken.keep(side_by_side(super().rsample(shape)).clone())  # type: ignore[safe-super]
-        self.taken.draws.append(((w - side_by_side(self.loc)).detach(), w))
-        return list(w.split(self.sizes, -1))
