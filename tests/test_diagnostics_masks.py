@@ -121,6 +121,10 @@ def test_a_row_of_several_sites_is_left_out_of_all():
         elpds[names] = diagnostics.loo(tree, var_name=names.split()).elpd
         with pytest.raises(ValueError, match=r"do not observe the same rows.*name one"):
             diagnostics.loo(tree)
+        large = {"num_samples": 30, "target": "none", "var_name": names.split()}
+        if names == "y z":
+            with pytest.raises(ValueError, match=r"loo_large takes one of the sites \['y', 'z'\]: name it"):
+                diagnostics.loo_large(program, guide, *args, **large)
     assert elpds["y z"] == pytest.approx(elpds["Y"], abs=0.3)
 
 

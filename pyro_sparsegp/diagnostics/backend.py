@@ -30,16 +30,12 @@ class Later:
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):  # which inspection asks any object for
             raise AttributeError(attribute)
-        name = self._name
         try:
-            module = importlib.import_module(name)
-            if hasattr(module, attribute):
-                return getattr(module, attribute)
-            name = f"{name}.{attribute}"
-            return importlib.import_module(name)
+            module = importlib.import_module(self._name)
+            return getattr(module, attribute, None) or importlib.import_module(f"{self._name}.{attribute}")
         except ImportError as error:
             remedy = 'pip install "pyro-sparsegp[diagnostics]"'
-            raise ImportError(f"pyro_sparsegp.diagnostics needs {name} ({error}): {remedy}") from error
+            raise ImportError(f"pyro_sparsegp.diagnostics needs {self._name} ({error}): {remedy}") from error
 
 
 if not TYPE_CHECKING:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ..guide import AutoSparseGP
 from ..predict import predict
 from ..warned import require_number
 from .backend import arviz_base, xarray
@@ -88,11 +87,7 @@ def sbc(
 
 
 def _ranks(
-    source: PriorSource,
-    fit: Callable,
-    observed: dict[str, str],
-    num_samples: int,
-    rows: Union[int, Sequence[int]],
+    source: PriorSource, fit: Callable, observed: dict[str, str], num_samples: int, rows: Union[int, Sequence[int]]
 ) -> dict[str, np.ndarray]:
     """The normalised ranks of one simulation."""
     truth, args, kwargs = source.make({}), source.args, source.kwargs
@@ -101,26 +96,7 @@ def _ranks(
             f"sbc found no data among the sites {list(source.sites)} that the model draws: call it with arguments that "
             "leave observations out, and name the data, observed={site: argument}"
         )
-    guide = _fitted(fit, args, kwargs, {observed.get(name, name): value for name, value in truth.simulated.items()})
-    # At the training inputs, of the model without data: latents of single rows have no draws of theirs there.
-    draws = predict(source.model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
-    plates = {name: {frame.name for frame in site["cond_indep_stack"]} for name, site in source.sites.items()}
-    data = set().union(*(plates[name] for name in truth.simulated))
-    # Points have no posterior at all.
-    shared = [name for name in truth.values if not plates[name] & data and not guide.is_point(name)]
-    ranks = {name: _rank(draws[name], truth.values[name]) for name in shared}
-    for name, value in truth.functions.items():
-        last = value.shape[-1] - 1
-        spread = np.linspace(0, last, min(rows, last + 1)).round().astype(int) if isinstance(rows, int) else rows
-        chosen = list(spread)
-        if not all(-last - 1 <= row <= last for row in chosen):
-            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {last}, got {chosen}")
-        ranks[name] = _rank(draws[name][..., chosen], value[..., chosen])
-    return ranks
-
-
-def _fitted(fit: Callable, args: tuple, kwargs: dict[str, Any], data: dict[str, Tensor]) -> AutoSparseGP:
-    """The guide that ``fit`` makes of simulated data."""
+    data = {observed.get(name, name): value for name, value in truth.simulated.items()}
     pyro.clear_param_store()
     try:
         result = fit(*args, **kwargs, **data)
@@ -132,7 +108,21 @@ def _fitted(fit: Callable, args: tuple, kwargs: dict[str, Any], data: dict[str, 
     guide = guide_of(result)
     if guide is None:
         raise ValueError(f"sbc's fit must return a fitted AutoSparseGP guide, got {kind_of(result)}")
-    return guide
+    # At the training inputs, of the model without data: latents of single rows have no draws of theirs there.
+    draws = predict(source.model, guide, *args, num_samples=num_samples, joint=False, **kwargs)
+    plates = {name: {frame.name for frame in site["cond_indep_stack"]} for name, site in source.sites.items()}
+    of_data = set().union(*(plates[name] for name in truth.simulated))
+    # Points have no posterior at all.
+    shared = [name for name in truth.values if not plates[name] & of_data and not guide.is_point(name)]
+    ranks = {name: _rank(draws[name], truth.values[name]) for name in shared}
+    for name, value in truth.functions.items():
+        last = value.shape[-1] - 1
+        spread = np.linspace(0, last, min(rows, last + 1)).round().astype(int) if isinstance(rows, int) else rows
+        chosen = list(spread)
+        if not all(-last - 1 <= row <= last for row in chosen):
+            raise ValueError(f"sbc's rows must be row numbers of site {name!r}, 0 to {last}, got {chosen}")
+        ranks[name] = _rank(draws[name][..., chosen], value[..., chosen])
+    return ranks
 
 
 def _rank(draws: Tensor, value: Tensor) -> np.ndarray:

@@ -125,7 +125,7 @@ class Source(ABC):
     families: Optional[dict[str, Any]] = None  # of GP sites
     target = "exact"  # what the draws are towards; of a guide it is known after the first draw
     joint = False  # whether draws take the covariance of function values
-    alone = False  # whether one draw is made at a time
+    most = 100  # draws made at a time
     model: Callable
     data: list[str]
     factors: list[str]
@@ -161,7 +161,7 @@ class Source(ABC):
             covariances = (rows + new) ** 2 if self.joint else new**2
             return max(rows * _NODES, min(rows, _ROWS) * count["coefficients"], covariances)
 
-        return map(Draws.of, in_blocks(one, self.items(num), numbers, 1 if self.alone else 100))
+        return map(Draws.of, in_blocks(one, self.items(num), numbers, self.most))
 
     def densities(self, draws: Draws) -> Densities:
         """The draws' pointwise densities, function values integrated given the rest."""
@@ -224,7 +224,7 @@ class GuideSource(Source):
             )
         self.guide, self.structure, self.args, self.kwargs = guide, structure, args, kwargs
         self.model = guide.model
-        self.exact = self.alone = exact
+        self.exact, self.most = exact, 1 if exact else 100
         self.sites: dict[str, Any] = {}
         self._kept: list[Conditions] = []
         self.families = {name: spec["family"] for name, spec in structure.gps.items()}

@@ -142,6 +142,8 @@ def _leave_out(
     if size < FEWEST:
         raise ValueError(f"leave-one-out needs at least {FEWEST} draws, the tree has {size}")
     sites = _sites(tree, var_name)
+    if choose is not None and len(sites) > 1:
+        raise ValueError(f"loo_large takes one of the sites {list(sites)}: name it, var_name=...")
     name, log_densities = " + ".join(sites), [terms.reset_coords(drop=True) for terms in sites.values()]
     terms = functools.reduce(operator.add, log_densities).rename(name)
     log_ratio, used, khat, khat_se, reff = _towards(tree, target)
@@ -185,11 +187,12 @@ def _leave_out(
 def _towards(tree: xarray.DataTree, target: Optional[str]) -> tuple[Any, str, float, float, float]:
     """log p/q of the draws or 0, the target used, k-hat of p/q with its error, the share of independent draws."""
     if "log_q" not in tree["sample_stats"]:  # by MCMC
-        if tree.posterior.sizes["chain"] == 1:  # stock ArviZ takes its draws for independent as well
-            return 0.0, "none", -np.inf, 0.0, 1.0
-        # They are autocorrelated: the tail that is smoothed grows with 1/√r_eff.
-        shares = tree.posterior.to_dataset().azstats.ess(method="mean", relative=True)
-        return 0.0, "none", -np.inf, 0.0, np.hstack([share.values.ravel() for share in shares.values()]).mean()
+        # Of several chains the tail that is smoothed grows with 1/√r_eff; of one stock ArviZ takes r_eff = 1.
+        shares = [np.ones(1)]
+        if tree.posterior.sizes["chain"] > 1:
+            ess = tree.posterior.to_dataset().azstats.ess(method="mean", relative=True)
+            shares = [share.values.ravel() for share in ess.values()]
+        return 0.0, "none", -np.inf, 0.0, np.hstack(shares).mean()
     if target == "none":
         return 0.0, "none", np.nan, np.nan, 1.0
     found = weights_of(tree, target)
