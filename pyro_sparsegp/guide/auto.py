@@ -112,7 +112,7 @@ class AutoSparseGP(SavedGuide):
         self.search = start is not None
         self.independent = independent if isinstance(independent, bool) else tuple(independent)
         self.warned: Warned = set()
-        self.core: Optional[Core] = None  # what was learnt
+        self.core = Core()  # what was learnt
         self.run: Optional[Run] = None  # that it is on
         self.kept: Optional[list[Conditions]] = None  # of calls that predict
         self.from_draws: Collection[str] = ()
@@ -127,7 +127,7 @@ class AutoSparseGP(SavedGuide):
     def __repr__(self) -> str:
         """What q is: which latents have one Gaussian with GP sites, which are jointly normal, independent or points."""
         head = f"{type(self).__name__}({self.families!r})"
-        if self.core is None:
+        if not self.core.known:
             return f"{head}, not called yet"
         facts = self.core.facts
         apart = [name for name in facts.latents if name not in facts.field and name not in facts.coupled]
@@ -197,7 +197,7 @@ class AutoSparseGP(SavedGuide):
         self._check_loaded(core, args, kwargs)
 
     def _wake(self, args: tuple, kwargs: dict[str, Any]) -> Core:
-        if self.core is None:
+        if not self.core.known:
             return initialise(self, args, kwargs)
         if self.core.loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
             drop_stored(self._pyro_name)
@@ -343,8 +343,7 @@ class AutoSparseGP(SavedGuide):
                 )
         for module in self.site_modules().values():
             module.forget()
-        if self.core is not None:
-            self.core.data, self.core.forgotten = None, True
+        self.core.data, self.core.forgotten = None, True
 
     @property
     def site_status(self) -> dict[str, dict[str, Any]]:
@@ -353,7 +352,7 @@ class AutoSparseGP(SavedGuide):
         how many updates of training were cut since they lowered the bound; and whether those of the posterior, other
         latents at their medians, have converged: another would move no marginal by 0.001 standard deviations.
         """
-        if self.core is None:
+        if not self.core.known:
             raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
         return {
             reading.name: {

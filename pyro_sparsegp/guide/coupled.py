@@ -142,7 +142,7 @@ def coupled_posterior(guide: KnownGuide, name: str, prior: Any, alone: Any) -> A
 
 def draw_of(guide: KnownGuide, run: Any) -> Any:
     """A run's draw of q(θ), or its median; ``None`` if there is none."""
-    if guide.core is None or not guide.core.facts.coupled:
+    if not guide.core.facts.coupled:
         return None
     q = guide.together
     if guide._computing_median:

@@ -100,7 +100,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         facts = _describe(guide, trace, run.posteriors)
         facts.enumerated = [] if run.enumeration is None else run.enumeration.names
         facts.joint = groups_of(guide.families)
-        guide.core = Core(facts)
+        guide.core = Core(facts, True)
         show_all_rows(guide, args, kwargs, trace)
         checks.require_left_out(guide.model, facts.gps, trace, args, kwargs)
         _explore(guide, facts, args, kwargs, trace, run.posteriors)

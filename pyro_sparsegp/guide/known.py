@@ -37,7 +37,8 @@ Families = Union[Family, Mapping[Union[str, tuple[str, ...]], Family]]
 class Core:
     """What a guide has learnt at its first call, or was loaded with.
 
-    :param facts: what is known of the program.
+    :param facts: what is known of the program; nothing, before.
+    :param known: whether there was such a call, or state.
     :param forms: which densities have their expectation in closed form; learned anew where a state was loaded.
     :param data: the arguments of the last step of training on the rows that it is about.
     :param calls: the networks that a run calls, where they are to be known.
@@ -48,7 +49,8 @@ class Core:
     :param kinds: of the distributions at sites that hold data, as they were last read; ``looks`` are how often.
     """
 
-    facts: Structure
+    facts: Structure = field(default_factory=Structure)
+    known: bool = False
     forms: Optional[ClosedForms] = None
     data: Optional[TrainingData] = None
     calls: Optional[Calls] = None
@@ -87,7 +89,7 @@ class Rows:
 class KnownGuide(AutoNormalMessenger):
     """Pyro's mean-field guide, and what it knows of its program and its GP sites."""
 
-    core: Optional[Core]  # what was learnt
+    core: Core  # what was learnt
     run: Any  # that it is on, or None
     kept: Any  # of calls at the same inputs, or None
     families: Families
@@ -109,7 +111,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def structure(self) -> Optional[Structure]:
         """What is known of the program, :attr:`facts`; ``None`` before the first call."""
-        return None if self.core is None else self.core.facts
+        return self.core.facts if self.core.known else None
 
     @property
     def learnt(self) -> Core:
@@ -117,7 +119,7 @@ class KnownGuide(AutoNormalMessenger):
 
         :raises ValueError: before the first call.
         """
-        if self.core is None:
+        if not self.core.known:
             raise ValueError("the guide has not been called: call it with the data, guide(x, y), or take an SVI step")
         return self.core
 
@@ -127,18 +129,18 @@ class KnownGuide(AutoNormalMessenger):
 
         :raises ValueError: before the first call.
         """
-        core = self.core or self.learnt
-        return core.facts
+        core = self.core
+        return core.facts if core.known else self.learnt.facts
 
     @property
     def data(self) -> Optional[TrainingData]:
         """The training data, if any are known."""
-        return None if self.core is None else self.core.data
+        return self.core.data
 
     @property
     def on_sites(self) -> bool:
         """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
-        return self.by_sites and not (self.core is not None and self.core.facts.field)
+        return self.by_sites and not self.core.facts.field
 
     @property
     def like(self) -> Tensor:
@@ -148,7 +150,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def observed(self) -> Collection[str]:
         """The sites that held data at the first call."""
-        return () if self.core is None else self.core.facts.rows
+        return self.core.facts.rows
 
     def declared_families(self) -> list[Family]:
         """Those given."""
@@ -186,16 +188,13 @@ class KnownGuide(AutoNormalMessenger):
         try:
             return attrgetter(name)(self.gps)
         except AttributeError:
-            known = [] if self.core is None else sorted(self.core.facts.gps)
             raise ValueError(
-                f"GP site {name!r} was not there when the guide was initialised; it knows {known}"
+                f"GP site {name!r} was not there when the guide was initialised; it knows {sorted(self.core.facts.gps)}"
             ) from None
 
     def modules_by_site(self) -> dict[str, Any]:
         """The variational modules of GP sites."""
         core = self.core
-        if core is None:
-            return {}
         if not core.modules:
             core.modules.update((name, at_path(self.gps, name)) for name in core.facts.gps)
         return core.modules
@@ -217,8 +216,7 @@ class KnownGuide(AutoNormalMessenger):
 
     def group_of(self, name: str) -> Optional[int]:
         """The number of the posterior of several sites that a GP site has a part of, if any."""
-        groups = [] if self.core is None else self.core.facts.joint
-        return next((i for i, group in enumerate(groups) if name in group), None)
+        return next((i for i, group in enumerate(self.core.facts.joint) if name in group), None)
 
     def shared(self, group: int) -> Any:
         """The coefficients of several sites."""
@@ -248,9 +246,7 @@ class KnownGuide(AutoNormalMessenger):
     @property
     def local_latents(self) -> list[str]:
         """The latents that have a value for each row."""
-        facts = self.structure
-        if facts is None:
-            return []
+        facts = self.core.facts
         plates = set(facts.data_plates)
         return [name for name, latent in facts.latents.items() if plates.intersection(latent["plates"])]
 
@@ -288,7 +284,7 @@ class KnownGuide(AutoNormalMessenger):
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
         """What a call's data have to do with the training data; ``None`` if a state without them was loaded."""
-        data = None if self.core is None else self.core.data
+        data = self.core.data
         return None if data is None else Relation(data, self.model, args, kwargs)
 
     def forget(self) -> None:
@@ -296,7 +292,7 @@ class KnownGuide(AutoNormalMessenger):
         for name in ("gps", "joints", "locs", "scales", "together", "field"):
             if name in self._modules:
                 delattr(self, name)
-        self.core, self.from_draws = None, ()
+        self.core, self.from_draws = Core(), ()
 
 
 def require_inputs(name: str, process: GaussianProcess) -> None:

@@ -46,8 +46,8 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Call
 
     :param mean_field: gives Pyro's.
     """
-    facts = guide.structure
-    if facts is not None and (name not in facts.latents or _is_new(guide, name, facts)):
+    facts = guide.core.facts
+    if guide.core.known and (name not in facts.latents or _is_new(guide, name, facts)):
         return prior
     if getattr(prior.support, "is_discrete", False):
         raise ValueError(
@@ -55,19 +55,17 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Call
             "model(x, y). If it is a latent, sum it out: infer={'enumerate': 'parallel'} in its pyro.sample."
         )
     _require_row_numbers(guide, name)
-    if facts is not None and name in facts.field:
+    if name in facts.field:
         return guide.run.latent_of_field(name, prior)
     if guide._computing_median or guide.is_point(name):
         return guide._get_posterior_median(name, prior)
     posterior = mean_field(name, prior)
-    is_coupled = facts is not None and name in facts.coupled
-    return coupled_posterior(guide, name, prior, posterior) if is_coupled else posterior
+    return coupled_posterior(guide, name, prior, posterior) if name in facts.coupled else posterior
 
 
 def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:
     """The mean and standard deviation of a latent in unconstrained space; they are made where there are none."""
-    facts = guide.structure
-    if facts is not None and name in facts.coupled:
+    if name in guide.core.facts.coupled:
         return coupled_params(guide, name, prior)
     try:
         loc = attrgetter(name)(guide.locs)
@@ -148,7 +146,7 @@ class SiteMessenger(KnownGuide):
         if getattr(self, "_outer_plates", ()) or any(plate.name in SAMPLE_PLATES for plate in get_plates()):
             raise ValueError(f"site {name!r} stands {SAMPLES_ARE_VECTORISED}")
         process.require_place(name)
-        if self.core is not None and self.core.calls is not None:
+        if self.core.calls is not None:
             process.origin = self.core.calls.origin(process.x)
         run: Run = self.run
         module = run.module(name, process)
@@ -170,7 +168,7 @@ class SiteMessenger(KnownGuide):
                 f"site {name!r} observes a {type(msg['value']).__name__}, and not a tensor: give obs a tensor, "
                 "torch.as_tensor(y) of an array, torch.as_tensor(y.to_numpy()) of a pandas series"
             )
-        if core is not None and not run.draws_data and not msg["is_observed"] and name in core.facts.rows:
+        if not run.draws_data and not msg["is_observed"] and name in core.facts.rows:
             msg["value"], msg["is_observed"] = stand_in(msg["fn"]), True
         super()._pyro_sample(msg)
         if isinstance(msg["fn"], FieldLatent):
@@ -201,8 +199,6 @@ class SiteMessenger(KnownGuide):
                 f"site {name!r} has batch shape {tuple(process.batch_shape)} now, {tuple(module.batch_shape)} when the "
                 "guide was initialised"
             )
-        if self.core is None:
-            return
         met = {} if self.run is None else self.run.processes
         for below, (size, above) in self.core.facts.groups.items():
             rows, num = met[below].event_shape[0] if below in met else None, process.event_shape[0]

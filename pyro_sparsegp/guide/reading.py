@@ -68,12 +68,16 @@ class SiteReading:
         sites = Sites(process.x, zeros, zeros) if unread else Sites(process.x, kept.precision, kept.linear)
         return cls(name, process, module, name in found.quadratic, name in found.meeting, sites, kept.truncated, unread)
 
+    @property
+    def kept(self) -> KeptSites:
+        """What the module has kept."""
+        assert isinstance(self.module.sites, KeptSites)
+        return self.module.sites
+
     def resume(self) -> Marginal:
         """Go on where training is: its pace, and the marginals that the last step had."""
-        kept = self.module.sites
-        assert isinstance(kept, KeptSites)
-        self.pace = 1.0 if self.unread else kept.progress["pace"]
-        return (None if self.unread else kept.progress["marginals"]) or self.look()[1]
+        self.pace = 1.0 if self.unread else self.kept.progress["pace"]
+        return (None if self.unread else self.kept.progress["marginals"]) or self.look()[1]
 
     def look(self) -> tuple[SparsePosterior, Marginal]:
         """The posterior of the sites as they are, and its marginals; the same again until there are other sites."""
@@ -96,12 +100,14 @@ class SiteReading:
         precision = (-found.second).clamp(min=least)
         return Sites(self.process.x, precision, found.first + precision * away)
 
+    def note(self, posterior: SparsePosterior) -> None:
+        """Take note of a step's marginals, where the next one goes on."""
+        self.kept.progress["marginals"] = posterior.mean.detach(), posterior.variance.detach()
+
     def keep(self) -> None:
         """Let the module have the sites as they are now."""
-        kept = self.module.sites
-        assert isinstance(kept, KeptSites)
-        kept.keep(self.sites, self.truncated)
-        kept.progress |= {"pace": self.pace, "halved": kept.progress["halved"] + self.halved}
+        self.kept.keep(self.sites, self.truncated)
+        self.kept.progress |= {"pace": self.pace, "halved": self.kept.progress["halved"] + self.halved}
 
     @property
     def direct(self) -> bool:

@@ -52,7 +52,7 @@ def note_step(guide: KnownGuide, run: Union[Posteriors, Priors], args: tuple, kw
     :returns: their share of all rows, as plates tell; 0 where there are none.
     :raises ValueError: if an objective's step, which is at nodes, brings no data.
     """
-    core, sites, rows = guide.learnt, dict(all_sites(run.trace)), run.rows or Rows()
+    core, sites, rows = guide.learnt, dict(all_sites(run.trace)), run.rows
     facts = core.facts
     seen = [name for name in facts.rows if name in sites and sites[name]["is_observed"]]
     observed = [name for name in seen if not guide.is_given(name, sites[name])]

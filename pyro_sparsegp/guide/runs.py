@@ -115,14 +115,14 @@ class Run(ABC):
 
         :raises ValueError: of the model's own, with what function values caused it, if they did.
         """
-        if self.takes_field and self.guide.core is not None and self.guide.core.facts.field:
+        if self.takes_field and self.guide.core.facts.field:
             self._meet_field(args, kwargs)
         guide, held = self.guide, self.conditions
         before = guide.run, guide._computing_median
         guide.run, guide._computing_median = self, self.at_medians or guide._computing_median
-        if self.sums_out and (guide.core is None or guide.core.facts.enumerated):
+        if self.sums_out and (not guide.core.known or guide.core.facts.enumerated):
             self.enumeration = Enumeration()
-        calls = None if guide.core is None else guide.core.calls
+        calls = guide.core.calls
         try:
             with (
                 nullcontext() if calls is None else calls.noted(),
@@ -250,7 +250,7 @@ class Priors(Run):
     :param own_rows: whether latents of single rows are of these rows.
     """
 
-    rows: Optional[Rows] = None  # that a step of training brings
+    rows = Rows()  # that a step of training brings
     nodes: Any = None  # of such a step
 
     def __init__(
@@ -343,11 +343,12 @@ class Posteriors(Run):
         new_inputs: bool = False,
     ) -> None:
         super().__init__(guide, conditions)
-        self.rows, self.nodes, self.joint_up_to = rows, nodes, joint_up_to
+        self.rows = Rows(same=False, inputs=False) if rows is None else rows
+        self.nodes, self.joint_up_to = nodes, joint_up_to
         self.is_prediction = rows is None
-        self.new_inputs = new_inputs or rows is None
-        self.own_rows = rows is not None and rows.inputs
-        self.draws_left_out, self.sums_out = nodes is None, rows is not None
+        self.new_inputs = new_inputs or self.is_prediction
+        self.own_rows = self.rows.inputs
+        self.draws_left_out, self.sums_out = nodes is None, not self.is_prediction
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
         if self.nodes is not None and name in self.nodes:
@@ -364,17 +365,15 @@ class Posteriors(Run):
         return posterior.mean if median else posterior
 
     def _at(self, name: str, process: GaussianProcess, module: Any, kind: type[Site]) -> Any:
-        on_sites, rows = isinstance(module, SiteGP) and self.field is None, self.rows
-        if not on_sites:
-            return self.free(name, process, module, kind, rows is None or self.new_inputs)
+        if self.field is not None or not isinstance(module, SiteGP):
+            return self.free(name, process, module, kind, self.new_inputs)
         reading = self.conditions.of(name)
-        if rows is None or self.new_inputs or not rows.same:
-            return module.predict(process, name, kind, None if reading is None else reading.sites)
-        if reading is None:
-            return module(process, name, kind)
-        posterior = module(process, name, kind, reading.sites, reading.alone)
-        if rows.learns and not reading.direct:
-            module.sites.progress["marginals"] = posterior.mean.detach(), posterior.variance.detach()
+        sites, alone = (None, False) if reading is None else (reading.sites, reading.alone)
+        if self.new_inputs or not self.rows.same:
+            return module.predict(process, name, kind, sites)
+        posterior = module(process, name, kind, sites, alone)
+        if self.rows.learns and reading is not None and not reading.direct:
+            reading.note(posterior)
         return posterior
 
     def _warn_of_size(self, name: str, num: int) -> None:

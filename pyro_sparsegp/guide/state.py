@@ -30,7 +30,7 @@ _BESIDE = ("name", "data", "memory")  # the facts; "memory" is of rows that abso
 
 def _extra_state(guide: KnownGuide) -> dict[str, Any]:
     """What :meth:`AutoSparseGP.get_extra_state` gives."""
-    if guide.core is None:
+    if not guide.core.known:
         return {}
     state: dict[str, Any] = {"name": guide._pyro_name, **asdict(guide.core.facts)}
     data = guide.core.data
@@ -68,7 +68,7 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     if fresh:
         guide.forget()
         _make_parameters(guide, facts, tensors)
-    core = guide.core = Core(facts, calls=Calls() if facts.follows_networks else None, loaded=True)
+    core = guide.core = Core(facts, True, calls=Calls() if facts.follows_networks else None, loaded=True)
     if fresh:
         join(guide, facts)
         if facts.coupled:
@@ -118,8 +118,7 @@ def _resume_name(guide: KnownGuide, name: str) -> bool:
     if not take_name(guide, name):
         return False
     drop_stored(before)
-    if guide.core is not None:
-        guide.core.loaded = True
+    guide.core.loaded = True
     return True
 
 
@@ -156,7 +155,7 @@ class SavedGuide(SiteMessenger):
         return super().state_dict(*args, **kwargs)
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if self.core is not None and not self.core.loaded:
+        if self.core.known and not self.core.loaded:
             conditions_now(self, median=True)  # the sites are kept, for a guide that is loaded without the data
         super()._save_to_state_dict(*args, **kwargs)
 
@@ -182,7 +181,7 @@ class SavedGuide(SiteMessenger):
         for module in self.site_modules().values():
             if isinstance(module.sites, KeptSites):
                 module.sites.progress["marginals"] = None
-        if self.core is not None and self.core.data is not None:
+        if self.core.data is not None:
             self.core.data = self.core.data.mapped(args[0], self.model)
         return super()._apply(*args, **kwargs)
 
