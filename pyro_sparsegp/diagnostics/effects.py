@@ -31,7 +31,7 @@ def plot_effects(
     transform: Optional[Callable[[Tensor], Tensor]] = None,
     num_columns: int = 3,
 ) -> matplotlib.figure.Figure:
-    """The effects of a kernel's terms, as users of generalised additive models know them.
+    """Plot the effects of a kernel's terms, as generalised additive models show them.
 
     A term of one column is a curve of its mean with a band of central marginal intervals; of a factor's codes
     (:class:`~pyro_sparsegp.kernels.Categorical`) points with intervals, of a factor and another column a curve for each

@@ -31,13 +31,13 @@ def loo(
 
     ``loo(tree)`` of a tree made by :func:`to_datatree`, or ``loo(model, guide, x, y)``. The weight of a draw in the
     leave-one-out posterior of datum n is p/q / p(yₙ | draw)^wₙ (Magnusson, Andersen, Jonasson and Vehtari, 2019,
-    eq. 8), smoothed; wₙ is the row's weight (``poutine.scale``), by default 1, and the density of a row is counted once
-    whatever its weight. Draws by MCMC have p/q = 1. Hyperparameters that are points are left as they are, for each
-    datum left out: nothing here judges them. Nor does a low k-hat say that q is wide enough (:func:`psis`).
+    eq. 8), smoothed. wₙ is the row's weight (``poutine.scale``), by default 1; the density of a row counts once
+    whatever its weight. Draws by MCMC have p/q = 1. Hyperparameters that are points stay as they are for each datum
+    left out. A low k-hat does not say that q is wide enough (:func:`psis`).
 
     :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
         training arguments.
-    :param args: see there.
+    :param args: the guide and the training arguments, after a model.
     :param target: "vfe" or "fitc", see :func:`psis`, by default the tree's own; "none" leaves p/q out, and judges the
         posterior as it is. So does, with a warning, a k-hat of p/q above ``good_k`` of :func:`psis`.
     :param var_name: the observed site, or several that observe the same rows: a row is then left out of all of them,
@@ -104,9 +104,9 @@ def loo_large(
     (Magnusson, Vehtari, Jonasson and Andersen, 2020, eq. 7), by ``arviz_stats.loo_subsample``. Memory is that of S·m
     numbers and of a block of draws.
 
-    Expect "none" for guides trained by mini-batches on large data: log p/q moves with the error of training in units
-    of the posterior's spread, which falls as 1/√N. An optimal q(w) with points for hyperparameters has equal weights
-    at any N (SGPR); there k-hat is low.
+    Expect the target "none" for guides trained by mini-batches on many rows: the noise of training is then large beside
+    the posterior's spread, which falls as 1/√N. An optimal q(w) with points for hyperparameters (SGPR) has equal
+    weights at any N, and a low k-hat.
 
     :param model: the model.
     :param guide: a fitted guide, or an object that has one.

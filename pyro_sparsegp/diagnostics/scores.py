@@ -87,15 +87,13 @@ def predictive_scores(
     """Scores of a posterior's predictions of observations: held-out ones, or the training data.
 
     The predictive density is p(y | data) = E_{q(θ)} ∫ p(y | f, θ) q(f | θ) df: function values are integrated in
-    closed form or by quadrature, and only hyperparameters are drawn. Where the likelihood is normal with a mean linear
-    in f, so that predictions are mixtures of normals, CRPS and PIT are in closed form, too (Grimit, Gneiting, Berrocal
-    and Johnson, 2006, eq. 5); so they are for a Bernoulli likelihood. Classes (``Categorical``) have log scores
-    alone; of ``pyro.deterministic("probs", ...)`` in the model :func:`~pyro_sparsegp.predict` gives the probabilities
-    that other scores are made of. Otherwise scores come from a draw of y for each of θ and f: take more samples there.
+    closed form or by quadrature, and only the other latents are drawn. CRPS and PIT are in closed form for a Bernoulli
+    likelihood, and for a normal one with a mean linear in f, whose predictions are mixtures of normals (Grimit,
+    Gneiting, Berrocal and Johnson, 2006, eq. 5). Classes (``Categorical``) have log scores alone. For other likelihoods
+    CRPS and PIT come from one draw of y for each draw of θ and f: take more samples there.
 
-    The PIT of discrete data is randomised (Czado, Gneiting and Held, 2009), and with the PIT goes coverage: an
-    observation is within the central interval of probability p if abs(PIT − ½) ≤ p/2. What a mask leaves out has no
-    score: rows are dropped, single outputs are NaN.
+    The PIT of discrete data is randomised (Czado, Gneiting and Held, 2009). An observation is within the central
+    interval of probability p if abs(PIT − ½) ≤ p/2. Masked rows are dropped, and masked single outputs are NaN.
 
     Memory is O(S·N).
 

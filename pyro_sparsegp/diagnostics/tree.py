@@ -61,9 +61,9 @@ def to_datatree(
     Draws are of the posterior that the guide predicts with. Where a kernel's variance correction changes q(w)
     (:class:`~pyro_sparsegp.families.ExactWeightSpace`), it is the changed one, and "fitc" its target.
 
-    :class:`~pyro_sparsegp.families.ComputationAware` knows w, and is uncertain of f given w: there is nothing to weigh,
-    and no tree of it. Draws are made in blocks, by ``torch.func.vmap`` where the program allows it. Memory is that of
-    the arrays returned and of a block, some 100 MB.
+    :class:`~pyro_sparsegp.families.ComputationAware` has no tree, because it has no draws of w to weigh. Draws are made
+    in blocks, by ``torch.func.vmap`` if the program allows it. Memory is that of the arrays returned and of a block,
+    some 100 MB.
 
     :param model: the model.
     :param guide: a fitted guide, several of them in a list, an object that has a guide (SVI, expectation

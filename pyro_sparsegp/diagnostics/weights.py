@@ -31,8 +31,8 @@ def good_k(num: int) -> float:
 class PSIS:
     """Pareto-smoothed importance weights of the draws of a tree.
 
-    ``arviz_base.extract(tree, num_samples=1000, weights=np.exp(found.log_weights))`` draws anew by them, which moves a
-    posterior's draws to the target where k-hat allows it.
+    If k-hat is low, ``arviz_base.extract(tree, num_samples=1000, weights=np.exp(found.log_weights))`` resamples a
+    posterior's draws to the target.
 
     :param log_weights: ``xarray.DataArray`` ``(chain, draw)``, normalised over all draws.
     :param pareto_k: k-hat of each chain's weights, ``xarray.DataArray`` ``(chain,)``; −∞ where all weights are equal.
@@ -70,7 +70,7 @@ class PSIS:
         return float(np.exp(-np.logaddexp.reduce(2 * self.log_weights.values.ravel())))
 
     def require(self) -> None:
-        """Raise unless k-hat is at most :attr:`good_k`.
+        """Raise an error if k-hat is above :attr:`good_k`.
 
         :raises ValueError: naming the target, and what to do.
         """
@@ -100,22 +100,21 @@ def psis(
     ``psis(model, guide, x, y)``, or ``psis(tree)`` of a tree made by :func:`to_datatree`. Trust the weights if
     k-hat is at most min(0.7, 1 − 1/log₁₀ S). k-hat speaks of one target only:
 
-    * "vfe" (default): p(θ) p(w) exp Σₙ E[log p(yₙ | fₙ) | w]. Sees what the family and the optimiser lack, at the cost
-      of a prediction; blind to too few inducing points.
-    * "fitc": p(θ) p(w) Πₙ ∫ p(yₙ | fₙ) p(fₙ | w) dfₙ, which expectation propagation aims at.
-    * "exact": p(θ) p(w) p(y | w, θ), the model itself, in O(N³); sees the sparse approximation, too.
+    * "vfe" (default): p(θ) p(w) exp Σₙ E[log p(yₙ | fₙ) | w]. It shows errors of the family and the optimiser, at the
+      cost of a prediction. It does not show that inducing points are too few.
+    * "fitc": p(θ) p(w) Πₙ ∫ p(yₙ | fₙ) p(fₙ | w) dfₙ, the target of expectation propagation.
+    * "exact": p(θ) p(w) p(y | w, θ), the model itself, in O(N³). It also shows errors of the sparse approximation.
 
-    k-hat is of the weights at q's own draws: where these never come it sees nothing. A q that is too narrow, as
-    mean-field posteriors of intercepts and random effects beside f are, can have a low one: 0.39 and 0.54 where an
-    intercept's standard deviation under q was a tenth and an eighth of the posterior's. A low k-hat says that weights
-    may be relied on for what q covers, not that q is as wide as the posterior: :func:`sbc` of that latent or NUTS on
-    part of the data say so. Coverage of held-out data need not, for f makes up for the intercept in predictions.
+    k-hat looks only where q has draws. A q that is too narrow can have a low one: 0.39 and 0.54 under mean field, where
+    an intercept's standard deviation was a tenth and an eighth of the posterior's. A low k-hat says that the weights
+    are reliable for what q covers. Whether q is wide enough, :func:`sbc` of that latent or NUTS on part of the data
+    show. Coverage of held-out data may not, because f makes up for the intercept in predictions.
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
 
     :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
         training arguments.
-    :param args: see there.
+    :param args: the guide and the training arguments, after a model.
     :param target: "vfe", "fitc" or "exact"; by default the tree's own.
     :param num_samples: S, draws of the guide. By default 1,000; for up to 10,000 rows as many as 10,000, until k-hat
         is known to 0.1 or is two standard errors from the threshold.
