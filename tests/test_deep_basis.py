@@ -582,9 +582,6 @@ def test_components_of_a_sum(family):
     torch.testing.assert_close(q.components[3].variance, (2 * new @ s[6:, 6:] * new).sum(-1))
 
 
-# Deep kernel learning: a network on the inputs.
-
-
 # What is refused.
 
 

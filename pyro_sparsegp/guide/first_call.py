@@ -206,6 +206,7 @@ def _require_positive(trace: poutine.Trace, processes: Mapping[str, GaussianProc
             # A part of it, length[0] say, has the storage of the whole.
             place = value.untyped_storage().data_ptr()
             signed[place] = name if prior.support.check(torch.full_like(value, -1e-6)).any() else None
+    signed.pop(0, None)  # tensors without memory are at no place
     for gp, process in processes.items():
         for what, value in _hyperparameters(process.kernel):
             bad = signed.get(value.untyped_storage().data_ptr())
