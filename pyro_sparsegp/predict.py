@@ -18,8 +18,8 @@ from .guide import AutoSparseGP
 from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
 from .program.blocks import Draw, in_blocks, values_of
-from .program.groups import grouped, plate_sizes, warn_of_groups
-from .program.traces import as_process, is_observation, sample_sites, whole_plates
+from .program.checks import warn_of_groups
+from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
 from .warned import Warned, require_number
 from .whitening import Whitening, unwhiten
 

@@ -84,7 +84,6 @@ def test_other_data_after_the_first_are_forgotten():
 def test_data_that_are_written_to_after_training_are_told_of():
     x, y = data(num=30)
     guide = prepared(MODEL, SGPR(x[:10], trainable=False), x, y)
-    y.add_(0.0)  # leaves them what they were
     mean = guide.posterior(x)["f"].mean
     y.mul_(2.0)
     with pytest.warns(UserWarning, match=r"written to since.*GP site 'f'.*y\.clone\(\)"):
@@ -235,8 +234,6 @@ def test_what_is_the_same():
     assert (fewer.same, fewer.inputs, fewer.fewer) == (False, True, True)
     assert not relation(x[:5], y[:5], more=[x[:5] + 1]).inputs
     assert not relation(x, y, more=[x + 1, x]).same
-    x.mul_(1.0)
-    assert relation(x, y, more=[known.kwargs["more"][0]]).same  # written to, but as it was
     x.add_(1.0)
     assert not relation(x, y, more=[known.kwargs["more"][0]]).same
 

@@ -282,10 +282,10 @@ def indicator(prior, scale=1.0, infer=PARALLEL, noise=0.2):
             "site 'y' has a distribution of shape .*left of all plates'",
             indicator(dist.Bernoulli(0.2), noise=torch.ones(3, 1, 1, 1, 1, 1)),
         ),
-        ("site 'y' is scaled by 2 and the discrete site 'z'", indicator(dist.Bernoulli(0.2), 2.0)),
+        ("site 'y' is not scaled as the discrete site 'z'", indicator(dist.Bernoulli(0.2), 2.0)),
         # As written Σ_z p(z) p(y | z)²; where it was (Σ_z p(z) p(y | z))², a loss was 27.657 for 27.587.
         (
-            "site 'y' is scaled by a tensor and the discrete site 'z'",
+            "site 'y' is not scaled as the discrete site 'z'",
             indicator(dist.Bernoulli(0.2), torch.full((8,), 2.0)),
         ),
         (

@@ -17,7 +17,8 @@ from pyro_sparsegp import (
     predict,
 )
 from pyro_sparsegp.families import SGPR, SVGP, CoupledPrecision, SparseEP
-from pyro_sparsegp.program.traces import held_trace, log_densities
+from pyro_sparsegp.program.handlers import held_trace
+from pyro_sparsegp.program.traces import log_densities
 
 from .models import observed, prepared, refused, train
 from .test_enumeration import PARALLEL, assert_same, bound
@@ -209,7 +210,7 @@ def test_what_is_known_of_classes():
     found = class_probabilities(indexed, {"f": f} | share, x, GROUP, y)
     torch.testing.assert_close(found["z"], of_groups(SLOPES[:, None] * f, y).softmax(0).mT)
     assert found["z"].argmax(-1).tolist()[:2] == [1, 0]
-    refused("latent site 'f' has no value", class_probabilities, indexed, share, x, GROUP, y)
+    refused("site 'f' has no value", class_probabilities, indexed, share, x, GROUP, y)
 
     args = x, GROUP, y, (y > 0).to(y)
     found = class_probabilities(everything, {"f": f}, *args)
@@ -265,7 +266,7 @@ LATE = r"'y' stands in plates \['data'\] and depends on the discrete site 'z', .
     ("match", "body"),
     [
         (
-            r"'y' .* 'z', and each row picks more than one of its elements, which stands in \['groups'\]",
+            r"'y' .* 'z', which stands in \['groups'\] .* each row has to depend on one",
             lambda x, y, f: _y(x, y, f * (z := _z())[GROUP] + z[GROUP.flip(0)]),
         ),
         (
@@ -275,8 +276,8 @@ LATE = r"'y' stands in plates \['data'\] and depends on the discrete site 'z', .
         (LATE, lambda x, y, f: _y(x, y, f * SLOPES[_z(num=len(x))])),
         (LATE, lambda x, y, f: _y(x, y, f * SLOPES[_z()][..., GROUP])),
         (r"'z' is enumerated, and indexed by 1: give each row", lambda x, y, f: _y(x, y, f * _z()[1])),
-        ("rows of the same plate pick others by a number", other_rows),
-        (r"'y' is scaled by 5 and the discrete site 'z'.* take some of the elements, with all of their", batch),
+        ("'y' .* 'z', which stands in .* each row has to depend on one", other_rows),
+        (r"'y' is not scaled as the discrete site 'z'.* take some of the elements, with all of their", batch),
     ],
 )
 def test_which_groups_cannot_be_summed_out(match, body):

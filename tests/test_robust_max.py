@@ -260,9 +260,9 @@ class TestBound:
             Trace_ELBO().loss_and_grads(model, guide, x, y)
         for write, why in [
             (lambda f: f.mT.square(), "not an affine function"),
-            (lambda f: f.mT - f.mT.mean(-1, keepdim=True), "several function values"),
-            (lambda f: f.mT[:, [0, 0, 1]], "values of the same function"),
-            (lambda f: torch.stack([f[0], f[0].roll(1), f[1]], -1), "values of the same function"),  # correlated
+            (lambda f: f.mT - f.mT.mean(-1, keepdim=True), "not independent: they share functions"),
+            (lambda f: f.mT[:, [0, 0, 1]], "not independent: they share functions"),
+            (lambda f: torch.stack([f[0], f[0].roll(1), f[1]], -1), "not independent"),  # correlated
         ]:
             wrong = multiclass(parameter=write)
             warnings.filterwarnings("ignore", "The model couples values")

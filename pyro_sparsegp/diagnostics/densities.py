@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ..numerics.tilted import tilted
 from ..program.affine import MOVES, is_affine
-from ..program.bare import bare
 from ..program.dependence import ELEMENTWISE, Owners, find_owners
+from ..program.handlers import held_trace
 from ..program.likelihood import mapped, normal_nodes
-from ..program.traces import held_trace, whole_plates
+from ..program.traces import bare, whole_plates
 
 __all__ = ["Densities", "DensityReader", "Moments"]
 

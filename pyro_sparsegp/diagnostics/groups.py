@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
-from ..program.bare import unmasked_rows
+from ..program.traces import unmasked_rows
 from .backend import arviz_base
 from .given import signature_of
 

@@ -12,7 +12,6 @@ import torch
 from ..approximations.on_sites import SiteGP
 from ..gaussians.sites import KeptSites
 from ..numerics.linalg import MAPPED
-from ..program.bare import bare
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE
@@ -23,6 +22,7 @@ from ..program.reader import DrawingReader, Reader, RefusedError, with_priors
 from ..program.traces import (
     RandomState,
     all_sites,
+    bare,
     is_free,
     log_densities,
     repeatable,

@@ -25,11 +25,10 @@ from torch.distributions import biject_to, register_kl
 
 from ..gaussians import FullCholesky, NaturalGaussian, Share, Shared
 from ..numerics.linalg import cholesky
-from ..program.bare import as_process, bare, fill_masked
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
 from ..program.links import LINKS, candidates, parameters, rebuilt, rewrapped
-from ..program.traces import all_sites, is_observation, repeatable, sample_sites
+from ..program.traces import all_sites, as_process, bare, fill_masked, is_observation, repeatable, sample_sites
 from .known import KnownGuide
 
 __all__ = [

@@ -22,20 +22,21 @@ from ..posterior.drawing import OTHER_LATENTS, ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program import checks
-from ..program.bare import sample_sites
 from ..program.data import TrainingData, first_tensor
 from ..program.dependence import COUPLED, NONE
 from ..program.facts import ClosedForms, Structure, explore
-from ..program.groups import grouped, plate_sizes
 from ..program.handlers import is_blocked
 from ..program.registration import has_network
 from ..program.traces import (
     all_sites,
     as_process,
+    grouped,
     is_free,
     is_observation,
     piecewise_constant,
+    plate_sizes,
     repeatable,
+    sample_sites,
 )
 from .correction import show_all_rows
 from .field import is_normal_prior

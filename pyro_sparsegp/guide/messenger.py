@@ -19,8 +19,8 @@ from ..approximations.on_sites import SiteGP
 from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
+from ..program.checks import warn_of_groups
 from ..program.facts import Structure
-from ..program.groups import warn_of_groups
 from ..program.handlers import stand_in
 from ..program.traces import (
     LEFT_OUT,

@@ -10,7 +10,7 @@ from typing import Any, Optional, Union
 import torch
 from pyro.poutine.util import site_is_subsample
 
-from ..program.checks import require_finite, require_full_batch
+from ..program.checks import require_full_batch
 from ..program.data import Relation, TrainingData
 from ..program.traces import all_sites, is_free, is_observation
 from ..warned import warn_once
@@ -106,7 +106,6 @@ def require_data(guide: KnownGuide) -> None:
 
 def _refuse_other_data(guide: KnownGuide, run: Union[Posteriors, Priors], observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
-    require_finite(run.trace, observed)
     for name, module in () if guide.takes_batches else guide.site_modules().items():
         require_full_batch(name, module.family["name"], run.trace)
         raise ValueError(

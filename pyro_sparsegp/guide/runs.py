@@ -23,11 +23,10 @@ from ..gaussians import Drawn, Whole
 from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.checks import unfit_parameter
 from ..program.enumeration import Enumeration
-from ..program.handlers import Held
+from ..program.handlers import Held, held_trace
 from ..program.registration import Probe
-from ..program.traces import all_sites, free_values, held_trace, repeatable
+from ..program.traces import all_sites, free_values, repeatable
 from ..warned import warn_once
 from .field import FieldLatent, anchor_of
 from .known import KnownGuide, Rows, require_inputs
@@ -111,10 +110,7 @@ class Run(ABC):
         self._field: Optional[Whole] = None
 
     def perform(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        """Run the model once.
-
-        :raises ValueError: of the model's own, with what function values caused it, if they did.
-        """
+        """Run the model once."""
         if self.takes_field and self.guide.core.facts.field:
             self._meet_field(args, kwargs)
         guide, held = self.guide, self.conditions
@@ -129,11 +125,6 @@ class Run(ABC):
                 Held(held.values, held.draws) if held.values else nullcontext(),
             ):
                 draws: dict[str, Tensor] = AutoNormalMessenger.__call__(guide, *args, **kwargs)
-        except ValueError as error:
-            why = unfit_parameter(error, guide.trace)
-            if why is None:
-                raise
-            raise ValueError(why) from error
         finally:
             guide.run, guide._computing_median = before
             if self.enumeration is not None:

@@ -25,11 +25,11 @@ from ..guide.first_call import closed_forms_of
 from ..numerics.linalg import above_rounding
 from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
-from ..program.bare import bare
 from ..program.declared import ExpectedLogProb, expectation, over_scale, parameter_of
 from ..program.facts import ClosedForms
+from ..program.handlers import held_trace
 from ..program.likelihood import mapped
-from ..program.traces import held_trace, without_event
+from ..program.traces import bare, without_event
 from .axes import at_axes, quadrature_axes
 
 __all__ = ["ExpectedLogProb", "divergence", "find_expectations", "posterior_at", "sum_of_expectations", "weighted_sum"]

@@ -17,7 +17,7 @@ from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.dependence import COUPLED
 from ..program.facts import ClosedForms
-from ..program.traces import held_trace
+from ..program.handlers import held_trace
 from ..warned import warn_once
 from .axes import MAX_AXES, at_axes, quadrature_axes
 from .expected import divergence, posterior_at, weighted_sum

@@ -10,9 +10,9 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from .bare import bare
 from .declared import ExpectedLogProb, is_normal, parameter_of
 from .dependence import Owners, kept_buffers
+from .traces import bare
 
 __all__ = ["DENSITY", "MOVES", "OTHER", "THETA", "Declared", "Key", "Values", "is_affine"]
 
@@ -94,22 +94,19 @@ class Declared:
             site in self.sites and self.why_not(site, (name,)) is None and is_normal(self.kinds[site]) for site in own
         )
 
-    def _shared(self, site: str, names: Iterable[str]) -> Optional[str]:
-        """Why the entries of a term of a parameter are not independent; or ``None``."""
-        functions = 0
-        owner = torch.full_like(self.owners[next(iter(names))][THETA, site].rows, -1)  # of each entry: its function
+    def _of_own_functions(self, site: str, names: Iterable[str]) -> bool:
+        """Whether each entry of a term of a parameter has one function, and no other entry of that term has it."""
+        found, functions = [], 0
         for name in names:
             own = self.owners[name][THETA, site]
             if (own.touched & ((own.rows < 0) | (own.outputs < 0))).any():
-                return "an entry depends on several function values"
-            if ((owner >= 0) & own.touched).any():
-                return "an entry depends on values of several GP sites"
-            owner = torch.where(own.touched, functions + own.outputs, owner)
+                return False
+            found.append(torch.where(own.touched, functions + own.outputs, -1))
             functions += self.base[name][..., 0].numel()  # of a GP site one for each output
-        ordered = owner.flatten(len(self.kinds[site].batch_shape)).sort(-1).values
-        if ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any():
-            return "entries of one term depend on one another, being values of the same function"
-        return None
+        owner = torch.stack(found)
+        ordered = owner.amax(0).flatten(len(self.kinds[site].batch_shape)).sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        return not (twice.any() or ((owner >= 0).sum(0) > 1).any())
 
     def closed(
         self, outer: tuple[str, ...], group: Callable[[str], Collection[str]]
@@ -126,10 +123,10 @@ class Declared:
                 continue
             why = self.why_not(site, outer)
             kind: Any = self.kinds.get(site)
-            if why is None and not is_normal(kind) and parameter_of(kind).dim() > len(kind.batch_shape):
-                why = self._shared(site, touching)
-                if why is None and any(len(group(name)) > 1 for name in touching):
-                    why = f"its GP sites {sorted(touching)} have one posterior, or have it with others"
+            several = why is None and not is_normal(kind) and parameter_of(kind).dim() > len(kind.batch_shape)
+            shared = several and any(len(group(name)) > 1 for name in touching)
+            if shared or (several and not self._of_own_functions(site, touching)):
+                why = "entries of one term are not independent: they share functions, or these a posterior"
             if why is None:
                 closed.append(site)
             elif isinstance(kind, ExpectedLogProb):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Optional
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import pyro
 import torch
@@ -13,26 +13,18 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..numerics.shapes import broadcast_shapes
-from .traces import (
-    as_process,
-    bare,
-    free_values,
-    held_trace,
-    is_left_out,
-    is_observation,
-    log_densities,
-    sample_sites,
-)
+from ..warned import Warned, warn_once
+from .handlers import held_trace
+from .traces import bare, free_values, is_left_out, is_observation, log_densities, sample_sites
 
 __all__ = [
     "holds_part",
-    "require_finite",
     "require_full_batch",
     "require_left_out",
     "require_own_rows",
     "require_sizes",
     "require_whole",
-    "unfit_parameter",
+    "warn_of_groups",
     "which",
     "why_without_density",
 ]
@@ -74,6 +66,7 @@ def require_own_rows(name: str, site: Any, each_row: bool = False) -> None:
     value, shape = site["value"], torch.Size(site["fn"].shape())
     if not site["is_observed"] or value.shape == shape:
         return
+    why = "give one value for each row." if each_row and is_observation(site) else ""
     try:
         together = broadcast_shapes(value.shape, shape)
     except ValueError:
@@ -81,26 +74,19 @@ def require_own_rows(name: str, site: Any, each_row: bool = False) -> None:
     else:
         # (N, 1) beside (N,): log densities (N, N), of each value under each row's parameters.
         if together.numel() > max(value.numel(), shape.numel()):
-            why = f"each value would meet every row, {tuple(together)} in all. " + (
-                "Give a value for each row, y[:, 0] instead of y; or for P outputs in P columns let the "
-                "distribution have them too, .to_event(1)."
-                if value.dim() > 1 and value.shape[-1] == 1
-                else "Give the data, or the distribution's parameters, the shape of the other."
+            why = (
+                f"each value would meet every row, {tuple(together)} in all. Give one the shape of the other, such as "
+                "y[:, 0] instead of y; or for P outputs in P columns let the distribution have them too, .to_event(1)."
             )
         # (1,) beside (N,): one datum that counts N times. A number, of shape (), is taken for a constant:
         # test_messages.py::test_one_level_for_all_rows_is_no_fault; but not by absorb, test_absorb.py.
         elif any(one == 1 < many for one, many in zip(reversed(value.shape), reversed(shape))):
-            why = (
-                "one value would be that of many rows. Give a value for each row; if one is that of all, write "
-                f"y.expand({tuple(together)})."
-            )
-        elif each_row and is_observation(site):
-            why = "give one value for each row."
-        else:
-            return
-    raise ValueError(
-        f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}: {why}"
-    )
+            why = f"one value would be that of many rows. If it is, write y.expand({tuple(together)})."
+    if why:
+        raise ValueError(
+            f"site {name!r} observes data of shape {tuple(value.shape)} under a distribution of shape {tuple(shape)}: "
+            f"{why}"
+        )
 
 
 def _parts(trace: poutine.Trace) -> Iterator[str]:
@@ -113,7 +99,7 @@ def _parts(trace: poutine.Trace) -> Iterator[str]:
 
 def holds_part(trace: poutine.Trace) -> bool:
     """Whether an observed site holds a mini-batch of a plate's rows."""
-    return next(_parts(trace), None) is not None
+    return any(_parts(trace))
 
 
 def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
@@ -145,40 +131,6 @@ def which(bad: Tensor, what: str = "values") -> str:
     """How many are bad, and the first of them."""
     first = bad.nonzero()[0].tolist()
     return f"{int(bad.sum())} of {bad.numel()} {what}, the first at {first[0] if len(first) == 1 else tuple(first)}"
-
-
-def require_finite(trace: poutine.Trace, observed: str) -> None:
-    """Raise if data, or the inputs of a GP site, are NaN or infinite.
-
-    :raises ValueError: naming the site and the first such row.
-    """
-    for name, site in sample_sites(trace).items():
-        process, _ = as_process(site["infer"].get("prior"))
-        finite = site["value"].isfinite() if name == observed else torch.ones(())
-        finite = finite if process is None else process.x.isfinite().all(-1)
-        if not finite.all():
-            held, what = ("observes", "values") if process is None else ("has inputs with", "rows")
-            raise ValueError(
-                f"site {name!r} {held} NaN or infinite numbers ({which(~finite, what)}): drop these rows, impute them, "
-                "or mask the observations, poutine.mask(mask=~y.isnan())."
-            )
-
-
-def unfit_parameter(error: ValueError, trace: poutine.Trace) -> Optional[str]:
-    """What to say of a guide's run that failed, where a distribution has a parameter out of its support: how large the
-    function values were; ``None`` of other errors.
-    """
-    what, out_of_support, _ = str(error).partition(", but found invalid values")
-    sites = {n: site for n, site in sample_sites(trace).items() if as_process(site["infer"].get("prior"))[0]}
-    if not out_of_support or not sites:
-        return None
-    values = {name: site["value"].detach() for name, site in sites.items()}
-    ranges = ", ".join(f"{name!r} from {float(f.min()):.4g} to {float(f.max()):.4g}" for name, f in values.items())
-    return (
-        f"{what}. If function values did it, of GP site {ranges}: when a guide starts, they have the size that the "
-        "prior gives them. Give it a smaller variance or another mean, or keep the parameter in its support, such as "
-        "f.exp().clamp(1e-6, 1e6)."
-    )
 
 
 def require_left_out(
@@ -224,3 +176,17 @@ def why_without_density(site: Any, error: Exception) -> str:
     classes = isinstance(site["fn"].support, type(constraints.integer_interval(0, 1)))
     remedy = " Classes count from 0: where they are 1, 2, ..., give y - 1." if classes else ""
     return f"{textwrap.shorten(str(error), 400)}.{remedy}"
+
+
+def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None:
+    """Warn that a prediction draws the latents of as many groups as there were in training from the model."""
+    plate, size = next(iter(plates.items()))
+    warn_once(
+        warned,
+        "groups",
+        name,
+        f"latent site {name!r} is drawn from the model, not as it was learned: its plate {plate!r} holds data, so "
+        f"a prediction takes its {size} values for new groups. If they are the groups of training, "
+        "give the data a plate of another name and of the same size, and leave the latent in its own.",
+        stacklevel=2,
+    )

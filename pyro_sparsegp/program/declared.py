@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..numerics.linalg import solve_lower
-from .bare import bare
 from .links import parameters, rewrapped
+from .traces import bare
 
 __all__ = [
     "ExpectedLogProb",

@@ -27,7 +27,6 @@ __all__ = [
     "ELEMENTWISE",
     "NONE",
     "Owners",
-    "differ",
     "find_owners",
     "group_codes",
     "kept_buffers",
@@ -197,11 +196,6 @@ def _owner(nan: Tensor, touched: Tensor) -> Tensor:
     places = torch.arange(len(ones), device=nan.device).reshape(-1, *[1] * touched.dim())
     number = (ones.long() << places).sum(0)
     return torch.where(touched & (zeros ^ ones).all(0), number, -1)
-
-
-def differ(a: Tensor, b: Tensor) -> Tensor:
-    """Where two tensors are not the same; NaN is the same as NaN."""
-    return (a != b) & ~(a.isnan() & b.isnan())
 
 
 def _moves(one: Tensor, other: Tensor) -> Tensor:

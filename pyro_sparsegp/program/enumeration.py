@@ -23,9 +23,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .bare import as_process, fill_masked, sample_sites
 from .chosen import Values
 from .summed_out import PLATES, Factor, Group, Plates, SummedOut, depth, with_size
+from .traces import as_process, sample_sites
 
 __all__ = ["Enumeration", "class_probabilities"]
 
@@ -61,7 +61,7 @@ class Enumeration(Messenger):
             # Its density given z is one more term of the group's, for sites after it.
             group = self._joined(msg, latents, plates)
             msg["fn"] = fn = SummedOut(msg["fn"], latents, plates, msg["mask"], group)
-            group.terms.append(lambda masked: fn.at(_filled(msg, fn.given_discrete), masked))
+            group.terms.append(lambda masked: fn.at(fn.filled(msg["value"]), masked))
 
     _pyro_sample = meet
 
@@ -137,13 +137,10 @@ class Enumeration(Messenger):
         for group in {id(self._groups[dim]): self._groups[dim] for dim in sorted(latents)}.values():
             # A mixture to a power is no mixture of powers: test_what_cannot_be_summed_out, of numbers and of tensors.
             if not (torch.as_tensor(group.scale) == torch.as_tensor(msg["scale"])).all():
-                own, other = (
-                    f"{s:g}" if isinstance(s, (int, float)) else "a tensor" for s in (msg["scale"], group.scale)
-                )
                 raise ValueError(
-                    f"site {msg['name']!r} is scaled by {own} and the discrete site "
-                    f"{self.names[min(group.latents) - PLATES - 1]!r}, on which it depends, by {other}: put both under "
-                    "the same poutine.scale. All rows that share an element of its plate are to be there at once: in "
+                    f"site {msg['name']!r} is not scaled as the discrete site "
+                    f"{self.names[min(group.latents) - PLATES - 1]!r}, on which it depends: put both under the same "
+                    "poutine.scale. All rows that share an element of its plate are to be there at once: in "
                     "mini-batches take some of the elements, with all of their rows."
                 )
             joined.latents |= group.latents
@@ -159,33 +156,22 @@ def _require_element(name: str, plates: Plates, latent: str, there: Plates, grou
     """Raise if it is not known on which element of a latent's plates each row of a site depends."""
     outside = [key for key in there if key not in plates]
     numbers = {key: group.numbers.get(key, ()) for key in there}
-    why = ""
     # z[index] in the plate of z itself: test_group_classes.py::test_which_groups_cannot_be_summed_out.
     own = [(index, frame.size) for key, frame in there.items() for index in numbers[key] if not outside]
-    if any(len(index) == size and not torch.equal(index, torch.arange(size).to(index)) for index, size in own):
-        why = ", of whose elements rows of the same plate pick others by a number"
+    picks = any(len(index) == size and not torch.equal(index, torch.arange(size).to(index)) for index, size in own)
     # A site outside of z's plates has to have picked one element for each row.
-    elif all(len(numbers[key]) == 1 and group.row_of(key, plates) for key in outside):
+    if not picks and all(len(numbers[key]) == 1 and group.row_of(key, plates) for key in outside):
         return
-    elif any(len(numbers[key]) > 1 for key in outside):
-        why = ", and each row picks more than one of its elements"
     raise ValueError(
-        f"site {name!r} stands in plates {list(plates)} and depends on the discrete site {latent!r}{why}"
-        f", which stands in {list(there)} and is enumerated: a sum is taken for each of its elements. "
-        f"Put site {name!r} into these plates too, or give each row one number of its element, {latent}[group], before "
-        "anything else is done with it; or sum it out in the model."
+        f"site {name!r} stands in plates {list(plates)} and depends on the discrete site {latent!r}, which stands in "
+        f"{list(there)} and is enumerated: a sum is taken for each of its elements, and each row has to depend on one. "
+        f"Put site {name!r} into these plates too, or give each row one number of its element, "
+        f"{latent}[group], before anything else is done with it; or sum it out in the model."
     )
 
 
 def _plates(msg: Any) -> Plates:
     return {frame.name: frame for frame in msg["cond_indep_stack"] if frame.vectorized}
-
-
-def _filled(msg: Any, fn: Any) -> Tensor:
-    """A site's value, when it has it, with numbers where masked ones are NaN."""
-    site = {"type": "sample", "is_observed": True, "fn": fn, "mask": msg["mask"], "value": msg["value"]}
-    fill_masked(site)
-    return site["value"]
 
 
 def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -210,14 +196,11 @@ def class_probabilities(model: Callable, values: Mapping[str, Tensor], *args: An
         held = poutine.condition(enumeration(model), data=dict(values))
         trace = poutine.trace(held).get_trace(*args, **kwargs)
     for name, site in sample_sites(trace).items():
-        if name in values and site["value"].shape != site["fn"].shape():
+        shape, wanted = site["value"].shape, site["fn"].shape()
+        if not site["is_observed"] or (name in values and shape != wanted):
+            what = f"shape {tuple(shape)}, its distribution {tuple(wanted)}" if site["is_observed"] else "no value"
             raise ValueError(
-                f"class_probabilities: the value of site {name!r} has shape {tuple(site['value'].shape)}, its "
-                f"distribution {tuple(site['fn'].shape())}: give one draw of each latent, at these rows."
-            )
-        if not site["is_observed"]:
-            raise ValueError(
-                f"class_probabilities: latent site {name!r} has no value; give one for each latent that is not "
-                "enumerated, such as a draw guide(x, y) after guide.eval()."
+                f"class_probabilities: site {name!r} has {what}: give one draw of each latent that is not enumerated, "
+                "at these rows, such as guide(x, y) after guide.eval()."
             )
     return enumeration.probabilities()

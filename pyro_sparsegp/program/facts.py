@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..process import GaussianProcess
 from .affine import DENSITY, MOVES, OTHER, THETA, Declared, Key, Values
-from .bare import bare
 from .declared import is_declared, is_normal, others_of, parameter_of
 from .dependence import COUPLED, DATAWISE, ELEMENTWISE, NONE, Owners, find_owners, group_codes, stacked_runs
-from .traces import all_sites, as_process
+from .traces import all_sites, as_process, bare
 
 __all__ = ["ClosedForms", "Structure", "explore"]
 

@@ -17,9 +17,21 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from ..posterior.base import Marginals
-from .traces import all_sites, as_process, is_observation, repeatable, without_event
+from .enumeration import Enumeration
+from .traces import (
+    LEFT_OUT,
+    all_sites,
+    as_process,
+    fill_masked,
+    is_left_out,
+    is_observation,
+    repeatable,
+    sample_sites,
+    settle_left_out,
+    without_event,
+)
 
-__all__ = ["AtMeans", "Held", "is_blocked", "observes", "stand_in", "unrecorded"]
+__all__ = ["Held", "held_trace", "is_blocked", "observes", "stand_in", "unrecorded"]
 
 
 class Held(Messenger):
@@ -43,13 +55,71 @@ class Held(Messenger):
             posterior.repeat(self.draws[name])
 
 
-class AtMeans(Messenger):
+class _AtMeans(Messenger):
     """Holds GP sites at their prior means."""
 
     def _pyro_sample(self, msg: Any) -> None:
         fn, _ = as_process(msg["fn"])
         if fn is not None and not msg["is_observed"]:
             msg["value"], msg["done"] = fn.mean, True
+
+
+class _Holding(Messenger):
+    """Holds sites at values; they pass for observed.
+
+    :param values: of sites, whatever data the model has there.
+    :param free: of those that the model leaves free.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], free: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.values, self.free = values, free
+        self.nodes: dict[str, Any] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        name = msg["name"]
+        self.nodes[name] = msg
+        # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
+        values = self.values if name in self.values or msg["is_observed"] else self.free
+        if name in values:
+            msg["value"], msg["is_observed"] = values[name], True
+        if name.endswith(LEFT_OUT) and is_left_out(name, self.nodes):
+            settle_left_out(msg, self.nodes, draw=False)
+
+
+def held_trace(
+    model: Callable,
+    values: Mapping[str, Tensor],
+    args: tuple,
+    kwargs: dict[str, Any],
+    like: Optional[poutine.Trace] = None,
+) -> poutine.Trace:
+    """A run of the model with sites held at ``values``, unseen by other handlers.
+
+    :param values: for every latent site, and for the plates' subsample sites, so that the run sees the rows that
+        the values belong to.
+    :param like: a run under the handlers around this one, whose values are held besides, and whose scales and masks
+        sites get.
+    :returns: the trace, in which the held sites pass for observed; densities are to be had from its sites' ``fn``.
+        Discrete sites that are enumerated are not in it: others' densities are summed over them.
+    :raises ValueError: naming a site that would be drawn.
+    """
+    there: dict[str, Any] = {} if like is None else dict(like.nodes)
+    free = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
+    with poutine.block(), poutine.trace() as tracer, _Holding(values, free):
+        Enumeration()(model)(*args, **kwargs)
+    trace = tracer.trace
+    for name, site in sample_sites(trace).items():
+        if not site["is_observed"]:
+            raise ValueError(
+                f"site {name!r} has no value when the model's densities are read: a handler around this call, such as "
+                "poutine.reparam, changes which sites there are. Wrap the model in it before it goes to AutoSparseGP."
+            )
+        # test_conditioned.py::test_handlers_around_are_seen_as_the_objective_sees_them
+        if name in there:
+            site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
+        fill_masked(site)
+    return trace
 
 
 def unrecorded(same: bool, learns: bool) -> Any:
@@ -95,6 +165,6 @@ def observes(
 
     :param rows: the sites that may hold them; ``None`` is all.
     """
-    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), AtMeans():
+    with poutine.block(), pyro.validation_enabled(False), torch.no_grad(), repeatable(like), _AtMeans():
         trace = poutine.trace(model).get_trace(*args, **kwargs)
     return any((rows is None or name in rows) and is_observation(site) for name, site in all_sites(trace))

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from pyro.distributions import MaskedDistribution
-from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask, sum_rightmost
 from torch import Tensor
 from torch.distributions import constraints
 
-from .bare import bare
+from .traces import WRAPPERS, bare
 
 __all__ = ["LINKS", "candidates", "parameters", "rebuilt", "rewrapped"]
 
@@ -51,12 +50,16 @@ def rebuilt(fn: Any, changed: Mapping[str, Tensor]) -> Any:
     return type(bare(fn))(**{**parameters(fn), **changed}, validate_args=False)
 
 
-def rewrapped(fn: Any, value: Tensor) -> Tensor:
-    """A term for each single number of the distribution under ``fn``'s wrappers, as ``fn.log_prob`` has them."""
+def rewrapped(fn: Any, value: Tensor, masked: bool = True) -> Tensor:
+    """A term for each single number of the distribution under ``fn``'s wrappers, as ``fn.log_prob`` has them.
+
+    :param masked: whether ``.mask`` leaves terms out.
+    """
+    if not isinstance(fn, WRAPPERS):
+        return value
+    inner = rewrapped(fn.base_dist, value, masked)
     if isinstance(fn, torch.distributions.Independent):
-        return sum_rightmost(rewrapped(fn.base_dist, value), fn.reinterpreted_batch_ndims)
+        return sum_rightmost(inner, fn.reinterpreted_batch_ndims)
     if isinstance(fn, MaskedDistribution):
-        return scale_and_mask(rewrapped(fn.base_dist, value), mask=fn._mask)
-    if isinstance(fn, ExpandedDistribution):
-        return rewrapped(fn.base_dist, value).expand(fn.batch_shape)
-    return value
+        return scale_and_mask(inner, mask=fn._mask if masked else None)
+    return inner.expand(fn.batch_shape)

@@ -17,8 +17,9 @@ from torch import Tensor
 from .declared import expectation, is_declared, parameter_of
 from .dependence import DATAWISE
 from .facts import Structure
+from .handlers import held_trace
 from .likelihood import Expectation, expand, mapped, normal_nodes
-from .traces import held_trace, log_densities, sample_sites
+from .traces import log_densities, sample_sites
 
 __all__ = ["DrawingReader", "Marginal", "Reader", "RefusedError", "with_priors"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -17,7 +17,7 @@ from ..posterior.base import Marginals
 from .data import tensors
 from .traces import all_sites
 
-__all__ = ["Probe", "has_network", "held_parameters", "require_registered", "unregistered"]
+__all__ = ["Probe", "has_network", "held_parameters", "require_registered"]
 
 
 @dataclass
@@ -53,7 +53,7 @@ def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: 
     marginals: list[Any] = [trace.nodes[name]["value"] for name in run.posteriors]
     for q in run.posteriors.values():
         marginals += [q.process.kernel.diag(q.process.x), q.kl]
-    forgotten = unregistered([*run.densities.values(), *marginals], [*known, *tensors(args)])
+    forgotten = _leaves([*run.densities.values(), *marginals], [*known, *tensors(args)])
     if not forgotten:
         return
     sources = {
@@ -61,32 +61,39 @@ def require_registered(model: Callable, run: Probe, trace: poutine.Trace, args: 
         for name, q in run.posteriors.items()
         for part, source in (("kernel", q.process.kernel), ("mean", q.process.mean_function))
     }
-    found = [_found_in(parameter, {**sources, "the model": model}) for parameter in forgotten]
-    raise ValueError(
-        f"these parameters would not train: {', '.join(label for label, _ in found)}. SVI trains "
-        "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
-        "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
-        f"should stay as it is.{_taken({path for _, path in found}, trace)}"
-    )
-
-
-def _taken(paths: Collection[Optional[str]], trace: poutine.Trace) -> str:
-    """What to do where ``pyro.module`` found another network's parameters under these names."""
+    labels, paths = [], set()
+    for parameter in forgotten:
+        found = (
+            (f"{what} in {label}", path)
+            for label, source in {**sources, "the model": model}.items()
+            for held, what, path in held_parameters(source)
+            if held is parameter
+        )
+        label, path = next(found, (f"a parameter of shape {tuple(parameter.shape)}", None))
+        labels.append(label)
+        paths.add(path)
     # The store's parameters are those of the first network of that name; SVI trains these, and the model runs others:
     # test_deep_basis.py, "Another network is registered".
-    registered = [name.split("$$$", 1) for name, site in all_sites(trace) if site["type"] == "param"]
-    names = sorted({name for name, *path in registered if path and path[0] in paths})
-    if not names:
-        return ""
-    return (
-        f" Another network is registered as {', '.join(map(repr, names))} in Pyro's parameter store (a notebook's "
-        "cell run twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
-        f"pyro.module({names[0]!r}, network, update_module_params=True) to take the stored values."
+    registered = [name.split("$$$", 1) for name, site in all_sites(trace) if site["type"] == "param" and "$$$" in name]
+    names = sorted({name for name, path in registered if path in paths})
+    raise ValueError(
+        f"these parameters would not train: {', '.join(labels)}. SVI trains "
+        "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
+        "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
+        "should stay as it is."
+        + (
+            f" Another network is registered as {', '.join(map(repr, names))} in Pyro's parameter store (a notebook's "
+            "cell run twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
+            f"pyro.module({names[0]!r}, network, update_module_params=True) to take the stored values."
+            if names
+            else ""
+        )
     )
 
 
-def unregistered(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that ``outputs`` depend on and that ask for gradients, other than those ``known``."""
+def _leaves(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that outputs depend on and that ask for gradients, other than those known."""
+    # A leaf that asks for a gradient stands in the graph as the variable of its AccumulateGrad, and has none itself.
     found: dict[int, Tensor] = {id(output): output for output in outputs if output.is_leaf and output.requires_grad}
     stack: list[Any] = [output.grad_fn for output in outputs]
     seen = {None}
@@ -94,21 +101,11 @@ def unregistered(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Ten
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            # A leaf that asks for a gradient stands in the graph as the variable of its AccumulateGrad.
-            leaf = getattr(node, "variable", None)
-            found |= {} if leaf is None else {id(leaf): leaf}
+            found |= {id(node.variable): node.variable} if hasattr(node, "variable") else {}
             stack.extend(parent for parent, _ in node.next_functions)
-    known_ids = {id(tensor) for tensor in known}
-    return [leaf for number, leaf in found.items() if number not in known_ids]
-
-
-def _found_in(parameter: Tensor, sources: dict[str, Any]) -> tuple[str, Optional[str]]:
-    """Where a parameter is found, and a module's name for it."""
-    for label, source in sources.items():
-        for found, what, name in held_parameters(source):
-            if found is parameter:
-                return f"{what} in {label}", name
-    return f"a parameter of shape {tuple(parameter.shape)}", None
+    for tensor in known:
+        found.pop(id(tensor), None)
+    return list(found.values())
 
 
 def held_parameters(source: Any) -> Iterator[tuple[Tensor, str, Optional[str]]]:

@@ -17,7 +17,8 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
-from .bare import unmasked_rows, without_masks
+from .links import rewrapped
+from .traces import bare, fill_masked, unmasked_rows
 
 __all__ = ["PLATES", "Factor", "Group", "Plates", "SummedOut", "depth", "with_size"]
 
@@ -57,15 +58,8 @@ class Group:
 
     def row_of(self, key: str, plates: Plates) -> Optional[tuple[Any, Tensor]]:
         """Which of the plates has rows that belong to elements of plate ``key``, and their numbers."""
-        return next(
-            (
-                (frame, index)
-                for index in self.numbers.get(key, ())
-                for frame in plates.values()
-                if frame.size == len(index)
-            ),
-            None,
-        )
+        pairs = ((frame, index) for index in self.numbers.get(key, ()) for frame in plates.values())
+        return next(((frame, index) for frame, index in pairs if frame.size == len(index)), None)
 
     def contract(self, factors: Sequence[Factor]) -> list[Factor]:
         """The factors that are left when all latents are summed out, from the innermost plates outwards (Obermeyer et
@@ -181,9 +175,16 @@ class SummedOut(TorchDistribution):
 
     def at(self, value: Tensor, masked: bool) -> Factor:
         """log p(y | z)."""
-        fn = self.given_discrete if masked else without_masks(self.given_discrete)
-        density = scale_and_mask(fn.log_prob(value), mask=self._seen(value) if masked else None)
-        return Factor(self.latents, self.plates, torch.as_tensor(density))
+        fn = self.given_discrete
+        density = rewrapped(fn, bare(fn).log_prob(value), masked)
+        return Factor(self.latents, self.plates, scale_and_mask(density, mask=self._seen(value) if masked else None))
+
+    def filled(self, value: Tensor) -> Tensor:
+        """A value with numbers where masked ones are NaN."""
+        site = {"type": "sample", "is_observed": True, "fn": self.given_discrete, "mask": self.site_mask}
+        site["value"] = value
+        fill_masked(site)
+        return site["value"]
 
     def _seen(self, value: Tensor) -> Optional[Tensor]:
         return unmasked_rows({"fn": self.given_discrete, "value": value, "mask": self.site_mask})

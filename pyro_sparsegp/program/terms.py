@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..process import GaussianProcess
-from .bare import bare, without_event
 from .dependence import find_owners
 from .facts import Structure
+from .handlers import held_trace
 from .likelihood import mapped
-from .traces import held_trace, log_densities
+from .traces import bare, log_densities, without_event
 
 __all__ = ["Findings", "Terms"]
 

@@ -1,44 +1,53 @@
-"""Reading runs of a user's model: what its sites are, and their densities with all upstream values held."""
+"""Reading runs of a user's program: its sites, their densities, their distributions under wrappers; and what handlers
+such as masks and plates leave out of them.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
 from pyro import poutine
+from pyro.distributions import MaskedDistribution
+from pyro.distributions.torch_distribution import ExpandedDistribution
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.subsample_messenger import SubsampleMessenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from .bare import as_process, bare, fill_masked, sample_sites, without_event
-from .enumeration import Enumeration
+from ..numerics.shapes import broadcast_shapes
+from ..process import GaussianProcess
 
 __all__ = [
     "LEFT_OUT",
+    "WRAPPERS",
     "RandomState",
     "all_sites",
     "as_process",
     "bare",
     "fill_masked",
     "free_values",
-    "held_trace",
+    "grouped",
     "is_free",
     "is_left_out",
     "is_observation",
     "log_densities",
     "piecewise_constant",
+    "plate_sizes",
     "repeatable",
     "sample_sites",
     "settle_left_out",
+    "unmasked",
+    "unmasked_rows",
     "whole_plates",
     "without_event",
 ]
 
 LEFT_OUT = "_unobserved"  # how the names of sites end whose values obs_mask= leaves out
+WRAPPERS = (torch.distributions.Independent, MaskedDistribution, ExpandedDistribution)
 
 
 def all_sites(trace: poutine.Trace) -> list[tuple[str, Any]]:
@@ -80,6 +89,20 @@ def settle_left_out(site: Any, nodes: Mapping[str, Any], draw: bool) -> None:
     site["infer"] = {**(site["infer"] or {}), "_deterministic": True}
 
 
+def plate_sizes(site: Any) -> dict[str, int]:
+    """The numbers of all rows of the plates that enclose a site."""
+    return {frame.name: int(frame.full_size or frame.size) for frame in site["cond_indep_stack"] if frame.vectorized}
+
+
+def grouped(trace: poutine.Trace) -> list[str]:
+    """The latents that some plates of an observed site enclose, and not all."""
+    sites = sample_sites(trace)
+    # Such as z in "groups" beside y in "groups" and "rows"; a latent in all of y's plates is one of single data.
+    plates = {name: set(plate_sizes(site)) for name, site in sites.items()}
+    data = [plates[name] for name, site in sites.items() if is_observation(site)]
+    return [n for n, site in sites.items() if is_free(site) and plates[n] and any(plates[n] < each for each in data)]
+
+
 def piecewise_constant(trace: poutine.Trace) -> list[str]:
     """The observed sites whose distributions say that their density is piecewise constant in function values."""
     return [
@@ -87,64 +110,6 @@ def piecewise_constant(trace: poutine.Trace) -> list[str]:
         for name, site in sample_sites(trace).items()
         if is_observation(site) and getattr(bare(site["fn"]), "piecewise_constant", False)
     ]
-
-
-class _Holding(Messenger):
-    """Holds sites at values; they pass for observed.
-
-    :param values: of sites, whatever data the model has there.
-    :param free: of those that the model leaves free.
-    """
-
-    def __init__(self, values: Mapping[str, Tensor], free: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.values, self.free = values, free
-        self.nodes: dict[str, Any] = {}
-
-    def _pyro_sample(self, msg: Any) -> None:
-        name = msg["name"]
-        self.nodes[name] = msg
-        # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
-        values = self.values if name in self.values or msg["is_observed"] else self.free
-        if name in values:
-            msg["value"], msg["is_observed"] = values[name], True
-        if is_left_out(name, self.nodes):
-            settle_left_out(msg, self.nodes, draw=False)
-
-
-def held_trace(
-    model: Callable,
-    values: Mapping[str, Tensor],
-    args: tuple,
-    kwargs: dict[str, Any],
-    like: Optional[poutine.Trace] = None,
-) -> poutine.Trace:
-    """A run of the model with sites held at ``values``, unseen by other handlers.
-
-    :param values: for every latent site, and for the plates' subsample sites, so that the run sees the rows that
-        the values belong to.
-    :param like: a run under the handlers around this one, whose values are held besides, and whose scales and masks
-        sites get.
-    :returns: the trace, in which the held sites pass for observed; densities are to be had from its sites' ``fn``.
-        Discrete sites that are enumerated are not in it: others' densities are summed over them.
-    :raises ValueError: naming a site that would be drawn.
-    """
-    there: dict[str, Any] = {} if like is None else dict(like.nodes)
-    free = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
-    with poutine.block(), poutine.trace() as tracer, _Holding(values, free):
-        Enumeration()(model)(*args, **kwargs)
-    trace = tracer.trace
-    for name, site in sample_sites(trace).items():
-        if is_free(site):
-            raise ValueError(
-                f"site {name!r} has no value when the model's densities are read: a handler around this call, such as "
-                "poutine.reparam, changes which sites there are. Wrap the model in it before it goes to AutoSparseGP."
-            )
-        # test_conditioned.py::test_handlers_around_are_seen_as_the_objective_sees_them
-        if name in there:
-            site["scale"], site["mask"] = there[name]["scale"], there[name]["mask"]
-        fill_masked(site)
-    return trace
 
 
 def log_densities(trace: poutine.Trace, skip: Collection[str] = (), by_entry: bool = False) -> dict[str, Tensor]:
@@ -211,3 +176,76 @@ def whole_plates() -> Iterator[None]:
         yield
     finally:
         SubsampleMessenger.__init__ = original  # type: ignore[method-assign]
+
+
+def sample_sites(trace: poutine.Trace) -> dict[str, Any]:
+    """A trace's sample sites by name, plates' row numbers not among them."""
+    sites: dict[str, Any] = dict(trace.nodes)
+    return {n: site for n, site in sites.items() if site["type"] == "sample" and not site_is_subsample(site)}
+
+
+def as_process(prior: Any) -> tuple[Optional[GaussianProcess], int]:
+    """The GP under ``.to_event`` and the number of dimensions this added, or ``None``."""
+    prior, event_dim = without_event(prior)
+    return (prior, event_dim) if isinstance(prior, GaussianProcess) else (None, 0)
+
+
+def without_event(fn: Any) -> tuple[Any, int]:
+    """The distribution under ``.to_event`` and the number of dimensions this added."""
+    event_dim = 0
+    while isinstance(fn, torch.distributions.Independent):
+        event_dim += fn.reinterpreted_batch_ndims
+        fn = fn.base_dist
+    return fn, event_dim
+
+
+def bare(fn: Any) -> Any:
+    """The distribution under ``.to_event``, ``.mask`` and ``.expand``; without masks, where latents are summed out."""
+    while isinstance(fn, WRAPPERS):
+        fn = fn.base_dist
+    return fn.without_masks() if hasattr(fn, "without_masks") else fn
+
+
+def unmasked(site: Any) -> Optional[Tensor]:
+    """Which of an observed site's values no mask leaves out, in their shape; ``None`` if it has no mask.
+
+    Masks are ``poutine.mask``'s, of whole rows, and those of the distribution under ``.to_event`` and ``.expand``, of
+    single values; where discrete latents are summed out, of the distribution given these.
+    """
+    value, fn, seen = site["value"], site["fn"], None
+    fn, mask = getattr(fn, "given_discrete", fn), site["mask"]
+    while True:
+        part = torch.zeros((), dtype=torch.bool, device=value.device) if mask is False else mask
+        if isinstance(part, Tensor):  # True and None are none
+            part = part.reshape(part.shape + (1,) * fn.event_dim)
+            # A mask is that of all values of discrete latents, whose dimensions are in front.
+            part = part[(0,) * max(part.dim() - value.dim(), 0)]
+            seen = part if seen is None else seen & part
+        if not isinstance(fn, WRAPPERS):
+            return None if seen is None else seen.expand(broadcast_shapes(seen.shape, value.shape))
+        mask = fn._mask if isinstance(fn, MaskedDistribution) else None
+        fn = fn.base_dist
+
+
+def unmasked_rows(site: Any) -> Optional[Tensor]:
+    """Which of an observed site's log densities have such a value, in their shape; ``None`` if it has no mask."""
+    seen, event_dim = unmasked(site), site["fn"].event_dim
+    return seen.flatten(-event_dim).any(-1) if seen is not None and event_dim else seen
+
+
+def fill_masked(site: Any) -> None:
+    """Put a value of an unmasked row where an observed site is masked and NaN.
+
+    A mask makes such a term 0, but not its gradient, which is 0·NaN.
+    """
+    value = site["value"]
+    if site["type"] != "sample" or not site["is_observed"] or not isinstance(value, Tensor):
+        return
+    seen = unmasked(site) if value.is_floating_point() and value.dim() else None
+    if seen is not None:  # test_quadrature.py::TestMissing
+        shape, num = seen.shape, seen.dim() - site["fn"].event_dim
+        rows, seen = (part.expand(shape).reshape(-1, *shape[num:]) for part in (value, seen))
+        # The row's number stays a tensor: nothing is read back from the device.
+        # Single values of an event may be masked apart from one another, and have unmasked rows of their own.
+        filler = rows.gather(0, seen.to(torch.uint8).argmax(0, keepdim=True)).nan_to_num()
+        site["value"] = torch.where(~seen & rows.isnan(), filler, rows).reshape(shape)
