@@ -23,7 +23,7 @@ class ComputationAware(SiteFamily):
     """CaGP: the posterior given i projections Sᵀz of the data (Wenger et al., 2024, eq. 5), never overconfident.
 
     Mean μ + k(x, X)S(SᵀK̂S)⁻¹Sᵀ(z − μ), covariance k − k(x, X)S(SᵀK̂S)⁻¹Sᵀk(X, x) with K̂ = K + Λ⁻¹: the
-    variance is that of the exact posterior plus what computation was spared. One step evaluates all N² kernel entries
+    variance is the exact posterior's plus what the computation left out. One step evaluates all N² kernel entries
     (not kept: memory is O(N·i)), and so does a posterior at new inputs.
 
     :param num_actions: i.

@@ -44,11 +44,11 @@ class TraceQuadrature_ELBO(ELBO):
 
     ELBO = Σ E_q[log p(y | f, ·)] − Σ KL. The expectation of every downstream log density over a GP site's
     marginals N(m, v) is Gauss-Hermite quadrature at m + √v·t_k: two nodes are exact for a Gaussian likelihood.
-    Two GP sites that meet in one density use the product grid, turned to each row's covariance if they have one
-    posterior; beyond two, and for an inner layer of a deep GP, values are drawn. The model sees f as ``(N,)``: after
-    the guide's run it runs once more under :func:`torch.func.vmap` over the nodes. One with a network, or that draws
-    rows by itself, runs once, with the guide under it. Hyperparameters are drawn once per particle; without
-    any, the bound is deterministic.
+    Linear predictors of several sites and latents are integrated as one or two normal numbers. Other densities of two
+    sites use the product grid, turned to each row's covariance if the sites have one posterior. Densities of more
+    values, and inner layers of a deep GP, are drawn. After the guide's run the model runs once more under
+    :func:`torch.func.vmap` over the nodes, and sees f as ``(N,)``; a model with a network, or one that draws its rows,
+    runs only once. Hyperparameters are drawn once per particle; without any, the bound is deterministic.
 
     A distribution may bring its own expectation over normal parameters, a method ``expected_log_prob(value, variance)``
     (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`). It is used instead, for any number of function
