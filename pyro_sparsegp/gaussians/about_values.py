@@ -237,6 +237,7 @@ class AboutValues(Natural):
         seat, record = self._seat(anchor), recorded()
         if record is None:
             return self._made(self._seen_from(seat, level), False, seat, level)[0]
+        # The step starts from what is given here, under the L of this run.
         held = None if seat is None else seat.detach(), None if level is None else level.detach()
         self._level_out(*held)
         known = self._is_known
@@ -257,6 +258,7 @@ class AboutValues(Natural):
             along = self._coefficients_of(seat.detach(), level - level.detach())
             loc = loc - along + covariance.detach() @ along
 
+        # Draws alone want a root, through a graph of its own.
         def root() -> Tensor:
             return root_of_inverse(self._precision(self._seen_from(seat).parts), False, "I + G of natural steps")
 
@@ -293,6 +295,7 @@ class AboutValues(Natural):
             # of the mean m' that other passes have led to: what is left of P'(m' − m)
             seen = self._seen_from(base.seat, base.level)
             loc, parts = side_by_side(self._given(seen).loc), seen.parts
+            # (1 − ρ)P'(m' − m)
             left = (self._precision(parts) @ (loc - base.loc)[..., None])[..., 0]
             right = right + (1 - rate[..., None]) * left
         new, shift, cut, failed = self._stepped(taken, parts, right, rate, weight)
@@ -312,8 +315,9 @@ class AboutValues(Natural):
         :param gram: G = P − I.
         """
         target, cut = taken.curvature(gram, lambda: self._precision_of_draws(gram))
+        # All processes send as many tensors, or they would wait for each other.
         if cut is None and is_shared():
-            cut = torch.zeros_like(target)  # others may have some
+            cut = torch.zeros_like(target)
         target, *more = joined(target, *(() if cut is None else (cut,)))
         rate, each = rate[..., None, None], (2 * rate / weight)[..., None, None]
 

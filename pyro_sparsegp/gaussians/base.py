@@ -118,6 +118,7 @@ class Coefficients(Documented, AbstractModule):
 
     def put(self, name: str, value: Tensor) -> None:
         """Give a parameter a value, in the parameter's own shape, dtype and device."""
+        # Pyro's attribute sets the unconstrained parameter.
         current = getattr(self, name)
         setattr(self, name, value.to(current).expand(current.shape))
 

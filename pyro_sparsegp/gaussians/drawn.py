@@ -89,6 +89,7 @@ class DrawnGaussian(Natural):
     def forward(self, noise: Tensor) -> Drawn:  # type: ignore[override]
         """The draw of this ε, ``(D,)``."""
         record = recorded()
+        # Natural steps go on from where plain gradients have led.
         if record is not None and self.is_tilted:
             self.root = self.tril.detach()
             self._end_tilt()
@@ -111,11 +112,13 @@ class DrawnGaussian(Natural):
             for share, own, grad in by_draws(noise, by_value):
                 # Rᵀ∂: densities of q(θ) given the draw are constants of ε, whose part by R is told here.
                 pull = _bounded(root.mT @ (grad / unit), rate)
+                # a ← a − ρRe
                 loc = loc - share * (root @ pull)
                 # R tril½(eεᵀ): sums of the columns from each one on.
                 along = root * pull
                 below = along.flip(-1).cumsum(-1).flip(-1) - 0.5 * along
                 change = below * (own / (1 + own.square().sum()))
+                # no entry of R's diagonal more than halves: R stays a root
                 shrink = (change.diagonal() / root.diagonal()).amax().clamp(min=0.5)
                 self.root = self.root - share * (change * (0.5 / shrink)).tril()
         self._set("loc", loc)

@@ -47,6 +47,7 @@ def above_one(matrix: Tensor, made_of: Tensor) -> tuple[Tensor, Tensor]:
 
 def times(blocks: Tensor, low_rank: Tensor, v: Tensor) -> Tensor:
     """(blockdiag(D) + BBᵀ)v for flat columns v."""
+    # Dv of each block, and B(Bᵀv)
     own = each_times(blocks, v.view(*v.shape[:-2], *blocks.shape[-3:-1], v.shape[-1])).flatten(-3, -2)
     return own + low_rank @ (low_rank.mT @ v)
 
@@ -122,6 +123,7 @@ class Products:
         :param blocks: D of a P that is near P̂, positive definite.
         :param low_rank: B of it.
         """
+        # P⁻¹, near P̂⁻¹: few iterations are enough
         inverse = _Inverse(self.stack, blocks, low_rank)
 
         def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -229,7 +231,7 @@ def _leading(stack: Stack, aim: Tensor, blocks: Tensor, rank: int) -> Tensor:
     b = stack.flat(each_times(root, stack.cut(scaled)))
     b = torch.nn.functional.pad(b, (0, rank - b.shape[-1]))
     # Columns that have nothing to do stay small, not 0, from which no step leads away.
-    small = 1e-7 * torch.randn_like(b) * stack.own.flatten()[:, None].to(b)
+    small = 1e-7 * torch.randn_like(b) * stack.own(b).flatten()[:, None]
     return torch.where((b == 0).all(-2, keepdim=True), small, b)
 
 

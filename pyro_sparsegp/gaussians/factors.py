@@ -244,6 +244,7 @@ class DenseFactor(_Rooted):
         return torch.linalg.solve_triangular(self.tril, v[..., None], upper=False)[..., 0]
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
+        # tr LLᵀ = ‖L‖², log|LLᵀ| = 2 Σ log L_mm
         return self.tril.square().sum((-2, -1)), 2 * self.tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 

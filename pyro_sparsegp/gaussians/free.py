@@ -45,6 +45,7 @@ class _Factored(Coefficients):
         """Start each factor at (I + λΦᵀΦ)⁻¹ of its blocks; it was made at the prior."""
         for i, (kind, group) in enumerate(zip(self.kinds, self.groups if features is not None else ())):
             if kind.scale_name is not None:
+                # (I + λΦ_bᵀΦ_b)⁻¹
                 own = side_by_side([features[b] for b in group])  # type: ignore[index]
                 self.put(f"{kind.scale_name}_{i}", kind.scale_of(own))
 
@@ -60,6 +61,7 @@ class _Factored(Coefficients):
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         factors = []
+        # a factor's own arguments are its mean and, where it is free, its scale
         for i, kind in enumerate(self.kinds):
             names = ["loc"] if kind.scale_name is None else ["loc", kind.scale_name]
             factors.append(kind(*(getattr(self, f"{name}_{i}") for name in names)))
@@ -156,6 +158,7 @@ class Unwhitened(Coefficients):
         q = self.values()
         for i, (factor, block) in enumerate(zip(q.factors, self._blocks(anchor))):
             if isinstance(factor, IdentityFactor):
+                # N(L⁻¹m, I): the values keep the prior's covariance LLᵀ
                 q.factors[i] = IdentityFactor(solve_lower(block, factor.loc[..., None])[..., 0])
                 continue
             # of w = L⁻¹u: N(L⁻¹m, L⁻¹SL⁻ᵀ) (Shi et al., 2020, eq. 8)

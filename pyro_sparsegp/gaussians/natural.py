@@ -122,6 +122,7 @@ class NaturalGaussian(AboutValues):
         return gram, near, along - near
 
     def _seen_from(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> Seen:
+        # Sites that belong to no L yet, such as those of a start, stay as they are.
         if seat is None or not self.seat.numel():
             return Seen(self._kept("loc"), None, (self.gram,))
         gram, near, rest = self._turned(seat)
@@ -155,6 +156,7 @@ class NaturalGaussian(AboutValues):
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:
         q = from_natural(gram, pull, self.sizes, [group for _, group in self.layout])
+        # the mean is that of the whole; such a factor has the prior's covariance
         for i, (kind, _) in enumerate(self.layout):
             if kind is IdentityFactor:
                 q.factors[i] = IdentityFactor(q.factors[i].loc)
@@ -166,6 +168,7 @@ class NaturalGaussian(AboutValues):
         is_tilted = recorded() is None and (torch.is_grad_enabled() or self.is_tilted)
         for i, (own, factor) in enumerate(zip(self.slices, q.factors)):
             factor.loc = factor.loc + seen.near[..., own]
+            # S = RAAᵀRᵀ
             if is_tilted and not isinstance(factor, IdentityFactor):
                 root = root_of_inverse(gram[..., own, own], what="I + G of natural steps")
                 q.factors[i] = DenseFactor(factor.loc, root @ self.tilt_matrix[..., own, own])
@@ -174,6 +177,7 @@ class NaturalGaussian(AboutValues):
     def _untilted(self, q: Product, parts: Parts) -> Parts:
         gram = parts[0].clone()
         for own, factor in zip(self.slices, q.factors):
+            # G's block is S⁻¹ − I
             if isinstance(factor, DenseFactor):
                 inverse = torch.cholesky_inverse(cholesky(factor.tril @ factor.tril.mT, 0.0, "S of natural steps"))
                 gram[..., own, own] = inverse - eye_like(inverse)

@@ -132,12 +132,13 @@ class NaturalLowRank(AboutValues):
         stack = self._stack
         if isinstance(anchor, Unbound):
             return softened(anchor.whole, self.softness, (stack.size,))
-        held = [0.0 if part is None else self.softness for part in anchor]
-        whole = stack.squares([torch.eye(n).to(like) if a is None else a for n, a in zip(self.sizes, anchor)])
+        # I/(1 + η) is softened to I
+        eyes = (torch.eye(n, dtype=like.dtype, device=like.device) / (1 + self.softness) for n in self.sizes)
+        whole = stack.squares([eye if part is None else part for part, eye in zip(anchor, eyes)])
         # s² is the mean of diag(LLᵀ) over a block: beyond its own size L is I
-        own = stack.own.to(like)
+        own = stack.own(like)
         scales = (1 + (whole.square().sum((-2, -1)) - stack.size) / own.sum(-1)).sqrt()
-        return whole + torch.diag_embed((like.new_tensor(held) * scales)[..., None] * own)
+        return whole + torch.diag_embed((self.softness * scales)[..., None] * own)
 
     def _seen_from(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> Seen:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
@@ -177,6 +178,7 @@ class NaturalLowRank(AboutValues):
         block, low_rank, _ = seen.parts
         # with RRᵀ = D⁻¹, P = R⁻ᵀ(I + RᵀBBᵀR)R⁻¹
         tril = root_of_inverse(block, False, "a block of a low-rank precision")
+        # RA for D⁻¹ = RAAᵀRᵀ; a natural step starts without A
         if self.base and recorded() is None and (torch.is_grad_enabled() or self.is_tilted):
             tril = each_times(tril, self.tilt_matrix)
         factor = LowRankFactor(self._stack, seen.near, each_times(tril.mT, low_rank), tril)
@@ -220,6 +222,7 @@ class NaturalLowRank(AboutValues):
                 aim, cut = self._aim(taken, self._gram(parts), rate, weight)
                 aim.diagonal(dim1=-2, dim2=-1).add_(1)
                 target = Formed(stack, stack.spread(aim))
+            # P̂'s blocks are what D + BBᵀ's shall be (Lawley, 1940)
             aims = target.blocks() if self.base else None
             block, low_rank = sweep(target, aims, parts[0], stack.flat(parts[1]))
             for _ in range(1, self.sweeps or (1 if num <= _SMALL and self._is_slow else 2)):
@@ -232,7 +235,7 @@ class NaturalLowRank(AboutValues):
                 failed = torch.zeros_like(rate)
         gain = parts[2]
         if aims is not None:
-            # eigenvalues of what is not finite raise
+            # torch.linalg.eigh raises for what is not finite; the step is left out by its mean.
             block, gain = above_one(torch.where(block.isfinite().all(), block, parts[0]), aims)
         failed = failed + sum(flag.count_nonzero() for flag in flags)
         return (block, stack.cut(low_rank), gain), stack.narrow(shift), cut, failed

@@ -55,6 +55,7 @@ def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
     :param phi: Φ, ``(..., N, M)``.
     :param weights: the diagonal of Λ, ``(..., N)``.
     """
+    # Batches are small, and go by plain operations.
     if phi.dim() == 2 and weights.dim() == 1:
         return _WeightedGram.apply(phi, weights)
     return phi.mT @ (phi * weights[..., None])

@@ -48,6 +48,7 @@ class Product(Gaussian):
         return self._split([factor.loc for factor in self.factors])
 
     def _split(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        # No call is spent on one block, as most posteriors have.
         if len(self.sizes) == 1:
             return list(parts)
         return [
@@ -146,6 +147,7 @@ class Recorded(Product):
         return value
 
     def kl(self) -> Tensor:
+        # whose gradient is c
         value = self.taken.keep(super().kl())
         self.taken.divergences.append(value)
         return value

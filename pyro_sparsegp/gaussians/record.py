@@ -68,7 +68,8 @@ class Pass:
     by_draws: bool = False
 
     def keep(self, value: Tensor) -> Tensor:
-        """A tensor whose gradient is retained; one without a graph gets a leaf, so that a backward pass comes by."""
+        """A tensor whose gradient is retained."""
+        # One without a graph gets a leaf, or no backward pass would come by.
         value = value if value.requires_grad else value + self.record.zero
         self.record.tensors.append(value)
         return value
@@ -122,6 +123,7 @@ class Pass:
     def curvatures(self) -> list[Curvature]:
         """The gradients by variances, and of functions that have covariances too those along :func:`_axes_of`."""
         crosses = [(a, b, value.grad) for a, b, value in self.crosses if value.grad is not None]
+        # Rows that meet others in a density; a group has as many data.
         crossed = dict.fromkeys(row for a, b, _ in crosses for row in (a, b))
         found = [_curvature_of(row) for row in self.rows if row.change.grad is not None and row not in crossed]
         for shape in {row.phi.shape for row in crossed}:
@@ -133,6 +135,7 @@ class Pass:
 def _curvature_of(row: Row) -> Curvature:
     h, by_covariance = row.change.grad, None if row.covariance is None else row.covariance.grad
     assert h is not None
+    # An objective reads the signs of all rows at once; where it has not, this waits for the device.
     if row.is_signed is None:
         row.is_signed = bool(h.amin() < 0)
     return Curvature(row.phi, h, by_covariance, row.is_signed)
@@ -181,6 +184,7 @@ class Record:
     def differentiate(self, loss: Tensor) -> None:
         """Go back from a loss as far as this, and no further: no parameter's gradient is touched."""
         self.retain()
+        # torch.autograd.grad leaves .grad alone
         for value, grad in zip(self.tensors, torch.autograd.grad(loss, self.tensors, allow_unused=True)):
             value.grad = grad
 

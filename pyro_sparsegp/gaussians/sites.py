@@ -133,6 +133,7 @@ class KeptSites(AbstractModule):
 
     def keep(self, sites: Sites, truncated: Tensor) -> None:
         """Remember sites, without their graph; nothing is copied."""
+        # A posterior of before keeps its own: these are replaced, not written to.
         self.inputs, self.precision, self.linear = (
             part.detach() for part in (sites.inputs, sites.precision, sites.linear)
         )

@@ -25,10 +25,15 @@ class Stack:
         self.sizes = tuple(sizes)
         self.size = max(self.sizes, default=0)
         self.num_beyond = len(self.sizes) * self.size - sum(self.sizes)
-        self.own = (
-            torch.arange(self.size) < torch.tensor(self.sizes)[:, None]
-        )  # which numbers are a block's own, (C, M)
-        self._index = self.own.flatten().nonzero()[:, 0]
+        self._own = torch.arange(self.size) < torch.tensor(self.sizes)[:, None]
+        self._index = self._own.flatten().nonzero()[:, 0]
+
+    def own(self, like: Tensor) -> Tensor:
+        """1 where a number is a block's own, else 0, ``(C, M)``."""
+        # Kept where it was asked for last: no step copies it to a device.
+        if self._own.dtype != like.dtype or self._own.device != like.device:
+            self._own = self._own.to(like)
+        return self._own
 
     def rows(self, blocks: Sequence[Tensor]) -> Tensor:
         """Matrices, ``(..., M_b, K)`` a block, as ``(..., C, M, K)``."""
@@ -43,7 +48,7 @@ class Stack:
             return self.rows(blocks)
         whole = self.rows([pad(block, (0, self.size - block.shape[-1])) for block in blocks])
         # there q is the prior: D = I, B = 0, m = 0
-        return whole + torch.diag_embed((~self.own).to(whole))
+        return whole + torch.diag_embed(1 - self.own(whole))
 
     def wide(self, x: Tensor) -> Tensor:
         """Numbers of all blocks side by side, ``(..., ΣM_b)``, as ``(..., C·M)``."""
@@ -75,6 +80,7 @@ class Stack:
 
     def diagonal(self, whole: Tensor) -> Tensor:
         """A view of the blocks on the diagonal, ``(..., C, M, M)``, of a matrix, ``(..., C·M, C·M)``."""
+        # (C, M, C, M), of whose two C the diagonal is taken
         shape = len(self.sizes), self.size
         return whole.view(*whole.shape[:-2], *shape, *shape).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
@@ -92,7 +98,7 @@ class Stack:
         """A matrix of all coefficients, ``(..., ΣM_b, ΣM_b)``, as ``(..., C·M, C·M)``, I beyond the blocks' own."""
         if not self.num_beyond:
             return matrix
-        return self.wide(self.wide(matrix).mT).mT + torch.diag_embed((~self.own).flatten().to(matrix))
+        return self.wide(self.wide(matrix).mT).mT + torch.diag_embed(1 - self.own(matrix).flatten())
 
 
 def each_times(a: Tensor, b: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ class Natural(Coefficients):
         :param share: of all rows, those that it is on here.
         """
         rate = float(self.rate(self.steps_taken) if callable(self.rate) else self.rate)
+        # All rows have no noise to average out, so that the floor may be higher there:
         # test_the_floor_of_the_rate_is_higher_on_all_rows
         if isinstance(self.rate, Falling) and rate < self.rate.whole:
             rate = self.rate.whole if total_share(share, next(self.parameters())) > 0.999 else rate
@@ -92,6 +93,7 @@ class Natural(Coefficients):
         """ρ of a step by these passes."""
         rate = self.next_rate(share)
         for one in passes:
+            # One draw shows a curvature with all its noise:
             # test_single_draws_of_an_inner_layer_do_not_throw_it_away
             if one.draws:
                 rate = min(rate, self.most_by_draws())
@@ -112,6 +114,7 @@ class Natural(Coefficients):
         if not passes:
             return
         rate = self.rate_of(passes, share)
+        # c of each pass; the objective is their sum
         weights = joined(*[one.weight(self.batch_shape) for one in passes])
         total = sum(weights[1:], weights[0])
         parts = [rate * (weight / total) for weight in weights]
@@ -152,6 +155,7 @@ class Natural(Coefficients):
 
     def _kept(self, name: str) -> Tensor:
         """A parameter; no optimiser is told of it while a record is made, or nothing is differentiated."""
+        # Pyro's param statement, by the attribute, is what hands a parameter to an optimiser.
         if torch.is_grad_enabled() and not is_recording():
             return getattr(self, name)
         value: Any = self._parameters[name]
@@ -159,6 +163,7 @@ class Natural(Coefficients):
 
     def _set(self, name: str, value: Tensor) -> None:
         """Give a parameter a value, in memory of its own."""
+        # By .data, so that Pyro's store and optimisers keep the parameter that they know.
         parameter: Any = self._parameters[name]
         parameter.data = value.detach().to(parameter).expand(parameter.shape).contiguous()
 
@@ -178,6 +183,7 @@ class Natural(Coefficients):
         if "tilt" in self._parameters:
             state_dict.setdefault(prefix + "tilt", torch.zeros_like(self.tilt))
         for name, buffer in list(self.named_buffers(recurse=False)):
+            # Some have no size until a step says it.
             key = prefix + name
             if key in state_dict and buffer.shape != state_dict[key].shape:
                 setattr(self, name, buffer.new_zeros(state_dict[key].shape))
