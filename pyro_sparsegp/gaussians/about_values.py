@@ -29,6 +29,7 @@ from ..numerics.linalg import (
     plus_one,
     root_of_inverse,
     rounding,
+    row_squares,
     side_by_side,
     solve_lower,
     tril_of_product,
@@ -397,6 +398,7 @@ def softened(anchor: Tensor, softness: float, sizes: Sequence[int]) -> Tensor:
     if not softness:
         return anchor.contiguous()
     parts = anchor.split(list(sizes), -2) if len(sizes) > 1 else (anchor,)
-    scales = [torch.linalg.vector_norm(part, dim=(-2, -1)) * (softness / part.shape[-2] ** 0.5) for part in parts]
+    # by row_squares, whose way back makes one matrix; that of a norm makes three
+    scales = [softness * (row_squares(part).sum(-1) / part.shape[-2]).sqrt() for part in parts]
     each = [s[..., None].expand(*s.shape, part.shape[-2]) for s, part in zip(scales, parts)]
     return anchor + torch.diag_embed(side_by_side(each))

@@ -23,6 +23,10 @@ Layout = list[tuple[type[Factor], tuple[int, ...]]]
 class _Factored(Coefficients):
     """Coefficients as a product of factors; subclasses say which factor covers which blocks."""
 
+    is_joint: ClassVar[bool] = True  # whether one factor covers all blocks, else each has its own
+    kind: ClassVar[type[Factor]] = DenseFactor
+    later: ClassVar[type[Factor]] = DenseFactor  # of blocks after the first
+
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> None:
         super().__init__(sizes, batch_shape, like)
         self.sizes = tuple(sizes)
@@ -54,10 +58,12 @@ class _Factored(Coefficients):
         for i, own in enumerate(self.slices):
             self.put(f"loc_{i}", loc[..., own])
 
-    @staticmethod
-    def layout(num_blocks: int) -> Layout:
+    @classmethod
+    def layout(cls, num_blocks: int) -> Layout:
         """The factors, each with the blocks it covers."""
-        raise TypeError("subclasses say which factor covers which blocks")
+        if cls.is_joint:
+            return [(cls.kind, tuple(range(num_blocks)))]
+        return [(cls.kind if b == 0 else cls.later, (b,)) for b in range(num_blocks)]
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         factors = []
@@ -71,33 +77,23 @@ class _Factored(Coefficients):
 class FullCholesky(_Factored):
     """N(m, S) with one full covariance over all blocks, S = LLᵀ: M + M(M + 1)/2 numbers (Hensman et al., 2013)."""
 
-    @staticmethod
-    def layout(num_blocks: int) -> Layout:
-        return [(DenseFactor, tuple(range(num_blocks)))]
-
 
 class BlockCholesky(_Factored):
     """N(m, S) with a full covariance within each block, none between blocks: S = blockdiag(L_bL_bᵀ)."""
 
-    @staticmethod
-    def layout(num_blocks: int) -> Layout:
-        return [(DenseFactor, (b,)) for b in range(num_blocks)]
+    is_joint = False
 
 
 class Diagonal(_Factored):
     """N(m, S) of independent coefficients, S = diag(s²)."""
 
-    @staticmethod
-    def layout(num_blocks: int) -> Layout:
-        return [(DiagonalFactor, tuple(range(num_blocks)))]
+    kind = DiagonalFactor
 
 
 class Identity(_Factored):
     """N(m, I): the prior's covariance, only the mean is free."""
 
-    @staticmethod
-    def layout(num_blocks: int) -> Layout:
-        return [(IdentityFactor, tuple(range(num_blocks)))]
+    kind = IdentityFactor
 
 
 class CholeskyIdentity(_Factored):
@@ -106,9 +102,7 @@ class CholeskyIdentity(_Factored):
     As in orthogonally decoupled bases (Salimbeni, Cheng, Boots and Deisenroth, 2018).
     """
 
-    @staticmethod
-    def layout(num_blocks: int) -> Layout:
-        return [(DenseFactor, (0,)), *((IdentityFactor, (b,)) for b in range(1, num_blocks))]
+    is_joint, later = False, IdentityFactor
 
 
 class Unwhitened(Coefficients):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..numerics.functions import Function
-from ..numerics.linalg import cholesky, plus_one, side_by_side
+from ..numerics.linalg import cholesky, plus_one, side_by_side, times_lower, tril_of_product
 from .factors import Factor, PrecisionFactor
 from .product import Product, slices
 
@@ -127,4 +127,6 @@ def seen_from(gram: Tensor, pull: Tensor, before: Tensor, now: Optional[Tensor])
         return gram, pull
     # T = I + L₀⁻¹(L − L₀), which makes w there of w here, exactly where L is what it was: by rows, as its factors are.
     turn = plus_one(torch.linalg.solve_triangular(before.mT, (now - before).mT, upper=True, left=False).mT)
-    return turn.mT @ (gram @ turn), (turn.mT @ pull[..., None])[..., 0]
+    # TᵀGT by blocks, of which triangles are left out, and half of what is symmetric
+    turned = tril_of_product(turn, times_lower(gram, turn), symmetric=True, lower=True)
+    return turned, (turn.mT @ pull[..., None])[..., 0]
