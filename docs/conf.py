@@ -117,7 +117,8 @@ def gather(app: object) -> None:
 
 def relocate(app: object, name: str, source: list[str]) -> None:
     """Links that lead out of docs/ in the repository lead to what was brought here."""
-    source[0] = re.sub(r"\]\(\.\./((?:\.\./)+)(?:tests/)?(tutorials|benchmarks)/", r"](\1\2/", source[0])
+    up = "../" * name.count("/")
+    source[0] = re.sub(rf"\]\({re.escape(up)}\.\./(?:tests/)?(tutorials|benchmarks)/", rf"]({up}\1/", source[0])
 
 
 def as_mathml(block: bool) -> tuple:
