@@ -75,9 +75,16 @@ class _Holding(Messenger):
         super().__init__()
         self.values, self.free = values, free
         self.nodes: dict[str, Any] = {}
+        self.enumeration: Optional[Enumeration] = None  # of a program that has such sites
 
     def _pyro_sample(self, msg: Any) -> None:
         name = msg["name"]
+        if self.enumeration is None and (msg["infer"] or {}).get("enumerate") == "parallel":
+            self.enumeration = Enumeration()
+        if self.enumeration is not None:
+            self.enumeration.meet(msg)
+            if msg["type"] != "sample":
+                return
         self.nodes[name] = msg
         # Data stay what they are, unless they are among the values: DensityReader.density asks at others.
         values = self.values if name in self.values or msg["is_observed"] else self.free
@@ -107,7 +114,7 @@ def held_trace(
     there: dict[str, Any] = {} if like is None else dict(like.nodes)
     free = {name: site["value"] for name, site in there.items() if site["type"] == "sample"}
     with poutine.block(), poutine.trace() as tracer, _Holding(values, free):
-        Enumeration()(model)(*args, **kwargs)
+        model(*args, **kwargs)
     trace = tracer.trace
     for name, site in sample_sites(trace).items():
         if not site["is_observed"]:
