@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import pyro
 import torch
@@ -25,12 +25,11 @@ __all__ = ["Findings", "Terms"]
 class Findings:
     """What was found out about a model's terms in one run and holds in others.
 
-    :param owners: by GP site and site downstream, the number of the value that each term depends on, −1 for none;
-        ``None`` where the numbers are the places.
+    :param owners: by GP site and site downstream, the number of the value that each term depends on, −1 for none.
     :param rowwise: GP sites of which each term stands in the row of its value.
     """
 
-    owners: dict[str, dict[str, Optional[Tensor]]] = field(default_factory=dict)
+    owners: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     rowwise: set[str] = field(default_factory=set)
 
 
@@ -76,20 +75,19 @@ class Terms:
         self.priors: Tensor = next(iter(processes.values())).x.new_zeros(())
         self.rest: Tensor = self.priors
         for name, part in parts.items():
-            owners: list[Any] = [each[name] for each in findings.owners.values() if name in each]
+            owners = [each[name] for each in findings.owners.values() if name in each]
             if not owners and name in found.latents:
                 self.priors = self.priors + part.sum()
-            elif all(owner is not None for owner in owners):
-                # Terms of no value, of a site that has others.
-                for owner in owners:
-                    part = torch.where(owner < 0, part, 0.0)
-                self.rest = self.rest + part.sum()
+                continue
+            for owner in owners:  # of a site that has others, the terms of no value
+                part = torch.where(owner < 0, part, 0.0)
+            self.rest = self.rest + part.sum()
 
     def _known(self, shapes: dict[str, torch.Size]) -> bool:
         """Whether what was found holds for terms of these shapes: where they stand in rows of their values."""
         found = self.findings
         return bool(found.owners) and all(
-            name in found.rowwise and shapes.get(site) == (self.values[name].shape if owner is None else owner.shape)
+            name in found.rowwise and shapes.get(site) == owner.shape
             for name, owners in found.owners.items()
             for site, owner in owners.items()
         )
@@ -109,9 +107,8 @@ class Terms:
         every = find_owners(show, base, steps, list(processes), ())[0] if sites else {}
         self.findings.owners, self.findings.rowwise = {}, set(every)
         for name, by_site in every.items():
-            shape, num = base[name].shape, base[name].shape[-1]
-            places = torch.arange(base[name].numel(), device=base[name].device).reshape(shape)
-            owners = self.findings.owners[name] = dict[str, Optional[Tensor]]()
+            num = base[name].shape[-1]
+            owners = self.findings.owners[name] = dict[str, Tensor]()
             for site, own in by_site.items():
                 if (own.touched & ((own.rows < 0) | (own.outputs < 0))).any():
                     raise ValueError(
@@ -121,10 +118,8 @@ class Terms:
                     )
                 # Numbers of values (P, N), row by row: n + Np.
                 if own.touched.any():
-                    owner = torch.where(own.touched, own.outputs * num + own.rows, -1)
-                    in_place = owner.shape == shape and torch.equal(owner, places)
-                    owners[site] = None if in_place else owner
-                    if not in_place and not _rowwise(owner, num):
+                    owners[site] = torch.where(own.touched, own.outputs * num + own.rows, -1)
+                    if not _rowwise(owners[site], num):
                         self.findings.rowwise.discard(name)
 
     def __contains__(self, name: str) -> bool:
@@ -142,14 +137,12 @@ class Terms:
 
         with pyro.validation_enabled(False):
             parts = mapped(at, nodes)
-        total = torch.zeros_like(nodes)
+        total = nodes.new_zeros(len(nodes), nodes[0].numel())
         for owner, part in zip(owners.values(), parts):
             # log p(y | fₙ) = Σ of the terms that belong to fₙ.
-            if owner is not None:
-                flat, kept = nodes.new_zeros(len(nodes), nodes[0].numel()), owner >= 0
-                part = flat.index_add(1, owner[kept], part[:, kept].to(flat.dtype)).reshape(nodes.shape)
-            total = total + part
-        return total.to(nodes.dtype)
+            part = torch.where(owner < 0, 0.0, part).flatten(1).to(total.dtype)
+            total = total.index_add(1, owner.clamp(min=0).flatten(), part)
+        return total.reshape(nodes.shape)
 
 
 def _rowwise(owner: Tensor, rows: int) -> bool:
