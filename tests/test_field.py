@@ -319,6 +319,18 @@ def test_what_is_held_by_a_handler_is_refused_by_name():
         assert held(*data)["c"] == 3
 
 
+def test_a_handler_may_hold_a_scale():
+    data = _count_data()
+    guide, _ = _step(_counts, families.SVGP(8), data)
+    with poutine.condition(data={"s": torch.tensor(3.0)}), torch.no_grad():
+        sites = poutine.trace(guide).get_trace(*data).nodes
+    posterior = sites["f"]["fn"]
+    assert sites["s"]["value"] == 3.0
+    torch.testing.assert_close(posterior.process.variance, torch.full((N,), 3.0))
+    explained = posterior.features[0].square().sum(-1)  # of a basis under that scale
+    torch.testing.assert_close(explained, torch.full((N,), 3.0), atol=0.01, rtol=0.0)
+
+
 def test_independent_latents_have_posteriors_of_their_own():
     data = _data()
     guide, losses = _step(_linear(), families.SVGP(8), data, independent=True)

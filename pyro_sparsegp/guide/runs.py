@@ -24,7 +24,7 @@ from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
-from ..program.handlers import Held, held_trace
+from ..program.handlers import Held, held_trace, unrecorded
 from ..program.registration import Probe
 from ..program.traces import all_sites, free_values, repeatable
 from ..warned import warn_once
@@ -136,7 +136,7 @@ class Run(ABC):
         """Draw the hyperparameters ahead, under which a field has its posterior."""
         ahead = Priors(self.guide, self.conditions, self.at_medians)
         ahead.draws_data = False
-        with poutine.block(hide_fn=lambda msg: msg["type"] != "param"):  # which optimisers are to see
+        with unrecorded(same=True, learns=True):  # what handlers hold, they hold here: test_a_handler_may_hold_a_scale
             ahead.perform(args, kwargs)
         self.drawn, self._ahead = ahead.drawn, ahead
         values = {name: value for name, value in free_values(ahead.trace).items() if name in ahead.others}

@@ -139,7 +139,12 @@ def unrecorded(same: bool, learns: bool) -> Any:
     """
     kinds = (TraceMessenger,) if same or learns else (TraceMessenger, MaskMessenger, ScaleMessenger)
     unwanted = () if learns else (MaskMessenger,)
-    return block_messengers(lambda m: isinstance(m, kinds) or (isinstance(m, unwanted) and m.mask is False))
+
+    def hides(m: Any) -> bool:
+        sees_sites = isinstance(m, kinds) and not getattr(m, "param_only", False)  # optimisers see parameters
+        return sees_sites or (isinstance(m, unwanted) and m.mask is False)
+
+    return block_messengers(hides)
 
 
 def is_blocked(model: Callable) -> bool:
