@@ -220,7 +220,7 @@ def _leading(stack: Stack, aim: Tensor, blocks: Tensor, rank: int) -> Tensor:
     root = cholesky(blocks, 0.0, "a block of a low-rank precision")
 
     def over(x: Tensor) -> Tensor:
-        return stack.flat(solve_lower(root, stack.cut(x)))
+        return solve_lower(root, stack.cut(x)).flatten(-3, -2)
 
     # R⁻¹P̂R⁻ᵀ = UΛUᵀ, eigenvalues in ascending order
     white = over(over(aim).mT.contiguous())
@@ -228,7 +228,7 @@ def _leading(stack: Stack, aim: Tensor, blocks: Tensor, rank: int) -> Tensor:
     first = max(values.shape[-1] - rank, 0)
     # B = RU(Λ − I)₊^½ of the leading ones
     scaled = vectors[..., first:] * (values[..., None, first:] - 1).clamp(min=0).sqrt()
-    b = stack.flat(each_times(root, stack.cut(scaled)))
+    b = each_times(root, stack.cut(scaled)).flatten(-3, -2)
     b = torch.nn.functional.pad(b, (0, rank - b.shape[-1]))
     # Columns that have nothing to do stay small, not 0, from which no step leads away.
     small = 1e-7 * torch.randn_like(b) * stack.own(b).flatten()[:, None]

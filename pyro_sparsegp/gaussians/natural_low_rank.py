@@ -114,15 +114,10 @@ class NaturalLowRank(AboutValues):
         stack = self._stack
         small = torch.cat(stack.blocks(self.low_rank.detach()), -2)
         found, low_rank = leading_directions(features, small) if self.rank else (small.to(features[0]), small)
-        self._set("low_rank", stack.rows(low_rank.split(self.sizes, -2)))
-        if self.base:
-            pairs = zip(features, found.split(self.sizes, -2))
-            self._put_block(stack.squares([plus_one(phi.mT @ phi - u @ u.mT) for phi, u in pairs]))
+        pairs = zip(features, found.split(self.sizes, -2))
+        block = stack.squares([plus_one(phi.mT @ phi - u @ u.mT) for phi, u in pairs])
+        self._put_parts((stack.rows(low_rank.split(self.sizes, -2)), *above_one(block, block)))
         self._put_seat(self._seat(anchor))
-
-    def _put_block(self, block: Tensor) -> None:
-        for name, value in zip(("block", "gain"), above_one(block, block)):
-            self._buffers[name] = value.to(self.block)
 
     def _seat(self, anchor: Any) -> Optional[Tensor]:
         """L + ηsI of each block as a stack, I where it is about w; ``None`` where w itself has a meaning."""
@@ -143,7 +138,7 @@ class NaturalLowRank(AboutValues):
     def _seen_from(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> Seen:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
         if seat is None or not self.seat.numel():
-            return Seen(loc, None, (self.block, low_rank, self.gain))
+            return Seen(loc, None, (low_rank, self.block, self.gain))
         moved, stays, columns = seat - self.seat, self.block - self.gain, stack.columns(loc)
         turn = plus_one(solve_lower(self.seat, moved))
         # T⁻¹m = m − L⁻¹(L − L₀)m
@@ -153,10 +148,10 @@ class NaturalLowRank(AboutValues):
         near, rest = (stack.narrow(part.flatten(-3)) for part in (near, rest))
         # K + Tᵀ(D − K)T
         gain = each_times(turn.mT, each_times(self.gain, turn))
-        return Seen(near, rest, (stays + gain, each_times(turn.mT, low_rank), gain))
+        return Seen(near, rest, (each_times(turn.mT, low_rank), stays + gain, gain))
 
     def _precision(self, parts: Parts) -> Tensor:
-        return self._stack.dense(parts[0], self._stack.flat(parts[1]))
+        return self._stack.dense(parts[1], parts[0].flatten(-3, -2))
 
     def _inverse(self, seen: Seen) -> tuple[Tensor, ...]:
         factor = self._given(seen).factors[0]
@@ -175,7 +170,7 @@ class NaturalLowRank(AboutValues):
         return sum(self.sizes) <= _FEW and not self.batch_shape
 
     def _given(self, seen: Seen) -> Product:
-        block, low_rank, _ = seen.parts
+        low_rank, block, _ = seen.parts
         # with RRᵀ = D⁻¹, P = R⁻ᵀ(I + RᵀBBᵀR)R⁻¹
         tril = root_of_inverse(block, False, "a block of a low-rank precision")
         # RA for D⁻¹ = RAAᵀRᵀ; a natural step starts without A
@@ -189,16 +184,14 @@ class NaturalLowRank(AboutValues):
     def _untilted(self, q: Product, parts: Parts) -> Parts:
         root: Any = q.factors[0]
         block = torch.cholesky_inverse(cholesky(root.tril @ root.tril.mT, 0.0, "D⁻¹"))
-        block, gain = above_one(block, block)
-        return block, parts[1], gain
+        return parts[0], *above_one(block, block)
 
     def _nearest(self, precision: Tensor) -> Parts:
         block, low_rank = nearest(precision, self._stack, self.rank, self.base)
-        block, gain = above_one(block, block)
-        return block, self._stack.cut(low_rank), gain
+        return self._stack.cut(low_rank), *above_one(block, block)
 
     def _put_parts(self, parts: Parts) -> None:
-        block, low_rank, gain = parts
+        low_rank, block, gain = parts
         self._set("low_rank", low_rank)
         if self.base:
             self._buffers["block"], self._buffers["gain"] = block.to(self.block), gain.to(self.block)
@@ -217,14 +210,14 @@ class NaturalLowRank(AboutValues):
             if num > _FEW and not _is_signed(taken):
                 each = (rate / weight)[..., None, None]
                 rows = [(stack.wide(part.phi), each * (2 * part.h)[..., None]) for part in taken.curvatures()]
-                target = Products(stack, parts[0], stack.flat(parts[1]), rate[..., None, None], rows)
+                target = Products(stack, parts[1], parts[0].flatten(-3, -2), rate[..., None, None], rows)
             else:
                 aim, cut = self._aim(taken, self._gram(parts), rate, weight)
                 aim.diagonal(dim1=-2, dim2=-1).add_(1)
                 target = Formed(stack, stack.spread(aim))
             # P̂'s blocks are what D + BBᵀ's shall be (Lawley, 1940)
             aims = target.blocks() if self.base else None
-            block, low_rank = sweep(target, aims, parts[0], stack.flat(parts[1]))
+            block, low_rank = sweep(target, aims, parts[1], parts[0].flatten(-3, -2))
             for _ in range(1, self.sweeps or (1 if num <= _SMALL and self._is_slow else 2)):
                 block, low_rank = sweep(target, aims, block if aims is None else lifted(block, aims), low_rank)
             if isinstance(target, Formed):
@@ -236,9 +229,9 @@ class NaturalLowRank(AboutValues):
         gain = parts[2]
         if aims is not None:
             # torch.linalg.eigh raises for what is not finite; the step is left out by its mean.
-            block, gain = above_one(torch.where(block.isfinite().all(), block, parts[0]), aims)
+            block, gain = above_one(torch.where(block.isfinite().all(), block, parts[1]), aims)
         failed = failed + sum(flag.count_nonzero() for flag in flags)
-        return (block, stack.cut(low_rank), gain), stack.narrow(shift), cut, failed
+        return (stack.cut(low_rank), block, gain), stack.narrow(shift), cut, failed
 
 
 def _is_signed(taken: Pass) -> bool:

@@ -55,7 +55,7 @@ class LowRankFactor(Factor):
     @functools.cached_property
     def low_rank(self) -> Tensor:
         """V = LTᵀ, ``(..., C·M, R)``: S = LLᵀ − VVᵀ."""
-        return self.stack.flat(each_times(self.tril, self.stack.cut(self._t.mT)))
+        return each_times(self.tril, self.stack.cut(self._t.mT)).flatten(-3, -2)
 
     def _scaled(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """ΦL of each block, ``(..., C, N, M)``, and ΦV, of a wide Φ."""
@@ -79,7 +79,7 @@ class LowRankFactor(Factor):
 
     def times(self, v: Tensor) -> Tensor:
         """Sv = L(I − TᵀT)Lᵀv of a vector."""
-        scaled = self.stack.flat(each_times(self.tril.mT, self.stack.columns(v)))
+        scaled = each_times(self.tril.mT, self.stack.columns(v)).flatten(-3, -2)
         scaled = scaled - self._t.mT @ (self._t @ scaled)
         return self.stack.narrow(each_times(self.tril, self.stack.cut(scaled)).flatten(-3))
 
@@ -101,7 +101,7 @@ class LowRankFactor(Factor):
 
     def unscale(self, v: Tensor) -> Tensor:
         # v ← L⁻¹v: vᵀS⁻¹v = ‖v‖² + ‖Bᵀv‖²
-        v = self.stack.flat(solve_lower(self.tril, self.stack.columns(v)))
+        v = solve_lower(self.tril, self.stack.columns(v)).flatten(-3, -2)
         return torch.cat([v, self._flat.mT @ v], -2)[..., 0]
 
 

@@ -56,7 +56,9 @@ class Product(Gaussian):
         ]
 
     def _join(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        return list(blocks) if len(blocks) == 1 else _joined(blocks, self.groups)
+        if len(blocks) == 1:
+            return list(blocks)
+        return [side_by_side([blocks[b] for b in group]) for group in self.groups]
 
     def mean(self, features: Sequence[Tensor]) -> Tensor:
         return _sum((phi @ f.loc[..., None])[..., 0] for f, phi in zip(self.factors, self._join(features)))
@@ -156,11 +158,6 @@ class Recorded(Product):
         w = self.taken.keep(side_by_side(super().rsample(shape)).clone())
         self.taken.draws.append(((w - side_by_side(self.loc)).detach(), w))
         return list(w.split(self.sizes, -1))
-
-
-def _joined(blocks: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The blocks of each group, side by side."""
-    return [side_by_side([blocks[b] for b in group]) for group in groups]
 
 
 def _sum(values: Iterable[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..numerics.linalg import lift_to
 
-__all__ = ["Curvature", "Pass", "Record", "Row", "is_recording", "recorded", "recording"]
+__all__ = ["Curvature", "Pass", "Record", "Row", "recorded", "recording"]
 
 
 @dataclass(eq=False)
@@ -73,11 +73,6 @@ class Pass:
         value = value if value.requires_grad else value + self.record.zero
         self.record.tensors.append(value)
         return value
-
-    @property
-    def is_weighed(self) -> bool:
-        """Whether the objective holds the divergence."""
-        return any(part.grad is not None for part in self.divergences)
 
     def weight(self, batch_shape: torch.Size) -> Tensor:
         """c, of the batch's shape."""
@@ -221,7 +216,7 @@ def _whole(passes: list[Pass]) -> list[Pass]:
     """
     whole: list[Pass] = []
     for one in reversed(passes):
-        if one.is_weighed:
+        if any(part.grad is not None for part in one.divergences):
             whole.insert(0, one)
         elif whole:
             whole[0].rows += one.rows
@@ -243,11 +238,6 @@ def recording(like: Tensor) -> Iterator[Record]:
         yield record
     finally:
         _RECORD.reset(token)
-
-
-def is_recording() -> bool:
-    """Whether this is part of an evaluation within :func:`recording`."""
-    return _RECORD.get() is not None
 
 
 def recorded() -> Optional[Record]:

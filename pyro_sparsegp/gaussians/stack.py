@@ -66,10 +66,6 @@ class Stack:
         """A flat tensor as a stack."""
         return flat.view(*flat.shape[:-2], len(self.sizes), self.size, flat.shape[-1])
 
-    def flat(self, whole: Tensor) -> Tensor:
-        """A stack as a flat tensor."""
-        return whole.flatten(-3, -2)
-
     def columns(self, x: Tensor) -> Tensor:
         """A vector of all blocks, ``(..., ΣM_b)``, as ``(..., C, M, 1)``."""
         return self.cut(self.wide(x)[..., None])

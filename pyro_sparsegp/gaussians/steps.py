@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..numerics.processes import joined, largest, total_share
 from .base import Coefficients
-from .record import Pass, is_recording
+from .record import Pass, recorded
 
 __all__ = ["DEFAULT_RATE", "Falling", "Natural", "Rate", "cautious", "steppers"]
 
@@ -156,7 +156,7 @@ class Natural(Coefficients):
     def _kept(self, name: str) -> Tensor:
         """A parameter; no optimiser is told of it while a record is made, or nothing is differentiated."""
         # Pyro's param statement, by the attribute, is what hands a parameter to an optimiser.
-        if torch.is_grad_enabled() and not is_recording():
+        if torch.is_grad_enabled() and recorded() is None:
             return getattr(self, name)
         value: Any = self._parameters[name]
         return value.detach()
