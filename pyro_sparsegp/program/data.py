@@ -135,8 +135,7 @@ class _Leaf:
             return True
         # After guide.float() the data in float64 are still those of training.
         dtype = _coarser(other.dtype, self.dtype)
-        one, two = other.to(dtype), own.to(dtype)
-        return torch.equal(one, two) or bool(((one == two) | (one.isnan() & two.isnan())).all())
+        return torch.allclose(other.to(dtype), own.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:

@@ -137,13 +137,13 @@ def find_owners(
     :param moves: in steps.
     """
     points: list[Values] = [base]
-    codes = {name: (_codes(_numbers(base[name])[0]), _codes(_numbers(base[name])[1])) for name in names}
-    first: dict[str, int] = {}
+    codes = {name: tuple(map(_codes, _numbers(base[name]))) for name in names}
+    first: dict[str, int] = {}  # of a site's points: all NaN, NaN by rows, NaN by outputs, moved
     for name in names:
         value, (rows, outputs) = base[name], codes[name]
         first[name] = len(points)
-        points.append({**base, name: torch.full_like(value, torch.nan)})
-        points += [{**base, name: value.masked_fill(mask, torch.nan)} for mask in (*rows, *outputs)]
+        masks = torch.ones_like(value, dtype=torch.bool), *rows, *outputs
+        points += [{**base, name: value.masked_fill(mask, torch.nan)} for mask in masks]
         points += [{**base, name: value + move * steps[name]} for move in moves]
     shown = stacked_runs(show, points)
     owners: dict[str, dict[Any, Owners]] = {}
@@ -154,10 +154,8 @@ def find_owners(
     # test_diagnostics_tree.py::test_densities_that_are_not_finite_are_named.
     hidden = {key: part[0].isnan() & part[0].isnan().all() for key, part in shown.items()}
     for name in names:
-        rows, outputs = codes[name]
-        then = first[name] + 1 + len(rows) + len(outputs)
         moved[name] = {0.0: {key: part[0] for key, part in shown.items()}}
-        for place, move in enumerate(moves, then):
+        for place, move in enumerate(moves, first[name] + 1 + sum(map(len, codes[name]))):
             moved[name][move] = {key: part[place] for key, part in shown.items()}
             for key, part in shown.items():
                 shifted = _moves(part[0], part[place]) & ~part[0].isnan()

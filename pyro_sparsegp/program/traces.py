@@ -136,12 +136,12 @@ class RandomState:
     def __init__(self, like: Tensor) -> None:
         on_device = [torch.cuda.default_generators[like.device.index]] if like.is_cuda else []
         self.generators = [torch.default_generator, *on_device]
-        self._states = [generator.get_state() for generator in self.generators]
+        self._states = list(map(torch.Generator.get_state, self.generators))
 
     @property
     def has_moved(self) -> bool:
         """Whether anything was drawn since."""
-        return not all(torch.equal(state, g.get_state()) for state, g in zip(self._states, self.generators))
+        return not all(map(torch.equal, self._states, map(torch.Generator.get_state, self.generators)))
 
     def restore(self) -> None:
         """Put the generators back."""
