@@ -481,6 +481,28 @@ def test_a_fit_says_what_moved_and_what_has_not_arrived():
     assert any(line.startswith("'s' moved by") for line in fitted[True])
 
 
+def test_an_exact_posterior_starts_at_the_mode_of_its_evidence():
+    x, _, y = _data()
+
+    def model(x, y=None):
+        s = pyro.sample("s", dist.LogNormal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(s * kernels.RBF(0.4), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(1.0 + f, NOISE), obs=y)
+
+    guide = AutoSparseGP(model, families.Exact())
+    guide(x, y)
+    s = torch.linspace(-2, 3, 501)
+    dense = torch.stack([_log_joint(v.exp(), x, y - 1) for v in s])
+    assert guide.together.mean.item() == pytest.approx(s[dense.argmax()].item(), abs=0.02)
+
+
+def _log_joint(s, x, y):
+    covariance = s * kernels.RBF(0.4)(x) + NOISE**2 * torch.eye(N)
+    density = dist.MultivariateNormal(torch.zeros(N), covariance).log_prob(y)
+    return density + dist.Normal(0.0, 1.0).log_prob(s.log())  # of log s
+
+
 def test_a_failed_search_starts_anew():
     data = _count_data()
     guide, _ = _step(_counts, families.SVGP(8), data)

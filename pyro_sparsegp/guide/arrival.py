@@ -83,7 +83,9 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
             nested = None
         if nested is None:
             return [beyond]
-        compared = _Compared(guide, search, search.at_all_rows(nested) if nested.each > 1 else nested)
+        compared = _Compared(
+            guide, search, search.at_all_rows(nested) if nested.each > 1 and search.num <= search.all else nested
+        )
         with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
             compared.nested.tell = bar.update
             compared.at_draws(_DRAWS if whole else 2 * nested.size + 8, whole)

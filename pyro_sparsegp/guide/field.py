@@ -23,6 +23,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to, register_kl
 
+from ..approximations.optimal import ExactGP
 from ..gaussians import FullCholesky, NaturalGaussian, Share, Shared
 from ..numerics.linalg import cholesky
 from ..program.dependence import COUPLED
@@ -40,6 +41,7 @@ __all__ = [
     "Standardised",
     "anchor_of",
     "at_zero",
+    "basis_of",
     "find_links",
     "hyperparameters_among",
     "is_normal_prior",
@@ -152,6 +154,14 @@ def slices(numbers: Mapping[str, int]) -> dict[str, slice]:
     return found
 
 
+def basis_of(guide: KnownGuide, name: str, process: Any) -> Any:
+    """A GP site's basis under its kernel: of the exact family, values at the inputs."""
+    module = guide.module_of(name)
+    if isinstance(module, ExactGP):
+        return module.features_at(process, name, process.x)[0]
+    return module.basis(process.kernel, process.jitter, name)
+
+
 class Standardised(Messenger):
     """Gives the members of a field values made of x, and hyperparameters values made of θ.
 
@@ -187,7 +197,7 @@ class Standardised(Messenger):
             value = transform(self.theta[name])
             jacobian = transform.log_abs_det_jacobian(self.theta[name], value)
             self.log_prior = self.log_prior + fn.log_prob(value).sum() + jacobian.sum()
-        elif name in self.x:
+        elif name in self.x or name in self.residuals:
             process, _ = as_process(fn)
             value = self._of_process(name, process) if process is not None else _standardised(fn, self.x[name])
             self.values[name] = value
@@ -199,10 +209,11 @@ class Standardised(Messenger):
     def _of_process(self, name: str, process: Any) -> Tensor:
         """μ + φᵀw + Rt, with RRᵀ the residual's covariance; √ρ t of its variance where no term adds values up."""
         if name not in self.bases:
-            self.bases[name] = self.guide.module_of(name).basis(process.kernel, process.jitter, name)
+            self.bases[name] = basis_of(self.guide, name, process)
         basis = self.bases[name]
         blocks = self.features[name] = basis(process.x)
-        w = self.x[name].split([phi.shape[-1] for phi in blocks])
+        x = self.x[name] if name in self.x else process.x.new_zeros(sum(phi.shape[-1] for phi in blocks))
+        w = x.split([phi.shape[-1] for phi in blocks])
         value, t = process.mean + sum(phi @ part for phi, part in zip(blocks, w)), self.residuals[name]
         if len(t) > 1:
             left = process.kernel(process.x) - sum(phi @ phi.mT for phi in blocks)
@@ -253,9 +264,7 @@ def jacobian(value: Tensor, x: Tensor, along: Optional[Tensor] = None) -> Tensor
 
 def at_zero(guide: KnownGuide, latents: Mapping[str, Tensor]) -> Standardised:
     """A handler with GP sites' entries at 0, and those of some latents as given."""
-    gps = guide.facts.gps
-    x = {name: guide.like.new_zeros(sum(guide.module_of(name).basis.sizes)) for name in gps}
-    return Standardised(guide, {**x, **latents}, {name: guide.like.new_zeros(1) for name in gps})
+    return Standardised(guide, latents, {name: guide.like.new_zeros(1) for name in guide.facts.gps})
 
 
 def hyperparameters_among(

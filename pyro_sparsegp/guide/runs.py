@@ -28,7 +28,7 @@ from ..program.handlers import Held, held_trace, unrecorded
 from ..program.registration import Probe
 from ..program.traces import all_sites, free_values, repeatable
 from ..warned import warn_once
-from .field import FieldLatent, anchor_of
+from .field import FieldLatent, anchor_of, basis_of
 from .known import KnownGuide, Rows, require_inputs
 from .reading import SiteReading
 
@@ -265,8 +265,7 @@ class Priors(Run):
     @cached_property
     def bases(self) -> dict[str, Any]:
         """The bases of the GP sites that it met."""
-        sites = self.processes.items()
-        return {name: self.guide.module_of(name).basis(p.kernel, p.jitter, name) for name, p in sites}
+        return {name: basis_of(self.guide, name, process) for name, process in self.processes.items()}
 
     def whole(self) -> Whole:
         """q(x) under them."""

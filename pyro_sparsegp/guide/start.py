@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
-from ..approximations.optimal import OptimalGP
+from ..approximations.optimal import ExactGP, OptimalGP
 from ..gaussians import NaturalGaussian
 from ..program.traces import all_sites, is_free, repeatable
 from .coupled import able_to_couple, couple, drop_latents
@@ -44,6 +44,7 @@ from .runs import Run, Setup
 __all__ = ["PATIENCE", "Search", "index_of", "init_to_centre", "is_open", "start"]
 
 _MOST_ROWS = 2000  # of a start; more are taken at equal distances
+_MOST_VALUES = 500  # of rows that are a basis themselves
 _ALL_ROWS = 20_000  # up to which all are taken in the end
 _MOST_SLOPES = 50_000_000  # of predictors by the field
 PATIENCE = 2.0  # seconds, after which a search shows a bar
@@ -94,7 +95,7 @@ def is_open(guide: KnownGuide, able: list[str]) -> bool:
     if torch.distributed.is_initialized() or facts.inner or facts.enumerated or len(able) < len(facts.latents):
         return False
     return all(
-        type(module) in (SparseGP, OptimalGP, ExpectationGP)
+        type(module) in (SparseGP, OptimalGP, ExactGP, ExpectationGP)
         and not module.batch_shape
         and module.family.get("num_columns") is None
         and sum(module.basis.sizes) <= LARGEST
@@ -102,11 +103,11 @@ def is_open(guide: KnownGuide, able: list[str]) -> bool:
     )
 
 
-def _some_rows(num: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], float]:
+def _some_rows(num: int, most: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], float]:
     """The arguments at some of many rows, and what each stands for: those of as many as the first GP site's inputs."""
-    if num <= _MOST_ROWS:
+    if num <= most:
         return args, kwargs, 1.0
-    step = math.ceil(num / _MOST_ROWS)
+    step = math.ceil(num / most)
 
     def some(value: Any) -> Any:
         return value[::step] if isinstance(value, Tensor) and value.dim() and len(value) == num else value
@@ -125,7 +126,7 @@ def _find(search: Search) -> None:
         nested.tell = bar.update
         if moves:
             theta = nested.mode([theta, *search.draws()])
-        if nested.each > 1 and search.num <= _ALL_ROWS:  # from there on all rows
+        if nested.each > 1 and search.num <= search.all:  # from there on all rows
             nested = search.at_all_rows(nested)
             theta = nested.mode([theta]) if moves else theta
         covariance, slopes = nested.curvature(theta)
@@ -149,7 +150,9 @@ class Search:
         self.priors = {name: sites[name]["infer"]["prior"] for name in able}
         self.held = {name: sites[name]["value"].detach() for name in able}
         self.plates = {n: s["value"].detach() for n, s in sites.items() if is_free(s) and site_is_subsample(s)}
-        self.args, self.kwargs, self.each = _some_rows(self.num, args, kwargs)
+        exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
+        self.most, self.all = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, _ALL_ROWS)
+        self.args, self.kwargs, self.each = _some_rows(self.num, self.most, args, kwargs)
         few = self.each != 1  # whose plates have other row numbers
         self.values = {n: value for n, value in self.plates.items() if not (few and len(value) == self.num)}
         normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
@@ -181,8 +184,9 @@ class Search:
 
     def at_all_rows(self, nested: Nested) -> Nested:
         """F at all rows."""
-        args, kwargs, each = self.whole
-        found = Nested(self.guide, nested.layout, nested.links, nested.hyper, self.plates, args, kwargs, each)
+        self.args, self.kwargs, self.each = self.whole
+        self.values = self.plates
+        found = self.nested() or nested
         found.tell = nested.tell
         return found
 
@@ -210,9 +214,11 @@ class Search:
         return run_standardised(self.guide, self.args, self.kwargs, handler, {**self.values, **values})
 
     def _layout(self, members: list[str]) -> Layout:
-        guide, normal = self.guide, self.normal
+        guide, normal, rows = self.guide, self.normal, round(self.num / self.each)
         field = {
-            name: [normal[name].shape().numel()] if name in normal else list(guide.module_of(name).basis.sizes)
+            name: [normal[name].shape().numel()]
+            if name in normal
+            else list(guide.module_of(name).basis.sizes) or [rows]
             for name in members
         }
         layout = Layout(field, residuals_of(guide.facts, dict.fromkeys(guide.facts.gps, self.num)))
@@ -271,10 +277,10 @@ class Search:
         coefficients.put_sums(anchor, given - eye, given @ best.x[index])
 
     def _wants_field(self, field: list[str]) -> bool:
-        """Whether GP sites meet in a density, or a latent is to be joint with them; not in expectation propagation."""
+        """Whether GP sites meet in a density, or a latent is to be joint with them; not for EP and exact families."""
         gps = self.guide.modules_by_site()
-        expectation = any(isinstance(module, ExpectationGP) for module in gps.values())
-        return (len(field) > len(gps) or bool(self.guide.facts.interactions)) and not expectation
+        apart = any(isinstance(module, (ExpectationGP, ExactGP)) for module in gps.values())
+        return (len(field) > len(gps) or bool(self.guide.facts.interactions)) and not apart
 
     def _precision(self, covariance: Tensor, moves: Tensor, root: Tensor) -> Tensor:
         """Of (θ, x): x | θ ~ N(x̂ + Xδ, P⁻¹) with X = ∂x̂/∂θ has [H + XᵀPX, −XᵀP; −PX, P]."""
