@@ -140,7 +140,9 @@ def dense(model, posteriors, args):
 
 
 @pytest.mark.filterwarnings("ignore:GP sites .* by their sum")
-@pytest.mark.parametrize("model", [aggregated, scaled_and_masked, two_blocks, two_sites], ids=str)
+@pytest.mark.parametrize(
+    "model", [aggregated, scaled_and_masked, two_blocks, two_sites], ids=["sums", "scaled", "blocks", "sites"]
+)
 @pytest.mark.parametrize("family", [SVGP(5), OrthogonalInducing(4, 3), OrthogonallyDecoupled(5, 4)], ids=repr)
 def test_the_bound_and_its_gradients_are_those_of_whole_covariances(model, family):
     args = data()
