@@ -174,7 +174,7 @@ print(f"The picture is in {options.out}")
 # as these are, say which explains the data better, not which is calibrated.
 #
 # In the plane nothing changes but the cells: midpoints `(M, 2)` and areas `(M,)`.
-# `tests/benchmarks/cox.py` does so for trees in a forest, and for a century of coal-mining disasters.
+# `tests/benchmarks/cox.md` does so for trees in a forest, and for a century of coal-mining disasters.
 
 # %% [markdown]
 # ## What was claimed

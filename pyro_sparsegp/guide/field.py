@@ -11,20 +11,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
-from typing import Any, ClassVar, Optional
+from typing import Any, Optional
 
 import pyro
 import pyro.distributions as dist
 import torch
 from pyro import poutine
-from pyro.distributions import TorchDistribution, constraints
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
-from torch.distributions import biject_to, register_kl
+from torch.distributions import biject_to
 
 from ..approximations.optimal import ExactGP
-from ..gaussians import FullCholesky, NaturalGaussian, Share, Shared
+from ..gaussians import FullCholesky, NaturalGaussian, Shared
 from ..numerics.linalg import cholesky
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
@@ -34,8 +33,6 @@ from .known import KnownGuide
 
 __all__ = [
     "LARGEST",
-    "BaseMeasure",
-    "FieldLatent",
     "Layout",
     "Predictors",
     "Standardised",
@@ -50,6 +47,7 @@ __all__ = [
     "residuals_of",
     "run_standardised",
     "slices",
+    "standardised",
 ]
 
 LARGEST = 2000  # entries of a field, whose covariance is dense
@@ -60,7 +58,7 @@ def is_normal_prior(prior: Any) -> bool:
     return type(bare(prior)) in (dist.Normal, dist.MultivariateNormal)
 
 
-def _standardised(prior: Any, z: Tensor) -> Tensor:
+def standardised(prior: Any, z: Tensor) -> Tensor:
     """loc + Lz of a normal prior."""
     fn, z = bare(prior), z.reshape(z.shape[:-1] + prior.shape())
     return fn.loc + (fn.scale * z if isinstance(fn, dist.Normal) else (fn.scale_tril @ z[..., None])[..., 0])
@@ -199,7 +197,7 @@ class Standardised(Messenger):
             self.log_prior = self.log_prior + fn.log_prob(value).sum() + jacobian.sum()
         elif name in self.x or name in self.residuals:
             process, _ = as_process(fn)
-            value = self._of_process(name, process) if process is not None else _standardised(fn, self.x[name])
+            value = self._of_process(name, process) if process is not None else standardised(fn, self.x[name])
             self.values[name] = value
         else:
             return
@@ -435,69 +433,3 @@ def anchor_of(guide: KnownGuide, bases: Mapping[str, Any], priors: Mapping[str, 
         for size, block in zip(sizes, bases[name].anchors):
             parts.append(torch.eye(size, dtype=guide.like.dtype, device=guide.like.device) if block is None else block)
     return torch.block_diag(*parts)
-
-
-class FieldLatent(TorchDistribution):
-    """A normal latent's posterior in a run: its part of a draw of the field."""
-
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-    has_rsample = True
-
-    def __init__(self, prior: Any, share: Share) -> None:
-        self.prior, self.share = prior, share
-        self._drawn: Optional[list[Tensor]] = None
-        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
-
-    @property
-    def is_drawn(self) -> bool:
-        """Whether its value is a draw of its own."""
-        return self._drawn is not None
-
-    @property
-    def support(self) -> Any:  # type: ignore[override]
-        return constraints.independent(constraints.real, len(self.event_shape))
-
-    @property
-    def mean(self) -> Tensor:
-        """loc + Lm."""
-        return _standardised(self.prior, torch.cat(self.share.loc, -1))
-
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        self._drawn = self.share.rsample(torch.Size(sample_shape))
-        return _standardised(self.prior, torch.cat(self._drawn, -1))
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """log dq/dp of the draw of all, where this is the member that counts it, spread over the batch."""
-        return self._spread(self.share.log_ratio(self._drawn or []))
-
-    def kl(self) -> Tensor:
-        """The divergence of the whole field, where this is the member that counts it."""
-        return self._spread(self.share.kl())
-
-    def _spread(self, total: Tensor) -> Tensor:
-        return (total / max(self.batch_shape.numel(), 1)).expand(self.batch_shape)
-
-    def base_measure(self) -> BaseMeasure:
-        """The prior, of density 1."""
-        return BaseMeasure(self.prior)
-
-
-class BaseMeasure(TorchDistribution):
-    """A prior that densities are relative to: it has density 1."""
-
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, prior: Any) -> None:
-        self.prior = prior
-        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        return value.new_zeros(self.batch_shape)
-
-    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
-        return self.prior.rsample(sample_shape)
-
-
-@register_kl(FieldLatent, BaseMeasure)
-def _kl_field_latent(q: FieldLatent, p: BaseMeasure) -> Tensor:
-    return q.kl()

@@ -32,7 +32,7 @@ from ..program.traces import (
     without_event,
 )
 from .coupled import condition_on_held, coupled_params, coupled_posterior
-from .field import FieldLatent
+from .field_latent import FieldLatent
 from .known import KnownGuide
 
 if TYPE_CHECKING:

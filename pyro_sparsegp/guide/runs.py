@@ -28,7 +28,8 @@ from ..program.handlers import Held, held_trace, unrecorded
 from ..program.registration import Probe
 from ..program.traces import all_sites, free_values, repeatable
 from ..warned import warn_once
-from .field import FieldLatent, anchor_of, basis_of
+from .field import anchor_of, basis_of
+from .field_latent import FieldLatent
 from .known import KnownGuide, Rows, require_inputs
 from .reading import SiteReading
 

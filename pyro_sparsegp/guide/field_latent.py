@@ -1,0 +1,81 @@
+"""Latents of a field as Pyro's sites: each one's part of a draw of x, and the priors that densities are relative to."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Optional
+
+import torch
+from pyro.distributions import TorchDistribution, constraints
+from torch import Tensor
+from torch.distributions import register_kl
+
+from ..gaussians import Share
+from .field import standardised
+
+__all__ = ["BaseMeasure", "FieldLatent"]
+
+
+class FieldLatent(TorchDistribution):
+    """A normal latent's posterior in a run: its part of a draw of the field."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = True
+
+    def __init__(self, prior: Any, share: Share) -> None:
+        self.prior, self.share = prior, share
+        self._drawn: Optional[list[Tensor]] = None
+        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its value is a draw of its own."""
+        return self._drawn is not None
+
+    @property
+    def support(self) -> Any:  # type: ignore[override]
+        return constraints.independent(constraints.real, len(self.event_shape))
+
+    @property
+    def mean(self) -> Tensor:
+        """loc + Lm."""
+        return standardised(self.prior, torch.cat(self.share.loc, -1))
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        self._drawn = self.share.rsample(torch.Size(sample_shape))
+        return standardised(self.prior, torch.cat(self._drawn, -1))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """log dq/dp of the draw of all, where this is the member that counts it, spread over the batch."""
+        return self._spread(self.share.log_ratio(self._drawn or []))
+
+    def kl(self) -> Tensor:
+        """The divergence of the whole field, where this is the member that counts it."""
+        return self._spread(self.share.kl())
+
+    def _spread(self, total: Tensor) -> Tensor:
+        return (total / max(self.batch_shape.numel(), 1)).expand(self.batch_shape)
+
+    def base_measure(self) -> BaseMeasure:
+        """The prior, of density 1."""
+        return BaseMeasure(self.prior)
+
+
+class BaseMeasure(TorchDistribution):
+    """A prior that densities are relative to: it has density 1."""
+
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, prior: Any) -> None:
+        self.prior = prior
+        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return value.new_zeros(self.batch_shape)
+
+    def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
+        return self.prior.rsample(sample_shape)
+
+
+@register_kl(FieldLatent, BaseMeasure)
+def _kl_field_latent(q: FieldLatent, p: BaseMeasure) -> Tensor:
+    return q.kl()
