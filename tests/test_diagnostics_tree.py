@@ -474,7 +474,7 @@ def test_observations_of_the_wrong_shape_are_refused(model):
     guide, x, y = fitted(model, steps=2)
     for wrong in (y[:, None], y[None], y[:1], y[0]):
         for call in (to_datatree, diagnostics.predictive_scores):
-            with pytest.raises(ValueError, match=r"site .y. (has observations|observes data) of shape .*Give .*"):
+            with pytest.raises(ValueError, match=r"site .y. (has observations|observes data) of shape .*(Give|write)"):
                 call(model, guide, x, wrong, num_samples=2)
     samples = {"f": torch.zeros(3, 40)}
     plain = one_function(KERNEL, lambda f: dist.Normal(f, 0.2))

@@ -110,28 +110,28 @@ def test_the_root_is_small():
 BRANCHES = (ast.If, ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Try)
 # Lines of each room, with docstrings and blanks.
 LINES = {
-    "root": 851,
+    "root": 850,
     "numerics": 1284,
     "kernels": 2798,
-    "gaussians": 3821,
-    "bases": 2345,
+    "gaussians": 3760,
+    "bases": 2341,
     "posterior": 885,
     "approximations": 866,
     "families": 1086,
     "distributions": 252,
-    "program": 3042,
-    "guide": 4640,
-    "inference": 2865,
-    "diagnostics": 2578,
+    "program": 2857,
+    "guide": 4927,
+    "inference": 2852,
+    "diagnostics": 2554,
     "interop": 334,
 }
-ALL_LINES = 27647
-STATEMENTS = 16472
-BRANCHES_PER_1000_LINES = 118
-COMMENTS = 0.0188  # at least
-FILE_LINES = 502
-FUNCTION_BRANCHES = 20
-TEST_LINES = 28520
+ALL_LINES = 27646
+STATEMENTS = 16429
+BRANCHES_PER_1000_LINES = 115
+COMMENTS = 0.0203  # at least
+FILE_LINES = 458
+FUNCTION_BRANCHES = 19
+TEST_LINES = 23981
 
 
 @functools.cache
