@@ -40,22 +40,22 @@ def predict(
 ) -> dict[str, Tensor]:
     """Posterior draws of every site of the model at new inputs.
 
-    Function values come from the sparse posterior of a guide, or, for MCMC draws of f at the training inputs,
-    from the process conditioned on them (:meth:`GaussianProcess.given`). Latents under a plate that holds data
-    are drawn from the model; subsampling is off. ``torch.func.vmap`` makes many draws at once if the program allows it.
+    A guide's function values come from its sparse posterior. MCMC has drawn f at the training inputs, and f at new
+    inputs is drawn given those values (:meth:`GaussianProcess.given`). Latents under a plate that holds data are drawn
+    from the model; subsampling is off. ``torch.func.vmap`` makes many draws at once if the program allows it.
     A :class:`~pyro_sparsegp.NumericalWarning` counts the transitions of an ``MCMC`` that diverged.
 
-    :param model: the model. Under a guide it may differ from the guide's in what follows the latent sites.
+    :param model: the guide's model, or one with the same latent sites and another likelihood.
     :param result: a fitted guide, an ``MCMC`` that has run, or its samples, each ``(S, ...)``. MCMC may have run
         on the model under :class:`~pyro_sparsegp.Whitening`.
     :param args: the model's arguments at the new inputs, observations left out (``None``).
     :param num_samples: the number of draws of a guide, by default 100; MCMC has as many as its samples.
     :param joint: draw a guide's function values jointly, in O(N³) a draw, or independently of each other.
-    :param data: the training arguments, ``(x, y)``, where ``result`` is a mapping of samples.
+    :param data: the training arguments, ``(x, y)``, if ``result`` is a mapping of samples.
     :param kwargs: the model's further arguments.
-    :returns: by site, ``(S, ...)``; function values are ``(S, N)``.
-    :raises ValueError: if ``result`` is not one of these, or lacks the training data; where the model holds data of
-        other rows.
+    :returns: the draws of each site, by name, ``(S, ...)``; function values are ``(S, N)``.
+    :raises ValueError: if ``result`` is not one of these, or lacks the training data; or if the model itself holds data
+        that do not match the new inputs.
     """
     require_number("num_samples", 1 if num_samples is None else num_samples)
     if isinstance(result, AutoSparseGP):

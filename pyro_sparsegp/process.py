@@ -61,13 +61,13 @@ class GaussianProcess(TorchDistribution):
     >>> f.event_shape
     torch.Size([5])
 
-    :param kernel: a kernel, or any callable with its two methods.
+    :param kernel: a kernel, or a callable with a kernel's two methods ``k(x, z)`` and ``k.diag(x)``.
     :param x: inputs, ``(N, D)``; leading batch dimensions broadcast with the hyperparameters'.
     :param mean: μ: a callable of x that returns ``(..., N)``, a tensor ``(..., N)`` or ``()``, a number, or ``None``
         (zero).
     :param jitter: relative jitter of Cholesky factorisations; ``None`` is 1e-8 in float64 and 1e-6 in float32. For
-        inducing points ``None`` is 3e-8 in float32, if the library's own kernels give K_ZZ in float64. A guide keeps it
-        when its dtype changes.
+        inducing points in float32 it is 3e-8 if the kernel, as the library's own do, computes K_ZZ in float64. The
+        jitter stays when the dtype of a guide changes.
     :raises ValueError: if x is not a matrix of finite floating point numbers, or mean or kernel do not fit.
     """
 

@@ -32,20 +32,20 @@ def loo(
     ``loo(tree)`` of a tree made by :func:`to_datatree`, or ``loo(model, guide, x, y)``. The weight of a draw in the
     leave-one-out posterior of datum n is p/q / p(yₙ | draw)^wₙ (Magnusson, Andersen, Jonasson and Vehtari, 2019,
     eq. 8), smoothed. wₙ is the row's weight (``poutine.scale``), by default 1; the density of a row counts once
-    whatever its weight. Draws by MCMC have p/q = 1. Hyperparameters that are points stay as they are for each datum
-    left out. A low k-hat does not say that q is wide enough (:func:`psis`).
+    whatever its weight. Draws by MCMC have p/q = 1. Hyperparameters fitted as points are not
+    fitted again without datum n. A low k-hat does not say that q is wide enough (:func:`psis`).
 
     :param tree_or_model: a tree made by :func:`to_datatree`; or the model, followed in ``args`` by the guide and the
         training arguments.
     :param args: the guide and the training arguments, after a model.
-    :param target: "vfe" or "fitc", see :func:`psis`, by default the tree's own; "none" leaves p/q out, and judges the
-        posterior as it is. So does, with a warning, a k-hat of p/q above ``good_k`` of :func:`psis`.
+    :param target: "vfe" or "fitc", see :func:`psis`, by default the tree's own. "none" takes p/q = 1, and so judges
+        q itself. If k-hat of p/q is above ``good_k`` of :func:`psis`, loo warns and does the same.
     :param var_name: the observed site, or several that observe the same rows: a row is then left out of all of them,
         and its density is their joint one. By default all.
     :param num_samples: S, draws of the guide. By default as many as :func:`psis` takes.
-    :param kwargs: of :func:`to_datatree`.
-    :returns: with three attributes more: ``target``, the one used; ``khat`` of p/q (NaN for the target "none", −∞ of
-        MCMC) and its standard error ``khat_se``; ``warning`` is set where k-hat is too large.
+    :param kwargs: further arguments of :func:`to_datatree`.
+    :returns: ArviZ's result, with three more attributes: the ``target`` used, and ``khat`` of p/q (NaN for the target
+        "none", −∞ for MCMC) with its standard error ``khat_se``. ``warning`` is set if k-hat is too large.
     """
     require_target("loo", target, _TARGETS)
     tree = tree_of("loo", tree_or_model, args, target, num_samples, kwargs)

@@ -98,17 +98,17 @@ def psis(
     """Pareto-smoothed importance weights of a posterior's draws, and their k-hat.
 
     ``psis(model, guide, x, y)``, or ``psis(tree)`` of a tree made by :func:`to_datatree`. Trust the weights if
-    k-hat is at most min(0.7, 1 − 1/log₁₀ S). k-hat speaks of one target only:
+    k-hat is at most min(0.7, 1 − 1/log₁₀ S). k-hat compares q with one target only:
 
-    * "vfe" (default): p(θ) p(w) exp Σₙ E[log p(yₙ | fₙ) | w]. It shows errors of the family and the optimiser, at the
-      cost of a prediction. It does not show that inducing points are too few.
+    * "vfe" (default): p(θ) p(w) exp Σₙ E[log p(yₙ | fₙ) | w]. It shows errors of the family and the optimiser, and is
+      as cheap as a prediction. It does not show that inducing points are too few.
     * "fitc": p(θ) p(w) Πₙ ∫ p(yₙ | fₙ) p(fₙ | w) dfₙ, the target of expectation propagation.
     * "exact": p(θ) p(w) p(y | w, θ), the model itself, in O(N³). It also shows errors of the sparse approximation.
 
-    k-hat looks only where q has draws. A q that is too narrow can have a low one: 0.39 and 0.54 under mean field, where
-    an intercept's standard deviation was a tenth and an eighth of the posterior's. A low k-hat says that the weights
-    are reliable for what q covers. Whether q is wide enough, :func:`sbc` of that latent or NUTS on part of the data
-    show. Coverage of held-out data may not, because f makes up for the intercept in predictions.
+    k-hat looks only where q has draws. A q that is too narrow can have a low k-hat: mean field had 0.39 where
+    its interval of the intercept was ten times too narrow. A low k-hat says that the weights are reliable where q is.
+    :func:`sbc`, or NUTS on part of the data, shows whether q is wide enough. Coverage of held-out data may not show it,
+    because f makes up for the intercept in predictions.
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)
 
@@ -116,10 +116,10 @@ def psis(
         training arguments.
     :param args: the guide and the training arguments, after a model.
     :param target: "vfe", "fitc" or "exact"; by default the tree's own.
-    :param num_samples: S, draws of the guide. By default 1,000; for up to 10,000 rows as many as 10,000, until k-hat
-        is known to 0.1 or is two standard errors from the threshold.
-    :param kwargs: of :func:`to_datatree`.
-    :raises ValueError: for MCMC draws, which need no weights, or where the tree was made for another target.
+    :param num_samples: S, draws of the guide. By default 1,000. If there are at most 10,000 rows, more are added, up to
+        10,000, until k-hat's standard error is 0.1 or k-hat is two standard errors from the threshold.
+    :param kwargs: further arguments of :func:`to_datatree`.
+    :raises ValueError: for MCMC draws, which need no weights, or if the tree was made for another target.
     """
     require_target("psis", target, tuple(_DENSITIES))
     # Of log likelihoods no row is kept: weights need their sums alone.

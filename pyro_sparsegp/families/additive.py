@@ -52,10 +52,10 @@ class OnTerms(BasisFamily):
     A summand with finite features (a constant, a linear term) uses those; every other has inducing points of
     its own, in the columns that it reads, at most as many as there are distinct inputs in them.
 
-    :param inducing: a number or inputs for every summand, or a list with one entry a summand (entries of
-        summands with features are not used): a number, or inputs ``(M_c, d)`` in the columns that the summand reads.
-    :param init: as in :class:`InducingFamily`, summand by summand, by default "greedy", since their columns are
-        few; "grid" suits main effects and pairs.
+    :param inducing: the number of inducing inputs of each summand, or these inputs ``(M_c, d)`` in the columns that the
+        summand reads. A list has one entry per summand; entries of summands with finite features are not used.
+    :param init: how each summand's inducing inputs are chosen, as in :class:`InducingFamily`. "greedy" is the default;
+        "grid" suits main effects and pairs.
     :param trainable: whether the inducing inputs are learned.
     """
 
@@ -145,12 +145,12 @@ class CoupledPrecision(AdditiveFamily):
     """Summands coupled by a low-rank term of the precision, in storage linear in their number.
 
     S⁻¹ = blockdiag(R₁R₁ᵀ, …, R_CR_Cᵀ) + BBᵀ with a triangular R_c for each summand and B of ``rank`` columns; S is
-    never formed. Adam, Durrande and John, 2018, "Scalable GAM using sparse variational Gaussian processes", eq. 7, is
-    I + BBᵀ.
+    never formed. Adam, Durrande and John, 2018, "Scalable GAM using sparse variational Gaussian processes", have
+    S⁻¹ = I + BBᵀ (eq. 7).
 
     :param rank: the rank of the coupling; ``None`` is the size of the largest block.
-    :param base: what the low rank is added to: "block" (default), a free covariance of each summand, which
-        contains :class:`MeanFieldAdditive`; or "identity", the prior's, which is the paper's and does not.
+    :param base: the precision that BBᵀ is added to. "block" (default) is free in each summand, so that the family
+        contains :class:`MeanFieldAdditive`. "identity" is the prior's, as in the paper.
     :raises ValueError: if ``rank`` or ``base`` is not one of these; if a list of ``inducing`` does not fit the kernel.
     """
 

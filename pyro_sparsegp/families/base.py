@@ -119,11 +119,11 @@ class FreeFormFamily(BasisFamily):
         inputs under noise as large as the process, (I + ΦᵀΦ/k̄)⁻¹. "prior" starts at the prior, as in the papers, and
         takes more steps. The mean starts at the prior's. Inner layers of a deep GP always start at the prior.
     :param natural: whether q(w) learns by natural gradients (Khan and Lin, 2017; Adam, Chang, Khan and Solin, 2021),
-        one step in each ``svi.step`` under :class:`~pyro_sparsegp.TraceQuadrature_ELBO`. ``None``, the default, is
-        yes where the family can. ``False`` makes q's mean and scale parameters of the optimiser.
-    :param rate: the size ρ of natural steps in (0, 1], or a function of the step's number: how far q goes from where it
-        is to the optimum of the batch alone. The default falls, max(0.1, 1/(1 + t)), or max(0.25, 1/(1 + t)) in steps
-        on all rows. Where function values are drawn it is at most 0.1.
+        one step in each ``svi.step`` under :class:`~pyro_sparsegp.TraceQuadrature_ELBO`. The default,
+        ``None``, uses them if the family can. ``False`` leaves q's mean and scale to the optimiser.
+    :param rate: the size ρ of natural steps in (0, 1], or a function of the step's number t. With ρ = 1 a step takes q
+        to the optimum for the batch alone. The default falls: max(0.1, 1/(1 + t)), or max(0.25, 1/(1 + t)) in steps
+        on all rows. It is at most 0.1 where function values are drawn.
     """
 
     start: str = field(default="data", kw_only=True)

@@ -31,10 +31,10 @@ _MOST = 4000  # rows that Exact takes: a step takes some five times N³ operatio
 class OnInducingPoints(BasisFamily):
     """A family on inducing points of the whole kernel, in one or several sets.
 
-    :param init: how counts become inputs: "pivots" (rows drawn by conditional variance; the default among more than
-        1024), "greedy" (rows where it is largest; the default among fewer), "kmeans", "grid" (regular, at most as many,
-        for kernels of one or two columns) or a callable ``(kernel, x, num) -> (num, D)``.
-    :param trainable: whether the inducing inputs are learned: by default they are, but under :class:`SparseEP`.
+    :param init: how M inducing inputs are chosen. "greedy", the default up to 1024 rows, takes the rows of largest
+        conditional variance. "pivots", the default above, draws rows by that variance. Or "kmeans"; "grid", a regular
+        grid of at most M for kernels of one or two columns; or a callable ``(kernel, x, num) -> (num, D)``.
+    :param trainable: whether the inducing inputs are learned. By default they are, except under :class:`SparseEP`.
     """
 
     init: Union[str, Initialiser, None] = field(default=None, kw_only=True)
@@ -57,9 +57,8 @@ class OnInducingPoints(BasisFamily):
 class InducingFamily(OnInducingPoints, FreeFormFamily):
     """The base class of families with inducing points and a free posterior.
 
-    :param whiten: with ``natural=False``, whether q's parameters are of whitened coefficients w (default) or of the
-        values u = Lw at inducing inputs, the parameterisation of the papers' formulas. Natural steps are the same in
-        both.
+    :param whiten: whether q's parameters describe whitened coefficients w (default), or the values u = Lw at inducing
+        inputs as in the papers' formulas. It matters only with ``natural=False``: natural steps are the same in both.
     """
 
     whiten: bool = field(default=True, kw_only=True)

@@ -52,15 +52,15 @@ class AutoSparseGP(SavedGuide):
     >>> SVI(model, guide, optim, TraceQuadrature_ELBO()).step(x, y)  # doctest: +SKIP
     >>> guide.posterior(x_new)["f"].mean  # doctest: +SKIP
 
-    q(θ, x) = q(θ) q(x | θ). The field x holds the coefficients w of the GP sites, f = μ + φᵀw + r, and all latents with
-    normal priors. Given θ it has one Gaussian posterior; r is as in the prior. The hyperparameters θ are all other
-    latents, jointly normal in unconstrained space. A field has at most 2,000 numbers, and needs linear predictors (a
-    Normal's loc or log scale, a Poisson's log rate, a Bernoulli's logit). Without them, and for a GP site alone, w has
-    its family's q(w | θ); latents are then independent of each other and of f.
+    q(θ, x) = q(θ) q(x | θ). A GP site is f = μ + φᵀw + r with coefficients w; the residual r keeps its prior. The field
+    x joins all w and all latents with normal priors. Given θ it has one Gaussian posterior. The hyperparameters θ are
+    all other latents, jointly normal in unconstrained space. A field has at most 2,000 numbers, and needs linear
+    predictors (a Normal's loc or log scale, a Poisson's log rate, a Bernoulli's logit). Where there is no field, each w
+    has its family's q(w | θ), and latents are independent of each other and of f.
 
-    The first call initialises the guide: it finds the GP sites, puts the hyperparameters at their posterior mode, with
-    its curvature, chooses inducing points among that call's inputs, and finds out how the likelihood depends on
-    function values. If the first mini-batch has fewer rows than inducing points, call the guide on more rows before.
+    The first call initialises the guide: it finds the GP sites and the posterior mode of the hyperparameters, chooses
+    inducing points among that call's inputs, and finds out how the likelihood depends on function values. If the first
+    mini-batch has fewer rows than inducing points, first call the guide on more rows.
 
     ``guide(*args)`` draws all sites. Sites that were observed at the first call and are not now (``y=None``) are drawn
     from the model. ``guide.train()``, the default, draws function values independently of each other, for likelihoods
@@ -69,21 +69,21 @@ class AutoSparseGP(SavedGuide):
 
     :param model: a Pyro model.
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
-        ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and q(w) of the
-        coefficients of all of them is one Gaussian, of a family that couples them.
+        ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and one
+        Gaussian q(w) covers the coefficients of all. The family must be one that couples them.
     :param init_loc_fn: how other latents start, from Pyro's ``pyro.infer.autoguide.initialization``.
     :param init_scale: their initial standard deviation, in unconstrained space.
-    :param point_estimates: ``True``, or names of other latents, that are fitted as points (maximum a posteriori); by
-        default none is, but for families of expectation propagation, which takes points only.
-    :param independent_draws: names of GP sites whose values are drawn independently of each other in training though
-        the model couples them, such as those at an image's patches in a deep convolutional GP: cheaper, and a common
-        practice, but what training then maximises is not quite the bound.
-    :param independent: ``True``, or names of other latents, that have a normal of their own, independent of all others
-        (mean field): cheaper where there are thousands, and too narrow. By default none is.
-    :param start: ``"mode"``, or ``None``: hyperparameters start where ``init_loc_fn`` says, without the search.
+    :param point_estimates: names of other latents to fit as points (maximum a posteriori), or ``True`` for all. By
+        default there are none; under expectation propagation all are points.
+    :param independent_draws: names of GP sites whose values training draws independently, although the model couples
+        them. An example is a deep convolutional GP's site at an image's patches. Such draws are cheaper, and common
+        practice, but training then maximises only an approximation of the bound.
+    :param independent: names of other latents to give independent normal posteriors (mean field), or ``True`` for all.
+        This is cheaper for thousands of latents, but its intervals are too narrow. By default there are none.
+    :param start: "mode" (default) starts hyperparameters at their posterior mode, ``None`` where ``init_loc_fn`` says.
     :param coupled: raises a ValueError: other latents have a joint posterior by default.
     :param amortized_plates: as in :class:`~pyro.infer.autoguide.AutoNormalMessenger`.
-    :raises ValueError: if ``model`` or ``families`` are unfit; at the first call, naming the site, if a family
+    :raises ValueError: if ``model`` or ``families`` are invalid; at the first call, naming the site, if a family
         does not fit a site, its kernel or its likelihood.
     """
 
@@ -241,13 +241,13 @@ class AutoSparseGP(SavedGuide):
         raise ValueError(f"guide.relearn has left: {_KEEP_ROWS}")
 
     def check(self, *args: Any, **kwargs: Any) -> list[str]:
-        """What of the latents around GP sites has not arrived, after training: a line each, with what to do.
+        """Check the posteriors of the latents and of f after training: a line for each that is wrong, with what to do.
 
-        q is compared with the nested Laplace approximation of the posterior at draws of the hyperparameters: how far
-        the bound would still move their means and widths; whether means and widths of latents and of f agree with
-        importance-weighted draws; whether a search from other starts ends at another mode; and what the inducing points
-        leave out. An empty list says that no mean is off by more than 0.3 standard deviations, and no width by more
-        than a factor of 0.75 to 1.33.
+        The reference is the nested Laplace approximation of the posterior, at draws of the hyperparameters. The check
+        asks whether the bound would still move their means and widths. It compares means and widths of latents and of f
+        with importance-weighted draws. It searches for another mode from other starts, and tests whether the inducing
+        points are enough. An empty list says that all means are within 0.3 standard deviations, and all
+        widths within a factor of 0.75 to 1.33.
 
         :param args: the arguments of the model, with the training data.
         """

@@ -97,18 +97,18 @@ def fit(
 
     >>> result = fit(model, guide, (x, y), batch_size=1024, steps=2000)  # doctest: +SKIP
 
-    :param model: the guide's model. With batches it gets the number of all rows as ``size`` and the rows' numbers as
-        ``indices``, if the signature has them: ``pyro.plate("data", size or len(x), subsample=x)``.
+    :param model: the guide's model. If its signature has ``size``, it gets the number of all rows, for
+        ``pyro.plate("data", size or len(x), subsample=x)``. If it has ``indices``, it gets the indices of the rows.
     :param guide: an :class:`AutoSparseGP`; a fresh one sees up to 8,192 random rows at its first call.
-    :param data: the model's arguments, a tuple or a dict of tensors with a row for each datum (NumPy arrays and memory
-        maps too); or a ``DataLoader`` or another iterable of batches, each a tuple or a dict of arguments; no more
-        than a batch is held in memory.
+    :param data: the model's arguments, a tuple or a dict of tensors, NumPy arrays or memory maps with a row for each
+        datum. Or a ``DataLoader`` or another iterable of batches, each a tuple or a dict of arguments; then only one
+        batch is held in memory.
     :param steps: the number of steps; 2,000 if ``epochs`` are not given either.
     :param epochs: passes over the data, instead of ``steps``.
     :param batch_size: rows per step, without replacement within an epoch; by default all rows.
-    :param size: the number of all rows, of all processes, if ``data`` do not show it.
-    :param optim: a Pyro optimiser. The schedule of a ``PyroLRScheduler`` advances after each step. By default Adam with
-        step sizes that fall to the end, and smaller ones for networks.
+    :param size: the number of all rows, summed over processes. Needed only if ``data`` have no length.
+    :param optim: a Pyro optimiser. The schedule of a ``PyroLRScheduler`` advances after each step. The
+        default is Adam with a falling step size, which is smaller for networks.
     :param loss: an ELBO for SVI; by default :class:`TraceQuadrature_ELBO`.
     :param method: an ``SVI`` or an :class:`ExpectationPropagation` of your own, instead of these two.
     :param stopping: a function of the losses so far that returns whether to stop; called after each step.
@@ -116,9 +116,8 @@ def fit(
     :param checkpoint_every: seconds between checkpoints; 0 writes one after each step.
     :param resume: whether to continue from ``checkpoint``, if that file exists. On a CPU, with the same arguments, the
         result equals an uninterrupted fit's, bit for bit.
-    :param group: a ``torch.distributed`` process group, under ``torchrun``: each process gives its own rows, and all
-        end up with the parameters of one process with the joined batches. Checkpoints are written by each process:
-        give each its own file.
+    :param group: a ``torch.distributed`` process group, under ``torchrun``: each process gives its own rows. The
+        result is that of one process with the batches joined. Give each process its own checkpoint file.
     :param device: the device that batches are moved to.
     :param progress: whether to show a bar with the bound, the rate and the time left.
     :raises ValueError: naming the argument that does not fit.

@@ -44,20 +44,20 @@ class TraceQuadrature_ELBO(ELBO):
 
     ELBO = Σ E_q[log p(y | f, ·)] − Σ KL. The expectation of every downstream log density over a GP site's
     marginals N(m, v) is Gauss-Hermite quadrature at m + √v·t_k: two nodes are exact for a Gaussian likelihood.
-    Linear predictors of several sites and latents are integrated as one or two normal numbers. Other densities of two
-    sites use the product grid, turned to each row's covariance if the sites have one posterior. Densities of more
-    values, and inner layers of a deep GP, are drawn. After the guide's run the model runs once more under
+    A linear predictor of several sites and latents is itself normal, and is integrated as one variable. Other densities
+    of two sites use the product grid, rotated by each row's covariance if the sites have one posterior. Densities of
+    more values, and inner layers of a deep GP, are drawn. After the guide's run the model runs once more under
     :func:`torch.func.vmap` over the nodes, and sees f as ``(N,)``; a model with a network, or one that draws its rows,
     runs only once. Hyperparameters are drawn once per particle; without any, the bound is deterministic.
 
-    A distribution may bring its own expectation over normal parameters, a method ``expected_log_prob(value, variance)``
-    (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`). It is used instead, for any number of function
+    If a distribution has a method ``expected_log_prob(value, variance)``, its expectation over normal parameters
+    (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`), this replaces quadrature, for any number of function
     values. :class:`~pyro_sparsegp.distributions.RobustMax` has one.
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
-    :param num_nodes: K, nodes an axis; families on sites read their sites by as many.
-    :param num_particles: draws of other latents, averaged.
+    :param num_nodes: K, the number of quadrature nodes per axis. Families on sites use as many to compute their sites.
+    :param num_particles: the number of draws of other latents to average over.
     """
 
     def __init__(self, num_nodes: int = 20, num_particles: int = 1, **kwargs: Any) -> None:
