@@ -118,7 +118,6 @@ def test_weights_mend_hyperparameters():
     tree = diagnostics.to_datatree(model, guide, x, y, num_samples=70, exact=True, seed=1, posterior_predictive=False)
     found = diagnostics.psis(tree, target="exact")
     assert found.khat < 0.7
-    found.require()
     new = arviz_base.extract(tree, num_samples=70, weights=np.exp(found.log_weights), random_seed=0)
     grid = torch.linspace(-5, 1, 200)
     log_posterior = torch.stack(
@@ -152,9 +151,6 @@ def test_psis_refuses():
     samples = {"f": GaussianProcess(KERNEL, x).sample((5,))}  # and nothing else: the posterior group is empty
     mcmc = diagnostics.to_datatree(guide.model, samples, x, y)
     refused("need no weights", diagnostics.psis, mcmc)
-    poor = on_a_grid(4, x, y)
-    found = diagnostics.psis(poor.model, poor, x, y, num_samples=40, target="exact")
-    refused(r"k-hat towards the target 'exact' is .* inducing", found.require)
 
 
 def test_chains_are_weighted_together():

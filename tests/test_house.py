@@ -120,18 +120,18 @@ LINES = {
     "families": 1086,
     "distributions": 252,
     "program": 2857,
-    "guide": 4927,
-    "inference": 2852,
-    "diagnostics": 2554,
+    "guide": 4933,
+    "inference": 2863,
+    "diagnostics": 2537,
     "interop": 334,
 }
 ALL_LINES = 27646
 STATEMENTS = 16429
 BRANCHES_PER_1000_LINES = 115
 COMMENTS = 0.0203  # at least
-FILE_LINES = 458
-FUNCTION_BRANCHES = 19
-TEST_LINES = 23981
+FILE_LINES = 449
+FUNCTION_BRANCHES = 14
+TEST_LINES = 23976
 
 
 @functools.cache

@@ -15,11 +15,6 @@ from .tree import to_datatree
 __all__ = ["PSIS", "psis", "require_target", "tree_of", "weights_of"]
 
 _DENSITIES = {"vfe": "lp", "fitc": "lp_fitc", "exact": "lp_exact"}  # in sample_stats, by target
-_REMEDIES = {
-    "vfe": "train longer, restart, or take a richer family (a full covariance, no mean field)",
-    "fitc": "train by expectation propagation, or take more inducing points",
-    "exact": "take more inducing points or another basis; then train longer, or take a richer family",
-}
 
 
 def good_k(num: int) -> float:
@@ -68,18 +63,6 @@ class PSIS:
     def ess(self) -> float:
         """1/Σw², the effective number of draws."""
         return float(np.exp(-np.logaddexp.reduce(2 * self.log_weights.values.ravel())))
-
-    def require(self) -> None:
-        """Raise an error if k-hat is above :attr:`good_k`.
-
-        :raises ValueError: naming the target, and what to do.
-        """
-        if self.khat > self.good_k:
-            raise ValueError(
-                f"k-hat towards the target {self.target!r} is {self.khat:.2f}, above {self.good_k:.2f}: the posterior "
-                "is too far from the target for importance weights to mend it. To come closer: "
-                f"{_REMEDIES[self.target]}."
-            )
 
     def __repr__(self) -> str:
         return (

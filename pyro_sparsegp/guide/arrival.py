@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
@@ -29,7 +28,7 @@ from .nested import Nested
 from .runs import Priors
 from .start import PATIENCE, Search, index_of, is_open
 
-__all__ = ["check", "moments", "moved"]
+__all__ = ["check", "moments", "moments_of", "moved"]
 
 _DRAWS = 128
 _STARTS = 6  # of searches for other modes
@@ -43,24 +42,6 @@ _LOWER = 3.0  # nats below the first mode, within which a second one is told
 _APART = 3.0  # standard deviations between two modes
 
 
-@dataclass
-class _Values:
-    """Means and variances of a latent or a GP site at each draw, by the approximation and by q."""
-
-    means: list[Tensor] = field(default_factory=list)
-    variances: list[Tensor] = field(default_factory=list)
-
-    def add(self, mean: Tensor, variance: Tensor) -> None:
-        self.means.append(mean.detach().reshape(-1))
-        self.variances.append(variance.detach().reshape(-1))
-
-    def moments(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean and standard deviation over weighted draws."""
-        means, variances = torch.stack(self.means), torch.stack(self.variances)
-        mean = weights @ means
-        return mean, (weights @ (variances + (means - mean).square())).sqrt()
-
-
 def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
     """What has not arrived, a line each with what to do.
 
@@ -69,8 +50,10 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
     able = able_to_couple(guide, guide.facts)
     if not able:
         return []
-    names = ", ".join(map(repr, able))
-    beyond = f"latents {names} can't be checked here. Look at diagnostics.psis(guide, *args), or compare with NUTS."
+    beyond = (
+        f"latents {', '.join(map(repr, able))} can't be checked here. Look at diagnostics.psis(model, guide, ...), or "
+        "compare with NUTS."
+    )
     if not is_open(guide, able):
         return [beyond]
     with repeatable(guide.like), poutine.block(), whole_plates(), torch.enable_grad():
@@ -83,9 +66,7 @@ def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = 
             nested = None
         if nested is None:
             return [beyond]
-        compared = _Compared(
-            guide, search, search.at_all_rows(nested) if nested.each > 1 and search.num <= search.all else nested
-        )
+        compared = _Compared(guide, search, search.at_all_rows(nested))
         with tqdm(desc="checking latents", unit=" evaluations", delay=PATIENCE, leave=False) as bar:
             compared.nested.tell = bar.update
             compared.at_draws(_DRAWS if whole else 2 * nested.size + 8, whole)
@@ -102,8 +83,9 @@ class _Compared:
         self.rows = slices({name: shape.numel() for name, shape in nested.hyper.items()})
         self.loc, self.root = self._q_of_theta()
         self.free = self.root.diagonal() > 0  # of θ: what is no point
-        self.known: dict[str, _Values] = {}
-        self.own: dict[str, _Values] = {}
+        self.seen: dict[
+            str, list[tuple[Tensor, ...]]
+        ] = {}  # at each draw means and variances, the approximation's and q's
         self.densities: list[Tensor] = []  # F
         self.pulls: list[Tensor] = []
         self.noise: list[Tensor] = []
@@ -162,9 +144,8 @@ class _Compared:
                 loc, scale = guide._get_params(name, self.search.priors[name])
                 self._add(name, mean, variance, loc.reshape(-1)[:_ROWS], scale.reshape(-1)[:_ROWS].square())
 
-    def _add(self, name: str, mean: Tensor, variance: Tensor, own: Tensor, its: Tensor) -> None:
-        self.known.setdefault(name, _Values()).add(mean, variance)
-        self.own.setdefault(name, _Values()).add(own, its)
+    def _add(self, name: str, *values: Tensor) -> None:
+        self.seen.setdefault(name, []).append(tuple(value.detach().reshape(-1) for value in values))
 
     def _advice(self, name: str, late: bool) -> str:
         facts = self.guide.facts
@@ -178,8 +159,7 @@ class _Compared:
 
     def of_inducing_points(self) -> list[str]:
         """What bases leave out of GP sites, in nats of the bound."""
-        found = self.nested.tried(self.loc)
-        lost = {} if found is None else self.nested.lost(self.loc, found.x)
+        lost = {} if (found := self.nested.tried(self.loc)) is None else self.nested.lost(self.loc, found.x)
         return [
             f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, so that "
             "hyperparameters lean to a smoother function. Give its family more inducing points."
@@ -195,8 +175,9 @@ class _Compared:
             return []
         noise, root = torch.stack(self.noise)[:, self.free], self.root[self.free][:, self.free]
         weights = self._weights_of_q().sqrt()[:, None]
-        design = torch.cat([weights, weights * noise], 1)
-        first, *slopes = torch.linalg.lstsq(design, weights * torch.stack(self.pulls)[:, self.free]).solution
+        first, *slopes = torch.linalg.lstsq(
+            torch.cat([weights, weights * noise], 1), weights * torch.stack(self.pulls)[:, self.free]
+        ).solution
         curvature = -torch.stack(slopes)
         values, axes = torch.linalg.eigh(0.5 * (curvature + curvature.mT))
         best = root @ (axes / values.clamp(min=0.04).sqrt())  # R C^-½
@@ -228,9 +209,8 @@ class _Compared:
             names = ", ".join(repr(name) for name, rows in self.rows.items() if self.free[rows].any())
             told = f"{names}: {num} draws are worth {worth:.1f} by importance weights, so q is far from the posterior. "
             return [told + ("Train longer." if late else "Compare with NUTS.")]
-        for name, known in self.known.items():
-            mean, sd = known.moments(weights)
-            own, its = self.own[name].moments(by_q)
+        for name, values in self.seen.items():
+            mean, sd, own, its = moments_of(values, weights, by_q)
             away, ratio = float(((own - mean) / sd).square().mean().sqrt()), float((its / sd).mean())
             if away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]:
                 found.append(
@@ -255,8 +235,8 @@ class _Compared:
         if value < first - _LOWER:
             return []
         sites, _ = self.nested.run(there, there.new_zeros(self.nested.layout.extended))
-        values = {name: sites[name]["value"] for name, rows in self.rows.items() if rows.stop - rows.start == 1}
-        place = ", ".join(f"{name} = {float(value):.3g}" for name, value in values.items())
+        single = [name for name, rows in self.rows.items() if rows.stop - rows.start == 1]
+        place = ", ".join(f"{name} = {float(sites[name]['value']):.3g}" for name in single)
         if value > first:
             return [
                 f"a second start ended elsewhere, {value - first:.1f} nats higher, at {place}. Make a new guide with "
@@ -270,6 +250,14 @@ class _Compared:
             return None
         theta = self.nested.mode([start])
         return theta, float(self.nested.at(theta).value)
+
+
+def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) -> tuple[Tensor, ...]:
+    """Means and standard deviations over weighted draws, the approximation's and q's."""
+    means, variances, own, its = map(torch.stack, zip(*values))
+    mean, q_mean = weights @ means, by_q @ own
+    sd = (weights @ (variances + (means - mean).square())).sqrt()
+    return mean, sd, q_mean, (by_q @ (its + (own - q_mean).square())).sqrt()
 
 
 def _quadratic(rows: Tensor, covariance: Tensor) -> Tensor:

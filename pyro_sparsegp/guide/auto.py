@@ -354,16 +354,7 @@ class AutoSparseGP(SavedGuide):
         """
         if not self.core.known:
             raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")
-        return {
-            reading.name: {
-                "sites": reading.sites.precision.numel(),
-                "exact": reading.quadratic,
-                "truncated": int(reading.truncated),
-                "halved": reading.module.sites.progress["halved"],
-                "converged": reading.change <= 1e-3,
-            }
-            for reading in conditions_now(self, median=True).readings
-        }
+        return {reading.name: reading.status for reading in conditions_now(self, median=True).readings}
 
     # For objectives, and what else runs it.
 

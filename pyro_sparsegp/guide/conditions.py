@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Optional
 
 import torch
+from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
 from ..gaussians.sites import KeptSites
@@ -112,14 +113,18 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
     reader = Reader(guide.model, args, kwargs, guide.facts, run.trace, _closed(guide.learnt))
     with torch.set_grad_enabled(learns):
         readings = _read(guide, reader, modules, run, learns, first)
-    inner = guide.facts.inner
+    draws = {name: run.posteriors[name] for name in guide.facts.inner if name in run.posteriors}
+    return Conditions(_values_of(guide, run, same, learns), draws, readings, run.drawn)
+
+
+def _values_of(guide: KnownGuide, run: UnderLatents, same: bool, learns: bool) -> dict[str, Tensor]:
+    """The values of latents and inner layers that other runs are to have: all of them at the same rows."""
     values = {}
     for name, site in all_sites(run.trace):
         shared = same or (name in guide.facts.latents and name not in guide.local_latents)
-        if shared and is_free(site) and (name in inner or name not in run.processes):
+        if shared and is_free(site) and (name in guide.facts.inner or name not in run.processes):
             values[name] = site["value"] if learns else site["value"].detach()
-    draws = {name: run.posteriors[name] for name in inner if name in run.posteriors}
-    return Conditions(values, draws, readings, run.drawn)
+    return values
 
 
 def _read(
@@ -149,18 +154,24 @@ def _read(
             marginals[name] = reading.resume() if learns else reading.look()[1]
         if first is not None:
             reading.expected = True, dict(marginals), first
+    _settle(run, reader, readings, marginals, learns)
+    for reading in readings:  # to look at a guide does not change how it trains
+        reading.release()
+        if learns or reading.module.sites.empty or (reading.direct and guide._computing_median):
+            reading.keep()
+    return readings
+
+
+def _settle(run: UnderLatents, reader: Reader, readings: list[SiteReading], marginals: dict, learns: bool) -> None:
+    """Read the sites off the densities, or update them until they stand still."""
+    modules = [name for name in run.processes if name in run.guide.site_modules()]
     # A scale of several values is the reader's to refuse: test_sites.py::test_messages_for_data_that_do_not_fit.
     one = all(torch.as_tensor(reader.trace.nodes[name]["scale"]).numel() == 1 for name in modules)
     if run.reads and one and all(reading.direct for reading in readings):
         for reading in readings:
             _read_off(reading, run, learns)
     elif readings:
-        settle(reader, readings, marginals, *_patience(guide, readings, learns))
-    for reading in readings:  # to look at a guide does not change how it trains
-        reading.release()
-        if learns or reading.module.sites.empty or (reading.direct and guide._computing_median):
-            reading.keep()
-    return readings
+        settle(reader, readings, marginals, *_patience(run.guide, readings, learns))
 
 
 def _draw(

@@ -308,30 +308,38 @@ def find_links(
             if not is_observation(site) or not _depends(site["fn"].log_prob(site["value"]), x):
                 continue
             fn = bare(site["fn"])
-            made_of = {} if fn.event_shape else parameters(fn)
-            moving = {key: part for key, part in made_of.items() if _depends(part, x)}
-            single = all(part.dim() <= len(fn.batch_shape) for part in moving.values())
-            if not single or not 0 < len(moving) <= 2 or not _is_rebuilt(fn, site["value"]):
-                return None
+            moving = _moving(fn, site["value"], x)
             for key, part in moving.items():
-                for link in candidates(fn, key):
-                    eta = LINKS[link][0](part.expand(fn.batch_shape).reshape(-1))
-                    here = jacobian(eta, x).detach()
-                    there = slopes.setdefault((name, key, link), here)
-                    near = (1e-6 if like.dtype == torch.float64 else 1e-2) * there.abs().amax()
-                    if not ((here - there).abs() <= near).all():
-                        slopes[name, key, link] = torch.full_like(there, torch.nan)
-                able = [link for link in candidates(fn, key) if slopes[name, key, link].isfinite().all()]
+                able = [link for link in candidates(fn, key) if _is_affine(part, fn, x, slopes, (name, key, link))]
                 if not able:
                     return None
                 found.setdefault(name, {})[key] = able[0]
+            if not moving:
+                return None
     chosen = [slopes[name, key, link] for name, of_site in found.items() for key, link in of_site.items()]
-    owned = []
-    for name, rows in layout.rows.items():
-        single = all(((slope[rows] != 0).sum(0) <= 1).all() for slope in chosen)
-        if name not in layout.residuals and rows.stop - rows.start > 1 and single:
-            owned.append(name)
-    return found, owned
+
+    def is_owned(name: str, rows: slice) -> bool:
+        several = name not in layout.residuals and rows.stop - rows.start > 1
+        return several and all(((slope[rows] != 0).sum(0) <= 1).all() for slope in chosen)
+
+    return found, [name for name, rows in layout.rows.items() if is_owned(name, rows)]
+
+
+def _moving(fn: Any, value: Tensor, x: Tensor) -> dict[str, Tensor]:
+    """The parameters of a density of single data that depend on x: one or two, of which it can be made anew."""
+    made_of = {} if fn.event_shape else parameters(fn)
+    moving = {key: part for key, part in made_of.items() if _depends(part, x)}
+    is_single = len(moving) <= 2 and all(part.dim() <= len(fn.batch_shape) for part in moving.values())
+    return moving if is_single and _is_rebuilt(fn, value) else {}
+
+
+def _is_affine(part: Tensor, fn: Any, x: Tensor, slopes: dict[Any, Tensor], place: tuple[str, str, str]) -> bool:
+    """Whether a parameter under a link has the slopes that it had at other x; NaN is kept where it has not."""
+    here = jacobian(LINKS[place[-1]][0](part.expand(fn.batch_shape).reshape(-1)), x).detach()
+    there = slopes.setdefault(place, here)
+    if not ((here - there).abs() <= (1e-6 if here.dtype == torch.float64 else 1e-2) * there.abs().amax()).all():
+        slopes[place] = torch.full_like(there, torch.nan)
+    return bool(slopes[place].isfinite().all())
 
 
 class Predictors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -67,6 +67,17 @@ class SiteReading:
         zeros = torch.zeros_like(process.mean)
         sites = Sites(process.x, zeros, zeros) if unread else Sites(process.x, kept.precision, kept.linear)
         return cls(name, process, module, name in found.quadratic, name in found.meeting, sites, kept.truncated, unread)
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """As ``site_status`` of a guide has it."""
+        return {
+            "sites": self.sites.precision.numel(),
+            "exact": self.quadratic,
+            "truncated": int(self.truncated),
+            "halved": self.kept.progress["halved"],
+            "converged": self.change <= 1e-3,
+        }
 
     @property
     def kept(self) -> KeptSites:

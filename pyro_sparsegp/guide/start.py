@@ -126,9 +126,9 @@ def _find(search: Search) -> None:
         nested.tell = bar.update
         if moves:
             theta = nested.mode([theta, *search.draws()])
-        if nested.each > 1 and search.num <= search.all:  # from there on all rows
-            nested = search.at_all_rows(nested)
-            theta = nested.mode([theta]) if moves else theta
+        some, nested = nested, search.at_all_rows(nested)
+        if moves and nested is not some:
+            theta = nested.mode([theta])
         covariance, slopes = nested.curvature(theta)
         search.settle(nested, theta, nested.at(theta), covariance, slopes)
 
@@ -183,7 +183,9 @@ class Search:
         return Nested(self.guide, layout, links, shapes, self.values, self.args, self.kwargs, self.each)
 
     def at_all_rows(self, nested: Nested) -> Nested:
-        """F at all rows."""
+        """F at all rows, where there are few enough; else as it is."""
+        if self.each == 1 or self.num > self.all:
+            return nested
         self.args, self.kwargs, self.each = self.whole
         self.values = self.plates
         found = self.nested() or nested

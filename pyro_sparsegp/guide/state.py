@@ -28,17 +28,6 @@ __all__ = ["SavedGuide"]
 _BESIDE = ("name", "data", "memory")  # the facts; "memory" is of rows that absorb kept, in earlier releases
 
 
-def _extra_state(guide: KnownGuide) -> dict[str, Any]:
-    """What :meth:`AutoSparseGP.get_extra_state` gives."""
-    if not guide.core.known:
-        return {}
-    state: dict[str, Any] = {"name": guide._pyro_name, **asdict(guide.core.facts)}
-    data = guide.core.data
-    if data is not None and guide.is_about_rows and data.is_plain:
-        state["data"] = {"args": data.args, "kwargs": data.kwargs}
-    return state
-
-
 def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:
     """Make what a saved state is to be loaded into.
 
@@ -163,7 +152,13 @@ class SavedGuide(SiteMessenger):
         """What is known of the program, in plain Python, the name of the guide's parameters in Pyro's store, and the
         training data where prediction needs them.
         """
-        return _extra_state(self)
+        if not self.core.known:
+            return {}
+        state: dict[str, Any] = {"name": self._pyro_name, **asdict(self.core.facts)}
+        data = self.core.data
+        if data is not None and self.is_about_rows and data.is_plain:
+            state["data"] = {"args": data.args, "kwargs": data.kwargs}
+        return state
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Nothing: :meth:`load_state_dict` rebuilds the modules from it first."""

@@ -128,13 +128,11 @@ def fit(
         raise ValueError(f"{name}= has left fit: {_LEFT[name]}.")
     if not isinstance(guide, AutoSparseGP) or model != guide.model:
         raise ValueError(f"guide must be an AutoSparseGP of the model given, got {type(guide).__name__}")
-    if steps is not None and epochs is not None:
-        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
     if resume and checkpoint is None:
         raise ValueError("resume=True goes on from the file checkpoint, and none is given")
     method = _method(model, guide, optim, loss, method, group)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
-    total = epochs * len(batches) if epochs is not None else 2000 if steps is None else steps
+    total = _total(steps, epochs, batches)
     path = None if checkpoint is None else Path(checkpoint)
     loop = _Loop(model, guide, method, batches, total, Workers(group), stopping, path)
     if resume and path is not None and path.exists():
@@ -146,6 +144,15 @@ def fit(
     for line in notes if progress else ():
         tqdm.write(line)
     return FitResult(len(loop.losses), reason, np.array(loop.losses), loop.seconds, tuple(notes))
+
+
+def _total(steps: Optional[int], epochs: Optional[int], batches: Any) -> int:
+    """How many steps there are to be."""
+    if steps is not None and epochs is not None:
+        raise ValueError(f"give steps or epochs, not both: got steps={steps} and epochs={epochs}")
+    if epochs is not None:
+        return epochs * len(batches)
+    return 2000 if steps is None else steps
 
 
 def _method(
@@ -314,11 +321,11 @@ class _Loop:
             fell, error = ends[0].mean() - ends[1].mean(), math.hypot(*(end.std() for end in ends)) / math.sqrt(last)
             if fell > max(_FELL, 2 * error):
                 found.append(f"the loss fell by {fell:.1f} nats in the last tenth of the steps. Train longer.")
-        (args, kwargs) = self.call(self._first())
+        call = self.call(self._first())
         if self.before:
-            found += moved(self.before, moments(self.guide, args, kwargs))
+            found += moved(self.before, moments(self.guide, *call))
         if self.batches.whole and self.workers.num == 1 and self.total >= _CHECKED:
-            found += check(self.guide, args, kwargs, whole=False)
+            found += check(self.guide, *call, whole=False)
         return found
 
     def _stream(self) -> Iterator[Batch]:

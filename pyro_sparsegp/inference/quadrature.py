@@ -331,16 +331,20 @@ class TraceQuadrature_ELBO(ELBO):
                 continue
             self._ways[guide] = way
             if way == 2 and way > first:
-                warn_once(
-                    guide.warned,
-                    "vmap refused",
-                    ", ".join(guide.structure.gps) if guide.structure else "",
-                    f"torch.func.vmap refuses what this model does with function values ({refusal}); it now runs at "
-                    f"each node, {self.num_nodes**num_axes} times a step. Write it without .item() and if.",
-                    stacklevel=5,
-                )
+                _warn_of_loops(guide, refusal, self.num_nodes**num_axes)
             return values
         raise RuntimeError("no way of evaluating the bound is left")
+
+
+def _warn_of_loops(guide: AutoSparseGP, refusal: str, runs: int) -> None:
+    warn_once(
+        guide.warned,
+        "vmap refused",
+        ", ".join(guide.structure.gps) if guide.structure else "",
+        f"torch.func.vmap refuses what this model does with function values ({refusal}); it now runs at each node, "
+        f"{runs} times a step. Write it without .item() and if.",
+        stacklevel=6,
+    )
 
 
 class _Module(ELBOModule):
