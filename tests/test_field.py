@@ -399,7 +399,7 @@ def test_programs_without_linear_predictors_train_as_they_are():
     assert all(map(math.isfinite, losses))
 
 
-# Whether q has arrived.
+# Whether q has converged.
 
 
 def _wide(x, y=None):
@@ -410,12 +410,12 @@ def _wide(x, y=None):
         pyro.sample("y", dist.Normal(mu + f, NOISE), obs=y)
 
 
-def test_a_check_names_the_latents_that_have_not_arrived():
+def test_a_check_names_the_latents_that_have_not_converged():
     x, _, y = _data()
     guide, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 30)
     assert guide.check(x, 50 + y) == []
     guide.together.loc.data += 1.5 * guide.together.root[0, 0]
-    assert re.match(r"'s' has not arrived: the best mean is 1.* Train longer", guide.check(x, 50 + y)[0])
+    assert re.match(r"'s' has not converged: the best mean is 1.* Train longer", guide.check(x, 50 + y)[0])
     apart, _ = _step(_wide, families.SVGP(8), (x, 50 + y), 100, independent=True)
     lines = apart.check(x, 50 + y)
     assert any(re.match(r"'mu': .* sd 0\.0.* leave it out of independent=", line) for line in lines)
@@ -469,7 +469,7 @@ def test_the_search_can_be_left_out():
     assert set(guide.facts.field) == {"mu", "f"}
 
 
-def test_a_fit_says_what_moved_and_what_has_not_arrived():
+def test_a_fit_says_what_moved_and_what_has_not_converged():
     x, _, y = _data()
     fitted = {}
     for independent in (False, True):

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parent.parent
 PHRASES = re.compile(
     r"\b(of|by|for|from|at|beside) (which|whose)\b|\bthose of\b|\bthe same of\b|\bas of\b|\bof theirs\b|\bas ever\b"
     r"|\b(is|are) told of\b|\basked for\b|\bin the place of\b|\bno part of\b|\b(is|are|too) dear\b|\bwants\b"
-    r"|\bin hand\b|\bto be had\b|\bwhat there is\b|\bbesides\b|\bnothing else has to\b|[^\w]say[.,;)]"
+    r"|\bin hand\b|\bto be had\b|\bwhat there is\b|\bbesides\b|\bnothing else has to\b|\bdefault none\b|[^\w]say[.,;)]"
     r"|\bin the company of\b|\bthough there be\b|\bgo on alike\b|\) a (step|row|term|site)\b|\bbasis a\b|\bare asked\b"
-    r"|\btells? (of|the plate)\b|\bgood_k = |\bno (matrix|number) of\b|\bunits of theirs\b|\bas (the )?others are\b"
+    r"|\btells? (of|the plate)\b|\bgood_k = |\bno (matrix|number) of\b|\bas (the )?others are\b|\bnot arrived\b"
 )
 MADE = {"docs/changelog.md", "docs/contributing.md", "docs/benchmarks"}  # by a build of the site
 

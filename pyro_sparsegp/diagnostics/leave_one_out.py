@@ -41,7 +41,7 @@ def loo(
     :param target: "vfe" or "fitc", see :func:`psis`, by default the tree's own. "none" takes p/q = 1, and so judges
         q itself. If k-hat of p/q is above ``good_k`` of :func:`psis`, loo warns and does the same.
     :param var_name: the observed site, or several that observe the same rows: a row is then left out of all of them,
-        and its density is their joint one. By default all.
+        and its density is the product over these sites. By default all.
     :param num_samples: S, draws of the guide. By default as many as :func:`psis` takes.
     :param kwargs: further arguments of :func:`to_datatree`.
     :returns: ArviZ's result, with three more attributes: the ``target`` used, and ``khat`` of p/q (NaN for the target

@@ -89,8 +89,8 @@ def psis(
     * "exact": p(θ) p(w) p(y | w, θ), the model itself, in O(N³). It also shows errors of the sparse approximation.
 
     k-hat looks only where q has draws. A q that is too narrow can have a low k-hat: mean field had 0.39 where
-    its interval of the intercept was ten times too narrow. A low k-hat says that the weights are reliable where q is.
-    :func:`sbc`, or NUTS on part of the data, shows whether q is wide enough. Coverage of held-out data may not show it,
+    its interval of the intercept was ten times too narrow. A low k-hat says that the weights are reliable where q has
+    mass. :func:`sbc`, or NUTS on part of the data, shows whether q is wide enough. Coverage of held-out data may not,
     because f makes up for the intercept in predictions.
 
     (Yao, Vehtari, Simpson and Gelman, 2018; Vehtari et al., 2024.)

@@ -150,7 +150,7 @@ class CoupledPrecision(AdditiveFamily):
 
     :param rank: the rank of the coupling; ``None`` is the size of the largest block.
     :param base: the precision that BBᵀ is added to. "block" (default) is free in each summand, so that the family
-        contains :class:`MeanFieldAdditive`. "identity" is the prior's, as in the paper.
+        contains :class:`MeanFieldAdditive`. "identity" is the prior's precision, as in the paper.
     :raises ValueError: if ``rank`` or ``base`` is not one of these; if a list of ``inducing`` does not fit the kernel.
     """
 

@@ -32,8 +32,8 @@ class OnInducingPoints(BasisFamily):
     """A family on inducing points of the whole kernel, in one or several sets.
 
     :param init: how M inducing inputs are chosen. "greedy", the default up to 1024 rows, takes the rows of largest
-        conditional variance. "pivots", the default above, draws rows by that variance. Or "kmeans"; "grid", a regular
-        grid of at most M for kernels of one or two columns; or a callable ``(kernel, x, num) -> (num, D)``.
+        conditional variance. "pivots", the default above, draws rows by that variance. Others are "kmeans", "grid"
+        (regular, at most M, for kernels of one or two columns) and a callable ``(kernel, x, num) -> (num, D)``.
     :param trainable: whether the inducing inputs are learned. By default they are, except under :class:`SparseEP`.
     """
 

@@ -1,4 +1,4 @@
-"""Whether q has arrived: q(θ, x) beside the nested Laplace approximation of p(θ, x | y), at quasi-random θ.
+"""Whether q has converged: q(θ, x) beside the nested Laplace approximation of p(θ, x | y), at quasi-random θ.
 
 With F(θ) ≈ log p(θ, y) and θ = a + Rε, ε ~ N(0, 1.3² I), wider than q(θ) = N(a, RRᵀ), weights of the draws give moments
 of the posterior, w ∝ exp(F(θ) + ½|ε/1.3|²), and those of q, w ∝ exp(−½|ε|² + ½|ε/1.3|²). Where q(θ) is the best normal,
@@ -43,7 +43,7 @@ _APART = 3.0  # standard deviations between two modes
 
 
 def check(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], whole: bool = True) -> list[str]:
-    """What has not arrived, a line each with what to do.
+    """A line for each latent that has not converged, with what to do.
 
     :param whole: whether weighted draws, and a search from other starts, are asked too; else Newton's step alone.
     """
@@ -189,7 +189,7 @@ class _Compared:
             away, ratio = float(step[rows].square().mean().sqrt()), float(wide[rows].mean())
             if away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]:
                 found.append(
-                    f"{name!r} has not arrived: the best mean is {away:.1f} sd away, and the best width {ratio:.2f} "
+                    f"{name!r} has not converged: the best mean is {away:.1f} sd away, and the best width {ratio:.2f} "
                     f"times its own. {self._advice(name, True)}"
                 )
         return found

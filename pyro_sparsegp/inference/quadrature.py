@@ -47,12 +47,12 @@ class TraceQuadrature_ELBO(ELBO):
     A linear predictor of several sites and latents is itself normal, and is integrated as one variable. Other densities
     of two sites use the product grid, rotated by each row's covariance if the sites have one posterior. Densities of
     more values, and inner layers of a deep GP, are drawn. After the guide's run the model runs once more under
-    :func:`torch.func.vmap` over the nodes, and sees f as ``(N,)``; a model with a network, or one that draws its rows,
+    :func:`torch.func.vmap` over the nodes, and sees f as ``(N,)``. A model with a network, or one that draws its rows,
     runs only once. Hyperparameters are drawn once per particle; without any, the bound is deterministic.
 
-    If a distribution has a method ``expected_log_prob(value, variance)``, its expectation over normal parameters
-    (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`), this replaces quadrature, for any number of function
-    values. :class:`~pyro_sparsegp.distributions.RobustMax` has one.
+    A distribution's own method ``expected_log_prob(value, variance)``
+    (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) gives its expectation over normal parameters. It
+    replaces quadrature, for any number of function values. :class:`~pyro_sparsegp.distributions.RobustMax` has one.
 
     >>> elbo = TraceQuadrature_ELBO(num_nodes=20)
 
