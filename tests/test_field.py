@@ -467,6 +467,10 @@ def test_the_search_can_be_left_out():
     guide(x, y)
     assert guide.together.mean.exp().item() == pytest.approx(0.5)
     assert set(guide.facts.field) == {"mu", "f"}
+    with pytest.raises(ValueError, match="start must be 'mode' or None, got 'map'"):
+        AutoSparseGP(_wide, families.SVGP(8), start="map")
+    with pytest.raises(ValueError, match=r"independent names \['nosuch'\]"):
+        AutoSparseGP(_wide, families.SVGP(8), independent=["nosuch"])(x, y)
 
 
 def test_a_fit_says_what_moved_and_what_has_not_converged():
@@ -500,6 +504,23 @@ def _log_joint(s, x, y):
     covariance = s * kernels.RBF(0.4)(x) + NOISE**2 * torch.eye(N)
     density = dist.MultivariateNormal(torch.zeros(N), covariance).log_prob(y)
     return density + dist.Normal(0.0, 1.0).log_prob(s.log())  # of log s
+
+
+@pytest.mark.parametrize("name", ["z", "f"])
+def test_values_that_a_hyperparameter_multiplies_are_warned_of(name):
+    x, group, y = _data()
+
+    def model(x, group, y=None):
+        t = pyro.sample("t", dist.HalfNormal(2.0))
+        with pyro.plate("groups", GROUPS):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(0.4), x))
+        mean = f + (t * z)[group] if name == "z" else t * f + z[group]
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(mean, NOISE), obs=y)
+
+    with pytest.warns(UserWarning, match=f"^'{name}': hyperparameters multiply these values"):
+        AutoSparseGP(model, families.SVGP(8))(x, group, y)
 
 
 def test_a_failed_search_starts_anew():

@@ -150,6 +150,8 @@ class _Compared:
     def _advice(self, name: str, late: bool) -> str:
         facts = self.guide.facts
         if name in self.search.priors and name not in facts.coupled and name not in facts.field:
+            if not self.guide.is_independent(name):
+                return "This family has it independent of f: take SVGP or SGPR."
             return "Train longer, or leave it out of independent=." if late else "Leave it out of independent=."
         return "Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS."
 
@@ -169,10 +171,10 @@ class _Compared:
 
     def of_newton(self) -> list[str]:
         """Of hyperparameters whose mean or width the bound would still move."""
-        if len(self.noise) <= self.nested.size:
-            return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         if not self.free.any():
             return []
+        if len(self.noise) <= self.nested.size:
+            return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         noise, root = torch.stack(self.noise)[:, self.free], self.root[self.free][:, self.free]
         weights = self._weights_of_q().sqrt()[:, None]
         first, *slopes = torch.linalg.lstsq(
@@ -249,7 +251,8 @@ class _Compared:
         if self.nested.tried(start) is None:
             return None
         theta = self.nested.mode([start])
-        return theta, float(self.nested.at(theta).value)
+        found = self.nested.tried(theta)
+        return None if found is None else (theta, float(found.value))
 
 
 def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) -> tuple[Tensor, ...]:

@@ -109,6 +109,8 @@ class AutoSparseGP(SavedGuide):
         self.by_sites = any(isinstance(family, SiteFamily) for family in declared)
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws = tuple(independent_draws)
+        if start not in ("mode", None):
+            raise ValueError(f"start must be 'mode' or None, got {start!r}; init_loc_fn says where the search begins")
         self.search = start is not None
         self.independent = independent if isinstance(independent, bool) else tuple(independent)
         self.warned: Warned = set()

@@ -204,6 +204,11 @@ class Standardised(Messenger):
         self.priors[name] = fn
         msg["value"], msg["done"] = value, True
 
+    def size_of(self, name: str) -> Tensor:
+        """The sum of squared slopes of a member's values by x."""
+        parts = self.features[name] if name in self.features else [_scale_of(self.priors[name])]
+        return sum(part.detach().square().sum() for part in parts)  # type: ignore[return-value]
+
     def _of_process(self, name: str, process: Any) -> Tensor:
         """μ + φᵀw + Rt, with RRᵀ the residual's covariance; √ρ t of its variance where no term adds values up."""
         if name not in self.bases:

@@ -190,6 +190,10 @@ def _require_sites(guide: KnownGuide, trace: poutine.Trace, posteriors: Collecti
         raise ValueError(f"independent_draws names {unknown}; the GP sites are {sorted(posteriors)}")
     if not observed:
         raise ObservesNothingError
+    if not isinstance(guide.independent, bool):
+        unknown = [name for name in guide.independent if name not in trace.nodes or name in posteriors]
+        if unknown:
+            raise ValueError(f"independent names {unknown}, which are no latents beside GP sites")
     if not isinstance(guide.point_estimates, bool):
         unknown = [name for name in guide.point_estimates if name not in trace.nodes]
         if unknown:

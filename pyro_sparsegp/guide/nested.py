@@ -12,6 +12,7 @@ the last term for GP sites' residuals of variance ρ. Where ℓ is normal in x t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
@@ -135,7 +136,8 @@ class Nested:
             density, slope, curvature = self._local(found, x)
             value = float(density.detach() - 0.5 * x.square().sum())
             near = max(_NEAR, torch.finfo(x.dtype).eps * abs(value))
-            if step is not None and not value >= best - 100 * near:  # beyond the top: half of the step
+            # Beyond the top: half of the step. Of an infinite value every other is near.
+            if step is not None and not (math.isfinite(value) and value >= best - 100 * near):
                 step = 0.5 * step
                 x = x - step
                 continue

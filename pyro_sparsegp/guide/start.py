@@ -26,6 +26,7 @@ from .coupled import able_to_couple, couple, drop_latents
 from .field import (
     LARGEST,
     Layout,
+    Predictors,
     Standardised,
     anchor_of,
     at_zero,
@@ -47,6 +48,7 @@ _MOST_ROWS = 2000  # of a start; more are taken at equal distances
 _MOST_VALUES = 500  # of rows that are a basis themselves
 _ALL_ROWS = 20_000  # up to which all are taken in the end
 _MOST_SLOPES = 50_000_000  # of predictors by the field
+_FACTOR = 0.1  # a change of squared slopes, in logs, within a standard deviation of hyperparameters
 PATIENCE = 2.0  # seconds, after which a search shows a bar
 _DRAWS = 3  # of the prior, beside the first call's own values
 
@@ -264,12 +266,33 @@ class Search:
             drop_latents(guide, [name for name in field if name not in facts.gps])
             anchor = anchor_of(guide, handler.bases, handler.priors)
             self._put(guide.field.coefficients, anchor, index_of(layout.rows, field), best)
+            if len(mode):
+                self._warn_of_factors(nested, mode, covariance)
             return
         for name, module in guide.modules_by_site().items():
             natural = isinstance(module, SparseGP) and isinstance(module.coefficients, NaturalGaussian)
             if natural and guide.family_of(name).start == "data":  # type: ignore[attr-defined]
                 anchor = module.anchor(handler.bases[name])
                 self._put(module.coefficients, anchor, index_of(layout.rows, [name]), best)
+
+    def _warn_of_factors(self, nested: Nested, mode: Tensor, covariance: Tensor) -> None:
+        """Warn of members whose values hyperparameters multiply: q(x | θ) is about values, whatever θ makes of them."""
+        gains = []
+        for theta in (mode, mode + torch.linalg.cholesky(covariance).sum(-1)):
+            x = mode.new_zeros(nested.layout.extended, requires_grad=True)
+            sites, handler = nested.run(theta, x)
+            found = Predictors(sites, nested.links, x, nested.layout)
+            slopes = torch.cat([found.dense(place) for place in found.eta]).detach()
+            places = nested.layout.rows.items()
+            gains.append({name: slopes[:, rows].square().sum() / handler.size_of(name) for name, rows in places})
+        names = [name for name, gain in gains[0].items() if (gains[1][name] / gain).log().abs() > _FACTOR]
+        if names:
+            warnings.warn(
+                f"{', '.join(map(repr, names))}: hyperparameters multiply these values in the program, which q does "
+                "not follow, so intervals may be wrong. Write latents centred, dist.Normal(0, scale), and a factor of "
+                "a GP site into its kernel, scale**2 * kernel.",
+                stacklevel=8,
+            )
 
     @torch.no_grad()
     def _put(self, coefficients: NaturalGaussian, anchor: Any, index: Tensor, best: Any) -> None:
