@@ -117,21 +117,21 @@ LINES = {
     "bases": 2341,
     "posterior": 885,
     "approximations": 866,
-    "families": 1086,
+    "families": 1085,
     "distributions": 252,
     "program": 2857,
-    "guide": 4933,
-    "inference": 2863,
+    "guide": 4976,
+    "inference": 2862,
     "diagnostics": 2537,
     "interop": 334,
 }
-ALL_LINES = 27646
-STATEMENTS = 16429
+ALL_LINES = 27687
+STATEMENTS = 16461
 BRANCHES_PER_1000_LINES = 115
 COMMENTS = 0.0203  # at least
 FILE_LINES = 449
 FUNCTION_BRANCHES = 14
-TEST_LINES = 23976
+TEST_LINES = 24000
 
 
 @functools.cache

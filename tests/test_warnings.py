@@ -7,6 +7,7 @@ import pyro_sparsegp
 
 # Some words of each text, and its end.
 WARNINGS = {
+    "hyperparameters multiply these values": "a GP site into its kernel, scale**2 * kernel.",
     "did not settle": "Absorb fewer rows at a time.",
     "drawn jointly, at O(N³) time": "draws them independently, in O(N).",
     "drawn jointly, at a cost cubic": "if it gives one for each row, in a plate.",

@@ -101,7 +101,7 @@ class AutoSparseGP(SavedGuide):
         amortized_plates: tuple[str, ...] = (),
         coupled: Any = None,
     ) -> None:
-        require_arguments(model, families, independent_draws, independent, coupled)
+        require_arguments(model, families, independent_draws, independent, coupled, start)
         super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, amortized_plates=amortized_plates)
         self.families, self.by_name = families, by_name(families)
         declared = self.declared_families()
@@ -109,8 +109,6 @@ class AutoSparseGP(SavedGuide):
         self.by_sites = any(isinstance(family, SiteFamily) for family in declared)
         self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
         self.independent_draws = tuple(independent_draws)
-        if start not in ("mode", None):
-            raise ValueError(f"start must be 'mode' or None, got {start!r}; init_loc_fn says where the search begins")
         self.search = start is not None
         self.independent = independent if isinstance(independent, bool) else tuple(independent)
         self.warned: Warned = set()

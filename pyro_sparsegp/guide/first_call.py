@@ -56,7 +56,9 @@ _FREE = "Take a family with a free posterior, such as SVGP or OrthogonalInducing
 _NO_LIMIT: Any = float("inf")  # of nested plates
 
 
-def require_arguments(model: Any, families: Any, independent_draws: Any, independent: Any, coupled: Any) -> None:
+def require_arguments(
+    model: Any, families: Any, independent_draws: Any, independent: Any, coupled: Any, start: Any
+) -> None:
     """Raise if a guide's arguments are none.
 
     :raises ValueError: naming the argument.
@@ -74,6 +76,8 @@ def require_arguments(model: Any, families: Any, independent_draws: Any, indepen
         raise ValueError(f"independent_draws must be a collection of names, such as ({independent_draws!r},)")
     if isinstance(independent, str) or not isinstance(independent, (bool, Collection)):
         raise ValueError(f"independent must be True or a collection of names, such as ({independent!r},)")
+    if start not in ("mode", None):
+        raise ValueError(f"start must be 'mode' or None, got {start!r}; init_loc_fn says where the search begins")
     if coupled is not None:
         raise ValueError(
             "AutoSparseGP takes no coupled= any more: other latents have a joint posterior by default. Leave it out; "
