@@ -83,9 +83,8 @@ class _Compared:
         self.rows = slices({name: shape.numel() for name, shape in nested.hyper.items()})
         self.loc, self.root = self._q_of_theta()
         self.free = self.root.diagonal() > 0  # of θ: what is no point
-        self.seen: dict[
-            str, list[tuple[Tensor, ...]]
-        ] = {}  # at each draw means and variances, the approximation's and q's
+        # Of values at each draw means and variances, the approximation's and q's.
+        self.seen: dict[str, list[tuple[Tensor, ...]]] = {}
         self.densities: list[Tensor] = []  # F
         self.pulls: list[Tensor] = []
         self.noise: list[Tensor] = []
@@ -155,17 +154,19 @@ class _Compared:
             return "Train longer, or leave it out of independent=." if late else "Leave it out of independent=."
         return "Train longer." if late else "Weigh draws by diagnostics.psis, or take NUTS."
 
-    def _weights_of_q(self) -> Tensor:
+    def _weights(self) -> tuple[Tensor, ...]:
+        """Those of the posterior, and of q."""
         square = 0.5 * torch.stack(self.noise).square().sum(-1)
-        return torch.softmax(square / _WIDER**2 - square, 0)
+        weights = torch.stack([torch.stack(self.densities), -square]) + square / _WIDER**2
+        return torch.softmax(weights, -1).unbind()
 
     def of_inducing_points(self) -> list[str]:
         """What bases leave out of GP sites, in nats of the bound."""
-        lost = {} if (found := self.nested.tried(self.loc)) is None else self.nested.lost(self.loc, found.x)
+        found = self.nested.tried(self.loc)
         return [
             f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, so that "
             "hyperparameters lean to a smoother function. Give its family more inducing points."
-            for name, nats in lost.items()
+            for name, nats in ({} if found is None else found.left).items()
             if nats > _LOST
         ]
 
@@ -176,10 +177,9 @@ class _Compared:
         if len(self.noise) <= self.nested.size:
             return ["the density is not finite at draws of the latents. Train longer, or give init_loc_fn a start."]
         noise, root = torch.stack(self.noise)[:, self.free], self.root[self.free][:, self.free]
-        weights = self._weights_of_q().sqrt()[:, None]
-        first, *slopes = torch.linalg.lstsq(
-            torch.cat([weights, weights * noise], 1), weights * torch.stack(self.pulls)[:, self.free]
-        ).solution
+        weights = self._weights()[1].sqrt()[:, None]
+        pulls = weights * torch.stack(self.pulls)[:, self.free]
+        first, *slopes = torch.linalg.lstsq(torch.cat([weights, weights * noise], 1), pulls).solution
         curvature = -torch.stack(slopes)
         values, axes = torch.linalg.eigh(0.5 * (curvature + curvature.mT))
         best = root @ (axes / values.clamp(min=0.04).sqrt())  # R C^-½
@@ -188,8 +188,8 @@ class _Compared:
         wide = torch.ones_like(self.loc).masked_scatter(self.free, best.square().sum(-1).sqrt() / sd)
         found = []
         for name, rows in self.rows.items():
-            away, ratio = float(step[rows].square().mean().sqrt()), float(wide[rows].mean())
-            if away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]:
+            away, ratio, is_off = _beside(step[rows], wide[rows])
+            if is_off:
                 found.append(
                     f"{name!r} has not converged: the best mean is {away:.1f} sd away, and the best width {ratio:.2f} "
                     f"times its own. {self._advice(name, True)}"
@@ -203,18 +203,18 @@ class _Compared:
         """
         if not self.densities:
             return []
-        square = 0.5 * torch.stack(self.noise).square().sum(-1)
-        weights = torch.softmax(torch.stack(self.densities) + square / _WIDER**2, 0)
-        by_q, num, found = self._weights_of_q(), len(weights), list[str]()
+        (weights, by_q), num, found = self._weights(), len(self.densities), list[str]()
         worth = float(1 / weights.square().sum())
         if worth < min(_LEAST, num):
             names = ", ".join(repr(name) for name, rows in self.rows.items() if self.free[rows].any())
-            told = f"{names}: {num} draws are worth {worth:.1f} by importance weights, so q is far from the posterior. "
-            return [told + ("Train longer." if late else "Compare with NUTS.")]
+            return [
+                f"{names}: {num} draws are worth {worth:.1f} by importance weights, so q is far from the posterior. "
+                + ("Train longer." if late else "Compare with NUTS.")
+            ]
         for name, values in self.seen.items():
             mean, sd, own, its = moments_of(values, weights, by_q)
-            away, ratio = float(((own - mean) / sd).square().mean().sqrt()), float((its / sd).mean())
-            if away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]:
+            away, ratio, is_off = _beside((own - mean) / sd, its / sd)
+            if is_off:
                 found.append(
                     f"{name!r}: the mean is {away:.1f} sd off, and the sd {ratio:.2f} times that of {num} weighted "
                     f"draws (worth {worth:.0f}). {self._advice(name, bool(late))}"
@@ -263,6 +263,12 @@ def moments_of(values: list[tuple[Tensor, ...]], weights: Tensor, by_q: Tensor) 
     return mean, sd, q_mean, (by_q @ (its + (own - q_mean).square())).sqrt()
 
 
+def _beside(moves: Tensor, ratios: Tensor) -> tuple[float, float, bool]:
+    """A root mean square in standard deviations, a mean ratio of widths, and whether they are told."""
+    away, ratio = float(moves.square().mean().sqrt()), float(ratios.mean())
+    return away, ratio, away > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]
+
+
 def _quadratic(rows: Tensor, covariance: Tensor) -> Tensor:
     """diag(A C Aᵀ)."""
     return ((rows @ covariance) * rows).sum(-1)
@@ -276,6 +282,8 @@ def moments(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> dict[str,
     a field in x.
     """
     facts, found = guide.facts, dict[str, tuple[Tensor, Tensor]]()
+    if not facts.field and not able_to_couple(guide, facts):
+        return found
     run = Priors(guide, at_medians=True)
     run.draws_data = False
     with repeatable(guide.like), poutine.block(), torch.no_grad():
@@ -291,8 +299,7 @@ def moments(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> dict[str,
             found |= {name: (loc[own], sd[own]) for name, own in rows.items()}
         for name in able_to_couple(guide, facts):
             if name not in found and not guide.is_point(name):
-                prior = run.trace.nodes[name]["infer"]["prior"]  # type: ignore[index]
-                loc, scale = guide._get_params(name, prior)
+                loc, scale = guide._get_params(name, run.trace.nodes[name]["infer"]["prior"])  # type: ignore[index]
                 found[name] = loc.clone(), scale.clone()
     return found
 
@@ -302,8 +309,8 @@ def moved(before: Mapping[str, tuple[Tensor, Tensor]], after: Mapping[str, tuple
     found = []
     for name, (mean, sd) in after.items():
         first, width = before[name]
-        step, ratio = float(((mean - first) / sd).square().mean().sqrt()), float((sd / width).mean())
-        if step > _AWAY or not _WIDTHS[0] <= ratio <= _WIDTHS[1]:
+        step, ratio, is_off = _beside((mean - first) / sd, sd / width)
+        if is_off:
             found.append(
                 f"{name!r} moved by {step:.1f} sd in the last tenth of the steps, and its width by a factor of "
                 f"{ratio:.2f}. Train longer."

@@ -194,14 +194,11 @@ def _require_sites(guide: KnownGuide, trace: poutine.Trace, posteriors: Collecti
         raise ValueError(f"independent_draws names {unknown}; the GP sites are {sorted(posteriors)}")
     if not observed:
         raise ObservesNothingError
-    if not isinstance(guide.independent, bool):
-        unknown = [name for name in guide.independent if name not in trace.nodes or name in posteriors]
+    for what, known in (("independent", trace.nodes.keys() - posteriors), ("point_estimates", trace.nodes.keys())):
+        names = getattr(guide, what)
+        unknown = [] if isinstance(names, bool) else [name for name in names if name not in known]
         if unknown:
-            raise ValueError(f"independent names {unknown}, which are no latents beside GP sites")
-    if not isinstance(guide.point_estimates, bool):
-        unknown = [name for name in guide.point_estimates if name not in trace.nodes]
-        if unknown:
-            raise ValueError(f"point_estimates names {unknown}, which are no sites of the model")
+            raise ValueError(f"{what} names {unknown}, which are no latents of the model")
     if pyro.settings.get("validate_infer"):
         _require_densities(trace, posteriors)
 

@@ -43,12 +43,14 @@ class Optimum:
     :param slope: ∇F.
     :param x: x̂.
     :param root: the Cholesky factor of P.
+    :param left: ½ Σₙ ρₙWₙₙ of each GP site: what its basis leaves out, in nats.
     """
 
     value: Tensor
     slope: Tensor
     x: Tensor
     root: Tensor
+    left: Mapping[str, Tensor]
 
 
 class Nested:
@@ -89,13 +91,17 @@ class Nested:
         trace = run_standardised(self.guide, self.args, self.kwargs, handler, self.values)
         return dict(all_sites(trace)), handler
 
+    def predictors(self, theta: Tensor) -> tuple[Predictors, dict[str, Any], Standardised]:
+        """The linear predictors at θ, with the sites of their run and its handler."""
+        zero = theta.new_zeros(self.layout.extended, requires_grad=True)
+        sites, handler = self.run(theta, zero)
+        return Predictors(sites, self.links, zero, self.layout), sites, handler
+
     def at(self, theta: Tensor) -> Optimum:
         """F at θ: Newton's steps lead to x̂, and the gradient is that of F through x̂(θ)."""
         self.tell()
         theta = theta.detach().requires_grad_()
-        zero = theta.new_zeros(self.layout.extended, requires_grad=True)
-        sites, handler = self.run(theta, zero)
-        found = Predictors(sites, self.links, zero, self.layout)
+        found, sites, handler = self.predictors(theta)
         apart = [s for n, s in sites.items() if is_observation(s) and n not in self.links and s["mask"] is not False]
         constant = sum(scale_and_mask(s["fn"].log_prob(s["value"]), s["scale"], s["mask"]).sum() for s in apart)
         x, root = self._newton(found)
@@ -104,29 +110,16 @@ class Nested:
         precision = _precision(found, curvature)
         total = self.each * constant + density + handler.log_prior - 0.5 * x.square().sum()
         total = total - torch.linalg.cholesky(precision).diagonal().log().sum()
-        for (one, other), weight in curvature.items():
-            total = total - 0.5 * (weight * (found.residuals[one] * found.residuals[other]).sum(-1)).sum()
-        if not self.size:
-            return Optimum(total.detach(), theta.detach(), x.detach(), root)
-        # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
-        (by_x,) = torch.autograd.grad(total, x, retain_graph=True)
-        along = torch.cholesky_solve(by_x[:, None], root)[:, 0].detach()
-        up = sum(_turned(found, place, part) for place, part in slope.items()) - x
-        (by_theta,) = torch.autograd.grad(total + along @ up, theta)
-        return Optimum(total.detach(), by_theta, x.detach(), root)
-
-    def lost(self, theta: Tensor, x: Tensor) -> dict[str, float]:
-        """½ Σₙ ρₙWₙₙ of each GP site: what its basis leaves out, in nats."""
-        zero = x.new_zeros(self.layout.extended, requires_grad=True)
-        found = Predictors(self.run(theta, zero)[0], self.links, zero, self.layout)
-        _, _, curvature = self._local(found, x)
-        total = {}
-        for name, own in slices(self.layout.residuals).items():
-            parts = [
-                w * (found.residuals[a][:, own] * found.residuals[b][:, own]).sum(-1) for (a, b), w in curvature.items()
-            ]
-            total[name] = 0.5 * float(sum(part.sum().detach() for part in parts))
-        return total
+        left = _left_out(found, curvature)
+        total = total - sum(left.values())
+        by_theta = theta.detach()
+        if self.size:
+            # dF/dθ = ∂F/∂θ + ∂F/∂x · P⁻¹ ∂(Jᵀ∇ℓ)/∂θ.
+            (by_x,) = torch.autograd.grad(total, x, retain_graph=True)
+            along = torch.cholesky_solve(by_x[:, None], root)[:, 0].detach()
+            up = sum(_turned(found, place, part) for place, part in slope.items()) - x
+            (by_theta,) = torch.autograd.grad(total + along @ up, theta)
+        return Optimum(total.detach(), by_theta, x.detach(), root, {name: n.detach() for name, n in left.items()})
 
     def _newton(self, found: Predictors) -> tuple[Tensor, Tensor]:
         """x̂ and the root of P there."""
@@ -226,6 +219,14 @@ class Nested:
         values, axes = torch.linalg.eigh(0.5 * (precision + precision.mT))
         covariance = (axes / values.clamp(min=_WIDEST**-2)) @ axes.mT
         return covariance, torch.stack(moves, -1)
+
+
+def _left_out(found: Predictors, curvature: Mapping[Any, Tensor]) -> dict[str, Tensor]:
+    """½ Σₙ ρₙWₙₙ of each GP site."""
+    parts = [w @ (found.residuals[one] * found.residuals[other]) for (one, other), w in curvature.items()]
+    like = next(iter(found.residuals.values()))
+    each = 0.5 * sum(parts, like.new_zeros(like.shape[-1]))
+    return {name: each[own].sum() for name, own in slices(found.layout.residuals).items()}
 
 
 def _turned(found: Predictors, place: Any, value: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from .coupled import able_to_couple, couple, drop_latents
 from .field import (
     LARGEST,
     Layout,
-    Predictors,
     Standardised,
     anchor_of,
     at_zero,
@@ -80,14 +79,13 @@ def start(guide: KnownGuide, run: Setup, args: tuple, kwargs: dict[str, Any]) ->
         with torch.enable_grad():
             _find(Search(guide, run, able, args, kwargs))
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        if not able:
-            return
-        warnings.warn(
-            f"the mode of latents {', '.join(map(repr, able))} was not found ({str(error).splitlines()[0]}). They "
-            "start where init_loc_fn says, each with a posterior of its own, so intervals may be too narrow. Give "
-            "init_loc_fn a start that is nearer.",
-            stacklevel=6,
-        )
+        if able:
+            warnings.warn(
+                f"the mode of latents {', '.join(map(repr, able))} was not found ({str(error).splitlines()[0]}). They "
+                "start where init_loc_fn says, each with a posterior of its own, so intervals may be too narrow. Give "
+                "init_loc_fn a start that is nearer.",
+                stacklevel=6,
+            )
 
 
 def is_open(guide: KnownGuide, able: list[str]) -> bool:
@@ -153,8 +151,8 @@ class Search:
         self.held = {name: sites[name]["value"].detach() for name in able}
         self.plates = {n: s["value"].detach() for n, s in sites.items() if is_free(s) and site_is_subsample(s)}
         exact = any(isinstance(module, ExactGP) for module in guide.modules_by_site().values())
-        self.most, self.all = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, _ALL_ROWS)
-        self.args, self.kwargs, self.each = _some_rows(self.num, self.most, args, kwargs)
+        most, self.all = (_MOST_VALUES, _MOST_VALUES) if exact else (_MOST_ROWS, _ALL_ROWS)
+        self.args, self.kwargs, self.each = _some_rows(self.num, most, args, kwargs)
         few = self.each != 1  # whose plates have other row numbers
         self.values = {n: value for n, value in self.plates.items() if not (few and len(value) == self.num)}
         normal = {name: prior for name, prior in self.priors.items() if is_normal_prior(prior)}
@@ -279,12 +277,9 @@ class Search:
         """Warn of members whose values hyperparameters multiply: q(x | θ) is about values, whatever θ makes of them."""
         gains = []
         for theta in (mode, mode + torch.linalg.cholesky(covariance).sum(-1)):
-            x = mode.new_zeros(nested.layout.extended, requires_grad=True)
-            sites, handler = nested.run(theta, x)
-            found = Predictors(sites, nested.links, x, nested.layout)
-            slopes = torch.cat([found.dense(place) for place in found.eta]).detach()
-            places = nested.layout.rows.items()
-            gains.append({name: slopes[:, rows].square().sum() / handler.size_of(name) for name, rows in places})
+            found, _, handler = nested.predictors(theta)
+            squares = torch.stack([found.dense(place).detach().square().sum(0) for place in found.eta]).sum(0)
+            gains.append({name: squares[own].sum() / handler.size_of(name) for name, own in nested.layout.rows.items()})
         names = [name for name, gain in gains[0].items() if (gains[1][name] / gain).log().abs() > _FACTOR]
         if names:
             warnings.warn(

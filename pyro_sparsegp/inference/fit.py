@@ -197,6 +197,7 @@ class _Loop:
     epoch: int = 0
     place: int = 0
     before: dict[str, Any] = field(default_factory=dict)  # latents' moments before the last tenth
+    batch: Optional[Batch] = None  # of the last step
 
     def __post_init__(self) -> None:
         guide, batches, model = self.guide, self.batches, self.model
@@ -297,7 +298,7 @@ class _Loop:
                 self._set_rates()
                 while len(self.losses) < self.total and not why:
                     if len(self.losses) == self.total - self.total // 10:
-                        self.before = moments(self.guide, *self.call(self._first()))
+                        self.before = moments(self.guide, *self.call(self.batch or self._first()))
                     self.losses.append(self._step(next(stream)))
                     # Of the next step, before the checkpoint: a resumed optimiser takes its rates from there
                     # (test_resumed_as_if_never_cut_off).
@@ -316,14 +317,13 @@ class _Loop:
     def notes(self) -> list[str]:
         """What still moves, a line each."""
         last, found = self.total // 10, list[str]()
-        ends = [np.array(self.losses[-2 * last : -last]), np.array(self.losses[-last:])] if last > 1 else []
-        if ends and len(ends[0]) == last:
-            fell, error = ends[0].mean() - ends[1].mean(), math.hypot(*(end.std() for end in ends)) / math.sqrt(last)
+        if len(self.losses) >= 2 * last > 2:
+            first, end = np.array(self.losses[-2 * last :]).reshape(2, last)
+            fell, error = first.mean() - end.mean(), math.hypot(first.std(), end.std()) / math.sqrt(last)
             if fell > max(_FELL, 2 * error):
                 found.append(f"the loss fell by {fell:.1f} nats in the last tenth of the steps. Train longer.")
-        call = self.call(self._first())
-        if self.before:
-            found += moved(self.before, moments(self.guide, *call))
+        call = self.call(self.batch or self._first())
+        found += moved(self.before, moments(self.guide, *call)) if self.before else []
         if self.batches.whole and self.workers.num == 1 and self.total >= _CHECKED:
             found += check(self.guide, *call, whole=False)
         return found
@@ -332,7 +332,7 @@ class _Loop:
         """Batches without end, from the place that the fit has reached."""
         while True:
             for batch in self.batches.epoch(self.epoch, self.place):
-                self.place += 1
+                self.place, self.batch = self.place + 1, batch
                 yield batch
             self.epoch, self.place = self.epoch + 1, 0
 
