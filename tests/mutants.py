@@ -133,7 +133,7 @@ affine-without-scale: test_affine.py::test_one_step_under_precise_correlated_noi
 - return solve_lower(fn.scale_tril, rows.reshape(*fn.loc.shape, -1)).reshape(rows.shape)
 + return rows
 affine-without-other-parameters: test_affine.py::test_what_a_first_call_does_not_see_move_is_integrated
-- if self.owners[name][_REST, site].touched.any():
+- if any(self.owners[name][key].touched.any() for key in others):
 + if False:
 affine-at-a-parameter-of-zero: test_affine.py::test_what_a_first_call_does_not_see_move_is_integrated
 - name: (torch.full_like(value, torch.nan) if name in names else value.clone()).requires_grad_()
@@ -201,9 +201,6 @@ features-anew-for-each-update: test_sites.py::test_features_are_made_once_for_al
 features-stay-after-a-reading: test_sites.py::test_features_of_a_reading_go_with_it
 - self.answer = self.last = self.expected = None
 + self.last = self.expected = None
-permutation-not-followed: test_data.py::test_rows_in_another_order_are_followed
-- self.precision, self.linear = self.precision[..., order], self.linear[..., order]
-+ self.precision, self.linear = self.precision, self.linear[..., order]
 masked-rows-count: test_sites.py::test_a_mask_that_changes_drops_what_was_seen
 - found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, mask))
 + found[name] = torch.as_tensor(scale_and_mask(fn.log_prob(site["value"]), scale, None))
@@ -235,7 +232,7 @@ rows-apart: test_joint.py::test_three_sites_are_drawn_row_by_row
 - covariance = covariance - mine * its
 + covariance = covariance + mine * its
 never-crossed: test_joint.py::test_sites_that_meet_across_rows_have_the_bound_of_joint_draws
-- if g in found.group(f) and any(owners[f][key].crosses(owners[g][key]) for key in terms)
+- if g in found.group(f) and any(owners[f][key].crosses(owners[g][key]) for key in densities)
 + if False
 a-product-is-a-sum: test_joint.py::test_separate_posteriors_of_a_sum_are_told_of
 - slopes = (rows[0::2] - rows[1::2]).reshape(len(pairs), 2, -1)
@@ -313,8 +310,8 @@ noise-is-shared: test_botorch.py::test_noise_and_its_absence
 - covariances = covariances + noises[chosen].diag_embed()
 + covariances = covariances + noises[chosen][..., None]
 batches-hold-kernels: test_action_batches.py::test_batches_have_the_bound_of_all_rows_and_its_gradient
-- return replace(rows, learns=True) if steps and not same and guide.takes_batches and not rows.fewer else rows
-+ return rows
+- takes = same or (guide.takes_batches and not rows.fewer)
++ takes = same
 batches-read-where-q-was: test_action_batches.py::test_batches_of_classes_settle_the_sites_of_the_first_rows
 - module.sites.progress["marginals"] = None  # those of another step
 + pass

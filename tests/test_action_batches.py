@@ -162,4 +162,4 @@ def test_a_batch_of_exactly_the_first_rows_is_a_batch(order, likelihood):
     svi.step(x[rows][:30], y[rows][:30], size=ROWS)  # and go on
     assert torch.equal(guide.gps.f.policy.order, actions)
     assert torch.equal(guide.gps.f.sites.inputs, x[:SUPPORT])
-    assert guide.data.kwargs == {}
+    assert guide.core.data.kwargs == {}

@@ -27,6 +27,7 @@ from pyro_sparsegp.gaussians.record import recording
 from pyro_sparsegp.guide.arrival import _Compared, moments_of
 from pyro_sparsegp.guide.field import Layout
 from pyro_sparsegp.guide.nested import Nested
+from pyro_sparsegp.guide.runs import Priors
 from pyro_sparsegp.guide.start import init_to_centre
 
 N, GROUPS, NOISE = 24, 3, 0.4
@@ -194,7 +195,8 @@ def test_expectations_over_predictors_are_in_closed_form():
     with poutine.condition(data={"s": torch.tensor(0.5), "tau": torch.tensor(0.8)}), torch.no_grad():
         loss = TraceQuadrature_ELBO().loss(_counts, guide, *data)
         pyro.set_rng_seed(0)
-        ahead, *_ = guide.at_field(guide, data, {})
+        ahead = Priors(guide)
+        guide.at_nodes({}, guide, data, {}, ahead)
     q = ahead.whole().q
     phi = guide.gps.f.basis(0.5 * kernels.RBF(0.4), 1e-8, "f")(x)[0]
     one_hot = torch.nn.functional.one_hot(group, GROUPS).double()

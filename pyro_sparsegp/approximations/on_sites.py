@@ -65,10 +65,6 @@ class SiteGP(AbstractModule):
             return self.at_new_inputs(process, name, kind, sites)
         return self.given(process, name, kind, sites, exact)
 
-    def reorder(self, order: Tensor) -> None:
-        """Follow the data into another order: row n is what row ``order[n]`` was."""
-        self.sites.reorder(order)
-
     @property
     def forgets(self) -> bool:
         """Whether it may be given other training data: it has no parameters for each row."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from torch import Tensor
-
 from ..bases.actions import Actions, DenseActions
 from ..bases.policies import Policy
 from ..bases.projection import project
@@ -48,10 +46,6 @@ class ProjectedGP(SiteGP):
     @property
     def num_rows(self) -> Optional[int]:
         return self.policy.rows
-
-    def reorder(self, order: Tensor) -> None:
-        super().reorder(order)
-        self.policy.reorder(order)
 
     def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
         sites = Sites.none(process.x[:1], process.batch_shape)

@@ -48,9 +48,6 @@ class Policy(AbstractModule):
     def actions(self, kernel: Any, sites: Sites, name: str) -> Actions:
         """As :meth:`forward`, at rows that they belong to."""
 
-    def reorder(self, order: Tensor) -> None:
-        """Follow the data into another order: row n is what row ``order[n]`` was."""
-
 
 class BlockPolicy(Policy):
     """Learned block-sparse actions, CaGP-Opt (eq. 14): one number a datum.
@@ -66,9 +63,6 @@ class BlockPolicy(Policy):
         self.rows = inputs.shape[-2]
         self.register_buffer("order", local_blocks(inputs, num) if order is None else order)
         self.values: Any = PyroParam(inputs.new_ones(*batch_shape, self.rows))
-
-    def reorder(self, order: Tensor) -> None:
-        self.order: Tensor = order.argsort()[self.order]
 
     def actions(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
         return BlockActions(sites, self.values, self.order, _sizes(len(self.order), self.num))
@@ -162,9 +156,6 @@ class RandomPolicy(_Detached):
         self.rows = inputs.shape[-2]
         shape = self.rows, min(num, self.rows)
         self.register_buffer("draws", torch.randn(shape).to(inputs) if draw else inputs.new_zeros(shape))
-
-    def reorder(self, order: Tensor) -> None:
-        self.draws: Tensor = self.draws[order]
 
     def directions(self, kernel: Any, sites: Sites) -> Tensor:
         return _orthonormal(self.draws, sites.precision)

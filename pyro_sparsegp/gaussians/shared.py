@@ -161,8 +161,13 @@ class Part(Coefficients):
         super(Coefficients, self).__init__()
         self._shared, self.name = (shared,), name
 
+    @property
+    def shared(self) -> Shared:
+        """What has them."""
+        return self._shared[0]
+
     def forward(self, anchor: Optional[Tensor] = None) -> Gaussian:
-        whole: Whole = self._shared[0]()
+        whole: Whole = self.shared()
         return whole.q.marginal(whole.blocks[self.name])
 
 

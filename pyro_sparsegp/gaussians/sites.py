@@ -148,13 +148,6 @@ class KeptSites(AbstractModule):
     def memory(self, saved: tuple[Any, ...]) -> None:
         self.inputs, self.precision, self.linear, self.truncated, self.progress = saved
 
-    def reorder(self, order: Tensor) -> None:
-        """Follow the data into another order of their rows."""
-        self.inputs = self.inputs[order]
-        self.precision, self.linear = self.precision[..., order], self.linear[..., order]
-        if (marginals := self.progress["marginals"]) is not None:
-            self.progress["marginals"] = marginals[0][..., order], marginals[1][..., order]
-
     def forget(self) -> None:
         """Be as if no sites had been read."""
         self.inputs, self.precision, self.linear = self.inputs[:0], self.precision[..., :0], self.linear[..., :0]
@@ -194,6 +187,3 @@ class FreeSites(AbstractModule):
         root: Any = self.root
         linear: Any = self.linear
         return Sites(self.inputs, root.square(), linear)
-
-    def reorder(self, order: Tensor) -> None:
-        """Nothing: they know their own inputs."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Optional, TypeVar, Union
+from contextlib import contextmanager, nullcontext
+from typing import Any, Optional, Union
 
 import torch
 from pyro import poutine
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..approximations.expectation import require_refined
 from ..approximations.on_sites import SiteGP
-from ..families import ExpectationFamily, SiteFamily
 from ..gaussians.sites import Sites
 from ..modules import drop_stored, take_name, unique_name
 from ..posterior.sparse_posterior import SparsePosterior
@@ -20,24 +19,21 @@ from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.handlers import observes
 from ..program.traces import all_sites, as_process, free_values, is_free, repeatable, whole_plates
-from ..warned import Warned, require_number
+from ..warned import require_number
 from .absorb import absorb
 from .arrival import check
-from .checks import check_parameters, explain_nan
+from .checks import check_parameters
 from .conditions import conditions_now, conditions_of_call
 from .correction import note_rows, warn_of_unseen
 from .first_call import ObservesNothingError, initialise, require_arguments
-from .joint import by_name
-from .known import Core, Families, Rows
+from .known import Families, Rows
 from .quantiles import or_of_training, quantiles_of
-from .rows import are_known_rows, note_step, require_data, rows_of, warn_of_batches
+from .rows import note_step, rows_of, share_of_rows
 from .runs import LARGEST_JOINT, BySite, Conditions, Posteriors, Priors, Run
 from .start import init_to_centre
 from .state import SavedGuide
 
 __all__ = ["AutoSparseGP"]
-
-_T = TypeVar("_T")
 
 _KEEP_ROWS = (
     "to learn hyperparameters on a stream keep some of its rows yourself, take SVI steps on them, "
@@ -102,24 +98,11 @@ class AutoSparseGP(SavedGuide):
         coupled: Any = None,
     ) -> None:
         require_arguments(model, families, independent_draws, independent, coupled, start)
-        super().__init__(model, init_loc_fn=init_loc_fn, init_scale=init_scale, amortized_plates=amortized_plates)
-        self.families, self.by_name = families, by_name(families)
-        declared = self.declared_families()
-        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in declared)
-        self.by_sites = any(isinstance(family, SiteFamily) for family in declared)
-        self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
-        self.independent_draws = tuple(independent_draws)
-        self.search = start is not None
-        self.independent = independent if isinstance(independent, bool) else tuple(independent)
-        self.warned: Warned = set()
-        self.core = Core()  # what was learnt
-        self.run: Optional[Run] = None  # that it is on
-        self.kept: Optional[list[Conditions]] = None  # of calls that predict
-        self.from_draws: Collection[str] = ()
-        self._like = torch.empty(0)
-        self._nodes: Optional[Mapping[str, Optional[Tensor]]] = None  # of the quadrature that calls
-        self._ahead: Optional[list[Any]] = None  # what runs at nodes are conditioned on, once that is known
-        self._hyper: Optional[Priors] = None  # the run of a step on a field
+        options = {"init_loc_fn": init_loc_fn, "init_scale": init_scale, "amortized_plates": amortized_plates}
+        search = start is not None
+        super().__init__(model, families, point_estimates, independent_draws, independent, search, **options)
+        self._asked: Optional[Callable[[tuple, dict[str, Any]], Optional[Run]]] = None  # makes an objective's run
+        self._ahead: Optional[tuple[Rows, Conditions]] = None  # what runs at nodes are conditioned on, once it is known
         self.row_share = 0.0  # of all rows, those of the last step of training
         # A name of its own keeps this guide's parameters apart from all others in Pyro's global store.
         take_name(self, unique_name("AutoSparseGP"))
@@ -146,38 +129,25 @@ class AutoSparseGP(SavedGuide):
         :returns: latent, deterministic and observed sites' values by name.
         :raises ValueError: naming the site and the remedy, if the model or its data do not fit the guide.
         """
-        nodes = self._nodes  # at_nodes calls, perhaps through a wrapper
-        if nodes is None:
-            self.prepare(*args, **kwargs)
-        if self._ahead:
-            rows, conditions = self._ahead[0]
-        else:
-            rows = rows_of(self, args, kwargs)
-            conditions = conditions_of_call(self, rows, args, kwargs) if self.on_sites else Conditions()
-        if self._ahead == []:
-            self._ahead.append((rows, conditions))
+        run = (self._asked or self._run_on)(args, kwargs)
+        if run is None:
             return {}
-        run = (
-            self._run_at(nodes, rows, conditions) if nodes is not None else self._run_on(rows, conditions, args, kwargs)
-        )
         draws = run.perform(args, kwargs)
         require_sizes(run.trace)
         if isinstance(run, Posteriors) and any(p.kernel.depends_on_rows for p in run.processes.values()):
             note_rows(self, run)
         if self.is_training:
-            self.row_share = note_step(self, run, args, kwargs)
+            self.row_share = note_step(self, run, args, kwargs)  # type: ignore[arg-type]
         return draws
 
-    def _run_at(self, nodes: Any, rows: Rows, conditions: Conditions) -> Union[Posteriors, Priors]:
-        """A run for an objective, with GP sites at nodes, or a field at its prior's mean."""
-        if not self.facts.field:
-            return Posteriors(self, conditions, rows, 0 if self.training else torch.inf, nodes, self.kept is not None)
-        run = self._hyper = Priors(self)
-        run.rows, run.nodes = rows, nodes
-        return run
+    def _conditioned_on(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Rows, Conditions]:
+        rows = rows_of(self, args, kwargs)
+        return rows, conditions_of_call(self, rows, args, kwargs) if self.on_sites else Conditions()
 
-    def _run_on(self, rows: Rows, conditions: Conditions, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
+    def _run_on(self, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
         """A run for draws."""
+        self.prepare(*args, **kwargs)
+        rows, conditions = self._conditioned_on(args, kwargs)
         require_refined(self.modules_by_site(), lambda: rows.fewer or not self._observes(args, kwargs))
         asks = bool(self.corrected_modules() or self.facts.enumerated)
         has_data = not asks or self._observes(args, kwargs)
@@ -186,28 +156,24 @@ class AutoSparseGP(SavedGuide):
         run.sums_out = has_data
         return run
 
+    def _are_known(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call brings all the data of training, row by row, where latents have a value for each row."""
+        relation = self.relation(args, kwargs) if self.local_latents else None
+        return relation is not None and relation.same
+
     def _observes(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        return observes(self.model, self.observed, self.like, args, kwargs)
+        return observes(self.model, self.facts.rows, self.like, args, kwargs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """What a first call does before it draws: initialise, and check that all parameters would train."""
-        core = self._wake(args, kwargs)
-        if torch.is_grad_enabled() and not core.checked:
-            check_parameters(self, core, args, kwargs)
-        self._check_loaded(core, args, kwargs)
-
-    def _wake(self, args: tuple, kwargs: dict[str, Any]) -> Core:
-        if not self.core.known:
-            return initialise(self, args, kwargs)
-        if self.core.loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
+        core = self.core if self.core.known else initialise(self, args, kwargs)
+        if core.loaded:  # its parameters are what it was loaded with, whatever a file brought into Pyro's store
             drop_stored(self._pyro_name)
-        return self.core
-
-    def _check_loaded(self, core: Core, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Check the parameters at the first call after a state was loaded, whatever the call is for."""
-        if core.loaded and not core.checked and not torch.is_inference_mode_enabled():
+        # Parameters are checked at the first step, and at the first call after a state was loaded, whatever that is
+        # for: test_messages.py::test_a_latent_that_a_state_does_not_have.
+        if not core.checked and (torch.is_grad_enabled() or (core.loaded and not torch.is_inference_mode_enabled())):
             # The graph is what shows where parameters come from; what the call draws later stays as it would be.
-            with torch.enable_grad(), whole_plates(), repeatable(self.like):
+            with torch.enable_grad(), whole_plates() if core.loaded else nullcontext(), repeatable(self.like):
                 check_parameters(self, core, args, kwargs)
         core.loaded = False
 
@@ -268,7 +234,7 @@ class AutoSparseGP(SavedGuide):
         :raises KeyError: where the dict has no such GP site.
         """
         self._ready(args, kwargs)
-        known = are_known_rows(self, args, kwargs)
+        known = self._are_known(args, kwargs)
         run = Posteriors(self, conditions_now(self, median=True))
         run.draws_data, run.own_rows, run.at_medians = False, known, True
         return BySite(self._predicted(run, args, kwargs).posteriors)
@@ -286,7 +252,7 @@ class AutoSparseGP(SavedGuide):
         """
         require_number("the number of draws", num)
         self._ready(args, kwargs)
-        conditions, known, draws = None, are_known_rows(self, args, kwargs), list[dict[str, Tensor]]()
+        conditions, known, draws = None, self._are_known(args, kwargs), list[dict[str, Tensor]]()
         for _ in range(num):
             if conditions is None or self.has_random_latents:
                 conditions = conditions_now(self, False, known)
@@ -313,14 +279,14 @@ class AutoSparseGP(SavedGuide):
 
     def _ready(self, args: tuple, kwargs: dict[str, Any]) -> None:
         try:
-            core = self._wake(args, kwargs)
+            with torch.no_grad():
+                self.prepare(*args, **kwargs)
         except ObservesNothingError as error:
             raise ValueError(
                 "this guide has seen no data, so that it has no posterior to look at or to predict with: train it "
                 "first, svi.step(x, y) or fit(model, guide, (x, y), steps=500), or load a saved state."
             ) from error
         require_refined(self.modules_by_site(), lambda: True)
-        self._check_loaded(core, args, kwargs)
 
     def _predicted(self, run: Posteriors, args: tuple, kwargs: dict[str, Any]) -> Posteriors:
         with poutine.block(), whole_plates():
@@ -358,10 +324,6 @@ class AutoSparseGP(SavedGuide):
 
     # For objectives, and what else runs it.
 
-    def require_data(self) -> None:
-        """Raise if the last run met no data, where the first call did."""
-        require_data(self)
-
     @contextmanager
     def predicting(self, kept: list[Conditions]) -> Iterator[None]:
         """Treat the inputs of calls as new ones, even if observations come with them.
@@ -377,38 +339,47 @@ class AutoSparseGP(SavedGuide):
     @contextmanager
     def conditioned(self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Iterator[None]:
         """Runs at nodes within are conditioned on sites that are read once, before them: they may be mapped."""
-        self._ahead, self._nodes = [], {}
+
+        def read(args: tuple, kwargs: dict[str, Any]) -> None:
+            self._ahead = self._conditioned_on(args, kwargs)
+
         try:
+            self._asked = read
             wrapped(*args, **kwargs)
-            self._nodes = None
+            self._asked = None
             yield
         finally:
-            self._ahead = self._nodes = None
+            self._ahead = self._asked = None
 
     def at_nodes(
-        self, nodes: Mapping[str, Optional[Tensor]], wrapped: Callable, args: tuple, kwargs: dict[str, Any]
+        self,
+        nodes: Mapping[str, Optional[Tensor]],
+        wrapped: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        ahead: Optional[Priors] = None,
     ) -> tuple[Any, Any, dict[str, Tensor]]:
         """One run with GP sites at standardised quadrature nodes, mean + sd·node; ``None`` is the mean.
 
         :param wrapped: this guide, or what handlers such as ``poutine.scale`` made of it.
+        :param ahead: the run to make instead, of a field at its prior's mean.
         :returns: the model's trace, the guide's, and the values of all sites, the plates' row numbers among them.
         """
-        before, self._nodes = self._nodes, nodes
+
+        def makes(args: tuple, kwargs: dict[str, Any]) -> Run:
+            rows, conditions = self._ahead or self._conditioned_on(args, kwargs)
+            if ahead is not None:
+                ahead.rows, ahead.nodes = rows, nodes
+                return ahead
+            return Posteriors(self, conditions, rows, 0 if self.training else torch.inf, nodes, self.kept is not None)
+
+        before, self._asked = self._asked, makes
         try:
             wrapped(*args, **kwargs)
             return (*self.traces(), free_values(self.trace))
         finally:
-            self._nodes = before
+            self._asked = before
             self.trace = poutine.Trace()  # under vmap its tensors are of no use to others
-
-    def at_field(
-        self, wrapped: Callable, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[Priors, Any, Any, dict[str, Tensor]]:
-        """As :meth:`at_nodes`, with the run that drew its hyperparameters first."""
-        traces = self.at_nodes({}, wrapped, args, kwargs)
-        ahead, self._hyper = self._hyper, None
-        assert ahead is not None
-        return (ahead, *traces)
 
     def priors(
         self, args: tuple, kwargs: dict[str, Any]
@@ -418,21 +389,18 @@ class AutoSparseGP(SavedGuide):
         :returns: the GP sites' priors under them; the values of latents and the plates' row numbers; the run's trace.
         """
         relation = self.relation(args, kwargs)
-        own = relation is None or not self.local_latents or (relation.inputs and relation.order is None)
+        own = relation is None or not self.local_latents or relation.inputs
         run = Priors(self, at_medians=True, own_rows=own)
         run.perform(args, kwargs)
         require_sizes(run.trace)
-        warn_of_batches(self, relation)
+        if self.is_training:
+            share_of_rows(self, Rows(relation=relation))
         values = {
             name: torch.as_tensor(site["value"])
             for name, site in all_sites(run.trace)
             if is_free(site) and name not in run.processes
         }
         return run.processes, values, run.trace
-
-    def explain_nan(self, *args: Any, **kwargs: Any) -> str:
-        """Which sites' log densities are NaN or infinite at these arguments, for an error."""
-        return explain_nan(self, args, kwargs)
 
     def posterior_given(self, name: str, prior: Any, sites: Optional[Sites], new_rows: bool) -> SparsePosterior:
         """The posterior of a GP site under a prior of other inputs, given the sites of a draw.

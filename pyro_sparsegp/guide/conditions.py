@@ -16,7 +16,7 @@ from ..numerics.linalg import MAPPED
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE
-from ..program.explore import explore
+from ..program.facts import explore
 from ..program.handlers import unrecorded
 from ..program.likelihood import Expectation
 from ..program.reader import DrawingReader, Reader, RefusedError, with_priors
@@ -46,16 +46,16 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
     :param known: whether it is of those data, so that their rows' latents are to be those of the draw.
     :raises ValueError: if that takes the training data, and they were not loaded with the guide's state.
     """
-    if not guide.on_sites or (guide.data is None and not guide.has_random_latents):
+    if not guide.on_sites or (guide.core.data is None and not guide.has_random_latents):
         return Conditions()
     name = next(iter(guide.site_modules()))
-    if guide.data is None:
+    if guide.core.data is None:
         raise ValueError(
             "the guide was loaded from a state without its training data, on which the posterior of GP site "
             f"{name!r} given a draw of the other latents depends: call the guide "
             "with them once, guide(x, y), not under torch.no_grad()."
         )
-    if not guide.by_expectation and guide.data.overwritten:  # whose sites are kept
+    if not guide.by_expectation and guide.core.data.overwritten:  # whose sites are kept
         warn_once(
             guide.warned,
             "overwritten",
@@ -70,7 +70,7 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
         # Sites that are kept must serve training, too: no tensors of inference mode.
         with torch.inference_mode(False), torch.no_grad(), repeatable(guide.like) if median else nullcontext():
             known = known and not guide.facts.inner
-            return condition(guide, guide.data.args, guide.data.kwargs, known, False)
+            return condition(guide, guide.core.data.args, guide.core.data.kwargs, known, False)
     finally:
         guide._computing_median = before
 
@@ -92,7 +92,7 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
     :param same: whether the arguments are the training data; else those are taken.
     :param learns: whether this is a step of training: modules keep the sites, gradients pass through them.
     """
-    data = guide.data
+    data = guide.core.data
     if not same:
         if data is None:
             return Conditions()

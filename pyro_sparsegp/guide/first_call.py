@@ -24,9 +24,9 @@ from ..process import GaussianProcess
 from ..program import checks
 from ..program.data import TrainingData, first_tensor
 from ..program.dependence import COUPLED, NONE
-from ..program.explore import explore
-from ..program.facts import ClosedForms, Structure
+from ..program.facts import ClosedForms, Structure, explore
 from ..program.handlers import is_blocked
+from ..program.registration import has_network
 from ..program.traces import (
     all_sites,
     as_process,
@@ -40,7 +40,7 @@ from ..program.traces import (
 )
 from .correction import show_all_rows
 from .field import is_normal_prior
-from .joint import groups_of, join, require_by_rows, require_families, require_joint
+from .joint import join, require_by_rows, require_families, require_joint
 from .known import Core, KnownGuide
 from .runs import Setup, held_runs, probed
 from .start import start
@@ -104,7 +104,7 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
         _require_positive(trace, run.processes)
         facts = _describe(guide, trace, run.posteriors)
         facts.enumerated = [] if run.enumeration is None else run.enumeration.names
-        facts.joint = groups_of(guide.families)
+        facts.joint = guide.groups
         guide.core = Core(facts, True)
         show_all_rows(guide, args, kwargs, trace)
         checks.require_left_out(guide.model, facts.gps, trace, args, kwargs)
@@ -251,7 +251,7 @@ def _describe(guide: KnownGuide, trace: poutine.Trace, posteriors: Mapping[str, 
     """The sites of a first run, in which the guide made its parameters."""
     found = Structure(gps={name: at_path(guide.gps, name).spec() for name in posteriors})
     found.columns = {name: q.process.x.shape[-1] for name, q in posteriors.items()}
-    found.network = checks.has_network(guide.model, trace)
+    found.network = has_network(guide.model, trace)
     found.grouped = grouped(trace)
     for name, site in all_sites(trace):
         if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:

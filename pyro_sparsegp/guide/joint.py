@@ -14,28 +14,14 @@ from ..gaussians import Part, Shared, block_diagonal
 from ..process import GaussianProcess
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
-from .known import Families, KnownGuide
+from .known import KnownGuide
 
 __all__ = [
-    "by_name",
-    "groups_of",
     "join",
     "require_by_rows",
     "require_families",
     "require_joint",
 ]
-
-
-def groups_of(families: Families) -> list[list[str]]:
-    """The groups of sites that have one posterior."""
-    return [list(key) for key in families if isinstance(key, tuple)] if isinstance(families, Mapping) else []
-
-
-def by_name(families: Families) -> dict[str, Family]:
-    """The family of each site that is named."""
-    if not isinstance(families, Mapping):
-        return {}
-    return {name: family for key, family in families.items() for name in ([key] if isinstance(key, str) else key)}
 
 
 def require_families(families: Any) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, Optional, Union
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ..approximations.free import SparseGP
 from ..approximations.on_sites import SiteGP
-from ..families import Family
+from ..families import ExpectationFamily, Family, SiteFamily
 from ..kernels.base import white_share
 from ..modules import at_path
 from ..posterior.drawing import ExpectedSite, FunctionSite, GroupedSite, MarginalSite, Site
@@ -42,7 +41,7 @@ class Core:
     :param forms: which densities have their expectation in closed form; learned anew where a state was loaded.
     :param data: the arguments of the last step of training on the rows that it is about.
     :param calls: the networks that a run calls, where they are to be known.
-    :param checked: whether all parameters were seen to train; ``registered`` are the model's.
+    :param checked: whether all parameters were seen to train.
     :param loaded: whether it is from a state, and was not called since.
     :param forgotten: whether the data are to be those of the next step, :meth:`AutoSparseGP.forget_data`.
     :param unscaled: sites whose rows were others than before, and no plate scaled them.
@@ -55,7 +54,6 @@ class Core:
     data: Optional[TrainingData] = None
     calls: Optional[Calls] = None
     checked: bool = False
-    registered: list[Tensor] = field(default_factory=list)
     loaded: bool = False
     forgotten: bool = False
     unscaled: set[str] = field(default_factory=set)
@@ -70,7 +68,7 @@ class Rows:
     """Which rows a call brings.
 
     :param same: they are those of training, with their observations.
-    :param inputs: their inputs are, in the guide's order: latents of single rows are of these rows.
+    :param inputs: their inputs are: latents of single rows are of these rows.
     :param learns: it is a step of training, of these rows or, where modules take them, of others: gradients pass
         through the sites that q is conditioned on.
     :param relation: what the call's tensors are to those of training; ``None`` where the guide has no data.
@@ -86,28 +84,47 @@ class Rows:
         """Whether tensors of training are not given, such as the observations."""
         return self.relation is not None and self.relation.fewer
 
+    @property
+    def others(self) -> bool:
+        """Whether none of its tensors is one of training."""
+        return self.relation is not None and self.relation.others
+
 
 class KnownGuide(AutoNormalMessenger):
-    """Pyro's mean-field guide, and what it knows of its program and its GP sites."""
+    """Pyro's mean-field guide, and what it knows of its program and its GP sites.
 
-    core: Core  # what was learnt
-    run: Any  # that it is on, or None
-    kept: Any  # of calls at the same inputs, or None
-    families: Families
-    by_name: Mapping[str, Family]
-    by_expectation: (
-        bool  # whether a GP site has a family of expectation propagation, which ExpectationPropagation trains
-    )
-    by_sites: bool  # whether one has a family on sites
-    point_estimates: Union[bool, Collection[str]]
-    independent_draws: Collection[str]
-    warned: Warned
-    _like: Tensor
-    independent: Union[bool, Collection[str]]
-    search: bool  # whether hyperparameters start at their mode
-    from_draws: Collection[str]  # latents that start at a draw from the prior, whatever init_loc_fn says
+    :param options: Pyro's.
+    """
+
     together: Any  # q(θ) of hyperparameters
     field: Any  # q(x) of all that is normal given them
+
+    def __init__(
+        self,
+        model: Callable,
+        families: Families,
+        point_estimates: Union[bool, Collection[str], None],
+        independent_draws: Collection[str],
+        independent: Union[bool, Collection[str]],
+        search: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, **options)
+        named = families if isinstance(families, Mapping) else {}
+        self.families, self.groups = families, [list(key) for key in named if isinstance(key, tuple)]
+        self.by_name = {n: named[key] for key in named for n in ((key,) if isinstance(key, str) else key)}
+        # Whether one is of expectation propagation, which ExpectationPropagation trains, or on sites.
+        self.by_expectation = any(isinstance(family, ExpectationFamily) for family in self.declared_families())
+        self.by_sites = any(isinstance(family, SiteFamily) for family in self.declared_families())
+        self.point_estimates = self.by_expectation if point_estimates is None else point_estimates
+        self.independent_draws, self.independent = tuple(independent_draws), independent
+        self.search = search  # whether hyperparameters start at their mode
+        self.core = Core()  # what was learnt
+        self.run: Any = None  # that it is on
+        self.kept: Any = None  # what calls that predict are conditioned on
+        self.from_draws: Collection[str] = ()  # latents that start at a draw from the prior, whatever init_loc_fn says
+        self.warned: Warned = set()
+        self._like = torch.empty(0)
 
     @property
     def structure(self) -> Optional[Structure]:
@@ -120,7 +137,7 @@ class KnownGuide(AutoNormalMessenger):
 
         :raises ValueError: before the first call.
         """
-        if not self.core.known:
+        if not self.core.known:  # test_messages.py::test_a_guide_that_saw_no_data
             raise ValueError("the guide has not been called: call it with the data, guide(x, y), or take an SVI step")
         return self.core
 
@@ -134,11 +151,6 @@ class KnownGuide(AutoNormalMessenger):
         return core.facts if core.known else self.learnt.facts
 
     @property
-    def data(self) -> Optional[TrainingData]:
-        """The training data, if any are known."""
-        return self.core.data
-
-    @property
     def on_sites(self) -> bool:
         """Whether a GP site's posterior follows from Gaussian sites, so that it needs all the data at once."""
         return self.by_sites and not self.core.facts.field
@@ -147,11 +159,6 @@ class KnownGuide(AutoNormalMessenger):
     def like(self) -> Tensor:
         """A tensor of the guide's dtype and device."""
         return next(self.parameters(), self._like)
-
-    @property
-    def observed(self) -> Collection[str]:
-        """The sites that held data at the first call."""
-        return self.core.facts.rows
 
     def declared_families(self) -> list[Family]:
         """Those given."""
@@ -182,16 +189,15 @@ class KnownGuide(AutoNormalMessenger):
                 stacklevel=4,
             )
         deep_setattr(self, "gps." + name, module)
-        return attrgetter(name)(self.gps)
+        return module
 
     def module_of(self, name: str) -> Any:
         """The variational module of a GP site."""
-        try:
-            return attrgetter(name)(self.gps)
-        except AttributeError:
-            raise ValueError(
-                f"GP site {name!r} was not there when the guide was initialised; it knows {sorted(self.core.facts.gps)}"
-            ) from None
+        module = self.core.modules.get(name) or at_path(self, "gps." + name)
+        if module is None:
+            known = sorted(self.core.facts.gps)
+            raise ValueError(f"GP site {name!r} was not there when the guide was initialised; it knows {known}")
+        return module
 
     def modules_by_site(self) -> dict[str, Any]:
         """The variational modules of GP sites."""
@@ -214,14 +220,6 @@ class KnownGuide(AutoNormalMessenger):
         """Whether steps may bring other rows than those that all GP sites on sites are conditioned on."""
         modules = self.site_modules().values()
         return bool(modules) and all(module.takes_batches for module in modules)
-
-    def group_of(self, name: str) -> Optional[int]:
-        """The number of the posterior of several sites that a GP site has a part of, if any."""
-        return next((i for i, group in enumerate(self.core.facts.joint) if name in group), None)
-
-    def shared(self, group: int) -> Any:
-        """The coefficients of several sites."""
-        return at_path(self, f"joints.group_{group}")
 
     def kind_of_draws(self, name: str) -> type[Site]:
         """How a site is drawn in training."""
@@ -282,6 +280,10 @@ class KnownGuide(AutoNormalMessenger):
         """Whether what a site observes is a hyperparameter's value, as :func:`pyro.condition` gives it, and no data."""
         known = self.facts.downstream
         return bool(known) and not site["cond_indep_stack"] and name not in known
+
+    def is_data(self, name: str, site: Any) -> bool:
+        """Whether a site observes something else than that."""
+        return site["is_observed"] and not self.is_given(name, site)
 
     def relation(self, args: tuple, kwargs: dict[str, Any]) -> Optional[Relation]:
         """What a call's data have to do with the training data; ``None`` if a state without them was loaded."""

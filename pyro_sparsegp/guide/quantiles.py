@@ -18,9 +18,9 @@ def or_of_training(guide: KnownGuide, what: str, args: tuple, kwargs: dict[str, 
     """The arguments given; if none are, the training data."""
     if args or kwargs:
         return args, kwargs
-    if guide.data is None:
+    if guide.core.data is None:
         raise ValueError(f"the guide holds no training data: give the model's arguments, guide.{what}(..., x)")
-    return guide.data.args, guide.data.kwargs
+    return guide.core.data.args, guide.core.data.kwargs
 
 
 @torch.no_grad()

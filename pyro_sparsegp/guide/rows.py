@@ -3,47 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Optional, Union
+from typing import Any, Union
 
-import torch
 from pyro.poutine.util import site_is_subsample
 
 from ..program.checks import require_full_batch
-from ..program.data import Relation, TrainingData
+from ..program.data import TrainingData
 from ..program.traces import all_sites, is_free, is_observation
 from ..warned import warn_once
 from .known import KnownGuide, Rows
 from .runs import Posteriors, Priors
 
-__all__ = ["are_known_rows", "note_step", "require_data", "rows_of", "warn_of_batches"]
+__all__ = ["note_step", "require_data", "rows_of", "share_of_rows"]
 
 
 def rows_of(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Rows:
-    """Which rows a call brings. In a step of training the guide follows its data into another order."""
+    """Which rows a call brings."""
     relation, steps = guide.relation(args, kwargs), guide.is_training
-    if relation is None or not guide.is_about_rows:
-        same, inputs = steps or not guide.on_sites, True
-    elif relation.order is None:
+    same, inputs = steps or not guide.on_sites, True
+    if relation is not None and guide.is_about_rows:
         same, inputs = relation.same, relation.inputs
-    elif guide.takes_batches:  # a batch of them: what q is conditioned on stays as it is
-        same = inputs = False
-    else:  # to look at the guide is to leave its rows where they are
-        same, inputs = True, steps
-        if steps:
-            _refuse_rows(guide.local_latents, "the training data with its rows in another order")
-            for module in guide.site_modules().values():
-                module.reorder(relation.order)
-            guide.learnt.data = TrainingData(guide.model, args, kwargs)
-    rows = Rows(same, inputs, steps and same, relation)
-    return replace(rows, learns=True) if steps and not same and guide.takes_batches and not rows.fewer else rows
-
-
-def are_known_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call brings all the data of training, row by row, where latents have a value for each row."""
-    relation = guide.relation(args, kwargs) if guide.local_latents else None
-    return relation is not None and relation.same and relation.order is None
+    rows = Rows(same, inputs, steps, relation)
+    takes = same or (guide.takes_batches and not rows.fewer)
+    return replace(rows, learns=steps and takes)
 
 
 def note_step(guide: KnownGuide, run: Union[Posteriors, Priors], args: tuple, kwargs: dict[str, Any]) -> float:
@@ -52,33 +35,31 @@ def note_step(guide: KnownGuide, run: Union[Posteriors, Priors], args: tuple, kw
     :returns: their share of all rows, as plates tell; 0 where there are none.
     :raises ValueError: if an objective's step, which is at nodes, brings no data.
     """
-    core, sites, rows = guide.learnt, dict(all_sites(run.trace)), run.rows
+    core, sites = guide.learnt, dict(all_sites(run.trace))
     facts = core.facts
     seen = [name for name in facts.rows if name in sites and sites[name]["is_observed"]]
     observed = [name for name in seen if not guide.is_given(name, sites[name])]
-    if observed:
-        known = {*facts.gps, *facts.latents, *facts.rows}
-        # What the guide has no posterior of is drawn from its prior: a latent that training first meets now would
-        # never learn, test_guide.py::test_a_latent_that_a_later_step_meets_first_is_an_error.
-        new = [n for n, site in sites.items() if n not in known and is_free(site) and _is_prior(site)]
-        if new:
-            raise ValueError(
-                f"site {new[0]!r} is a latent that the guide's first call did not meet, so that it has no posterior of "
-                f"it: it knows {sorted(known)}. Make a new guide of the model that has it, or call the guide first "
-                "with arguments with which the model meets all its latents."
-            )
-        if not rows.same:
-            _refuse_other_data(guide, run, observed[0])
-        if core.data is None:
-            core.data = TrainingData(guide.model, args, kwargs)
-        if core.forgotten:
-            core.forgotten = False
-            for name in observed:
-                facts.rows[name] = torch.as_tensor(sites[name]["value"]).numel()
-    elif run.nodes is not None:
-        require_data(guide)
-    share = warn_of_batches(guide, rows.relation)
-    return share if observed else 0.0
+    if not observed:
+        if run.nodes is not None:
+            require_data(guide)
+        return 0.0
+    known = {*facts.gps, *facts.latents, *facts.rows}
+    # What the guide has no posterior of is drawn from its prior: a latent that training first meets now would never
+    # learn, test_guide.py::test_a_latent_that_a_later_step_meets_first_is_an_error.
+    new = [name for name, site in sites.items() if name not in known and is_free(site) and _is_prior(site)]
+    if new:
+        raise ValueError(
+            f"site {new[0]!r} is a latent that the guide's first call did not meet, so that it has no posterior of "
+            f"it: it knows {sorted(known)}. Make a new guide of the model that has it, or call the guide first "
+            "with arguments with which the model meets all its latents."
+        )
+    if not run.rows.same:
+        _refuse_other_data(guide, run, observed[0])
+    core.data = core.data or TrainingData(guide.model, args, kwargs)
+    if core.forgotten:
+        core.forgotten = False
+        facts.rows.update({name: sites[name]["value"].numel() for name in observed})
+    return share_of_rows(guide, run.rows)
 
 
 def _is_prior(site: Any) -> bool:
@@ -90,13 +71,13 @@ def require_data(guide: KnownGuide) -> None:
 
     :raises ValueError: naming a site that held data at the first call.
     """
-    facts, nodes = guide.facts, guide.trace.nodes
-    seen = [name for name, site in all_sites(guide.trace) if is_observation(site)]
-    given = [name for name in seen if guide.is_given(name, nodes[name])]
-    # Beside what is given, data that are left out, not drawn, may be another step's.
-    left = any(name in nodes for name in facts.rows if name not in given)
-    if facts.rows and given == seen and (not given or left):
-        known = ", ".join(map(repr, facts.rows))
+    rows, sites = guide.facts.rows, dict(all_sites(guide.trace))
+    observed = [name for name, site in sites.items() if is_observation(site)]
+    # Beside what is given, data that are left out, not drawn, may be another step's:
+    # test_data.py::test_measurements_that_are_not_of_f_are_data.
+    drawn = not observed or any(is_free(sites[name]) for name in rows if name in sites)
+    if rows and drawn and not any(guide.is_data(name, sites[name]) for name in observed):
+        known = ", ".join(map(repr, rows))
         raise ValueError(
             f"this step observes nothing, where the first call observed {known}: it would "
             "train towards the prior. Give it the data, svi.step(x, y); predictions are predict(model, guide, x), "
@@ -106,89 +87,76 @@ def require_data(guide: KnownGuide) -> None:
 
 def _refuse_other_data(guide: KnownGuide, run: Union[Posteriors, Priors], observed: str) -> None:
     """Raise if a step of training brings other data than the guide is about."""
+    # test_data.py::test_a_loss_at_other_data_leaves_the_posterior_alone
     for name, module in () if guide.takes_batches else guide.site_modules().items():
         require_full_batch(name, module.family["name"], run.trace)
         raise ValueError(
             f"GP site {name!r} has the family {module.family['name']}, whose posterior is that of all its training "
             f"data, and this call with gradients brings other rows at site {observed!r}: it would be taken for a "
             "step of training on them. To evaluate the trained guide on other data use torch.no_grad(); to train "
-            "it on other data, make a new guide or call guide.forget_data() first; for mini-batches take a family "
-            "such as SVGP, and pyro.plate('data', size=N, subsample=x)."
+            "it on the same rows, keep their order; on other data, make a new guide or call guide.forget_data() first; "
+            "for mini-batches take a family such as SVGP, and pyro.plate('data', size=N, subsample=x)."
         )
+    # test_data.py::test_latents_of_single_rows_are_new_at_new_rows
     sites: Any = run.trace.nodes
-    drawn = [n for n in guide.local_latents if n in sites and sites[n]["fn"] is sites[n]["infer"].get("prior")]
-    _refuse_rows(drawn, f"other rows at site {observed!r} in a step of training")
+    for name in guide.local_latents:
+        if name in sites and _is_prior(sites[name]):
+            raise ValueError(
+                f"this step brings other rows at site {observed!r}; site {name!r} has a value for each row, which "
+                "belongs to the row's number. Keep the rows and their order, or write plate = pyro.plate('data', N, "
+                "subsample_size=B) and index the data by plate.indices."
+            )
 
 
-def _refuse_rows(local: Sequence[str], what: str) -> None:
-    if local:
-        raise ValueError(
-            f"this call brings {what}; site {local[0]!r} has a value for each row, which belongs to the row's "
-            "number. Keep the rows and their order, or write plate = pyro.plate('data', N, subsample_size=B) and "
-            "index the data by plate.indices."
-        )
+def share_of_rows(guide: KnownGuide, rows: Rows) -> float:
+    """The share of all rows that a step of training has, the least of all sites that hold data; 0 if it is not known.
 
-
-def warn_of_batches(guide: KnownGuide, relation: Optional[Relation]) -> float:
-    """Warn if a step's rows are a mini-batch that no plate scales up.
-
-    :returns: in training, their share of all rows, the least of all sites that hold data.
+    Warns of a mini-batch that no plate scales up.
     """
-    if not torch.is_grad_enabled() or not guide.training:
-        return 0.0
-    facts, core = guide.facts, guide.learnt
-    least, scale, known, unscaled = 1.0, 1.0, True, {}
-    for name, site in all_sites(guide.trace):
-        if name in facts.gps:
-            scale = site["scale"]  # of all that is scored, if that is scaled
-        elif name in facts.rows and site["is_observed"]:
-            # A plate that scales rows up does so whatever handlers' scales are.
-            share = _share_of(site["cond_indep_stack"])
-            least = min(least, share)
-            if share == 1:
-                unscaled[name] = site
-    for name, site in unscaled.items():
-        num, rows = site["value"].numel(), facts.rows[name]
+    core, sites = guide.learnt, dict(all_sites(guide.trace))
+    facts, unscaled = core.facts, core.unscaled
+    data = {name: sites[name] for name in facts.rows if name in sites and sites[name]["is_observed"]}
+    # A plate that scales rows up does so whatever handlers' scales are.
+    shares = [_share_of(site) for site in data.values()]
+    least, known = min(shares, default=1.0), True
+    scales = [sites[name]["scale"] for name in facts.gps if name in sites]  # of all that is scored, if that is scaled
+    for (name, site), share in zip(data.items(), shares):
+        if share < 1:
+            continue
+        num = site["value"].numel()
         # What is given has as many numbers in every step; so have data beside a batch that is scaled up.
-        others = num == rows and least == 1 and _are_others(guide, name, relation)
-        if num < rows or (others and not guide.is_given(name, site)):
-            core.unscaled.add(name)
-            _warn_of_rows(guide, name, site["scale"], num, rows)
+        compared = num == facts.rows[name] and least == 1 and name not in unscaled and not guide.by_expectation
+        if num < facts.rows[name] or (compared and rows.others and not guide.is_given(name, site)):
+            unscaled.add(name)
+            _warn_of_rows(guide, name, site["scale"], num)
         # A handler's scale is of a batch; of other numbers of rows than at first it is not known what they are.
-        known = known and num == rows and name not in core.unscaled and _equal(site["scale"], scale)
+        known = known and num == facts.rows[name] and name not in unscaled and _equal(site["scale"], scales[0])
     return least if known else 0.0
 
 
-def _share_of(frames: Sequence[Any]) -> float:
-    """The share of all rows that a plate has drawn, 1 where none has."""
-    for frame in frames:
-        if frame.full_size not in (None, frame.size):
-            return float(frame.size / frame.full_size)
-    return 1.0
+def _share_of(site: Any) -> float:
+    """The share of all rows that plates have drawn."""
+    return math.prod([frame.size / frame.full_size for frame in site["cond_indep_stack"] if frame.full_size])
 
 
-def _warn_of_rows(guide: KnownGuide, name: str, scale: Any, num: int, rows: int) -> None:
+def _warn_of_rows(guide: KnownGuide, name: str, scale: Any, num: int) -> None:
     """Warn of a mini-batch, unless a handler's number scales it up to the first call's rows: others are weights."""
-    is_number = isinstance(scale, (int, float))
-    if num < rows and is_number and math.isclose(scale * num, rows):
+    rows = guide.facts.rows[name]
+    if num < rows and not _equal(scale, rows / num):  # test_data.py::test_a_weight_of_the_data_is_no_size
+        what = f"{num} values in this step, {rows} in the first"
+    elif num == rows:
+        what = f"other {num} rows than before"
+    else:
         return
-    fewer = f"{num} values in this step, {rows} in the first"
     warn_once(
         guide.warned,
         "rows",
         name,
-        f"site {name!r} observes {fewer if num < rows else f'other {num} rows than before'}, and no plate "
-        "scales them up: if this is a mini-batch, give the plate the full size, pyro.plate('data', size=N, "
-        "subsample=x) or subsample_size=B; otherwise the KL outweighs the data."
-        + ("" if is_number and scale == 1 else " What poutine.scale gives is taken for a weight of the rows."),
+        f"site {name!r} observes {what}, and no plate scales them up: if this is a mini-batch, give the plate the full "
+        "size, pyro.plate('data', size=N, subsample=x) or subsample_size=B; otherwise the KL outweighs the data. What "
+        "poutine.scale gives is taken for a weight of the rows.",
         stacklevel=6,
     )
-
-
-def _are_others(guide: KnownGuide, name: str, relation: Optional[Relation]) -> bool:
-    """Whether a step's rows are others than the first's, asked until it was told of."""
-    asked = ("rows", name) not in guide.warned and not guide.by_expectation  # which refuses them itself
-    return asked and relation is not None and relation.others and not relation.same
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -19,13 +19,13 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
-from ..gaussians import Drawn, Whole
+from ..gaussians import Drawn, Part, Shared, Whole
 from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
-from ..program.checks import Probe
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held, held_trace, unrecorded
+from ..program.registration import Probe
 from ..program.traces import all_sites, free_values, repeatable
 from ..warned import warn_once
 from .field import anchor_of, basis_of
@@ -106,7 +106,7 @@ class Run(ABC):
         self.trace = poutine.Trace()
         self.values: dict[str, Tensor] = {}
         self.parts: dict[str, Any] = {}  # of that draw, which sites are about to take
-        self._wholes: dict[int, Whole] = {}  # posteriors of several sites
+        self._wholes: dict[Shared, Whole] = {}  # posteriors of several sites
         self._ahead: Optional[Priors] = None
         self._field: Optional[Whole] = None
 
@@ -190,12 +190,12 @@ class Run(ABC):
             assert self._ahead is not None
             return kind(process, self._ahead.bases[name], self.field.share(name), name)
         give = module.predict if new_inputs else module
-        group = self.guide.group_of(name)
-        if group is None:
+        own = getattr(module, "coefficients", None)
+        if not isinstance(own, Part):
             return give(process, name, kind)
-        if group not in self._wholes:
-            self._wholes[group] = self.guide.shared(group)()
-        posterior = give(process, name, kind, self._wholes[group].share(name))
+        if own.shared not in self._wholes:
+            self._wholes[own.shared] = own.shared()
+        posterior = give(process, name, kind, self._wholes[own.shared].share(name))
         _ = posterior.features  # that covariances with other sites ask for, too
         return posterior
 

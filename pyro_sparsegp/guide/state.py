@@ -14,10 +14,11 @@ from ..gaussians.sites import KeptSites
 from ..modules import drop_stored, take_name, unique_name
 from ..program.data import TrainingData
 from ..program.facts import Structure
+from ..program.registration import held_parameters
 from .conditions import conditions_now
 from .coupled import couple
 from .field import make_field
-from .joint import groups_of, join, require_by_rows
+from .joint import join, require_by_rows
 from .known import Core, KnownGuide
 from .messenger import SiteMessenger
 from .networks import Calls
@@ -45,10 +46,10 @@ def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None
     now = guide.structure
     if now is not None:
         _require_alike(now, facts)
-    if sorted(facts.joint) != sorted(groups_of(guide.families)):
+    if sorted(facts.joint) != sorted(guide.groups):
         raise ValueError(
             f"the saved guide has one posterior for each of the groups of GP sites {facts.joint}, this guide "
-            f"declares {groups_of(guide.families)}; make the guide with the saved families."
+            f"declares {guide.groups}; make the guide with the saved families."
         )
     if not facts.field:
         require_by_rows(facts)
@@ -181,7 +182,7 @@ class SavedGuide(SiteMessenger):
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
-        for parameter in [*self.parameters(), *self.core.registered]:
+        for parameter in [*self.parameters(), *(held for held, *_ in held_parameters(self.model))]:
             parameter.__dict__.pop("unconstrained", None)
         return super().__getstate__()
 

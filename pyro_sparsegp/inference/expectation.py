@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ..families import ExpectationFamily
 from ..guide import AutoSparseGP
+from ..guide.checks import explain_nan
+from ..guide.rows import require_data
 from ..numerics.processes import Workers
 from ..program.dependence import ELEMENTWISE, NONE
-from ..program.terms import Owners, Terms
+from ..program.terms import Findings, Terms
 from .refinement import Progress, Settings, SiteRun
 from .site_runs import site_run
 
@@ -104,7 +106,7 @@ class ExpectationPropagation:
         self.num_nodes, self.tolerance, self.max_sweeps = num_nodes, float(tolerance), max_sweeps
         self.workers = Workers(group)
         self._agreed = self._checked = False
-        self._known: tuple[Owners, set[str]] = {}, set()
+        self._findings = Findings()
         self._progress: dict[str, Progress] = {}
 
     def step(self, *args: Any, indices: Optional[Tensor] = None, **kwargs: Any) -> float:
@@ -174,9 +176,8 @@ class ExpectationPropagation:
             self._check_fit()
             processes, values, trace = guide.priors(args, kwargs)
             if sweeps:
-                guide.require_data()
-            terms = Terms(guide.model, guide.facts, values, processes, call, self._known)
-            self._known = terms.owners, terms.rowwise
+                require_data(guide)
+            terms = Terms(guide.model, guide.facts, values, processes, args, kwargs, self._findings)
             settings = Settings(self.damping, self.power, self.num_nodes, self.workers, guide.warned)
             runs = [
                 site_run(
@@ -266,7 +267,7 @@ class ExpectationPropagation:
             value = float(total)
             if not math.isfinite(value):
                 raise ValueError(
-                    f"−log Z_EP is {value}: {self.guide.explain_nan(*call[0], **call[1])}. The parameters are as they "
+                    f"−log Z_EP is {value}: {explain_nan(self.guide, *call)}. The parameters are as they "
                     "were before this step; look for NaN in the data (leave missing rows out with poutine.mask), data "
                     "outside of a density's support, or too large a learning rate."
                 )

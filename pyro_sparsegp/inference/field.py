@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..guide import AutoSparseGP
 from ..guide.field import Layout, Predictors, Standardised, residuals_of, run_standardised
+from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
 from ..program.declared import expectation, is_declared
 from ..program.traces import is_observation, sample_sites
@@ -32,7 +33,8 @@ def bound_of_field(
     :param rule: nodes and weights of Gauss-Hermite quadrature.
     """
     facts = guide.facts
-    ahead, model_trace, guide_trace, values = guide.at_field(wrapped, args, kwargs)
+    ahead = Priors(guide)
+    model_trace, guide_trace, values = guide.at_nodes({}, wrapped, args, kwargs, ahead)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
     whole, layout = ahead.whole(), Layout(facts.field, residuals_of(facts, rows), facts.owned)
     loc = torch.cat(whole.q.loc, -1).detach()

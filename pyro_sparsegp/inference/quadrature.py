@@ -22,6 +22,7 @@ from ..bases.policies import UserPolicy
 from ..gaussians.record import Record, recording
 from ..gaussians.sites import KeptSites
 from ..guide import AutoSparseGP
+from ..guide.checks import explain_nan
 from ..guide.first_call import closed_forms_of
 from ..numerics.linalg import flags_kept
 from ..posterior.drawing import OTHER_LATENTS
@@ -133,7 +134,7 @@ class TraceQuadrature_ELBO(ELBO):
         if unwrapped in self._expectations:
             sites = [module.sites for module in unwrapped.site_modules().values()] if unwrapped.on_sites else ()
             kept = [(part, part.memory) for part in sites if isinstance(part, KeptSites)]
-            data, state = unwrapped.data, RandomState(unwrapped.like)
+            state = RandomState(unwrapped.like)
             try:
                 with flags_kept() as flags, recording(unwrapped.like) as record:
                     loss = self._minus_bound(unwrapped, guide, args, kwargs)
@@ -144,8 +145,7 @@ class TraceQuadrature_ELBO(ELBO):
                 pass
             state.restore()
             for part, memory in kept:
-                if unwrapped.data is data:  # else they followed the rows into another order
-                    part.memory = memory
+                part.memory = memory
         with recording(unwrapped.like) as record:
             loss = self._minus_bound(unwrapped, guide, args, kwargs)
         return loss, self._value(loss, guide, args, kwargs), record
@@ -199,7 +199,7 @@ class TraceQuadrature_ELBO(ELBO):
         value = torch_item(loss)
         if not math.isfinite(value):
             unwrapped: Any = poutine.unwrap(guide)
-            why = unwrapped.explain_nan(*args, **kwargs)
+            why = explain_nan(unwrapped, args, kwargs)
             kind = "NaN" if math.isnan(value) else "infinite"
             raise ValueError(
                 f"the bound is {kind}: {why}. The parameters are as they were before this step; look for NaN in the "

@@ -188,7 +188,7 @@ class Model(BoTorchModel, FantasizeMixin):
         with pyro.validation_enabled(False), poutine.block():
             trace = poutine.trace(poutine.condition(model, {**latents, **means})).get_trace(*arguments)
         mean = means[name]
-        for site in () if guide.structure.enumerated else guide.observed:  # whose mixtures are not around f
+        for site in () if guide.structure.enumerated else guide.structure.rows:  # whose mixtures are not around f
             fn: Any = trace.nodes[site]["fn"] if site in trace.nodes else None
             while isinstance(fn, torch.distributions.Independent):
                 fn = fn.base_dist

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Relation:
     """
 
     def __init__(self, known: TrainingData, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
-        self._old, self._known, self._call = known.leaves, known.args, (model, args, kwargs)
+        self._known, self._call = known, (model, args, kwargs)
 
     @cached_property
     def _new(self) -> dict[Any, Tensor]:
@@ -34,43 +34,33 @@ class Relation:
 
     @cached_property
     def _moved(self) -> list[Any]:
-        old = self._old
-        return [path for path, tensor in self._new.items() if path not in old or not old[path].is_still(tensor)]
+        old = self._known.leaves
+        return [path for path, tensor in self._new.items() if path not in old or not _is_still(*old[path], tensor)]
 
     @property
     def fewer(self) -> bool:
         """Whether a tensor of training is not given now, such as the observations."""
-        return not self._old.keys() <= self._new.keys()
-
-    @cached_property
-    def order(self) -> Optional[Tensor]:
-        """The old rows' numbers in the new order, if these are the same rows in another."""
-        if not self._moved or self.fewer:
-            return None
-        new, old = self._new, {path: leaf.tensor for path, leaf in self._old.items() if leaf.unchanged}
-        # Rows are told apart by all tensors of their number, moved or not: test_rows_in_another_order_are_followed.
-        num = len(new[self._moved[0]])
-        if any(path not in old or len(new[path]) != num for path in self._moved):
-            return None
-        by_row = [path for path, tensor in new.items() if path in old and len(tensor) == num]
-        return find_permutation([old[path] for path in by_row], [new[path] for path in by_row])
+        return not self._known.leaves.keys() <= self._new.keys()
 
     @property
     def others(self) -> bool:
-        """Whether none of the tensors is one of training, as in another mini-batch."""
-        for one, other in zip(self._call[1], self._known):  # in most steps the same objects
-            if one is other and isinstance(one, Tensor):
-                return False
-        return len(self._moved) == len(self._new)
+        """Whether no tensor has rows of training, as in another mini-batch; in another order it has."""
+        # In most steps they are the same objects.
+        same = any(one is other and isinstance(one, Tensor) for one, other in zip(self._call[1], self._known.args))
+        if same or not 0 < len(self._moved) == len(self._new):
+            return False
+        old, num = self._known.leaves, len(next(iter(self._new.values())))
+        alike = [(old[path][0], new) for path, new in self._new.items() if path in old and len(new) == num]
+        return not alike or find_permutation(*map(list, zip(*alike))) is None
 
     @property
     def inputs(self) -> bool:
         """Whether all the tensors that this call brings, perhaps not all of training's, are those of training."""
-        return not self._moved or self.order is not None
+        return not self._moved
 
     @property
     def same(self) -> bool:
-        """Whether they are the same rows, perhaps in another order."""
+        """Whether they are the same rows."""
         return self.inputs and not self.fewer
 
 
@@ -82,21 +72,23 @@ class TrainingData:
 
     def __init__(self, model: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
-        self.leaves = {path: _Leaf(tensor) for path, tensor in _with_rows(model, args, kwargs).items()}
+        self.leaves = {path: (tensor, _version(tensor)) for path, tensor in _with_rows(model, args, kwargs).items()}
 
     def mapped(self, function: Callable[[Tensor], Tensor], model: Callable) -> TrainingData:
         """These data with all tensors converted, to another dtype or device."""
-        new = TrainingData(model, _mapped(function, self.args), _mapped(function, self.kwargs))
-        for path, leaf in new.leaves.items():
-            leaf.dtype = _coarser(leaf.dtype, self.leaves[path].dtype)
-        return new
+        return TrainingData(model, _mapped(function, self.args), _mapped(function, self.kwargs))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Copies count writes from their own start: test_sites.py::test_copies_predict_the_same_and_train_on.
+        leaves = {path: (tensor, _version(tensor)) for path, (tensor, _) in state["leaves"].items()}
+        self.__dict__ = state | {"leaves": leaves}
 
     @property
     def overwritten(self) -> bool:
         """Whether tensors that it holds have other values than they had."""
         # A step of the same rows in other tensors has taken the place of those that were compared.
         held = {id(tensor) for tensor in tensors([self.args, self.kwargs])}
-        return any(id(leaf.tensor) in held and not leaf.unchanged for leaf in self.leaves.values())
+        return any(id(tensor) in held and _version(tensor) != seen for tensor, seen in self.leaves.values())
 
     @property
     def is_plain(self) -> bool:
@@ -104,45 +96,20 @@ class TrainingData:
         return _is_plain(self.args) and _is_plain(self.kwargs)
 
 
-class _Leaf:
-    """A tensor, and whether it has been written to since.
-
-    :param dtype: the coarsest that it has had, in which values are compared.
-    """
-
-    def __init__(self, tensor: Tensor, dtype: Optional[torch.dtype] = None) -> None:
-        self.tensor, self._seen = tensor, _version(tensor)
-        self.dtype = _coarser(tensor.dtype, dtype or tensor.dtype)
-
-    def __getstate__(self) -> tuple[Tensor, torch.dtype]:
-        return self.tensor, self.dtype
-
-    def __setstate__(self, state: tuple[Tensor, torch.dtype]) -> None:
-        self.__init__(*state)  # type: ignore[misc]  # a copy counts from its own start
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether nothing was written to it since: torch counts writes to a tensor."""
-        return _version(self.tensor) == self._seen
-
-    def is_still(self, other: Tensor) -> bool:
-        """Whether another tensor has these values."""
-        own = self.tensor
-        if not self.unchanged or other.shape != own.shape or other.device != own.device:
-            return False
-        # Views of the same numbers are not compared, which would read them back from a device.
-        if (other.data_ptr(), other.stride(), other.dtype) == (own.data_ptr(), own.stride(), own.dtype):
-            return True
-        # After guide.float() the data in float64 are still those of training.
-        dtype = _coarser(other.dtype, self.dtype)
-        return torch.allclose(other.to(dtype), own.to(dtype), rtol=0, atol=0, equal_nan=True)
-
-
-def _coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return min(one, other, key=lambda dtype: dtype.itemsize)
+def _is_still(own: Tensor, seen: int, other: Tensor) -> bool:
+    """Whether another tensor has the values that one of training had."""
+    if _version(own) != seen or other.shape != own.shape or other.device != own.device:
+        return False
+    # Views of the same numbers are not compared, which would read them back from a device.
+    if (other.data_ptr(), other.stride(), other.dtype) == (own.data_ptr(), own.stride(), own.dtype):
+        return True
+    # After guide.float() the data in float64 are still those of training: test_float32.py.
+    coarser = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.allclose(other.to(coarser), own.to(coarser), rtol=0, atol=0, equal_nan=True)
 
 
 def _version(tensor: Tensor) -> int:
+    """How often torch has counted a write to a tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
