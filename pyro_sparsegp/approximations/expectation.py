@@ -12,7 +12,6 @@ from ..bases import Basis
 from ..gaussians import from_natural, seen_from, weighted_gram
 from ..modules import AbstractModule
 from ..numerics.linalg import over_lower
-from ..numerics.rows import find_permutation
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 
@@ -51,32 +50,24 @@ class ExpectationGP(AbstractModule):
         self.register_buffer("anchor", like.new_zeros(0, 0))
         self.register_buffer("fingerprints", torch.zeros(3, 0, dtype=torch.int64, device=like.device))
 
-    def order_of(self, found: Tensor, name: str) -> Optional[Tensor]:
-        """The sites' numbers of data in the order of a call, ``(N,)``; ``None`` if it is theirs, or not known.
+    def require_data(self, found: Tensor, name: str) -> None:
+        """Raise unless data are those of the sites, row by row.
 
-        The inputs tell, with observations or without (they may have changed). Inputs that move with parameters, such
-        as a network's outputs, are of the rows that the model's arguments say.
+        The inputs tell, or, where these move with parameters as a network's outputs do, the model's arguments, or else
+        the observations.
 
-        :param found: the data's :attr:`fingerprints` in that call; 0 where there are none.
-        :raises ValueError: if these are other data.
+        :param found: the data's :attr:`fingerprints`; 0 where there are none.
         """
         known = self.fingerprints.to(found.device)
         if not known.numel():
-            return None
-        told = bool(known[1].any() and found[1].any())
-        for columns in ([0, 1, 2], [0, 2], [0], *([[1, 2], [1]] if told else [])):
-            if torch.equal(known[columns], found[columns]):
-                return None
-            order = find_permutation(known[columns].mT, found[columns].mT)
-            if order is not None:
-                return order
-        if not told and found[2].any() and torch.equal(known[2], found[2]):
-            return None
-        raise ValueError(
-            f"GP site {name!r} has sites of {known.shape[-1]} data, and this call brings as many that are others: a "
-            "site belongs to its datum. Give the same data, in whatever order; or, if they cannot be known by their "
-            "values, their row numbers, ep.step(..., indices=rows); for other data, make a new guide."
-        )
+            return
+        same, told = (known == found).all(-1).tolist(), bool(known[1].any() and found[1].any())
+        if not (same[0] or same[1 if told else 2]):
+            raise ValueError(
+                f"GP site {name!r} has sites of {known.shape[-1]} data, and this call brings as many that are others, "
+                "or these in another order: a site belongs to its datum. Give the same rows in the same order; for "
+                "other data, make a new guide."
+            )
 
     @property
     def empty(self) -> bool:

@@ -17,6 +17,7 @@ from ..guide import AutoSparseGP
 from ..guide.checks import explain_nan
 from ..guide.rows import require_data
 from ..numerics.processes import Workers
+from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE, NONE
 from ..program.terms import Findings, Terms
 from .refinement import Progress, Settings, SiteRun
@@ -114,8 +115,8 @@ class ExpectationPropagation:
 
         :param args: the model's arguments, with the data.
         :param indices: the data's row numbers, ``(B,)``, where part of the data comes in a plate that does not say
-            them (``subsample=x``). The model is given them, too, if it asks for ``indices``. All data at once may come
-            in any order: their values tell which they are, or these numbers.
+            them (``subsample=x``). The model is given them, too, if it asks for ``indices``. All data at once come in
+            the same order each time.
         :returns: −log Z_EP − log p(other latents), in nats, before this step; estimated from part of the data.
         :raises ValueError: naming the site, if it is not finite, before anything changes; if the model or the guide do
             not fit; if as many data are given as before, but others.
@@ -208,6 +209,8 @@ class ExpectationPropagation:
         # With sites that say nothing yet, log Z tells more of the prior than of the data.
         untouched = self.schedule == "inner" and part is None and any(run.module.empty for run in runs)
         loss, value = self._sweep_all(runs, terms, sweeps, train and not untouched, part is None, call)
+        if part is None and sweeps:  # by which they are known again, without a look at them
+            guide.learnt.data = TrainingData(guide.model, args, kwargs)
         if loss.requires_grad:
             loss.backward()
             self.workers.sum_gradients(parameters)

@@ -16,7 +16,6 @@ from ..approximations.expectation import ExpectationGP
 from ..gaussians.sites import Sites, update
 from ..numerics.linalg import NumericalWarning, cholesky, over_upper, row_squares, solve_lower
 from ..numerics.processes import Workers
-from ..numerics.rows import Objects
 from ..numerics.tilted import Tilted, log_normaliser, tilted
 from ..program.terms import Terms
 from ..warned import Warned, warn_once
@@ -57,7 +56,6 @@ class Progress:
     :param pace: a share of the damping, which falls where updates go astray.
     :param start: the sites from which the last sweep started.
     :param seen: how many data came since the running sums were made anew.
-    :param given: of the last call with all data, these, their order and the fingerprints that this belongs to.
     """
 
     sites: Any = 0
@@ -70,7 +68,6 @@ class Progress:
     pace: float = 1.0
     start: Optional[tuple[Tensor, Tensor]] = None
     seen: int = 0
-    given: Optional[tuple[Objects, Optional[Tensor], Tensor]] = None
 
 
 @dataclass
@@ -85,8 +82,7 @@ class SiteRun:
     :param num: how many data there are.
     :param anchor: L, with its graph, where the sites are about u = Lw.
     :param sites: at the features that they are about, of the data given.
-    :param order: the sites' numbers where all data are given in another order.
-    :param given: all data given, as the tensors that they are, and their fingerprints, if they are not the last call's.
+    :param given: fingerprints of all data given, if they are not known to be those of the sites.
 
     After :meth:`look`: the cavities, the tilted distributions ``at`` them, where the likelihood is Gaussian, so that
     the site found is ``exact`` whatever the cavity; the factor of q's precision, q's mean, and G(q) − G(p).
@@ -104,8 +100,7 @@ class SiteRun:
     num: int
     anchor: Optional[Tensor]
     sites: Sites
-    order: Optional[Tensor]
-    given: Optional[tuple[Objects, Tensor]]
+    given: Optional[Tensor]
 
     cavity: Cavity = None  # type: ignore[assignment]
     at: Tilted = None  # type: ignore[assignment]
@@ -276,17 +271,13 @@ class SiteRun:
         if self.index is not None:
             return new
         if moved <= max(2 * progress.moved, 0.5):
-            progress.start, progress.moved = (
-                (self._in_order(self.sites.precision), self._in_order(self.sites.linear)),
-                moved,
-            )
+            progress.start, progress.moved = (self.sites.precision, self.sites.linear), moved
             return new
         start, progress.start, progress.moved = progress.start, None, math.inf
         progress.pace = max(0.6 * progress.pace, _SLOWEST)
         if start is None:
             return new
-        precision, linear = (part if self.order is None else part[..., self.order] for part in start)
-        return Sites(new.inputs, precision, linear)
+        return Sites(new.inputs, *start)
 
     @torch.no_grad()
     def keep(self, sites: Sites, progress: Progress) -> None:
@@ -294,11 +285,10 @@ class SiteRun:
         module, anchor = self.module, None if self.anchor is None else self.anchor.detach()
         rows, precision, linear = sites.inputs, sites.precision, sites.linear
         if self.index is None:
-            module.keep_all(self._in_order(rows, -2), anchor, self._in_order(precision), self._in_order(linear))
+            module.keep_all(rows, anchor, precision, linear)
             module.gram, module.pull = self.settings.workers.sum(module.gram, module.pull)
             if self.given is not None:
-                module.fingerprints = self._in_order(self.given[1])
-                progress.given = self.given[0], self.order, module.fingerprints
+                module.fingerprints = self.given
         else:
             if module.empty:
                 module.make_room(self.num, rows, anchor)
@@ -309,10 +299,6 @@ class SiteRun:
                 progress.seen = 0
                 self._resum()
         self.sites, self.progress = sites, progress
-
-    def _in_order(self, values: Tensor, dim: int = -1) -> Tensor:
-        """Values of all data given, in the sites' order."""
-        return values if self.order is None else values.index_select(dim, self.order.argsort())
 
     # The objective.
 

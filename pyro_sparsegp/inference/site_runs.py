@@ -13,7 +13,7 @@ from ..approximations.expectation import ExpectationGP
 from ..gaussians.sites import Sites
 from ..guide import AutoSparseGP
 from ..numerics.linalg import row_squares, side_by_side, variance_floor
-from ..numerics.rows import Objects, fingerprints
+from ..numerics.rows import fingerprints
 from ..process import GaussianProcess
 from ..program.data import tensors
 from ..program.dependence import NONE
@@ -59,27 +59,22 @@ def site_run(
             "give the plate their full number and row numbers, pyro.plate('data', N, subsample_size=B); "
             "for other data, make a new guide."
         )
-    order = given = None
+    relation, given = guide.relation(*call), None
     with torch.no_grad():
-        if index is None:
+        # Where these are the same tensors nothing is read back from a device: test_a_family_stays_on_its_device.
+        if index is None and not (kept and relation is not None and relation.known):
             observed = [s["value"] for n, s in all_sites(trace) if n in guide.facts.rows and is_observation(s)]
-            arguments, last = tensors(call), progress.given
-            seen = [*(arguments or [process.x]), *observed]
-            if indices is None and last and last[2] is module.fingerprints and last[0].are(seen):
-                order = last[1]  # nothing is read back from a device: test_a_family_stays_on_its_device
-            else:
-                given = Objects(seen), _fingerprints(process.x, arguments, observed)
-                order = module.order_of(given[1], name) if indices is None else indices.to(process.x.device)
+            given = _fingerprints(process.x, tensors(call), observed)
+            module.require_data(given, name)
         sites = Sites(phi.detach(), torch.zeros_like(process.mean), torch.zeros_like(process.mean))
-        if kept:
-            rows, numbers = phi.detach(), order
-            if index is not None:
-                module.look_from(None if anchor is None else anchor.detach())
-                rows, numbers = module.features_of(module.rows[..., index, :]), index
-            picked = slice(None) if numbers is None else numbers
-            sites = Sites(rows, module.precision[..., picked], module.linear[..., picked])
+        if kept and index is None:
+            sites = Sites(phi.detach(), module.precision, module.linear)
+        elif kept:
+            module.look_from(None if anchor is None else anchor.detach())
+            rows = module.features_of(module.rows[..., index, :])
+            sites = Sites(rows, module.precision[..., index], module.linear[..., index])
     spread = prior.detach().sqrt()
-    rest = residual, process.mean, spread, index, num, anchor, sites, order, given
+    rest = residual, process.mean, spread, index, num, anchor, sites, given
     return SiteRun(name, settings, progress, module, phi, *rest)
 
 
@@ -103,7 +98,7 @@ def _rows(
     """The row numbers of the data given, ``None`` if these are all, and how many there are."""
     here = process.x.shape[-2]
     if not terms.plates or is_free:
-        if indices is not None and not _are_numbers(indices, here, here):
+        if indices is not None and indices.tolist() != list(range(here)):
             raise ValueError(
                 "indices are given, but no plate holds a part of the data: say how many there are, "
                 "pyro.plate('data', N, subsample=x)"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..numerics.rows import find_permutation
+from ..numerics.rows import fingerprints
 
 __all__ = ["Relation", "TrainingData", "first_tensor", "tensors"]
 
@@ -51,7 +51,7 @@ class Relation:
             return False
         old, num = self._known.leaves, len(next(iter(self._new.values())))
         alike = [(old[path][0], new) for path, new in self._new.items() if path in old and len(new) == num]
-        return not alike or find_permutation(*map(list, zip(*alike))) is None
+        return not alike or not torch.equal(*(fingerprints(rows).sort().values for rows in zip(*alike)))
 
     @property
     def inputs(self) -> bool:
@@ -62,6 +62,11 @@ class Relation:
     def same(self) -> bool:
         """Whether they are the same rows."""
         return self.inputs and not self.fewer
+
+    @property
+    def known(self) -> bool:
+        """Whether tensors tell that they are."""
+        return self.same and bool(self._new)
 
 
 class TrainingData:
