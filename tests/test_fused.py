@@ -98,7 +98,7 @@ def test_moments(size, by):
     if by == "covariance":
         trace, log_det = factor.trace_and_log_det()
         factor = CovarianceFactor(loc, covariance, trace, log_det, lambda: tril)
-        moments = factor.moments_by(phi, covariance)
+        moments = factor.moments(phi)
     else:
         with recording(phi):
             moments = factor.moments(phi)
@@ -143,7 +143,7 @@ def test_what_natural_parameters_say(size, part):
         phi = torch.linspace(-1, 1, 3 * size).reshape(3, size) * loc  # which may depend on L, too
         if moments:
             return (
-                *CovarianceFactor(loc, covariance, trace, log_det, lambda: None).moments_by(phi, covariance),
+                *CovarianceFactor(loc, covariance, trace, log_det, lambda: None).moments(phi),
                 trace,
                 log_det,
             )

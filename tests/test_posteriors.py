@@ -99,7 +99,7 @@ def test_moments_that_are_differentiated_once():
         q = random_gaussian(FullCholesky)
     features, weights = [torch.randn(5, size, requires_grad=True) for size in SIZES], (torch.randn(5), torch.randn(5))
     one, other = q.moments(features), (q.mean(features), q.variance_change(features))
-    leaves = [*features, *(value for factor in q.factors for value in (factor.loc, factor.tril))]
+    leaves = [*features, *(value for factor in q.factors for value in (factor.loc, factor.root))]
     found, expected = (torch.autograd.grad(each, leaves, weights, retain_graph=True) for each in (one, other))
     torch.testing.assert_close(found, expected)
 

@@ -30,7 +30,7 @@ class Absorbing(SiteGP):
 
     def __init__(self, module: SparseGP, process: GaussianProcess, name: str, forget: float) -> None:
         batch_shape: Sequence[int] = module.batch_shape
-        super().__init__(KeptSites(process.x, batch_shape, process.x.shape[-1]), batch_shape, module.family, rate=0.7)
+        super().__init__(KeptSites(process.x, batch_shape), batch_shape, module.family, rate=0.7)
         self.features = module.basis(process.kernel, process.jitter, name)
         if module.kept_rows is not None:
             module.hold(self.features, process)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
 from ..bases import Basis, InducingPoints
-from ..bases.conditional import ConditionalFeatures
-from ..bases.decoupled import DecoupledFeatures
-from ..gaussians import Coefficients, ConditionalFactor, DenseFactor, Gaussian, Product, ShiftFactor, optimal
+from ..bases.nested import ConditionalFeatures, DecoupledFeatures
+from ..gaussians import Coefficients, DenseFactor, Gaussian, Product, ShiftFactor, optimal
 from ..gaussians.sites import Sites
+from ..gaussians.stack import eye_like
 from ..posterior.drawing import ExpectedSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
@@ -100,8 +101,11 @@ class ConditionalGP(OptimalGP):
         (known,) = phi
         with gradients_unless(exact):
             (head,) = optimal(phi, sites.precision, sites.linear, None, name).factors
-            assert isinstance(head, DenseFactor)
             # B = ΛΦP⁻¹: E[w | r] = m − Bᵀr(X).
-            weights = sites.precision[..., None] * (known @ head.tril @ head.tril.mT)
+            weights = sites.precision[..., None] * (known @ head.covariance_matrix)
         both = ConditionalFeatures(features, sites.inputs, weights, known, name)
-        return both, both.known, Product(both.sizes, [ConditionalFactor(head, both.root)], [(0, 1)])
+        # (w, v) with w | v ~ N(m − Rv, S) and v ~ N(0, I), as under the prior: mean (m, 0), root [[S^½, −R], [0, I]]
+        eye, none = eye_like(both.root), torch.zeros_like(both.root)
+        root = torch.cat([torch.cat([head.root, -both.root], -1), torch.cat([none, eye], -1)], -2)
+        loc = torch.cat([head.loc, torch.zeros_like(head.loc)], -1)
+        return both, both.known, Product(both.sizes, [DenseFactor(loc, root, upper=True)], [(0, 1)])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from ..bases.actions import Actions, DenseActions
+from ..bases.actions import Actions, DenseActions, project
 from ..bases.policies import Policy
-from ..bases.projection import project
 from ..gaussians import ProjectedGaussian
 from ..gaussians.sites import Sites
 from ..posterior.sparse_posterior import SparsePosterior

@@ -1,6 +1,6 @@
 """Bases: where a function meets its finitely many coefficients."""
 
-from .actions import Actions
+from .actions import Actions, ProjectedFeatures
 from .additive import Additive, AdditiveFeatures
 from .base import Basis, Features
 from .features import ExplicitFeatures, KernelFeatures
@@ -8,7 +8,6 @@ from .fourier import FourierCoefficients
 from .images import as_images, identity_convolution, inducing_patches, random_convolution
 from .inducing import InducingFeatures, InducingPoints
 from .initial import greedy_variance, k_means, random_pivots, regular_grid
-from .projection import ProjectedFeatures
 from .variables import InducingVariables
 
 __all__ = [

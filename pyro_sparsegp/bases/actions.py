@@ -1,4 +1,5 @@
-"""Actions: the matrix S whose columns project the data, Sᵀz (Wenger et al., 2024, section 4).
+"""Data projections: the matrix S of actions, whose columns project the data, Sᵀz (Wenger et al., 2024, section 4),
+and the basis of Sᵀf(X) plus its noise, whitened (algorithm S2).
 
 With site precisions Λ, actions are held as S = Λ^½T: then Sᵀ(z − μ) and D = SᵀΛ⁻¹S = TᵀT need no division by λ, and
 rows with λ = 0 drop out. The posterior depends on the span of S alone (lemma S4), so nothing is lost.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from ..gaussians.sites import Sites
 from ..numerics.chunks import dropping, more_on
-from ..numerics.linalg import cholesky
+from ..numerics.linalg import cholesky, over_upper, solve_lower
+from .base import CrossFeatures
 
 __all__ = ["Actions", "BlockActions", "DenseActions", "chunk_memory", "kernel_times", "safe_root", "white"]
 
@@ -161,13 +163,9 @@ def _sums(values: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     # Sums over consecutive blocks of a dimension, the last or the one before; equal sizes stand together.
     large = sizes[0]
     num = sizes.count(large)
-    if num == len(sizes):
-        return values.unflatten(dim, (num, large)).sum(dim)
-    cut = num * large
-    rest = values.shape[dim] - cut
-    first, second = values.split([cut, rest], dim)
-    parts = [first.unflatten(dim, (num, large)).sum(dim), second.unflatten(dim, (-1, sizes[-1])).sum(dim)]
-    return torch.cat(parts, dim)
+    first, second = values.split([num * large, values.shape[dim] - num * large], dim)
+    shapes = (num, large), (len(sizes) - num, sizes[-1])
+    return torch.cat([part.unflatten(dim, shape).sum(dim) for part, shape in zip((first, second), shapes)], dim)
 
 
 def chunk_memory(x: Tensor) -> int:
@@ -185,3 +183,40 @@ def kernel_times(kernel: Any, x: Tensor, actions: Actions) -> Tensor:
     if x.shape[-2] <= num:
         return product(x)
     return torch.cat([dropping(product, rows) for rows in x.split(num, -2)], -2)
+
+
+class ProjectedFeatures(CrossFeatures):
+    """ψ(x) = R⁻¹Sᵀk(X, x) with RRᵀ = SᵀKS + D, the covariance of f with h = R⁻¹(Sᵀ(f(X) − μ) + ε), h ~ N(0, I).
+
+    :param kernel: k.
+    :param actions: S.
+    :param factor: R, ``(..., i, i)``.
+    :param covariance: SᵀKS, ``(..., i, i)``.
+    """
+
+    def __init__(self, kernel: Any, actions: Actions, factor: Tensor, covariance: Tensor) -> None:
+        super().__init__(kernel, (factor.shape[-1],))
+        self.actions, self.factor, self.covariance = actions, factor, covariance
+
+    def of(self, products: Tensor) -> list[Tensor]:
+        """Φ from k(x, X)S."""
+        return [over_upper(products, self.factor)]
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        return self.of(kernel_times(self.cross, x, self.actions))
+
+    def coefficients_of(self, draw: Callable) -> list[Tensor]:
+        # right(A) is AS for rows A, in the order of the actions' inputs.
+        values = self.actions.right(draw(self.actions.inputs)[..., None, :])[..., 0, :]
+        noise = self.actions.noise.sqrt() * torch.randn_like(values)
+        return [solve_lower(self.factor, (values + noise)[..., None])[..., 0]]
+
+
+def project(kernel: Any, actions: Actions, name: str) -> tuple[ProjectedFeatures, Tensor]:
+    """The basis under ``actions`` and k(x, X)S at the training inputs, ``(..., N, i)``."""
+    # RRᵀ = SᵀKS + D (algorithm S2)
+    products = actions.gram(kernel)
+    gram = actions.left(products)
+    gram = (gram + gram.mT) / 2
+    factor = cholesky(gram + torch.diag_embed(actions.noise), 0.0, f"SᵀK̂S of site {name!r}")
+    return ProjectedFeatures(kernel, actions, factor, gram), products

@@ -96,7 +96,7 @@ class KernelFeatures(Features):
     def anchor(self) -> Optional[Tensor]:  # type: ignore[override]
         if self.rows is None:
             return None
-        return by_rows(lambda rows: (self._explicit(self.kernel, rows).features.mT,), self.rows)[0].mT
+        return self._explicit(self.kernel, self.rows).features
 
     @functools.cached_property
     def trains(self) -> bool:
@@ -135,13 +135,11 @@ class KernelFeatures(Features):
     ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
         if not self.size:
             return super().marginals(kernel, x, coefficients, known)
-        if not is_long(x):
-            found = self.explicit(x)
-            return (*coefficients.moments([found.features]), found.diagonal)
-        settled = self.kernel.relative_to(x)  # a diagonal that depends on the rows is that in the company of all
+        # a diagonal that depends on the rows is that in the company of all
+        settled = self.kernel.relative_to(x) if is_long(x) else self.kernel
 
         def moments(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            found = self._explicit(settled, rows)
+            found = self.explicit(x) if rows is x else self._explicit(settled, rows)
             return (*coefficients.moments([found.features]), found.diagonal)
 
         mean, change, diagonal = by_rows(moments, x)

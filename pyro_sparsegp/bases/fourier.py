@@ -75,16 +75,16 @@ class FourierCoefficients(InducingVariables):
 
     @staticmethod
     def _end_precision(rate: Tensor, order: int) -> Tensor:
-        # P⁻¹, (..., p, p), at unit variance.
+        # P⁻¹, (..., p, p), at unit variance: cov(f⁽ʲ⁾, f⁽ᵏ⁾) is 0 for odd j + k, else (−1)^½(j−k) times the spectral
+        # moment of order j + k.
         square = rate.square()[..., 0]
-        one, zero = torch.ones_like(square), torch.zeros_like(square)
-        if order == 1:
-            return one[..., None, None]
-        if order == 2:
-            return torch.diag_embed(torch.stack([one, 1 / square], -1))
-        third = square / 3
-        rows = [one, zero, -third, zero, third, zero, -third, zero, square.square()]
-        return torch.linalg.inv(torch.stack(rows, -1).unflatten(-1, (3, 3)))
+        moments = torch.ones_like(square), square if order == 2 else square / 3, square.square()
+        rows = [
+            (1 - (j - k) % 4) * moments[(j + k) // 2] if (j + k) % 2 == 0 else torch.zeros_like(square)
+            for j in range(order)
+            for k in range(order)
+        ]
+        return torch.linalg.inv(torch.stack(rows, -1).unflatten(-1, (order, order)))
 
     def _norms(self, rate: Tensor, order: int) -> tuple[Tensor, Tensor]:
         # The matrix of ⟨φ_m, φ_m'⟩, (..., M, M), and ‖φ_m‖, (..., M), at unit variance.
@@ -122,14 +122,13 @@ class FourierCoefficients(InducingVariables):
         above = t > self.high
         s = torch.where(above, t - self.high, self.low - t).clamp(min=0)[..., None]
         backwards = torch.where(above, 1.0, -1.0).to(t)[..., None]  # h of time reversed has −f'
-        decay = (-rate * s).exp()
-        total = at_end[:, 0] * decay
-        if order > 1:
-            total = total * (1 + rate * s + (0 if order == 2 else (rate * s).square() / 2))
-            total = total + decay * backwards * at_end[:, 1] * (s if order == 2 else s + rate * s.square())
-        if order > 2:
-            total = total + decay * at_end[:, 2] * s.square() / 2
-        return total
+        # E[f(t + s) | h(t)] = exp(−λs) Σ_k sᵏ/k! (d/dt + λ)ᵏf(t)
+        terms = [
+            s**k / math.factorial(k) * math.comb(k, j) * rate ** (k - j) * backwards**j * at_end[:, j]
+            for k in range(order)
+            for j in range(k + 1)
+        ]
+        return (-rate * s).exp() * sum(terms[1:], terms[0])
 
 
 def _parts(kernel: Any) -> tuple[Any, Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -44,9 +43,15 @@ class Policy(AbstractModule):
             )
         return self.actions(kernel, sites, name)
 
-    @abstractmethod
     def actions(self, kernel: Any, sites: Sites, name: str) -> Actions:
-        """As :meth:`forward`, at rows that they belong to."""
+        """Those at rows that they belong to: constants of the step, whose gradient is that at fixed actions."""
+        with torch.no_grad():
+            directions = self.directions(kernel, sites)
+        return DenseActions(sites, directions)
+
+    def directions(self, kernel: Any, sites: Sites) -> Tensor:
+        """T, ``(..., N, i)``: orthonormal columns, or zeros."""
+        raise NotImplementedError
 
 
 class BlockPolicy(Policy):
@@ -58,30 +63,17 @@ class BlockPolicy(Policy):
     :param num: the number of blocks.
     """
 
-    def __init__(self, inputs: Tensor, num: int, batch_shape: Sequence[int], order: Optional[Tensor] = None) -> None:
+    def __init__(self, inputs: Tensor, num: int, batch_shape: Sequence[int]) -> None:
         super().__init__(num)
         self.rows = inputs.shape[-2]
-        self.register_buffer("order", local_blocks(inputs, num) if order is None else order)
+        self.register_buffer("order", local_blocks(inputs, num))
         self.values: Any = PyroParam(inputs.new_ones(*batch_shape, self.rows))
 
     def actions(self, kernel: Any, sites: Sites, name: str) -> BlockActions:
         return BlockActions(sites, self.values, self.order, _sizes(len(self.order), self.num))
 
 
-class _Detached(Policy):
-    """A policy whose directions are constants of the step: the bound's gradient is that at fixed actions."""
-
-    @abstractmethod
-    def directions(self, kernel: Any, sites: Sites) -> Tensor:
-        """T, ``(..., N, i)``: orthonormal columns, or zeros."""
-
-    def actions(self, kernel: Any, sites: Sites, name: str) -> DenseActions:
-        with torch.no_grad():
-            directions = self.directions(kernel, sites)
-        return DenseActions(sites, directions)
-
-
-class KrylovPolicy(_Detached):
+class KrylovPolicy(Policy):
     """Residual actions, those of conjugate gradients (CaGP-CG; algorithm S1, section S3.1).
 
     Lanczos with full reorthogonalisation on I + Λ^½KΛ^½ from Λ^½(z − μ): the span of the residuals, which for
@@ -124,7 +116,7 @@ class KrylovPolicy(_Detached):
         return chosen
 
 
-class EigenPolicy(_Detached):
+class EigenPolicy(Policy):
     """The top eigenvectors of Λ^½KΛ^½, the actions of least posterior entropy (lemma S5).
 
     Exact up to 3,000 rows; above, six passes of subspace iteration, which are nearly so for decaying spectra.
@@ -148,14 +140,13 @@ class EigenPolicy(_Detached):
         return (basis @ rotation)[..., -num:]
 
 
-class RandomPolicy(_Detached):
+class RandomPolicy(Policy):
     """Normal random actions, drawn once."""
 
-    def __init__(self, inputs: Tensor, num: int, draw: bool = True) -> None:
+    def __init__(self, inputs: Tensor, num: int) -> None:
         super().__init__(num)
         self.rows = inputs.shape[-2]
-        shape = self.rows, min(num, self.rows)
-        self.register_buffer("draws", torch.randn(shape).to(inputs) if draw else inputs.new_zeros(shape))
+        self.register_buffer("draws", torch.randn(self.rows, min(num, self.rows)).to(inputs))
 
     def directions(self, kernel: Any, sites: Sites) -> Tensor:
         return _orthonormal(self.draws, sites.precision)
@@ -226,19 +217,15 @@ def local_blocks(x: Tensor, num: int) -> Tensor:
     """
     x = x.detach()
     scaled = (x - x.mean(0)) / x.std(0, correction=0).clamp(min=torch.finfo(x.dtype).eps)
-    host = scaled.cpu()
-    parts: list[Tensor] = []
-    stack = [(torch.arange(len(host)), _sizes(len(host), num))]
-    while stack:
-        rows, sizes = stack.pop()
-        if len(sizes) == 1:
-            parts.append(rows)
-            continue
-        values = host[rows]
-        widest = int((values.amax(0) - values.amin(0)).argmax())
-        rows = rows[values[:, widest].argsort(stable=True)]
-        half = (len(sizes) + 1) // 2
-        cut = sum(sizes[:half])
-        stack.append((rows[cut:], sizes[half:]))
-        stack.append((rows[:cut], sizes[:half]))
-    return torch.cat(parts).to(x.device)
+    return _halved(scaled.cpu(), torch.arange(len(x)), _sizes(len(x), num)).to(x.device)
+
+
+def _halved(points: Tensor, rows: Tensor, sizes: list[int]) -> Tensor:
+    if len(sizes) == 1:
+        return rows
+    values = points[rows]
+    widest = int((values.amax(0) - values.amin(0)).argmax())
+    rows = rows[values[:, widest].argsort(stable=True)]
+    half = (len(sizes) + 1) // 2
+    parts = rows.tensor_split([sum(sizes[:half])])
+    return torch.cat([_halved(points, *part) for part in zip(parts, (sizes[:half], sizes[half:]))])

@@ -19,7 +19,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from ..approximations.weight_space import ExactWeightSpaceGP
+from ..approximations.optimal import ExactWeightSpaceGP
 from ..guide import AutoSparseGP
 from ..guide.runs import Conditions
 from ..posterior.sparse_posterior import SparsePosterior

@@ -119,12 +119,10 @@ class MeanFieldAdditive(AdditiveFamily):
     def new_coefficients(self) -> NewCoefficients:
         return BlockCholesky
 
-    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
+    def in_natural_steps(self) -> NewCoefficients:
         """That posterior, by natural steps; with many coefficients, at a cost linear in the number of summands."""
-        blocks: NewCoefficients = partial(
-            NaturalLowRank, rank=0, sweeps=1, iterations=20, rate=self.natural_rate, **kwargs
-        )
-        dense = super().in_natural_steps(**kwargs)
+        blocks: NewCoefficients = partial(NaturalLowRank, rank=0, sweeps=1, iterations=20, rate=self.natural_rate)
+        dense = super().in_natural_steps()
 
         def made(sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor) -> Coefficients:
             return (dense if sum(sizes) <= _DENSE else blocks)(sizes, batch_shape, like)
@@ -175,9 +173,9 @@ class CoupledPrecision(AdditiveFamily):
         """Whether there are natural steps for what it learns."""
         return True
 
-    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
+    def in_natural_steps(self) -> NewCoefficients:
         """That posterior, by natural steps."""
-        return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=self.natural_rate, **kwargs)
+        return partial(NaturalLowRank, rank=self.rank, base=self.base == "block", rate=self.natural_rate)
 
 
 @dataclass(frozen=True, eq=False)

@@ -193,9 +193,9 @@ class FreeFormFamily(BasisFamily):
         """ρ of natural steps: the one given, or the default."""
         return DEFAULT_RATE if self.rate is None else self.rate
 
-    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
+    def in_natural_steps(self) -> NewCoefficients:
         """That posterior, by natural steps."""
-        return partial(NaturalGaussian, kind=self.new_coefficients(), rate=self.natural_rate, **kwargs)
+        return partial(NaturalGaussian, kind=self.new_coefficients(), rate=self.natural_rate)
 
     def build(self, process: GaussianProcess, name: str) -> SparseGP:
         module = self._assemble(self.new_basis(process, name), process.batch_shape, process.x)
@@ -253,18 +253,18 @@ class OptimalFamily(SiteFamily, BasisFamily):
 
     def build(self, process: GaussianProcess, name: str) -> OptimalGP:
         require_matrix(process, name)
-        return self._assemble(self.new_basis(process, name), self.new_sites(process), process.batch_shape)
+        sites = self.sites_at(process.x, process.batch_shape, process.variance.sqrt())
+        return self._assemble(self.new_basis(process, name), sites, process.batch_shape)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> OptimalGP:
-        return self._assemble(self.old_basis(spec["basis"], like), self.old_sites(spec, like), spec["batch_shape"])
+        sites = self.sites_at(like.new_zeros(spec["rows"] or 0, spec["columns"]), spec["batch_shape"])
+        return self._assemble(self.old_basis(spec["basis"], like), sites, spec["batch_shape"])
 
-    def new_sites(self, process: GaussianProcess) -> Union[KeptSites, FreeSitesModule]:
-        """The module of the sites, for the inputs of a first call."""
-        return KeptSites(process.x, process.batch_shape, process.x.shape[-1])
-
-    def old_sites(self, spec: dict[str, Any], like: Tensor) -> Union[KeptSites, FreeSitesModule]:
-        """The module of the sites of that ``spec``."""
-        return KeptSites(like, spec["batch_shape"], spec["columns"])
+    def sites_at(
+        self, inputs: Tensor, batch_shape: Sequence[int], scale: Optional[Tensor] = None
+    ) -> Union[KeptSites, FreeSitesModule]:
+        """The module of sites at these inputs, where the prior has these standard deviations."""
+        return KeptSites(inputs, batch_shape)
 
     def _assemble(self, basis: Any, sites: Union[KeptSites, FreeSitesModule], batch_shape: Sequence[int]) -> OptimalGP:
         return self.module(basis, sites, batch_shape, self.declared(), self.at, self.rate, self.updates)
@@ -289,11 +289,8 @@ class ExpectationFamily(BasisFamily):
 class WithFreeSites(OptimalFamily):
     """A family whose sites are 2N free parameters."""
 
-    def new_sites(self, process: GaussianProcess) -> FreeSitesModule:
-        return FreeSitesModule(process.x, process.batch_shape, process.variance.sqrt())
-
-    def old_sites(self, spec: dict[str, Any], like: Tensor) -> FreeSitesModule:
-        return FreeSitesModule(like.new_zeros(spec["rows"], spec["columns"]), spec["batch_shape"])
+    def sites_at(self, inputs: Tensor, batch_shape: Sequence[int], scale: Optional[Tensor] = None) -> FreeSitesModule:
+        return FreeSitesModule(inputs, batch_shape, scale)
 
 
 def require_own_diagonal(kernel: Any, name: str) -> None:

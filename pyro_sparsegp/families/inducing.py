@@ -134,8 +134,6 @@ class FreeSites(WithFreeSites, SGPR):
     non-negative, which likelihoods that are not log-concave may violate. The bound is not concave in these
     parameters, and with N > M(M + 3)/2, all that a Gaussian over M coefficients has, they are more than
     :class:`SVGP` needs: :class:`SGPR` finds the same optimum in a few updates.
-
-    :param inducing: the number M of inducing points, or the inputs ``(M, D)``.
     """
 
 

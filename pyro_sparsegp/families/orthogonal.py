@@ -49,9 +49,6 @@ class OrthogonalInducing(OnNestedPoints, InducingFamily):
     Shi, Titsias and Mnih, 2020, "Sparse Orthogonal Variational Inference for Gaussian Processes", eq. 8 and 9:
     M₁ + M₂ points at a lower cost than one set of that size. With L₁L₁ᵀ = K_ZZ, A = L₁⁻¹K_ZO and L₂L₂ᵀ = K_OO − AᵀA the
     features are φ = [L₁⁻¹k_Z ; L₂⁻¹(k_O − AᵀL₁⁻¹k_Z)], and q(w) = N(m₁, S₁) N(m₂, S₂); further sets likewise.
-
-    :param inducing: the first set: a number or inputs ``(M₁, D)``.
-    :param orthogonal: the second set, or a list of further sets.
     """
 
     def new_coefficients(self) -> NewCoefficients:
@@ -125,9 +122,6 @@ class CollapsedOrthogonal(OnNestedPoints, SGPR):
     """SOLVE-GP with optimal independent posteriors of its sets (Shi, Titsias and Mnih, 2020, eq. 27 to 30).
 
     Each S_b is the inverse of its own block of P = I + ΦᵀΛΦ; m solves the whole system, Pm = ΦᵀΛ(z − μ).
-
-    :param inducing: the first set: a number or inputs ``(M₁, D)``.
-    :param orthogonal: the second set, or a list of further sets.
     """
 
     module: ClassVar = BlockwiseGP
@@ -141,8 +135,6 @@ class SemiCollapsedOrthogonal(OnNestedPoints, OptimalFamily):
     log N(y; μ + C_fv C_vv⁻¹m_v, Q_ff + σ²I) − tr(S_f⊥)/(2σ²) − KL[N(m_v, S_v) ‖ N(0, C_vv)], which is Titsias' (2009)
     where q(v) is the prior, as it starts.
 
-    :param inducing: the first set: a number or inputs ``(M₁, D)``.
-    :param orthogonal: the second set, or a list of further sets.
     :param covariance: S_v: "free" (eq. 9), or "prior", C_vv (eq. 10).
     """
 
@@ -167,8 +159,6 @@ class ConditionalSGPR(SGPR):
     q(u | f⊥) = p(u | f⊥, y). For a Gaussian likelihood the bound is log N(y; μ, A) − ½tr(A⁻¹(K_ff − Q_ff)) with
     A = Q_ff + σ²I (eq. 14), which lies above Titsias' by ½tr((σ⁻²I − A⁻¹)(K_ff − Q_ff)) (eq. 15). A step
     takes O(N²M) time and, in blocks, O(NM) memory: for some ten thousands of data.
-
-    :param inducing: their number M, or the inputs ``(M, D)``.
     """
 
     module: ClassVar = ConditionalGP

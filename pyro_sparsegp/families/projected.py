@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any, Union
 
-import torch
 from torch import Tensor
 
 from ..approximations.projected import ProjectedGP
@@ -54,7 +53,6 @@ class ComputationAware(SiteFamily):
 
     def build(self, process: GaussianProcess, name: str) -> ProjectedGP:
         require_matrix(process, name)
-        sites = KeptSites(process.x, process.batch_shape, process.x.shape[-1])
         x, kernel = process.x.detach(), process.kernel
         if x.shape[-2] < self.num_actions:
             raise ValueError(
@@ -66,29 +64,25 @@ class ComputationAware(SiteFamily):
                 "projections of data cannot tell from noise: put the noise into the likelihood, or turn the correction "
                 "off."
             )
-        return self._module(self._policy(x, process.batch_shape, None), sites, process.batch_shape)
+        return self._module(self._policy(x, process.batch_shape), x, process.batch_shape)
 
     def _rebuild(self, spec: dict[str, Any], like: Tensor, name: str) -> ProjectedGP:
-        sites = KeptSites(like, spec["batch_shape"], spec["columns"])
         x = like.new_zeros(spec["rows"] or self.num_actions, spec["columns"])
-        order = torch.zeros(len(x), dtype=torch.long, device=like.device)
-        return self._module(self._policy(x, spec["batch_shape"], order), sites, spec["batch_shape"])
+        return self._module(self._policy(x, spec["batch_shape"]), x, spec["batch_shape"])
 
-    def _module(self, policy: Policy, sites: KeptSites, batch_shape: Sequence[int]) -> ProjectedGP:
-        how = self.at, self.rate, self.updates
+    def _module(self, policy: Policy, x: Tensor, batch_shape: Sequence[int]) -> ProjectedGP:
+        sites, how = KeptSites(x, batch_shape), (self.at, self.rate, self.updates)
         return ProjectedGP(policy, sites, batch_shape, self.declared(), *how, batches=self.batches)
 
-    def _policy(self, x: Tensor, batch_shape: Sequence[int], order: Optional[Tensor]) -> Policy:
-        if self.actions == "sparse":
-            return BlockPolicy(x, self.num_actions, batch_shape, order)
-        if self.actions == "cg":
-            return KrylovPolicy(self.num_actions, self.tolerance)
-        if self.actions == "eigen":
-            return EigenPolicy(self.num_actions)
-        if self.actions == "random":
-            return RandomPolicy(x, self.num_actions, order is None)
-        assert callable(self.actions)
-        return UserPolicy(self.actions, self.num_actions)
+    def _policy(self, x: Tensor, batch_shape: Sequence[int]) -> Policy:
+        if callable(self.actions):
+            return UserPolicy(self.actions, self.num_actions)
+        return _POLICIES[self.actions](self, x, batch_shape)
 
 
-_POLICIES = ("cg", "eigen", "random", "sparse")
+_POLICIES: dict[str, Callable[[ComputationAware, Tensor, Sequence[int]], Policy]] = {
+    "cg": lambda family, x, batch_shape: KrylovPolicy(family.num_actions, family.tolerance),
+    "eigen": lambda family, x, batch_shape: EigenPolicy(family.num_actions),
+    "random": lambda family, x, batch_shape: RandomPolicy(x, family.num_actions),
+    "sparse": lambda family, x, batch_shape: BlockPolicy(x, family.num_actions, batch_shape),
+}

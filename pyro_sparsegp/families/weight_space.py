@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..approximations.weight_space import ExactWeightSpaceGP
+from ..approximations.optimal import ExactWeightSpaceGP
 from ..bases import Basis, ExplicitFeatures
 from ..gaussians import FullCholesky, NaturalAtRows
 from ..process import GaussianProcess
@@ -60,9 +60,9 @@ class WeightSpace(OnFeatures, FreeFormFamily):
     def new_coefficients(self) -> NewCoefficients:
         return FullCholesky
 
-    def in_natural_steps(self, **kwargs: Any) -> NewCoefficients:
+    def in_natural_steps(self) -> NewCoefficients:
         """That posterior, by natural steps that follow the features."""
-        return partial(NaturalAtRows, kind=self.new_coefficients(), rate=self.natural_rate, **kwargs)
+        return partial(NaturalAtRows, kind=self.new_coefficients(), rate=self.natural_rate)
 
 
 @dataclass(frozen=True, eq=False)

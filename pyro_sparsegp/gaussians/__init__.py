@@ -2,7 +2,7 @@
 
 from .base import Coefficients, Gaussian
 from .drawn import Drawn, DrawnGaussian
-from .factors import ConditionalFactor, DenseFactor, DiagonalFactor, IdentityFactor, PrecisionFactor, ShiftFactor
+from .factors import DenseFactor, DiagonalFactor, IdentityFactor, ShiftFactor
 from .free import BlockCholesky, CholeskyIdentity, Diagonal, FullCholesky, Identity, Unwhitened
 from .natural import NaturalGaussian
 from .natural_at_rows import NaturalAtOutputs, NaturalAtRows
@@ -20,7 +20,6 @@ __all__ = [
     "BlockPlusLowRank",
     "CholeskyIdentity",
     "Coefficients",
-    "ConditionalFactor",
     "Continued",
     "DenseFactor",
     "Diagonal",
@@ -39,7 +38,6 @@ __all__ = [
     "NaturalGaussian",
     "NaturalLowRank",
     "Part",
-    "PrecisionFactor",
     "Product",
     "ProjectedGaussian",
     "Rate",

@@ -33,6 +33,7 @@ from ..numerics.linalg import (
     side_by_side,
     solve_lower,
     tril_of_product,
+    turn_of,
     wider,
 )
 from ..numerics.processes import is_shared, joined
@@ -43,7 +44,7 @@ from .record import Pass, recorded
 from .stack import Stack, each_times, eye_like
 from .steps import Natural, Rate, cautious
 
-__all__ = ["AboutValues", "Base", "Parts", "Seen", "inverse_of", "softened", "solved"]
+__all__ = ["AboutValues", "Parts", "Seen", "inverse_of", "softened", "solved"]
 
 _KNOWN = 9  # steps that a start with a known mean counts for
 
@@ -52,20 +53,15 @@ Parts = tuple[Tensor, ...]  # what a precision is made of
 
 
 class Seen(NamedTuple):
-    """Sites under an L: their mean a + P⁻¹b, ``(..., M)``, b being ``None`` for 0, and what P is made of."""
+    """Sites under an L: their mean a + P⁻¹b, ``(..., M)``, b being ``None`` for 0, what P is made of, and the L + ηsI
+    and values of the process's mean that they belong to.
+    """
 
     near: Tensor
     rest: Optional[Tensor]
     parts: Parts
-
-
-class Base(NamedTuple):
-    """Of a run: m and P, as :class:`Seen` has it, and the L + ηsI and the mean's values that these belong to."""
-
-    loc: Tensor
-    parts: Parts
-    seat: Optional[Tensor]
-    level: Optional[Tensor]
+    seat: Optional[Tensor] = None
+    level: Optional[Tensor] = None
 
 
 class _Known(Function):
@@ -129,12 +125,14 @@ class _Known(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        raise ValueError("q(w) in natural parameters does not depend on quadrature nodes")
+        # which torch asks for: test_a_program_that_runs_twice_has_the_bound_of_one_that_runs_once
+        raise ValueError("q(w) does not depend on quadrature nodes")
 
 
 class AboutValues(Natural):
     """q(w) = N(m, P⁻¹) by natural steps, P − I and Pm being sums of sites that keep their meaning about u = Lw where L
-    moves.
+    moves. They are about (L + ηsI)w, with s the root mean variance of u = Lw in each block: about u where it is well
+    conditioned, about w where it is not.
 
     Three guards keep a step where its quadratic model holds. If it would leave less than half of the precision
     anywhere, for which it takes likelihoods that are not log-concave, several functions, or draws, negative curvatures
@@ -144,20 +142,16 @@ class AboutValues(Natural):
 
     :param rate: ρ, in (0, 1] or a function of the number of steps taken; by default max(0.1, 1/(1 + t)), or, of a step
         on all rows, max(0.25, 1/(1 + t)).
-    :param softness: η; sites are about (L + ηsI)w, with s the root mean variance of u = Lw in each block: about u where
-        it is well conditioned, about w where it is not.
     """
 
     anchored: ClassVar[bool] = True
+    softness = 0.03  # η
     loc: Any
     seat: Tensor
     _stack: Stack  # of the blocks that turn by themselves
 
-    def __init__(
-        self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate, softness: float
-    ) -> None:
+    def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like, rate)
-        self.softness = softness
         self.loc = torch.nn.Parameter(like.new_zeros(*batch_shape, sum(self.sizes)))  # m
         self.register_buffer("seat", like.new_zeros(0, 0))  # L + ηsI that the sums belong to
 
@@ -189,9 +183,10 @@ class AboutValues(Natural):
     def _given(self, seen: Seen) -> Product:
         """q(w) of these sites, with the graph of what they are made of and of the tilt."""
 
-    @abstractmethod
-    def _turn_of(self, seat: Tensor) -> tuple[Tensor, Optional[Tensor]]:
-        """Zeros, whose derivative is (L + ηsI)⁻¹dL, and the part K of P that does not turn, if not I, as a stack."""
+    @property
+    def _stays(self) -> Optional[Tensor]:
+        """The part K of P that does not turn, as a stack; ``None`` is I."""
+        return None
 
     @abstractmethod
     def _nearest(self, precision: Tensor) -> Parts:
@@ -204,6 +199,10 @@ class AboutValues(Natural):
     @abstractmethod
     def _put_parts(self, parts: Parts) -> None:
         """Take what P is made of."""
+
+    @abstractmethod
+    def _precision_of_draws(self, gram: Tensor) -> Tensor:
+        """S⁻¹ of the q that is drawn from."""
 
     @abstractmethod
     def _stepped(
@@ -221,12 +220,6 @@ class AboutValues(Natural):
     def _is_known(self) -> bool:
         """Whether q is given by its S, which is quicker where it is small: one covariance, without copies."""
 
-    def _put_seat(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> None:
-        if seat is not None:
-            self._buffers["seat"] = seat.detach()
-        if level is not None:
-            self._buffers["level"] = level.detach()
-
     # How q is given.
 
     def forward(self, anchor: Any = None, level: Optional[Tensor] = None) -> Product:
@@ -237,22 +230,22 @@ class AboutValues(Natural):
         """
         seat, record = self._seat(anchor), recorded()
         if record is None:
-            return self._made(self._seen_from(seat, level), False, seat, level)[0]
+            return self._made(seat, level, False)[0]
         # The step starts from what is given here, under the L of this run.
         held = None if seat is None else seat.detach(), None if level is None else level.detach()
         self._level_out(*held)
-        known = self._is_known
-        q, seen = self._made(self._seen_from(*(held if known else (seat, level))), known, seat, level)
-        loc = side_by_side([factor.loc for factor in q.factors]).detach()
-        base = Base(loc, tuple(part.detach() for part in seen.parts), *held)
+        q, seen = self._made(seat, level, self._is_known)
+        base = Seen(side_by_side(q.loc).detach(), None, tuple(part.detach() for part in seen.parts), *held)
         return Recorded(q, record.new(self, base))
 
-    def _made(self, seen: Seen, known: bool, seat: Optional[Tensor], level: Optional[Tensor]) -> tuple[Product, Seen]:
-        """q(w), and the sites that it is of."""
+    def _made(self, seat: Optional[Tensor], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:
+        """q(w), and the sites that it is of; where it is known, with no graph but that by L + ηsI and the mean."""
         if not known:
+            seen = self._seen_from(seat, level)
             return self._given(seen), seen
-        # N(m, S) with no graph but that by L + ηsI and by the process's mean
-        turn, stays = (None, None) if seat is None or not self.seat.numel() else self._turn_of(seat)
+        seen = self._seen_from(*(None if part is None else part.detach() for part in (seat, level)))
+        moves = seat is not None and self.seat.numel() > 0
+        turn, stays = (turn_of(seat), self._stays) if moves else (None, None)
         loc, covariance, trace, log_det = _Known.apply(*self._inverse(seen), stays, turn, self._stack)
         if seat is not None and level is not None and level.requires_grad and self.level.numel():
             # r − G(L + ηsI)⁻¹δ moves m by −(I − S)(L + ηsI)⁻¹δ: 0 here, with that derivative.
@@ -282,13 +275,15 @@ class AboutValues(Natural):
     def _put(self, loc: Tensor, parts: Parts, seat: Optional[Tensor], level: Optional[Tensor] = None) -> None:
         self._set("loc", loc)
         self._put_parts(parts)
-        self._put_seat(seat, level)
+        for name, value in (("seat", seat), ("level", level)):
+            if value is not None:
+                self._buffers[name] = value.detach()
 
     # Steps.
 
     def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
-        base: Base = taken.base
-        loc, parts = base.loc, base.parts
+        base: Seen = taken.base
+        loc, parts = base.near, base.parts
         # −ρ(Φᵀg/c + m)
         (slope,) = joined(taken.slope(loc))
         right = -rate[..., None] * (slope / weight[..., None] + loc)
@@ -297,10 +292,10 @@ class AboutValues(Natural):
             seen = self._seen_from(base.seat, base.level)
             loc, parts = side_by_side(self._given(seen).loc), seen.parts
             # (1 − ρ)P'(m' − m)
-            left = (self._precision(parts) @ (loc - base.loc)[..., None])[..., 0]
+            left = (self._precision(parts) @ (loc - base.near)[..., None])[..., 0]
             right = right + (1 - rate[..., None]) * left
         new, shift, cut, failed = self._stepped(taken, parts, right, rate, weight)
-        moved = base.loc + cautious(shift, taken, cut)
+        moved = base.near + cautious(shift, taken, cut)
         # test_gradients_that_are_not_finite_change_nothing, test_a_step_without_a_factor_is_left_out
         # (a P̂ that is not finite has no factor): 0 times a number that is finite is 0
         fine = (0 * moved.sum(-1) == failed) & (rate > 0)
@@ -336,16 +331,12 @@ class AboutValues(Natural):
         is_cut = sum(torch.linalg.cholesky_ex(part.nan_to_num()).info.abs() for part in left) > 0
         return torch.where(is_cut[..., None, None], moved(target + more[0]), new), is_cut
 
-    def _precision_of_draws(self, gram: Tensor) -> Tensor:
-        """S⁻¹ of the q that is drawn from."""
-        return plus_one(gram)
-
     # Sums of sites for others.
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Start there. One who knows a mean knows more than a batch does: steps start at the rate of the tenth."""
         self._set("loc", loc)
-        self.skip(_KNOWN)
+        self.steps += _KNOWN
 
     @torch.no_grad()
     def sums(self, anchor: Any) -> tuple[Tensor, Tensor]:
@@ -355,7 +346,7 @@ class AboutValues(Natural):
         seen = self._seen_from(seat)
         # r = P(a + P⁻¹b)
         pull = (self._precision(seen.parts) @ seen.near[..., None])[..., 0]
-        known = float(self.steps_taken > 0)
+        known = float(self.steps > 0)
         return known * self._gram(seen.parts), known * (pull if seen.rest is None else pull + seen.rest)
 
     @torch.no_grad()
@@ -368,7 +359,7 @@ class AboutValues(Natural):
         factor = cholesky(precision.to(wider(precision)), 0.0, "I + G of natural steps")
         loc = torch.cholesky_solve(pull.expand(precision.shape[:-1]).to(factor)[..., None], factor)[..., 0]
         self._put(loc, self._nearest(precision), self._seat(anchor))
-        self.skip(max(_KNOWN - self.steps_taken, 0))
+        self.steps = max(self.steps, _KNOWN)
 
     def of(self, gram: Tensor, pull: Tensor) -> Product:
         """q(w) of these G and r, before it is brought to its form."""

@@ -53,10 +53,6 @@ class Gaussian(ABC):
         """Φm and diag(Φ(S − I)Φᵀ) together, which a Gaussian may have at a lower cost than one by one."""
         return self.mean(features), self.variance_change(features)
 
-    def moments_by(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`moments` of all blocks side by side."""
-        return self.moments(phi.split(self.sizes, -1))
-
     def note_draws(self) -> None:  # noqa: B027, nothing is to be known by most
         """Take note that function values are drawn by the marginals given, where natural steps are to know."""
 

@@ -102,8 +102,8 @@ class DrawnGaussian(Natural):
         taken.draws.append((noise, value))
         return Drawn(loc, root, noise, value, taken)
 
-    def most_by_draws(self) -> float:
-        return 1.0  # its steps are bounded by themselves
+    def rate_of(self, passes: list[Pass], share: float) -> float:
+        return self.next_rate(share)  # its steps are bounded by themselves
 
     def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
         root, loc = self.root, self.loc.data

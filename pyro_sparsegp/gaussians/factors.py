@@ -26,21 +26,21 @@ from ..numerics.linalg import (
 )
 from .documented import Documented
 from .record import recorded
+from .stack import eye_like
 
 __all__ = [
-    "ConditionalFactor",
     "CovarianceFactor",
     "DenseFactor",
     "DiagonalFactor",
     "Factor",
     "IdentityFactor",
-    "PrecisionFactor",
     "ShiftFactor",
+    "by_precision",
 ]
 
 
 class Factor(Documented, ABC):
-    """One independent N(m, S) of a :class:`Product`, over M coefficients.
+    """One independent N(m, S) of a :class:`Product`, over M coefficients, by products with a root R of S = RRᵀ.
 
     :param loc: m, ``(..., M)``.
     """
@@ -57,17 +57,13 @@ class Factor(Documented, ABC):
         """What is free where S starts at (I + ΦᵀΦ)⁻¹; without rows, at the prior's."""
         raise TypeError("this factor's covariance is not free")
 
-    @abstractmethod
-    def covariance(self, phi: Tensor) -> Tensor:
-        """ΦSΦᵀ, ``(..., N, N)``."""
+    def scaled(self, phi: Tensor) -> Tensor:
+        """ΦR, ``(..., N, M)``."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def variance_change(self, phi: Tensor) -> Tensor:
-        """diag(Φ(S − I)Φᵀ)."""
-
-    @abstractmethod
-    def noise(self, shape: torch.Size) -> Tensor:
-        """Draws of w − m, ``(*shape, M)``."""
+    def scale(self, v: Tensor) -> Tensor:
+        """Rv, ``(..., M)``."""
+        raise NotImplementedError
 
     @abstractmethod
     def unscale(self, v: Tensor) -> Tensor:
@@ -77,13 +73,18 @@ class Factor(Documented, ABC):
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         """tr S and log|S|."""
 
+    def covariance(self, phi: Tensor) -> Tensor:
+        """ΦSΦᵀ, ``(..., N, N)``."""
+        scaled = self.scaled(phi)
+        return scaled @ scaled.mT
+
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         """Φm and diag(Φ(S − I)Φᵀ)."""
         return (phi @ self.loc[..., None])[..., 0], self.variance_change(phi)
 
-    def covariance_change(self, phi: Tensor) -> Tensor:
-        """Φ(S − I)Φᵀ."""
-        return self.covariance(phi) - phi @ phi.mT
+    def variance_change(self, phi: Tensor) -> Tensor:
+        """diag(Φ(S − I)Φᵀ)."""
+        return row_squares(self.scaled(phi)) - row_squares(phi)
 
     @property
     def covariance_matrix(self) -> Tensor:
@@ -94,6 +95,11 @@ class Factor(Documented, ABC):
     def _eye(self) -> Tensor:
         return torch.eye(self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device)
 
+    @property
+    def root(self) -> Tensor:
+        """R, formed, ``(..., M, M)``."""
+        return self.scaled(self._eye)
+
     def select(self, index: Tensor) -> Factor:
         """The marginal of some of the coefficients."""
         covariance = self.covariance(self._eye[index])
@@ -103,9 +109,9 @@ class Factor(Documented, ABC):
         """KL[N(m, S) ‖ N(0, I)]."""
         return gaussian_kl(self.loc, *self.trace_and_log_det())
 
-    def rsample(self, shape: torch.Size) -> Tensor:
-        """Draws of w, ``(*shape, M)``."""
-        return self.loc + self.noise(shape)
+    def noise(self, shape: torch.Size) -> Tensor:
+        """Draws of w − m, ``(*shape, M)``."""
+        return self.scale(torch.randn(*shape, self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device))
 
     def log_ratio(self, w: Tensor) -> Tensor:
         """log N(w; m, S) − log N(w; 0, I)."""
@@ -114,45 +120,19 @@ class Factor(Documented, ABC):
         return 0.5 * (w.square().sum(-1) - self.unscale(w - self.loc).square().sum(-1) - log_det)
 
 
-class _Rooted(Factor):
-    """A factor by products with a root R of S = RRᵀ."""
-
-    @abstractmethod
-    def scaled(self, phi: Tensor) -> Tensor:
-        """ΦR, ``(..., N, M)``."""
-
-    @abstractmethod
-    def scale(self, v: Tensor) -> Tensor:
-        """Rv, ``(..., M)``."""
-
-    def covariance(self, phi: Tensor) -> Tensor:
-        scaled = self.scaled(phi)
-        return scaled @ scaled.mT
-
-    def variance_change(self, phi: Tensor) -> Tensor:
-        return row_squares(self.scaled(phi)) - row_squares(phi)
-
-    def noise(self, shape: torch.Size) -> Tensor:
-        return self.scale(torch.randn(*shape, self.loc.shape[-1], dtype=self.loc.dtype, device=self.loc.device))
-
-    @property
-    def root(self) -> Tensor:
-        """R, formed, ``(..., M, M)``."""
-        return self.scaled(self._eye)
-
-
 class _OfRows(Function):
     """Moments of unbatched Φ. Of its three outputs the last, for the way back, has no gradient."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.is_lower = inputs
-        ctx.save_for_backward(*tensors, output[2])
+        ctx.save_for_backward(*inputs[:3], output[2])
+        ctx.is_lower = inputs[3:] == (True,)
         ctx.mark_non_differentiable(output[2])
         ctx.set_materialize_grads(False)  # a matrix of zeros for the third output
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        # which torch asks for: test_a_program_that_runs_twice_has_the_bound_of_one_that_runs_once
         raise ValueError("q(w) does not depend on quadrature nodes")
 
 
@@ -192,7 +172,7 @@ class _CovarianceMoments(_OfRows):
     """
 
     @staticmethod
-    def forward(phi: Tensor, loc: Tensor, covariance: Tensor, is_lower: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(phi: Tensor, loc: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # Φ(S − I), of which each row meets its φ
         scaled = (phi @ covariance).sub_(phi)
         return phi @ loc, torch.linalg.vecdot(scaled, phi), scaled
@@ -205,22 +185,22 @@ class _CovarianceMoments(_OfRows):
         needs = ctx.needs_input_grad
         # dS = Φᵀ diag(c) Φ and dΦ = 2 diag(c)Φ(S − I) + a mᵀ
         by_covariance = gram(phi, phi * c[:, None]) if needs[2] else None
-        return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_covariance, None
+        return ((2 * c)[:, None] * scaled).addr_(a, loc), a @ phi if needs[1] else None, by_covariance
 
 
-class DenseFactor(_Rooted):
-    """N(m, S) with a full covariance, S = LLᵀ.
+class DenseFactor(Factor):
+    """N(m, S) with a full covariance, S = RRᵀ.
 
-    :param tril: L, ``(..., M, M)``.
+    :param root: R, triangular, ``(..., M, M)``.
+    :param upper: whether it is upper triangular.
     """
 
     scale_name, constraint = "scale_tril", constraints.lower_cholesky
-    is_lower: ClassVar[bool] = True  # R, rather than upper triangular
-    is_recorded = False
+    root: Any = None
 
-    def __init__(self, loc: Tensor, tril: Tensor) -> None:
+    def __init__(self, loc: Tensor, root: Tensor, upper: bool = False) -> None:
         super().__init__(loc)
-        self.tril = tril
+        self.root, self.upper = root, upper
         # Known from the start: rows whose features are made again on the way back take the same way,
         # test_deep_basis.py::test_blocks_change_nothing.
         self.is_recorded = recorded() is not None
@@ -230,41 +210,30 @@ class DenseFactor(_Rooted):
         return root_of_inverse(phi.mT @ phi)
 
     def scaled(self, phi: Tensor) -> Tensor:
-        return phi @ self.tril
+        return phi @ self.root
 
     def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
         if self.is_recorded and phi.dim() == 2 and self.loc.dim() == 1:
-            return _DenseMoments.apply(phi, self.loc, self.tril, self.is_lower)[:2]
+            return _DenseMoments.apply(phi, self.loc, self.root, not self.upper)[:2]
         return super().moments(phi)
 
     def scale(self, v: Tensor) -> Tensor:
-        return times(self.tril, v)
+        return times(self.root, v)
 
     def unscale(self, v: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(self.tril, v[..., None], upper=False)[..., 0]
+        return torch.linalg.solve_triangular(self.root, v[..., None], upper=self.upper)[..., 0]
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        # tr LLᵀ = ‖L‖², log|LLᵀ| = 2 Σ log L_mm
-        return self.tril.square().sum((-2, -1)), 2 * self.tril.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        # tr RRᵀ = ‖R‖², log|RRᵀ| = 2 Σ log R_mm
+        return self.root.square().sum((-2, -1)), 2 * self.root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
-class PrecisionFactor(DenseFactor):
-    """N(m, S) by its precision, S = (LLᵀ)⁻¹, with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a
-    triangular solve.
+def by_precision(loc: Tensor, factor: Tensor) -> DenseFactor:
+    """N(m, (LLᵀ)⁻¹), with R = L⁻ᵀ formed: tr S wants it, and a product costs less than a triangular solve.
 
     :param factor: L, ``(..., M, M)``.
     """
-
-    is_lower = False
-
-    def __init__(self, loc: Tensor, factor: Tensor) -> None:
-        eye = torch.eye(loc.shape[-1], dtype=factor.dtype, device=factor.device)
-        super().__init__(loc, torch.linalg.solve_triangular(factor, eye, upper=False, left=False).mT)
-        self.factor = factor
-
-    def unscale(self, v: Tensor) -> Tensor:
-        # R⁻¹ = Lᵀ
-        return times(self.factor.mT, v)
+    return DenseFactor(loc, torch.linalg.solve_triangular(factor, eye_like(factor), upper=False, left=False).mT, True)
 
 
 class CovarianceFactor(DenseFactor):
@@ -273,8 +242,10 @@ class CovarianceFactor(DenseFactor):
     :param matrix: S, ``(M, M)``.
     :param trace: tr S.
     :param log_det: log|S|.
-    :param root_of: gives a lower L with S = LLᵀ.
+    :param root_of: gives a lower R with S = RRᵀ.
     """
+
+    upper = False
 
     def __init__(
         self, loc: Tensor, matrix: Tensor, trace: Tensor, log_det: Tensor, root_of: Callable[[], Tensor]
@@ -283,8 +254,8 @@ class CovarianceFactor(DenseFactor):
         self.matrix, self._trace, self._log_det, self._root_of = matrix, trace, log_det, root_of
 
     @functools.cached_property
-    def tril(self) -> Tensor:  # type: ignore[override]
-        """L, ``(M, M)``."""
+    def root(self) -> Tensor:  # type: ignore[override]
+        """R, ``(M, M)``."""
         return self._root_of()
 
     def covariance(self, phi: Tensor) -> Tensor:
@@ -292,28 +263,27 @@ class CovarianceFactor(DenseFactor):
         return phi @ (0.5 * (self.matrix + self.matrix.mT)) @ phi.mT
 
     def variance_change(self, phi: Tensor) -> Tensor:
-        return self.moments_by(phi, self.matrix)[1]
+        return self.moments(phi)[1]
 
-    def moments(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        return self.moments_by(phi, self.matrix)
-
-    def moments_by(self, phi: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """:meth:`moments` from a given S."""
+    def moments(self, phi: Tensor, matrix: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+        """Φm and diag(Φ(S − I)Φᵀ), from a given S, if it is."""
+        matrix = self.matrix if matrix is None else matrix
         if phi.dim() == 2:
-            return _CovarianceMoments.apply(phi, self.loc, matrix, True)[:2]
+            return _CovarianceMoments.apply(phi, self.loc, matrix)[:2]
         return times(phi, self.loc), ((phi @ matrix - phi) * phi).sum(-1)
 
     def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
         return self._trace, self._log_det
 
 
-class DiagonalFactor(_Rooted):
+class DiagonalFactor(Factor):
     """N(m, S) of independent coefficients, S = diag(s²).
 
     :param scale_diag: s, ``(..., M)``.
     """
 
-    scale_name, constraint = "scale_diag", constraints.positive
+    scale_name: ClassVar[Optional[str]] = "scale_diag"
+    constraint = constraints.positive
 
     def __init__(self, loc: Tensor, scale_diag: Tensor) -> None:
         super().__init__(loc)
@@ -339,33 +309,19 @@ class DiagonalFactor(_Rooted):
         # Σ_m φ_m²(s_m² − 1)
         return (phi.square() @ (self.scale_diag.square() - 1)[..., None])[..., 0]
 
-    def select(self, index: Tensor) -> Factor:
-        return DiagonalFactor(self.loc[..., index], self.scale_diag[..., index])
 
-
-class IdentityFactor(_Rooted):
+class IdentityFactor(DiagonalFactor):
     """N(m, I): only the mean is free, and the variance stays the prior's."""
 
-    def scaled(self, phi: Tensor) -> Tensor:
-        return phi
+    scale_name: ClassVar[Optional[str]] = None
 
-    def scale(self, v: Tensor) -> Tensor:
-        return v
+    def __init__(self, loc: Tensor) -> None:
+        Factor.__init__(self, loc)
 
-    def unscale(self, v: Tensor) -> Tensor:
-        return v
-
-    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        return self.loc.new_full((), self.loc.shape[-1]), self.loc.new_zeros(())
-
-    def variance_change(self, phi: Tensor) -> Tensor:
-        return phi.new_zeros(phi.shape[:-1])
-
-    def covariance_change(self, phi: Tensor) -> Tensor:
-        return phi.new_zeros(*phi.shape[:-1], phi.shape[-2])
-
-    def select(self, index: Tensor) -> Factor:
-        return IdentityFactor(self.loc[..., index])
+    @property
+    def scale_diag(self) -> Tensor:  # type: ignore[override]
+        """s = 1."""
+        return torch.ones_like(self.loc)
 
 
 class ShiftFactor(IdentityFactor):
@@ -388,36 +344,3 @@ class ShiftFactor(IdentityFactor):
     def kl(self) -> Tensor:
         # ½(tr S + m² − 1 − log|S|) with S = 1 and m² = κ
         return 0.5 * (self.estimate() if torch.is_grad_enabled() else self.square())
-
-
-class ConditionalFactor(_Rooted):
-    """(w, v) with w | v ~ N(m − Rv, S) and v ~ N(0, I), as under the prior: mean (m, 0), root [[L, −R], [0, I]].
-
-    KL from N(0, I) is ½(tr S + tr RRᵀ + mᵀm − M − log|S|).
-
-    :param head: N(m, S), S = LLᵀ.
-    :param root: R, ``(..., M, M)``.
-    """
-
-    def __init__(self, head: DenseFactor, root: Tensor) -> None:
-        super().__init__(torch.cat([head.loc, torch.zeros_like(head.loc)], -1))
-        self.head, self.coupling = head, root
-
-    def scaled(self, phi: Tensor) -> Tensor:
-        first, second = phi.tensor_split(2, -1)
-        # [Φ₁L, Φ₂ − Φ₁R], Φ times [[L, −R], [0, I]]
-        return torch.cat([self.head.scaled(first), second - first @ self.coupling], -1)
-
-    def scale(self, v: Tensor) -> Tensor:
-        first, second = v.tensor_split(2, -1)
-        return torch.cat([self.head.scale(first) - (self.coupling @ second[..., None])[..., 0], second], -1)
-
-    def unscale(self, v: Tensor) -> Tensor:
-        first, second = v.tensor_split(2, -1)
-        # L⁻¹(w + Rv) of w − m, and v itself
-        return torch.cat([self.head.unscale(first + (self.coupling @ second[..., None])[..., 0]), second], -1)
-
-    def trace_and_log_det(self) -> tuple[Tensor, Tensor]:
-        trace, log_det = self.head.trace_and_log_det()
-        # tr S + tr RRᵀ + M; the determinant is that of S
-        return trace + self.coupling.square().sum((-2, -1)) + self.head.loc.shape[-1], log_det

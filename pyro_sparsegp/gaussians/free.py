@@ -9,7 +9,7 @@ import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from ..numerics.linalg import side_by_side, solve_lower
+from ..numerics.linalg import side_by_side, solve_lower, times
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients
 from .factors import DenseFactor, DiagonalFactor, Factor, IdentityFactor
@@ -66,11 +66,11 @@ class _Factored(Coefficients):
         return [(cls.kind if b == 0 else cls.later, (b,)) for b in range(num_blocks)]
 
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
-        factors = []
         # a factor's own arguments are its mean and, where it is free, its scale
-        for i, kind in enumerate(self.kinds):
-            names = ["loc"] if kind.scale_name is None else ["loc", kind.scale_name]
-            factors.append(kind(*(getattr(self, f"{name}_{i}") for name in names)))
+        factors = [
+            kind(*(getattr(self, f"{name}_{i}") for name in ("loc", kind.scale_name) if name is not None))
+            for i, kind in enumerate(self.kinds)
+        ]
         return Product(self.sizes, factors, self.groups)
 
 
@@ -128,19 +128,16 @@ class Unwhitened(Coefficients):
     def start(self, anchor: Optional[Tensor], features: Optional[Sequence[Tensor]]) -> None:
         """Put q where the whitened one starts, under the first anchor L: at the prior, it is N(0, L_bbL_bbᵀ)."""
         self.values.start(anchor, features)
-        for i, (kind, block) in enumerate(zip(self.values.kinds, self._blocks(anchor))):
-            name = f"{kind.scale_name}_{i}"
-            # a root of LSLᵀ, or the diagonal of it
-            if kind is DenseFactor:
-                setattr(self.values, name, block.detach() @ getattr(self.values, name))
-            elif kind is DiagonalFactor:
-                spread = block.detach() * getattr(self.values, name)[..., None, :]
-                setattr(self.values, name, spread.square().sum(-1).sqrt())
+        for i, (factor, block) in enumerate(zip(self.values.forward().factors, self._blocks(anchor))):
+            if factor.scale_name is not None:
+                root = block.detach() @ factor.root  # of LSLᵀ, or the diagonal of it
+                value = root if isinstance(factor, DenseFactor) else root.norm(dim=-1)
+                setattr(self.values, f"{factor.scale_name}_{i}", value)
 
     def start_mean(self, anchor: Optional[Tensor], loc: Tensor) -> None:
         """Put the mean at m_b = L_bb times that of w_b."""
         blocks = zip(self._blocks(anchor), self.values.slices)
-        self.values.start_mean(None, torch.cat([(block @ loc[..., own, None])[..., 0] for block, own in blocks], -1))
+        self.values.start_mean(None, torch.cat([times(block, loc[..., own]) for block, own in blocks], -1))
 
     def _blocks(self, anchor: Optional[Tensor]) -> list[Tensor]:
         """L_bb of each factor."""
@@ -151,14 +148,13 @@ class Unwhitened(Coefficients):
     def forward(self, anchor: Optional[Tensor] = None) -> Product:
         q = self.values()
         for i, (factor, block) in enumerate(zip(q.factors, self._blocks(anchor))):
-            if isinstance(factor, IdentityFactor):
-                # N(L⁻¹m, I): the values keep the prior's covariance LLᵀ
-                q.factors[i] = IdentityFactor(solve_lower(block, factor.loc[..., None])[..., 0])
-                continue
             # of w = L⁻¹u: N(L⁻¹m, L⁻¹SL⁻ᵀ) (Shi et al., 2020, eq. 8)
             root, num = factor.root, block.shape[-1]
             batch = broadcast_shapes(block.shape[:-2], root.shape[:-2])
             both = torch.cat([root, factor.loc[..., None]], -1).expand(*batch, num, num + 1)
             whitened = solve_lower(block, both)  # one solve for both
-            q.factors[i] = DenseFactor(whitened[..., -1], whitened[..., :-1].tril())
+            loc = whitened[..., -1]
+            # N(L⁻¹m, I) where the values keep the prior's covariance LLᵀ
+            is_free = factor.scale_name is not None
+            q.factors[i] = DenseFactor(loc, whitened[..., :-1].tril()) if is_free else IdentityFactor(loc)
         return q

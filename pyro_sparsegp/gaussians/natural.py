@@ -16,7 +16,6 @@ from ..numerics.linalg import (
     root_of_inverse,
     side_by_side,
     solve_lower,
-    turn_of,
 )
 from .about_values import AboutValues, Parts, Seen, softened, solved
 from .factors import DenseFactor, IdentityFactor
@@ -29,7 +28,7 @@ from .steps import DEFAULT_RATE, Rate
 
 __all__ = ["NaturalGaussian"]
 
-_ETA, _BY_DRAWS = 0.03, 0.3  # η, and where draws alone show curvatures
+_BY_DRAWS = 0.3  # η where draws alone show curvatures
 
 
 class NaturalGaussian(AboutValues):
@@ -59,9 +58,8 @@ class NaturalGaussian(AboutValues):
         like: Tensor,
         kind: Any = FullCholesky,
         rate: Rate = DEFAULT_RATE,
-        softness: float = _ETA,
     ) -> None:
-        super().__init__(sizes, batch_shape, like, rate, softness)
+        super().__init__(sizes, batch_shape, like, rate)
         if not self.takes(kind):
             raise ValueError(
                 "natural steps are of posteriors whose blocks each have a full covariance or the prior's; got "
@@ -86,10 +84,13 @@ class NaturalGaussian(AboutValues):
             phi = side_by_side(features)
             # I + G = I + λΦᵀΦ
             self.gram = (phi.mT @ phi).to(self.gram).expand(self.gram.shape).clone()
-            self._put_seat(self._seat(anchor))
+            seat = self._seat(anchor)
+            self.seat = self.seat if seat is None else seat.detach()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        softness = torch.as_tensor(state_dict.pop(prefix + "softness", _ETA)).flatten()  # one for each block, once
+        softness = torch.as_tensor(
+            state_dict.pop(prefix + "softness", self.softness)
+        ).flatten()  # one for each block, once
         self.softness = round(float(softness[0]), 6)  # some were saved in float32
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -108,7 +109,7 @@ class NaturalGaussian(AboutValues):
     @property
     def is_settled(self) -> bool:
         """Whether sites stay about u: a step has been taken, or curvatures will be those of draws."""
-        return self.softness == _BY_DRAWS or self.steps_taken > 0
+        return self.softness == _BY_DRAWS or self.steps > 0
 
     def _seat(self, anchor: Optional[Tensor]) -> Optional[Tensor]:
         return None if anchor is None else softened(anchor, self.softness, self.sizes)
@@ -135,19 +136,17 @@ class NaturalGaussian(AboutValues):
     def _gram(self, parts: Parts) -> Tensor:
         return parts[0]
 
-    def _turn_of(self, seat: Tensor) -> tuple[Tensor, None]:
-        return turn_of(seat), None
-
     @property
     def _is_known(self) -> bool:
         return len(self.layout) == 1 and not self.batch_shape
 
-    def _made(self, seen: Seen, known: bool, seat: Optional[Tensor], level: Optional[Tensor]) -> tuple[Product, Seen]:
+    def _made(self, seat: Optional[Tensor], level: Optional[Tensor], known: bool) -> tuple[Product, Seen]:
         try:
-            return super()._made(seen, known, seat, level)
+            return super()._made(seat, level, known)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             # test_negative_curvatures_that_another_seat_magnifies_are_cut: beyond the prior's precision; the mean of u
             # is what it was.
+            seen = self._seen_from(seat, level)
             gram = self._gram(seen.parts).detach()
             if seat is None or not gram.isfinite().all() or not self.seat.numel():
                 raise
@@ -179,7 +178,7 @@ class NaturalGaussian(AboutValues):
         for own, factor in zip(self.slices, q.factors):
             # G's block is S⁻¹ − I
             if isinstance(factor, DenseFactor):
-                inverse = torch.cholesky_inverse(cholesky(factor.tril @ factor.tril.mT, 0.0, "S of natural steps"))
+                inverse = torch.cholesky_inverse(cholesky(factor.root @ factor.root.mT, 0.0, "S of natural steps"))
                 gram[..., own, own] = inverse - eye_like(inverse)
         return (gram,)
 

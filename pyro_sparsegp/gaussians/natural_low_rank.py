@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, solve_lower, turn_of
+from ..numerics.linalg import Unbound, cholesky, flags_kept, plus_one, root_of_inverse, solve_lower
 from ..numerics.processes import largest
 from .about_values import AboutValues, Parts, Seen, softened, solved
 from .factor_analysis import Formed, Products, above_one, lifted, nearest, sweep
@@ -63,12 +63,11 @@ class NaturalLowRank(AboutValues):
         rate: Rate = DEFAULT_RATE,
         sweeps: Optional[int] = None,
         iterations: int = 10,
-        softness: float = 0.03,
     ) -> None:
-        super().__init__(sizes, batch_shape, like, rate, softness)
+        super().__init__(sizes, batch_shape, like, rate)
         self.base = base
         self.rank = max(self.sizes) if rank is None else rank
-        self.sweeps, self.iterations, self._is_slow = sweeps, iterations, False
+        self.sweeps, self.iterations, self.last_rate = sweeps, iterations, 1.0
         self._stack = stack = Stack(self.sizes)
         square = like.new_zeros(*batch_shape, len(self.sizes), stack.size, stack.size)
         self.low_rank = torch.nn.Parameter(stack.rows(small_columns(self.sizes, batch_shape, self.rank, like)))
@@ -116,8 +115,8 @@ class NaturalLowRank(AboutValues):
         found, low_rank = leading_directions(features, small) if self.rank else (small.to(features[0]), small)
         pairs = zip(features, found.split(self.sizes, -2))
         block = stack.squares([plus_one(phi.mT @ phi - u @ u.mT) for phi, u in pairs])
-        self._put_parts((stack.rows(low_rank.split(self.sizes, -2)), *above_one(block, block)))
-        self._put_seat(self._seat(anchor))
+        parts = stack.rows(low_rank.split(self.sizes, -2)), *above_one(block, block)
+        self._put(self._kept("loc"), parts, self._seat(anchor))
 
     def _seat(self, anchor: Any) -> Optional[Tensor]:
         """L + ηsI of each block as a stack, I where it is about w; ``None`` where w itself has a meaning."""
@@ -127,19 +126,15 @@ class NaturalLowRank(AboutValues):
         stack = self._stack
         if isinstance(anchor, Unbound):
             return softened(anchor.whole, self.softness, (stack.size,))
-        # I/(1 + η) is softened to I
-        eyes = (torch.eye(n, dtype=like.dtype, device=like.device) / (1 + self.softness) for n in self.sizes)
-        whole = stack.squares([eye if part is None else part for part, eye in zip(anchor, eyes)])
-        # s² is the mean of diag(LLᵀ) over a block: beyond its own size L is I
-        own = stack.own(like)
-        scales = (1 + (whole.square().sum((-2, -1)) - stack.size) / own.sum(-1)).sqrt()
-        return whole + torch.diag_embed((self.softness * scales)[..., None] * own)
+        eyes = (torch.eye(n, dtype=like.dtype, device=like.device) for n in self.sizes)
+        parts = zip(anchor, eyes)
+        return stack.squares([eye if p is None else softened(p, self.softness, (len(eye),)) for p, eye in parts])
 
     def _seen_from(self, seat: Optional[Tensor], level: Optional[Tensor] = None) -> Seen:
         loc, low_rank, stack = self._kept("loc"), self._kept("low_rank"), self._stack
         if seat is None or not self.seat.numel():
             return Seen(loc, None, (low_rank, self.block, self.gain))
-        moved, stays, columns = seat - self.seat, self.block - self.gain, stack.columns(loc)
+        moved, stays, columns = seat - self.seat, self._stays, stack.columns(loc)
         turn = plus_one(solve_lower(self.seat, moved))
         # T⁻¹m = m − L⁻¹(L − L₀)m
         near = columns - solve_lower(seat, each_times(moved, columns))
@@ -162,8 +157,12 @@ class NaturalLowRank(AboutValues):
         whole.diagonal(dim1=-2, dim2=-1).sub_(1)
         return whole
 
-    def _turn_of(self, seat: Tensor) -> tuple[Tensor, Tensor]:
-        return turn_of(seat), self.block - self.gain
+    @property
+    def _stays(self) -> Tensor:
+        return self.block - self.gain
+
+    def _precision_of_draws(self, gram: Tensor) -> Tensor:
+        return plus_one(gram)
 
     @property
     def _is_known(self) -> bool:
@@ -196,11 +195,6 @@ class NaturalLowRank(AboutValues):
         if self.base:
             self._buffers["block"], self._buffers["gain"] = block.to(self.block), gain.to(self.block)
 
-    def rate_of(self, passes: list[Pass], share: float) -> Any:
-        rate = super().rate_of(passes, share)
-        self._is_slow = rate <= _SLOW
-        return rate
-
     def _stepped(
         self, taken: Pass, parts: Parts, right: Tensor, rate: Tensor, weight: Tensor
     ) -> tuple[Parts, Tensor, Optional[Tensor], Tensor]:
@@ -218,7 +212,7 @@ class NaturalLowRank(AboutValues):
             # P̂'s blocks are what D + BBᵀ's shall be (Lawley, 1940)
             aims = target.blocks() if self.base else None
             block, low_rank = sweep(target, aims, parts[1], parts[0].flatten(-3, -2))
-            for _ in range(1, self.sweeps or (1 if num <= _SMALL and self._is_slow else 2)):
+            for _ in range(1, self.sweeps or (1 if num <= _SMALL and self.last_rate <= _SLOW else 2)):
                 block, low_rank = sweep(target, aims, block if aims is None else lifted(block, aims), low_rank)
             if isinstance(target, Formed):
                 shift, failed = solved(target.matrix, stack.wide(right))

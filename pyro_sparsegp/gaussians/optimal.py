@@ -3,50 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from ..numerics.functions import Function
 from ..numerics.linalg import cholesky, plus_one, side_by_side, times_lower, tril_of_product
-from .factors import Factor, PrecisionFactor
+from .factors import Factor, by_precision
 from .product import Product, slices
 
 __all__ = ["from_natural", "optimal", "seen_from", "weighted_gram"]
-
-
-class _WeightedGram(Function):
-    """ΦᵀΛΦ of an unbatched Φ. Its gradient is symmetric: the way back is one product with Φ, autograd's own two."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(phi: Tensor, weights: Tensor) -> Tensor:
-        return phi.mT @ (phi * weights[:, None])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def jvp(ctx: Any, dphi: Optional[Tensor], dweights: Optional[Tensor]) -> Tensor:
-        phi, weights = ctx.saved_tensors
-        # dΦᵀΛΦ + ΦᵀΛdΦ + ΦᵀdΛΦ
-        total = torch.zeros_like(phi.mT @ phi)
-        if dphi is not None:
-            half = dphi.mT @ (phi * weights[:, None])
-            total = total + half + half.mT
-        return total if dweights is None else total + phi.mT @ (phi * dweights[:, None])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        phi, weights = ctx.saved_tensors
-        half = phi @ (grad + grad.mT)  # differentiable again, as the rest
-        # dΦ = ΛΦ(Ḡ + Ḡᵀ), dλₙ = φₙᵀḠφₙ
-        by_weights = 0.5 * (half * phi).sum(-1) if ctx.needs_input_grad[1] else None
-        return half * weights[:, None], by_weights
 
 
 def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
@@ -55,9 +21,6 @@ def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
     :param phi: Φ, ``(..., N, M)``.
     :param weights: the diagonal of Λ, ``(..., N)``.
     """
-    # Batches are small, and go by plain operations.
-    if phi.dim() == 2 and weights.dim() == 1:
-        return _WeightedGram.apply(phi, weights)
     return phi.mT @ (phi * weights[..., None])
 
 
@@ -106,12 +69,12 @@ def from_natural(
     # m = P⁻¹r (Titsias, 2009, eq. 10; Shi et al., 2020, eq. 29)
     loc = torch.cholesky_solve(pull[..., None], factor)[..., 0]
     if groups is None or len(groups) == 1:
-        return Product(sizes, [PrecisionFactor(loc, factor)], [tuple(range(len(sizes)))])
+        return Product(sizes, [by_precision(loc, factor)], [tuple(range(len(sizes)))])
     factors: list[Factor] = []
     for own in slices(sizes, groups):
         # The leading block of a Cholesky factor is the factor of the leading block.
         block = factor[..., own, own] if own.start == 0 else cholesky(whole[..., own, own], 0.0, what)
-        factors.append(PrecisionFactor(loc[..., own], block))
+        factors.append(by_precision(loc[..., own], block))
     return Product(sizes, factors, groups)
 
 

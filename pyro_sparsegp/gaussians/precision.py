@@ -115,9 +115,8 @@ class LowRankGaussian(Product):
 
     def __init__(self, loc: Sequence[Tensor], b: Sequence[Tensor], trils: Optional[Sequence[Tensor]]) -> None:
         stack = Stack([block.shape[-1] for block in loc])
-        self.b = list(b)
-        self.trils = [torch.eye(block.shape[-2]).to(block) for block in b] if trils is None else list(trils)
-        factor = LowRankFactor(stack, side_by_side(loc), stack.rows(self.b), stack.squares(self.trils))
+        trils = [torch.eye(block.shape[-2]).to(block) for block in b] if trils is None else trils
+        factor = LowRankFactor(stack, side_by_side(loc), stack.rows(b), stack.squares(trils))
         super().__init__(stack.sizes, [factor], [range(len(stack.sizes))])
 
 

@@ -10,7 +10,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..numerics.linalg import cholesky, on_diagonal, plus_one, side_by_side
+from ..numerics.linalg import cholesky, on_diagonal, plus_one, side_by_side, solve_lower
 from ..numerics.shapes import broadcast_shapes
 from .base import Gaussian
 from .factors import CovarianceFactor, Factor
@@ -48,42 +48,28 @@ class Product(Gaussian):
         return self._split([factor.loc for factor in self.factors])
 
     def _split(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        # No call is spent on one block, as most posteriors have.
-        if len(self.sizes) == 1:
-            return list(parts)
         return [
             block for part, group in zip(parts, self.groups) for block in part.split([self.sizes[b] for b in group], -1)
         ]
 
     def _join(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        if len(blocks) == 1:
-            return list(blocks)
         return [side_by_side([blocks[b] for b in group]) for group in self.groups]
-
-    def mean(self, features: Sequence[Tensor]) -> Tensor:
-        return _sum((phi @ f.loc[..., None])[..., 0] for f, phi in zip(self.factors, self._join(features)))
 
     def variance_change(self, features: Sequence[Tensor]) -> Tensor:
         return _sum(f.variance_change(phi) for f, phi in zip(self.factors, self._join(features)))
 
     def moments(self, features: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return self._moments(self._join(features))
-
-    def moments_by(self, phi: Tensor) -> tuple[Tensor, Tensor]:
-        return self._moments([phi[..., own] for own in slices(self.sizes, self.groups)])
-
-    def _moments(self, joined: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        parts = [f.moments(phi) for f, phi in zip(self.factors, joined)]
+        parts = [f.moments(phi) for f, phi in zip(self.factors, self._join(features))]
         return _sum(mean for mean, _ in parts), _sum(change for _, change in parts)
 
     def covariance_change(self, features: Sequence[Tensor]) -> Tensor:
-        return _sum(f.covariance_change(phi) for f, phi in zip(self.factors, self._join(features)))
+        return _sum(f.covariance(phi) - phi @ phi.mT for f, phi in zip(self.factors, self._join(features)))
 
     def kl(self) -> Tensor:
         return _sum([factor.kl() for factor in self.factors])
 
     def rsample(self, shape: torch.Size) -> list[Tensor]:
-        return self._split([factor.rsample(shape) for factor in self.factors])
+        return self._split([factor.loc + factor.noise(shape) for factor in self.factors])
 
     def log_ratio(self, w: Sequence[Tensor]) -> Tensor:
         return _sum(f.log_ratio(part) for f, part in zip(self.factors, self._join(w)))
@@ -129,9 +115,9 @@ class Recorded(Product):
         if isinstance(factor, CovarianceFactor) and phi.dim() == 2:
             # Of these marginals alone, so that the gradient by S is Φᵀ diag(h) Φ: no step has to find it again.
             matrix = keep(factor.matrix.view_as(factor.matrix))
-            mean, change = factor.moments_by(phi, matrix)
+            mean, change = factor.moments(phi, matrix)
         else:
-            mean, change = self.moments_by(phi)
+            mean, change = super().moments(features)
         self.row = Row(phi.detach(), keep(mean), keep(change), matrix)
         self.taken.rows.append(self.row)
         return self.row.mean, self.row.change
@@ -165,9 +151,9 @@ def _sum(values: Iterable[Tensor]) -> Tensor:
 
 
 class Continued(Product):
-    """q(w) = N(m, S) after q₀(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w): its divergence is that from q₀, P₀ = I + G₀,
+    """q(w) = N(m, S) after q₀(w) = N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w)/Z: its divergence is that from q₀, P₀ = I + G₀,
 
-    KL[q ‖ q₀] = ½(tr P₀S + (m − m₀)ᵀP₀(m − m₀) − M − log|S| − log|P₀|),   P₀m₀ = r₀.
+    KL[q ‖ q₀] = KL[q ‖ N(0, I)] + E[½wᵀG₀w − r₀ᵀw] + log Z.
 
     :param q: N(m, S).
     :param gram: G₀, ``(..., M, M)``.
@@ -179,13 +165,10 @@ class Continued(Product):
         self.gram, self.pull = gram, pull
 
     def kl(self) -> Tensor:
-        before = plus_one(self.gram)
-        factor = cholesky(before, 0.0, "I + G of the rows seen before")
+        factor = cholesky(plus_one(self.gram), 0.0, "I + G of the rows seen before")
+        white = solve_lower(factor, self.pull[..., None]).square().sum((-2, -1))
+        # log Z = ½r₀ᵀP₀⁻¹r₀ − ½log|P₀|, and E[½wᵀG₀w − r₀ᵀw] under q
+        log_normaliser = 0.5 * white - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         loc = side_by_side(self.loc)
-        away = loc - torch.cholesky_solve(self.pull[..., None], factor)[..., 0]
-        # tr P₀S = tr S + tr G₀S, of which the divergence from the prior has the first
-        trace = (self.gram * self.covariance_matrix).sum((-2, -1))
-        # (m − m₀)ᵀP₀(m − m₀) in the place of mᵀm
-        square = (away * (before @ away[..., None])[..., 0]).sum(-1)
-        log_det = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return super().kl() + 0.5 * (trace + square - loc.square().sum(-1) - log_det)
+        square = (self.gram * (self.covariance_matrix + loc[..., None] * loc[..., None, :])).sum((-2, -1))
+        return super().kl() + 0.5 * square - (self.pull * loc).sum(-1) + log_normaliser

@@ -98,16 +98,10 @@ class Share(Gaussian):
 
     def covariance(self, features: Sequence[Tensor], other: Share, others: Sequence[Tensor]) -> Tensor:
         """ΦS_abΨᵀ with another site's coefficients, ``(..., N, N')``."""
-        rows = features[0].shape[-2]
-        stacked = block_diagonal([self._spread(features), other._spread(others)])
-        order = [*self.blocks, *other.blocks]
-        whole = self.whole.q.marginal(order) if len(order) < len(self.whole.q.sizes) else self.whole.q
-        stacked = [stacked[order.index(b)] for b in sorted(order)]
-        return whole.covariance_change(stacked)[..., :rows, rows:]
-
-    def _spread(self, features: Sequence[Tensor]) -> list[Tensor]:
-        batch = broadcast_shapes(self.batch_shape, *(phi.shape[:-2] for phi in features))
-        return [phi.expand(*batch, *phi.shape[-2:]) for phi in features]
+        batch = broadcast_shapes(self.batch_shape, *(phi.shape[:-2] for phi in (*features, *others)))
+        rows, pairs = features[0].shape[-2], zip(self.padded(features), other.padded(others))
+        stacked = [torch.cat([phi.expand(*batch, *phi.shape[-2:]) for phi in pair], -2) for pair in pairs]
+        return self.whole.q.covariance_change(stacked)[..., :rows, rows:]
 
     def kl(self) -> Tensor:
         return self.whole.q.kl() if self.counts else self.loc[0].new_zeros(self.batch_shape)
@@ -128,9 +122,7 @@ class Share(Gaussian):
 
     @property
     def covariance_matrix(self) -> Tensor:
-        edges = list(itertools.accumulate(self.whole.q.sizes, initial=0))
-        rows = torch.cat([torch.arange(edges[b], edges[b + 1]) for b in self.blocks])
-        return self.whole.q.covariance_matrix[..., rows, :][..., rows]
+        return self.whole.q.marginal(self.blocks).covariance_matrix
 
 
 class Shared(AbstractModule):

@@ -104,16 +104,15 @@ def within_reach(sites: Sites, kept: Sites, marginals: tuple[Tensor, Tensor]) ->
 class KeptSites(AbstractModule):
     """Sites as they were read off the model at the last training step, or at the medians after it.
 
-    :param like: a tensor of the dtype and device wanted.
-    :param columns: D.
+    :param inputs: some inputs, ``(N, D)``, which say the dtype, the device and D.
     """
 
-    def __init__(self, like: Tensor, batch_shape: Sequence[int], columns: int) -> None:
+    def __init__(self, inputs: Tensor, batch_shape: Sequence[int]) -> None:
         super().__init__()
-        self.register_buffer("inputs", like.new_zeros(0, columns))
-        self.register_buffer("precision", like.new_zeros(*batch_shape, 0))
-        self.register_buffer("linear", like.new_zeros(*batch_shape, 0))
-        self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=like.device))
+        self.register_buffer("inputs", inputs.detach()[:0])
+        for name in ("precision", "linear"):
+            self.register_buffer(name, inputs.new_zeros(*batch_shape, 0))
+        self.register_buffer("truncated", torch.zeros((), dtype=torch.long, device=inputs.device))
         self.start_over()
 
     def start_over(self) -> None:

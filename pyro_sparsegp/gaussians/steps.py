@@ -54,66 +54,43 @@ class Natural(Coefficients):
     :param rate: ρ, a number in (0, 1], or a function of the number of steps taken.
     """
 
-    steps: Tensor
-
     def __init__(self, sizes: Sequence[int], batch_shape: Sequence[int], like: Tensor, rate: Rate) -> None:
         super().__init__(sizes, batch_shape, like)
         self.sizes, self.batch_shape, self.rate = tuple(sizes), torch.Size(batch_shape), rate
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=like.device))
+        self.steps = 0  # that were taken
         self.share = 1.0  # of its rate that a step takes, for a loop whose rates fall
-        self._count: Optional[int] = 0  # of steps, as a number here; None if it is to be read
         self._looked = -1, False  # the tilt's version when it was last looked at, and whether it was other than 0
-
-    @property
-    def steps_taken(self) -> int:
-        """How many steps have been taken."""
-        if self._count is None:
-            self._count = int(self.steps)
-        return self._count
 
     def next_rate(self, share: float = 0.0) -> float:
         """ρ of the next step.
 
         :param share: of all rows, those that it is on here.
         """
-        rate = float(self.rate(self.steps_taken) if callable(self.rate) else self.rate)
+        rate = float(self.rate(self.steps) if callable(self.rate) else self.rate)
         # All rows have no noise to average out, so that the floor may be higher there:
         # test_the_floor_of_the_rate_is_higher_on_all_rows
         if isinstance(self.rate, Falling) and rate < self.rate.whole:
             rate = self.rate.whole if total_share(share, next(self.parameters())) > 0.999 else rate
         if not 0 <= rate <= 1:
-            raise ValueError(f"rate must be in [0, 1], of step {self.steps_taken} it gives {rate}")
+            raise ValueError(f"rate must be in [0, 1], of step {self.steps} it gives {rate}")
         return rate * self.share
-
-    def most_by_draws(self) -> float:
-        """The largest ρ where curvatures are those of single draws, whose noise has to be averaged out."""
-        return max(0.02, 1 / (10 + self.steps_taken / 8))
 
     def rate_of(self, passes: list[Pass], share: float) -> Any:
         """ρ of a step by these passes."""
         rate = self.next_rate(share)
-        for one in passes:
-            # One draw shows a curvature with all its noise:
-            # test_single_draws_of_an_inner_layer_do_not_throw_it_away
-            if one.draws:
-                rate = min(rate, self.most_by_draws())
-            elif one.by_draws:
-                rate = min(rate, _BY_MARGINALS)
+        # One draw shows a curvature with all its noise, which has to be averaged out:
+        # test_single_draws_of_an_inner_layer_do_not_throw_it_away
+        if any(one.draws for one in passes):
+            rate = min(rate, max(0.02, 1 / (10 + self.steps / 8)))
+        if any(one.by_draws for one in passes):
+            rate = min(rate, _BY_MARGINALS)
         return rate
-
-    def skip(self, num: int) -> None:
-        """Go on at the rate of a step so many later."""
-        self.steps, self._count = self.steps + num, None
-
-    def restart(self) -> None:
-        """Count steps from here on."""
-        self.steps, self._count = torch.zeros_like(self.steps), 0
 
     def take(self, passes: list[Pass], share: float) -> None:
         """Take one step by an objective's gradients, the mean over its passes, as its particles are."""
         if not passes:
             return
-        rate = self.rate_of(passes, share)
+        rate = self.last_rate = self.rate_of(passes, share)
         # c of each pass; the objective is their sum
         weights = joined(*[one.weight(self.batch_shape) for one in passes])
         total = sum(weights[1:], weights[0])
@@ -121,8 +98,7 @@ class Natural(Coefficients):
         for i, (one, weight) in enumerate(zip(passes, weights)):
             # A pass counts for ρcᵢ/Σc once those after it have been taken.
             self.step(one, parts[i] / (1 - sum(parts[i + 1 :])), weight, i > 0)
-        self._count = self.steps_taken + 1
-        self._buffers["steps"] = self.steps + 1  # by the way round a Pyro module's attributes
+        self.steps += 1
 
     @abstractmethod
     def step(self, taken: Pass, rate: Tensor, weight: Tensor, again: bool) -> None:
@@ -169,8 +145,9 @@ class Natural(Coefficients):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        unit = torch.zeros_like(self.steps, dtype=next(self.parameters()).dtype)
-        destination[prefix + "unit_unconstrained"] = unit  # which earlier releases look for
+        like = next(self.parameters())
+        destination[prefix + "unit_unconstrained"] = like.new_zeros(())  # which earlier releases look for
+        destination[prefix + "steps"] = torch.tensor(self.steps, device=like.device)
         for name in [name for name, _ in self.named_buffers(recurse=False) if prefix + name in destination]:
             # A factor of LAPACK's lies by columns: test_families.py::test_contract.
             destination[prefix + name] = destination[prefix + name].contiguous()
@@ -178,7 +155,7 @@ class Natural(Coefficients):
             destination.pop(prefix + "tilt", None)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._count = None
+        self.steps = int(state_dict.pop(prefix + "steps", 0))
         state_dict.pop(prefix + "unit_unconstrained", None)
         if "tilt" in self._parameters:
             state_dict.setdefault(prefix + "tilt", torch.zeros_like(self.tilt))

@@ -37,7 +37,7 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[bool,
     assert guide.structure is not None
     modules = steppers(guide)
     natural = all(spec["family"].get("natural") for spec in guide.structure.gps.values())
-    if not natural or any(module.steps_taken for module in modules):
+    if not natural or any(module.steps for module in modules):
         return True, None
     losses: list[float] = []
     found, met = None, False
@@ -54,7 +54,7 @@ def meet(guide: AutoSparseGP, evaluate: Callable[[], Evaluation]) -> tuple[bool,
             break
         record.step(guide.row_share)
     for module in modules:
-        module.restart()
+        module.steps = 0
     return met, found
 
 

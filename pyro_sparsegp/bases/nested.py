@@ -1,4 +1,6 @@
-"""Inducing points, and a free mean function of many more (Salimbeni et al., 2018)."""
+"""Inducing points beside a free mean function of many more (Salimbeni et al., 2018), or beside what their posterior
+says of the residual at the data (Shi et al., 2020, appendix A).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from ..gaussians.base import Gaussian
 from ..numerics.chunks import in_pieces
-from ..numerics.linalg import solve_lower
+from ..numerics.linalg import cholesky, over_upper, solve_lower
 from ..numerics.shapes import broadcast_shapes
 from .base import CrossFeatures
 from .inducing import InducingFeatures
@@ -99,3 +101,55 @@ class DecoupledFeatures(CrossFeatures):
         rows = torch.randperm(size, device=self.weights.device)[:num]
         drawn = (self.weights.index_select(-1, rows) * self._against(rows)).sum(-1)
         return size / num * drawn - self.pull.square().sum(-1)
+
+
+class ConditionalFeatures(CrossFeatures):
+    """φ(x) of w, and R⁻¹Bᵀc(X, x) of s = Bᵀr(X), with RRᵀ = BᵀC_XX B: all that the posterior's density depends on.
+
+    r is the residual, with covariance c = k − φφᵀ, independent of w under the prior. N²M operations for R.
+
+    :param inducing: the features of w.
+    :param inputs: X, ``(N, D)``.
+    :param weights: B, ``(..., N, M)``.
+    :param phi: Φ at X.
+    :param name: the site, for errors.
+    """
+
+    def __init__(self, inducing: InducingFeatures, inputs: Tensor, weights: Tensor, phi: Tensor, name: str) -> None:
+        num = phi.shape[-1]
+        super().__init__(inducing.kernel, (num, num))
+        self.inducing, self.inputs, self.weights = inducing, inputs, weights
+        self.gram = phi.mT @ weights  # ΦᵀB
+        across = self._across(inputs, phi)
+        square = weights.mT @ across
+        # The prior's scale of w is 1: this much noise on s is nothing, and keeps R regular where r vanishes.
+        noise = 100 * torch.finfo(phi.dtype).eps
+        eye = torch.eye(num, dtype=phi.dtype, device=phi.device)
+        self.root = cholesky((square + square.mT) / 2 + noise * eye, 0.0, f"BᵀC_XX B of site {name!r}")
+        self.noise = noise
+        self.known = self._both(phi, across)
+
+    def _across(self, x: Tensor, phi: Tensor) -> Tensor:
+        # c(x, X)B, (..., n, M).
+
+        def product(rows: slice) -> Tensor:
+            return self.cross(x[..., rows, :], self.inputs) @ self.weights
+
+        return in_pieces(product, x.shape[-2], self.inputs.shape[-2], x, -2) - phi @ self.gram
+
+    def _both(self, phi: Tensor, across: Tensor) -> list[Tensor]:
+        second = over_upper(across, self.root)
+        return [phi.expand(second.shape), second]
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        (phi,) = self.inducing.of_summand(self.cross)(x)
+        return self._both(phi, self._across(x, phi))
+
+    def coefficients_of(self, draw: Callable) -> Optional[list[Tensor]]:
+        blocks = self.inducing.coefficients_of(draw)
+        if blocks is None:
+            return None
+        (w,) = blocks
+        s = (self.weights.mT @ draw(self.inputs)[..., None])[..., 0] - (self.gram.mT @ w[..., None])[..., 0]
+        s = s + self.noise**0.5 * torch.randn_like(s)
+        return [w, solve_lower(self.root, s[..., None])[..., 0]]
