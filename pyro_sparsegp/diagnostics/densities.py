@@ -19,8 +19,8 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..numerics.tilted import tilted
-from ..program.affine import MOVES, is_affine
 from ..program.dependence import ELEMENTWISE, Owners, find_owners
+from ..program.explore import MOVES, is_affine
 from ..program.handlers import held_trace
 from ..program.likelihood import mapped, normal_nodes
 from ..program.traces import bare, whole_plates
@@ -141,7 +141,7 @@ class DensityReader:
             single = [gp for gp, aligned in plan.aligned.items() if aligned and not normal]
             # The one against whose residual the density is the narrowest: others are at fixed nodes
             # (test_a_narrow_likelihood_beside_another_process).
-            changes = {gp: moved[gp][1.0][_TERM, site] - moved[gp][0.0][_TERM, site] for gp in single}
+            changes = {gp: moved[gp][_TERM, site][1] - moved[gp][_TERM, site][0] for gp in single}
             plan.quadratic = next(iter(normal), None)
             plan.inner = max(single, key=lambda gp: float(changes[gp].abs().nan_to_num().sum()), default=None)
             plan.others = [gp for gp in plan.aligned if gp not in (plan.quadratic, plan.inner)]
@@ -228,11 +228,11 @@ def _in_place(own: Owners, shape: torch.Size) -> bool:
     return bool((owner == numbers)[own.touched].all())
 
 
-def _is_mean(site: str, own: Mapping[Any, Owners], moved: Mapping[float, Mapping[Any, Tensor]]) -> bool:
+def _is_mean(site: str, own: Mapping[Any, Owners], moved: Mapping[Any, Tensor]) -> bool:
     """Whether a density is normal, and its mean, and nothing else of it, is affine in function values, one an entry."""
     if (_MEAN, site) not in own or own[_MEAN, site].kind != ELEMENTWISE or own[_REST, site].touched.any():
         return False
-    return is_affine({move: shown[_MEAN, site] for move, shown in moved.items()})
+    return is_affine(moved[_MEAN, site])
 
 
 def _expanded(term: Callable[[Tensor], Tensor], f: Tensor) -> tuple[Tensor, Tensor, Tensor]:

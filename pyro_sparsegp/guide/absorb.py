@@ -13,7 +13,8 @@ from ..approximations.expectation import ExpectationGP
 from ..approximations.on_sites import SiteGP
 from ..gaussians import NaturalGaussian, NaturalLowRank
 from ..program.checks import require_sizes, require_whole
-from ..program.facts import Structure, explore
+from ..program.explore import explore
+from ..program.facts import Structure
 from ..program.reader import Reader
 from ..program.traces import (
     all_sites,

@@ -16,7 +16,6 @@ from ..bases.inducing import InducingPoints
 from ..posterior.base import Marginals
 from ..program import checks
 from ..program.facts import Structure
-from ..program.registration import require_registered
 from ..program.traces import all_sites, is_free
 from .known import Core, KnownGuide
 from .networks import Calls, rows_to_follow
@@ -31,7 +30,7 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
     probe = probed(guide, args, kwargs)
     known = _check_known(core.facts, guide.trace)
     _warn_of_data_latents(guide, probe.posteriors)
-    require_registered(guide.model, probe, guide.trace, (args, kwargs))
+    core.registered = checks.require_registered(probe, guide.trace, (args, kwargs))
     for name, posterior in probe.posteriors.items():
         if not posterior.process.x.requires_grad:
             continue

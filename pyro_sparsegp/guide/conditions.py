@@ -16,7 +16,7 @@ from ..numerics.linalg import MAPPED
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE
-from ..program.facts import explore
+from ..program.explore import explore
 from ..program.handlers import unrecorded
 from ..program.likelihood import Expectation
 from ..program.reader import DrawingReader, Reader, RefusedError, with_priors

@@ -24,9 +24,9 @@ from ..process import GaussianProcess
 from ..program import checks
 from ..program.data import TrainingData, first_tensor
 from ..program.dependence import COUPLED, NONE
-from ..program.facts import ClosedForms, Structure, explore
+from ..program.explore import explore
+from ..program.facts import ClosedForms, Structure
 from ..program.handlers import is_blocked
-from ..program.registration import has_network
 from ..program.traces import (
     all_sites,
     as_process,
@@ -251,7 +251,7 @@ def _describe(guide: KnownGuide, trace: poutine.Trace, posteriors: Mapping[str, 
     """The sites of a first run, in which the guide made its parameters."""
     found = Structure(gps={name: at_path(guide.gps, name).spec() for name in posteriors})
     found.columns = {name: q.process.x.shape[-1] for name, q in posteriors.items()}
-    found.network = has_network(guide.model, trace)
+    found.network = checks.has_network(guide.model, trace)
     found.grouped = grouped(trace)
     for name, site in all_sites(trace):
         if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:

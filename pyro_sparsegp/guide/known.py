@@ -41,7 +41,7 @@ class Core:
     :param forms: which densities have their expectation in closed form; learned anew where a state was loaded.
     :param data: the arguments of the last step of training on the rows that it is about.
     :param calls: the networks that a run calls, where they are to be known.
-    :param checked: whether all parameters were seen to train.
+    :param checked: whether all parameters were seen to train; ``registered`` are the model's.
     :param loaded: whether it is from a state, and was not called since.
     :param forgotten: whether the data are to be those of the next step, :meth:`AutoSparseGP.forget_data`.
     :param unscaled: sites whose rows were others than before, and no plate scaled them.
@@ -54,6 +54,7 @@ class Core:
     data: Optional[TrainingData] = None
     calls: Optional[Calls] = None
     checked: bool = False
+    registered: list[Tensor] = field(default_factory=list)
     loaded: bool = False
     forgotten: bool = False
     unscaled: set[str] = field(default_factory=set)

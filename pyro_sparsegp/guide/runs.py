@@ -23,9 +23,9 @@ from ..gaussians import Drawn, Part, Shared, Whole
 from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
+from ..program.checks import Probe
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held, held_trace, unrecorded
-from ..program.registration import Probe
 from ..program.traces import all_sites, free_values, repeatable
 from ..warned import warn_once
 from .field import anchor_of, basis_of

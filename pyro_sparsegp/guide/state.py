@@ -14,7 +14,6 @@ from ..gaussians.sites import KeptSites
 from ..modules import drop_stored, take_name, unique_name
 from ..program.data import TrainingData
 from ..program.facts import Structure
-from ..program.registration import held_parameters
 from .conditions import conditions_now
 from .coupled import couple
 from .field import make_field
@@ -182,7 +181,7 @@ class SavedGuide(SiteMessenger):
 
     def __getstate__(self) -> dict[str, Any]:
         # Weak references, which Pyro's store hangs on what it hands out, do not pickle.
-        for parameter in [*self.parameters(), *(held for held, *_ in held_parameters(self.model))]:
+        for parameter in [*self.parameters(), *self.core.registered]:
             parameter.__dict__.pop("unconstrained", None)
         return super().__getstate__()
 

@@ -19,7 +19,7 @@ from ..guide.rows import require_data
 from ..numerics.processes import Workers
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE, NONE
-from ..program.terms import Findings, Terms
+from ..program.terms import Owners, Terms
 from .refinement import Progress, Settings, SiteRun
 from .site_runs import site_run
 
@@ -107,7 +107,7 @@ class ExpectationPropagation:
         self.num_nodes, self.tolerance, self.max_sweeps = num_nodes, float(tolerance), max_sweeps
         self.workers = Workers(group)
         self._agreed = self._checked = False
-        self._findings = Findings()
+        self._known: tuple[Owners, set[str]] = {}, set()
         self._progress: dict[str, Progress] = {}
 
     def step(self, *args: Any, indices: Optional[Tensor] = None, **kwargs: Any) -> float:
@@ -178,7 +178,8 @@ class ExpectationPropagation:
             processes, values, trace = guide.priors(args, kwargs)
             if sweeps:
                 require_data(guide)
-            terms = Terms(guide.model, guide.facts, values, processes, args, kwargs, self._findings)
+            terms = Terms(guide.model, guide.facts, values, processes, call, self._known)
+            self._known = terms.owners, terms.rowwise
             settings = Settings(self.damping, self.power, self.num_nodes, self.workers, guide.warned)
             runs = [
                 site_run(

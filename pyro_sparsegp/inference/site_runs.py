@@ -105,7 +105,7 @@ def _rows(
             )
         return None, here
     ((plate, (size, full)), *others) = terms.plates.items()
-    if others or name not in terms.findings.rowwise or size != here:
+    if others or name not in terms.rowwise or size != here:
         raise ValueError(
             f"GP site {name!r} has {here} values, plate {plate!r} holds {size} of {full} rows, and not all terms of a "
             "value stand in its row of that plate alone: a site needs all of them at once. Sample the process at the "

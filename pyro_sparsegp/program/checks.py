@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
-from torch import Tensor
+from pyro.nn import PyroModule
+from torch import Tensor, nn
 from torch.distributions import constraints
 
 from ..numerics.shapes import broadcast_shapes
+from ..posterior.base import Marginals
 from ..warned import Warned, warn_once
+from .data import tensors
 from .handlers import held_trace
-from .traces import bare, free_values, is_left_out, is_observation, log_densities, sample_sites
+from .traces import all_sites, bare, free_values, is_left_out, is_observation, log_densities, sample_sites
 
 __all__ = [
+    "Probe",
+    "has_network",
     "holds_part",
     "require_full_batch",
     "require_left_out",
     "require_own_rows",
+    "require_registered",
     "require_sizes",
     "require_whole",
     "warn_of_groups",
@@ -191,3 +199,82 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
         "give the data a plate of another name and of the same size, and leave the latent in its own.",
         stacklevel=2,
     )
+
+
+def has_network(model: Callable, trace: poutine.Trace) -> bool:
+    """Whether a model runs a network, by :func:`pyro.module` in a run's trace or as a module in a PyroModule."""
+    # pyro.module names a network's parameters "network$$$layer.weight".
+    return any("$$$" in name for name, _ in all_sites(trace)) or (
+        isinstance(model, nn.Module) and any(not isinstance(part, PyroModule) for part in model.modules())
+    )
+
+
+@dataclass
+class Probe:
+    """What a guide's run with the latents at their medians showed.
+
+    :param densities: of the sites that are no GP sites.
+    """
+
+    densities: dict[str, Tensor]
+    posteriors: Mapping[str, Marginals]
+
+
+def require_registered(run: Probe, trace: poutine.Trace, args: Any) -> list[Tensor]:
+    """The parameters that SVI trains; raise, with their names, if densities or posteriors depend on others.
+
+    :param run: what a run of the model showed, with its graph.
+    :param trace: the run's trace: its param sites are what SVI trains.
+    :param args: the model's arguments, which may ask for gradients of their own.
+    """
+    sites = {name: site["value"] for name, site in all_sites(trace) if site["type"] == "param"}
+    # With module_local_params a plain parameter is its own: test_guide.py::test_module_local_parameters.
+    known = [getattr(value, "unconstrained", lambda value=value: value)() for value in sites.values()]
+    # A parameter of the kernel may be in the divergence alone, and one of the mean in the values alone.
+    outputs: list[Any] = [*run.densities.values(), *(trace.nodes[name]["value"] for name in run.posteriors)]
+    for q in run.posteriors.values():
+        outputs += [q.process.kernel.diag(q.process.x), q.kl]
+    forgotten = _leaves(outputs, [*known, *tensors(args)])
+    if not forgotten:
+        return [value for value in sites.values() if value.is_leaf]
+    # Whatever holds them: a closure, a global, an object of the user's.
+    modules = [held for held in gc.get_objects() if issubclass(type(held), nn.Module) and "_parameters" in vars(held)]
+    labels, paths = [], set()
+    for parameter in forgotten:
+        places = [(name, m) for m in modules for name, held in m.named_parameters() if held is parameter]
+        path, module = max(places, key=lambda place: len(place[0]), default=("", None))
+        labels.append(f"{type(module).__name__}.{path}" if path else f"a parameter of shape {tuple(parameter.shape)}")
+        paths.add(path)
+    # The store's parameters are those of the first network of that name; SVI trains these, and the model runs others:
+    # test_deep_basis.py, "Another network is registered".
+    names = sorted({name for name, _, path in (site.partition("$$$") for site in sites) if path and path in paths})
+    raise ValueError(
+        f"these parameters would not train: {', '.join(labels)}. SVI trains "
+        "what the model registers: call pyro.module('name', network) in the model, make the model a PyroModule "
+        "that has the network as an attribute, or use pyro.param; freeze it with requires_grad_(False) if it "
+        "should stay as it is."
+        + (
+            f" Another network is registered as {', '.join(map(repr, names))} in Pyro's parameter store (a notebook's "
+            "cell run twice, a store loaded): call pyro.clear_param_store() before a new one trains, or "
+            f"pyro.module({names[0]!r}, network, update_module_params=True) to take the stored values."
+            if names
+            else ""
+        )
+    )
+
+
+def _leaves(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that outputs depend on and that ask for gradients, other than those known."""
+    # A leaf that asks for a gradient stands in the graph as the variable of its AccumulateGrad, and has none itself.
+    found: dict[int, Tensor] = {id(output): output for output in outputs if output.is_leaf and output.requires_grad}
+    stack: list[Any] = [output.grad_fn for output in outputs]
+    seen = {None}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            found |= {id(node.variable): node.variable} if hasattr(node, "variable") else {}
+            stack.extend(parent for parent, _ in node.next_functions)
+    for tensor in known:
+        found.pop(id(tensor), None)
+    return list(found.values())

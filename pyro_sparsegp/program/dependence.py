@@ -128,47 +128,42 @@ def kept_buffers() -> Iterator[None]:
 
 
 def find_owners(
-    show: Show, base: Values, steps: Values, names: list[str], moves: tuple[float, ...] = ()
-) -> tuple[dict[str, dict[Any, Owners]], dict[str, dict[float, dict[Any, Tensor]]]]:
-    """For GP sites, the owners of the entries of what ``show`` gives, and what it gives where a site is moved.
+    show: Show, base: Values, steps: Values, names: Sequence[str], moves: tuple[float, ...] = ()
+) -> tuple[dict[str, dict[Any, Owners]], dict[str, dict[Any, Tensor]]]:
+    """For GP sites, the owners of the entries of what ``show`` gives, and what it gives at the base and where a site
+    is moved, ``(1 + moves, ...)``.
 
     :param base: values of all GP sites, ``(..., N)`` each; ``steps``: how far they are moved.
     :param names: the sites asked for.
     :param moves: in steps.
     """
-    points: list[Values] = [base]
     codes = {name: tuple(map(_codes, _numbers(base[name]))) for name in names}
-    first: dict[str, int] = {}  # of a site's points: all NaN, NaN by rows, NaN by outputs, moved
-    for name in names:
-        value, (rows, outputs) = base[name], codes[name]
-        first[name] = len(points)
-        masks = torch.ones_like(value, dtype=torch.bool), *rows, *outputs
-        points += [{**base, name: value.masked_fill(mask, torch.nan)} for mask in masks]
-        points += [{**base, name: value + move * steps[name]} for move in moves]
-    shown = stacked_runs(show, points)
-    owners: dict[str, dict[Any, Owners]] = {}
-    moved: dict[str, dict[float, dict[Any, Tensor]]] = {}
-    nan = {key: part.isnan() & ~part[0].isnan() for key, part in shown.items()}
-    # An entry that is NaN at the start shows nothing, and one that moves without NaN hides what moves it.
-    # A datum without a density, which a mask leaves out, tells nothing where others of its site do:
-    # test_diagnostics_tree.py::test_densities_that_are_not_finite_are_named.
-    hidden = {key: part[0].isnan() & part[0].isnan().all() for key, part in shown.items()}
-    for name in names:
-        moved[name] = {0.0: {key: part[0] for key, part in shown.items()}}
-        for place, move in enumerate(moves, first[name] + 1 + sum(map(len, codes[name]))):
-            moved[name][move] = {key: part[place] for key, part in shown.items()}
-            for key, part in shown.items():
-                shifted = _moves(part[0], part[place]) & ~part[0].isnan()
-                hidden[key] = hidden[key] | (~nan[key][first[name]] & shifted)
-    for name in names:
-        rows, outputs = codes[name]
-        at, middle = first[name], first[name] + 1 + len(rows)
-        owners[name] = {}
-        for key, found in nan.items():
-            touched = found[at] & ~hidden[key]
-            by_row = _owner(found[at + 1 : middle], touched)
-            by_output = _owner(found[middle : middle + len(outputs)], touched)
-            owners[name][key] = Owners(touched | hidden[key], by_row, by_output)
+    masks = {
+        name: [torch.ones_like(base[name], dtype=torch.bool), *rows, *outputs]
+        for name, (rows, outputs) in codes.items()
+    }
+    points: list[Values] = [base]
+    points += [{**base, name: base[name].masked_fill(mask, torch.nan)} for name in names for mask in masks[name]]
+    points += [{**base, name: base[name] + move * steps[name]} for name in names for move in moves]
+    sizes = [1, *map(len, masks.values()), *[len(moves)] * len(masks)]
+    owners: dict[str, dict[Any, Owners]] = {name: {} for name in names}
+    moved: dict[str, dict[Any, Tensor]] = {name: {} for name in names}
+    for key, part in stacked_runs(show, points).items():
+        first, *others = part.split(sizes)
+        # An entry that is NaN at the start shows nothing, and one that moves without NaN hides what moves it.
+        # A datum without a density, which a mask leaves out, tells nothing where others of its site do:
+        # test_diagnostics_tree.py::test_densities_that_are_not_finite_are_named.
+        known = ~first[0].isnan()
+        hidden = ~known & ~known.any()
+        nans = [there.isnan() & known for there in others[: len(masks)]]
+        for name, nan, there in zip(names, nans, others[len(masks) :]):
+            moved[name][key] = torch.cat([first, there])
+            for value in there:
+                hidden = hidden | (_moves(first[0], value) & known & ~nan[0])
+        for name, nan in zip(names, nans):
+            touched, (rows, _) = nan[0] & ~hidden, codes[name]
+            by_row, by_output = (_owner(spelt, touched) for spelt in nan[1:].tensor_split([len(rows)]))
+            owners[name][key] = Owners(touched | hidden, by_row, by_output)
     return owners, moved
 
 

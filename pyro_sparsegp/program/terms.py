@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import pyro
@@ -18,28 +17,21 @@ from .handlers import held_trace
 from .likelihood import mapped
 from .traces import bare, log_densities, without_event
 
-__all__ = ["Findings", "Terms"]
+__all__ = ["Owners", "Terms"]
 
-
-@dataclass
-class Findings:
-    """What was found out about a model's terms in one run and holds in others.
-
-    :param owners: by GP site and site downstream, the number of the value that each term depends on, −1 for none.
-    :param rowwise: GP sites of which each term stands in the row of its value.
-    """
-
-    owners: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    rowwise: set[str] = field(default_factory=set)
+Owners = dict[str, dict[str, Tensor]]
 
 
 class Terms:
     """The log densities of a run, with all but GP values held: which of them belong to which value.
 
+    ``owners`` are, by GP site and site downstream, the numbers of the values that terms depend on, −1 for none;
+    ``rowwise`` the GP sites of which each term stands in the row of its value.
+
     :param found: what is known of the model.
     :param values: of all latents and of the plates' row numbers.
     :param processes: the GP sites' priors in that run.
-    :param findings: of earlier runs.
+    :param known: ``owners`` and ``rowwise`` of an earlier run, which may hold here.
     :raises ValueError: naming the site, if one number is the log density of several values.
     """
 
@@ -49,33 +41,33 @@ class Terms:
         found: Structure,
         values: dict[str, Tensor],
         processes: dict[str, GaussianProcess],
-        args: tuple,
-        kwargs: dict[str, Any],
-        findings: Findings,
+        call: tuple[tuple, dict[str, Any]],
+        known: tuple[Owners, set[str]],
     ) -> None:
-        self.model, self.args, self.kwargs, self.findings = model, args, kwargs, findings
+        self.model, self.call = model, call
         self.values = values | {name: process.mean.detach() for name, process in processes.items()}
-        trace: Any = held_trace(model, self.values, args, kwargs)
+        trace = self._run({})
         parts = log_densities(trace, found.gps, by_entry=True)
-        downstream = [name for name in parts if name in found.downstream]
-        frames = {name: [f for f in trace.nodes[name]["cond_indep_stack"] if f.full_size] for name in downstream}
+        shapes = {name: part.shape for name, part in parts.items() if name in found.downstream}
+        frames = {name: [f for f in trace.nodes[name]["cond_indep_stack"] if f.full_size] for name in shapes}
         # What plates scale a site's terms by because they hold some of their rows.
         self.factors = {name: math.prod(f.full_size / (f.size or f.full_size) for f in frames[name]) for name in frames}
-        self.plates = {
-            frame.name: (int(frame.size), int(frame.full_size))
-            for each in frames.values()
-            for frame in each
-            if frame.size < frame.full_size
-        }
-        self.differentiable = any(parts[name].requires_grad for name in downstream)
-        # One of each mini-batch would cost 2 log₂ N runs of the model a step.
-        if not self._known({name: parts[name].shape for name in downstream}):
-            self._find(processes, downstream)
+        every = [frame for each in frames.values() for frame in each if frame.size < frame.full_size]
+        self.plates = {frame.name: (int(frame.size), int(frame.full_size)) for frame in every}
+        self.differentiable = any(parts[name].requires_grad for name in shapes)
+        self.owners, self.rowwise = known
+        # To find them for each mini-batch would cost a run with 2 log₂ N times its rows.
+        if not self.owners or not all(
+            name in self.rowwise and shapes.get(site) == owner.shape
+            for name, owners in self.owners.items()
+            for site, owner in owners.items()
+        ):
+            self._find(processes, list(shapes))
         #: log densities without a GP value: of latents, and of other data.
         self.priors: Tensor = next(iter(processes.values())).x.new_zeros(())
         self.rest: Tensor = self.priors
         for name, part in parts.items():
-            owners = [each[name] for each in findings.owners.values() if name in each]
+            owners = [each[name] for each in self.owners.values() if name in each]
             if not owners and name in found.latents:
                 self.priors = self.priors + part.sum()
                 continue
@@ -83,32 +75,24 @@ class Terms:
                 part = torch.where(owner < 0, part, 0.0)
             self.rest = self.rest + part.sum()
 
-    def _known(self, shapes: dict[str, torch.Size]) -> bool:
-        """Whether what was found holds for terms of these shapes: where they stand in rows of their values."""
-        found = self.findings
-        return bool(found.owners) and all(
-            name in found.rowwise and shapes.get(site) == owner.shape
-            for name, owners in found.owners.items()
-            for site, owner in owners.items()
-        )
+    def _run(self, values: Mapping[str, Tensor]) -> Any:
+        return held_trace(self.model, {**self.values, **values}, *self.call)
 
     def _find(self, processes: dict[str, GaussianProcess], sites: list[str]) -> None:
         """Which value each term depends on, masked or not."""
 
         def show(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
             # Without masks, which may leave out others in the next mini-batch.
-            trace = held_trace(self.model, {**self.values, **values}, self.args, self.kwargs)
+            trace = self._run(values)
             fns = {site: without_event(trace.nodes[site]["fn"])[0] for site in sites}
             parts = {site: bare(fn).log_prob(trace.nodes[site]["value"]) for site, fn in fns.items()}
             return {site: part.expand(fns[site].shape()[: part.dim()]) for site, part in parts.items()}
 
         base = {name: self.values[name] for name in processes}
-        steps = {name: process.variance.sqrt().detach() for name, process in processes.items()}
-        every = find_owners(show, base, steps, list(processes), ())[0] if sites else {}
-        self.findings.owners, self.findings.rowwise = {}, set(every)
-        for name, by_site in every.items():
+        found = find_owners(show, base, {}, list(processes))[0] if sites else {}
+        self.owners = {name: {} for name in found}
+        for name, by_site in found.items():
             num = base[name].shape[-1]
-            owners = self.findings.owners[name] = dict[str, Tensor]()
             for site, own in by_site.items():
                 if (own.touched & ((own.rows < 0) | (own.outputs < 0))).any():
                     raise ValueError(
@@ -118,19 +102,19 @@ class Terms:
                     )
                 # Numbers of values (P, N), row by row: n + Np.
                 if own.touched.any():
-                    owners[site] = torch.where(own.touched, own.outputs * num + own.rows, -1)
-                    if not _rowwise(owners[site], num):
-                        self.findings.rowwise.discard(name)
+                    self.owners[name][site] = torch.where(own.touched, own.outputs * num + own.rows, -1)
+        rows = {name: base[name].shape[-1] for name in found}
+        self.rowwise = {n for n, own in self.owners.items() if all(_rowwise(o, rows[n]) for o in own.values())}
 
     def __contains__(self, name: str) -> bool:
-        return bool(self.findings.owners.get(name))
+        return bool(self.owners.get(name))
 
     def log_density(self, name: str, nodes: Tensor) -> Tensor:
         """log p(yₙ | fₙ) at nodes ``(K, ..., N)`` of GP site ``name``, of the same shape, without plates' scales."""
-        owners = self.findings.owners[name]
+        owners = self.owners[name]
 
         def at(f: Tensor) -> tuple[Tensor, ...]:
-            trace = held_trace(self.model, self.values | {name: f}, self.args, self.kwargs)
+            trace = self._run({name: f})
             parts = log_densities(trace, trace.nodes.keys() - owners.keys(), by_entry=True)
             # A plate's scale says how many data each stands for; a site is that of one.
             return tuple(parts[site] / self.factors[site] for site in owners)

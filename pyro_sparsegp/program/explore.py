@@ -1,0 +1,336 @@
+"""A program is asked once how its densities depend on GP sites' values: by NaN, by moves and by slopes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Optional
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from ..process import GaussianProcess
+from .declared import ExpectedLogProb, is_declared, is_normal, others_of, parameter_of
+from .dependence import (
+    COUPLED,
+    DATAWISE,
+    ELEMENTWISE,
+    NONE,
+    Owners,
+    find_owners,
+    group_codes,
+    kept_buffers,
+    stacked_runs,
+)
+from .facts import ClosedForms, Structure
+from .traces import as_process, bare, sample_sites
+
+__all__ = ["MOVES", "explore", "is_affine"]
+
+# What a program shows of a site: its log density; a term for each, which is of declared ones what they are made of:
+# the parameter and all else; what the process of a layer above is made of.
+_LOG, _TERM, _THETA, _REST, _LAYER = "log density", "term", "parameter", "rest", "layer"
+# In prior deviations: values that are cut off come to an end by the larger ones.
+MOVES = (1.0, -1.0, 30.0, -30.0)
+
+Values = dict[str, Tensor]
+Key = tuple[str, str]
+
+
+@torch.no_grad()
+def explore(
+    found: Structure,
+    held: Callable[[Values], poutine.Trace],
+    processes: Mapping[str, GaussianProcess],
+    on_sites: Collection[str] = (),
+) -> tuple[ClosedForms, dict[str, Tensor]]:
+    """Fill in how densities and layers above depend on GP sites' values: by one mapped run in which some are NaN, and
+    where densities are declared one whose gradient is looked at.
+
+    :param held: runs the program with GP sites at values, all else held.
+    :param processes: the GP sites' priors in some run.
+    :param on_sites: the GP sites of which it is asked whether log densities are quadratic in their values.
+    :returns: the densities in closed form; and all log densities at a first point, by site.
+    """
+    program = _Program(held, processes)
+    names, owners, keys = program.names, program.owners, program.keys
+    terms, layers = ([key for key in keys if key[0] == kind] for kind in (_TERM, _LAYER))
+    above = {name: {key[1] for key in layers if owners[name][key].kind != NONE} for name in names}
+    found.inner += [name for name in names if above[name]]
+    found.dependence, found.interactions = _combined(owners, terms + layers, names)
+    found.crossed = [
+        [f, g]
+        for f, g in found.interactions
+        if g in found.group(f) and any(owners[f][key].crosses(owners[g][key]) for key in terms)
+    ]
+    for name in found.inner:
+        if found.dependence[name] == COUPLED:
+            _find_groups(found, name, program, layers + terms)
+    _couple_below(found, above)
+    found.downstream = [site for _, site in terms if program.touching(site, names)]
+    found.summed = _summed(found, program)
+    outer = [name for name in names if name not in found.inner]
+    closed, unused = program.closed(outer, found.group)
+    # L⁻¹θ of a multivariate normal has all values of a term in each entry.
+    made_of = {site: (_TERM if is_normal(program.kinds[site]) else _THETA, site) for site in closed}
+    by_rows = [site for site in closed if all(owners[name][made_of[site]].kind != COUPLED for name in names)]
+    found.affine = COUPLED in found.dependence.values() and closed == found.downstream and not found.inner
+    for name in on_sites:
+        if program.is_quadratic_in(name, found.downstream):
+            found.quadratic.append(name)
+            if found.dependence[name] == DATAWISE:
+                found.meeting.append(name)
+
+    def left(keys: Collection[Key]) -> Structure:
+        """The structure of these tensors alone, as they depend on the GP sites that enter no other."""
+        kinds, meet = _combined(owners, keys, outer)
+        return replace(found, dependence={n: kind for n, kind in kinds.items() if kind != NONE}, interactions=meet)
+
+    forms = ClosedForms(
+        tuple(by_rows),
+        tuple(site for site in closed if site not in by_rows),
+        left([made_of[site] for site in by_rows]),
+        tuple(name for name in outer if any(program.touching(site, [name]) for site in closed)),
+        left([key for key in terms if key[1] not in closed]),
+        found,
+        {site: type(program.kinds[site]) for site in closed},
+        unused,
+    )
+    return forms, {site: part for (kind, site), part in program.first.items() if kind == _LOG}
+
+
+class _Program:
+    """What a program shows at values of its GP sites, and which of these it depends on.
+
+    :param held: runs it with GP sites at values.
+    """
+
+    def __init__(self, held: Callable[[Values], poutine.Trace], processes: Mapping[str, GaussianProcess]) -> None:
+        self.held, self.names = held, list(processes)
+        self.rows = {name: process.x[..., [0, -1], :].detach() for name, process in processes.items()}
+        self.kinds: dict[str, Any] = {}  # distributions of declared densities
+        generator = torch.Generator().manual_seed(0)
+        self.base: Values = {}
+        self.steps: Values = {}
+        for name, process in processes.items():
+            spread = process.variance.sqrt()
+            # Off the mean, where a model may be degenerate; each value by another step, up or down.
+            self.base[name] = process.mean + 0.1 * spread
+            step = torch.rand(spread.shape, generator=generator, dtype=spread.dtype).to(spread.device) - 0.5
+            floor = torch.where(spread > 0, spread, spread.amax().clamp(min=1e-6))
+            self.steps[name] = floor * (step.sign() + step)
+        self.owners, self.moved = find_owners(self.show, self.base, self.steps, self.names, MOVES)
+        self.first = {key: part[0] for key, part in self.moved[self.names[0]].items()}
+        self.keys = list(self.first)
+        self._slopes: dict[tuple[str, ...], dict[str, Values]] = {}
+
+    def show(self, values: Mapping[str, Tensor]) -> dict[Key, Tensor]:
+        """Tensors of each density and each layer above, by what they are and the site."""
+        trace = self.held(dict(values))
+        sites, shown = sample_sites(trace), dict[Key, Tensor]()
+        for name, site in sites.items():
+            # A mask, of rows or of all, may be another in the next batch: test_q_waits_for_a_batch_that_is_not_masked.
+            if name in self.names or site["infer"].get("_deterministic"):
+                continue
+            fn = bare(site["fn"])
+            shown[_LOG, name] = shown[_TERM, name] = torch.as_tensor(fn.log_prob(site["value"]))
+            if is_declared(fn):
+                # Of a piecewise constant density NaN shows nothing: the term of a declared one is what it is made of.
+                self.kinds[name], shown[_THETA, name] = fn, parameter_of(fn)
+                rest = [part for part in (*others_of(fn), site["scale"], site["value"]) if isinstance(part, Tensor)]
+                none = shown[_LOG, name].new_zeros(fn.batch_shape)
+                shown[_REST, name] = sum((_by_term(part, fn) for part in rest), none)
+                shown[_TERM, name] = _by_term(shown[_THETA, name], fn) + shown[_REST, name]
+        for name in self.names if len(self.names) > 1 else ():
+            process, _ = as_process(sites[name]["fn"])
+            assert process is not None
+            # The kernel at inputs that stay: what it is made of.
+            made_of = process.kernel(self.rows[name]).sum()
+            shown[_LAYER, name] = process.x.sum(-1) + process.mean + process.variance + made_of
+        return shown
+
+    def touching(self, site: str, names: Iterable[str]) -> list[str]:
+        """Those GP sites that a site's density depends on."""
+        return [name for name in names if self.owners[name][_TERM, site].touched.any()]
+
+    # Declared densities.
+
+    def why_not(self, site: str, names: Collection[str]) -> Optional[str]:
+        """Why a site's density is not declared around an affine function of these GP sites' values; or ``None``."""
+        slopes = self._slopes_at_nan(tuple(names)).get(site)
+        for name in self.touching(site, names):
+            at = self.moved[name][_THETA, site]
+            # θ = f + bf² has slopes 1 + 2bf, which NaN shows at b = 0, too; what .detach() hides they leave out.
+            if slopes is None or not (is_affine(at) and _has_slope(at, (slopes[name] * self.steps[name]).sum())):
+                return "this is not an affine function of function values"
+            if self.owners[name][_REST, site].touched.any():
+                return "another of its parameters, or its scale or mask, depends on function values too"
+        return None
+
+    def _slopes_at_nan(self, names: tuple[str, ...]) -> dict[str, Values]:
+        """The slopes of declared parameters, weighted and summed, by values that are NaN: none of an affine function's
+        is, whose slopes are not made of its values.
+        """
+        if names not in self._slopes:
+            self._slopes[names] = {}
+            leaves = {
+                name: (torch.full_like(value, torch.nan) if name in names else value.clone()).requires_grad_()
+                for name, value in self.base.items()
+            }
+            values = list(leaves.values())
+            try:
+                with torch.enable_grad(), pyro.validation_enabled(False), kept_buffers():
+                    nodes: Any = self.held(leaves).nodes
+                    for site in self.kinds:
+                        total = _weighted(parameter_of(nodes[site]["fn"])) + 0 * sum(value.sum() for value in values)
+                        slopes = torch.autograd.grad(total, values, retain_graph=True)
+                        self._slopes[names][site] = dict(zip(leaves, slopes))
+            except Exception:  # of a program that raises at NaN, or has no gradient: the general path will do
+                self._slopes[names] = {}
+        return self._slopes[names]
+
+    def is_quadratic_in(self, name: str, sites: Iterable[str]) -> bool:
+        """Whether all densities of these sites that depend on a GP site are normal around affine functions of it."""
+        own = [site for site in sites if self.touching(site, [name])]
+        return bool(own) and all(is_normal(self.kinds.get(site)) and self.why_not(site, [name]) is None for site in own)
+
+    def _of_own_functions(self, site: str, names: Iterable[str]) -> bool:
+        """Whether each entry of a term of a parameter has one function, and no other entry of that term has it."""
+        found, functions = [], 0
+        for name in names:
+            own = self.owners[name][_THETA, site]
+            if (own.touched & ((own.rows < 0) | (own.outputs < 0))).any():
+                return False
+            found.append(torch.where(own.touched, functions + own.outputs, -1))
+            functions += self.base[name][..., 0].numel()  # of a GP site one for each output
+        owner = torch.stack(found)
+        ordered = owner.amax(0).flatten(len(self.kinds[site].batch_shape)).sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+        return not (twice.any() or ((owner >= 0).sum(0) > 1).any())
+
+    def closed(
+        self, outer: list[str], group: Callable[[str], Collection[str]]
+    ) -> tuple[list[str], dict[str, tuple[Any, str]]]:
+        """The sites whose expectation is in closed form; and those that bring one in vain, with the reason.
+
+        :param outer: the GP sites that enter no other; ``group``: those of one posterior with it.
+        """
+        closed: list[str] = []
+        unused: dict[str, tuple[Any, str]] = {}
+        for site, kind in self.kinds.items():
+            touching = self.touching(site, outer)
+            if not touching:
+                continue
+            why = self.why_not(site, outer)
+            if why is None and not is_normal(kind) and self.first[_THETA, site].dim() > len(kind.batch_shape):
+                shared = any(len(group(name)) > 1 for name in touching)
+                if shared or not self._of_own_functions(site, touching):
+                    why = "entries of one term are not independent: they share functions, or these a posterior"
+            if why is None:
+                closed.append(site)
+            elif isinstance(kind, ExpectedLogProb):
+                unused[site] = type(kind), why
+        return closed, unused
+
+
+def _by_term(part: Tensor, fn: Any) -> Tensor:
+    """What a distribution is made of, added up for each of its terms."""
+    inside = part.shape[: len(fn.batch_shape)] == fn.batch_shape
+    return part.reshape(*fn.batch_shape, -1).sum(-1) if inside else part.sum()
+
+
+def _weighted(theta: Tensor) -> Tensor:
+    weights = torch.linspace(1, 2, theta.numel(), dtype=theta.dtype, device=theta.device)
+    return (weights * theta.reshape(-1)).sum()
+
+
+def _has_slope(at: Tensor, slope: Tensor) -> bool:
+    """Whether a parameter's weighted sum moves by its slope along the move, which is NaN where values make it."""
+    one = at[1] - at[0]
+    tolerance = 1e-6 if one.dtype == torch.float64 else 1e-2
+    return bool((slope - _weighted(one)).abs() <= tolerance * _weighted(one.abs()))
+
+
+def is_affine(at: Tensor) -> bool:
+    """Whether a parameter is an affine function of what was moved.
+
+    :param at: it at 0 and after so many moves, of :data:`MOVES`, ``(1 + moves, ...)``.
+    """
+    middle, one = at[0], at[1] - at[0]
+    relative, eps = 1e-7 if middle.dtype == torch.float64 else 1e-3, torch.finfo(middle.dtype).eps
+    for size, there in zip(MOVES, at[1:]):
+        tolerance = abs(size) * relative * one.abs() + eps * (
+            100 * (middle.abs() + there.abs()) + 30 * abs(size) * one.abs().mean()
+        )
+        if not ((there - middle - size * one).abs() <= tolerance).all():
+            return False
+    return True
+
+
+def _combined(
+    owners: Mapping[str, Mapping[Any, Owners]], keys: Collection[Key], names: Collection[str]
+) -> tuple[dict[str, str], list[list[str]]]:
+    """How tensors depend on GP sites' values, and the pairs of sites that meet in an entry."""
+    order = (NONE, ELEMENTWISE, DATAWISE, COUPLED)
+    kinds = {name: max((owners[name][key].kind for key in keys), key=order.index, default=NONE) for name in names}
+    return kinds, [
+        [f, g]
+        for f, g in itertools.combinations(names, 2)
+        if any((owners[f][key].touched & owners[g][key].touched).any() for key in keys)
+    ]
+
+
+def _couple_below(found: Structure, above: dict[str, set[str]]) -> None:
+    """Inputs that meet above an inner layer, as in sums of the layer on it, meet in that layer too."""
+    coupled = {name for name in above if name not in found.inner and found.dependence[name] == COUPLED}
+    for name in reversed(above):  # a layer stands before those that it enters
+        if above[name] & coupled:
+            coupled.add(name)
+            found.dependence[name] = COUPLED
+
+
+def _summed(found: Structure, program: _Program) -> list[list[str]]:
+    """Pairs of GP sites of separate posteriors that enter all densities by f + cg, with one number c."""
+    pairs = [pair for pair in found.interactions if pair[1] not in found.group(pair[0])]
+    pairs = [pair for pair in pairs if not any(name in found.inner for name in pair)]
+    if not pairs:
+        return []
+    double = next(iter(program.base.values())).dtype == torch.float64
+    small = (1e-3 if double else 1e-2) * min(float(step.abs().mean()) for step in program.steps.values())
+    # From two places: the slopes of a product have one ratio where f ∝ g.
+    starts = program.base, {name: value + program.steps[name] for name, value in program.base.items()}
+    points: list[Mapping[str, Tensor]] = [
+        start | {name: start[name] + sign * small}
+        for pair in pairs
+        for name in pair
+        for start in starts
+        for sign in (1, -1)
+    ]
+    shown = [part for key, part in stacked_runs(program.show, points).items() if key[0] == _LOG]
+    rows = torch.cat([part.reshape(len(points), -1) for part in shown], -1)
+    # By f and by g, from both places, of each density.
+    slopes = (rows[0::2] - rows[1::2]).reshape(len(pairs), 2, -1)
+    return [pair for pair, (by_f, by_g) in zip(pairs, slopes) if _is_proportional(by_f, by_g, 1e-4 if double else 5e-2)]
+
+
+def _is_proportional(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    factor = (one * other).sum() / one.square().sum()
+    return bool(factor != 0 and ((other - factor * one).abs() <= tolerance * other.abs().amax()).all())
+
+
+def _find_groups(found: Structure, name: str, program: _Program, keys: list[Key]) -> None:
+    """See whether layers above couple a site's values only within groups, as many as one of them has inputs."""
+    num = program.base[name].shape[-1]
+    counts = {other: value.shape[-1] for other, value in program.base.items()}
+    sizes = {num // n: other for other, n in counts.items() if 1 < n < num and num % n == 0}
+    for size in sorted(sizes):
+        masks = group_codes(program.base[name], size)
+        points = [program.base, *(program.base | {name: program.base[name].masked_fill(m, torch.nan)} for m in masks)]
+        shown = stacked_runs(program.show, points)
+        nan = {key: shown[key].isnan()[1:] for key in keys}
+        if not any((part[0::2] & part[1::2] & ~shown[key][0].isnan()).any() for key, part in nan.items()):
+            found.groups[name] = size, sizes[size]
+            return
