@@ -534,3 +534,21 @@ def test_a_failed_search_starts_anew():
     expected = nested.tried(theta).value
     nested.x = torch.full_like(nested.x, 1e3)  # whose rates overflow
     torch.testing.assert_close(nested.tried(theta).value, expected)
+
+
+def test_exact_starts_at_the_noise_of_all_rows(monkeypatch):
+    """Some rows, each counted twice, say that there is no noise where f can meet them all."""
+    monkeypatch.setattr("pyro_sparsegp.guide.start._MOST_VALUES", 30)
+    x = torch.rand(60, 3)
+    y = (5 * x[:, 0]).sin() + 0.3 * torch.randn(60)
+
+    def model(x, y=None):
+        lengths = pyro.sample("lengths", dist.LogNormal(0.0, 2.0).expand([3]).to_event(1))
+        noise = pyro.sample("noise", dist.LogNormal(-1.0, 3.0))
+        f = pyro.sample("f", GaussianProcess(kernels.RBF(lengths), x))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(f, noise), obs=y)
+
+    guide = AutoSparseGP(model, families.Exact())
+    guide(x, y)
+    assert 0.2 < guide.median(x, y)["noise"] < 0.5
