@@ -15,8 +15,6 @@ from ..process import GaussianProcess
 from .free import SparseGP
 from .on_sites import SiteGP
 
-__all__ = ["Absorbing"]
-
 
 class Absorbing(SiteGP):
     """q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) Πₙ N(zₙ | μₙ + φₙᵀw, 1/λₙ): what rows seen before left, and new sites.

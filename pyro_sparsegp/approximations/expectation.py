@@ -15,8 +15,6 @@ from ..numerics.linalg import over_lower
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 
-__all__ = ["ExpectationGP", "require_refined"]
-
 _BUFFERS = ("precision", "linear", "rows", "gram", "pull", "anchor", "fingerprints")
 
 

@@ -22,8 +22,6 @@ from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 
-__all__ = ["SparseGP"]
-
 _ROWS = 4096  # enough to show where posteriors start
 _MOST_FOLLOWED = 256  # inducing points; beyond, following takes far longer than a step
 

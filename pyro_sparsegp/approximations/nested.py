@@ -20,8 +20,6 @@ from ..process import GaussianProcess
 from .free import SparseGP
 from .optimal import OptimalGP, gradients_unless
 
-__all__ = ["BlockwiseGP", "ConditionalGP", "DecoupledGP", "SemiCollapsedGP"]
-
 
 class DecoupledGP(SparseGP):
     """Inducing points Z with a free q(w), and a mean c(x, O)a of points O.

@@ -15,8 +15,6 @@ from ..modules import AbstractModule
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 
-__all__ = ["SiteGP", "same_rows"]
-
 
 class SiteGP(AbstractModule):
     """One site's variational module whose posterior follows from Gaussian sites.

@@ -18,8 +18,6 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .on_sites import SiteGP, same_rows
 
-__all__ = ["ExactGP", "OptimalGP", "gradients_unless"]
-
 
 class OptimalGP(SiteGP):
     """A basis with the q(w) that is optimal for the sites."""

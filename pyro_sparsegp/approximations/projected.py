@@ -12,8 +12,6 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from .on_sites import SiteGP, same_rows
 
-__all__ = ["ProjectedGP"]
-
 
 class ProjectedGP(SiteGP):
     """The posterior given projections of the sites' data.

@@ -20,8 +20,6 @@ from ..numerics.chunks import dropping, more_on
 from ..numerics.linalg import cholesky, over_upper, solve_lower
 from .base import CrossFeatures
 
-__all__ = ["Actions", "BlockActions", "DenseActions", "chunk_memory", "kernel_times", "safe_root", "white"]
-
 _MEMORY = 2**21  # numbers in one block of a kernel matrix: what a CPU's caches like
 
 

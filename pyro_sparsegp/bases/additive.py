@@ -22,8 +22,6 @@ from .base import Basis, Component, Features
 from .inducing import InducingFeatures, InducingPoints, features_of
 from .variables import Values
 
-__all__ = ["Additive", "AdditiveFeatures"]
-
 
 class AdditiveFeatures(Features):
     """Φ = [Φ₁ … Φ_C] for f = Σ_c f_c.

@@ -21,8 +21,6 @@ from ..modules import AbstractModule
 from ..numerics.chunks import in_chunks
 from ..numerics.linalg import sum_blocks
 
-__all__ = ["Basis", "CrossFeatures", "Features"]
-
 Component = tuple[Any, "Features", tuple[int, ...]]
 
 

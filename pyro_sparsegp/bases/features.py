@@ -20,8 +20,6 @@ from ..numerics.chunks import by_rows, chunks_of, dropping, is_long
 from ..numerics.linalg import row_squares
 from .base import Basis, Component, Features
 
-__all__ = ["ExplicitFeatures", "KernelFeatures"]
-
 _ROWS, _EACH = 256, 4  # rows that say how features move: so many at least, and so many a feature
 
 

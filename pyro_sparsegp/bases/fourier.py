@@ -13,8 +13,6 @@ from ..kernels.base import as_tensor
 from ..numerics.codes import require_count
 from .variables import InducingVariables
 
-__all__ = ["FourierCoefficients"]
-
 _ORDERS = {Matern12: 1, Matern32: 2, Matern52: 3}  # derivatives that make f Markov
 
 

@@ -24,8 +24,6 @@ from torch import Tensor
 from ..kernels.patches import patch_grid, patches
 from .initial import k_means
 
-__all__ = ["as_images", "identity_convolution", "inducing_patches", "random_convolution"]
-
 
 def as_images(values: Tensor, num: int) -> Tensor:
     """A layer's values at the patches of ``num`` images, ``(..., C, N·P)``, as images ``(..., N, C·P)``.

@@ -22,8 +22,6 @@ from .base import Basis, CrossFeatures
 from .initial import Initialiser, choose_inputs, coarse_to_fine
 from .variables import InducingVariables, SourceValues, Values, Variables, between, checked, freeze, widened
 
-__all__ = ["InducingFeatures", "InducingPoints", "features_of"]
-
 Inducing = Union[int, Tensor, InducingVariables]
 
 _LAYOUT = ("columns", "width", "of_source", "jitter", "codes", "units")

@@ -8,16 +8,6 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Initialiser",
-    "choose_inputs",
-    "coarse_to_fine",
-    "greedy_variance",
-    "k_means",
-    "random_pivots",
-    "regular_grid",
-]
-
 _PIVOTS = 2048  # points up to which a choice by the variance that is left is worth its time
 _AT_ONCE = 64  # rows that are drawn before the variance that is left is known again
 

@@ -18,8 +18,6 @@ from .base import CrossFeatures
 from .inducing import InducingFeatures
 from .variables import Values, Variables, between
 
-__all__ = ["DecoupledFeatures"]
-
 _FLOOR = 1e-8  # of κ, in nats: where a = 0 the coefficient of the mean has no direction
 
 

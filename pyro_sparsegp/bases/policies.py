@@ -15,8 +15,6 @@ from ..modules import AbstractModule
 from ..numerics.shapes import broadcast_shapes
 from .actions import Actions, BlockActions, DenseActions, chunk_memory, safe_root, white
 
-__all__ = ["BlockPolicy", "EigenPolicy", "KrylovPolicy", "Policy", "RandomPolicy", "UserPolicy", "local_blocks"]
-
 _WHOLE = 2**29  # numbers in a kernel matrix that is kept while a policy runs: 2 GiB in float32
 _EXACT = 3000  # rows up to which eigenvectors come from a dense decomposition
 _LOOK = 8  # iterations between looks at whether conjugate gradients are done

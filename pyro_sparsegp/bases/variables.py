@@ -15,8 +15,6 @@ from ..kernels.base import in_any_dtype
 from ..modules import AbstractModule
 from ..numerics.linalg import wider
 
-__all__ = ["InducingVariables", "SourceValues", "Values", "Variables", "between", "checked", "freeze", "widened"]
-
 
 class InducingVariables(AbstractModule):
     """M linear functionals u of f in another domain: Fourier coefficients, integrals, derivatives, other sensors.

@@ -8,6 +8,7 @@ from typing import Any, Optional, Union
 from torch import Tensor
 
 from ..bases import Additive, Basis, ExplicitFeatures, InducingPoints
+from ..bases.inducing import Inducing
 from ..bases.initial import Initialiser
 from ..gaussians import (
     BlockCholesky,
@@ -23,24 +24,12 @@ from ..process import GaussianProcess
 from .base import (
     BasisFamily,
     FreeFormFamily,
-    Inducing,
     NewCoefficients,
     OptimalFamily,
     WithFreeSites,
     require_basis,
     require_own_diagonal,
 )
-
-__all__ = [
-    "AdditiveFamily",
-    "AdditiveFreeSites",
-    "AdditiveSGPR",
-    "CoupledCovariance",
-    "CoupledPrecision",
-    "MeanFieldAdditive",
-    "OnTerms",
-]
-
 
 _DENSE = 96  # coefficients up to which sums in one matrix are quicker than blocks
 

@@ -13,7 +13,6 @@ from ..approximations.expectation import ExpectationGP
 from ..approximations.free import SparseGP
 from ..approximations.optimal import OptimalGP
 from ..bases import Basis, InducingVariables
-from ..bases.inducing import Inducing
 from ..gaussians import Coefficients, DenseFactor, NaturalGaussian, Rate
 from ..gaussians.documented import with_inherited_arguments
 from ..gaussians.sites import FreeSites as FreeSitesModule
@@ -21,21 +20,6 @@ from ..gaussians.sites import KeptSites
 from ..gaussians.steps import DEFAULT_RATE
 from ..numerics.codes import require_choice, require_count
 from ..process import GaussianProcess
-
-__all__ = [
-    "BasisFamily",
-    "ExpectationFamily",
-    "Family",
-    "FreeFormFamily",
-    "Inducing",
-    "NewCoefficients",
-    "OptimalFamily",
-    "SiteFamily",
-    "WithFreeSites",
-    "require_basis",
-    "require_matrix",
-    "require_own_diagonal",
-]
 
 NewCoefficients = Callable[[Sequence[int], Sequence[int], Tensor], Coefficients]
 

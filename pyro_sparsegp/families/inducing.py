@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..approximations.optimal import ExactGP
 from ..bases import Basis, InducingPoints
+from ..bases.inducing import Inducing
 from ..bases.initial import Initialiser
 from ..gaussians import FullCholesky, Unwhitened
 from ..process import GaussianProcess
@@ -15,14 +16,11 @@ from .base import (
     BasisFamily,
     ExpectationFamily,
     FreeFormFamily,
-    Inducing,
     NewCoefficients,
     OptimalFamily,
     WithFreeSites,
     require_own_diagonal,
 )
-
-__all__ = ["SGPR", "SVGP", "Exact", "FreeSites", "InducingFamily", "OnInducingPoints", "SparseEP"]
 
 _MOST = 4000  # rows that Exact takes: a step takes some five times N³ operations
 

@@ -9,21 +9,13 @@ from torch import Tensor
 from ..approximations.free import SparseGP
 from ..approximations.nested import BlockwiseGP, ConditionalGP, DecoupledGP, SemiCollapsedGP
 from ..approximations.optimal import OptimalGP
+from ..bases.inducing import Inducing
 from ..gaussians import BlockCholesky, CholeskyIdentity, FullCholesky, Identity
 from ..gaussians.sites import FreeSites as FreeSitesModule
 from ..gaussians.sites import KeptSites
 from ..numerics.codes import require_choice, require_count
-from .base import Inducing, NewCoefficients, OptimalFamily
+from .base import NewCoefficients, OptimalFamily
 from .inducing import SGPR, InducingFamily, OnInducingPoints
-
-__all__ = [
-    "CollapsedOrthogonal",
-    "ConditionalSGPR",
-    "OnNestedPoints",
-    "OrthogonalInducing",
-    "OrthogonallyDecoupled",
-    "SemiCollapsedOrthogonal",
-]
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,6 @@ from ..numerics.codes import require_count
 from ..process import GaussianProcess
 from .base import SiteFamily, require_matrix
 
-__all__ = ["ComputationAware"]
-
 
 @dataclass(frozen=True, eq=False)
 class ComputationAware(SiteFamily):

@@ -12,8 +12,6 @@ from ..gaussians import FullCholesky, NaturalAtRows
 from ..process import GaussianProcess
 from .base import BasisFamily, FreeFormFamily, NewCoefficients, OptimalFamily, require_basis
 
-__all__ = ["ExactWeightSpace", "OnFeatures", "WeightSpace"]
-
 _MOST_FOLLOWED = 256
 
 

@@ -44,8 +44,6 @@ from .record import Pass, recorded
 from .stack import Stack, each_times, eye_like
 from .steps import Natural, Rate, cautious
 
-__all__ = ["AboutValues", "Parts", "Seen", "inverse_of", "softened", "solved"]
-
 _KNOWN = 9  # steps that a start with a known mean counts for
 
 

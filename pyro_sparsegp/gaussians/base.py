@@ -17,8 +17,6 @@ from ..modules import AbstractModule
 from ..numerics.linalg import sum_blocks
 from .documented import Documented
 
-__all__ = ["Coefficients", "Gaussian"]
-
 
 class Gaussian(ABC):
     """q(w) = N(m, S) over coefficients w in blocks w_b, held against the prior N(0, I).

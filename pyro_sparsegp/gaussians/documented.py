@@ -6,8 +6,6 @@ from inspect import cleandoc, signature
 from textwrap import indent
 from typing import Any, Optional
 
-__all__ = ["Documented", "with_inherited_arguments"]
-
 _FIELD = re.compile(r"^:(\w+) ?(\w*)[^:]*:.*(?:\n[ ]+.*)*", re.M)
 
 

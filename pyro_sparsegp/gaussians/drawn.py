@@ -22,8 +22,6 @@ from ..numerics.processes import by_draws
 from .record import Pass, recorded
 from .steps import Natural, Rate
 
-__all__ = ["Drawn", "DrawnGaussian"]
-
 _LEAST = 0.02  # ρ at last: an average over some fifty steps
 
 

@@ -20,8 +20,6 @@ from ..numerics.linalg import cholesky, over_upper, plus_one, rounding, solve_lo
 from ..numerics.processes import joined
 from .stack import Stack, each_times, eye_like
 
-__all__ = ["Formed", "Products", "above_one", "lifted", "nearest", "sweep", "times"]
-
 _SHARE = 10  # of a matrix' rounding unit, that sums of its numbers may have lost
 _MOST, _ENOUGH = 50, 1e-12  # updates of nearest from a start; a divergence that is none
 

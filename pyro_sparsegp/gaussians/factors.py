@@ -28,16 +28,6 @@ from .documented import Documented
 from .record import recorded
 from .stack import eye_like
 
-__all__ = [
-    "CovarianceFactor",
-    "DenseFactor",
-    "DiagonalFactor",
-    "Factor",
-    "IdentityFactor",
-    "ShiftFactor",
-    "by_precision",
-]
-
 
 class Factor(Documented, ABC):
     """One independent N(m, S) of a :class:`Product`, over M coefficients, by products with a root R of S = RRᵀ.

@@ -15,8 +15,6 @@ from .base import Coefficients
 from .factors import DenseFactor, DiagonalFactor, Factor, IdentityFactor
 from .product import Product, slices
 
-__all__ = ["BlockCholesky", "CholeskyIdentity", "Diagonal", "FullCholesky", "Identity", "Unwhitened"]
-
 Layout = list[tuple[type[Factor], tuple[int, ...]]]
 
 

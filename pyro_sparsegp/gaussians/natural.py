@@ -26,8 +26,6 @@ from .record import Pass, recorded
 from .stack import Stack, eye_like
 from .steps import DEFAULT_RATE, Rate
 
-__all__ = ["NaturalGaussian"]
-
 _BY_DRAWS = 0.3  # η where draws alone show curvatures
 
 

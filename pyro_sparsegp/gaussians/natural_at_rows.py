@@ -23,8 +23,6 @@ from .natural import NaturalGaussian
 from .record import Pass
 from .steps import Falling
 
-__all__ = ["NaturalAtOutputs", "NaturalAtRows"]
-
 _LEAST = 1e-4  # ε, of the mean of A₀ᵀA₀'s diagonal
 _LOST = 0.05  # the part of a change that features do not span, of their size, beyond which sites of before count for 0
 

@@ -26,8 +26,6 @@ from .record import Pass, recorded
 from .stack import Stack, each_times
 from .steps import DEFAULT_RATE, Rate
 
-__all__ = ["NaturalLowRank"]
-
 _FEW = 512  # coefficients up to which P̂ is formed
 _SMALL, _SLOW = 256, 0.25  # and up to which one sweep a step does for two, at rates up to this
 _KEPT = ("loc", "low_rank", "block", "gain", "seat")

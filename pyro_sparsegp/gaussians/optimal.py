@@ -12,8 +12,6 @@ from ..numerics.linalg import cholesky, plus_one, side_by_side, times_lower, tri
 from .factors import Factor, by_precision
 from .product import Product, slices
 
-__all__ = ["from_natural", "optimal", "seen_from", "weighted_gram"]
-
 
 def weighted_gram(phi: Tensor, weights: Tensor) -> Tensor:
     """ΦᵀΛΦ, ``(..., M, M)``.

@@ -26,15 +26,6 @@ from .factors import Factor
 from .product import Product
 from .stack import Stack, each_times
 
-__all__ = [
-    "BlockPlusLowRank",
-    "IdentityPlusLowRank",
-    "LowRankFactor",
-    "LowRankGaussian",
-    "leading_directions",
-    "small_columns",
-]
-
 
 class LowRankFactor(Factor):
     """N(m, S) with S = L(I + BBᵀ)⁻¹Lᵀ of stacked L and B.

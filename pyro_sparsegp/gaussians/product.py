@@ -16,8 +16,6 @@ from .base import Gaussian
 from .factors import CovarianceFactor, Factor
 from .record import Pass, Row
 
-__all__ = ["Continued", "Product", "Recorded", "slices"]
-
 
 def slices(sizes: Sequence[int], groups: Sequence[Sequence[int]]) -> list[slice]:
     """The coefficients of consecutive blocks, group by group.

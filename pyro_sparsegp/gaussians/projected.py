@@ -12,8 +12,6 @@ from torch import Tensor
 from ..numerics.linalg import row_squares, solve_lower
 from .base import Gaussian
 
-__all__ = ["ProjectedGaussian"]
-
 
 class ProjectedGaussian(Gaussian):
     """f given ỹ = Sᵀ(z − μ) with ỹ = u + ε, u = Sᵀ(f(X) − μ), ε ~ N(0, D) (Wenger et al., 2024, algorithm S2).

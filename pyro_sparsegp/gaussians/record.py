@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ..numerics.linalg import lift_to
 
-__all__ = ["Curvature", "Pass", "Record", "Row", "recorded", "recording"]
-
 
 @dataclass(eq=False)
 class Row:

@@ -17,8 +17,6 @@ from ..modules import AbstractModule
 from ..numerics.shapes import broadcast_shapes
 from .base import Coefficients, Gaussian
 
-__all__ = ["Part", "Share", "Shared", "Whole", "block_diagonal"]
-
 
 class Whole:
     """q(w) of one run, of which the sites' draws are parts.

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ..modules import AbstractModule
 
-__all__ = ["FreeSites", "KeptSites", "Sites"]
-
 
 @dataclass(frozen=True)
 class Sites:

@@ -10,8 +10,6 @@ from torch.nn.functional import pad
 
 from ..numerics.linalg import Unbound
 
-__all__ = ["Stack", "each_times", "eye_like"]
-
 
 class Stack:
     """C blocks of M_b coefficients as one of C times M, the largest size; what is beyond a block's own is 0.

@@ -15,8 +15,6 @@ from ..numerics.processes import joined, largest, total_share
 from .base import Coefficients
 from .record import Pass, recorded
 
-__all__ = ["DEFAULT_RATE", "Falling", "Natural", "Rate", "cautious", "steppers"]
-
 _BY_MARGINALS = 0.1  # the largest rate where marginals are drawn from: at 1 a first draw throws an inner layer away
 _FARTHEST = 3.0  # standard deviations of the prior; Newton's step for an exponential overshoots by itself
 _CLOSER = 6  # times as close where negative curvatures are cut, half a deviation
