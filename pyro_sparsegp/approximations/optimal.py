@@ -35,9 +35,6 @@ class OptimalGP(SiteGP):
         features, phi, q = self.conditioned(features, phi, sites, exact, name)
         return kind(process, features, q, name, sites, phi if same_rows(sites.inputs, process.x) else None)
 
-    def unread(self, process: GaussianProcess, name: str, kind: type[SparsePosterior]) -> SparsePosterior:
-        return self.given(process, name, kind, Sites.none(process.x[:1], process.batch_shape), False)
-
     def by_sites(self, process: GaussianProcess, name: str) -> Callable[[Optional[Sites]], SparsePosterior]:
         features, phi = self.features_at(process, name, process.x)
 
@@ -66,8 +63,6 @@ class OptimalGP(SiteGP):
 
 class ExactGP(OptimalGP):
     """q(f | sites), exact: the basis is f at the sites' own inputs X, wherever these are now."""
-
-    unread = SiteGP.unread  # one row's variance may be 0, as a linear kernel's at 0 (test_sites.py)
 
     def features_at(self, process: GaussianProcess, name: str, x: Tensor) -> tuple[Any, Any]:
         features = features_of(process.kernel, [Values(x)], process.jitter, name)

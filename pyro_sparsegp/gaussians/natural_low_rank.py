@@ -229,4 +229,4 @@ class NaturalLowRank(AboutValues):
 def _is_signed(taken: Pass) -> bool:
     """Whether curvatures are negative, or may be, in any of the processes."""
     signed = bool(taken.draws) or any(part.is_signed for part in taken.curvatures())
-    return bool(largest(taken.base.loc.new_tensor(float(signed))) > 0)
+    return bool(largest(taken.base.near.new_tensor(float(signed))) > 0)
