@@ -17,8 +17,8 @@ from torch import Tensor
 from .guide import AutoSparseGP
 from .numerics.linalg import NumericalWarning
 from .process import GaussianProcess
-from .program.blocks import Draw, in_blocks, values_of
 from .program.checks import warn_of_groups
+from .program.mapping import Draw, in_blocks, values_of
 from .program.traces import as_process, grouped, is_observation, plate_sizes, sample_sites, whole_plates
 from .warned import Warned, require_number
 from .whitening import Whitening, unwhiten

@@ -22,7 +22,8 @@ from ..numerics.tilted import tilted
 from ..program.dependence import ELEMENTWISE, Owners, find_owners
 from ..program.explore import MOVES, is_affine
 from ..program.handlers import held_trace
-from ..program.likelihood import mapped, normal_nodes
+from ..program.mapping import mapped
+from ..program.reader import normal_nodes
 from ..program.traces import bare, whole_plates
 
 __all__ = ["Densities", "DensityReader", "Moments"]

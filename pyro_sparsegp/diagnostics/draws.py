@@ -24,8 +24,8 @@ from ..guide import AutoSparseGP
 from ..guide.runs import Conditions
 from ..posterior.sparse_posterior import SparsePosterior
 from ..predict import AtNewInputs
-from ..program.blocks import in_blocks
 from ..program.dependence import COUPLED
+from ..program.mapping import in_blocks
 from ..program.traces import bare, is_observation, sample_sites, whole_plates, without_event
 from .densities import Densities, DensityReader, Moments
 from .marginal import log_marginal

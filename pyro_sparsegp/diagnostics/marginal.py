@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..posterior.sparse_posterior import SparsePosterior
-from ..program.likelihood import expand
+from ..program.reader import expand
 from .densities import DensityReader, Moments
 
 __all__ = ["log_marginal"]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..distributions.probit import Probit
-from ..program.likelihood import mapped
+from ..program.mapping import mapped
 from ..program.traces import bare, unmasked, unmasked_rows
 from ..warned import require_number
 from .backend import arviz_base, pandas, xarray

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..predict import Trained, are_samples, bare_model, divergences, samples_and_data
 from ..process import GaussianProcess
 from ..program.enumeration import Enumeration
-from ..program.likelihood import mapped
+from ..program.mapping import mapped
 from ..program.traces import as_process, is_observation, sample_sites, whole_plates, without_event
 from .densities import Densities, DensityReader, Moments
 from .draws import LARGEST_JOINT, Call, Draws, GuideSource, Source, is_factor, log_density_of, require_shapes, sites_of

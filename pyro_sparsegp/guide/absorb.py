@@ -15,6 +15,7 @@ from ..gaussians import NaturalGaussian, NaturalLowRank
 from ..program.checks import require_sizes, require_whole
 from ..program.explore import explore
 from ..program.facts import Structure
+from ..program.handlers import held_trace
 from ..program.reader import Reader
 from ..program.traces import (
     all_sites,
@@ -54,7 +55,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         }
         readings = [SiteReading.of(name, run.processes[name], module, found) for name, module in modules.items()]
         marginals = {reading.name: reading.look()[1] for reading in readings}
-        reader = Reader(guide.model, args, kwargs, found, trace)
+        reader = Reader(lambda values: held_trace(guide.model, values, args, kwargs, trace), found)
         tolerance = 1e-7 if guide.like.dtype == torch.float64 else 1e-3
         settle(reader, readings, marginals, _MOST, tolerance)
         for reading in readings:

@@ -17,9 +17,8 @@ from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
 from ..program.dependence import ELEMENTWISE
 from ..program.explore import explore
-from ..program.handlers import unrecorded
-from ..program.likelihood import Expectation
-from ..program.reader import DrawingReader, Reader, RefusedError, with_priors
+from ..program.handlers import held_trace, unrecorded
+from ..program.reader import Expectation, Reader, RefusedError, drawing, with_priors
 from ..program.traces import (
     RandomState,
     all_sites,
@@ -32,7 +31,7 @@ from ..warned import warn_once
 from .coupled import draw_of
 from .known import Core, KnownGuide, Rows
 from .reading import SiteReading, settle
-from .runs import Conditions, UnderLatents, held_runs
+from .runs import Conditions, UnderLatents
 
 __all__ = ["condition", "conditions_now", "conditions_of_call"]
 
@@ -110,7 +109,9 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
         require_full_batch(name, module.family["name"], run.trace)
         if learns and not same and isinstance(module.sites, KeptSites):
             module.sites.progress["marginals"] = None  # those of another step
-    reader = Reader(guide.model, args, kwargs, guide.facts, run.trace, _closed(guide.learnt))
+    reader = Reader(
+        lambda values: held_trace(guide.model, values, args, kwargs, run.trace), guide.facts, _closed(guide.learnt)
+    )
     with torch.set_grad_enabled(learns):
         readings = _read(guide, reader, modules, run, learns, first)
     draws = {name: run.posteriors[name] for name in guide.facts.inner if name in run.posteriors}
@@ -166,7 +167,7 @@ def _settle(run: UnderLatents, reader: Reader, readings: list[SiteReading], marg
     """Read the sites off the densities, or update them until they stand still."""
     modules = [name for name in run.processes if name in run.guide.site_modules()]
     # A scale of several values is the reader's to refuse: test_sites.py::test_messages_for_data_that_do_not_fit.
-    one = all(torch.as_tensor(reader.trace.nodes[name]["scale"]).numel() == 1 for name in modules)
+    one = all(torch.as_tensor(run.trace.nodes[name]["scale"]).numel() == 1 for name in modules)
     if run.reads and one and all(reading.direct for reading in readings):
         for reading in readings:
             _read_off(reading, run, learns)
@@ -186,7 +187,7 @@ def _draw(
     alone = len(facts.gps) == 1 and facts.dependence[name] == ELEMENTWISE and not facts.enumerated
     if alone and kept is not None and module.at == "marginals" and not (name in facts.quadratic or core.refuses):
         state = RandomState(guide.like)
-        reader = DrawingReader(lambda values: run.at(values, args, kwargs), facts, _closed(core))
+        reader = Reader(drawing(lambda values: run.at(values, args, kwargs)), facts, _closed(core))
         try:
             found = reader.expect(name, {name: kept}, False)
             run.trace.nodes[name]["value"] = kept[0]  # that of a node is of no use outside of the map
@@ -235,14 +236,14 @@ def _look_again(core: Core, reader: Reader, run: UnderLatents) -> None:
     """Densities that were normal around f at the first call may not stay so: at some steps, and where distributions are
     of other kinds than before, it is asked again.
     """
-    kinds = {name: type(bare(site["fn"])) for name, site in all_sites(reader.trace) if site["is_observed"]}
+    kinds = {name: type(bare(site["fn"])) for name, site in all_sites(run.trace) if site["is_observed"]}
     before, core.kinds = core.kinds, kinds
     core.looks += 1
     found = reader.found
     if not found.quadratic or before is None or (kinds == before and core.looks not in _LOOKS):
         return
     again = replace(found, inner=[], groups={}, quadratic=[], meeting=[])
-    explore(again, held_runs(reader.model, reader.trace, reader.args, reader.kwargs), run.processes, found.quadratic)
+    explore(again, reader.run, run.processes, found.quadratic)
     found.quadratic[:] = again.quadratic
 
 

@@ -25,9 +25,9 @@ from torch.distributions import biject_to
 from ..approximations.optimal import ExactGP
 from ..gaussians import FullCholesky, NaturalGaussian, Shared
 from ..numerics.linalg import cholesky
+from ..program.declared import LINKS, candidates, parameters, rebuilt, rewrapped
 from ..program.dependence import COUPLED
 from ..program.facts import Structure
-from ..program.links import LINKS, candidates, parameters, rebuilt, rewrapped
 from ..program.traces import all_sites, as_process, bare, fill_masked, is_observation, repeatable, sample_sites
 from .known import KnownGuide
 

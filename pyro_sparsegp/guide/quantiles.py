@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..program.blocks import in_blocks
+from ..program.mapping import in_blocks
 from ..warned import require_number
 from .known import KnownGuide
 

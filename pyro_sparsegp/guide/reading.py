@@ -16,8 +16,7 @@ from ..gaussians.sites import KeptSites, Sites, update, within_reach
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.facts import Structure
-from ..program.likelihood import Expectation
-from ..program.reader import Marginal, Reader
+from ..program.reader import Expectation, Marginal, Reader
 
 __all__ = ["SiteReading", "settle"]
 

@@ -28,7 +28,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..program.declared import ExpectedLogProb, expectation, over_scale, parameter_of
 from ..program.facts import ClosedForms
 from ..program.handlers import held_trace
-from ..program.likelihood import mapped
+from ..program.mapping import mapped
 from ..program.traces import bare, without_event
 from .axes import at_axes, quadrature_axes
 

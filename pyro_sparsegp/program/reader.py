@@ -1,13 +1,16 @@
-"""The one reader of likelihoods: derivatives of a program's log densities by function values, all else held.
-
-It runs the model with every value of an earlier run held, so that it needs that run's trace, and no guide.
+"""The one reader of likelihoods: derivatives of a program's log densities by function values, all else held, and nodes
+to take expectations at.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Optional, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional, cast
 
+import numpy as np
 import pyro
 import torch
 from pyro import poutine
@@ -17,38 +20,59 @@ from torch import Tensor
 from .declared import expectation, is_declared, parameter_of
 from .dependence import DATAWISE
 from .facts import Structure
-from .handlers import held_trace
-from .likelihood import Expectation, expand, mapped, normal_nodes
+from .mapping import mapped
 from .traces import log_densities, sample_sites
 
-__all__ = ["DrawingReader", "Marginal", "Reader", "RefusedError", "with_priors"]
+__all__ = ["Expectation", "Marginal", "Reader", "RefusedError", "drawing", "expand", "normal_nodes", "with_priors"]
 
 Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
 
 
+class Expectation(NamedTuple):
+    """E[ℓ], a scalar, and E[ℓ'] and E[ℓ''] by each value, ``(..., N)``."""
+
+    value: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def expand(total: Callable[[Tensor], Tensor], f: Tensor, outputs_meet: bool = True) -> Expectation:
+    """A sum of terms with one input's values each, and its first and second derivatives by each value.
+
+    :param total: f, ``(..., N)``, to a scalar.
+    :param outputs_meet: whether a term may have values of several outputs; if none has, one pass does for all.
+    """
+
+    def of(output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # The gradient of the weighted sum of slopes, a Hessian times a vector, gives all ℓ'' of an output at once:
+        # Σₙ oₙℓ'ₙ has the derivatives oₙℓ''ₙ by the values of the output o, where each term has one of these.
+        def weighted(f: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            first, value = torch.func.grad_and_value(total)(f)
+            return (output * first).sum(), (first, value)
+
+        second, (first, value) = torch.func.grad(weighted, has_aux=True)(f)
+        return value, first, second * output
+
+    num = f[..., 0].numel() if outputs_meet else 1
+    if num == 1:
+        return Expectation(*of(torch.ones_like(f)))
+    each = torch.eye(num, dtype=f.dtype, device=f.device).reshape(-1, *f.shape[:-1], 1)
+    values, firsts, seconds = mapped(of, each)
+    return Expectation(values[0], firsts[0], seconds.sum(0))
+
+
+@dataclass(frozen=True)
 class Reader:
     """The log densities downstream of GP sites and their derivatives by function values, all else held.
 
+    :param run: a run of the model with GP sites at values, all else as it was.
     :param found: what is known of the model.
-    :param trace: a run of the model whose values, scales and masks are held.
     :param closed: the sites after a GP site, if all of them know their expectation over its values.
     """
 
-    def __init__(
-        self,
-        model: Callable,
-        args: tuple,
-        kwargs: dict[str, Any],
-        found: Structure,
-        trace: poutine.Trace,
-        closed: Collection[str] = (),
-    ) -> None:
-        self.model, self.args, self.kwargs, self.found, self.trace = model, args, kwargs, found, trace
-        self.closed = closed
-
-    def run(self, values: Mapping[str, Tensor]) -> poutine.Trace:
-        """A run of the model with GP sites at these values."""
-        return held_trace(self.model, values, self.args, self.kwargs, self.trace)
+    run: Callable[[Mapping[str, Tensor]], poutine.Trace]
+    found: Structure
+    closed: Collection[str] = ()
 
     def meeting(self, name: str) -> set[str]:
         """The GP sites that meet this one in a term of a density."""
@@ -81,27 +105,24 @@ class Reader:
 
             # A quadratic ℓ is known from its value, slope and curvature at one point.
             if at_mean:
-                found = expand(moved, node[name], outputs_meet)
-                return found.value, found.first, found.second
+                return expand(moved, node[name], outputs_meet)
             first, value = torch.func.grad_and_value(moved)(node[name])
             return value, first, first
 
         with pyro.validation_enabled(False):
             if len(weights) == 1:
-                each = tuple(part[None] for part in at({key: part[0] for key, part in values.items()}))
+                value, first, second = (part[None] for part in at({key: part[0] for key, part in values.items()}))
             else:
-                each = mapped(at, values)
-        value, first, second = each
+                value, first, second = mapped(at, values)
         if not at_mean:
             # E[ℓ''] = E[ℓ'(f − m)]/v (Stein, 1981), the gradient of the quadrature itself, sees kinks of ℓ and needs no
             # second derivative; 0 variance has no spread.
             positive = variance > 0
             second = second * parts[name] / torch.where(positive, variance, 1.0).sqrt() * positive
         shaped = weights.reshape(-1, *[1] * mean.dim())
-        found = Expectation((weights * value).sum(), (shaped * first).sum(0), (shaped * second).sum(0))
-        if at_mean:  # E[ℓ] = ℓ(m) + ½ℓ''v
-            found.value = found.value + 0.5 * (found.second * variance).sum()
-        return found
+        mean_value, first, second = (weights * value).sum(), (shaped * first).sum(0), (shaped * second).sum(0)
+        # E[ℓ] = ℓ(m) + ½ℓ''v
+        return Expectation(mean_value + 0.5 * (second * variance).sum() if at_mean else mean_value, first, second)
 
     def _total(self, name: str, held: Mapping[str, Tensor]) -> Callable[[Mapping[str, Tensor]], Tensor]:
         """ℓ of values, with others held, as a GP site's prior meets it: under ``poutine.scale`` that is scaled, too,
@@ -145,23 +166,17 @@ class RefusedError(Exception):
     """A program can't be mapped over nodes together with what draws its latents."""
 
 
-class DrawingReader(Reader):
-    """Reads log densities off a run that draws the latents, by this run itself, which is mapped over the nodes.
+def drawing(draw: Callable[[Mapping[str, Tensor]], poutine.Trace]) -> Callable[[Mapping[str, Tensor]], poutine.Trace]:
+    """A run that draws the latents as one that densities are read off; node by node it would draw others at each."""
+    drawn: list[bool] = []
 
-    :param draw: that run with GP sites at values: its trace.
-    """
-
-    def __init__(
-        self, draw: Callable[[Mapping[str, Tensor]], poutine.Trace], found: Structure, closed: Collection[str]
-    ) -> None:
-        super().__init__(draw, (), {}, found, poutine.Trace(), closed)
-        self.drawn = False
-
-    def run(self, values: Mapping[str, Tensor]) -> poutine.Trace:
-        if self.drawn:  # node by node it would draw other latents at each
+    def run(values: Mapping[str, Tensor]) -> poutine.Trace:
+        if drawn:
             raise RefusedError
-        self.drawn = True
-        return with_priors(self.model(values))
+        drawn.append(True)
+        return with_priors(draw(values))
+
+    return run
 
 
 def with_priors(trace: poutine.Trace) -> poutine.Trace:
@@ -186,3 +201,33 @@ def _per_output(nodes: Tensor, like: Tensor) -> Tensor:
     """Nodes ``(K, A)`` shaped to multiply ``like``, ``(..., N)``, one axis for all outputs or one for each."""
     shape = [1] * like.dim() if nodes.shape[-1] == 1 else [*like.shape[:-1], 1]
     return nodes.reshape(len(nodes), *shape)
+
+
+def normal_nodes(num_axes: int, like: Tensor, num_nodes: Optional[int] = None) -> tuple[Tensor, Tensor]:
+    """Standard normal nodes, ``(K, A)``, and weights, ``(K,)``: a Gauss-Hermite grid for one or two axes, scrambled
+    Sobol points in plus-minus pairs beyond. They are made once for a dtype and device, so that a step copies nothing.
+
+    :param num_nodes: of the grid along each axis; by default 20 along one axis, 10 along two.
+    """
+    return _normal_nodes(num_axes, num_nodes or (20 if num_axes == 1 else 10), like.dtype, like.device)
+
+
+@functools.lru_cache(maxsize=32)
+def _normal_nodes(num_axes: int, num: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        if num_axes == 0:
+            return torch.zeros(1, 0, dtype=dtype, device=device), torch.ones(1, dtype=dtype, device=device)
+        if num_axes <= 2:
+            nodes, weights = map(torch.from_numpy, np.polynomial.hermite_e.hermegauss(num))
+            # ∫ g(f) N(f | 0, 1) df ≈ Σₖ wₖ g(fₖ), exact for polynomials of degree 2K − 1.
+            points, products = (
+                torch.cartesian_prod(*[part] * num_axes).reshape(-1, num_axes)
+                for part in (nodes, weights / weights.sum())
+            )
+            weights = products.prod(-1)
+        else:
+            # ε = Φ⁻¹(u) = √2 erf⁻¹(2u − 1), and −ε with each ε: odd moments are 0.
+            uniform = torch.quasirandom.SobolEngine(num_axes, scramble=True, seed=0).draw(64, dtype=torch.float64)
+            half = math.sqrt(2) * torch.erfinv(2 * uniform.clamp(1e-6, 1 - 1e-6) - 1)
+            points, weights = torch.cat([half, -half]), half.new_full((128,), 1 / 128)
+        return points.to(device, dtype), weights.to(device, dtype)

@@ -17,7 +17,7 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..numerics.shapes import broadcast_shapes
-from .links import rewrapped
+from .declared import rewrapped
 from .traces import bare, fill_masked, unmasked_rows
 
 __all__ = ["PLATES", "Factor", "Group", "Plates", "SummedOut", "depth", "with_size"]

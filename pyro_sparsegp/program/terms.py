@@ -14,7 +14,7 @@ from ..process import GaussianProcess
 from .dependence import find_owners
 from .facts import Structure
 from .handlers import held_trace
-from .likelihood import mapped
+from .mapping import mapped
 from .traces import bare, log_densities, without_event
 
 __all__ = ["Owners", "Terms"]

@@ -1,10 +1,10 @@
-"""A function of random numbers many times over, in blocks under ``torch.func.vmap``."""
+"""A function of many values, in one run under ``torch.func.vmap`` where it allows the program."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import pyro
 import torch
@@ -15,12 +15,27 @@ from torch.overrides import TorchFunctionMode
 from ..numerics.linalg import MAPPED, flags_kept
 from .traces import sample_sites
 
-__all__ = ["Draw", "in_blocks", "values_of"]
+__all__ = ["Draw", "in_blocks", "mapped", "values_of"]
 
 Draw = dict[Any, Tensor]
 
 _AT_ONCE = 2**23  # numbers that draws made at once may hold in one place
 _DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}
+
+
+def mapped(
+    function: Callable[[Any], tuple[Tensor, ...]],
+    stack: Union[Tensor, Mapping[str, Tensor]],
+    chunk_size: Optional[int] = None,
+) -> tuple[Tensor, ...]:
+    """A function of a tensor, or of a mapping to tensors, over their first dimension: in one run, or so many at a time,
+    or in a loop for programs that :func:`torch.func.vmap` refuses.
+    """
+    try:
+        return torch.func.vmap(function, randomness="same", chunk_size=chunk_size)(stack)
+    except (RuntimeError, TypeError, ValueError):
+        each = stack if isinstance(stack, Tensor) else [dict(zip(stack, item)) for item in zip(*stack.values())]
+        return tuple(map(torch.stack, zip(*map(function, each))))
 
 
 def in_blocks(
