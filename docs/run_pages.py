@@ -19,6 +19,8 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from pyro_sparsegp import predict
+
 HERE = Path(__file__).parent
 FAMILIES = HERE / "explanation" / "families"
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(\n```text\n.*?^```\n)?", re.M | re.S)
@@ -52,7 +54,7 @@ def likelihoods(page, figure):
     axis.legend()
 
 
-def number_of_inducing_points(page, figure):
+def inducing_points(page, figure):
     axes, grid = figure.subplots(1, 3, sharey=True), line(0, 1)
     for axis, num in zip(axes, (5, 10, 20)):
         points(axis, page["x"], page["y"])
@@ -61,21 +63,18 @@ def number_of_inducing_points(page, figure):
 
 
 def groups(page, figure):
-    axis, grid, new = figure.subplots(), line(0, 1, 100), page["G"]
-    for g in (*range(new), new):
-        q = page["guide"].posterior(torch.cat([grid, torch.full_like(grid, g)], 1))["f"]
-        band(axis, grid, q, "0.5" if g == new else f"C{g}", "a new group" if g == new else f"group {g}")
-    axis.legend(fontsize=7)
-
-
-def stations(page, figure):
     left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
-    band(left, page["grid"][:, 0], page["curve"])
-    left.set(title="the process in time", xlabel="time")
-    mean, sd = page["found"].mean.detach(), page["found"].stddev.detach()
-    right.errorbar(mean, range(len(mean)), xerr=2 * sd, fmt="o", ms=3, label="found, ± 2 sd")
-    right.plot(page["effect"], range(len(mean)), "k|", ms=10, label="true")
-    right.set(title="the stations", yticks=range(len(mean)))
+    grid, new = line(0, 1, 100), page["S"]
+    for s in (*range(new), new):
+        q = page["guide"].posterior(torch.cat([grid, torch.full_like(grid, s)], 1))["f"]
+        band(left, grid, q, "0.5" if s == new else f"C{s}", "a new station" if s == new else None)
+    left.set(title="f at each station", xlabel="time")
+    left.legend(fontsize=7)
+    each = torch.stack([torch.zeros(new), torch.arange(new).double()], -1)
+    effect = page["guide"].posterior(each)["f"].components["effect"]
+    right.errorbar(effect.mean, range(new), xerr=2 * effect.stddev, fmt="o", ms=3, label="found, ± 2 sd")
+    right.plot(page["effect"], range(new), "k|", ms=10, label="true")
+    right.set(title="the stations' effects", yticks=range(new))
     right.legend(fontsize=7)
 
 
@@ -95,10 +94,10 @@ def spatial(page, figure):
 def additive(page, figure):
     axes = figure.subplots(1, 2)
     grid = line(0, 1, 100)
-    rows = torch.cat([grid, torch.zeros(100, 3)], 1)
+    rows = torch.cat([grid, torch.zeros(100, 2)], 1)
     band(axes[0], grid, page["guide"].posterior(rows)["f"].components["s(temp)"])
     axes[0].set(title="s(temp)", xlabel="temperature")
-    days = torch.stack([torch.zeros(7), torch.zeros(7), torch.arange(7.0), torch.zeros(7)], 1)
+    days = torch.stack([torch.zeros(7), torch.zeros(7), torch.arange(7.0)], 1)
     q = page["guide"].posterior(days)["f"].components["weekday"]
     axes[1].errorbar(range(7), q.mean.detach(), 2 * q.stddev.detach(), fmt="o", ms=3)
     axes[1].set(title="weekday")
@@ -128,10 +127,10 @@ def latent_inputs(page, figure):
     axis.legend()
 
 
-def deep_gps(page, figure):
+def networks(page, figure):
     axis, grid = figure.subplots(), line(0, 1, 150)
     points(axis, page["x"], page["y"])
-    draws = page["predict"](page["model"], page["guide"], grid, num_samples=20)["f"]
+    draws = predict(page["model"], page["guide"], grid, num_samples=20)["f"]
     axis.plot(grid, draws.mT, color="C0", lw=0.5)
 
 
@@ -144,21 +143,12 @@ def several_outputs(page, figure):
     axis.legend()
 
 
-def derivatives(page, figure):
-    axis, grid = figure.subplots(), page["grid"]
-    band(axis, grid, page["f"])
+def kernels_and_means(page, figure):
+    axis, grid = figure.subplots(), line(0, 1)
+    band(axis, grid, page["guide"].posterior(page["Derivative"].at(grid))["f"])
     axis.plot(page["x"], page["y"][: len(page["x"])], "ko", ms=3)
     for (x,), y, slope in zip(page["x"].tolist(), page["y"], page["y"][len(page["x"]) :]):
         axis.plot([x - 0.03, x + 0.03], [y - 0.03 * slope, y + 0.03 * slope], "k-")
-
-
-def computation_aware(page, figure):
-    axes, grid = figure.subplots(1, 2, sharey=True), line(0, 1)
-    x = torch.cat([grid, torch.full_like(grid, 0.2)], 1)
-    for axis, (name, guide) in zip(axes, page["guides"].items()):
-        band(axis, grid, guide.posterior(x)["f"])
-        axis.plot(grid, torch.sin(8 * grid) * torch.cos(torch.tensor(1.0)), "k--", lw=0.8)
-        axis.set_title(name)
 
 
 def other_latents(page, figure):

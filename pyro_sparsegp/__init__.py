@@ -1,4 +1,4 @@
-"""Gaussian processes in Pyro: a GP is one ``pyro.sample`` site, its variational family a guide you swap."""
+"""Gaussian processes in Pyro: a GP is one ``pyro.sample`` site, its variational family one argument of the guide."""
 
 from importlib import import_module
 from typing import Any

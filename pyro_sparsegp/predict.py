@@ -117,14 +117,14 @@ def _require_free(
     held = [name for name in latents if name in sites and sites[name]["is_observed"]]
     if held:
         raise ValueError(
-            f"the model given to predict holds site {held[0]!r} at a value that the guide was not trained with: make "
+            f"the model given to predict fixes site {held[0]!r}, and the guide was trained without that value: make "
             "the guide of the conditioned model, AutoSparseGP(poutine.condition(model, ...), ...), and train it."
         )
     drawn = [name for name in guide.facts.rows if name in sites and not sites[name]["is_observed"]]
     for name in (name for name in drawn if guide.is_given(name, sites[name])):
         warnings.warn(
-            f"the guide was trained with site {name!r} held at a value, which the model given to predict draws from "
-            "its prior, apart from all that was learned: give predict the guide's own model.",
+            f"the guide was trained with site {name!r} held at a value, and the model given to predict draws it from "
+            "its prior: give predict the guide's own model.",
             stacklevel=5,
         )
 
@@ -136,8 +136,8 @@ def require_own_rows(sites: Mapping[str, Any], error: Optional[Exception] = None
         if len(value) > len(shape) or any(mine not in (1, num) for mine, num in zip(value[::-1], shape[::-1])):
             raise ValueError(
                 f"site {name!r} observes data of shape {value}, and has a distribution of shape {shape} at these "
-                "inputs: to predict there, the model must hold no data of training. Have it take them as an argument, "
-                "model(x, y=None), or give predict a model that holds none, with the same latents."
+                "inputs: the model must not hold the training data. Give it an argument for them, model(x, y=None), or "
+                "give predict a model without data, with the same latents."
             ) from error
 
 
@@ -172,7 +172,7 @@ def _warn_of_divergences(result: MCMC) -> None:
     if num:
         warnings.warn(
             f"{num} of {len(first)} transitions of this MCMC diverged: its draws may miss part of "
-            "the posterior, and so may all that is made of them. Run it on poutine.reparam(model, config=Whitening()), "
+            "the posterior. Run it on poutine.reparam(model, config=Whitening()), "
             "with NUTS(..., init_strategy=init_to_median), more warm-up steps or a larger target_accept_prob.",
             NumericalWarning,
             stacklevel=5,

@@ -201,7 +201,7 @@ class GaussianProcess(TorchDistribution):
 
         :param x: inputs with known values, ``(N₀, D)``.
         :param f: the values, ``(..., N₀)``.
-        :param mean: μ(x), ``(..., N₀)``, where this process has its mean as values at its own inputs.
+        :param mean: μ(x), ``(..., N₀)``, needed if this process's mean is a tensor of values.
         """
         if f.shape[-1:] != x.shape[-2:-1]:
             raise ValueError(f"given(x, f) needs one value a row: x is {tuple(x.shape)}, f is {tuple(f.shape)}")

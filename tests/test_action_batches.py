@@ -119,7 +119,7 @@ def test_what_is_said_where_the_first_call_is_a_batch():
     x, y = data()
     model = gaussian(kernels.Matern32(0.5))
     guide = AutoSparseGP(model, ComputationAware(8, batches=True))
-    refused(r"site 'y' observes 20 of the 60 .*first call the rows that actions", guide, x[:20], y[:20], size=60)
+    refused(r"site 'y' observes 20 of the 60 .*on the rows of its actions", guide, x[:20], y[:20], size=60)
     other = prepared(model, ComputationAware(8), x[:20], y[:20])
     refused("trains on all data at once; site 'y' observes 20 of the 60 rows", other, x[20:40], y[20:40], size=60)
 

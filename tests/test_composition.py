@@ -28,7 +28,7 @@ def data(num=20):
     return x, torch.sin(4 * x[:, 0])
 
 
-SENTENCE = r"for other latents it has Pyro's mean-field normal, or what get_posterior\(name, prior\), overridden"
+SENTENCE = r"for another posterior of a latent override get_posterior\(name, prior\) in a subclass"
 
 
 @pytest.mark.parametrize("hidden", [{"expose": ["f"]}, {"hide": ["noise"]}])

@@ -636,7 +636,7 @@ class TestRows:
         _, ep = start(model, x)
         ep.step(x, y)
         ep.step(x, 1 - y)  # other outcomes of the same rows
-        refused(r"GP site 'f' has sites of 40 data.* that are others", ep.step, x.flip(0), y)
+        refused(r"GP site 'f' has a site for each of 40 data.* brings others", ep.step, x.flip(0), y)
 
     def test_data_in_a_closure(self):
         x, y = classes(40)

@@ -119,7 +119,7 @@ def test_a_checkpoint_that_fails_leaves_the_old_one(tmp_path):
 def test_a_checkpoint_of_another_fit_is_told_of(other, match, tmp_path):
     given = {"data": fit_worker.rows(40), "batch_size": 10, "checkpoint": tmp_path / "fit.pt"}
     fitted(**given)
-    refused(f"fit.pt' is of a fit with .*{match}", fitted, **given | other, resume=True)
+    refused(f"fit.pt' was written by a fit with .*{match}", fitted, **given | other, resume=True)
     assert fitted(**given, resume=True, steps=6, optim=pyro.optim.Adam({"lr": 0.01}))[0].steps == 6
 
 

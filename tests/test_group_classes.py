@@ -259,25 +259,25 @@ def batch(x, y, f):
         pyro.sample("y", dist.Normal(f * z[GROUP], 0.3), obs=y)
 
 
-LATE = r"'y' stands in plates \['data'\] and depends on the discrete site 'z', .*z\[group\], before"
+LATE = r"'y' in plates \['data'\] depends on the enumerated discrete site 'z' .*before anything else, z\[group\]"
 
 
 @pytest.mark.parametrize(
     ("match", "body"),
     [
         (
-            r"'y' .* 'z', which stands in \['groups'\] .* each row has to depend on one",
+            r"'y' .* 'z' in plates \['groups'\]: each row has to depend on one",
             lambda x, y, f: _y(x, y, f * (z := _z())[GROUP] + z[GROUP.flip(0)]),
         ),
         (
-            r"site 'y' .* the discrete sites \['z', 'others'\] meet, whose plates are not within one another",
+            r"site 'y' .* the discrete sites \['z', 'others'\] meet in a density, and their plates are not nested",
             lambda x, y, f: _y(x, y, f * _z()[GROUP] + _z("others", 3)[GROUP % 3]),
         ),
         (LATE, lambda x, y, f: _y(x, y, f * SLOPES[_z(num=len(x))])),
         (LATE, lambda x, y, f: _y(x, y, f * SLOPES[_z()][..., GROUP])),
         (r"'z' is enumerated, and indexed by 1: give each row", lambda x, y, f: _y(x, y, f * _z()[1])),
-        ("'y' .* 'z', which stands in .* each row has to depend on one", other_rows),
-        (r"'y' is not scaled as the discrete site 'z'.* take some of the elements, with all of their", batch),
+        ("'y' .* 'z' in plates .* each row has to depend on one", other_rows),
+        (r"'y' is not scaled as the discrete site 'z'.* takes some elements of its plate, with all of their", batch),
     ],
 )
 def test_which_groups_cannot_be_summed_out(match, body):

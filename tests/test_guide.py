@@ -268,7 +268,7 @@ class TestState:
         refused("no family is given for GP site 'f'", restored, guide, family={"h": SVGP(7)})
         if used:
             other = prepared(PLAIN, SVGP(7), x, y)
-            refused("state of a guide of another model", other.load_state_dict, guide.state_dict())
+            refused("the state belongs to another model", other.load_state_dict, guide.state_dict())
         else:
             other = AutoSparseGP(PLAIN, SVGP(7))
             other.load_state_dict(guide.state_dict())
@@ -676,7 +676,7 @@ def test_numbers_that_are_none_are_named(family, match):
         svi_of(guide).step(bad, y)
     q = guide.posterior(x)["f"]
     for other in (x[None], x.float(), x.tolist()):
-        refused("the posterior of site 'f' is asked at inputs", q.at, other)
+        refused("the posterior of site 'f' got inputs", q.at, other)
     for num in (0, 2.5, True):
         refused("whole number of at least 1", predict, regression, guide, x, num_samples=num)
         with pytest.raises(ValueError, match="whole number of at least 1"):

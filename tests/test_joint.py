@@ -337,7 +337,7 @@ def test_other_likelihoods_against_importance_sampling(model, gain):
         torch.testing.assert_close(mean, known, rtol=0.0, atol=0.15)
 
 
-TOLD = "GP sites 'f', 'g' enter densities by their sum, or by one with weights, and have separate posteriors"
+TOLD = "GP sites 'f', 'g' enter densities by their sum, weighted or not, and have independent posteriors"
 
 
 @pytest.mark.parametrize(

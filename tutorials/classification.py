@@ -169,5 +169,5 @@ if options.full:
 #
 # * How expectation propagation works: [explanation](../docs/explanation/expectation-propagation.md), and
 #   [how to train by it](../docs/how-to/expectation-propagation.md).
-# * More than two classes: [classes](../docs/how-to/classes.md), [deep GPs](deep_gp.ipynb).
+# * More than two classes: [classes](../docs/how-to/likelihoods.md#classes), [deep GPs](deep_gp.ipynb).
 # * Other likelihoods: [a gallery](likelihoods.ipynb).

@@ -246,6 +246,6 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * Patches with a stride, colour channels, and where deep layers start: [images](../docs/how-to/images.md).
+# * Patches with a stride, colour channels, and where deep layers start: [kernels](../docs/reference/kernels.md).
 # * MNIST with more steps: [figures](../docs/explanation/benchmarks.md).
 # * Deep GPs of plain numbers: [deep GPs](deep_gp.ipynb).

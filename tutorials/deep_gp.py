@@ -284,4 +284,4 @@ if options.full:
 #
 # * Layers of images: [convolutional](convolutional.ipynb).
 # * A network instead of the inner layer: [deep basis](deep_basis.ipynb), [networks](../docs/how-to/networks.md).
-# * Latent inputs: [how to](../docs/how-to/deep-gps.md).
+# * Latent inputs: [how to](../docs/how-to/latent-inputs.md).

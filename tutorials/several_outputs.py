@@ -138,5 +138,5 @@ if options.full:
 # ## What to try next
 #
 # * Outputs in mini-batches, classes, a length scale for each: [several outputs](../docs/how-to/several-outputs.md).
-# * What else may be missing: [missing data](../docs/how-to/missing-data.md).
+# * What else may be missing: [missing data](../docs/how-to/likelihoods.md#missing-data).
 # * Inputs that nobody gave: [latent inputs](latent_inputs.ipynb).

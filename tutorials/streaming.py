@@ -177,6 +177,6 @@ if options.full:
 # %% [markdown]
 # ## What to try next
 #
-# * What steps of training mean after rows were absorbed: [data in pieces](../docs/how-to/streaming.md).
+# * Training after `absorb`: [data in pieces](../docs/how-to/mini-batches.md#data-that-arrive-in-pieces).
 # * Drift as a part of the model, time as an input of the kernel: [kernels](../docs/how-to/kernels-and-means.md).
 # * Counts or classes: change the likelihood, and the rest stays, [a gallery](likelihoods.ipynb).

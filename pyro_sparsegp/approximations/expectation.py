@@ -62,9 +62,8 @@ class ExpectationGP(AbstractModule):
         same, told = (known == found).all(-1).tolist(), bool(known[1].any() and found[1].any())
         if not (same[0] or same[1 if told else 2]):
             raise ValueError(
-                f"GP site {name!r} has sites of {known.shape[-1]} data, and this call brings as many that are others, "
-                "or these in another order: a site belongs to its datum. Give the same rows in the same order; for "
-                "other data, make a new guide."
+                f"GP site {name!r} has a site for each of {known.shape[-1]} data, and this call brings others, or "
+                "these in another order. Give the same rows in the same order; for other data, make a new guide."
             )
 
     @property
@@ -170,7 +169,6 @@ def require_refined(modules: Mapping[str, Any], predicting: Callable[[], bool]) 
     for name, module in modules.items():
         if isinstance(module, ExpectationGP) and module.empty and predicting():
             raise ValueError(
-                f"GP site {name!r} has the family {module.family['name']}, and no data were learned from yet: its "
-                "posterior is that of no step. Take one first, "
-                "ExpectationPropagation(model, guide, optim).step(x, y), or load the state of a guide that took some."
+                f"GP site {name!r} has the family {module.family['name']}, and has taken no step yet. Take one "
+                "first, ExpectationPropagation(model, guide, optim).step(x, y), or load the state of a trained guide."
             )

@@ -145,8 +145,8 @@ def checked(value: Tensor, part: Variables, method: str, rows: int) -> Tensor:
     """
     if value.dim() < 2 or value.shape[-2:] != (rows, part.size):
         raise ValueError(
-            f"{type(part).__name__}.{method} returned the shape {tuple(value.shape)}, (..., {rows}, {part.size}) is "
-            f"wanted, as its size is {part.size}."
+            f"{type(part).__name__}.{method} returned the shape {tuple(value.shape)}, expected (..., {rows}, "
+            f"{part.size}): its size is {part.size}."
         )
     return value
 

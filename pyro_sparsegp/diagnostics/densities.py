@@ -262,9 +262,8 @@ def _require_finite(name: str, log_density: Tensor) -> None:
         raise ValueError(
             f"site {name!r} has integrated log densities that are not finite in rows "
             f"[{', '.join(map(str, found[:10]))}{', ...' if len(found) > 10 else ''}] ({len(found)} of {len(rows)}): "
-            "at no function value that the posterior allows has the likelihood a density there. Look for NaN in the "
-            "data (leave missing rows out with poutine.mask), data outside of the likelihood's support, or "
-            "hyperparameters at extremes."
+            "their likelihood is 0 at all function values of the posterior. Look for NaN in the data (leave missing "
+            "rows out with poutine.mask), data outside of the likelihood's support, or extreme hyperparameters."
         )
 
 

@@ -218,9 +218,8 @@ class GuideSource(Source):
         projected = [f for f, spec in structure.gps.items() if spec["basis"].get("kind") == "projection"]
         if projected and not marginal:
             raise ValueError(
-                f"the posterior of site {projected[0]!r} knows its coefficients, the projected data, exactly, so that "
-                "there are no draws of them to weigh: predict(model, guide, x) draws function values, "
-                "predictive_scores(model, guide, x, y) scores them."
+                f"site {projected[0]!r} has no draws of coefficients to weigh, because the projected data fix them: "
+                "use predict(model, guide, x), or predictive_scores(model, guide, x, y)."
             )
         self.guide, self.structure, self.args, self.kwargs = guide, structure, args, kwargs
         self.model = guide.model
@@ -387,7 +386,7 @@ def require_shapes(data: Mapping[str, Any]) -> None:
         there, shape = tuple(site["value"].shape), tuple(site["fn"].shape())
         if there != shape:
             raise ValueError(
-                f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: a density would "
-                f"be taken of each with each. Give observations of shape {shape}"
-                + (", say by y.squeeze(-1)." if there == (*shape, 1) else ", one for each row of the inputs.")
+                f"site {name!r} has observations of shape {there}, its distribution has shape {shape}: each "
+                f"observation would meet all values. Give observations of shape {shape}"
+                + (", for example y.squeeze(-1)." if there == (*shape, 1) else ", one for each row of the inputs.")
             )

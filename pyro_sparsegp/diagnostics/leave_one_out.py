@@ -65,7 +65,7 @@ def compare(
     :param target: of :func:`loo`, for trees.
     :param kwargs: of ``arviz_stats.compare``.
     :returns: a ``pandas.DataFrame``, best first.
-    :raises ValueError: where a result is neither, or results have weights beside others without.
+    :raises ValueError: if a result is neither, or if only some results have weights.
     """
     if not isinstance(results, Mapping):
         raise ValueError(f"compare needs a mapping of names to trees, {{'a': tree}}, got {kind_of(results)}")
@@ -200,8 +200,8 @@ def _towards(tree: xarray.DataTree, target: Optional[str]) -> tuple[Any, str, fl
         return log_ratio_of(tree, found.target).values.ravel(), found.target, found.khat, found.khat_se, 1.0
     warnings.warn(
         f"the weights p/q of the draws towards {found.target!r} have k-hat {found.khat:.2f} ± {found.khat_se:.2f}, "
-        f"above {found.good_k:.2f}: the posterior is too far from the target for them to mend it. They are left "
-        'out, as by target="none": leave-one-out judges the posterior as it is. Train longer, or take a richer family.',
+        f"above {found.good_k:.2f}: q is too far from the target to be corrected. They are left out, as by "
+        'target="none": loo judges q as it is. Train longer, or take a richer family.',
         stacklevel=4,
     )
     return 0.0, "none", found.khat, found.khat_se, 1.0

@@ -102,7 +102,7 @@ class MeanFieldAdditive(AdditiveFamily):
     """Independent posteriors of the summands, S = blockdiag(S₁, …, S_C) (Saul, Hensman, Vehtari and Lawrence, 2016).
 
     A summand f_c has mean Φ_c m_c and variance d_c + diag(Φ_c S_c Φ_cᵀ), with Φ_c the features of its own basis and d_c
-    what they leave of its prior variance. Intervals of summands that the data tell apart in part only are too narrow.
+    what they leave of its prior variance. If the data hardly tell two summands apart, their intervals are too narrow.
     """
 
     def new_coefficients(self) -> NewCoefficients:

@@ -281,9 +281,8 @@ def require_own_diagonal(kernel: Any, name: str) -> None:
     """Refuse kernels whose diagonal depends on the other rows."""
     if kernel.depends_on_rows:
         raise ValueError(
-            f"the kernel of site {name!r} has a variance correction, {kernel!r}: that of inducing inputs would change "
-            "with the rows given, and with it what was learned. Take WeightSpace or ExactWeightSpace, or "
-            "variance_correction=False."
+            f"the kernel of site {name!r} has a variance correction, {kernel!r}, which would change the inducing "
+            "values with every batch. Take WeightSpace or ExactWeightSpace, or variance_correction=False."
         )
 
 

@@ -44,7 +44,7 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         run.perform(args, kwargs)
         trace = run.trace
         if not any(is_observation(site) for _, site in all_sites(trace)):
-            raise ValueError("absorb is given no observations: call it as the model with the new data, absorb(x, y).")
+            raise ValueError("absorb is given no observations: give it the new data, guide.absorb(x, y).")
         require_whole(trace)
         require_sizes(trace, each_row=True)
         found = _facts(guide, run, args, kwargs, trace)
@@ -61,14 +61,14 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
         for reading in readings:
             if not (reading.sites.precision.isfinite().all() and reading.sites.linear.isfinite().all()):
                 raise ValueError(
-                    f"GP site {reading.name!r}: what the new rows say of it is not finite; nothing of them was "
+                    f"GP site {reading.name!r}: derivatives of the new rows' densities are not finite. No row was "
                     "absorbed. Look for NaN or infinite values, or data outside of the likelihood's support."
                 )
         for reading in readings:
             modules[reading.name].finish(reading.sites)
             if not reading.direct and not reading.change <= 1e-2:
                 warnings.warn(
-                    f"the sites of GP site {reading.name!r} did not settle: another update would move a marginal by "
+                    f"the sites of GP site {reading.name!r} did not converge: another update would move a marginal by "
                     f"{reading.change:.2g} standard deviations. Absorb fewer rows at a time.",
                     stacklevel=4,
                 )
@@ -80,8 +80,8 @@ def _require_sums(guide: KnownGuide) -> None:
     beside = [name for name in facts.latents if name in facts.field or name in guide.local_latents]
     if beside:
         raise ValueError(
-            f"absorb adds rows to the posteriors of GP sites, all else held; latent site {beside[0]!r} has a value for "
-            "each row, or one posterior with them. Train on old and new rows together."
+            f"absorb updates GP sites alone, and latent site {beside[0]!r} has a value for each row, or one posterior "
+            "with them. Train on old and new rows together."
         )
     joint = [*facts.joint, list(facts.field)][0]
     if joint:
@@ -94,7 +94,7 @@ def _require_sums(guide: KnownGuide) -> None:
             why = "which keeps a site for each row: go on with ExpectationPropagation on old and new rows together"
         elif not isinstance(module.coefficients, (NaturalGaussian, NaturalLowRank)):
             why = "whose q(w) is learned as parameters, natural=False: train on old and new rows together; or take "
-            why += "the same with natural=True"
+            why += "natural=True"
         else:
             continue
         raise ValueError(f"absorb: GP site {name!r} has the family {module.family['name']}, {why}.")

@@ -67,7 +67,7 @@ class AutoSparseGP(SavedGuide):
     :param families: one family for all GP sites (each gets a copy), or a mapping from site names. A tuple of names,
         ``{("f", "g"): CoupledPrecision(32)}``, gives these sites one posterior: each has its own basis, and one
         Gaussian q(w) covers the coefficients of all. The family must be one that couples them.
-    :param init_loc_fn: how other latents start, from Pyro's ``pyro.infer.autoguide.initialization``.
+    :param init_loc_fn: where other latents start, from Pyro's ``pyro.infer.autoguide.initialization``.
     :param init_scale: their initial standard deviation, in unconstrained space.
     :param point_estimates: names of other latents to fit as points (maximum a posteriori), or ``True`` for all. By
         default there are none; under expectation propagation all are points.
@@ -180,15 +180,14 @@ class AutoSparseGP(SavedGuide):
     def absorb(self, *args: Any, forget: float = 0.0, **kwargs: Any) -> None:
         """Add new rows to the posteriors of GP sites, without the rows seen before (Bui, Nguyen and Turner, 2017).
 
-        Under natural steps q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) holds what all rows so far say in the sums (G₀, r₀),
-        and sites N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows are added: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). A likelihood
-        that is Gaussian in f gives them at once, so that rows absorbed in pieces make the posterior of all; for others
-        they are iterated, λ = −E[ℓ''], λ(z − m) = E[ℓ'], with (G₀, r₀) for the prior, and the old rows' sites stay as
+        q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) keeps two sums over all rows so far, (G₀, r₀). absorb adds the sites
+        N(zₙ | μₙ + φₙᵀw, 1/λₙ) of the new rows: G = G₀ + ΦᵀΛΦ, r = r₀ + Φᵀλ(z − μ). If the likelihood is Gaussian in f
+        the sites are exact, and rows absorbed in pieces give the posterior of all rows. For other likelihoods absorb
+        finds them by iteration, λ = −E[ℓ''], λ(z − m) = E[ℓ'], with (G₀, r₀) as the prior; the old rows' sites stay as
         they were. Hyperparameters, inducing inputs and other latents, held at their medians, stay too.
 
-        A step of training afterwards means what it did before: q goes towards the sum over the rows that it is given,
-        scaled to the plate's size. Rows that are to count must be among them, the old ones too; after absorbed rows
-        alone, absorb further ones. A guide that has taken no step starts at the prior.
+        Training afterwards moves q towards the sum over the rows that it is given, scaled to the plate's size: give it
+        the old rows too. A guide that has taken no step starts at the prior.
 
         :param args: the arguments of the model, with the new rows; plates have the new rows' number.
         :param forget: the share of (G₀, r₀) dropped before, for functions that drift; 0.1 at each call gives the last
@@ -283,8 +282,8 @@ class AutoSparseGP(SavedGuide):
                 self.prepare(*args, **kwargs)
         except ObservesNothingError as error:
             raise ValueError(
-                "this guide has seen no data, so that it has no posterior to look at or to predict with: train it "
-                "first, svi.step(x, y) or fit(model, guide, (x, y), steps=500), or load a saved state."
+                "this guide has seen no data, so it has no posterior yet: train it first, svi.step(x, y) or "
+                "fit(model, guide, (x, y), steps=500), or load a saved state."
             ) from error
         require_refined(self.modules_by_site(), lambda: True)
 
@@ -315,8 +314,8 @@ class AutoSparseGP(SavedGuide):
     def site_status(self) -> dict[str, dict[str, Any]]:
         """For each GP site whose Gaussian sites are read off the model: how many there are; whether they are exact
         (the likelihood is Gaussian in f); how many had negative curvature, which was cut to 0, at the last reading;
-        how many updates of training were cut since they lowered the bound; and whether those of the posterior, other
-        latents at their medians, have converged: another would move no marginal by 0.001 standard deviations.
+        how many updates of training were cut since they lowered the bound; and whether they have converged, with other
+        latents at their medians: another update would move no marginal by 0.001 standard deviations.
         """
         if not self.core.known:
             raise ValueError("the guide has read no sites yet: call it with the data, guide(x, y), or take an SVI step")

@@ -58,10 +58,9 @@ def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, Marginals]
     names = [name for name, number in numbers.items() if number >= most]
     if names and posteriors and not any(posterior.process.x.requires_grad for posterior in posteriors.values()):
         warnings.warn(
-            f"latent site {names[0]!r} has a value for each datum, and q leaves out that it gains what GP sites "
-            f"{', '.join(map(repr, found.gps))} lose at that datum: the intervals of both are too narrow, several "
-            "times where it is wide. Integrate it out in the likelihood: of a Normal by its variance, of others by "
-            "quadrature in pyro.factor.",
+            f"latent site {names[0]!r} has a value for each datum, and q takes it to be independent of GP sites "
+            f"{', '.join(map(repr, found.gps))}: the intervals of both are too narrow. Integrate it out in the "
+            "likelihood: add its variance to a Normal's, or use quadrature in pyro.factor.",
             stacklevel=6,
         )
 
@@ -85,8 +84,8 @@ def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
     if unknown:
         warnings.warn(
             f"site {unknown[0]!r} is neither a latent site that the guide knows, {sorted(known)}, nor one of its data, "
-            f"{sorted(data)}: it is drawn from its prior. If the model had none when the guide's "
-            "state was saved, load the state into a guide of the model that it is of.",
+            f"{sorted(data)}: it is drawn from its prior. If another model's state was loaded, load it into a guide of "
+            "that model.",
             stacklevel=2,
         )
     return is_training

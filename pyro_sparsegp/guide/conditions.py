@@ -50,18 +50,16 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
     name = next(iter(guide.site_modules()))
     if guide.core.data is None:
         raise ValueError(
-            "the guide was loaded from a state without its training data, on which the posterior of GP site "
-            f"{name!r} given a draw of the other latents depends: call the guide "
-            "with them once, guide(x, y), not under torch.no_grad()."
+            f"the guide was loaded from a state without its training data, which the posterior of GP site {name!r} "
+            "needs. Call the guide with them once, guide(x, y), not under torch.no_grad()."
         )
     if not guide.by_expectation and guide.core.data.overwritten:  # whose sites are kept
         warn_once(
             guide.warned,
             "overwritten",
             "",
-            f"the tensors that the guide was trained on were written to since, as by y.mul_(2.0), and the posterior "
-            f"of GP site {name!r} is read off what is in them now: train on copies, "
-            "y.clone(), or write to copies.",
+            f"the training data were changed in place after training, as y.mul_(2.0) does, and the posterior of GP "
+            f"site {name!r} now uses the changed values. Train on copies, y.clone(), or change copies.",
             stacklevel=4,
         )
     before, guide._computing_median = guide._computing_median, median

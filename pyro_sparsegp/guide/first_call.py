@@ -132,8 +132,8 @@ class _FlatInputsError(Exception):
 
 
 _NOTHING = (
-    "the guide's first call observes nothing: it learns there which sites are latent, so call it, or take the first "
-    "SVI step, with the data, model(x, y)."
+    "the guide's first call observes nothing, so it cannot tell which sites are latent: call it, or take the first "
+    "SVI step, with the data, guide(x, y)."
 )
 
 
@@ -341,8 +341,8 @@ def _expect_joint_draws(guide: KnownGuide) -> None:
     if coupled and not guide.facts.affine:
         warnings.warn(
             f"The model couples values of the GP site{'s' if len(coupled) > 1 else ''} {', '.join(coupled)} at "
-            "different inputs: they are drawn jointly, at a cost cubic in the number of inputs, and not integrated "
-            "by quadrature. Terms that a pyro.factor adds up do not meet if it gives one for each row, in a plate.",
+            "different inputs: they are drawn jointly, in O(N³), and not integrated by quadrature. If a pyro.factor "
+            "adds up terms of rows, give it one term for each row, in a plate.",
             stacklevel=5,
         )
 
@@ -352,8 +352,8 @@ def _warn_of_sums(found: Structure) -> None:
     if names:
         group = ", ".join(map(repr, names))
         warnings.warn(
-            f"GP sites {group} enter densities by their sum, or by one with weights, and have separate posteriors, "
-            "which leave out that what one gains the others lose: the intervals of each are too narrow. Give them one "
-            f"posterior, {{({group}): CoupledPrecision(32)}}, or make them one site with the sum of their kernels.",
+            f"GP sites {group} enter densities by their sum, weighted or not, and have independent posteriors: the "
+            "intervals of each are too narrow. Give them one posterior, "
+            f"{{({group}): CoupledPrecision(32)}}, or write one site with the sum of their kernels.",
             stacklevel=5,
         )

@@ -80,7 +80,7 @@ def require_joint(found: Structure, priors: Mapping[str, GaussianProcess]) -> No
         shapes = {name: tuple(priors[name].batch_shape) for name in group}
         if len(set(shapes.values())) > 1:
             raise ValueError(
-                f"GP sites {group} have one posterior, and outputs of the shapes {shapes}: give them as many outputs, "
+                f"GP sites {group} have one posterior, and different outputs, {shapes}: give each as many outputs, "
                 "GaussianProcess(...).expand([P]).to_event(1), or a family each."
             )
         inner = [name for name in group if name in found.inner]

@@ -162,7 +162,7 @@ class KnownGuide(AutoNormalMessenger):
         return next(self.parameters(), self._like)
 
     def declared_families(self) -> list[Family]:
-        """Those given."""
+        """The families given."""
         return list(self.families.values()) if isinstance(self.families, Mapping) else [self.families]
 
     def family_of(self, name: str) -> Family:
@@ -208,7 +208,7 @@ class KnownGuide(AutoNormalMessenger):
         return core.modules
 
     def site_modules(self) -> dict[str, SiteGP]:
-        """Those of families on sites."""
+        """The modules of families on sites."""
         return {name: module for name, module in self.modules_by_site().items() if isinstance(module, SiteGP)}
 
     def corrected_modules(self) -> dict[str, SparseGP]:
@@ -292,7 +292,7 @@ class KnownGuide(AutoNormalMessenger):
         return None if data is None else Relation(data, self.model, args, kwargs)
 
     def forget(self) -> None:
-        """Be as a guide that was never called."""
+        """Return to the state before the first call."""
         for name in ("gps", "joints", "locs", "scales", "together", "field"):
             if name in self._modules:
                 delattr(self, name)

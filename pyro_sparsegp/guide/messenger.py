@@ -86,9 +86,9 @@ def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
     if not set(plates) & set(facts.data_plates):
         if differ and not set(plates) & set(guide.amortized_plates):
             raise ValueError(
-                f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}: as none of its "
-                "plates holds data, its values are known by their numbers, and there are no others. Give plates of "
-                "those sizes; or have the data in the latent's own plate, and new rows' values come from the model."
+                f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}: it has no values for "
+                "new groups. Give plates of the learned sizes; or put the data into the latent's own plate, so that "
+                "values for new groups are drawn from the model."
             )
         return False
     whole = all(plate.size == sizes[name] for name, plate in here.items())

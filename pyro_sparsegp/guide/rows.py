@@ -49,9 +49,9 @@ def note_step(guide: KnownGuide, run: Union[Posteriors, Priors], args: tuple, kw
     new = [name for name, site in sites.items() if name not in known and is_free(site) and _is_prior(site)]
     if new:
         raise ValueError(
-            f"site {new[0]!r} is a latent that the guide's first call did not meet, so that it has no posterior of "
-            f"it: it knows {sorted(known)}. Make a new guide of the model that has it, or call the guide first "
-            "with arguments with which the model meets all its latents."
+            f"site {new[0]!r} is a latent that the guide's first call did not meet, so it has no posterior. The guide "
+            f"knows {sorted(known)}. Make a new guide, and call it first with arguments under which the model samples "
+            "all its latents."
         )
     if not run.rows.same:
         _refuse_other_data(guide, run, observed[0])
@@ -153,8 +153,8 @@ def _warn_of_rows(guide: KnownGuide, name: str, scale: Any, num: int) -> None:
         "rows",
         name,
         f"site {name!r} observes {what}, and no plate scales them up: if this is a mini-batch, give the plate the full "
-        "size, pyro.plate('data', size=N, subsample=x) or subsample_size=B; otherwise the KL outweighs the data. What "
-        "poutine.scale gives is taken for a weight of the rows.",
+        "size, pyro.plate('data', size=N, subsample=x) or subsample_size=B; otherwise the KL outweighs the data. The "
+        "guide takes poutine.scale for the rows' weights.",
         stacklevel=6,
     )
 

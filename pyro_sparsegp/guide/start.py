@@ -82,8 +82,8 @@ def start(guide: KnownGuide, run: Setup, args: tuple, kwargs: dict[str, Any]) ->
         if able:
             warnings.warn(
                 f"the mode of latents {', '.join(map(repr, able))} was not found ({str(error).splitlines()[0]}). They "
-                "start where init_loc_fn says, each with a posterior of its own, so intervals may be too narrow. Give "
-                "init_loc_fn a start that is nearer.",
+                "start where init_loc_fn says, each with an independent posterior, so intervals may be too narrow. "
+                "Give init_loc_fn a nearer start.",
                 stacklevel=6,
             )
 

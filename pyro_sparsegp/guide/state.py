@@ -119,8 +119,8 @@ def _require_alike(now: Structure, saved: Structure) -> None:
     ):
         if here.keys() != there.keys():
             raise ValueError(
-                f"the saved guide's {kind} are {sorted(there)}, this guide's are {sorted(here)}: it is the state of a "
-                "guide of another model."
+                f"the saved guide's {kind} are {sorted(there)}, this guide's are {sorted(here)}: the state "
+                "belongs to another model."
             )
 
 

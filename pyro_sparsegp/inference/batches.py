@@ -97,8 +97,8 @@ class TensorBatches:
             raise ValueError("data has no tensor or array with rows; torch.as_tensor(table.to_numpy()) makes one")
         if batch_size is not None and (min(rows) < max(rows) or not 0 < batch_size <= rows[0]):
             raise ValueError(
-                f"batch_size={batch_size}: data's tensors have {rows} rows. Those that batches are taken of need a row "
-                "for each datum: bind others to the model, functools.partial(model, table=table)."
+                f"batch_size={batch_size} needs tensors with a row for each datum; data's have {rows} rows. Bind other "
+                "tensors to the model, functools.partial(model, table=table)."
             )
         self.args, self.kwargs, self.batch_size, self.device, self.seed = args, kwargs, batch_size, device, seed
         self.num, self.size, self.whole = rows[0], size or rows[0], batch_size is None
@@ -160,8 +160,8 @@ class LoadedBatches:
             # Rows drawn with weights stand for all, those of a subset for themselves: only the caller knows.
             if drawn != self.size and not isinstance(self.sampler, DistributedSampler):
                 raise ValueError(
-                    f"size: data draws {drawn} of {self.size} rows in an epoch; say for how many rows in all they "
-                    "stand, fit(..., size=N)"
+                    f"size: data draws {drawn} of {self.size} rows in an epoch. Give the number of all rows that they "
+                    "stand for, fit(..., size=N)"
                 )
 
     def __len__(self) -> int:

@@ -41,7 +41,7 @@ def read(path: Path, mark: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"checkpoint {str(path)!r} is no file that fit wrote: {error}") from error
     if saved != mark:
         raise ValueError(
-            f"checkpoint {str(path)!r} is of a fit with {saved}, this one has {mark}: give what it began with"
+            f"checkpoint {str(path)!r} was written by a fit with {saved}, this fit has {mark}: give the same"
         )
     return state
 

@@ -48,20 +48,18 @@ class ExpectationPropagation:
 
     :param model: a Pyro model whose likelihood is a product of terms with one function value each.
     :param guide: an :class:`AutoSparseGP` of that model with the family :class:`~pyro_sparsegp.families.SparseEP`.
-    :param optim: a Pyro optimiser for all parameters; with a learning rate of 0, or by :meth:`sweep`, they stay.
-    :param damping: ρ in (0, 1], the weight of the new site: 1 is undamped. Hernández-Lobato and
-        Hernández-Lobato take 0.5 for all data at once
-        and 0.99 for mini-batches. Where the likelihood is Gaussian in f sites do not depend on cavities: they are
-        taken as they are found. Sites of negative precision grow no further than q and the cavities bear.
+    :param optim: a Pyro optimiser for all parameters; :meth:`sweep` leaves them alone.
+    :param damping: ρ in (0, 1], the weight of the new site: 1 is undamped. The paper takes 0.5 for all data at once and
+        0.99 for mini-batches. Sites of Gaussian likelihoods are exact and not damped. Sites of negative precision grow
+        only as far as q and the cavities stay proper.
     :param power: α in (0, 1]: 1 is expectation propagation, near 0 it is variational inference.
     :param schedule: "inner" updates the parameters after each sweep, "outer" only at convergence.
-    :param gradient: "matched", which supposes that the tilted moments are q's, so that the cavities are held: those
-        over w for all data at once (eq. 4 with w instead of inducing values; only Zₙ moves), those over inducing
-        values u = Lw for mini-batches (eq. 6; the prior moves, too), since the sites of other data are about u; or
-        "exact", the derivative of log Z_EP with sites held, for all data at once. They agree at convergence.
-    :param num_nodes: of each one-dimensional integral.
+    :param gradient: "matched" holds the cavities, as if q already had the tilted moments: cavities over w for all data
+        at once (eq. 4 with w instead of inducing values), over inducing values u = Lw for mini-batches (eq. 6).
+        "exact", for all data at once, is the derivative of log Z_EP with sites held. They agree at convergence.
+    :param num_nodes: the number of quadrature nodes of each integral.
     :param tolerance: convergence, as the largest move of a marginal in its standard deviations.
-    :param max_sweeps: the most sweeps that wait for it.
+    :param max_sweeps: the largest number of sweeps to convergence.
     :param group: a ``torch.distributed`` process group: each process gives its own share of the data, and all end
         up with the same q and parameters; loss and status are of all data. All start from the first process's
         parameters: inducing inputs that are given as a number are placed among its share.
@@ -114,12 +112,11 @@ class ExpectationPropagation:
         """Refine the sites, once or to convergence, and take one step of the optimiser.
 
         :param args: the model's arguments, with the data.
-        :param indices: the data's row numbers, ``(B,)``, where part of the data comes in a plate that does not say
-            them (``subsample=x``). The model is given them, too, if it asks for ``indices``. All data at once come in
-            the same order each time.
+        :param indices: the row numbers of the data, ``(B,)``. A mini-batch under ``subsample=x`` needs them. The model
+            gets them too, if it has an argument ``indices``. All data at once come in the same order each time.
         :returns: −log Z_EP − log p(other latents), in nats, before this step; estimated from part of the data.
         :raises ValueError: naming the site, if it is not finite, before anything changes; if the model or the guide do
-            not fit; if as many data are given as before, but others.
+            not fit; if other data come in the same number.
         """
         return self._work(args, kwargs, indices, 1 if self.schedule == "inner" else self.max_sweeps, train=True)
 

@@ -1,4 +1,4 @@
-"""A loop over SVI or expectation propagation that arrives, can be cut off anywhere and goes on from there."""
+"""A training loop over SVI or expectation propagation, with mini-batches, checkpoints and resume."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def fit(
     if not isinstance(guide, AutoSparseGP) or model != guide.model:
         raise ValueError(f"guide must be an AutoSparseGP of the model given, got {type(guide).__name__}")
     if resume and checkpoint is None:
-        raise ValueError("resume=True goes on from the file checkpoint, and none is given")
+        raise ValueError("resume=True continues from the file checkpoint, and none is given")
     method = _method(model, guide, optim, loss, method, group)
     batches = as_batches(data, batch_size, size, device, int(torch.randint(2**62, ())))
     total = _total(steps, epochs, batches)
@@ -264,8 +264,8 @@ class _Loop:
             if full and batch.num < (self.size or 0) and self.size not in full:
                 raise ValueError(
                     f"data has {self.size} rows, and a batch's {batch.num} at site {name!r} are in a plate of "
-                    f"{full[0]}: give the plate the number of all rows, def model(x, y=None, size=None) with "
-                    "pyro.plate('data', size or len(x), subsample=x), to which fit gives it as size"
+                    f"{full[0]}: give the plate the number of all rows, which fit passes as size: def model(x, y=None, "
+                    "size=None) with pyro.plate('data', size or len(x), subsample=x)"
                 )
 
     def _mark(self) -> dict[str, Any]:

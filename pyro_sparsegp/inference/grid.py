@@ -52,7 +52,7 @@ class Grid:
                 "integrated by draws",
                 ", ".join(drawn),
                 f"GP sites {', '.join(drawn)} meet in densities of more than {MAX_AXES} function values: these are "
-                "integrated by Monte Carlo, one draw a particle, not by quadrature: take more, num_particles=10.",
+                "integrated by Monte Carlo, with one draw per particle. Take more, num_particles=10.",
                 stacklevel=6,
             )
 

@@ -26,12 +26,12 @@ class ProjectedLikelihood(ELBO):
     """An objective: log p(Sᵀy) instead of the evidence lower bound (Wenger et al., 2024, eq. 9 and lemma S2).
 
     −½((y − μ)ᵀS(SᵀK̂S)⁻¹Sᵀ(y − μ) + log|SᵀK̂S| − log|SᵀS| + i log 2π): the evidence of the data projected on
-    orthonormalised actions. These stand for the data: densities of sites downstream of a GP are left out; other
+    orthonormalised actions. It replaces the densities of observed sites that depend on a GP; other
     observed sites and the divergences of other latents stay. It is no bound on log p(y). Wenger et al. (2024) find that
     hyperparameters trained by it generalise worse (figures S1 and S2): the default,
     :class:`~pyro_sparsegp.TraceQuadrature_ELBO`, is the better choice.
 
-    :param num_particles: draws of other latents, averaged.
+    :param num_particles: the number of draws of other latents to average over.
     """
 
     def __init__(self, num_particles: int = 1, **kwargs: Any) -> None:

@@ -167,8 +167,7 @@ class TraceQuadrature_ELBO(ELBO):
                 "risen",
                 next(iter(found)),
                 f"the loss has risen from {lowest:.4g} to {value:.4g}. The posterior of GP site {which} is not "
-                "whitened: the curvature of its divergence is that of an inverse kernel matrix, over which Adam's "
-                "steps can overshoot without end. Take natural steps, a far smaller rate, or a whitened family.",
+                "whitened, and Adam's steps overshoot. Take natural steps, a far smaller rate, or a whitened family.",
                 stacklevel=3,
             )
 
@@ -341,7 +340,7 @@ def _warn_of_loops(guide: AutoSparseGP, refusal: str, runs: int) -> None:
         guide.warned,
         "vmap refused",
         ", ".join(guide.structure.gps) if guide.structure else "",
-        f"torch.func.vmap refuses what this model does with function values ({refusal}); it now runs at each node, "
+        f"torch.func.vmap refuses what this model does with function values ({refusal}); it now runs once per node, "
         f"{runs} times a step. Write it without .item() and if.",
         stacklevel=6,
     )

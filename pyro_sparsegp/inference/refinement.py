@@ -173,8 +173,8 @@ class SiteRun:
                 self.settings.warned,
                 "negative sites dropped",
                 self.name,
-                f"expectation propagation at GP site {self.name!r} dropped sites of negative precision, with which q "
-                "had no covariance: the likelihood is not log-concave, and the updates may not converge. Look at "
+                f"expectation propagation at GP site {self.name!r} dropped sites of negative precision, which left q "
+                "without a covariance: the likelihood is not log-concave, and the updates may not converge. Look at "
                 "ep.status; lower damping (0.1) and power (0.5) help.",
                 NumericalWarning,
                 stacklevel=6,

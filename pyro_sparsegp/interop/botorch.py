@@ -203,9 +203,8 @@ class Model(BoTorchModel, FantasizeMixin):
                     return _by_output(variance.mT if turned else variance)
         raise ValueError(
             f"the variance of a measurement is not known: no observed site has a distribution of mean {name!r}, "
-            f"such as Normal({name}, noise). Say what one is worth as a measurement of {name!r}, "
-            "Model(model, guide, noise=variance), or give variances to posterior(X, observation_noise=...) or "
-            "condition_on_observations(X, Y, noise=...)."
+            f"such as Normal({name}, noise). Give it, Model(model, guide, noise=variance), "
+            "posterior(X, observation_noise=...) or condition_on_observations(X, Y, noise=...)."
         )
 
     # Fantasies.

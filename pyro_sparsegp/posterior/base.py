@@ -146,8 +146,8 @@ class Marginals(TorchDistribution):
         def compute() -> Tensor:
             if self.sites is None:
                 raise ValueError(
-                    f"the posterior of site {self.name!r} has no Gaussian sites to set the exact posterior against; "
-                    "use a family that reads them off the model, such as ComputationAware or SGPR."
+                    f"the posterior of site {self.name!r} has no Gaussian sites to compute the exact posterior from; "
+                    "use a family on sites, such as ComputationAware or SGPR."
                 )
             root, x, kernel = self.sites.precision.sqrt(), self.sites.inputs, self.process.kernel
             # k − k(·, X)Λ^½(I + Λ^½KΛ^½)⁻¹Λ^½k(X, ·): no division by a λ of 0

@@ -23,10 +23,7 @@ __all__ = [
     "Site",
 ]
 
-OTHER_LATENTS = (
-    "for other latents it has Pyro's mean-field normal, or what get_posterior(name, prior), overridden in a subclass, "
-    "returns for them"
-)
+OTHER_LATENTS = "for another posterior of a latent override get_posterior(name, prior) in a subclass"
 
 
 class Site(SparsePosterior):
@@ -55,12 +52,10 @@ class Site(SparsePosterior):
     def _require_pair(self) -> None:
         if not self.in_pair:
             raise ValueError(
-                f"the posterior of GP site {self.name!r} has a density relative to the prior process only, which can't "
-                "be set against the model's exact one: pyro.infer.Importance, psis_diagnostic, ReweightedWakeSleep and "
-                "WeighedPredictive, which run guide and model apart, do not work with this guide, nor does "
-                "vectorize_particles=True, nor a guide of your own that calls it, or has it for a part: give SVI the "
-                f"AutoSparseGP itself; {OTHER_LATENTS}. After guide.eval() and guide(*args), guide.get_traces() gives "
-                "a (model, guide) pair whose log densities make importance weights."
+                f"the posterior of GP site {self.name!r} has a density relative to the prior process only. These do "
+                "not work with it: pyro.infer.Importance, psis_diagnostic, ReweightedWakeSleep, WeighedPredictive, "
+                "vectorize_particles=True, a guide that contains it. Give SVI the AutoSparseGP itself; "
+                f"{OTHER_LATENTS}. For importance weights call guide.eval(), guide(*args), and guide.get_traces()."
             )
 
 

@@ -43,7 +43,7 @@ class SparsePosterior(Marginals):
         if not isinstance(x, Tensor) or x.dim() != here.dim() or x.dtype != here.dtype:
             got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"the posterior of site {self.name!r} is asked at inputs {got}; its own are {here.dtype} of shape "
+                f"the posterior of site {self.name!r} got inputs {got}; its own are {here.dtype} of shape "
                 f"{tuple(here.shape)}: give as many columns, one row for each input, of the same dtype."
             )
         try:

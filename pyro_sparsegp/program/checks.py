@@ -120,10 +120,9 @@ def require_full_batch(name: str, family: str, trace: poutine.Trace) -> None:
     """
     for part in _parts(trace):
         raise ValueError(
-            f"GP site {name!r} has the family {family}, which trains on all data at once; {part}. Give all rows (with "
-            "batches=True, in the guide's first call the rows that actions are to act on, guide(x[rows], y[rows]), and "
-            "the plate of their number), or take a family that trains by mini-batches, such as SVGP or "
-            "OrthogonalInducing."
+            f"GP site {name!r} has the family {family}, which trains on all data at once; {part}. Give all rows, or "
+            "take a family that trains by mini-batches, such as SVGP or OrthogonalInducing. With batches=True first "
+            "call the guide on the rows of its actions alone, guide(x[rows], y[rows])."
         )
 
 
@@ -159,10 +158,9 @@ def require_left_out(
         used = [other for other, density in densities.items() if density.isnan().any()]
         if used:
             raise ValueError(
-                f"site {name!r} holds values that obs_mask= leaves out; they are drawn from the model, but the density "
-                f"of site {used[0]!r} depends on them: they are latents with a posterior of their own. Write them as "
-                "pyro.sample(name, fn) in a plate of their own, and the others as data; where values are only missing, "
-                "poutine.mask(mask=obs_mask) around the site leaves them out."
+                f"site {name!r} has values that obs_mask= leaves out, and the density of site {used[0]!r} depends on "
+                "them, so they are latents. Write them as pyro.sample(name, fn) in a plate of their own, the others as "
+                "data. If values are only missing, put poutine.mask(mask=obs_mask) around the site."
             )
 
 

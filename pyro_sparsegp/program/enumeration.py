@@ -140,8 +140,7 @@ class Enumeration(Messenger):
                 raise ValueError(
                     f"site {msg['name']!r} is not scaled as the discrete site "
                     f"{self.names[min(group.latents) - PLATES - 1]!r}, on which it depends: put both under the same "
-                    "poutine.scale. All rows that share an element of its plate are to be there at once: in "
-                    "mini-batches take some of the elements, with all of their rows."
+                    "poutine.scale. A mini-batch takes some elements of its plate, with all of their rows."
                 )
             joined.latents |= group.latents
             joined.terms += group.terms
@@ -163,10 +162,9 @@ def _require_element(name: str, plates: Plates, latent: str, there: Plates, grou
     if not picks and all(len(numbers[key]) == 1 and group.row_of(key, plates) for key in outside):
         return
     raise ValueError(
-        f"site {name!r} stands in plates {list(plates)} and depends on the discrete site {latent!r}, which stands in "
-        f"{list(there)} and is enumerated: a sum is taken for each of its elements, and each row has to depend on one. "
-        f"Put site {name!r} into these plates too, or give each row one number of its element, "
-        f"{latent}[group], before anything else is done with it; or sum it out in the model."
+        f"site {name!r} in plates {list(plates)} depends on the enumerated discrete site {latent!r} in plates "
+        f"{list(there)}: each row has to depend on one element of it. Put site {name!r} into these plates too, index "
+        f"{latent!r} by each row's number before anything else, {latent}[group], or sum it out in the model."
     )
 
 

@@ -78,9 +78,9 @@ class Group:
                     break
             else:
                 raise ValueError(
-                    f"the discrete sites {[self.names[dim - PLATES - 1] for dim in sorted(self.latents)]} meet, whose "
-                    "plates are not within one another: the sum over them has no order in which it can be taken. Put "
-                    "one of them into the plates of the other, or write it as a latent with a posterior of its own."
+                    f"the discrete sites {[self.names[dim - PLATES - 1] for dim in sorted(self.latents)]} meet in a "
+                    "density, and their plates are not nested. Put one of them into the plates of the other, or write "
+                    "it as a latent with a posterior of its own."
                 )
             total = self.product(touched, plates)
             left = [factor for factor in left if not factor.latents & own]
