@@ -42,7 +42,8 @@ def predict(
 
     A guide's function values come from its sparse posterior. MCMC has drawn f at the training inputs, and f at new
     inputs is drawn given those values (:meth:`GaussianProcess.given`). Latents under a plate that holds data are drawn
-    from the model; subsampling is off. ``torch.func.vmap`` makes many draws at once if the program allows it.
+    from the model; subsampling is off. ``torch.func.vmap`` makes up to 100 draws at once if the program allows it, in
+    some 100 MB of memory; otherwise there is a run of the program for each.
     A :class:`~pyro_sparsegp.NumericalWarning` counts the transitions of an ``MCMC`` that diverged.
 
     :param model: the guide's model, or one with the same latent sites and another likelihood.
@@ -58,8 +59,10 @@ def predict(
         that do not match the new inputs.
     """
     require_number("num_samples", 1 if num_samples is None else num_samples)
+    rows, apart = 0, True
     if isinstance(result, AutoSparseGP):
-        one, rows = _of_guide(model, result, joint, args, kwargs), 0
+        one = _of_guide(model, result, joint, args, kwargs)
+        apart = result.structure is None or result.has_random_latents
         samples: Samples = {"": torch.arange(num_samples or 100)}
     else:
         samples, old = samples_and_data(result, data)
@@ -75,7 +78,7 @@ def predict(
 
     def numbers(draw: Draw) -> int:  # of a covariance at the inputs; of features, where values are drawn singly
         most = rows + max(value.numel() for value in draw.values())
-        return most * (most if joint else 128)
+        return most * ((most if joint else 128) if apart else 1)
 
     blocks = list(in_blocks(one, samples, numbers))
     return {name: torch.cat([block[name] for block in blocks]) for name in blocks[0]}

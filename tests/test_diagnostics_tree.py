@@ -9,6 +9,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import MCMC, NUTS
+from torch.overrides import TorchFunctionMode
 
 from pyro_sparsegp import AutoSparseGP, GaussianProcess, TraceQuadrature_ELBO, Whitening, kernels, predict
 from pyro_sparsegp.families import SGPR, SVGP, ComputationAware, WeightSpace
@@ -33,6 +34,7 @@ xr = pytest.importorskip("xarray")
 diagnostics = pytest.importorskip("pyro_sparsegp.diagnostics")
 DensityReader = pytest.importorskip("pyro_sparsegp.diagnostics.densities").DensityReader
 as_source = pytest.importorskip("pyro_sparsegp.diagnostics.sources").as_source
+GuideSource = pytest.importorskip("pyro_sparsegp.diagnostics.draws").GuideSource
 to_datatree = diagnostics.to_datatree
 
 KERNEL = kernels.Matern32(0.4)
@@ -166,9 +168,25 @@ def test_conditional_moments_are_those_of_the_dense_process():
             torch.testing.assert_close(variance, exact.variance, atol=1e-5, rtol=1e-5)
 
 
+class Given(TorchFunctionMode):
+    """Standard normal numbers are taken from a list."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers, self.at = numbers, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.randn, torch.randn_like, torch.Tensor.normal_, torch.normal):
+            return found
+        self.at += found.numel()
+        noise = self.numbers[self.at - found.numel() : self.at].reshape(found.shape)
+        return args[0] + args[1] * noise if func is torch.normal else noise
+
+
 @pytest.mark.parametrize("family", [SVGP(8), SGPR(8)])
-def test_draws_in_blocks_are_those_of_a_loop(family):
-    """A program that vmap refuses is run once a draw: its densities, at the draws that it made, are those of blocks."""
+def test_draws_in_blocks_are_those_of_a_loop(family, monkeypatch):
+    """A program that vmap refuses is run once a draw: the same in distribution, and in value under the same noise."""
     runs = []
 
     def refusing(x, y=None):
@@ -196,6 +214,18 @@ def test_draws_in_blocks_are_those_of_a_loop(family):
     looped = False
     assert predict(refusing, guide, x[:3], num_samples=10)["f"].shape == (10, 3)
     assert len(runs) <= 12
+    noise, make = torch.randn(4, 1000), GuideSource.make
+
+    def given(source, item, *rest):
+        with Given(noise[item[""]]):
+            return make(source, item, *rest)
+
+    monkeypatch.setattr(GuideSource, "make", given)
+    trees = {}
+    for looped in (False, True):
+        trees[looped] = to_datatree(refusing, guide, x, y, num_samples=4, predict=x[:3], dtype="float64")
+    for group in ("posterior", "posterior_predictive", "log_likelihood", "sample_stats", "predictions"):
+        xr.testing.assert_allclose(*(tree[group].to_dataset() for tree in trees.values()), rtol=1e-6)
 
 
 LIKELIHOODS = {

@@ -165,6 +165,12 @@ class DensityReader:
         widths = [1 if plan.aligned[gp] else max(1, means[gp][0, ..., 0].numel()) for gp in plan.others]
         like = next(value for value in (*means.values(), *held.values()) if value.is_floating_point())
         nodes, weights = normal_nodes(sum(widths), like)
+        size = len(nodes) * max(value[0].numel() for value in (*means.values(), *held.values()))
+        blocks = torch.arange(len(like)).split(max(1, _NUMBERS // size))
+        if len(blocks) > 1:
+            some = [{gp: (h[rows], d[rows]) for gp, (h, d) in functions.items()} for rows in blocks]
+            given = [{key: value[rows] for key, value in held.items()} for rows in blocks]
+            return tuple(map(torch.cat, zip(*(self._site(name, *part) for part in zip(given, some)))))
         stack = {key: value.expand(len(nodes), *value.shape) for key, value in {**held, **means}.items()}
         for gp, part in zip(plan.others, nodes.split(widths, -1)):
             h, d = functions[gp]

@@ -45,7 +45,6 @@ __all__ = [
 
 LARGEST_JOINT = 5000  # function values that are drawn jointly without being asked twice
 _ROWS = 8192  # whose features are held in memory at once
-_NODES = 64  # numbers a row that reading its densities takes
 
 Call = tuple[tuple, dict[str, Any]]
 
@@ -125,6 +124,7 @@ class Source(ABC):
     families: Optional[dict[str, Any]] = None  # of GP sites
     target = "exact"  # what the draws are towards; of a guide it is known after the first draw
     joint = False  # whether draws take the covariance of function values
+    apart = True  # whether each has features and covariances of its own
     most = 100  # draws made at a time
     model: Callable
     data: list[str]
@@ -159,7 +159,7 @@ class Source(ABC):
                 count[kind] += value.numel()
             rows, new = count["functions"], min(count["predicted"], LARGEST_JOINT)
             covariances = (rows + new) ** 2 if self.joint else new**2
-            return max(rows * _NODES, min(rows, _ROWS) * count["coefficients"], covariances)
+            return max(rows, (max(min(rows, _ROWS) * count["coefficients"], covariances) if self.apart else 0))
 
         return map(Draws.of, in_blocks(one, self.items(num), numbers, self.most))
 
@@ -223,7 +223,7 @@ class GuideSource(Source):
             )
         self.guide, self.structure, self.args, self.kwargs = guide, structure, args, kwargs
         self.model = guide.model
-        self.exact, self.most = exact, 1 if exact else 100
+        self.exact, self.most, self.apart = exact, 1 if exact else 100, guide.has_random_latents
         self.sites: dict[str, Any] = {}
         self._kept: list[Conditions] = []
         self.families = {name: spec["family"] for name, spec in structure.gps.items()}

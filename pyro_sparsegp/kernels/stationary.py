@@ -70,7 +70,7 @@ class _Covariance(Function):
         value, slope = profile.value_and_slope(s)
         if variance is None:
             return value, slope
-        if variance.numel() == 1 and variance.dim() <= value.dim():
+        if broadcast_shapes(value.shape, variance.shape) == value.shape:
             return value.mul_(variance), slope.mul_(variance)
         return value * variance, slope * variance
 

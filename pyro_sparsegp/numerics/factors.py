@@ -138,7 +138,7 @@ class Factor(Function):
         shifted = matrix.clone()
         shifted.diagonal(dim1=-2, dim2=-1).add_(shift[..., None])
         factor, info = factorised(shifted)
-        return factor.to(dtype), torch.zeros_like(matrix, dtype=dtype), info
+        return factor.to(dtype), matrix.new_zeros((), dtype=dtype).expand_as(matrix), info
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

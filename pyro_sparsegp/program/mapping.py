@@ -11,6 +11,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from tqdm.auto import tqdm
 
 from ..numerics.linalg import MAPPED, flags_kept
 from .traces import sample_sites
@@ -19,7 +20,8 @@ __all__ = ["Draw", "in_blocks", "mapped", "values_of"]
 
 Draw = dict[Any, Tensor]
 
-_AT_ONCE = 2**23  # numbers that draws made at once may hold in one place
+_AT_ONCE = 2**22  # numbers that draws made at once may hold in one place: more is slower, in new memory
+_PATIENCE = 2.0  # seconds without a bar
 _DRAWS = {Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.cauchy_}
 
 
@@ -45,20 +47,24 @@ def in_blocks(
 
     The first is alone, in plain torch: it warns, learns and raises. Others are under ``torch.func.vmap`` with random
     numbers of their own, or in a loop where it refuses the program: at most ``most`` at once, and as many as memory
-    allows, where a result is made of so many ``numbers``.
+    allows, where a result is made of so many ``numbers``. After two seconds there is a bar.
     """
     num = len(next(iter(items.values())))
-    first = one({key: value[0] for key, value in items.items()})
-    yield {key: value[None] for key, value in first.items()}
-    size, refused = min(max(_AT_ONCE // max(numbers(first), 1), 1), most), False
-    for start in range(1, num, size):
-        block = {key: value[start : start + size] for key, value in items.items()}
-        found = None if refused or size == 1 else _at_once(one, block)
-        if found is None:
-            refused = True
-            each = [one(dict(zip(block, item))) for item in zip(*block.values())]
-            found = {key: torch.stack([draw[key] for draw in each]) for key in first}
-        yield found
+    with tqdm(total=num, desc="draws", delay=_PATIENCE, leave=False) as bar:
+        first = one({key: value[0] for key, value in items.items()})
+        yield {key: value[None] for key, value in first.items()}
+        size, refused = min(max(_AT_ONCE // max(numbers(first), 1), 1), most), False
+        for start in range(1, num, size):
+            block = {key: value[start : start + size] for key, value in items.items()}
+            found = None if refused or size == 1 else _at_once(one, block)
+            if found is None:
+                refused, each = True, []
+                for item in zip(*block.values()):
+                    each.append(one(dict(zip(block, item))))
+                    bar.update()
+                found = {key: torch.stack([draw[key] for draw in each]) for key in first}
+            bar.update(start - bar.n)
+            yield found
 
 
 def _at_once(one: Callable[[Draw], Draw], block: Draw) -> Optional[Draw]:
