@@ -170,7 +170,8 @@ class DensityReader:
         if len(blocks) > 1:
             some = [{gp: (h[rows], d[rows]) for gp, (h, d) in functions.items()} for rows in blocks]
             given = [{key: value[rows] for key, value in held.items()} for rows in blocks]
-            return tuple(map(torch.cat, zip(*(self._site(name, *part) for part in zip(given, some)))))
+            found = [self._site(name, *part) for part in zip(given, some)]
+            return torch.cat([part for part, _ in found]), torch.cat([part for _, part in found])
         stack = {key: value.expand(len(nodes), *value.shape) for key, value in {**held, **means}.items()}
         for gp, part in zip(plan.others, nodes.split(widths, -1)):
             h, d = functions[gp]
