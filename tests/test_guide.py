@@ -266,13 +266,9 @@ class TestState:
             saved = r"GP site 'f' is SVGP\(inducing=7, whiten=True, natural=True\)"
             refused(rf"{saved}, this guide declares {said}", other.load_state_dict, guide.state_dict())
         refused("no family is given for GP site 'f'", restored, guide, family={"h": SVGP(7)})
-        if used:
-            other = prepared(PLAIN, SVGP(7), x, y)
-            refused("the state belongs to another model", other.load_state_dict, guide.state_dict())
-        else:
-            other = AutoSparseGP(PLAIN, SVGP(7))
-            other.load_state_dict(guide.state_dict())
-            refused("or its state saved, with another model", TraceQuadrature_ELBO().loss, PLAIN, other, x, y)
+        other = prepared(PLAIN, SVGP(7), x, y) if used else AutoSparseGP(PLAIN, SVGP(7))
+        other.load_state_dict(guide.state_dict())
+        refused("or its state saved, with another model", TraceQuadrature_ELBO().loss, PLAIN, other, x, y)
 
     def test_given_inputs_count_as_their_number(self):
         x, _, guide = begun()
@@ -666,7 +662,7 @@ def test_handlers_around_a_prediction_are_not_those_of_the_training_data(family,
 
 @pytest.mark.parametrize(
     ("family", "match"),
-    [(SVGP(5), r"site 'f'.*\(1 of 20 rows, the first at 7\)"), (SGPR(5), "'f' .* brings other rows at site 'y'")],
+    [(SVGP(5), r"site 'f'.*\(1 of 20 values, the first at 7\)"), (SGPR(5), "'f' .* brings other rows at site 'y'")],
     ids=["SVGP", "SGPR"],
 )
 def test_numbers_that_are_none_are_named(family, match):

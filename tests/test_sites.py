@@ -616,30 +616,6 @@ def test_kinks(scale):
         assert abs(gaps[2][1]) < 0.1
 
 
-@pytest.mark.parametrize("name", ["poisson", "bernoulli"])
-def test_a_step_runs_the_program_twice(name):
-    """Once mapped over nodes to draw the latents and read the sites, once for the bound."""
-    likelihood = LIKELIHOODS[name]
-    x, y = observations(name, 40)
-    runs = []
-
-    def model(x, y=None):
-        runs.append(1)
-        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.1))
-        f = pyro.sample("f", GaussianProcess(scale * KERNEL, x))
-        return observed(likelihood(f), y)
-
-    guide = AutoSparseGP(model, SGPR(8), independent=True)
-    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.001}), TraceQuadrature_ELBO())
-    counts = []
-    for _ in range(8):  # at first sites move far enough to look whether the bound falls
-        runs.clear()
-        svi.step(x, y)
-        counts.append(len(runs))
-    assert max(counts) <= 16
-    assert counts[-3:] == [2, 2, 2]
-
-
 @pytest.mark.parametrize("family", [SGPR(8), ComputationAware(8), ComputationAware(8, "cg")])
 def test_looking_at_a_guide_does_not_change_it(family):
     x, y = observations("poisson", 24)
@@ -774,26 +750,6 @@ def test_features_of_a_reading_go_with_it():
     gc.collect()
     assert not [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == (40, 7)]
     assert [len(reading.sites.inputs) for reading in conditions.readings] == [40]
-
-
-def test_no_expectation_is_taken_twice_at_the_same_marginals(monkeypatch):
-    x, y = observations("poisson", 40)
-    model = with_likelihood(lambda f: dist.Poisson((3 * f).exp()))  # steep enough for updates that may overshoot
-    taken = []
-    expect = Reader.expect
-
-    def note(reader, name, marginals, at_mean):
-        numbers = [part.tolist() for marginal in marginals.values() for part in marginal]
-        taken.append((at_mean, torch.is_grad_enabled(), numbers))
-        return expect(reader, name, marginals, at_mean)
-
-    monkeypatch.setattr(Reader, "expect", note)
-    guide = AutoSparseGP(model, SGPR(8, rate=0.8, updates=5), independent=True)
-    for call in (lambda: guide(x, y), lambda: guide.posterior(x)):
-        taken.clear()
-        call()
-        assert len(taken) > 5
-        assert all(one not in taken[:i] for i, one in enumerate(taken))
 
 
 def test_updates_within_a_step_are_those_of_as_many_steps():

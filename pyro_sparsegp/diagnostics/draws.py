@@ -292,7 +292,7 @@ class GuideSource(Source):
         def function(msg: Any, prior: Any) -> None:
             name = msg["name"]
             if name in draw.coefficients:
-                q = self.guide.posterior_given(name, prior, self.posteriors[name].sites, new_rows=True)
+                q = self.guide.posterior_given(name, prior, self.posteriors[name].sites)
                 w = list(draw.coefficients[name].split(list(q.coefficients.sizes), -1))
                 mean, variance = q.given_coefficients(w, _ROWS)
                 # f | w ~ N(h, ρ): jointly in O(N³), or of many rows by its marginals.

@@ -145,6 +145,10 @@ class KeptSites(AbstractModule):
     def memory(self, saved: tuple[Any, ...]) -> None:
         self.inputs, self.precision, self.linear, self.truncated, self.progress = saved
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.progress["marginals"] = None
+        return super()._apply(*args, **kwargs)
+
     def forget(self) -> None:
         """Be as if no sites had been read."""
         self.inputs, self.precision, self.linear = self.inputs[:0], self.precision[..., :0], self.linear[..., :0]

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from pyro import poutine
+from torch import Tensor
 
-from ..approximations.absorbing import Absorbing
-from ..approximations.expectation import ExpectationGP
-from ..approximations.on_sites import SiteGP
-from ..gaussians import NaturalGaussian, NaturalLowRank
+from ..approximations.free import SparseGP
+from ..gaussians import Continued, NaturalGaussian, NaturalLowRank, weighted_gram
+from ..gaussians.sites import Sites
+from ..numerics.linalg import side_by_side
+from ..posterior.sparse_posterior import SparsePosterior
+from ..process import GaussianProcess
 from ..program.checks import require_sizes, require_whole
 from ..program.explore import explore
 from ..program.facts import Structure
 from ..program.handlers import held_trace
 from ..program.reader import Reader
-from ..program.traces import (
-    all_sites,
-    is_observation,
-    piecewise_constant,
-    repeatable,
-    whole_plates,
-)
+from ..program.traces import all_sites, is_observation, piecewise_constant, repeatable, whole_plates
 from .first_call import require_separate_sites
 from .known import KnownGuide
 from .reading import SiteReading, settle
@@ -32,6 +30,41 @@ from .runs import Priors, held_runs
 __all__ = ["absorb"]
 
 _MOST = 200  # updates of sites
+_TOGETHER = "Train on old and new rows together"
+
+
+class _Sums:
+    """q(w) ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) Πₙ N(zₙ | μₙ + φₙᵀw, 1/λₙ): what rows seen before left, and new sites.
+
+    (Bui, Nguyen and Turner, 2017.) Neither the old rows nor their sites are needed.
+
+    :param module: of the site, whose q(w) learns by natural steps.
+    :param process: the prior at the new rows.
+    :param forget: the share of (G₀, r₀) that is dropped.
+    """
+
+    at, rate = "marginals", 0.7  # of updates, as SiteGP has them
+
+    def __init__(self, module: SparseGP, process: GaussianProcess, name: str, forget: float) -> None:
+        self.process, self.name, self.coefficients = process, name, module.coefficients
+        self.features = module.basis(process.kernel, process.jitter, name)
+        if module.kept_rows is not None:
+            module.hold(self.features, process)
+        self.phi = self.features(process.x)
+        self.anchor = self.features.anchors if self.coefficients.by_block else self.features.anchor
+        gram, pull = self.coefficients.sums(self.anchor)
+        self._sums = (1 - forget) * gram, (1 - forget) * pull
+
+    def plus(self, sites: Sites) -> tuple[Tensor, Tensor]:
+        """G₀ + ΦᵀΛΦ and r₀ + Φᵀλ(z − μ)."""
+        phi, (gram, pull) = side_by_side(self.phi), self._sums
+        return gram + weighted_gram(phi, sites.precision), pull + (phi.mT @ sites.linear[..., None])[..., 0]
+
+    def posterior(self, sites: Optional[Sites]) -> SparsePosterior:
+        """Under new sites, or none."""
+        sites = sites or Sites.none(self.process.x, self.process.batch_shape)
+        q = Continued(self.coefficients.of(*self.plus(sites)), *self._sums)
+        return SparsePosterior(self.process, self.features, q, self.name, sites, self.phi)
 
 
 def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float) -> None:
@@ -47,26 +80,27 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
             raise ValueError("absorb is given no observations: give it the new data, guide.absorb(x, y).")
         require_whole(trace)
         require_sizes(trace, each_row=True)
-        found = _facts(guide, run, args, kwargs, trace)
-        # With q ∝ N(w; 0, I) exp(r₀ᵀw − ½wᵀG₀w) for a prior, new rows have sites as all rows have under SGPR.
-        modules = {
-            name: Absorbing(guide.modules_by_site()[name], process, name, forget)
-            for name, process in run.processes.items()
-        }
-        readings = [SiteReading.of(name, run.processes[name], module, found) for name, module in modules.items()]
+        found = _facts(guide, run, args, kwargs)
+        readings = []
+        for name, process in run.processes.items():
+            sums: Any = _Sums(guide.module_of(name), process, name, forget)
+            kinds, none = (name in found.quadratic, name in found.meeting), Sites.none(process.x, process.batch_shape)
+            readings.append(SiteReading(name, process, sums, *kinds, none, torch.zeros(()), answer=sums.posterior))
         marginals = {reading.name: reading.look()[1] for reading in readings}
-        reader = Reader(lambda values: held_trace(guide.model, values, args, kwargs, trace), found)
         tolerance = 1e-7 if guide.like.dtype == torch.float64 else 1e-3
+        reader = Reader(lambda values: held_trace(guide.model, values, args, kwargs, trace), found)
         settle(reader, readings, marginals, _MOST, tolerance)
+        sums_of = {reading.name: reading.module.plus(reading.sites) for reading in readings}
         for reading in readings:
-            if not (reading.sites.precision.isfinite().all() and reading.sites.linear.isfinite().all()):
+            # test_absorb.py::test_bad_arguments_leave_the_guide_as_it_is
+            if not all(part.isfinite().all() for part in sums_of[reading.name]):
                 raise ValueError(
                     f"GP site {reading.name!r}: derivatives of the new rows' densities are not finite. No row was "
                     "absorbed. Look for NaN or infinite values, or data outside of the likelihood's support."
                 )
         for reading in readings:
-            modules[reading.name].finish(reading.sites)
-            if not reading.direct and not reading.change <= 1e-2:
+            reading.module.coefficients.put_sums(reading.module.anchor, *sums_of[reading.name])
+            if reading.change > 1e-2 or math.isnan(reading.change):
                 warnings.warn(
                     f"the sites of GP site {reading.name!r} did not converge: another update would move a marginal by "
                     f"{reading.change:.2g} standard deviations. Absorb fewer rows at a time.",
@@ -75,38 +109,35 @@ def absorb(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], forget: float
 
 
 def _require_sums(guide: KnownGuide) -> None:
-    """Raise where what the guide learned is no sum over rows."""
+    """Raise where what the guide learned is no sum over rows: test_absorb.py::test_what_is_no_sum_over_rows_is_refused,
+    test_expectation_propagation_and_a_joint_q_are_refused.
+    """
     facts = guide.facts
     beside = [name for name in facts.latents if name in facts.field or name in guide.local_latents]
     if beside:
         raise ValueError(
             f"absorb updates GP sites alone, and latent site {beside[0]!r} has a value for each row, or one posterior "
-            "with them. Train on old and new rows together."
+            f"with them. {_TOGETHER}."
         )
     joint = [*facts.joint, list(facts.field)][0]
     if joint:
-        raise ValueError(f"absorb: GP sites {joint} have one posterior; train on old and new rows together.")
+        raise ValueError(f"absorb: GP sites {joint} have one posterior. {_TOGETHER}.")
     for name, module in guide.modules_by_site().items():
-        if isinstance(module, SiteGP):
-            why = "whose posterior follows from all its data: give it old and new rows together, guide.forget_data() "
-            why += "and then guide(x, y); or take SVGP or OrthogonalInducing"
-        elif isinstance(module, ExpectationGP):
-            why = "which keeps a site for each row: go on with ExpectationPropagation on old and new rows together"
-        elif not isinstance(module.coefficients, (NaturalGaussian, NaturalLowRank)):
-            why = "whose q(w) is learned as parameters, natural=False: train on old and new rows together; or take "
-            why += "natural=True"
-        else:
-            continue
-        raise ValueError(f"absorb: GP site {name!r} has the family {module.family['name']}, {why}.")
+        if not isinstance(getattr(module, "coefficients", None), (NaturalGaussian, NaturalLowRank)):
+            raise ValueError(
+                f"absorb: GP site {name!r} has the family {module.family['name']}, and absorb adds to the sums that "
+                "natural steps keep. On sites, by expectation propagation or with natural=False: train on old and new "
+                "rows together, after guide.forget_data() and then guide(x, y); or take SVGP or OrthogonalInducing "
+                "with natural=True."
+            )
 
 
-def _facts(guide: KnownGuide, run: Priors, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> Structure:
+def _facts(guide: KnownGuide, run: Priors, args: tuple, kwargs: dict[str, Any]) -> Structure:
     """How the densities of the new rows depend on GP sites' values."""
     found = Structure(gps=guide.facts.gps, enumerated=guide.facts.enumerated, num_nodes=guide.facts.num_nodes)
-    flat = piecewise_constant(trace)
-    held = held_runs(guide.model, trace, args, kwargs)
+    flat = piecewise_constant(run.trace)
+    held = held_runs(guide.model, run.trace, args, kwargs)
     explore(found, held, run.processes, [] if flat else list(run.processes))
     for name in run.processes:
-        reads = "rows to absorb, of which absorb"
-        require_separate_sites(found, name, reads, flat, "Train on old and new rows together")
+        require_separate_sites(found, name, "rows to absorb, of which absorb", flat, _TOGETHER)
     return found

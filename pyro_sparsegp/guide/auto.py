@@ -401,16 +401,14 @@ class AutoSparseGP(SavedGuide):
         }
         return run.processes, values, run.trace
 
-    def posterior_given(self, name: str, prior: Any, sites: Optional[Sites], new_rows: bool) -> SparsePosterior:
-        """The posterior of a GP site under a prior of other inputs, given the sites of a draw.
+    def posterior_given(self, name: str, prior: Any, sites: Optional[Sites]) -> SparsePosterior:
+        """The posterior of a GP site under a prior of new inputs, given the sites of a draw.
 
         :param sites: of a family on sites, those the draw was conditioned on.
-        :param new_rows: whether the inputs are new.
         """
         process, _ = as_process(prior)
         if process is None:
             raise ValueError(f"site {name!r} is no GP site")
         module = self.module_of(name)
         self.check_site(name, process, module)
-        give = module.predict if new_rows else module
-        return give(process, name, SparsePosterior, sites) if isinstance(module, SiteGP) else give(process, name)
+        return module.predict(process, name, *([SparsePosterior, sites] if isinstance(module, SiteGP) else []))

@@ -14,6 +14,7 @@ from pyro.poutine.util import site_is_subsample
 from ..approximations.free import SparseGP
 from ..bases.inducing import InducingPoints
 from ..posterior.base import Marginals
+from ..process import GaussianProcess
 from ..program import checks
 from ..program.facts import Structure
 from ..program.traces import all_sites, is_free
@@ -32,31 +33,31 @@ def check_parameters(guide: KnownGuide, core: Core, args: tuple, kwargs: dict[st
     _warn_of_data_latents(guide, probe.posteriors)
     core.registered = checks.require_registered(probe, guide.trace, (args, kwargs))
     for name, posterior in probe.posteriors.items():
-        if not posterior.process.x.requires_grad:
-            continue
-        module = guide.module_of(name)
-        # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
-        units = [part for part in module.modules() if isinstance(part, InducingPoints) and part.units is not None]
-        for part in units:
-            part.leave_units()
-        rows = None
-        if isinstance(module, SparseGP) and module.may_follow_network:
-            rows = rows_to_follow(posterior.process, sum(module.basis.sizes))
-        if rows is not None:
-            module.follow_network(*rows)
-        if units or rows is not None:
+        if posterior.process.x.requires_grad:
+            module = guide.module_of(name)
+            _let_inputs_move(module, posterior.process)
             core.facts.gps[name] = module.spec()
     core.calls = Calls() if core.facts.follows_networks else None
     core.checked = known  # else a training call will tell
 
 
+def _let_inputs_move(module: Any, process: GaussianProcess) -> None:
+    # Where x is learned its range is not what it will be: inducing inputs are learned in units of 1.
+    for part in [part for part in module.modules() if isinstance(part, InducingPoints) and part.units is not None]:
+        part.leave_units()
+    if isinstance(module, SparseGP) and module.may_follow_network:
+        rows = rows_to_follow(process, sum(module.basis.sizes))
+        if rows is not None:
+            module.follow_network(*rows)
+
+
 def _warn_of_data_latents(guide: KnownGuide, posteriors: Mapping[str, Marginals]) -> None:
     """Tell of latents that each datum has one of beside f; those that may be a GP's inputs are another matter."""
     found = guide.facts
-    numbers = {name: math.prod(found.latents[name]["shape"] or ()) for name in guide.local_latents}
     most = max(found.rows.values(), default=math.inf)
-    names = [name for name, number in numbers.items() if number >= most]
-    if names and posteriors and not any(posterior.process.x.requires_grad for posterior in posteriors.values()):
+    names = [name for name in guide.local_latents if math.prod(found.latents[name]["shape"] or ()) >= most]
+    # test_messages.py::test_a_latent_of_each_datum
+    if names and not any(posterior.process.x.requires_grad for posterior in posteriors.values()):
         warnings.warn(
             f"latent site {names[0]!r} has a value for each datum, and q takes it to be independent of GP sites "
             f"{', '.join(map(repr, found.gps))}: the intervals of both are too narrow. Integrate it out in the "
@@ -92,20 +93,17 @@ def _check_known(facts: Structure, trace: poutine.Trace) -> bool:
 
 
 def explain_nan(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> str:
-    """Which sites' log densities are NaN or infinite at these arguments, for an error."""
+    """What is NaN or infinite at these arguments, for an error."""
     with torch.no_grad():
         run = probed(guide, args, kwargs)
-    where = []
-    for name, density in run.densities.items():
-        for kind, bad in (("NaN", density.isnan()), ("infinite", density.isinf())):
-            if bad.any():
-                where.append(f"the log density of site {name!r} ({checks.which(bad)}) is {kind}")
+    values = {f"the log density of site {name!r}": density for name, density in run.densities.items()}
     for name, q in run.posteriors.items():
-        finite = q.process.x.isfinite().all(-1)
-        if not finite.all():
-            where.append(f"the inputs of GP site {name!r} are not finite ({checks.which(~finite, 'rows')})")
-        if not q.kl.isfinite().all():
-            where.append(f"the KL divergence of GP site {name!r} is not finite")
-    broken = [name for name, parameter in guide.named_parameters() if not parameter.isfinite().all()]
-    where += [f"parameters {', '.join(broken)} are not finite"] if broken else []
-    return "; ".join(where) or "all is finite at the medians"
+        values |= {
+            f"the inputs of GP site {name!r}": q.process.x.sum(-1),
+            f"the KL divergence of GP site {name!r}": q.kl,
+        }
+    values |= {f"parameter {name}": parameter for name, parameter in guide.named_parameters()}
+    broken = {what: ~value.isfinite() for what, value in values.items() if not value.isfinite().all()}
+    return "; ".join(f"{what} ({checks.which(bad)}) is not finite" for what, bad in broken.items()) or (
+        "all is finite at the medians"
+    )

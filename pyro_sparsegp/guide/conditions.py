@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,22 +15,13 @@ from ..gaussians.sites import KeptSites
 from ..numerics.linalg import MAPPED
 from ..program.checks import holds_part, require_full_batch
 from ..program.data import TrainingData
-from ..program.dependence import ELEMENTWISE
 from ..program.explore import explore
 from ..program.handlers import held_trace, unrecorded
-from ..program.reader import Expectation, Reader, RefusedError, drawing, with_priors
-from ..program.traces import (
-    RandomState,
-    all_sites,
-    bare,
-    is_free,
-    log_densities,
-    repeatable,
-)
+from ..program.reader import Expectation, Reader, scale_of, with_priors
+from ..program.traces import all_sites, bare, is_free, log_densities, repeatable
 from ..warned import warn_once
-from .coupled import draw_of
 from .known import Core, KnownGuide, Rows
-from .reading import SiteReading, settle
+from .reading import SiteReading, negative, settle
 from .runs import Conditions, UnderLatents
 
 __all__ = ["condition", "conditions_now", "conditions_of_call"]
@@ -53,7 +44,7 @@ def conditions_now(guide: KnownGuide, median: bool, known: bool = False) -> Cond
             f"the guide was loaded from a state without its training data, which the posterior of GP site {name!r} "
             "needs. Call the guide with them once, guide(x, y), not under torch.no_grad()."
         )
-    if not guide.by_expectation and guide.core.data.overwritten:  # whose sites are kept
+    if guide.core.data.overwritten:  # test_data.py::test_data_that_are_written_to_after_training_are_told_of
         warn_once(
             guide.warned,
             "overwritten",
@@ -89,30 +80,28 @@ def condition(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], same: bool
     :param same: whether the arguments are the training data; else those are taken.
     :param learns: whether this is a step of training: modules keep the sites, gradients pass through them.
     """
-    data = guide.core.data
+    core = guide.learnt
     if not same:
-        if data is None:
+        if core.data is None:
             return Conditions()
-        args, kwargs = data.args, data.kwargs
+        args, kwargs = core.data.args, core.data.kwargs
     run = UnderLatents(guide, same, _reads_itself(guide))
     with unrecorded(same, learns), torch.set_grad_enabled(learns or run.reads):
-        first = _draw(guide, run, args, kwargs, learns and same)
-    if same and guide.takes_batches and data is not None and holds_part(run.trace):
+        run.perform(args, kwargs)
+    if same and guide.takes_batches and core.data is not None and holds_part(run.trace):
         return condition(guide, args, kwargs, False, learns)  # the rows it knows, as a batch of more
     if same and learns:
-        data = guide.learnt.data = data or TrainingData(guide.model, args, kwargs)
-        data.args, data.kwargs = args, kwargs
+        core.data = core.data or TrainingData(guide.model, args, kwargs)
+        core.data.args, core.data.kwargs = args, kwargs
     modules = {name: module for name, module in guide.site_modules().items() if name in run.processes}
     for name, module in modules.items():
         require_full_batch(name, module.family["name"], run.trace)
         if learns and not same and isinstance(module.sites, KeptSites):
             module.sites.progress["marginals"] = None  # those of another step
-    reader = Reader(
-        lambda values: held_trace(guide.model, values, args, kwargs, run.trace), guide.facts, _closed(guide.learnt)
-    )
+    reader = Reader(lambda values: held_trace(guide.model, values, args, kwargs, run.trace), core.facts, _closed(core))
     with torch.set_grad_enabled(learns):
-        readings = _read(guide, reader, modules, run, learns, first)
-    draws = {name: run.posteriors[name] for name in guide.facts.inner if name in run.posteriors}
+        readings = _read(guide, reader, modules, run, learns)
+    draws = {name: run.posteriors[name] for name in core.facts.inner if name in run.posteriors}
     return Conditions(_values_of(guide, run, same, learns), draws, readings, run.drawn)
 
 
@@ -127,74 +116,34 @@ def _values_of(guide: KnownGuide, run: UnderLatents, same: bool, learns: bool) -
 
 
 def _read(
-    guide: KnownGuide,
-    reader: Reader,
-    modules: dict[str, SiteGP],
-    run: UnderLatents,
-    learns: bool,
-    first: Optional[Expectation],
+    guide: KnownGuide, reader: Reader, modules: dict[str, SiteGP], run: UnderLatents, learns: bool
 ) -> list[SiteReading]:
-    """The sites of families on sites, at a run's latents; ``first`` is what it has found at the marginals kept."""
+    """The sites of families on sites, at a run's latents."""
     marginals = {name: (q.mean.detach(), q.variance.detach()) for name, q in run.posteriors.items()}
     if learns:
         _look_again(guide.learnt, reader, run)
-    readings = []
-    for name, module in modules.items():
-        process = run.processes[name]
-        if not isinstance(module.sites, KeptSites):
-            if reader.meeting(name):
-                with torch.no_grad():
-                    q = module(process, name)
-                marginals[name] = q.mean, q.variance
-            continue
-        reading = SiteReading.of(name, process, module, reader.found)
-        readings.append(reading)
-        if not reading.direct or reader.meeting(name):
-            marginals[name] = reading.resume() if learns else reading.look()[1]
-        if first is not None:
-            reading.expected = True, dict(marginals), first
-    _settle(run, reader, readings, marginals, learns)
-    for reading in readings:  # to look at a guide does not change how it trains
-        reading.release()
-        if learns or reading.module.sites.empty or (reading.direct and guide._computing_median):
-            reading.keep()
-    return readings
-
-
-def _settle(run: UnderLatents, reader: Reader, readings: list[SiteReading], marginals: dict, learns: bool) -> None:
-    """Read the sites off the densities, or update them until they stand still."""
-    modules = [name for name in run.processes if name in run.guide.site_modules()]
-    # A scale of several values is the reader's to refuse: test_sites.py::test_messages_for_data_that_do_not_fit.
-    one = all(torch.as_tensor(run.trace.nodes[name]["scale"]).numel() == 1 for name in modules)
-    if run.reads and one and all(reading.direct for reading in readings):
+    readings = [
+        SiteReading.of(name, run.processes[name], module, reader.found)
+        for name, module in modules.items()
+        if isinstance(module.sites, KeptSites)
+    ]
+    if run.reads and all(reading.direct for reading in readings):
         for reading in readings:
             _read_off(reading, run, learns)
     elif readings:
-        settle(reader, readings, marginals, *_patience(run.guide, readings, learns))
-
-
-def _draw(
-    guide: KnownGuide, run: UnderLatents, args: tuple, kwargs: dict[str, Any], steps: bool
-) -> Optional[Expectation]:
-    """Draw the latents, and give E[ℓ] and its derivatives at the marginals of the step before, if there are any and no
-    GP sites or outputs meet.
-    """
-    facts, core, (name, module) = guide.facts, guide.learnt, next(iter(guide.site_modules().items()))
-    draw_of(guide, run)  # outside of the map, whose tensors no record may hold
-    kept = module.sites.progress["marginals"] if steps and isinstance(module.sites, KeptSites) else None
-    alone = len(facts.gps) == 1 and facts.dependence[name] == ELEMENTWISE and not facts.enumerated
-    if alone and kept is not None and module.at == "marginals" and not (name in facts.quadratic or core.refuses):
-        state = RandomState(guide.like)
-        reader = Reader(drawing(lambda values: run.at(values, args, kwargs)), facts, _closed(core))
-        try:
-            found = reader.expect(name, {name: kept}, False)
-            run.trace.nodes[name]["value"] = kept[0]  # that of a node is of no use outside of the map
-            return found
-        except RefusedError:
-            state.restore()
-            core.refuses = True
-    run.at({}, args, kwargs)
-    return None
+        for name in modules.keys() - {reading.name for reading in readings}:  # whose sites are parameters
+            with torch.no_grad():
+                q = modules[name](run.processes[name], name)
+            marginals[name] = q.mean, q.variance
+        for reading in readings:
+            if not reading.direct or reader.meeting(reading.name):
+                marginals[reading.name] = reading.resume() if learns else reading.look()[1]
+        settle(reader, readings, marginals, *_patience(guide, readings, learns))
+    for reading in readings:  # to look at a guide does not change how it trains
+        reading.release()
+        if learns or reading.kept.empty or (reading.direct and guide._computing_median):
+            reading.keep()
+    return readings
 
 
 def _closed(core: Core) -> Collection[str]:
@@ -220,13 +169,13 @@ def _read_off(reading: SiteReading, run: UnderLatents, learns: bool) -> None:
     names, move = list(run.trace.nodes), run.moves[reading.name]
     with torch.enable_grad():
         parts = log_densities(with_priors(run.trace), names[: names.index(reading.name) + 1]).values()
-        total = sum((part.sum() for part in parts), move.new_zeros(()))
-        prior: Any = run.trace.nodes[reading.name]
-        (first,) = torch.autograd.grad(total / prior["scale"] + 0 * move.sum(), move, create_graph=True)
+        # A move that no density depends on has derivatives of 0.
+        total = sum((part.sum() for part in parts), 0 * move.sum()) / scale_of(run.trace, reading.name)
+        (first,) = torch.autograd.grad(total, move, create_graph=True)
         (second,) = torch.autograd.grad(first.sum() + 0 * move.sum(), move, create_graph=learns)
     found = Expectation(total, first, second) if learns else Expectation(*(p.detach() for p in (total, first, second)))
-    reading.truncated = (second > 1e-6 * second.abs().amax()).sum()  # beyond rounding
-    reading.sites, reading.unread = reading.expanded(found, torch.zeros_like(move)), False
+    reading.truncated = negative(found)
+    reading.move(reading.expanded(found, torch.zeros_like(move)))
     reading.alone, reading.change = True, 0.0
 
 

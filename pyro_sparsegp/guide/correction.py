@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from pyro import poutine
 
-from ..program.traces import all_sites, is_observation, whole_plates
+from ..program.checks import holds_part
+from ..program.traces import whole_plates
 from ..warned import warn_once
 from .known import KnownGuide
 from .runs import Posteriors, Priors, Run
@@ -18,32 +19,28 @@ __all__ = ["note_rows", "show_all_rows", "warn_of_unseen"]
 def show_all_rows(guide: KnownGuide, args: tuple, kwargs: dict[str, Any], trace: poutine.Trace) -> None:
     """At a first call: show them the rows that plates with a ``subsample_size`` left out."""
     modules = guide.corrected_modules()
-    frames = [frame for _, site in all_sites(trace) if is_observation(site) for frame in site["cond_indep_stack"]]
-    if not modules or not any(frame.full_size is not None and frame.size < frame.full_size for frame in frames):
-        return
-    run = Priors(guide, at_medians=True)
-    with torch.no_grad(), poutine.block(), whole_plates():
-        run.perform(args, kwargs)
-    for name, module in modules.items():
-        module.see(run.processes[name].x)
-    guide.trace = trace
+    if modules and holds_part(trace):
+        run = Priors(guide, at_medians=True)
+        with torch.no_grad(), poutine.block(), whole_plates():
+            run.perform(args, kwargs)
+        for name, module in modules.items():
+            module.see(run.processes[name].x)
+        guide.trace = trace
 
 
 def note_rows(guide: KnownGuide, run: Posteriors) -> None:
     """After a run: take note of the rows of training, and of how many there are in all."""
     if run.new_inputs:
         warn_of_unseen(guide, run)
-    if run.new_inputs or not guide.is_training:
-        return
-    for name, module in guide.corrected_modules().items():
-        if name not in run.processes:
-            continue
-        x = run.processes[name].x
-        module.see(x)
+    elif guide.is_training:
         sites: Any = run.trace.nodes
         frames = [frame for site in guide.facts.rows if site in sites for frame in sites[site]["cond_indep_stack"]]
-        sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size is not None]
-        module.num_rows = max(sizes, default=module.num_rows)
+        modules = {name: module for name, module in guide.corrected_modules().items() if name in run.processes}
+        for name, module in modules.items():
+            x = run.processes[name].x
+            module.see(x)
+            sizes = [int(frame.full_size) for frame in frames if frame.size == x.shape[-2] and frame.full_size]
+            module.num_rows = max(sizes, default=module.num_rows)
 
 
 def warn_of_unseen(guide: KnownGuide, run: Run) -> None:

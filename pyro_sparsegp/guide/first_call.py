@@ -116,8 +116,8 @@ def initialise(guide: KnownGuide, args: tuple, kwargs: dict[str, Any]) -> Core:
                 guide.module_of(name).inform(posterior.process, name)
         join(guide, facts, run.processes)
         start(guide, run, args, kwargs)
+        require_by_rows(facts)
         if not facts.field:
-            require_by_rows(facts)
             _expect_joint_draws(guide)
             _warn_of_sums(facts)
         guide.core.data = TrainingData(guide.model, args, kwargs)

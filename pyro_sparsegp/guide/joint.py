@@ -26,45 +26,39 @@ __all__ = [
 
 def require_families(families: Any) -> None:
     """Raise if that is no family, nor a mapping from names, or groups of names, to families."""
-    for family in families.values() if isinstance(families, Mapping) else [families]:
-        if not isinstance(family, Family):
-            hint = f"; make an instance, {family.__name__}(...)" if isinstance(family, type) else ""
-            raise ValueError(
-                "AutoSparseGP's families must be a family, such as SVGP(64), or a mapping from GP site names to "
-                f"families, got {family!r}{hint}"
-            )
-    if not isinstance(families, Mapping):
-        return
+    named = families if isinstance(families, Mapping) else {"": families}
     names: list[str] = []
-    for key in families:
-        if not isinstance(key, str) and not (isinstance(key, tuple) and all(isinstance(name, str) for name in key)):
+    # test_guide.py::test_refusals; test_joint.py::test_families_that_can_not_be_shared
+    for key, family in named.items():
+        if not isinstance(family, Family):
+            raise ValueError(
+                "AutoSparseGP's families must be a family, such as SVGP(64) (of a class make an instance, SVGP(...)), "
+                f"or a mapping from GP site names to families, got {family!r}"
+            )
+        group = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(name, str) for name in group):
             raise ValueError(
                 "AutoSparseGP's families must have names of GP sites for keys, or tuples of names, whose sites have "
                 f"one posterior, got {key!r}"
             )
-        names += [key] if isinstance(key, str) else key
+        if group is key:
+            _require_shareable(group, family, named.values())
+        names += group
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(
             f"AutoSparseGP's families name GP site {twice[0]!r} twice; give each site one family, or one place in a "
             "group of sites that have one posterior."
         )
-    for key, family in families.items():
-        if isinstance(key, tuple):
-            _require_shareable(key, family, families.values())
 
 
 def _require_shareable(group: tuple[str, ...], family: Family, others: Any) -> None:
-    kind = type(family).__name__
-    if len(group) < 2:
+    if len(group) < 2 or not (isinstance(family, FreeFormFamily) and family.couples):
         raise ValueError(
-            f"AutoSparseGP's families have the group {group!r}; a posterior of several sites takes two names or more."
-        )
-    if not (isinstance(family, FreeFormFamily) and family.couples):
-        raise ValueError(
-            f"the family of GP sites {list(group)} is {kind}, whose posterior does not couple the coefficients of "
-            "different sites. For one posterior of several sites take CoupledPrecision, CoupledCovariance, SVGP or "
-            "WeightSpace, whitened; or give each site a family of its own."
+            f"the family of GP sites {list(group)} is {type(family).__name__}, whose posterior does not couple the "
+            "coefficients of different sites; or that are not two names or more. For one posterior of several sites "
+            "take CoupledPrecision, CoupledCovariance, SVGP or WeightSpace, whitened; or give each site a family of "
+            "its own."
         )
     on_sites = [type(other).__name__ for other in others if isinstance(other, SiteFamily)]
     if on_sites:
@@ -96,9 +90,9 @@ def require_by_rows(found: Structure) -> None:
     draws and nodes have the covariance of one row's values, and would leave out others' in silence:
     test_joint.py::test_what_meets_across_rows_needs_a_linear_predictor.
     """
-    for group in found.joint:
-        across = any(f in group for f, _ in found.crossed)
-        if across or any(found.dependence[name] == COUPLED for name in group):
+    across = {f for f, _ in found.crossed} | {name for name in found.gps if found.dependence[name] == COUPLED}
+    for group in [] if found.field else found.joint:
+        if across.intersection(group):
             raise ValueError(
                 f"GP sites {group} have one posterior, and their values at different inputs, or outputs, meet in a "
                 "density. That takes GP sites of one output, and a likelihood of linear predictors, such as a Normal "
@@ -123,19 +117,13 @@ def _shared(family: Any, modules: Mapping[str, Any], priors: Optional[Mapping[st
     :param priors: of a first call, at which they start: each site's as if it had data of its own.
     """
     first = next(iter(modules.values()))
-    made = family.chosen_coefficients()(_sizes(modules), first.batch_shape, next(first.coefficients.parameters()))
+    sizes = [size for module in modules.values() for size in module.basis.sizes]
+    made = family.chosen_coefficients()(sizes, first.batch_shape, next(first.coefficients.parameters()))
     if priors is not None and family.start == "data":
         with torch.no_grad(), poutine.block():
-            shown = []
-            for name, module in modules.items():
-                prior = priors[name]
-                shown.append(module.shown(prior, module.basis(prior.kernel, prior.jitter, name)))
-            made.start(None, block_diagonal(shown))
+            bases = {n: module.basis(priors[n].kernel, priors[n].jitter, n) for n, module in modules.items()}
+            made.start(None, block_diagonal([modules[n].shown(priors[n], basis) for n, basis in bases.items()]))
     whole = Shared(made, {name: len(module.basis.sizes) for name, module in modules.items()})
     for name, module in modules.items():
         module.join(Part(whole, name))
     return whole
-
-
-def _sizes(modules: Mapping[str, Any]) -> list[int]:
-    return [size for module in modules.values() for size in module.basis.sizes]

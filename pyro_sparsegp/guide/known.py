@@ -61,7 +61,6 @@ class Core:
     kinds: Optional[dict[str, Any]] = None
     looks: int = 0
     modules: dict[str, Any] = field(default_factory=dict)  # the variational modules of GP sites
-    refuses: bool = False  # whether torch.func.vmap refuses the program with the guide in it
 
 
 @dataclass(frozen=True)

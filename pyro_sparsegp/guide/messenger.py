@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from pyro.poutine.runtime import get_plates
 from torch import Tensor
 from torch.distributions import biject_to
 
-from ..approximations.expectation import ExpectationGP
-from ..approximations.on_sites import SiteGP
 from ..posterior.drawing import Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import SAMPLE_PLATES, SAMPLES_ARE_VECTORISED, GaussianProcess, PriorProcess
@@ -71,7 +70,7 @@ def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Te
         loc = attrgetter(name)(guide.locs)
     except AttributeError:
         _new_latent(guide, name, prior)
-        loc = attrgetter(name)(guide.locs)
+        return _latent_params(guide, name, prior)
     return loc, loc if guide.is_point(name) else attrgetter(name)(guide.scales)
 
 
@@ -83,28 +82,27 @@ def _is_new(guide: KnownGuide, name: str, facts: Structure) -> bool:
     here = {plate.name: plate for plate in get_plates()}
     sizes = {name: plate.full_size or plate.size for name, plate in here.items()}
     differ = any(sizes.get(plate, size) != size for plate, size in plates.items())
-    if not set(plates) & set(facts.data_plates):
-        if differ and not set(plates) & set(guide.amortized_plates):
-            raise ValueError(
-                f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}: it has no values for "
-                "new groups. Give plates of the learned sizes; or put the data into the latent's own plate, so that "
-                "values for new groups are drawn from the model."
-            )
-        return False
-    whole = all(plate.size == sizes[name] for name, plate in here.items())
-    new = guide.run.is_of_new_rows(differ, whole)
-    if new and not differ and name in facts.grouped:
-        warn_of_groups(guide.warned, name, plates)
-    return new
+    if set(plates) & set(facts.data_plates):
+        whole = all(plate.size == sizes[name] for name, plate in here.items())
+        new = guide.run.is_of_new_rows(differ, whole)
+        if new and not differ and name in facts.grouped:
+            warn_of_groups(guide.warned, name, plates)
+        return new
+    if differ and not set(plates) & set(guide.amortized_plates):  # test_known_groups.py
+        raise ValueError(
+            f"latent site {name!r} was learned in plates of the sizes {plates}, here {sizes}: it has no values for "
+            "new groups. Give plates of the learned sizes; or put the data into the latent's own plate, so that "
+            "values for new groups are drawn from the model."
+        )
+    return False
 
 
 def _require_row_numbers(guide: KnownGuide, name: str) -> None:
     for plate in get_plates():
-        node = guide.trace.nodes.get(plate.name)
-        if node is None or plate.size == (plate.full_size or plate.size):
-            continue
-        indices = node["value"]
-        if isinstance(indices, Tensor) and (indices.is_floating_point() or indices.dim() != 1):
+        rows = guide.trace.nodes.get(plate.name, {}).get("value")
+        # test_guide.py::TestSites::test_local_latents
+        is_data = isinstance(rows, Tensor) and (rows.is_floating_point() or rows.dim() != 1)
+        if is_data and plate.full_size not in (None, plate.size):
             raise ValueError(
                 f"latent site {name!r} inside pyro.plate({plate.name!r}, subsample=...) has a value for every row, "
                 "but the plate was given data, not row numbers: write plate = pyro.plate(..., subsample_size=B) "
@@ -154,7 +152,7 @@ class SiteMessenger(KnownGuide):
         module = run.module(name, process)
         self.check_site(name, process, module)
         answer = run.at_site(name, process, module)
-        return answer.to_event(event_dim) if event_dim and isinstance(answer, SparsePosterior) else answer
+        return answer.to_event(event_dim) if isinstance(answer, SparsePosterior) else answer
 
     def _pyro_sample(self, msg: Any) -> None:
         core, run = self.core, self.run
@@ -178,8 +176,7 @@ class SiteMessenger(KnownGuide):
         if name in run.processes and not msg["is_observed"]:
             # In ELBOs the prior process is the base measure, of density 1.
             process, event_dim = as_process(msg["infer"]["prior"])
-            base = PriorProcess.of(process)  # type: ignore[arg-type]
-            msg["infer"]["prior"] = base.to_event(event_dim) if event_dim else base
+            msg["infer"]["prior"] = PriorProcess.of(process).to_event(event_dim)  # type: ignore[arg-type]
 
     def _pyro_post_sample(self, msg: Any) -> None:
         super()._pyro_post_sample(msg)
@@ -190,32 +187,36 @@ class SiteMessenger(KnownGuide):
                 f"site {msg['name']!r} is held at a value by a handler, but its posterior is one with GP sites. "
                 f"Give the guide independent=({msg['name']!r},), or condition the model before it goes to AutoSparseGP."
             )
-        if self.run is not None and self.run.parts:
+        if self.run.parts:
             condition_on_held(self, self.run, msg["name"])
 
     def check_site(self, name: str, process: GaussianProcess, module: Any) -> None:
         """Raise if a GP site is not as the guide knows it."""
-        _require_dtype(name, process, module)
-        if module.batch_shape != process.batch_shape:
+        x, kept = process.x, chain(module.parameters(), module.buffers())
+        own = next(filter(Tensor.is_floating_point, kept), x)
+        if (own.dtype, own.device) != (x.dtype, x.device):  # test_guide.py::test_refusals
             raise ValueError(
-                f"site {name!r} has batch shape {tuple(process.batch_shape)} now, {tuple(module.batch_shape)} when the "
-                "guide was initialised"
+                f"site {name!r} has inputs of {x.dtype} on {x.device}, the guide's parameters are {own.dtype} on "
+                f"{own.device}: convert the inputs, or call guide.double(), guide.float() or guide.to(device)."
             )
-        met = {} if self.run is None else self.run.processes
-        for below, (size, above) in self.core.facts.groups.items():
-            rows, num = met[below].event_shape[0] if below in met else None, process.event_shape[0]
-            if above == name and rows is not None and rows != num * size:
+        facts = self.core.facts
+        columns = facts.columns.get(name, x.shape[-1])
+        # test_guide.py::test_other_columns_than_in_training_raise
+        if (module.batch_shape, columns) != (process.batch_shape, x.shape[-1]):
+            raise ValueError(
+                f"GP site {name!r} has inputs of shape {tuple(x.shape)}; at the guide's first call they had {columns} "
+                f"columns, not {x.shape[-1]}, and outputs the shape {tuple(module.batch_shape)}, now "
+                f"{tuple(process.batch_shape)}."
+            )
+        # Else draws would be joint in other groups than the layer above takes.
+        for below, (size, above) in facts.groups.items():
+            met = self.run.processes.get(below) if self.run is not None and above == name else None
+            if met is not None and met.event_shape[0] != process.event_shape[0] * size:
                 raise ValueError(
-                    f"GP site {below!r} has {rows} inputs and {name!r} has {num}; at the guide's first call {size} of "
-                    f"{below!r} went into each of {name!r}, and are drawn together. A model's structure must not "
-                    "change between calls."
+                    f"GP site {below!r} has {met.event_shape[0]} inputs and {name!r} has {process.event_shape[0]}; at "
+                    f"the guide's first call {size} of {below!r} went into each of {name!r}, and are drawn together. A "
+                    "model's structure must not change between calls."
                 )
-        known = self.core.facts.columns.get(name, process.x.shape[-1])
-        if known != process.x.shape[-1]:
-            raise ValueError(
-                f"GP site {name!r} has inputs of shape {tuple(process.x.shape)}; at the guide's first call they "
-                f"had {known} columns, not {process.x.shape[-1]}."
-            )
 
     # Traces.
 
@@ -249,30 +250,11 @@ class SiteMessenger(KnownGuide):
         model_trace, guide_trace = super().get_traces()
         site: Any
         for site in guide_trace.nodes.values():
-            if isinstance(without_event(site["fn"])[0], Site):
-                site["fn"] = _paired(site["fn"])
+            fn, event_dim = without_event(site["fn"])
+            if isinstance(fn, Site):
+                site["fn"] = fn.paired().to_event(event_dim)
         for name, site in list(model_trace.nodes.items()):
             if site["type"] == "sample" and site["is_observed"] and "prior" in site["infer"]:
                 # A latent that a handler around the guide gave its value.
                 model_trace.nodes[name] = {**site, "fn": site["infer"]["prior"]}
         return model_trace, guide_trace
-
-
-def _require_dtype(name: str, process: GaussianProcess, module: Any) -> None:
-    kept = module.sites.inputs if isinstance(module, SiteGP) else process.x
-    kept = module.gram if isinstance(module, ExpectationGP) else kept
-    own = next(module.parameters(), kept)
-    if own.dtype != process.x.dtype or own.device != process.x.device:
-        method = {torch.float64: "double", torch.float32: "float"}.get(process.x.dtype, f"to({process.x.dtype})")
-        remedy = f"guide.{method}()" if own.device == process.x.device else f"guide.to({str(process.x.device)!r})"
-        raise ValueError(
-            f"site {name!r} has inputs of {process.x.dtype} on {process.x.device}, the guide's parameters are "
-            f"{own.dtype} on {own.device}: convert the inputs, or call {remedy}."
-        )
-
-
-def _paired(fn: Any) -> Any:
-    if isinstance(fn, torch.distributions.Independent):
-        base: Any = fn.base_dist
-        return _paired(base).to_event(fn.reinterpreted_batch_ndims)
-    return fn.paired()

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ..approximations.on_sites import SiteGP
 from ..approximations.projected import ProjectedGP
-from ..gaussians.sites import KeptSites, Sites, update, within_reach
+from ..gaussians.sites import Sites, update, within_reach
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.facts import Structure
 from ..program.reader import Expectation, Marginal, Reader
 
-__all__ = ["SiteReading", "settle"]
+__all__ = ["SiteReading", "negative", "settle"]
 
 _LARGE = 0.5  # a move, in standard deviations, that may overshoot
 _SLOWEST = 1 / 256
@@ -41,7 +41,7 @@ class SiteReading:
 
     name: str
     process: GaussianProcess
-    module: SiteGP
+    module: Any  # a SiteGP, or what absorb has for it
     quadratic: bool
     meeting: bool
     sites: Sites
@@ -51,17 +51,14 @@ class SiteReading:
     change: float = math.inf
     halved: int = 0
     alone: bool = False  # the sites are the likelihood itself
-    # Of passes over all rows, while the sites are read: what gives posteriors, the last one and its marginals, and the
-    # last expectation and the marginals that it is at. All are without gradients.
+    # Of passes over all rows, while the sites are read: what gives posteriors, and the last one and its marginals.
     answer: Optional[Callable[[Optional[Sites]], SparsePosterior]] = None
     last: Optional[tuple[Sites, SparsePosterior, Marginal]] = None
-    expected: Optional[tuple[bool, Mapping[str, Marginal], Expectation]] = None
 
     @classmethod
     def of(cls, name: str, process: GaussianProcess, module: SiteGP, found: Structure) -> SiteReading:
         """The sites that a module has kept, to be read anew."""
-        kept = module.sites
-        assert isinstance(kept, KeptSites)
+        kept: Any = module.sites
         unread = kept.empty or kept.inputs.shape != process.x.shape
         zeros = torch.zeros_like(process.mean)
         sites = Sites(process.x, zeros, zeros) if unread else Sites(process.x, kept.precision, kept.linear)
@@ -79,9 +76,8 @@ class SiteReading:
         }
 
     @property
-    def kept(self) -> KeptSites:
+    def kept(self) -> Any:
         """What the module has kept."""
-        assert isinstance(self.module.sites, KeptSites)
         return self.module.sites
 
     def resume(self) -> Marginal:
@@ -102,7 +98,7 @@ class SiteReading:
 
     def release(self) -> None:
         """Let go of what is as large as the data, or larger, but for the sites: they are read."""
-        self.answer = self.last = self.expected = None
+        self.answer = self.last = None
 
     def expanded(self, found: Expectation, away: Tensor, least: float = 0.0) -> Sites:
         """The sites of ℓ expanded at function values so far from the prior's mean, of at least this precision."""
@@ -152,9 +148,8 @@ def settle(
         ``most`` of them.
     """
     trained, names = torch.is_grad_enabled(), {reading.name for reading in readings}
-    if all(reading.direct and not reader.meeting(reading.name) & names for reading in readings):
-        most = 1
-    elif all(reading.quadratic for reading in readings) and _solve(reader, readings, marginals, tolerance):
+    meets = any(not reading.direct or reader.meeting(reading.name) & names for reading in readings)
+    if meets and all(reading.quadratic for reading in readings) and _solve(reader, readings, marginals, tolerance):
         for reading in readings if trained else ():  # once more, for the gradient
             reading.sites = _target(reader, reading, marginals)
         return
@@ -176,40 +171,33 @@ def _solve(reader: Reader, readings: Sequence[SiteReading], marginals: dict[str,
     """
     # Tight in training, too: the bound falls with the square of what is missing, times its precisions.
     tolerance = max(min(tolerance, 1e-5), 1e-6 if marginals[readings[0].name][0].dtype == torch.float64 else 1e-3)
-    iterates: list[Tensor] = []
-    residuals: list[Tensor] = []
-    precisions = []
-    for reading in readings:
-        target = _target(reader, reading, marginals)
-        precisions.append(target.precision)
-        linear = target.linear if reading.unread else reading.sites.linear
-        reading.move(Sites(target.inputs, target.precision, linear))
+    steps: list[tuple[Tensor, Tensor]] = []  # iterates, and residuals there
+    for reading, first in zip(readings, [_target(reader, reading, marginals) for reading in readings]):
+        reading.move(first if reading.unread else Sites(first.inputs, first.precision, reading.sites.linear))
     for _ in range(_MOST):
-        for reading in readings:
-            marginals[reading.name] = reading.look()[1]
+        marginals |= {reading.name: reading.look()[1] for reading in readings}
         targets = [_target(reader, reading, marginals) for reading in readings]
-        if not all(torch.allclose(target.precision, p, rtol=1e-6) for target, p in zip(targets, precisions)):
+        pairs = list(zip(readings, targets))
+        if not all(torch.allclose(target.precision, reading.sites.precision, rtol=1e-6) for reading, target in pairs):
             return False
+        # With b = λ(z − μ) the fixed point is b = T(b), T affine; in units of √v all rows count alike.
         variances = [marginals[reading.name][1] for reading in readings]
         sizes = [variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt() for variance in variances]
-        # With b = λ(z − μ) the fixed point is b = T(b), T affine; in units of √v all rows count alike.
-        now = torch.cat([(r.sites.linear * size).flatten() for r, size in zip(readings, sizes)])
+        now = torch.cat([(reading.sites.linear * size).flatten() for reading, size in zip(readings, sizes)])
         away = torch.cat([(target.linear * size).flatten() for target, size in zip(targets, sizes)]) - now
-        change = float(away.abs().max())
         for reading in readings:
-            reading.change = change
-        if change <= tolerance:
+            reading.change = float(away.abs().max())
+        if reading.change <= tolerance:
             return True
-        iterates, residuals = [*iterates[-_DEPTH:], now], [*residuals[-_DEPTH:], away]
-        new = now + away
-        if len(iterates) > 1:
+        new, steps = now + away, [*steps[-_DEPTH:], (now, away)]
+        if len(steps) > 1:
             # The weights γ by which the residuals r − Σ γᵢ(r − rᵢ) are least give b + r − Σ γᵢ(b + r − bᵢ − rᵢ).
-            moved = torch.stack([now - one for one in iterates[:-1]], -1)
-            turned = torch.stack([away - one for one in residuals[:-1]], -1)
+            moved = torch.stack([now - iterate for iterate, _ in steps[:-1]], -1)
+            turned = torch.stack([away - residual for _, residual in steps[:-1]], -1)
             weights = torch.linalg.lstsq(turned, away[:, None], driver="gelsd" if away.device.type == "cpu" else None)
             new = new - ((moved + turned) @ weights.solution)[:, 0]
-        parts = new.split([reading.sites.linear.numel() for reading in readings])
-        for reading, part, size, target in zip(readings, parts, sizes, targets):
+        parts = new.split([size.numel() for size in sizes])
+        for (reading, target), part, size in zip(pairs, parts, sizes):
             reading.move(Sites(reading.process.x, target.precision, part.reshape(size.shape) / size))
     return False
 
@@ -219,7 +207,7 @@ def _target(reader: Reader, reading: SiteReading, marginals: Mapping[str, Margin
     prior_mean = reading.process.mean
     mean, variance = (prior_mean, torch.zeros_like(prior_mean)) if reading.direct else marginals[reading.name]
     found = reader.expect(reading.name, {**marginals, reading.name: (mean, variance)}, True)
-    reading.truncated = _negative(found)
+    reading.truncated = negative(found)
     return reading.expanded(found, mean - prior_mean)
 
 
@@ -236,7 +224,7 @@ def _update(reader: Reader, reading: SiteReading, marginals: dict[str, Marginal]
         reading.move(sites)
         return not reading.alone
     found, reading.change = _expect(reader, reading, marginals)
-    reading.truncated = _negative(found)
+    reading.truncated = negative(found)
     if reading.change <= least:
         return False
     # ℓ that is quadratic where others are held has sites that no damping brings nearer.
@@ -288,20 +276,17 @@ def _search(
 
 def _expect(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marginal]) -> tuple[Expectation, float]:
     """E[ℓ] and its derivatives, and how far sites are from those that these lead to."""
-    trained, prior_mean, (mean, variance) = torch.is_grad_enabled(), reading.process.mean, marginals[reading.name]
+    mean, variance = marginals[reading.name]
+    away = mean - reading.process.mean
     detached = {name: (mean.detach(), variance.detach()) for name, (mean, variance) in marginals.items()}
-    has_graph, where, known = reading.expected or (False, {}, None)
-    if has_graph < trained or not all(where.get(name) is marginal for name, marginal in marginals.items()):
-        known = None  # else the next update begins where the last attempt was
     for at_mean in (reading.quadratic or reading.module.at == "mean", True):
-        found = known or reader.expect(reading.name, detached, at_mean)
-        target = reading.expanded(found, mean - prior_mean)
+        found = reader.expect(reading.name, detached, at_mean)
+        target = reading.expanded(found, away)
         if isinstance(reading.module, ProjectedGP):
-            target = within_reach(target, reading.sites, (mean - prior_mean, variance))
+            target = within_reach(target, reading.sites, (away, variance))
         change = _distance(reading, target, (mean, variance))
         if at_mean or math.isfinite(change):
             break  # else expectations overflow, where the prior is wide
-    reading.expected = None if trained else (False, dict(marginals), found)
     return found, change
 
 
@@ -326,7 +311,8 @@ def _at_modes(reader: Reader, reading: SiteReading, marginals: Mapping[str, Marg
     return reading.expanded(found, f - prior_mean, tiny)
 
 
-def _negative(found: Expectation) -> Tensor:
+def negative(found: Expectation) -> Tensor:
+    """How many curvatures are negative, of which sites cut to 0 are made."""
     return (found.second > 1e-6 * found.second.abs().amax()).sum()  # beyond rounding
 
 

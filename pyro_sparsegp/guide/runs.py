@@ -289,18 +289,11 @@ class UnderLatents(Run):
         super().__init__(guide)
         self.same, self.reads = same, reads
         self.moves: dict[str, Tensor] = {}
-        self.places: dict[str, Tensor] = {}  # values to answer with
-
-    def at(self, places: Mapping[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> poutine.Trace:
-        """As :meth:`perform`, of GP sites at these values: the trace."""
-        self.places = dict(places)
-        self.perform(args, kwargs)
-        return self.trace
 
     def answer(self, name: str, process: GaussianProcess, module: Any) -> Union[Tensor, SparsePosterior]:
         if isinstance(module, SiteGP):
             if not self.reads:
-                return self.places.get(name, process.mean)
+                return process.mean
             self.moves[name] = torch.zeros_like(process.mean, requires_grad=True)
             return process.mean + self.moves[name]
         median = self.guide._computing_median

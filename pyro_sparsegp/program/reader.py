@@ -23,7 +23,7 @@ from .facts import Structure
 from .mapping import mapped
 from .traces import log_densities, sample_sites
 
-__all__ = ["Expectation", "Marginal", "Reader", "RefusedError", "drawing", "expand", "normal_nodes", "with_priors"]
+__all__ = ["Marginal", "Reader", "scale_of", "with_priors"]
 
 Marginal = tuple[Tensor, Tensor]  # mean and variance of a GP site's values
 
@@ -135,7 +135,7 @@ class Reader:
             names = list(trace.nodes)
             skip = {*self.found.gps, *names[: names.index(name)]}
             none = moved[name].new_zeros(())
-            return sum((part.sum() for part in log_densities(trace, skip).values()), none) / _scale(trace, name)
+            return sum((part.sum() for part in log_densities(trace, skip).values()), none) / scale_of(trace, name)
 
         return total
 
@@ -153,30 +153,13 @@ class Reader:
                 (slope,) = torch.autograd.grad(parameter_of(site["fn"]).sum(), f, create_graph=True)
                 expected = expectation(site["fn"], site["value"], slope.square() * v)
                 total = total + scale_and_mask(expected, site["scale"], site["mask"]).sum()
-            total = total / _scale(trace, name)
+            total = total / scale_of(trace, name)
             first, by_variance = torch.autograd.grad(total, (f, v), create_graph=again)
         return Expectation(total if again else total.detach(), first, 2 * by_variance)
 
     def _axes(self, name: str, mean: Tensor) -> int:
         """How many axes of nodes a site's values need: outputs that meet in one term have one each."""
         return mean[..., 0].numel() if self.found.dependence.get(name) == DATAWISE else 1
-
-
-class RefusedError(Exception):
-    """A program can't be mapped over nodes together with what draws its latents."""
-
-
-def drawing(draw: Callable[[Mapping[str, Tensor]], poutine.Trace]) -> Callable[[Mapping[str, Tensor]], poutine.Trace]:
-    """A run that draws the latents as one that densities are read off; node by node it would draw others at each."""
-    drawn: list[bool] = []
-
-    def run(values: Mapping[str, Tensor]) -> poutine.Trace:
-        if drawn:
-            raise RefusedError
-        drawn.append(True)
-        return with_priors(draw(values))
-
-    return run
 
 
 def with_priors(trace: poutine.Trace) -> poutine.Trace:
@@ -187,9 +170,10 @@ def with_priors(trace: poutine.Trace) -> poutine.Trace:
     return cast(poutine.Trace, new)
 
 
-def _scale(trace: poutine.Trace, name: str) -> Any:
+def scale_of(trace: poutine.Trace, name: str) -> Any:
+    """A GP site's ``poutine.scale``, one number."""
     scale = sample_sites(trace)[name]["scale"]
-    if isinstance(scale, Tensor) and scale.numel() > 1:
+    if isinstance(scale, Tensor) and scale.numel() > 1:  # test_sites.py::test_messages_for_data_that_do_not_fit
         raise ValueError(
             f"GP site {name!r} has a poutine.scale with {scale.numel()} values; a family whose sites are read off "
             "the likelihood takes one number: scale the likelihood's site by them, or take a family such as SVGP."
