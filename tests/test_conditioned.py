@@ -140,7 +140,7 @@ def test_evaluation_is_the_bound_of_training(name, place):
         # Where q(f | c) is exact, the bound at the draw is log p(y | c) + log p(c) − log q(c).
         pyro.set_rng_seed(seed)
         with torch.no_grad():
-            c = guide.at_nodes({"f": torch.zeros(())}, guide, (x, y), {})[2]["c"]
+            c = guide.at_nodes({"f": torch.zeros(())}, guide, (x, y), {})[0].nodes["c"]["value"]
             bound = conditional(place, kernel, x, y, x, c)[2]
             bound = bound + dist.Normal(0.0, 2.0).log_prob(c) - dist.Normal(0.4, 0.7).log_prob(c)
         assert -losses[0] == pytest.approx(float(bound), abs=1e-3)

@@ -12,6 +12,7 @@ from a start at the mode and its curvature have next to no noise.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -46,6 +47,11 @@ class Drawn:
     noise: Tensor
     value: Tensor
     taken: Optional[Pass] = None
+
+    @functools.cached_property
+    def whitened(self) -> Tensor:
+        """ε of the value, R⁻¹(θ − a): its numbers, and a function of θ."""
+        return torch.linalg.solve_triangular(self.root, (self.value - self.loc)[:, None], upper=False)[:, 0]
 
     def weighed(self, value: Tensor) -> Tensor:
         """A part of log q(θ), of which natural steps want the weight."""

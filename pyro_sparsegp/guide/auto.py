@@ -18,7 +18,7 @@ from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import require_sizes
 from ..program.handlers import observes
-from ..program.traces import all_sites, as_process, free_values, is_free, repeatable, whole_plates
+from ..program.traces import all_sites, as_process, is_free, repeatable, whole_plates
 from ..warned import require_number
 from .absorb import absorb
 from .arrival import check
@@ -357,12 +357,12 @@ class AutoSparseGP(SavedGuide):
         args: tuple,
         kwargs: dict[str, Any],
         ahead: Optional[Priors] = None,
-    ) -> tuple[Any, Any, dict[str, Tensor]]:
+    ) -> tuple[Any, Any, Any]:
         """One run with GP sites at standardised quadrature nodes, mean + sd·node; ``None`` is the mean.
 
         :param wrapped: this guide, or what handlers such as ``poutine.scale`` made of it.
         :param ahead: the run to make instead, of a field at its prior's mean.
-        :returns: the model's trace, the guide's, and the values of all sites, the plates' row numbers among them.
+        :returns: the model's trace, the guide's, and one of all sites, the plates' row numbers among them.
         """
 
         def makes(args: tuple, kwargs: dict[str, Any]) -> Run:
@@ -375,7 +375,7 @@ class AutoSparseGP(SavedGuide):
         before, self._asked = self._asked, makes
         try:
             wrapped(*args, **kwargs)
-            return (*self.traces(), free_values(self.trace))
+            return (*self.traces(), self.trace)
         finally:
             self._asked = before
             self.trace = poutine.Trace()  # under vmap its tensors are of no use to others

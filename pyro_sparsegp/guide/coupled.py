@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar, Optional
 
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import ExpandedDistribution
+from pyro.distributions.util import sum_rightmost
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import biject_to, register_kl
 
 from ..gaussians import Drawn, DrawnGaussian
 from ..modules import at_path
@@ -32,44 +33,69 @@ __all__ = [
 ]
 
 
-class _Part(dist.Normal):
-    """Some entries of a draw, each given those before it.
+class _Part(dist.TorchDistribution):
+    """A latent's posterior in a run: some entries z of a draw, each given those before it, under a transform.
 
     :param drawn: of all entries.
     :param rows: which.
-    :param shape: of their values.
-    :param name: of the site.
+    :param shape: of z.
+    :param name: of the site; ``prior`` is its prior.
     """
 
-    def __init__(self, drawn: Drawn, rows: slice, shape: torch.Size, name: str) -> None:
-        self.drawn, self.rows, self.asked, self.name = drawn, rows, False, name
-        scale = drawn.root.diagonal()[rows].reshape(shape)
-        super().__init__(drawn.loc[rows].reshape(shape), scale, validate_args=False)
+    arg_constraints: ClassVar[dict[str, Any]] = {}
+    has_rsample = True
+
+    def __init__(self, drawn: Drawn, rows: slice, shape: torch.Size, name: str, prior: Any) -> None:
+        self.drawn, self.rows, self.sizes, self.name, self.prior = drawn, rows, shape, name, prior
+        self.transform: Any = biject_to(prior.support)
+        self.draw: Optional[tuple[Tensor, Tensor]] = None  # z and its value, once asked for
+        super().__init__(prior.batch_shape, prior.event_shape, validate_args=False)
+
+    @property
+    def support(self) -> Any:  # type: ignore[override]
+        return self.prior.support
 
     def rsample(self, sample_shape: Any = torch.Size()) -> Tensor:
         if sample_shape:
             raise ValueError(f"site {self.name!r} stands {SAMPLES_ARE_VECTORISED}")
-        self.asked = True
-        return self.drawn.value[self.rows].reshape(self.loc.shape)
+        z = self.drawn.value[self.rows].reshape(self.sizes)
+        self.draw = z, self.transform(z)
+        return self.draw[1]
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
         """As any distribution; GP sites refuse plates over samples: test_guide.py, test_vectorised_samples."""
         return ExpandedDistribution(self, batch_shape)
 
     def noise_of(self, value: Tensor) -> Tensor:
-        """ε, ``(n,)``, behind values, given those before."""
+        """ε, ``(n,)``, behind a value of the site, given those before."""
         loc, root, start = self.drawn.loc, self.drawn.root, self.rows.start
-        moved = value.reshape(-1) - loc[self.rows]
-        if start:
-            first = (self.drawn.value - loc)[:start, None]
-            noise = torch.linalg.solve_triangular(root[:start, :start], first, upper=False)
-            moved = moved - (root[self.rows, :start] @ noise)[:, 0]
+        moved = self.transform.inv(value).reshape(-1) - loc[self.rows]
+        # R_ii⁻¹(z_i − a_i − R_i<ε_<)
+        moved = moved - root[self.rows, :start] @ self.drawn.whitened[:start]
         return torch.linalg.solve_triangular(root[self.rows, self.rows], moved[:, None], upper=False)[:, 0]
 
     def log_prob(self, value: Tensor) -> Tensor:
-        square = self.noise_of(value).square().reshape(self.loc.shape)
-        density = -0.5 * (square + math.log(2 * math.pi)) - self.scale.log()
-        return self.drawn.weighed(density)
+        is_own = self.draw is not None and value is self.draw[1]
+        z = self.draw[0] if self.draw is not None and is_own else self.transform.inv(value)
+        return self._density(None if is_own else value) - self.transform.log_abs_det_jacobian(z, value)
+
+    def _density(self, value: Optional[Tensor] = None) -> Tensor:
+        """log q(z) of a value, by default of the draw's."""
+        noise = self.drawn.whitened[self.rows] if value is None else self.noise_of(value)
+        density = -0.5 * (noise.square() + math.log(2 * math.pi)) - self.drawn.root.diagonal()[self.rows].log()
+        return sum_rightmost(self.drawn.weighed(density.reshape(self.sizes)), self.transform.domain.event_dim)
+
+
+@register_kl(_Part, torch.distributions.Distribution)
+def _kl_at_the_draw(q: _Part, p: Any) -> Tensor:
+    """log q(z) − log p(z) at the draw, whose expectation is the divergence."""
+    if q.draw is None:
+        raise NotImplementedError
+    z, value = q.draw
+    # Under one transform, as of a LogNormal, p(z) is that of what is transformed.
+    if isinstance(p, dist.TransformedDistribution) and p.transforms == [q.transform]:
+        return q._density() - p.base_dist.log_prob(z)
+    return q._density() - p.log_prob(value) - q.transform.log_abs_det_jacobian(z, value)
 
 
 def able_to_couple(guide: KnownGuide, facts: Structure) -> list[str]:
@@ -122,11 +148,8 @@ def coupled_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Te
     return guide.together.mean[rows].reshape(shape), guide.together.tril.diagonal()[rows].reshape(shape)
 
 
-def coupled_posterior(guide: KnownGuide, name: str, prior: Any, alone: Any) -> Any:
-    """The posterior of a coupled latent in a run: its part of the draw of all.
-
-    :param alone: what it would be by itself.
-    """
+def coupled_posterior(guide: KnownGuide, name: str, prior: Any) -> Any:
+    """The posterior of a coupled latent in a run: its part of the draw of all."""
     rows, shape = _place(guide.facts, name, prior)
     known = shape[: len(shape) - guide.facts.latents[name]["event_dim"]]
     if prior.batch_shape != known:
@@ -135,9 +158,8 @@ def coupled_posterior(guide: KnownGuide, name: str, prior: Any, alone: Any) -> A
             "its posterior is joint with that of other latents. Leave its plates whole, or give the guide "
             f"independent=({name!r},)."
         )
-    part = guide.run.parts[name] = _Part(draw_of(guide, guide.run), rows, shape, name)
-    transform = alone.transforms[0]
-    return dist.TransformedDistribution(part.to_event(transform.domain.event_dim), transform)
+    part = guide.run.parts[name] = _Part(draw_of(guide, guide.run), rows, shape, name, prior)
+    return part
 
 
 def draw_of(guide: KnownGuide, run: Any) -> Any:
@@ -155,9 +177,8 @@ def draw_of(guide: KnownGuide, run: Any) -> Any:
 def condition_on_held(guide: KnownGuide, run: Any, name: str) -> None:
     """After the site of one of them: if a handler holds it at a value of its own, q of all others is that given it."""
     part = run.parts.pop(name, None)
-    if part is None or part.asked or run.conditions.drawn is not None:
+    if part is None or part.draw is not None or run.conditions.drawn is not None:
         return
-    site: Any = guide.trace.nodes[name]
     noise = part.drawn.noise.clone()
-    noise[part.rows] = part.noise_of(biject_to(site["infer"]["prior"].support).inv(site["value"])).detach()
+    noise[part.rows] = part.noise_of(guide.trace.nodes[name]["value"]).detach()
     run.drawn = guide.together(noise)

@@ -251,7 +251,6 @@ def _describe(guide: KnownGuide, trace: poutine.Trace, posteriors: Mapping[str, 
     """The sites of a first run, in which the guide made its parameters."""
     found = Structure(gps={name: at_path(guide.gps, name).spec() for name in posteriors})
     found.columns = {name: q.process.x.shape[-1] for name, q in posteriors.items()}
-    found.network = checks.has_network(guide.model, trace)
     found.grouped = grouped(trace)
     for name, site in all_sites(trace):
         if site["type"] != "sample" or site_is_subsample(site) or name in found.gps:

@@ -58,8 +58,7 @@ def _latent_posterior(guide: KnownGuide, name: str, prior: Any, mean_field: Call
         return guide.run.latent_of_field(name, prior)
     if guide._computing_median or guide.is_point(name):
         return guide._get_posterior_median(name, prior)
-    posterior = mean_field(name, prior)
-    return coupled_posterior(guide, name, prior, posterior) if name in facts.coupled else posterior
+    return coupled_posterior(guide, name, prior) if name in facts.coupled else mean_field(name, prior)
 
 
 def _latent_params(guide: KnownGuide, name: str, prior: Any) -> tuple[Tensor, Tensor]:

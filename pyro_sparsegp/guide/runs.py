@@ -24,6 +24,7 @@ from ..posterior.drawing import GroupedSite, NodeSite, RowSite, Site
 from ..posterior.sparse_posterior import SparsePosterior
 from ..process import GaussianProcess
 from ..program.checks import Probe
+from ..program.dependence import NONE
 from ..program.enumeration import Enumeration
 from ..program.handlers import Held, held_trace, unrecorded
 from ..program.traces import all_sites, free_values, repeatable
@@ -207,7 +208,9 @@ class Run(ABC):
         if isinstance(posterior, GroupedSite):
             posterior.group, _ = facts.groups[name]
         if facts.joint and isinstance(posterior, RowSite):
-            met = [other for other in facts.group(name) if other in self.posteriors and other != name]
+            # What no density depends on has no node: test_one_run_has_the_bound_of_a_mapped_one
+            group = [other for other in facts.group(name) if facts.dependence[other] != NONE]
+            met = [other for other in group if name in group and other in self.posteriors and other != name]
             posterior.beside = [self.posteriors[other] for other in met]
         return posterior
 

@@ -23,7 +23,8 @@ from .networks import Calls
 
 __all__ = ["SavedGuide"]
 
-_BESIDE = ("name", "data", "memory")  # the facts; "memory" is of rows that absorb kept, in earlier releases
+# The facts; "memory" is of rows that absorb kept, "network" of programs that ran once, in earlier releases.
+_BESIDE = ("name", "data", "memory", "network")
 
 
 def _rebuild(guide: KnownGuide, state_dict: dict[str, Any], prefix: str) -> None:

@@ -29,7 +29,7 @@ from ..program.declared import ExpectedLogProb, expectation, over_scale, paramet
 from ..program.facts import ClosedForms
 from ..program.handlers import held_trace
 from ..program.mapping import mapped
-from ..program.traces import bare, without_event
+from ..program.traces import RandomState, bare, free_values, without_event
 from .axes import at_axes, quadrature_axes
 
 __all__ = ["ExpectedLogProb", "divergence", "find_expectations", "posterior_at", "sum_of_expectations", "weighted_sum"]
@@ -64,22 +64,21 @@ def find_expectations(
 def sum_of_expectations(
     found: ClosedForms,
     model: Callable,
-    traces: tuple[poutine.Trace, poutine.Trace],
-    values: dict[str, Tensor],
+    traces: tuple[poutine.Trace, poutine.Trace, poutine.Trace],
     args: tuple,
     kwargs: dict[str, Any],
-) -> Tensor:
+) -> Optional[Tensor]:
     """The sum of the expectations in closed form under q's marginals, scaled and masked; of latents minus entropy.
+    ``None`` if a second run was another, such as one of rows of its own.
 
-    :param traces: the model's and the guide's, GP sites at their means.
-    :param values: those of all sites in them.
+    :param traces: the model's, the guide's and one with plates' row numbers, GP sites at their means.
     """
-    model_trace, guide_trace = traces
+    model_trace, guide_trace, whole = traces
     sites: Any = model_trace.nodes
 
     def run(moved: dict[str, Tensor]) -> Any:
         with pyro.validation_enabled(False):
-            return held_trace(model, values | moved, args, kwargs, model_trace).nodes
+            return held_trace(model, free_values(whole) | moved, args, kwargs, model_trace).nodes
 
     posteriors = {gp: posterior_at(guide_trace, gp) for gp in found.gps}
     variances, others = {}, {}
@@ -90,11 +89,14 @@ def sum_of_expectations(
             variances[name] = posteriors[here[0]].variance
         else:
             others[name] = bare(sites[name]["fn"])
+    state = RandomState(next(iter(posteriors.values())).mean) if others or found.functions else None
     if others:
         axes = quadrature_axes(found.of_rows, None)
         variances |= _variances_by_axes(run, {gp: posteriors[gp] for gp in axes}, axes, others)
     if found.functions:
         variances |= _variances_by_rows(run, posteriors, found.functions)
+    if state is not None and state.has_moved:
+        return None
     total: Any = 0.0
     for name, variance in variances.items():
         site = sites[name]

@@ -19,7 +19,7 @@ from ..guide.field import Layout, Predictors, Standardised, residuals_of, run_st
 from ..guide.runs import Priors
 from ..numerics.linalg import above_rounding
 from ..program.declared import expectation, is_declared
-from ..program.traces import is_observation, sample_sites
+from ..program.traces import free_values, is_observation, sample_sites
 from .expected import divergence, weighted_sum
 
 __all__ = ["bound_of_field"]
@@ -34,12 +34,12 @@ def bound_of_field(
     """
     facts = guide.facts
     ahead = Priors(guide)
-    model_trace, guide_trace, values = guide.at_nodes({}, wrapped, args, kwargs, ahead)
+    model_trace, guide_trace, whole_trace = guide.at_nodes({}, wrapped, args, kwargs, ahead)
     rows = {name: process.event_shape[0] for name, process in ahead.processes.items()}
     whole, layout = ahead.whole(), Layout(facts.field, residuals_of(facts, rows), facts.owned)
     loc = torch.cat(whole.q.loc, -1).detach()
     nodes: Any = model_trace.nodes  # a handler may hold some of the latents
-    held = values | {name: nodes[name]["value"] for name in facts.latents if name in nodes}
+    held = free_values(whole_trace) | {name: nodes[name]["value"] for name in facts.latents if name in nodes}
     held = {name: value for name, value in held.items() if name not in facts.field}
     with torch.enable_grad():
         x = torch.cat([loc, loc.new_zeros(layout.extended - layout.num)]).requires_grad_()

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Optional
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from ..guide import AutoSparseGP
 from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
+from ..program.checks import graph_of
 from ..program.dependence import COUPLED
-from ..program.facts import ClosedForms
+from ..program.facts import ClosedForms, Structure
 from ..program.handlers import held_trace
+from ..program.links import parameters, rebuilt
+from ..program.traces import free_values
 from ..warned import warn_once
 from .axes import MAX_AXES, at_axes, quadrature_axes
 from .expected import divergence, posterior_at, weighted_sum
 
-__all__ = ["Grid", "log_density_minus_kl", "mapped", "one_by_one"]
+__all__ = ["Grid", "log_density_minus_kl", "mapped", "one_by_one", "warn_of_draws"]
 
-Ran = tuple[poutine.Trace, poutine.Trace, dict[str, Tensor]]  # the model's trace, the guide's, all sites' values
+Ran = tuple[poutine.Trace, poutine.Trace, poutine.Trace]  # the model's, the guide's, and one with plates' row numbers
+Elementwise = Callable[[Tensor], Tensor]
+# What a program may do with function values, one by one, by the names of autograd's nodes.
+_ELEMENTWISE: dict[str, Callable[[Any], Elementwise]] = {
+    "ExpandBackward0": lambda node: lambda t: t,
+    "ExpBackward0": lambda node: torch.exp,
+    "SigmoidBackward0": lambda node: torch.sigmoid,
+    "SoftplusBackward0": lambda node: lambda t: softplus(t, node._saved_beta, node._saved_threshold),
+}
 
 
 class Grid:
@@ -42,20 +56,6 @@ class Grid:
         self.axes = quadrature_axes(self.structure)
         self.num_axes = 1 + max((axis for used in self.axes.values() for axis in used), default=-1)
 
-    def warn_of_draws(self) -> None:
-        """Warn of sites that meet in so many that draws take the place of nodes."""
-        without = {*self.axes, *self.structure.inner}
-        drawn = [n for n, kind in self.structure.dependence.items() if kind != COUPLED and n not in without]
-        if drawn:
-            warn_once(
-                self.guide.warned,
-                "integrated by draws",
-                ", ".join(drawn),
-                f"GP sites {', '.join(drawn)} meet in densities of more than {MAX_AXES} function values: these are "
-                "integrated by Monte Carlo, with one draw per particle. Take more, num_particles=10.",
-                stacklevel=6,
-            )
-
     def run(self, *node: Tensor) -> Ran:
         """The model's and the guide's run with GP sites at a node, by default at their means."""
         places = self._at(node) if node else dict.fromkeys([*self.axes, *self.closed.gps])
@@ -65,14 +65,11 @@ class Grid:
         """The bound's terms of one run at a node."""
         return self._total(*self.run(*node)[:2])
 
-    def twice(self) -> Callable[..., Tensor]:
-        """As :meth:`once`, of a run as it is and of the model's second: this one, all values held, sees the nodes."""
-        return self.held(*self.run())
-
     def held(
-        self, model_trace: poutine.Trace, guide_trace: poutine.Trace, values: dict[str, Tensor]
+        self, model_trace: poutine.Trace, guide_trace: poutine.Trace, whole: poutine.Trace
     ) -> Callable[..., Tensor]:
         """The bound's terms at a node, of the model with all other values as in a run."""
+        values = free_values(whole)
         for name in self.closed.gps:  # which are at their means, and enter other densities, too
             if name in self.structure.dependence and name not in self.axes:
                 q = posterior_at(guide_trace, name)
@@ -80,20 +77,89 @@ class Grid:
                 values = values | {name: SparsePosterior.rsample(q) if coupled else q.marginals.rsample()}
 
         def at(*node: Tensor) -> Tensor:
-            nodes = self._at(node)
-            sites: dict[str, NodeSite] = {name: posterior_at(guide_trace, name) for name in nodes}
-            moved = {name: site.at_nodes(nodes).rsample() for name, site in sites.items()}
             args, kwargs = self.call
+            moved = self._moved(guide_trace, node)
             trace = held_trace(self.guide.model, values | moved, args, kwargs, model_trace)
             return self._total(trace, guide_trace, self.closed.sites)
 
         return at
+
+    def direct(self, model_trace: poutine.Trace, guide_trace: poutine.Trace, nodes: Tensor) -> Optional[Tensor]:
+        """The bound's terms at all nodes, ``(K,) * num_axes``, off a run with GP sites at their means. Its graph shows
+        what densities make of single function values; ``None`` where it does not.
+
+        :param nodes: of one axis.
+        """
+        sites: Any = model_trace.nodes
+        names = [name for name in self.structure.downstream if name not in self.closed.sites]
+        is_plain = all(len(used) == 1 and sites[gp]["value"].dim() == 1 for gp, used in self.axes.items())
+        if not is_plain or self.axes.keys() != self.structure.dependence.keys() or not all(map(sites.get, names)):
+            return None
+        made = {sites[gp]["value"].grad_fn: gp for gp in self.axes}
+        found = {name: _functions(sites[name], made) for name in names if name not in guide_trace.nodes}
+        if None in made or not all(map(found.get, names)):
+            return None
+        along = [nodes.reshape(-1, *[1] * (self.num_axes - 1 - axis)) for axis in range(self.num_axes)]
+        values = self._moved(guide_trace, tuple(along))
+        total = log_density_minus_kl(model_trace, guide_trace, {*self.closed.sites, *names})
+        for name, functions in found.items():
+            changed = {key: function(values[gp]) for key, (gp, function) in (functions or {}).items()}
+            each = rebuilt(sites[name]["fn"], changed).log_prob(sites[name]["value"])
+            total = total + scale_and_mask(each, sites[name]["scale"], sites[name]["mask"]).sum(-1)
+        return total
+
+    def _moved(self, guide_trace: poutine.Trace, node: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        """The GP sites' values at a node."""
+        nodes = self._at(node)
+        sites: dict[str, NodeSite] = {name: posterior_at(guide_trace, name) for name in nodes}
+        return {name: site.at_nodes(nodes).rsample() for name, site in sites.items()}
 
     def _total(self, *args: Any) -> Tensor:
         return torch.as_tensor(log_density_minus_kl(*args))  # 0.0 of a model that is masked as a whole
 
     def _at(self, node: tuple[Tensor, ...]) -> dict[str, Any]:
         return {name: at_axes(node, used) for name, used in self.axes.items()}
+
+
+def warn_of_draws(guide: AutoSparseGP, structure: Structure) -> None:
+    """Warn of sites that meet in so many that draws take the place of nodes."""
+    without = {*quadrature_axes(structure), *structure.inner}
+    drawn = [n for n, kind in structure.dependence.items() if kind != COUPLED and n not in without]
+    if drawn:
+        warn_once(
+            guide.warned,
+            "integrated by draws",
+            ", ".join(drawn),
+            f"GP sites {', '.join(drawn)} meet in densities of more than {MAX_AXES} function values: these are "
+            "integrated by Monte Carlo, with one draw per particle. Take more, num_particles=10.",
+            stacklevel=6,
+        )
+
+
+def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[str, Elementwise]]]:
+    """Of the parameters of a distribution of single numbers, those that are made of a GP site's values, elementwise;
+    ``None`` if other things are, or the graph does not show it.
+
+    :param made: the GP sites by the nodes of autograd's graph that their values are from.
+    """
+    fn, found = site["fn"], {}
+    if fn.event_shape or not type(fn).__module__.startswith("pyro.distributions"):
+        return None  # a subclass may be more than its parameters
+    rest = [part for part in (site["scale"], site["mask"]) if isinstance(part, Tensor)]
+    for key, part in parameters(fn).items():
+        node, steps = part.grad_fn, []
+        while node not in made and node is not None and node.name() in _ELEMENTWISE:
+            steps.append(_ELEMENTWISE[node.name()](node))
+            node = node.next_functions[0][0]
+        if node in made:
+            found[key] = made[node], functools.partial(_composed, steps[::-1])
+        else:
+            rest.append(part)
+    return None if made.keys() & graph_of(rest) else found
+
+
+def _composed(steps: Collection[Elementwise], value: Tensor) -> Tensor:
+    return functools.reduce(lambda t, step: step(t), steps, value)
 
 
 def mapped(total: Callable, nodes: Tensor, num_axes: int) -> Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Optional
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -33,7 +33,7 @@ from .axes import quadrature_axes
 from .expected import find_expectations, sum_of_expectations
 from .field import bound_of_field
 from .first_steps import Evaluation, meet
-from .grid import Grid, log_density_minus_kl, mapped, one_by_one
+from .grid import Grid, Ran, log_density_minus_kl, mapped, one_by_one, warn_of_draws
 
 __all__ = ["TraceQuadrature_ELBO", "quadrature_axes"]
 
@@ -47,9 +47,10 @@ class TraceQuadrature_ELBO(ELBO):
     marginals N(m, v) is Gauss-Hermite quadrature at m + √v·t_k: two nodes are exact for a Gaussian likelihood.
     A linear predictor of several sites and latents is itself normal, and is integrated as one variable. Other densities
     of two sites use the product grid, rotated by each row's covariance if the sites have one posterior. Densities of
-    more values, and inner layers of a deep GP, are drawn. After the guide's run the model runs once more under
-    :func:`torch.func.vmap` over the nodes, and sees f as ``(N,)``. A model with a network, or one that draws its rows,
-    runs only once. Hyperparameters are drawn once per particle; without any, the bound is deterministic.
+    more values, and inner layers of a deep GP, are drawn. A model whose likelihoods have f, ``f.exp()`` or the like for
+    parameters runs once. Another runs once more under :func:`torch.func.vmap` over the nodes, and sees f as ``(N,)``;
+    one with a network, or one that draws its rows, runs only so. Hyperparameters are drawn once per particle; without
+    any, the bound is deterministic.
 
     A distribution's own method ``expected_log_prob(value, variance)``
     (:class:`~pyro_sparsegp.inference.expected.ExpectedLogProb`) gives its expectation over normal parameters. It
@@ -83,6 +84,9 @@ class TraceQuadrature_ELBO(ELBO):
         self._met: WeakSet[AutoSparseGP] = WeakSet()  # guides whose posteriors have met data
         self._levels: WeakKeyDictionary[AutoSparseGP, tuple[float, float]] = WeakKeyDictionary()
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
+        self._direct: WeakKeyDictionary[AutoSparseGP, bool] = (
+            WeakKeyDictionary()
+        )  # whether one run's graph has shown all
         self._expectations: WeakKeyDictionary[AutoSparseGP, ClosedForms] = WeakKeyDictionary()
 
     def loss(self, model: Callable, guide: Any, *args: Any, **kwargs: Any) -> float:
@@ -236,7 +240,8 @@ class TraceQuadrature_ELBO(ELBO):
             return bound_of_field(guide, wrapped, args, kwargs, self._rule(guide))
         if guide not in self._expectations:
             warn = partial(warn_once, guide.warned, "expectation not used", stacklevel=6)
-            self._expectations[guide] = find_expectations(guide, args, kwargs, warn)
+            self._expectations[guide] = closed = find_expectations(guide, args, kwargs, warn)
+            warn_of_draws(guide, closed.rest)
         if guide.on_sites:
             with guide.conditioned(wrapped, args, kwargs):
                 return self._conditioned_bound(guide, wrapped, args, kwargs)
@@ -245,39 +250,37 @@ class TraceQuadrature_ELBO(ELBO):
     def _conditioned_bound(self, guide: AutoSparseGP, wrapped: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         closed = self._expectations[guide]
         grid = Grid(guide, wrapped, (args, kwargs), closed)
-        grid.warn_of_draws()
         if not closed.sites:
-            return self._integrated(grid, grid.twice)
+            return self._integrated(grid)
         # A distribution that brings its expectation checks its labels: test_robust_max.py::test_labels.
         with nullcontext() if closed.brought else pyro.validation_enabled(False):
             start = RandomState(guide.like)
-            model_trace, guide_trace, values = run = grid.run()
-            if not closed.hold(model_trace.nodes):  # a density is of another kind now: it is learned anew
-                start.restore()
+            model_trace, guide_trace, _ = run = grid.run()
+            is_alike = closed.hold(model_trace.nodes)
+            total = sum_of_expectations(closed, guide.model, run, args, kwargs) if is_alike else None
+            if total is not None and not closed.rest.dependence:  # nothing else depends on function values
+                return total + log_density_minus_kl(model_trace, guide_trace, closed.sites)
+        if total is None:
+            start.restore()
+            if is_alike:  # a second run was of rows of its own, say
+                self._expectations[guide] = closed.without()
+            else:  # a density is of another kind now: it is learned anew
                 guide.learnt.forms = None
                 del self._expectations[guide]
-                return self._bound(guide, wrapped, args, kwargs)
-            state = RandomState(guide.like)
-            total = sum_of_expectations(closed, guide.model, (model_trace, guide_trace), values, args, kwargs)
-        if state.has_moved:  # a second run was of rows of its own, say
-            start.restore()
-            self._expectations[guide] = closed.without()
             return self._bound(guide, wrapped, args, kwargs)
-        if not closed.rest.dependence:  # nothing else depends on function values
-            return total + log_density_minus_kl(model_trace, guide_trace, closed.sites)
-        held = grid.held(*run)
-        return total + self._integrated(grid, lambda: held, outside=True)
+        return total + self._integrated(grid, run)
 
-    def _integrated(self, grid: Grid, twice: Callable, outside: bool = False) -> Tensor:
+    def _integrated(self, grid: Grid, ran: Optional[Ran] = None) -> Tensor:
         """The bound's terms summed over the product grid.
 
-        :param twice: makes the terms at a node, of the model held as it was in a run.
-        :param outside: whether that run has been made.
+        :param ran: the run with GP sites at their means, if it has been made.
         """
         if not grid.num_axes:
-            return twice()() if outside else grid.once()
+            return grid.once() if ran is None else grid.held(*ran)()
         nodes, weights = self._rule(grid.guide)
-        values = self._at_all_nodes(grid, twice, nodes, outside)
+        values = self._directly(grid, ran, nodes)
+        if values is None:
+            values = self._at_all_nodes(grid, ran, nodes)
         for _ in range(grid.num_axes):
             values = values @ weights.to(values.dtype)  # priors of Python numbers have the default dtype
         return values
@@ -289,39 +292,41 @@ class TraceQuadrature_ELBO(ELBO):
             self._placed[key] = self._nodes.to(like), self._weights.to(like)
         return self._placed[key]
 
-    def _at_all_nodes(self, grid: Grid, twice: Callable, nodes: Tensor, outside: bool) -> Tensor:
-        """The bound's terms on the product grid, ``(K,) * num_axes``.
+    def _directly(self, grid: Grid, ran: Optional[Ran], nodes: Tensor) -> Optional[Tensor]:
+        """The bound's terms at all nodes off one run, as :meth:`Grid.direct` has them, where it has a graph."""
+        known = self._direct.get(grid.guide)
+        if known is False or not torch.is_grad_enabled():
+            return None
+        state = None if known else RandomState(grid.guide.like)
+        with pyro.validation_enabled(False) if known else nullcontext():
+            values = grid.direct(*(grid.run() if ran is None else ran)[:2], nodes)
+        self._direct[grid.guide] = values is not None
+        if values is None and ran is None and state is not None:
+            state.restore()
+        return values
 
-        A program runs as it is and once more, mapped, with all that does not depend on nodes held: mapped operations
-        take longer even where nothing of theirs is mapped. torch.func.vmap refuses some programs: where it does so
-        after f, they run once for each node.
+    def _at_all_nodes(self, grid: Grid, ran: Optional[Ran], nodes: Tensor) -> Tensor:
+        """The bound's terms on the product grid, ``(K,) * num_axes``, of any program.
+
+        It runs once, mapped. torch.func.vmap refuses some programs: where it does so before f, the guide's run and the
+        program's are apart, and only this one is mapped, with all that does not depend on nodes held; where after f,
+        they run once for each node.
         """
         guide, num_axes = grid.guide, grid.num_axes
 
-        def second() -> Tensor:
-            held = twice()
-            state = None if guide.on_sites or outside else RandomState(guide.like)
-            values = mapped(held, nodes, num_axes)
-            if state is not None and state.has_moved:
-                raise _DrewError
+        def held(evaluate: Callable) -> Tensor:
+            terms, state = grid.held(*(grid.run() if ran is None else ran)), RandomState(guide.like)
+            values = evaluate(terms, nodes, num_axes)
+            if state.has_moved:  # test_a_program_that_takes_rows_by_itself_runs_once_a_step
+                raise ValueError("with all values held, the model drew random numbers by itself, others than before")
             return values
 
-        ways = [
-            lambda: mapped(grid.once, nodes, num_axes),
-            second,
-            lambda: one_by_one(twice(), nodes, num_axes),
-        ]
-        first = self._ways.get(guide)
-        if first is None:
-            first = 0 if guide.on_sites and not outside else 1 if outside or _repeats(guide, ways[:2]) else 0
+        ways = [lambda: mapped(grid.once, nodes, num_axes), lambda: held(mapped), lambda: held(one_by_one)]
+        first = self._ways.get(guide, 0 if ran is None else 1)
         for way in range(first, len(ways)):
             state = RandomState(guide.like)
             try:
                 values = ways[way]()
-            except _DrewError:
-                state.restore()
-                self._ways[guide] = 0
-                return ways[0]()
             except (RuntimeError, TypeError, ValueError) as error:
                 if way == len(ways) - 1:
                     raise  # not vmap's doing
@@ -374,37 +379,6 @@ def _guide_of(model: Callable, guide: Any) -> AutoSparseGP:
             "the model before it goes to AutoSparseGP, wrap the guide, or open the handler around the step."
         )
     return unwrapped
-
-
-class _DrewError(Exception):
-    """With all values held, a program drew random numbers by itself, which a run before drew otherwise."""
-
-
-def _repeats(guide: AutoSparseGP, ways: Sequence[Callable[[], Tensor]]) -> bool:
-    """Whether a program is to run twice: not if it has a network, whose runs may be long, nor if another run is
-    another program, such as one that draws rows, or takes them from an iterator, by itself.
-
-    :param ways: the bound's terms by one run, and by two.
-    """
-    assert guide.structure is not None
-    if guide.structure.network:
-        return False
-    state = RandomState(guide.like)
-    with torch.no_grad():
-        try:
-            once = ways[0]()
-        except (RuntimeError, TypeError, ValueError):
-            return True  # which torch.func.vmap refuses, or which raises
-        finally:
-            state.restore()
-        try:
-            twice = ways[1]()
-        except Exception:  # of a program that knows how often it has run, it may be any
-            return False
-        finally:
-            state.restore()
-    tolerance = max(torch.finfo(values.dtype).eps for values in (once, twice)) ** 0.5
-    return torch.allclose(once, twice.to(once), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _of_actions(guide: AutoSparseGP) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -14,15 +14,26 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 __all__ = ["Function", "aligned"]
 
 
+class _Bound(NamedTuple):
+    args: tuple
+    kwargs: dict[str, Any]
+    apply_defaults = staticmethod(dict)  # there are none
+
+
+class _Positional(inspect.Signature):
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        return _Bound(args, kwargs)
+
+
 class Function(torch.autograd.Function):
-    """:class:`torch.autograd.Function`, whose ``apply`` asks for the signature of ``forward`` at each call: here it is
-    found once. Its ``jvp`` may stand within another: torch turns forward mode off while it runs, and so drops what an
-    outer ``jvp`` would know of saved tensors.
+    """:class:`torch.autograd.Function`, whose ``apply`` binds arguments to the signature of ``forward`` at each call:
+    here they are all given, by position. Its ``jvp`` may stand within another: torch turns forward mode off while it
+    runs, and so drops what an outer ``jvp`` would know of saved tensors.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+        cls.forward.__signature__ = _Positional()  # type: ignore[attr-defined]
         if "jvp" in vars(cls):
             cls.jvp = staticmethod(_nested(cls.jvp))  # type: ignore[method-assign, assignment]
 

@@ -11,7 +11,6 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.nn import PyroModule
 from torch import Tensor, nn
 from torch.distributions import constraints
 
@@ -24,7 +23,7 @@ from .traces import all_sites, bare, free_values, is_left_out, is_observation, l
 
 __all__ = [
     "Probe",
-    "has_network",
+    "graph_of",
     "holds_part",
     "require_full_batch",
     "require_left_out",
@@ -199,14 +198,6 @@ def warn_of_groups(warned: Warned, name: str, plates: Mapping[str, int]) -> None
     )
 
 
-def has_network(model: Callable, trace: poutine.Trace) -> bool:
-    """Whether a model runs a network, by :func:`pyro.module` in a run's trace or as a module in a PyroModule."""
-    # pyro.module names a network's parameters "network$$$layer.weight".
-    return any("$$$" in name for name, _ in all_sites(trace)) or (
-        isinstance(model, nn.Module) and any(not isinstance(part, PyroModule) for part in model.modules())
-    )
-
-
 @dataclass
 class Probe:
     """What a guide's run with the latents at their medians showed.
@@ -265,14 +256,19 @@ def _leaves(outputs: Iterable[Tensor], known: Iterable[Tensor]) -> list[Tensor]:
     """The leaves that outputs depend on and that ask for gradients, other than those known."""
     # A leaf that asks for a gradient stands in the graph as the variable of its AccumulateGrad, and has none itself.
     found: dict[int, Tensor] = {id(output): output for output in outputs if output.is_leaf and output.requires_grad}
-    stack: list[Any] = [output.grad_fn for output in outputs]
-    seen = {None}
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            found |= {id(node.variable): node.variable} if hasattr(node, "variable") else {}
-            stack.extend(parent for parent, _ in node.next_functions)
+    found |= {id(node.variable): node.variable for node in graph_of(outputs) if hasattr(node, "variable")}
     for tensor in known:
         found.pop(id(tensor), None)
     return list(found.values())
+
+
+def graph_of(outputs: Iterable[Tensor]) -> list[Any]:
+    """The nodes of autograd's graph that tensors are made of."""
+    stack: list[Any] = [output.grad_fn for output in outputs]
+    seen: dict[Any, None] = {}
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            stack.extend(before for before, _ in node.next_functions)
+    return list(seen)

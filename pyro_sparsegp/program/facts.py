@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as _field
+from functools import cached_property
 from typing import Any
 
 from .traces import bare
@@ -37,7 +38,6 @@ class Structure:
     :param enumerated: discrete latents, which are summed out.
     :param joint: groups of GP sites that have one posterior.
     :param crossed: pairs of them that meet in terms of densities at different inputs or outputs.
-    :param network: whether the program runs a network, so that each of its runs may be long.
     :param summed: pairs of GP sites of separate posteriors that enter densities by a sum of them alone, f + cg.
     :param affine: whether values at several inputs meet in densities, and all of these are normal around affine
         functions of values.
@@ -64,7 +64,6 @@ class Structure:
     enumerated: list[str] = _field(default_factory=list)
     joint: list[list[str]] = _field(default_factory=list)
     crossed: list[list[str]] = _field(default_factory=list)
-    network: bool = False
     summed: list[list[str]] = _field(default_factory=list)
     affine: bool = False
     num_nodes: int = 20
@@ -101,12 +100,12 @@ class ClosedForms:
     kinds: dict[str, type]
     unused: dict[str, tuple[Any, str]]
 
-    @property
+    @cached_property
     def sites(self) -> tuple[str, ...]:
         """All whose expectation is in closed form."""
         return self.rows + self.functions
 
-    @property
+    @cached_property
     def brought(self) -> bool:
         """Whether distributions of a user's bring any of them."""
         return any(hasattr(kind, "normal_parameter") for kind in self.kinds.values())
