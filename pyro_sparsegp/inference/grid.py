@@ -19,10 +19,10 @@ from ..guide import AutoSparseGP
 from ..posterior.drawing import NodeSite
 from ..posterior.sparse_posterior import SparsePosterior
 from ..program.checks import graph_of
+from ..program.declared import parameters, rebuilt
 from ..program.dependence import COUPLED
 from ..program.facts import ClosedForms, Structure
 from ..program.handlers import held_trace
-from ..program.links import parameters, rebuilt
 from ..program.traces import free_values
 from ..warned import warn_once
 from .axes import MAX_AXES, at_axes, quadrature_axes
@@ -142,7 +142,8 @@ def _functions(site: Any, made: Mapping[Any, str]) -> Optional[dict[str, tuple[s
 
     :param made: the GP sites by the nodes of autograd's graph that their values are from.
     """
-    fn, found = site["fn"], {}
+    fn = site["fn"]
+    found: dict[str, tuple[str, Elementwise]] = {}
     if fn.event_shape or not type(fn).__module__.startswith("pyro.distributions"):
         return None  # a subclass may be more than its parameters
     rest = [part for part in (site["scale"], site["mask"]) if isinstance(part, Tensor)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Optional
+from types import SimpleNamespace
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -14,15 +15,9 @@ from torch.autograd.forward_ad import _set_fwd_grad_enabled, unpack_dual
 __all__ = ["Function", "aligned"]
 
 
-class _Bound(NamedTuple):
-    args: tuple
-    kwargs: dict[str, Any]
-    apply_defaults = staticmethod(dict)  # there are none
-
-
 class _Positional(inspect.Signature):
     def bind(self, *args: Any, **kwargs: Any) -> Any:
-        return _Bound(args, kwargs)
+        return SimpleNamespace(args=args, kwargs=kwargs, apply_defaults=dict)  # of which there are none
 
 
 class Function(torch.autograd.Function):
