@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
@@ -58,22 +57,19 @@ def _arguments(data: Any) -> tuple[tuple, dict[str, Any]]:
     return (tuple(data), {}) if isinstance(data, (tuple, list)) else ((data,), {})
 
 
-def _each(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    return tuple(map(function, args)), {key: function(value) for key, value in kwargs.items()}
-
-
-def _rows(args: tuple, kwargs: Mapping[str, Any]) -> list[int]:
-    """How many rows arguments have, of those that have any."""
-    return [len(value) for value in (*args, *kwargs.values()) if _has_rows(value)]
-
-
 def _has_rows(value: Any) -> bool:
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
 
 
-def _placed(value: Any, device: Device) -> Any:
-    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    return value.to(device) if isinstance(value, Tensor) and device is not None else value
+def _made(function: Callable, args: tuple, kwargs: Mapping[str, Any], device: Device) -> tuple[tuple, dict[str, Any]]:
+    """A function of each argument, as a tensor on the device."""
+
+    def of(value: Any) -> Any:
+        value = function(value)
+        value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        return value.to(device) if isinstance(value, Tensor) and device is not None else value
+
+    return tuple(map(of, args)), {key: of(value) for key, value in kwargs.items()}
 
 
 class TensorBatches:
@@ -92,7 +88,7 @@ class TensorBatches:
         device: Device,
         seed: int,
     ) -> None:
-        rows = _rows(args, kwargs)
+        rows = [len(value) for value in (*args, *kwargs.values()) if _has_rows(value)]
         if not rows:
             raise ValueError("data has no tensor or array with rows; torch.as_tensor(table.to_numpy()) makes one")
         if batch_size is not None and (min(rows) < max(rows) or not 0 < batch_size <= rows[0]):
@@ -120,8 +116,7 @@ class TensorBatches:
         """All rows, in their own order."""
         # The same tensors in each step: by their identity a guide knows the data again.
         if self._all is None:
-            placed = _each(lambda value: _placed(value, self.device), self.args, self.kwargs)
-            self._all = Batch(*placed, self.num, self.num)
+            self._all = Batch(*_made(lambda value: value, self.args, self.kwargs, self.device), self.num, self.num)
         return self._all
 
     def first(self, num: int) -> Batch:
@@ -132,11 +127,12 @@ class TensorBatches:
 
     def _take(self, rows: Tensor) -> Batch:
         def of(value: Any) -> Any:
-            if isinstance(value, np.ndarray) and value.ndim:
-                return _placed(np.asarray(value[rows.numpy()]), self.device)
-            return _placed(value[rows.to(value.device)] if _has_rows(value) else value, self.device)
+            if isinstance(value, np.ndarray):
+                return np.asarray(value[rows.numpy()]) if value.ndim else value
+            return value[rows.to(value.device)] if _has_rows(value) else value
 
-        return Batch(*_each(of, self.args, self.kwargs), len(rows), self.num, _placed(rows, self.device))
+        indices = rows if self.device is None else rows.to(self.device)
+        return Batch(*_made(of, self.args, self.kwargs, self.device), len(rows), self.num, indices)
 
 
 class LoadedBatches:
@@ -169,21 +165,30 @@ class LoadedBatches:
 
     def epoch(self, number: int, start: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from one on."""
-        seed, parts = self.seed + number, (self.source, self.sampler)
-        for part in parts:
+        seed = self.seed + number
+        for part in (self.source, self.sampler):
             if isinstance(getattr(part, "generator", None), torch.Generator):
                 part.generator.manual_seed(seed)  # type: ignore[union-attr]
             getattr(part, "set_epoch", id)(number)
-        self._random = {
+        state: dict[str, Any] = {
             "torch": torch.Generator().manual_seed(seed).get_state(),
             "random": random.Random(seed).getstate(),
             "numpy": np.random.RandomState(seed % 2**32).get_state(),
         }
-        with self._apart():
-            stream = iter(self.source)
+
+        def apart(function: Callable[[], Any]) -> Any:
+            nonlocal state
+            outside = pyro.util.get_rng_state()
+            pyro.util.set_rng_state(state)
+            try:
+                return function()
+            finally:
+                state = pyro.util.get_rng_state()
+                pyro.util.set_rng_state(outside)
+
+        stream = apart(lambda: iter(self.source))
         for place in itertools.count():
-            with self._apart():
-                item = next(stream, _END)
+            item = apart(lambda: next(stream, _END))
             if item is _END:
                 break
             if place >= start:
@@ -191,19 +196,9 @@ class LoadedBatches:
         if not place:
             raise ValueError("data gives no batches")
 
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        outside = pyro.util.get_rng_state()
-        pyro.util.set_rng_state(self._random)
-        try:
-            yield
-        finally:
-            self._random = pyro.util.get_rng_state()
-            pyro.util.set_rng_state(outside)
-
     def _batch(self, item: Any) -> Batch:
-        args, kwargs = _each(lambda value: _placed(value, self.device), *_arguments(item))
-        num = next(iter(_rows(args, kwargs)), 0)
+        args, kwargs = _made(lambda value: value, *_arguments(item), self.device)
+        num = next((len(value) for value in (*args, *kwargs.values()) if _has_rows(value)), 0)
         if not num:
             raise ValueError(f"a batch of data must hold tensors with rows, got {type(item).__name__}")
         return Batch(args, kwargs, num, num)
