@@ -468,6 +468,7 @@ def test_counts_far_from_where_q_starts():
     assert losses[-1] < losses[0] / 100
 
 
+@pytest.mark.filterwarnings("ignore:the bound changes")
 def test_negative_curvature_of_heavy_tails():
     """With it, q reaches the bound's stationary point; with curvatures cut at 0 it would stay beside it."""
     x, y = data(num=100)

@@ -30,6 +30,7 @@ from ..program.facts import ClosedForms
 from ..program.traces import RandomState
 from ..warned import warn_once
 from .axes import quadrature_axes
+from .doubt import Doubt
 from .expected import find_expectations, sum_of_expectations
 from .field import bound_of_field
 from .first_steps import Evaluation, meet
@@ -81,6 +82,7 @@ class TraceQuadrature_ELBO(ELBO):
         self._nodes = torch.from_numpy(nodes)
         self._weights = torch.from_numpy(weights / weights.sum())
         self._placed: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._doubt = Doubt()
         self._met: WeakSet[AutoSparseGP] = WeakSet()  # guides whose posteriors have met data
         self._levels: WeakKeyDictionary[AutoSparseGP, tuple[float, float]] = WeakKeyDictionary()
         self._ways: WeakKeyDictionary[AutoSparseGP, int] = WeakKeyDictionary()
@@ -124,6 +126,13 @@ class TraceQuadrature_ELBO(ELBO):
             if unwrapped in self._met:  # else a mask leaves all of this batch out, which nothing is learned of
                 record.step(unwrapped.row_share)
         self._watch(unwrapped, value)
+
+        def bound(nodes: int) -> Tensor:
+            return TraceQuadrature_ELBO(nodes, self.num_particles).differentiable_loss(model, guide, *args, **kwargs)
+
+        closed = self._expectations.get(unwrapped)
+        if closed is not None and closed.rest.dependence:
+            self._doubt.note(unwrapped, value, self.num_nodes, bound)
         return value
 
     def _evaluated(
