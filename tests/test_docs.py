@@ -13,7 +13,7 @@ import pyro
 import pytest
 import torch
 
-from pyro_sparsegp import families
+from pyro_sparsegp import families, kernels
 
 ROOT = Path(__file__).parent.parent
 
@@ -84,9 +84,10 @@ def test_pages_show_what_their_programs_make():
             assert "](pictures/" in text, page.name
 
 
-def test_the_reference_has_all_families():
-    text = (ROOT / "docs" / "reference" / "families.md").read_text()
-    assert sorted(re.findall(r"autoclass:: (\w+)", text)) == sorted(families.__all__)
+@pytest.mark.parametrize("module", [families, kernels], ids=["families", "kernels"])
+def test_the_reference_has_all_names(module):
+    text = (ROOT / "docs" / "reference" / f"{module.__name__.split('.')[-1]}.md").read_text()
+    assert sorted(re.findall(r"auto(?:class|function):: (\w+)", text)) == sorted(module.__all__)
 
 
 def test_links_between_pages_lead_somewhere_in_the_repository():

@@ -164,8 +164,8 @@ class _Compared:
         """What bases leave out of GP sites, in nats of the bound."""
         found = self.nested.tried(self.loc)
         return [
-            f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, so that "
-            "hyperparameters lean to a smoother function. Give its family more inducing points."
+            f"{name!r}: its basis of {self.nested.layout.numbers[name]} functions leaves out {nats:.1f} nats, which "
+            "makes the learned function too smooth. Give its family more inducing points."
             for name, nats in ({} if found is None else found.left).items()
             if nats > _LOST
         ]
